@@ -1,0 +1,60 @@
+"""Sharded-parameter training engine: BMTrain's few words on PyTorch's own distributed stack.
+
+``import engine`` imports neither torch nor anything that starts a process group; each public name is
+imported when it is first used (PEP 562).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Public name -> module that holds it. A submodule is listed under its own name.
+_PUBLIC = {
+    "init_distributed": "engine.runtime",
+    "is_initialized": "engine.runtime",
+    "rank": "engine.runtime",
+    "world_size": "engine.runtime",
+    "local_rank": "engine.runtime",
+    "device": "engine.runtime",
+    "set_seed": "engine.runtime",
+    "synchronize": "engine.runtime",
+    "print_rank": "engine.runtime",
+    "sum_loss": "engine.runtime",
+    "gather_result": "engine.runtime",
+    "Policy": "engine.precision",
+    "shard": "engine.parallel.shard",
+    "materialize": "engine.parallel.shard",
+    "accumulate": "engine.accumulation",
+    "local_slices": "engine.checkpoint",
+}
+_SUBMODULES = (
+    "accumulation",
+    "checkpoint",
+    "init",
+    "loss",
+    "lr_scheduler",
+    "memory",
+    "ops",
+    "optim",
+    "parallel",
+    "precision",
+    "runtime",
+    "testing",
+)
+
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        globals()[name] = value
+        return value
+    if name in _SUBMODULES:
+        return importlib.import_module(f"engine.{name}")
+    raise AttributeError(f"module 'engine' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC, *_SUBMODULES})

@@ -1,0 +1,173 @@
+"""Forward and backward of a list of microbatches as one global batch."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from engine import runtime
+from engine.parallel.shard import sharded_roots, zero_level
+from engine.torch_compat import all_gather_flat, set_reduce_unused
+
+_TERMS = 16  # room for this many loss terms in the one collective that agrees on the counts
+_BUCKET = 1 << 24  # elements of plain gradients that are reduced together
+
+
+def accumulate(
+    model: nn.Module,
+    microbatches: Sequence[Any],
+    forward: Callable[[Any, Mapping[str, int]], torch.Tensor],
+    counts: Callable[[Any], Mapping[str, int]],
+    empty: Callable[[], Any] | None = None,
+    backward: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """Run forward and backward of this rank's microbatches as a part of one global batch.
+
+    Afterwards the gradients are those of the mean over all supervised items of all microbatches on all ranks, however
+    the global batch was cut. Works on plain and sharded models, in one process and on many ranks (collective there).
+    Gradients are reduced once at levels 0 and 1, at each microbatch at levels 2 and 3.
+
+    Args:
+        model: the module whose parameters get the gradients.
+        microbatches: this rank's; ranks may have different numbers of them, also none.
+        forward: ``forward(microbatch, totals)`` runs the model and returns a 0-d loss: this microbatch's sum of each
+            loss term divided by ``totals[term]``, the number of items of the term in the global batch (at least 1).
+        counts: ``counts(microbatch)`` is {term: number of items} (at most 16 terms).
+        empty: makes a microbatch without items, with which a rank that has fewer microbatches takes part. Its loss
+            must depend on the parameters (with gradients of zero).
+        backward: called with the loss in place of ``loss.backward()``, such as ``OptimManager.backward``.
+
+    Returns:
+        The global mean, 0-d, detached, fp32, equal on all ranks.
+
+    Raises:
+        ValueError: on every rank, when ranks have different numbers of microbatches and one has no ``empty``, when
+            there are none at all, or when ranks count different terms.
+        RuntimeError: ``counts`` failed on another rank, or a loss does not depend on the parameters.
+    """
+    size = runtime.world_size()
+    steps, fewest, totals = _agree(list(microbatches), counts, empty)
+    roots = sharded_roots(model)
+    backward = backward or torch.Tensor.backward
+    total: torch.Tensor | None = None
+    with _reduce_lazily(roots, unequal=fewest < steps) as set_last:
+        for step in range(steps):
+            set_last(step == steps - 1)
+            microbatch = microbatches[step] if step < len(microbatches) else empty()  # type: ignore[misc]
+            loss = forward(microbatch, totals)
+            if not loss.requires_grad:
+                raise RuntimeError(
+                    f"the loss of microbatch {step} on rank {runtime.rank()} does not depend on the parameters, so "
+                    "this rank cannot take part in the reduction of the gradients: a loss over no items must be a sum "
+                    "over nothing, not a constant"
+                )
+            part = loss.detach().float()
+            total = part if total is None else total + part
+            # Reduction averages over the ranks; the loss is a part of a global mean already.
+            backward(loss * size if size > 1 else loss)
+    assert total is not None
+    if size > 1:
+        _average_plain_gradients(model)
+        dist.all_reduce(total)
+    return total
+
+
+def _agree(
+    microbatches: list[Any], counts: Callable[[Any], Mapping[str, int]], empty: Callable[[], Any] | None
+) -> tuple[int, int, dict[str, int]]:
+    """(most microbatches of a rank, fewest, {term: items in the global batch}), with one collective."""
+    size = runtime.world_size()
+    own: dict[str, int] = {}
+    failure: Exception | None = None
+    try:
+        for microbatch in microbatches:
+            for term, n in counts(microbatch).items():
+                own[term] = own.get(term, 0) + int(n)
+        if not microbatches and empty is not None:
+            own = {term: 0 for term in counts(empty())}
+        if len(own) > _TERMS:
+            raise ValueError(f"counts returns {len(own)} loss terms, at most {_TERMS} are supported")
+    except Exception as error:  # told to the other ranks below, then raised
+        if size == 1:
+            raise
+        failure = error
+    terms = sorted(own)
+    if size == 1:
+        if not microbatches:
+            raise ValueError("accumulate was given no microbatches")
+        return len(microbatches), len(microbatches), {term: max(1, own[term]) for term in terms}
+    row = [int(failure is not None), len(microbatches), int(empty is not None), zlib.crc32("\n".join(terms).encode())]
+    row += [own[term] for term in terms] + [0] * (_TERMS - len(terms))
+    table = torch.empty(size, len(row), dtype=torch.int64, device=runtime.device())
+    all_gather_flat(table.view(-1), torch.tensor(row, dtype=torch.int64, device=table.device))
+    rows = table.tolist()
+    if failure is not None:
+        raise failure
+    if failed := [rank for rank, other in enumerate(rows) if other[0]]:
+        raise RuntimeError(f"counts raised on rank {failed[0]}: its own error says why")
+    numbers = [other[1] for other in rows]
+    if max(numbers) == 0:
+        raise ValueError("accumulate was given no microbatches on any rank")
+    if short := [rank for rank, other in enumerate(rows) if other[1] < max(numbers) and not other[2]]:
+        raise ValueError(
+            f"rank {short[0]} has {numbers[short[0]]} microbatches but rank {numbers.index(max(numbers))} has "
+            f"{max(numbers)}: pass empty= so that ranks with fewer can take part"
+        )
+    if different := [rank for rank, other in enumerate(rows) if other[3] != rows[0][3]]:
+        raise ValueError(f"ranks count different loss terms: rank {different[0]} and rank 0. This rank has {terms}")
+    return max(numbers), min(numbers), {term: max(1, sum(r[4 + i] for r in rows)) for i, term in enumerate(terms)}
+
+
+@contextmanager
+def _reduce_lazily(roots: list[Any], unequal: bool) -> Iterator[Callable[[bool], None]]:
+    """Yields a function to call before each microbatch with whether it is the last; leaves the usual state behind."""
+
+    def set_last(last: bool) -> None:
+        for root in roots:
+            level = zero_level(root)
+            root.set_requires_gradient_sync(last or level >= 2)
+            root.set_requires_all_reduce(last)  # of the copies' shards, in hybrid sharding
+            root.set_reshard_after_backward(last or level == 3)  # gathered parameters stay over microbatches
+
+    try:
+        for root in roots:
+            # An empty microbatch may skip a part of the model that others use; all ranks must reduce the same.
+            set_reduce_unused(root, unequal)
+        yield set_last
+    finally:
+        set_last(True)
+        for root in roots:
+            set_reduce_unused(root, False)
+
+
+@torch.no_grad()
+def _average_plain_gradients(model: nn.Module) -> None:
+    """Average, over all ranks, the gradients of parameters that are not sharded."""
+    parameters = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if not parameters:
+        return
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    buckets: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+    for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+        if not is_used:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        same = buckets.setdefault(parameter.grad.dtype, [[]])
+        if sum(g.numel() for g in same[-1]) + parameter.grad.numel() > _BUCKET:
+            same.append([])
+        same[-1].append(parameter.grad)
+    for bucket in (b for same in buckets.values() for b in same if b):
+        flat = torch.cat([g.reshape(-1).float() for g in bucket])
+        dist.all_reduce(flat)
+        flat /= runtime.world_size()
+        for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,144 @@
+"""Learning-rate schedules under BMTrain's names. They count steps: ``num_iter`` is the number of steps taken."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+class WarmupLRScheduler:
+    """Base: ``get_lr_warmup`` below ``warmup_iter`` steps, ``get_lr_decay`` from there on.
+
+    The learning rate of step 0 is set when the schedule is made. Groups of the optimizer that had different learning
+    rates keep their ratios (BMTrain sets all to the same): each group's ``lr_scale`` is its learning rate over the
+    optimizer's own ``lr``, or over the largest group's if no group uses that; a group may also give ``lr_scale``.
+
+    Args:
+        optimizer: anything with ``param_groups``.
+        start_lr: the highest learning rate, reached at the end of the warm-up.
+        warmup_iter: steps of warm-up, may be 0.
+        end_iter: steps in all.
+        num_iter: steps already taken.
+    """
+
+    def __init__(self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0) -> None:
+        if start_lr < 0 or warmup_iter < 0 or num_iter < 0:
+            raise ValueError(
+                f"start_lr is {start_lr}, warmup_iter {warmup_iter}, num_iter {num_iter}: expected none below 0"
+            )
+        self.start_lr = start_lr
+        self.warmup_iter = warmup_iter
+        self.end_iter = end_iter
+        self.optimizer = optimizer
+        self.num_iter = num_iter
+        self._current_lr = 0.0
+        groups = optimizer.param_groups
+        rates = [group["lr"] for group in groups if "lr_scale" not in group]
+        own = getattr(optimizer, "defaults", {}).get("lr")
+        reference = own if own in rates else max(rates, default=0)
+        for group in groups:
+            group.setdefault("lr_scale", group["lr"] / reference if reference else 1.0)
+        self.step(num_iter)
+
+    def get_lr_warmup(self, num_iter: int) -> float:
+        """Learning rate before ``warmup_iter``: linear from 0."""
+        return self.start_lr * num_iter / self.warmup_iter
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        """Learning rate from ``warmup_iter`` on: constant."""
+        return self.start_lr
+
+    def get_lr(self) -> float:
+        """Learning rate of the step to come, of a group with ``lr_scale`` 1."""
+        decide = self.get_lr_warmup if self.num_iter < self.warmup_iter else self.get_lr_decay
+        return decide(self.num_iter)
+
+    @property
+    def current_lr(self) -> float:
+        """The learning rate set last."""
+        return self._current_lr
+
+    def step(self, num_iter: int | None = None) -> None:
+        """Count a step, or go to ``num_iter`` steps, and set the learning rate of each group."""
+        self.num_iter = self.num_iter + 1 if num_iter is None else num_iter
+        self._current_lr = self.get_lr()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._current_lr * group["lr_scale"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the optimizer."""
+        return {
+            "start_lr": self.start_lr,
+            "warmup_iter": self.warmup_iter,
+            "end_iter": self.end_iter,
+            "num_iter": self.num_iter,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict``."""
+        for name in self.state_dict():
+            setattr(self, name, state_dict[name])
+        self.step(self.num_iter)
+
+    def _progress(self, num_iter: int) -> float:
+        """0 at the end of the warm-up to 1 at ``end_iter`` and after it."""
+        return min(1.0, (num_iter - self.warmup_iter) / max(1, self.end_iter - self.warmup_iter))
+
+
+class NoDecay(WarmupLRScheduler):
+    """Linear warm-up, then constant."""
+
+
+class Constant(NoDecay):
+    """Constant from the first step on, unless given a warm-up."""
+
+    def __init__(
+        self, optimizer: Any, start_lr: float, warmup_iter: int = 0, end_iter: int = 0, num_iter: int = 0
+    ) -> None:
+        super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
+
+
+class Noam(WarmupLRScheduler):
+    """``start_lr / sqrt(max(num_iter, warmup_iter))``, times the part of the warm-up that is done."""
+
+    def get_lr_warmup(self, num_iter: int) -> float:
+        return self.start_lr / math.sqrt(self.warmup_iter) * num_iter / self.warmup_iter
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        return self.start_lr / math.sqrt(max(1, num_iter))
+
+
+class Linear(WarmupLRScheduler):
+    """Linear warm-up, then linearly to 0 at ``end_iter``."""
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        return self.start_lr * (1.0 - self._progress(num_iter))
+
+
+class Cosine(WarmupLRScheduler):
+    """Linear warm-up, then half a cosine to 0 at ``end_iter``."""
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        return self.start_lr * 0.5 * (1.0 + math.cos(math.pi * self._progress(num_iter)))
+
+
+class Exponential(WarmupLRScheduler):
+    """Linear warm-up, then times ``gamma`` at each step."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        start_lr: float,
+        warmup_iter: int,
+        end_iter: int,
+        num_iter: int = 0,
+        gamma: float = 0.95,
+    ) -> None:
+        self.gamma = gamma
+        super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "gamma": self.gamma}

@@ -1,0 +1,109 @@
+"""The norm of gradients that are laid over one mesh or several, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from engine.torch_compat import local_tensor
+
+_EPS = 1e-6
+
+
+@torch.no_grad()
+def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all gradients as one vector: 0-d, fp32, equal on all ranks that share the parameters. Collective.
+
+    Each distinct set of ranks that parameters are sharded over costs one all-reduce of one number; replicas of a
+    parameter are counted once. Nothing waits for the device.
+
+    Args:
+        params: parameters; those without a gradient count nothing.
+        norm_type: the p of the p-norm; ``float("inf")`` for the largest absolute value.
+    """
+    params = [params] if isinstance(params, torch.Tensor) else list(params)
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type is {norm_type!r}, expected a number above 0")
+    # Groups come from the parameters, not from the gradients, so that all ranks make the same collectives.
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
+    for parameter in params:
+        try:
+            over = parameter._engine_sharded_over  # type: ignore[attr-defined]
+        except AttributeError:  # found once for each parameter: with many small ones it costs as much as the norm
+            over = parameter._engine_sharded_over = _sharded_over(parameter)  # type: ignore[attr-defined]
+        members = groups.setdefault(over, [])
+        if (gradient := parameter.grad) is not None:
+            if isinstance(gradient, DTensor):
+                if any(placement.is_partial() for placement in gradient.placements):
+                    gradient = parameter.grad = _summed(gradient, parameter)
+                gradient = gradient._local_tensor
+            members.append(gradient)
+    home = params[0].device if params else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float32, device=home)
+    largest = p == float("inf")
+    for (mesh, dims), gradients in groups.items():
+        gradients = [g for g in gradients if g.numel()]
+        part = torch.zeros((), dtype=torch.float32, device=gradients[0].device if gradients else home)
+        if gradients:
+            norms = torch.stack(torch._foreach_norm(gradients, p, dtype=torch.float32))
+            part = norms.max() if largest else norms.pow(p).sum()
+        for dim in dims:
+            assert mesh is not None
+            dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+        part = part.to(home)
+        total = torch.maximum(total, part) if largest else total + part
+    return total if largest else total.pow(1.0 / p)
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float, eps: float = _EPS) -> torch.Tensor:
+    """What gradients of this norm are multiplied by: at most 1; 0-d, on the device."""
+    return torch.clamp(max_norm / (norm + eps), max=1.0)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    params: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, eps: float = _EPS
+) -> torch.Tensor:
+    """Scale all gradients in place so that their norm is at most ``max_norm``; returns the norm before that.
+
+    ``torch.nn.utils.clip_grad_norm_`` for plain and sharded parameters, also of several meshes. See ``grad_norm``.
+    """
+    params = [params] if isinstance(params, torch.Tensor) else list(params)
+    norm = grad_norm(params, norm_type)
+    scale_gradients_(params, clip_coefficient(norm, max_norm, eps))
+    return norm
+
+
+@torch.no_grad()
+def scale_gradients_(params: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply the gradients by ``factor`` (0-d, may be on the device)."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for parameter in params:
+        if parameter.grad is not None:
+            by_device.setdefault(parameter.device, []).append(local_tensor(parameter.grad))
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, factor.to(device, non_blocking=True))
+
+
+def _sharded_over(parameter: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """The mesh dimensions over which the ranks hold different parts."""
+    if not isinstance(parameter, DTensor):
+        return None, ()
+    mesh = parameter.device_mesh
+    dims = tuple(
+        dim
+        for dim, placement in enumerate(parameter.placements)
+        if not isinstance(placement, Replicate) and mesh.size(dim) > 1
+    )
+    return mesh if dims else None, dims
+
+
+def _summed(gradient: DTensor, parameter: torch.Tensor) -> DTensor:
+    """A gradient of which each rank holds an addend, summed and placed as its parameter."""
+    assert isinstance(parameter, DTensor)
+    return gradient.redistribute(placements=parameter.placements)

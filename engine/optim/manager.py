@@ -1,0 +1,262 @@
+"""One object for a training step: loss scale, clipping, finite check, optimizers and their schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from engine.optim.adam import AdamOptimizer
+from engine.optim.clip import clip_coefficient, grad_norm, scale_gradients_
+from engine.optim.stale import check_optimizer
+
+
+class OptimManager:
+    """Runs optimizers together, as in BMTrain.
+
+    ::
+
+        manager = OptimManager(loss_scale=2**16)            # fp16; leave out for fp32 and bf16
+        manager.add_optimizer(optimizer, lr_scheduler)
+        for batch in batches:
+            manager.zero_grad()
+            manager.backward(model(batch))
+            norm = manager.clip_grad_norm(optimizer.param_groups, 1.0)
+            manager.step()
+
+    A step whose gradients are not finite on some rank is skipped on all ranks, without asking the device; a learning
+    rate schedule counts it all the same. With a loss scale, the scale then falls by ``loss_scale_factor``, and it rises
+    by it after ``loss_scale_steps`` good steps, within its bounds.
+
+    Args:
+        loss_scale: the first loss scale; None: no scaling.
+        loss_scale_factor: above 1.
+        loss_scale_steps: good steps until the scale rises.
+        min_loss_scale, max_loss_scale: bounds of the scale.
+        abort_after: raise FloatingPointError after this many skipped steps in a row (those that only lower the loss
+            scale do not count); None: never. On a GPU it is seen one step late.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | None = None,
+        loss_scale_factor: float = 2.0,
+        loss_scale_steps: int = 1024,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: float = float("inf"),
+        abort_after: int | None = 16,
+    ) -> None:
+        if loss_scale is not None and not min_loss_scale <= loss_scale <= max_loss_scale:
+            raise ValueError(f"loss_scale is {loss_scale}, expected {min_loss_scale} to {max_loss_scale}")
+        if not min_loss_scale > 0:
+            raise ValueError(f"min_loss_scale is {min_loss_scale}, expected above 0")
+        if not loss_scale_factor > 1:
+            raise ValueError(f"loss_scale_factor is {loss_scale_factor}, expected above 1")
+        if loss_scale_steps < 1 or (abort_after is not None and abort_after < 1):
+            raise ValueError(
+                f"loss_scale_steps is {loss_scale_steps} and abort_after is {abort_after}: both start at 1"
+            )
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.lr_schedulers: list[Any] = []
+        self._first_scale = loss_scale
+        self._factor, self._interval = float(loss_scale_factor), int(loss_scale_steps)
+        self._bounds = (float(min_loss_scale), float(max_loss_scale))
+        self._abort_after = abort_after
+        # On the device of the parameters, once there are some: scale, good steps, skipped in all, skipped in a row.
+        self._scale: torch.Tensor | None = None
+        self._good: torch.Tensor | None = None
+        self._skipped: torch.Tensor | None = None
+        self._seen: tuple[torch.Tensor, Any] | None = None
+        self._norms: dict[int, torch.Tensor] = {}
+        self._deferred: dict[int, torch.Tensor] = {}
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
+        """Add an optimizer, and what ``step`` steps after it (anything with ``step()``).
+
+        Raises ValueError if the optimizer holds parameters from before ``engine.shard``.
+        """
+        check_optimizer(optimizer)
+        self.optimizers.append(optimizer)
+        self.lr_schedulers.append(lr_scheduler)
+        if self._skipped is None:
+            device = next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu"))
+            self._skipped = torch.zeros(2, dtype=torch.int64, device=device)
+            if self._first_scale is not None:
+                self._scale = torch.tensor(float(self._first_scale), dtype=torch.float32, device=device)
+                self._good = torch.zeros((), dtype=torch.int32, device=device)
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale; 1 without scaling. Reads the device."""
+        if self._scale is None:
+            return float(self._first_scale or 1.0)
+        return self._scale.item()
+
+    @property
+    def skipped(self) -> int:
+        """Steps skipped so far. Reads the device."""
+        return 0 if self._skipped is None else int(self._skipped[0].item())
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times the loss scale."""
+        if self._first_scale is None:
+            return loss
+        if self._scale is None:
+            raise ValueError("the loss scale needs an optimizer first: call add_optimizer before backward")
+        return loss * self._scale.to(loss.device)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """``backward`` of the scaled loss."""
+        self.scale_loss(loss).backward()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of every optimizer."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self._norms.clear()
+        self._deferred.clear()
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self,
+        param_groups: Iterable[Any],
+        max_norm: float,
+        norm_type: float = 2.0,
+        eps: float = 1e-6,
+        scale: float | None = None,
+        defer: bool = False,
+    ) -> torch.Tensor:
+        """Clip the gradients of ``param_groups`` (groups or parameters) to ``max_norm`` together.
+
+        Returns the norm before clipping, without the loss scale: 0-d, on the device, equal on all ranks.
+
+        Args:
+            scale: taken and ignored, as BMTrain's older versions wanted it; the loss scale is known here.
+            defer: leave the gradients as they are and let ``step`` scale them inside its kernel, which saves a pass
+                over them. Takes effect for the AdamOptimizers whose parameters are all in ``param_groups``.
+        """
+        parameters = list(_parameters(param_groups))
+        norm = grad_norm(parameters, norm_type)
+        if self._scale is not None:
+            norm = norm / self._scale
+        coefficient = clip_coefficient(norm, max_norm, eps)
+        inside = {id(p) for p in parameters}
+        for index, optimizer in enumerate(self.optimizers):
+            own = list(_parameters(optimizer.param_groups))
+            if all(id(p) in inside for p in own):
+                self._norms[index] = norm
+                if defer and isinstance(optimizer, AdamOptimizer):
+                    self._deferred[index] = coefficient
+                    inside.difference_update(map(id, own))
+        scale_gradients_((p for p in parameters if id(p) in inside), coefficient)
+        return norm
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step every optimizer and schedule; skip the optimizers if a gradient is not finite.
+
+        Raises FloatingPointError after ``abort_after`` skipped steps in a row.
+        """
+        if self._skipped is None:
+            raise ValueError("step needs an optimizer: call add_optimizer first")
+        self._check_abort()
+        found = self._found_inf()
+        for index, optimizer in enumerate(self.optimizers):
+            coefficient = self._deferred.get(index)
+            if isinstance(optimizer, AdamOptimizer):
+                divisor = self._scale
+                if coefficient is not None:
+                    divisor = (1.0 if divisor is None else divisor) / coefficient
+                optimizer.step(grad_scale=divisor, found_inf=found)
+            elif not found.item():  # a foreign optimizer cannot be told on the device
+                if self._scale is not None:
+                    scale_gradients_(_parameters(optimizer.param_groups), 1.0 / self._scale)
+                optimizer.step()
+        for scheduler in self.lr_schedulers:
+            if scheduler is not None:
+                scheduler.step()
+        self._count(found)
+        self._norms.clear()
+        self._deferred.clear()
+
+    def _found_inf(self) -> torch.Tensor:
+        """1 if a gradient is not finite, else 0: 0-d, fp32, equal on all ranks."""
+        assert self._skipped is not None
+        rest = [p for i, o in enumerate(self.optimizers) if i not in self._norms for p in _parameters(o.param_groups)]
+        norms = [*self._norms.values(), *([grad_norm(rest)] if rest else [])]
+        finite = torch.stack([norm.to(self._skipped.device) for norm in norms]).isfinite().all()
+        return 1.0 - finite.float()
+
+    def _count(self, found: torch.Tensor) -> None:
+        assert self._skipped is not None
+        skip = found.long()
+        counts = skip
+        if self._scale is not None and self._good is not None:
+            counts = skip * (self._scale <= self._bounds[0]).long()
+            torch._amp_update_scale_(self._scale, self._good, found, self._factor, 1.0 / self._factor, self._interval)
+            self._scale.clamp_(*self._bounds)
+        self._skipped[0] += skip
+        # A skipped step that only lowered the loss scale neither adds to the row nor breaks it.
+        self._skipped[1] = (self._skipped[1] + counts) * torch.where(skip > 0, 1, 0)
+        if self._abort_after is None:
+            return
+        if self._skipped.device.type == "cuda":
+            copy = torch.empty(2, dtype=torch.int64, pin_memory=True)
+            copy.copy_(self._skipped, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._seen = (copy, event)
+        else:
+            self._seen = (self._skipped, None)
+            self._check_abort()
+
+    def _check_abort(self) -> None:
+        if self._seen is None or self._abort_after is None:
+            return
+        counts, event = self._seen
+        if event is not None:
+            event.synchronize()  # of the step before: the device has the whole of this one to go on with
+        in_all, in_a_row = counts.tolist()
+        if in_a_row >= self._abort_after:
+            raise FloatingPointError(
+                f"gradients were not finite in {in_a_row} steps in a row ({in_all} in all): lower the learning rate, "
+                "look at the data of these steps, or use bf16 or fp32 in place of fp16"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Loss scale, counts, and the state of optimizers and schedules, in torch's form."""
+        return {
+            "loss_scale": None if self._first_scale is None else self.loss_scale,
+            "good_steps": 0 if self._good is None else int(self._good.item()),
+            "skipped": [0, 0] if self._skipped is None else self._skipped.tolist(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "lr_schedulers": [None if s is None else s.state_dict() for s in self.lr_schedulers],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of ``state_dict``. Raises ValueError if the optimizers do not match in number."""
+        if len(state["optimizers"]) != len(self.optimizers):
+            raise ValueError(
+                f"the state has {len(state['optimizers'])} optimizers, this manager {len(self.optimizers)}"
+            )
+        if (state["loss_scale"] is None) != (self._first_scale is None):
+            raise ValueError(f"the state has loss_scale {state['loss_scale']}, this manager {self._first_scale}")
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for scheduler, saved in zip(self.lr_schedulers, state["lr_schedulers"], strict=True):
+            if scheduler is not None and saved is not None:
+                scheduler.load_state_dict(saved)
+        if self._skipped is not None:
+            self._skipped.copy_(torch.tensor(state["skipped"]))
+        if self._scale is not None and self._good is not None:
+            self._scale.fill_(state["loss_scale"])
+            self._good.fill_(state["good_steps"])
+
+
+def _parameters(param_groups: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for group in param_groups:
+        if isinstance(group, dict):
+            yield from group["params"]
+        else:
+            yield group

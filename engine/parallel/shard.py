@@ -1,0 +1,294 @@
+"""``engine.shard``: FSDP2 on any module, at the four ZeRO levels, with the traps of foreign modules taken care of."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+from engine import runtime
+from engine.init import clean_name, init_parameters_, module_rule, on_meta, stand_in
+from engine.optim.stale import mark_stale
+from engine.parallel.mesh import data_mesh
+from engine.precision import Policy
+
+_levels: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def shard(
+    model: nn.Module,
+    units: Sequence[nn.Module] | None = None,
+    policy: Policy | None = None,
+    forward_methods: Iterable[str] = (),
+) -> nn.Module:
+    """Lay ``model`` over the ranks, in place, and return it. Does nothing to a model that is already sharded.
+
+    Levels: 0 keeps every parameter on every rank and averages gradients. 1 to 3 shard parameters, gradients and
+    optimizer state; 1 and 2 keep gathered parameters between forward and backward, 3 gathers them unit by unit and
+    frees them after use. Gradients are averages over ranks, reduced in backward (``engine.accumulate``: at level 0 and
+    1 once a step). In one process, in fp32, the model stays plain.
+
+    Args:
+        model: any module, on any device or meta (then call ``engine.materialize``). Tied and frozen parameters, odd
+            sizes and parameters smaller than the number of ranks are fine.
+        units: modules whose parameters are gathered together; None: ``model.shard_units()``, or the blocks found
+            (``transformers``' ``_no_split_modules``, else the items of the outermost ModuleLists). A unit that shares
+            a parameter with another is left to the root.
+        policy: None: ``Policy()``.
+        forward_methods: methods of ``model`` other than forward that use its parameters, such as "encode".
+
+    Raises:
+        ValueError: a unit is not part of the model, a method is missing, a unit mixes trainable dtypes, or an inner
+            module is already sharded.
+    """
+    policy = policy or Policy()
+    settings = runtime.current()
+    level = settings.zero_level if policy.zero_level is None else policy.zero_level
+    if is_sharded(model):
+        return model
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(f"module {name} is already sharded but the model around it is not: shard the model whole")
+    methods = list(forward_methods)
+    for method in methods:
+        if not callable(getattr(model, method, None)):
+            raise ValueError(f"forward_methods names {method!r}, which {type(model).__name__} does not have")
+    chosen = _choose_units(model, units)
+    policy.cast_parameters_(model)
+    if runtime.world_size() == 1 and policy.precision == "fp32":
+        if settings.device is not None and not any(t.is_meta for t in _tensors(model)):
+            model.to(settings.device)
+        return model
+    _check_dtypes(model, chosen)
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+    before = {name: p for name, p in model.named_parameters()}
+    mesh = data_mesh(runtime.mesh(), level)
+    mixed = policy.mixed_precision()
+    # Inner units first: each takes the parameters below it that no unit has taken.
+    for unit in reversed([m for m in model.modules() if m in chosen]):
+        fully_shard(unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=level == 3)
+    # None: the root's own parameters stay gathered, for they are the first that backward needs.
+    fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=None if level == 3 else False)
+    _levels[model] = level
+    calls = _Calls(model)
+    model.register_forward_pre_hook(calls.enter, prepend=True)
+    model.register_forward_hook(calls.leave, always_call=True)
+    for method in methods:
+        register_fsdp_forward_method(model, method)
+        setattr(model, method, calls.counted(getattr(model, method)))
+    mark_stale(before)
+    return model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``engine.shard`` laid ``model`` itself over ranks."""
+    return isinstance(model, FSDPModule)
+
+
+def zero_level(model: nn.Module) -> int:
+    """The level at which ``engine.shard`` laid out ``model``; 3 for one that its user gave to ``fully_shard``."""
+    return _levels.get(model, 3)
+
+
+def sharded_roots(model: nn.Module) -> list[FSDPModule]:
+    """The outermost sharded modules in ``model``, itself included."""
+    if isinstance(model, FSDPModule):
+        return [model]
+    return [root for child in model.children() for root in sharded_roots(child)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered parameters, so that ``model.parameters()`` are the shards that the optimizer updates."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """The blocks of any module: what it says itself, what ``transformers`` says, or the items of its ModuleLists."""
+    if callable(say := getattr(model, "shard_units", None)):
+        return list(say())
+    if names := set(getattr(model, "_no_split_modules", None) or ()):
+        if found := [m for m in model.modules() if type(m).__name__ in names and m is not model]:
+            return found
+    found = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                found.extend(child)
+            else:
+                visit(child)
+
+    visit(model)
+    return found
+
+
+def _choose_units(model: nn.Module, units: Sequence[nn.Module] | None) -> set[nn.Module]:
+    inside = set(model.modules())
+    wanted = find_units(model) if units is None else list(units)
+    chosen: set[nn.Module] = set()
+    for unit in wanted:
+        # A list has no forward of its own, so its items are the units.
+        for module in unit if isinstance(unit, nn.ModuleList) else [unit]:
+            if module not in inside:
+                raise ValueError(f"units has a {type(module).__name__} that is not a module of {type(model).__name__}")
+            if module is not model and next(module.parameters(), None) is not None:
+                chosen.add(module)
+    while shared := _sharing_units(model, chosen):
+        chosen -= shared
+    return chosen
+
+
+def _groups(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
+    """The (name, parameter) pairs that each unit, or the root, has of its own."""
+    groups: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, prefix: str, group: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        group = module if module in chosen else group
+        groups.setdefault(group, []).extend(
+            (prefix + name, p) for name, p in module._parameters.items() if p is not None
+        )
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.", group)
+
+    visit(model, "", model)
+    return groups
+
+
+def _sharing_units(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
+    """Units that hold a parameter which another unit, or the root, holds too."""
+    holders: dict[nn.Parameter, set[nn.Module]] = {}
+    for group, members in _groups(model, chosen).items():
+        for _, parameter in members:
+            holders.setdefault(parameter, set()).add(group)
+    return {group for groups in holders.values() if len(groups) > 1 for group in groups if group is not model}
+
+
+def _check_dtypes(model: nn.Module, chosen: set[nn.Module]) -> None:
+    for members in _groups(model, chosen).values():
+        by_dtype = {p.dtype: name for name, p in members if p.requires_grad}
+        if len(by_dtype) > 1:
+            text = " and ".join(f"{clean_name(name)} is {dtype}" for dtype, name in by_dtype.items())
+            raise ValueError(
+                f"trainable parameters of one unit have several dtypes: {text}. Use one dtype, or "
+                "Policy(precision='bf16'), which keeps all trainable ones in fp32"
+            )
+
+
+class _Calls:
+    """Counts the calls of a model that are under way, and frees gathered parameters after the last where need be."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._open = 0
+
+    def enter(self, *_: Any) -> None:
+        self._open += 1
+
+    def leave(self, *_: Any) -> None:
+        # Without a backward nothing frees the gathered parameters, and an optimizer built now would be given them.
+        self._open -= 1
+        if self._open == 0 and not torch.is_grad_enabled() and (model := self._model()) is not None:
+            reshard(model)
+
+    def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method``, counted as a call of the model, so that a forward inside it does not free what it still uses."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.enter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.leave()
+
+        return call
+
+
+def _tensors(model: nn.Module) -> Iterable[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def materialize(model: nn.Module, seed: int = 0, init: bool | Collection[str] = False) -> nn.Module:
+    """Give a model built on meta its memory on this rank's device: its shards only, where it is sharded.
+
+    Non-persistent buffers, which no checkpoint holds, get their values back from ``module.reset_buffers()``, from
+    ``transformers``' ``_init_weights`` or from ``module.reset_parameters()``. Tied parameters stay tied. Tensors that
+    are not on meta stay as they are.
+
+    Args:
+        model: in place, returned.
+        seed: of the initial values.
+        init: the parameters to initialise (see ``engine.init``): True: all that were on meta; names; False: none, they
+            hold garbage until a checkpoint fills them.
+
+    Raises:
+        ValueError: a non-persistent buffer cannot be restored, or a name in ``init`` is not a parameter.
+    """
+    device = runtime.device()
+    _restore_buffers(model, device)
+    meta = [clean_name(name) for name, p in model.named_parameters() if p.is_meta]
+    if meta:
+        ties = _ties(model)
+        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        # _apply made one parameter per place; FSDP keeps the one at the first place.
+        for (first, first_name), *others in ties:
+            for module, name in others:
+                module._parameters[name] = first._parameters[first_name]
+    if init is not False:
+        init_parameters_(model, seed, meta if init is True else init)
+    return model
+
+
+def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """For each parameter that is in several places, the places."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return [group for group in places.values() if len(group) > 1]
+
+
+@torch.no_grad()
+def _restore_buffers(model: nn.Module, device: torch.device) -> None:
+    for prefix, module in model.named_modules():
+        lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if not lost:
+            continue
+        for name in lost:
+            # A value that no rule leaves, to see whether the rule wrote the buffer.
+            fill = float("nan") if module._buffers[name].is_floating_point() else _unlikely(module._buffers[name].dtype)
+            module._buffers[name] = torch.full_like(module._buffers[name], fill, device=device)
+        if callable(getattr(module, "reset_buffers", None)):
+            module.reset_buffers()
+        elif rule := module_rule(model, module):
+            # The rule sets parameters too; here it is given meta ones, on which that does nothing.
+            clone = stand_in(module, on_meta(module._parameters), dict(module._buffers))
+            rule(clone)
+            module._buffers.update({name: clone._buffers[name] for name in lost})
+        for name in lost:
+            buffer = module._buffers[name]
+            untouched = buffer.isnan() if buffer.is_floating_point() else buffer == _unlikely(buffer.dtype)
+            if name in module._non_persistent_buffers_set and buffer.dtype != torch.bool and bool(untouched.any()):
+                raise ValueError(
+                    f"buffer {prefix}.{name} was built on meta and is in no checkpoint, so its value is lost: give "
+                    f"{type(module).__name__} a reset_buffers() that computes it in place"
+                )
+
+
+def _unlikely(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).min

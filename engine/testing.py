@@ -1,0 +1,255 @@
+"""Run a function on N ranks of this machine, without a launcher or a GPU.
+
+::
+
+    def check(dim):
+        engine.init_distributed(zero_level=2)
+        ...
+        return engine.rank()
+
+    engine.testing.run(check, 2, 16)            # [0, 1]
+
+    with engine.testing.Pool(2) as pool:        # the same ranks for many calls
+        pool.run(check, 16)
+
+Ranks are forked from this process, so what it has imported is there at once. They have a launcher's environment
+variables and have already met over gloo. A rank that raises, dies or hangs ends the call with an error that names it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GRACE = 2.0  # seconds that ranks get to report after one of them failed
+
+
+def run(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call ``fn(*args)`` on ``ranks`` fresh ranks; what each returned, in rank order (it must pickle).
+
+    ``fn`` may be any function, closures included.
+
+    Raises:
+        RuntimeError: a rank raised (its traceback is in the message) or died.
+        TimeoutError: ranks had not ended after ``timeout`` seconds; says where each was.
+    """
+    with Pool(ranks, timeout=timeout) as pool:
+        pool._start(call=(fn, args))
+        return pool._collect(_name(fn), timeout)
+
+
+class Pool:
+    """``ranks`` forked ranks that are kept for many calls, which saves the start of each.
+
+    After a failed call, or for a function of a module imported since, the ranks are started anew. Use it as a context
+    manager, or call ``close``.
+    """
+
+    def __init__(self, ranks: int, timeout: float = 60.0) -> None:
+        """``timeout`` in seconds is the limit of each call, and of a collective inside it."""
+        if not isinstance(ranks, int) or ranks < 1:
+            raise ValueError(f"ranks is {ranks!r}, expected a whole number of at least 1")
+        self.ranks = ranks
+        self.timeout = timeout
+        self._workers: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[multiprocessing.connection.Connection] = []
+        self._modules: frozenset[str] = frozenset()
+        self._store: dist.TCPStore | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """As ``run``, on the kept ranks. ``fn`` and ``args`` must pickle, so ``fn`` is a module's own function."""
+        try:
+            message = pickle.dumps((fn, args))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{_name(fn)} or its arguments do not pickle ({error}): Pool.run takes functions defined at the top "
+                "of a module; engine.testing.run takes any"
+            ) from None
+        if not self._workers or fn.__module__ not in self._modules:
+            self.close()
+            self._start()
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        return self._collect(_name(fn), self.timeout if timeout is None else timeout)
+
+    def close(self) -> None:
+        """End the ranks."""
+        for pipe in self._pipes:
+            pipe.close()
+        for worker in self._workers:
+            if worker.is_alive():
+                worker.kill()
+            worker.join()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+        self._workers, self._pipes, self._store, self._scratch = [], [], None, None
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, call: tuple[Callable[..., Any], tuple[Any, ...]] | None = None) -> None:
+        if torch.cuda.is_initialized():
+            raise RuntimeError("engine.testing forks its ranks, which CUDA forbids once this process has used it")
+        # FSDP is imported before the fork, once for all ranks and all later pools.
+        importlib.import_module("engine.parallel.shard")
+        self._modules = frozenset(sys.modules)
+        self._scratch = tempfile.TemporaryDirectory(prefix="engine-ranks-")
+        # The store listens on a port that the system chose and is handed to the ranks: no two runs can collide.
+        limit = datetime.timedelta(seconds=self.timeout)
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=limit, wait_for_workers=False)
+        context = multiprocessing.get_context("fork")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in range(self.ranks):
+            ours, theirs = context.Pipe()
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client of the store made above
+            }
+            stacks = str(Path(self._scratch.name) / f"stack-{rank}")
+            worker = context.Process(
+                target=_worker, args=(theirs, environment, stacks, self.timeout, call), daemon=True, name=f"rank-{rank}"
+            )
+            worker.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._workers.append(worker)
+
+    def _collect(self, what: str, timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = set(range(self.ranks))
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            ready = multiprocessing.connection.wait([self._pipes[r] for r in waiting], left)
+            for rank in sorted(r for r in waiting if self._pipes[r] in ready):
+                waiting.discard(rank)
+                try:
+                    good, value = pickle.loads(self._pipes[rank].recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    self._workers[rank].join(1.0)
+                    good, value = False, f"died: {_exit_text(self._workers[rank].exitcode)}\n"
+                if good:
+                    results[rank] = value
+                else:
+                    if not failures:
+                        deadline = min(deadline, time.monotonic() + _GRACE)
+                    failures[rank] = value
+        if not waiting and not failures:
+            return [results[rank] for rank in range(self.ranks)]
+        stacks = self._stacks(waiting)
+        self.close()
+        if not failures:
+            names = ", ".join(map(str, sorted(waiting)))
+            raise TimeoutError(f"{what}: rank {names} of {self.ranks} had not ended after {timeout:g} s\n{stacks}")
+        # The first to fail is the cause; the others mostly lost the connection to it.
+        first, *others = failures
+        text = f"{what}: rank {first} of {self.ranks} {failures[first]}"
+        text += "".join(f"rank {rank} then {failures[rank].strip().splitlines()[-1]}\n" for rank in others)
+        raise RuntimeError(text + stacks)
+
+    def _stacks(self, waiting: set[int]) -> str:
+        """Where each of the ranks that still run is, in Python."""
+        assert self._scratch is not None
+        for rank in waiting:
+            if self._workers[rank].is_alive():
+                os.kill(self._workers[rank].pid or 0, signal.SIGUSR1)
+        if waiting:
+            time.sleep(0.3)
+        text = ""
+        for rank in sorted(waiting):
+            stack = Path(self._scratch.name, f"stack-{rank}")
+            where = stack.read_text().split("/engine/testing.py", 1)[0].rpartition("\n")[0] if stack.exists() else ""
+            text += f"rank {rank} was still here:\n{where}\n"
+        return text
+
+
+def _worker(
+    pipe: multiprocessing.connection.Connection,
+    environment: dict[str, str],
+    stacks: str,
+    timeout: float,
+    call: tuple[Callable[..., Any], tuple[Any, ...]] | None,
+) -> None:
+    """A rank's whole life. Leaves with ``os._exit``: what the parent registered to run at its exit is not ours."""
+    parent = os.getppid()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+        threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+        torch.set_num_threads(1)
+        try:
+            _join(timeout)
+            if call is not None:
+                pipe.send_bytes(_answer(*call))
+            while call is None:
+                fn, args = pickle.loads(pipe.recv_bytes())
+                _join(timeout)  # each call starts from the same settings and seed
+                pipe.send_bytes(_answer(fn, args))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            pass  # the pool was closed
+        except Exception:
+            pipe.send_bytes(pickle.dumps((False, f"raised\n{traceback.format_exc()}")))
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+
+def _join(timeout: float) -> None:
+    from engine import runtime
+
+    runtime._runtime = runtime.Runtime()  # as nobody has set it, in the parent or in an earlier call
+    runtime.init_distributed(device="cpu", timeout=timeout)
+
+
+def _answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((True, fn(*args)))
+    except Exception:
+        return pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
+
+
+def _leave_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _exit_text(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"exit code {code}"
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", repr(fn))

@@ -1,0 +1,44 @@
+"""What differs between the torch versions that the engine supports (2.11 to 2.13), found by looking, not by number.
+
+Private torch names that the engine needs are imported here and nowhere else, so that a new torch breaks one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
+
+HAS_REDUCE_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a DTensor that this rank holds, sharing its memory; any other tensor as it is. No dispatch."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_box(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(local shape, global offset) of this rank's shard of a tensor of ``shape`` placed so on ``mesh``."""
+    size, offset = compute_local_shape_and_global_offset(tuple(shape), mesh, tuple(placements))
+    return tuple(size), tuple(offset)
+
+
+def all_gather_flat(output: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Fill ``output`` (ranks * n) with the ``tensor`` (n) of every rank."""
+    # torch 2.13 renamed it and warns about the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, tensor)
+
+
+def set_reduce_unused(root: FSDPModule, enabled: bool) -> None:
+    """Make parameters that got no gradient take part in the reduction with zeros, where torch can (2.13)."""
+    if HAS_REDUCE_UNUSED:
+        root.set_reduce_scatter_unused_params(enabled)

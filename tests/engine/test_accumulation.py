@@ -1,0 +1,140 @@
+"""What must not hang and what must be said. That the numbers are right is in test_shard."""
+
+import engine_toys as toys
+import pytest
+import torch
+
+import engine
+from engine.testing import Pool
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, timeout=30) as pool:
+        yield pool
+
+
+def ragged(with_empty):
+    model = engine.shard(toys.build())
+    own = [toys.microbatch(i) for i in range(2 - engine.rank())]
+    empty = toys.empty if with_empty or engine.rank() == 0 else None
+    return engine.accumulate(model, own, toys.loss_of(model), toys.counts, empty)
+
+
+def test_ranks_with_different_numbers_of_microbatches(two):
+    first, second = two.run(ragged, True)
+    assert first == second
+    with pytest.raises(RuntimeError, match="ValueError: rank 1 has 1 microbatches but rank 0 has 2: pass empty="):
+        two.run(ragged, False)
+
+
+def nothing_at_all():
+    model = engine.shard(toys.build())
+    engine.accumulate(model, [], toys.loss_of(model), toys.counts, toys.empty)
+
+
+def test_no_microbatches(two):
+    with pytest.raises(ValueError, match="no microbatches"):
+        engine.accumulate(toys.build(), [], lambda b, t: None, toys.counts)
+    with pytest.raises(RuntimeError, match="no microbatches on any rank"):
+        two.run(nothing_at_all)
+
+
+def unlabelled():
+    model = engine.shard(toys.build())
+    loss = engine.accumulate(model, [toys.empty()], toys.loss_of(model), toys.counts)
+    return loss.item(), max(toys.whole(p.grad).abs().max().item() for p in model.parameters())
+
+
+def test_a_batch_without_labels_has_loss_and_gradients_of_zero(two):
+    assert two.run(unlabelled) == [(0.0, 0.0)] * 2
+
+
+def nan_on_one_rank():
+    model = engine.shard(toys.build())
+    manager = engine.optim.OptimManager()
+    manager.add_optimizer(engine.optim.AdamOptimizer(model.parameters(), lr=0.1))
+    before = {n: toys.whole(p) for n, p in model.named_parameters()}
+
+    def forward(batch, totals):
+        loss = toys.loss_of(model)(batch, totals)
+        return loss * float("nan") if engine.rank() == 1 else loss
+
+    loss = engine.accumulate(model, [toys.microbatch(0)], forward, toys.counts)
+    manager.step()
+    same = all(torch.equal(toys.whole(p), before[n]) for n, p in model.named_parameters())
+    return loss.isnan().item(), same, manager.skipped
+
+
+def test_a_nan_on_one_rank_is_seen_and_skipped_on_all(two):
+    assert two.run(nan_on_one_rank) == [(True, True, 1)] * 2
+
+
+def counting_fails():
+    model = engine.shard(toys.build())
+
+    def counts(batch):
+        if engine.rank() == 1:
+            raise KeyError("labels")
+        return toys.counts(batch)
+
+    engine.accumulate(model, [toys.microbatch(0)], toys.loss_of(model), counts)
+
+
+def different_terms():
+    model = engine.shard(toys.build())
+    term = f"term{engine.rank()}"
+    engine.accumulate(model, [toys.microbatch(0)], toys.loss_of(model), lambda b: {term: 1})
+
+
+def constant_loss():
+    model = engine.shard(toys.build())
+    engine.accumulate(model, [toys.microbatch(0)], lambda b, t: torch.tensor(0.0), toys.counts)
+
+
+def test_errors_reach_every_rank(two):
+    with pytest.raises(RuntimeError, match="KeyError: 'labels'") as error:
+        two.run(counting_fails)
+    assert "counts raised on rank 1" in str(error.value)
+    with pytest.raises(RuntimeError, match="ValueError: ranks count different loss terms: rank 1 and rank 0"):
+        two.run(different_terms)
+    with pytest.raises(RuntimeError, match="the loss of microbatch 0 on rank 0 does not depend on the parameters"):
+        two.run(constant_loss)
+
+
+def test_backward_may_be_given_and_gradients_add_up():
+    model = toys.build()
+    batches = [toys.microbatch(0)]
+    engine.accumulate(model, batches, toys.loss_of(model), toys.counts)
+    once = model.head.weight.grad.clone()
+    engine.accumulate(model, batches, toys.loss_of(model), toys.counts, backward=lambda loss: (loss * 3).backward())
+    torch.testing.assert_close(model.head.weight.grad, 4 * once)
+
+
+def some_ranks_skip_a_module():
+    """An empty microbatch that leaves a part of the model out, next to one that uses it."""
+
+    class Skipping(toys.Toy):
+        def forward(self, ids):
+            if ids.numel() == 1:
+                return self.head(self.embed(ids))
+            return super().forward(ids)
+
+    model = toys.build()
+    model.__class__ = Skipping
+    engine.shard(model, units=[])
+    own = [toys.microbatch(0)] if engine.rank() == 0 else []
+    engine.accumulate(model, own, toys.loss_of(model), toys.counts, toys.empty)
+    return {n: toys.whole(p.grad) for n, p in model.named_parameters()}
+
+
+def test_an_empty_microbatch_may_skip_a_part_of_the_model(two):
+    from engine.torch_compat import HAS_REDUCE_UNUSED
+
+    if not HAS_REDUCE_UNUSED:
+        pytest.skip("torch before 2.13 cannot reduce gradients that one rank does not have")
+    model = toys.build()
+    engine.accumulate(model, [toys.microbatch(0)], toys.loss_of(model), toys.counts)
+    for found in two.run(some_ranks_skip_a_module):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)

@@ -1,0 +1,301 @@
+"""Saved on any mesh, loaded on any other, bit for bit; complete or absent; damage is named."""
+
+import json
+import os
+import pickle
+import shutil
+
+import engine_toys as toys
+import pytest
+import torch
+
+import engine
+from engine.checkpoint import atomic_directory, check_manifest, load_model, save_model, stored_tensors
+from engine.parallel.shard import reshard
+from engine.testing import Pool
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, timeout=60) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Pool(4, timeout=60) as pool:
+        yield pool
+
+
+def prepared(level, copies, kwargs, seed=None):
+    engine.init_distributed(zero_level=level, dp_replicate=copies)
+    model = engine.shard(toys.build(**kwargs))
+    model.register_buffer("mean", torch.full((3,), 0.5))
+    if seed is not None:
+        engine.init.init_parameters_(model, seed)
+        model.mean.fill_(seed)
+    return model
+
+
+def save(path, level, copies, kwargs, seed=9):
+    model = prepared(level, copies, kwargs, seed)
+    model(toys.microbatch(0)[0])  # without a backward: gathered parameters do not get in the way
+    save_model(path, model, extra=lambda p: (p / "config.json").write_text("{}"))
+
+
+def load(path, level, copies, kwargs, strict=True, verify=True):
+    model = prepared(level, copies, kwargs)
+    model(toys.microbatch(0)[0])  # without a backward: what is filled is the shards, not what was gathered
+    differences = load_model(path, model, strict=strict, verify=verify)
+    reshard(model)
+    values = {n: toys.whole(p) for n, p in model.named_parameters()} | {"mean": model.mean}
+    return values, differences, model(toys.microbatch(0)[0]).detach()
+
+
+LAYOUTS = {
+    "one": (None, 3, 1),
+    "two": ("two", 3, 1),
+    "two-0": ("two", 0, 1),
+    "four": ("four", 3, 1),
+    "2x2": ("four", 2, 2),
+}
+
+
+def on(request, layout, fn, path, kwargs, **more):
+    pool, level, copies = LAYOUTS[layout]
+    if pool is None:
+        return [fn(path, level, copies, kwargs, **more)]
+    return request.getfixturevalue(pool).run(fn, path, level, copies, kwargs, *more.values())
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("one", "two"),
+        ("two", "one"),
+        ("two", "four"),
+        ("two", "2x2"),
+        ("2x2", "two-0"),
+        ("two-0", "four"),
+        ("four", "one"),
+    ],
+)
+def test_saved_on_one_mesh_loaded_on_another(request, tmp_path, source, target):
+    path = tmp_path / "deep" / "checkpoint"
+    kwargs = {"tied": source == "two"}
+    on(request, source, save, path, kwargs)
+    assert sorted(p.name for p in path.parent.iterdir()) == ["checkpoint"]  # nothing beside it
+    expected = prepared(3, 1, kwargs, seed=9)
+    for values, differences, out in on(request, target, load, path, kwargs):
+        assert differences == ([], [])
+        assert torch.equal(values.pop("mean"), expected.mean)
+        assert values.keys() == dict(expected.named_parameters()).keys()
+        for name, parameter in expected.named_parameters():
+            assert torch.equal(values[name], parameter), name
+        torch.testing.assert_close(out, expected(toys.microbatch(0)[0]).detach())
+    manifest = json.loads((path / "manifest.json").read_text())
+    files = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} - {"manifest.json"}
+    assert manifest["format_version"] == 1 and manifest["files"].keys() == files and "config.json" in files
+
+
+def next_step(path, level, copies, action):
+    """Two steps, then a third; between them the model and the optimizer's state go to disk, or come from it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model = prepared(level, copies, {}, seed=9)
+    optimizer = engine.optim.AdamOptimizer(toys.groups(model), lr=1e-2)
+
+    def step(index):
+        own = [toys.microbatch(index)] if engine.rank() == 0 else []
+        model.zero_grad()
+        engine.accumulate(model, own, toys.loss_of(model), toys.counts, toys.empty)
+        optimizer.step()
+
+    if action == "save":
+        step(0), step(1)
+        save_model(path / "m", model)
+        dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path / "o")
+    else:
+        load_model(path / "m", model)
+        state = get_optimizer_state_dict(model, optimizer)
+        dcp.load(state, checkpoint_id=path / "o")
+        set_optimizer_state_dict(model, optimizer, state)
+    step(2)
+    return {n: toys.whole(p) for n, p in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_optimizers_state_reshards(two, four, tmp_path):
+    expected = two.run(next_step, tmp_path, 3, 1, "save")[0]
+    for rank in [*two.run(next_step, tmp_path, 3, 1, "load"), *four.run(next_step, tmp_path, 2, 2, "load")]:
+        for name, value in expected.items():
+            torch.testing.assert_close(rank[name], value, rtol=1e-6, atol=1e-7)
+    for name, value in next_step(tmp_path, 3, 1, "load").items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-7)
+
+
+def slices(level, copies, owned, plain=False):
+    engine.init_distributed(zero_level=level, dp_replicate=copies)
+    model = toys.build(tied=True) if plain else engine.shard(toys.build(tied=True))
+    return [(n, o, t.clone()) for n, o, t in engine.local_slices(model, owned=owned)]
+
+
+@pytest.mark.parametrize(("level", "copies", "plain"), [(3, 1, False), (2, 2, False), (0, 1, False), (3, 1, True)])
+def test_owned_slices_make_each_element_once(four, level, copies, plain):
+    model = toys.build(tied=True)
+    covered = {n: torch.full_like(p, float("nan")) for n, p in model.named_parameters()}
+    for rank in four.run(slices, level, copies, True, plain):
+        for name, offset, values in rank:
+            box = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+            assert covered[name][box].isnan().all()
+            covered[name][box] = values
+    for name, parameter in model.named_parameters():
+        assert torch.equal(covered[name], parameter)
+
+
+def test_all_slices_are_all_that_a_rank_holds(two):
+    for held in two.run(slices, 0, 1, False):
+        assert sum(t.numel() for _, _, t in held) == sum(p.numel() for p in toys.build(tied=True).parameters())
+
+
+def test_slices_share_the_models_memory():
+    model = toys.build()
+    for _, _, values in engine.local_slices(model):
+        values.zero_()
+    assert not any(p.any() for p in model.parameters())
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "checkpoint"
+    save(path, 3, 1, {})
+    return path
+
+
+def damage(path, what):
+    data = next(p for p in sorted((path / "model").iterdir()) if p.suffix == ".distcp")
+    if what == "truncated":
+        data.write_bytes(data.read_bytes()[:-5])
+    elif what == "flipped":
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+    elif what == "gone":
+        data.unlink()
+    elif what == "no manifest":
+        (path / "manifest.json").unlink()
+    elif what == "half a manifest":
+        (path / "manifest.json").write_text('{"format_version": 1, "fil')
+    elif what == "of the future":
+        (path / "manifest.json").write_text('{"format_version": 7, "files": {}}')
+    elif what == "outside":
+        (path / "manifest.json").write_text('{"format_version": 1, "files": {"../x": {"size": 1}}}')
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("truncated", r"model/__0_0.distcp has \d+ bytes, its manifest says \d+"),
+        ("flipped", "model/__0_0.distcp has sha256"),
+        ("gone", "incomplete: model/__0_0.distcp is missing"),
+        ("no manifest", "not a complete checkpoint: it has no manifest.json"),
+        ("half a manifest", "manifest.json is damaged"),
+        ("of the future", "format_version 7, this version reads 1"),
+        ("outside", r"names \.\./x, which is outside"),
+    ],
+)
+def test_damage_is_named(saved, what, message):
+    assert check_manifest(saved, hashes=True)["format_version"] == 1
+    damage(saved, what)
+    with pytest.raises(ValueError, match=message):
+        load(saved, 3, 1, {})
+
+
+def test_damage_is_an_error_on_every_rank(two, saved):
+    damage(saved, "gone")
+    with pytest.raises(
+        RuntimeError, match="ValueError(.|\n)*rank 1 then ValueError|rank 1(.|\n)*rank 0 then ValueError"
+    ):
+        two.run(load, saved, 3, 1, {})
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("echo evil",)
+
+
+def test_metadata_that_would_run_something_is_refused(saved):
+    (saved / "model" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match=r"it names (posix|nt).system, which no checkpoint of ours does"):
+        stored_tensors(saved)
+
+
+def test_what_is_stored_and_what_does_not_match(saved):
+    stored = stored_tensors(saved)
+    assert (
+        stored["embed.weight"] == ((toys.VOCAB, toys.WIDTH), torch.float32)
+        and "mean" in stored
+        and "rope" not in stored
+    )
+    model = toys.build(tied=True)
+    with pytest.raises(ValueError, match="does not match Toy: unexpected: head.weight, mean"):
+        load_model(saved, model)
+    model.extra = torch.nn.Linear(2, 2)
+    assert load_model(saved, model, strict=False) == (["extra.bias", "extra.weight"], ["head.weight", "mean"])
+    model.embed.weight = torch.nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"embed.weight has shape \(11, 6\) in checkpoint .* and \(2, 2\) in the"):
+        load_model(saved, model, strict=False)
+    with pytest.raises(ValueError, match="meta"):
+        load_model(saved, toys.build().to("meta"), strict=False)
+    with pytest.raises(ValueError, match="meta"):
+        save_model(saved, toys.build().to("meta"))
+
+
+def test_another_dtype_is_converted(saved):
+    model = toys.build().bfloat16()
+    load_model(saved, model, strict=False)
+    expected = prepared(3, 1, {}, seed=9)
+    assert torch.equal(model.head.weight, expected.head.weight.bfloat16())
+
+
+def failing_extra(path):
+    def extra(p):
+        (p / "half").write_text("x")
+        raise OSError("disk full")
+
+    save_model(path, prepared(3, 1, {}), extra=extra)
+
+
+def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(two, saved):
+    before = {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()}
+    with pytest.raises(RuntimeError, match="disk full"):
+        two.run(failing_extra, saved)
+    assert {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()} == before
+    assert [p.name for p in saved.parent.iterdir()] == ["checkpoint"]
+    two.run(save, saved, 3, 1, {}, 4)  # replaces it
+    check_manifest(saved, hashes=True)
+    assert (load(saved, 3, 1, {})[0]["mean"] == 4).all()
+
+
+def killed_while_writing(path):
+    with atomic_directory(path) as partial:
+        (partial / "a").write_text("half")
+        if engine.rank() == 0:
+            os.kill(os.getpid(), 9)
+
+
+def test_a_killed_save_leaves_nothing_that_looks_complete(two, tmp_path):
+    path = tmp_path / "checkpoint"
+    with pytest.raises(RuntimeError, match="killed by signal 9"):
+        two.run(killed_while_writing, path)
+    assert not path.exists()
+    save(path, 3, 1, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]  # what was left is cleaned
+    shutil.rmtree(path)
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        save_model(tmp_path / "file" / "checkpoint", toys.build())

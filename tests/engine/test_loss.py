@@ -1,0 +1,62 @@
+"""The one loss against torch's cross_entropy in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine import loss
+
+
+@pytest.mark.parametrize("chunk", [1 << 26, 4 * 37 * 5])  # all rows at once; 5 rows at a time
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("labelled", [13, 0])
+def test_linear_cross_entropy(chunk, smoothing, bias, labelled, monkeypatch):
+    monkeypatch.setattr(loss, "_CHUNK_BYTES", chunk)
+    n, width, vocab, count = 19, 8, 37, 11
+    hidden, weight = torch.randn(n, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
+    b = torch.randn(vocab, requires_grad=True) if bias else None
+    targets = torch.randint(0, vocab, (n,))
+    targets[torch.randperm(n)[labelled:]] = -100
+    ours = loss.linear_cross_entropy(hidden, weight, b, targets, count, label_smoothing=smoothing)
+    inputs = [t for t in (hidden, weight, b) if t is not None]
+    grads = torch.autograd.grad(3 * ours, inputs)
+    doubles = [t.detach().double().requires_grad_() if t is not None else None for t in (hidden, weight, b)]
+    logits = F.linear(*doubles)
+    wanted = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing) / count
+    assert abs(ours.item() - wanted.item()) < 1e-5
+    for a, t in zip(grads, torch.autograd.grad(3 * wanted, [d for d in doubles if d is not None]), strict=True):
+        assert (a - t).abs().max() < 1e-5
+
+
+def test_the_gradient_can_be_taken_twice():
+    hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    value = loss.linear_cross_entropy(hidden, weight, None, torch.tensor([0, 1, 2, 3]), 4)
+    first = torch.autograd.grad(2 * value, weight, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(2 * value, weight)[0])
+
+
+def test_nothing_larger_than_a_chunk_of_logits_is_made(monkeypatch):
+    monkeypatch.setattr(loss, "_CHUNK_BYTES", 4 * 1000 * 8)
+    biggest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal biggest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                biggest = max(biggest, out.numel())
+            return out
+
+    hidden, weight = torch.randn(512, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    with Watch():
+        loss.linear_cross_entropy(hidden, weight, None, torch.randint(0, 1000, (512,)), 512).backward()
+    assert biggest <= 1000 * 8
+
+
+def test_count_may_be_a_tensor_and_no_label_is_no_loss():
+    logits, targets = torch.randn(3, 5), torch.tensor([1, -100, 4])
+    wanted = F.cross_entropy(logits, targets)
+    assert torch.allclose(loss.cross_entropy(logits, targets, torch.tensor(2)), wanted)
+    assert torch.allclose(loss.cross_entropy(logits, targets, 2), wanted)
+    assert loss.cross_entropy(logits, torch.full((3,), -100), 0).item() == 0.0

@@ -1,0 +1,78 @@
+"""Values at the corners, ratios between groups, and resuming."""
+
+import math
+
+import pytest
+import torch
+
+from engine import lr_scheduler as schedules
+
+
+def optimizer(*rates, lr=1.0, **extra):
+    return torch.optim.SGD(
+        [{"params": [torch.nn.Parameter(torch.ones(1))], **({} if r is None else {"lr": r}), **extra} for r in rates],
+        lr=lr,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("NoDecay", {0: 0, 2: 1, 4: 2, 7: 2, 12: 2, 20: 2}),
+        ("Linear", {0: 0, 2: 1, 4: 2, 8: 1, 12: 0, 20: 0}),
+        ("Cosine", {0: 0, 2: 1, 4: 2, 6: 1 + math.cos(math.pi / 4), 8: 1, 12: 0, 20: 0}),
+        ("Exponential", {0: 0, 2: 1, 4: 2, 5: 1.9, 6: 2 * 0.95**2}),
+        ("Noam", {0: 0, 2: 0.5, 4: 1, 16: 0.5}),
+    ],
+)
+def test_values(kind, expected):
+    sgd = optimizer(None)
+    schedule = getattr(schedules, kind)(sgd, start_lr=2.0, warmup_iter=4, end_iter=12)
+    for step in range(max(expected) + 1):
+        assert schedule.num_iter == step
+        if step in expected:
+            assert schedule.current_lr == sgd.param_groups[0]["lr"] == pytest.approx(expected[step], abs=1e-12)
+        schedule.step()
+
+
+def test_constant_and_no_warmup():
+    sgd = optimizer(None)
+    schedule = schedules.Constant(sgd, 0.5)
+    assert sgd.param_groups[0]["lr"] == 0.5
+    schedule.step()
+    assert sgd.param_groups[0]["lr"] == 0.5
+    assert schedules.Linear(optimizer(None), 2.0, 0, 4).current_lr == 2.0
+    assert schedules.Noam(optimizer(None), 2.0, 0, 4).current_lr == 2.0
+
+
+@pytest.mark.parametrize(
+    ("rates", "lr", "expected"),
+    [
+        ((None, 0.1), 1.0, [2.0, 0.2]),  # over the optimizer's own
+        ((0.3, 0.1), 1.0, [2.0, 2 / 3]),  # which no group uses: over the largest
+        ((None, None), 1e-3, [2.0, 2.0]),
+        ((0.0, 0.0), 0.0, [2.0, 2.0]),
+    ],
+)
+def test_groups_keep_their_ratios(rates, lr, expected):
+    sgd = optimizer(*rates, lr=lr)
+    schedules.NoDecay(sgd, 2.0, 0, 10)
+    assert [g["lr"] for g in sgd.param_groups] == pytest.approx(expected)
+    schedules.NoDecay(sgd, 4.0, 0, 10)  # a second schedule does not take the set rates for ratios
+    assert [g["lr"] for g in sgd.param_groups] == pytest.approx([2 * e for e in expected])
+
+
+def test_resume():
+    sgd = optimizer(None, 0.5)
+    schedule = schedules.Exponential(sgd, 2.0, 2, 10, gamma=0.5)
+    for _ in range(5):
+        schedule.step()
+    other = optimizer(None, 0.5)
+    resumed = schedules.Exponential(other, 9.0, 1, 3)
+    other.load_state_dict(sgd.state_dict())
+    resumed.load_state_dict(schedule.state_dict())
+    assert resumed.state_dict() == schedule.state_dict()
+    assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in sgd.param_groups] == [0.25, 0.125]
+    assert schedules.Linear(optimizer(None), 1.0, 0, 10, num_iter=5).current_lr == 0.5
+    with pytest.raises(ValueError, match="warmup_iter -1"):
+        schedules.Linear(sgd, 1.0, -1, 10)

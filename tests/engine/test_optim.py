@@ -1,0 +1,271 @@
+"""AdamW, clipping and the manager against torch's own."""
+
+import copy
+
+import engine_toys as toys
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import engine
+from engine.optim import AdamOptimizer, OptimManager, clip_grad_norm_
+from engine.optim.clip import grad_norm
+from engine.testing import Pool
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, timeout=30) as pool:
+        yield pool
+
+
+def with_gradients(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return model
+
+
+def test_adam_is_torchs_fused_adamw_bit_for_bit():
+    ours, theirs = toys.build(), toys.build()
+    mine = AdamOptimizer(toys.groups(ours), lr=1e-2, betas=(0.8, 0.9), eps=1e-6)
+    reference = torch.optim.AdamW(toys.groups(theirs), lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0, fused=True)
+    for step in range(3):
+        with_gradients(ours, step), with_gradients(theirs, step)
+        ours.scale.grad = theirs.scale.grad = None if step == 1 else ours.scale.grad  # each parameter has its own count
+        mine.step(), reference.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_adam_against_the_formula_in_float64():
+    parameter = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    optimizer = AdamOptimizer([parameter], lr=0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.5)
+    x = parameter.detach().double()
+    m = v = torch.zeros(3, dtype=torch.float64)
+    for t in range(1, 4):
+        g = torch.tensor([0.3, -0.2, 0.0], dtype=torch.float64) * t
+        parameter.grad = g.float()
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        x = x * (1 - 0.1 * 0.5) - 0.1 * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-3)
+    torch.testing.assert_close(parameter.detach(), x.float(), rtol=1e-6, atol=1e-6)
+
+
+def test_adam_keeps_fp32_masters_of_16_bit_parameters():
+    coarse = nn.Parameter(torch.full((4,), 1.0, dtype=torch.bfloat16))
+    fine = nn.Parameter(torch.full((4,), 1.0))
+    optimizers = AdamOptimizer([coarse], lr=1e-4), AdamOptimizer([fine], lr=1e-4)
+    for _ in range(30):  # each step is far below half a bf16 step at 1.0 (2 ** -9)
+        coarse.grad, fine.grad = torch.ones_like(coarse), torch.ones_like(fine)
+        for optimizer in optimizers:
+            optimizer.step()
+    state = optimizers[0].state[coarse]
+    assert {k: v.dtype for k, v in state.items()} == dict.fromkeys(
+        ("step", "exp_avg", "exp_avg_sq", "master"), torch.float32
+    )
+    torch.testing.assert_close(state["master"], fine.detach())
+    assert torch.equal(coarse, fine.detach().bfloat16()) and coarse[0] < 1
+
+    again = AdamOptimizer([nn.Parameter(coarse.detach().clone())], lr=1e-4)
+    again.load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    loaded = again.state[again.param_groups[0]["params"][0]]
+    assert all(torch.equal(loaded[k], state[k]) and loaded[k].dtype == torch.float32 for k in state)
+
+
+def test_bad_values():
+    p = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match="lr is -1"):
+        AdamOptimizer([p], lr=-1)
+    with pytest.raises(ValueError, match="betas"):
+        AdamOptimizer([p], betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match="meta device"):
+        AdamOptimizer([nn.Parameter(torch.ones(1, device="meta"))])
+    with pytest.raises(ValueError, match="norm_type is 0"):
+        clip_grad_norm_([p], 1.0, 0)
+    with pytest.raises(ValueError, match="loss_scale is 0.5, expected 1"):
+        OptimManager(loss_scale=0.5)
+    with pytest.raises(ValueError, match="add_optimizer"):
+        OptimManager().step()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, float("inf")])
+def test_clipping_is_torchs(norm_type):
+    ours, theirs = with_gradients(toys.build()), with_gradients(toys.build())
+    ours.scale.grad = theirs.scale.grad = None
+    norm = clip_grad_norm_(ours.parameters(), 0.5, norm_type)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 0.5, norm_type))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert (a.grad is None and b.grad is None) or torch.allclose(a.grad, b.grad, rtol=1e-6)
+
+
+def norms_on(level, norm_type):
+    """Sharded and plain parameters, and two meshes, in one norm; and how many collectives it takes."""
+    engine.init_distributed(zero_level=level)
+    sharded, plain = engine.shard(toys.build()), toys.build()
+    for index, parameter in enumerate([*sharded.parameters(), *plain.parameters()]):
+        whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+        if hasattr(parameter, "placements"):
+            from torch.distributed.tensor import distribute_tensor
+
+            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.grad = whole
+    parameters = [*sharded.parameters(), *plain.parameters()]
+    made = []
+    real = dist.all_reduce
+    dist.all_reduce = lambda *a, **k: made.append(1) or real(*a, **k)
+    norm = clip_grad_norm_(parameters, 0.5, norm_type)
+    dist.all_reduce = real
+    return norm, grad_norm(parameters, norm_type), len(made)
+
+
+@pytest.mark.parametrize(("level", "collectives"), [(3, 1), (0, 0)])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_a_norm_over_several_meshes(two, level, collectives, norm_type):
+    gradients = [
+        torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+        for i, p in enumerate([*toys.build().parameters(), *toys.build().parameters()])
+    ]
+    expected = nn.utils.get_total_norm(gradients, norm_type)
+    for norm, after, made in two.run(norms_on, level, norm_type):
+        torch.testing.assert_close(norm, expected)
+        torch.testing.assert_close(after, torch.tensor(0.5), rtol=1e-4, atol=0)
+        assert made == collectives
+
+
+def test_deferred_clipping_is_the_same_step():
+    results = []
+    for defer in (False, True):
+        model = with_gradients(toys.build())
+        optimizer = AdamOptimizer(model.parameters(), lr=1e-2)
+        manager = OptimManager()
+        manager.add_optimizer(optimizer)
+        before = model.head.weight.grad.clone()
+        norm = manager.clip_grad_norm(optimizer.param_groups, 0.5, scale=123)
+        if defer:
+            model = with_gradients(toys.build())
+            optimizer = AdamOptimizer(model.parameters(), lr=1e-2)
+            manager = OptimManager()
+            manager.add_optimizer(optimizer)
+            norm = manager.clip_grad_norm(optimizer.param_groups, 0.5, defer=True)
+            assert torch.equal(model.head.weight.grad, before)
+        manager.step()
+        results.append((norm, [p.detach() for p in model.parameters()]))
+    assert torch.equal(results[0][0], results[1][0]) and results[0][0] > 1
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_two_optimizers_are_clipped_apart():
+    model = with_gradients(toys.build())
+    first = AdamOptimizer(model.layers.parameters(), lr=1e-2)
+    second = torch.optim.SGD(model.head.parameters(), lr=1.0)
+    manager = OptimManager()
+    manager.add_optimizer(first), manager.add_optimizer(second)
+    manager.clip_grad_norm(first.param_groups, 0.5, defer=True)
+    before, gradient = model.head.weight.detach().clone(), model.head.weight.grad.clone()
+    norm = manager.clip_grad_norm(second.param_groups, 0.25)
+    manager.step()
+    torch.testing.assert_close(model.head.weight, before - gradient * (0.25 / norm))
+    manager.zero_grad()
+    assert all(p.grad is None for p in model.layers.parameters())
+
+
+def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run():
+    model = toys.build()
+    optimizer = AdamOptimizer(model.parameters(), lr=1e-2)
+    schedule = engine.lr_scheduler.Linear(optimizer, 1e-2, 0, 10)
+    manager = OptimManager(abort_after=3)
+    manager.add_optimizer(optimizer, schedule)
+
+    def step(value):
+        with_gradients(model)
+        model.scale.grad.fill_(value)
+        manager.step()
+
+    step(1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    step(float("nan")), step(float("inf"))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert manager.skipped == 2 and optimizer.state[model.scale]["step"] == 1 and schedule.num_iter == 3
+    step(1.0)  # ends the row
+    assert manager.skipped == 2 and not torch.equal(before[0], next(model.parameters()))
+    step(float("nan")), step(float("nan"))
+    with pytest.raises(FloatingPointError, match=r"3 steps in a row \(5 in all\)"):
+        step(float("nan"))
+
+
+def test_the_loss_scale_falls_recovers_and_stays_within_bounds():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = AdamOptimizer([parameter], lr=1e-2)
+    manager = OptimManager(
+        loss_scale=8, loss_scale_factor=2, loss_scale_steps=2, min_loss_scale=4, max_loss_scale=16, abort_after=2
+    )
+    manager.add_optimizer(optimizer)
+
+    def step(value):
+        manager.zero_grad()
+        manager.backward((parameter * value).sum())
+        norm = manager.clip_grad_norm(optimizer.param_groups, 1e9, defer=True)
+        manager.step()
+        return norm
+
+    assert step(3.0).item() == pytest.approx(3 * 2**0.5)  # without the scale
+    assert manager.loss_scale == 8
+    scales = []
+    for value in (3.0, 3.0, 3.0, float("inf"), 3.0, float("inf")):
+        step(value)
+        scales.append(manager.loss_scale)
+    assert scales == [16, 16, 16, 8, 8, 4]  # up after two good steps, not above 16
+    assert manager.skipped == 2 and optimizer.state[parameter]["step"] == 5
+    step(float("inf"))  # at the lower bound a skip is an error in the making
+    assert manager.loss_scale == 4
+    saved = manager.state_dict()
+    with pytest.raises(FloatingPointError):
+        step(float("inf"))
+    other = OptimManager(loss_scale=1)
+    other.add_optimizer(AdamOptimizer([nn.Parameter(torch.ones(2))], lr=1))
+    other.load_state_dict(saved)
+    assert other.loss_scale == 4 and other.skipped == 3 and other.optimizers[0].param_groups[0]["lr"] == 1e-2
+    with pytest.raises(ValueError, match="0 optimizers"):
+        other.load_state_dict({**saved, "optimizers": []})
+    with pytest.raises(ValueError, match="loss_scale"):
+        other.load_state_dict({**saved, "loss_scale": None})
+
+
+def test_the_loss_scale_does_not_change_the_step():
+    results = []
+    for scale in (None, 1024):
+        model = toys.build()
+        for kind in (AdamOptimizer, torch.optim.SGD):
+            optimizer = kind(model.layers.parameters() if kind is AdamOptimizer else model.head.parameters(), lr=1e-2)
+            manager = OptimManager(loss_scale=scale)
+            manager.add_optimizer(optimizer)
+            engine.accumulate(model, [toys.microbatch(0)], toys.loss_of(model), toys.counts, backward=manager.backward)
+            norm = manager.clip_grad_norm(optimizer.param_groups, 0.1)
+            manager.step()
+            model.zero_grad()
+        results.append((norm, [p.detach() for p in model.parameters()]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
+
+
+def sharded_states():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = engine.shard(toys.build())
+    optimizer = AdamOptimizer(model.parameters(), lr=1e-2)
+    engine.accumulate(model, [toys.microbatch(0)], toys.loss_of(model), toys.counts)
+    optimizer.step()
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    return {
+        name: (tuple(entry["exp_avg"].shape), entry["exp_avg"].placements[0].is_shard(0), entry["step"].item())
+        for name, entry in state.items()
+    }
+
+
+def test_states_are_placed_as_their_parameters_also_empty_ones(two):
+    shapes = {name: tuple(p.shape) for name, p in toys.build().named_parameters()}
+    for found in two.run(sharded_states):
+        assert {name: shape for name, (shape, _, _) in found.items()} == shapes
+        assert all(sharded and step == 1 for _, sharded, step in found.values())

@@ -1,0 +1,101 @@
+"""16-bit training: sharded as on one process, near fp32, and fp16 that overflows and recovers."""
+
+import engine_toys as toys
+import pytest
+import torch
+
+import engine
+from engine.testing import Pool
+
+PLAN = [[[0], [1]], [[2, 3], [4]], [[5], []], [[6], [7]], [[8], [9]]]
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, timeout=60) as pool:
+        yield pool
+
+
+def trained(precision, level, plan):
+    engine.init_distributed(zero_level=level)
+    model = engine.shard(toys.build(), policy=engine.Policy(precision=precision))
+    dtypes = {p.dtype for p in model.parameters()}
+    seen = []
+    model.layers[0].register_forward_hook(lambda m, a, out: seen.append((out.dtype, m.up.weight.dtype)))
+    found = toys.train(model, plan, steps=len(plan))
+    with toys.Collectives() as made:
+        model(toys.microbatch(0)[0]).sum().backward()
+    wire = [{d for dtypes_ in made.of(kind) for d in dtypes_} for kind in ("gather", "reduce_scatter")]
+    return found, dtypes, seen[0], {g.dtype for g in found["grads"][0].values()}, wire
+
+
+@pytest.mark.parametrize(
+    ("precision", "kept", "computed"),
+    [
+        ("bf16", torch.float32, torch.bfloat16),
+        ("fp16", torch.float32, torch.float16),
+        ("bf16-params", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_precisions(two, precision, kept, computed):
+    expected = toys.truth(toys.build(), PLAN, steps=5)
+    merged = [[[i for rank in step for i in rank]] for step in PLAN]
+    # one process is sharded over itself, for the same arithmetic
+    results = [*two.run(trained, precision, 2, PLAN), *engine.testing.run(trained, 1, precision, 2, merged)]
+    for found, dtypes, inside, grads, _ in results:
+        assert dtypes == {kept} and inside == (computed, computed) and grads == {kept}
+        assert found["loss"] == pytest.approx(expected["loss"], rel=2e-2)
+        assert found["norm"] == pytest.approx(expected["norm"], rel=5e-2)
+        for name, value in expected["params"].items():
+            assert (found["params"][name].float() - value).abs().max() < 2e-2, name
+    assert results[0][0]["loss"] == results[1][0]["loss"]
+    assert results[0][4] == [{computed}, {torch.float32}]  # gathered in 16 bits, reduced in fp32
+
+
+def fp16_overflow():
+    engine.init_distributed(zero_level=3)
+    model = engine.shard(toys.build(), policy=engine.Policy(precision="fp16"))
+    optimizer = engine.optim.AdamOptimizer(model.parameters(), lr=1e-2)
+    manager = engine.optim.OptimManager(
+        loss_scale=2.0**24, loss_scale_factor=16, loss_scale_steps=4, max_loss_scale=2**24
+    )
+    manager.add_optimizer(optimizer)
+    history, losses = [], []
+    for _ in range(8):
+        manager.zero_grad()
+        own = [toys.microbatch(engine.rank())]
+        loss = engine.accumulate(model, own, toys.loss_of(model), toys.counts, backward=manager.backward)
+        manager.clip_grad_norm(optimizer.param_groups, 1.0, defer=True)
+        manager.step()
+        history.append((manager.loss_scale, manager.skipped))
+        losses.append(loss.item())
+    return history, losses, {p.dtype for p in model.parameters()}
+
+
+def test_fp16_overflows_skips_and_recovers(two):
+    (history, losses, _), (other, other_losses, _) = two.run(fp16_overflow)
+    assert history == other and losses == other_losses
+    scales, skipped = zip(*history, strict=True)
+    assert skipped[0] == 1 and losses[0] == losses[1]  # the first step changed nothing
+    assert skipped[-1] < 6 and min(scales) < 2**24 and losses[-1] < losses[0]
+    assert any(b > a for a, b in zip(scales, scales[1:], strict=False))  # and the scale rose again
+
+
+def mixed():
+    model = toys.build(frozen=True)
+    model.embed.to(torch.bfloat16)
+    model.layers[0].up.to(torch.bfloat16)
+    engine.shard(model, policy=engine.Policy(precision="bf16"))
+    model(toys.microbatch(0)[0]).sum().backward()
+    return model.embed.weight.dtype, model.layers[0].up.weight.dtype
+
+
+def test_trainable_parameters_are_kept_in_fp32_and_frozen_ones_as_they_are(two):
+    assert two.run(mixed) == [(torch.bfloat16, torch.float32)] * 2
+
+
+def test_bad_policies():
+    with pytest.raises(ValueError, match="precision is 'int8', expected one of fp32, bf16, fp16, bf16-params"):
+        engine.Policy(precision="int8")
+    with pytest.raises(ValueError, match="zero_level is 5"):
+        engine.Policy(zero_level=5)

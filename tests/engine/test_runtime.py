@@ -1,0 +1,203 @@
+"""Starting, meeting, seeds and the small collectives."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import engine
+from engine.testing import Pool
+
+ROOT = str(Path(__file__).parents[2])
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, timeout=30) as pool:
+        yield pool
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_import_is_lazy():
+    code = (
+        "import sys, engine; assert not {'torch', 'numpy'} & set(sys.modules); "
+        "assert 'shard' in dir(engine); engine.Policy(); assert 'torch' not in sys.modules; "
+        "import engine.lr_scheduler; assert 'torch' not in sys.modules; "
+        "engine.rank; assert 'torch' in sys.modules and not sys.modules['torch'].distributed.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_every_public_name_is_there():
+    for name in engine.__all__:
+        assert getattr(engine, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        engine.nothing  # noqa: B018
+
+
+def test_one_process_needs_no_group():
+    engine.init_distributed(seed=5)
+    assert (engine.rank(), engine.world_size(), engine.local_rank()) == (0, 1, 0)
+    assert engine.is_initialized() and not dist.is_initialized()
+    assert torch.initial_seed() == 5
+    engine.synchronize()
+    assert engine.sum_loss(torch.tensor(2.0)) == 2.0
+    assert engine.gather_result(torch.tensor(3)).tolist() == [3]
+    before = torch.rand(1)
+    engine.set_seed(5)
+    assert torch.equal(torch.rand(1), before)
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "message"),
+    [
+        ({}, {"zero_level": 4}, "zero_level is 4, expected 0, 1, 2 or 3"),
+        ({}, {"dp_replicate": 0}, "dp_replicate is 0"),
+        ({}, {"dp_replicate": 2}, "dp_replicate is 2 but there are 1 ranks"),
+        ({}, {"timeout": 0}, "timeout is 0"),
+        ({}, {"seed": -1}, "seed is -1"),
+        ({}, {"device": "meta"}, "device is 'meta', expected cpu or cuda"),
+        ({}, {"init_method": "tcp://127.0.0.1:1"}, "RANK and WORLD_SIZE are not set"),
+        ({"RANK": "0"}, {}, "RANK is set in the environment but WORLD_SIZE is not"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, {}, "RANK is 'x', expected a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, {}, "RANK is 2, expected 0 to WORLD_SIZE - 1 = 1"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, {"device": "cpu"}, "MASTER_ADDR is not set on rank 0 of 2"),
+    ],
+)
+def test_bad_starts(monkeypatch, environment, arguments, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        engine.init_distributed(**arguments)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a GPU")
+def test_no_gpu():
+    with pytest.raises(ValueError, match="torch sees no GPU: use device='cpu'"):
+        engine.init_distributed(device="cuda")
+
+
+def test_forgetting_init_distributed_under_a_launcher(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="this is rank 1 of 2: call engine.init_distributed"):
+        engine.shard(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_meet(monkeypatch, rank):
+    port = free_port()
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"rank {rank} of 2 did not meet .* at 127.0.0.1:{port} within 1 s"):
+        engine.init_distributed(timeout=1, device="cpu")
+    assert time.monotonic() - start < 15
+    assert not dist.is_initialized()
+
+
+def collectives():
+    rank = engine.rank()
+    loss = torch.tensor(float(rank + 1), requires_grad=True)
+    mean = engine.sum_loss(loss)
+    ragged = engine.gather_result(torch.full((2 * rank, 3), rank, dtype=torch.bfloat16))
+    flags = engine.gather_result(torch.tensor([rank == 1]))
+    none = engine.gather_result(torch.zeros(0, 2))
+    engine.synchronize()
+    return mean, mean.requires_grad, loss.item(), ragged, flags.tolist(), tuple(none.shape)
+
+
+def test_collectives(two):
+    for rank, (mean, tracked, own, ragged, flags, none) in enumerate(two.run(collectives)):
+        assert (mean.item(), tracked, own) == (1.5, False, rank + 1.0)
+        assert torch.equal(ragged, torch.ones(2, 3, dtype=torch.bfloat16))
+        assert flags == [False, True] and none == (0, 2)
+
+
+def disagree(what):
+    shape, dtype = {"shape": ((1, 2 + engine.rank()), torch.float32), "dtype": ((1, 2), None)}[what]
+    engine.gather_result(torch.zeros(shape, dtype=dtype or (torch.float32, torch.int64)[engine.rank()]))
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype"])
+def test_gather_result_of_different_tensors_is_an_error_on_every_rank(two, what):
+    with pytest.raises(RuntimeError, match=r"ValueError: gather_result: rank 1 has(.|\n)*rank \d then ValueError"):
+        two.run(disagree, what)
+
+
+def prints():
+    engine.print_rank("nobody", rank=5)
+    engine.print_rank("only once", rank=1)
+
+
+def test_print_rank(two, capfd):
+    two.run(prints)
+    two.close()  # flushes
+    assert capfd.readouterr().out == "only once\n"
+
+
+def again():
+    shapes = []
+    for level, copies in ((3, 1), (0, 2), (3, 2)):
+        engine.init_distributed(zero_level=level, dp_replicate=copies)
+        mesh = engine.runtime.mesh()
+        shapes.append((mesh.mesh_dim_names, tuple(mesh.shape)))
+    return shapes
+
+
+def test_the_mesh_has_five_named_dimensions_and_may_be_made_again(two):
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    for shapes in two.run(again):
+        assert shapes == [(names, (1, 1, 2, 1, 1)), (names, (1, 2, 1, 1, 1)), (names, (1, 2, 1, 1, 1))]
+
+
+SCRIPT = """
+import torch, engine
+engine.init_distributed(seed=1, device="cpu", timeout=60)
+mean = engine.sum_loss(torch.tensor(float(engine.rank())))
+assert mean == (engine.world_size() - 1) / 2
+model = engine.shard(torch.nn.Linear(3, 4))
+model(torch.ones(1, 3)).sum().backward()
+print(f"rank {engine.rank()} of {engine.world_size()} local {engine.local_rank()} {type(model).__name__}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(["torch.distributed.run", "--nproc_per_node", "2"], id="torchrun"),
+        pytest.param(
+            ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"],
+            id="accelerate",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_under_a_launcher(tmp_path, launcher):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    port = ["--main_process_port" if "accelerate" in launcher[0] else "--master_port", str(free_port())]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, *port, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rank \d of 2 local \d FSDPLinear", done.stdout)) == [
+        f"rank {r} of 2 local {r} FSDPLinear" for r in range(2)
+    ]

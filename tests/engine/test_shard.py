@@ -1,0 +1,260 @@
+"""Sharded training against plain torch in one process: loss, every gradient, clip norm, parameters after 3 steps."""
+
+import engine_toys as toys
+import pytest
+import torch
+from torch import nn
+
+import engine
+from engine.parallel.shard import find_units
+from engine.testing import Pool
+
+# steps -> ranks -> indices of microbatches: one each; ragged; and one rank with none at all
+TWO = [[[0], [1]], [[2, 3, 4, 5], [6, 7, 8]], [[9], []]]
+FOUR = [[[0], [1], [2], [3]], [[4, 5], [6], [7, 8], [9]], [[], [1], [], [2]]]
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, timeout=60) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Pool(4, timeout=60) as pool:
+        yield pool
+
+
+def trained(level, plan, dp_replicate=1, units="found", kwargs=None):
+    engine.init_distributed(zero_level=level, dp_replicate=dp_replicate)
+    model = toys.build(**kwargs or {})
+    chosen = {"found": None, "root": [], "inner": [model.layers[1], model.layers[1].up, model.head]}[units]
+    assert engine.shard(model, units=chosen) is model
+    return toys.train(model, plan)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("kwargs", [{}, {"tied": True}, {"frozen": True}], ids=["plain", "tied", "frozen"])
+def test_two_ranks_train_as_one_process(two, level, kwargs):
+    expected = toys.truth(toys.build(**kwargs), TWO)
+    for found in two.run(trained, level, TWO, 1, "found", kwargs):
+        toys.assert_same(found, expected)
+
+
+@pytest.mark.parametrize("units", ["root", "inner"])
+def test_units_may_be_given(two, units):
+    for found in two.run(trained, 3, TWO, 1, units):
+        toys.assert_same(found, toys.truth(toys.build(), TWO))
+
+
+@pytest.mark.parametrize(("level", "dp_replicate"), [(3, 1), (3, 2), (2, 2), (1, 2), (0, 1)])
+def test_four_ranks_and_hybrid_sharding_train_as_one_process(four, level, dp_replicate):
+    for found in four.run(trained, level, FOUR, dp_replicate):
+        toys.assert_same(found, toys.truth(toys.build(), FOUR))
+
+
+@pytest.mark.parametrize("plan", [[[[0, 1]], [[2]], [[3, 4, 5, 6]]]], ids=["accumulation"])
+def test_one_process_stays_plain(plan):
+    model = toys.build()
+    assert engine.shard(model) is model
+    assert type(model) is toys.Toy and not any(hasattr(p, "placements") for p in model.parameters())
+    toys.assert_same(toys.train(model, plan), toys.truth(toys.build(), plan))
+
+
+def plain_on_two_ranks():
+    return toys.train(toys.build(), TWO)
+
+
+def test_a_plain_model_on_two_ranks_trains_as_one_process(two):
+    for found in two.run(plain_on_two_ranks):
+        toys.assert_same(found, toys.truth(toys.build(), TWO))
+
+
+def placements(level, dp_replicate):
+    engine.init_distributed(zero_level=level, dp_replicate=dp_replicate)
+    model = engine.shard(toys.build())
+    held = sum(p.to_local().numel() for p in model.parameters())
+    model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()
+    gathered = not hasattr(model.layers[0].up.weight, "placements")
+    return held, engine.shard(model) is model, gathered
+
+
+def test_what_a_rank_holds(two):
+    everything = sum(p.numel() for p in toys.build().parameters())
+    for level, share in ((0, 1.0), (3, 0.5)):
+        for held, idempotent, gathered in two.run(placements, level, 1):
+            assert idempotent and not gathered
+            # scale (1 element) is on rank 0 alone; odd sizes split unevenly
+            assert abs(held - everything * share) < 0.12 * everything
+
+
+def levels_keep_gathered(level):
+    engine.init_distributed(zero_level=level)
+    model = engine.shard(toys.build())
+    model(torch.zeros(1, 3, dtype=torch.int64))
+    return not hasattr(model.layers[0].up.weight, "placements")
+
+
+def test_only_level_3_frees_parameters_after_forward(two):
+    assert two.run(levels_keep_gathered, 3) == [False, False]
+    assert two.run(levels_keep_gathered, 2) == [True, True]
+
+
+def reductions(level, microbatches):
+    """How many reductions and gathers a global batch of so many microbatches makes."""
+    engine.init_distributed(zero_level=level)
+    model = engine.shard(toys.build())
+    own = [toys.microbatch(i) for i in range(microbatches)]
+    engine.accumulate(model, own, toys.loss_of(model), toys.counts)  # the first call sets things up
+    with toys.Collectives() as made:
+        engine.accumulate(model, own, toys.loss_of(model), toys.counts)
+    return len(made.of("reduce")), len(made.of("gather"))
+
+
+def test_communication_of_accumulation(two):
+    units = 4  # three blocks and the root
+    agree = 1  # the numbers of items
+    total_loss = 1
+    (reduce, gather), _ = two.run(reductions, 1, 3)
+    assert (reduce, gather) == (units + total_loss, units + agree)  # once a step
+    (reduce, gather), _ = two.run(reductions, 2, 3)
+    assert (reduce, gather) == (3 * units + total_loss, units + agree)
+    (reduce, gather), _ = two.run(reductions, 3, 3)
+    assert reduce == 3 * units + total_loss and gather >= 3 * units + agree
+    (reduce, gather), _ = two.run(reductions, 0, 3)
+    assert reduce == units + total_loss
+
+
+def test_units_that_are_found():
+    plain = toys.build()
+    assert find_units(plain) == list(plain.layers)
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = toys.build(), toys.build()
+
+    both = Two()
+    assert find_units(both) == [*both.encoder.layers, *both.decoder.layers]
+    plain.shard_units = lambda: [plain.head]
+    assert find_units(plain) == [plain.head]
+
+
+def test_bad_arguments(two):
+    with pytest.raises(ValueError, match="'nothing'"):
+        engine.shard(toys.build(), forward_methods=["nothing"])
+    with pytest.raises(ValueError, match="not a module of Toy"):
+        engine.shard(toys.build(), units=[nn.Linear(2, 2)])
+    with pytest.raises(RuntimeError, match="bfloat16.*precision='bf16'"):
+        two.run(mixed_dtypes)
+    with pytest.raises(RuntimeError, match="module layers.0 is already sharded"):
+        two.run(inner_first)
+
+
+def mixed_dtypes():
+    model = toys.build()
+    model.layers[0].up.to(torch.bfloat16)
+    engine.shard(model)
+
+
+def inner_first():
+    model = toys.build()
+    engine.shard(model.layers[0])
+    engine.shard(model)
+
+
+def evaluate_then_train():
+    """An evaluation first leaves no gathered parameter behind for the optimizer to be built on."""
+    engine.init_distributed(zero_level=2)
+    model = engine.shard(toys.build())
+    with torch.no_grad():
+        model(toys.microbatch(0)[0])
+    return toys.train(model, TWO)
+
+
+def test_an_optimizer_built_after_an_evaluation(two):
+    for found in two.run(evaluate_then_train):
+        toys.assert_same(found, toys.truth(toys.build(), TWO))
+
+
+def other_method():
+    engine.init_distributed(zero_level=3)
+    model = engine.shard(toys.build(), forward_methods=["encode"])
+    ids = toys.microbatch(0)[0]
+    with torch.no_grad():
+        out = model.encode(ids)
+        sharded = hasattr(model.embed.weight, "placements")
+        model(ids)
+    return out, sharded
+
+
+def test_methods_other_than_forward(two):
+    expected = toys.build().encode(toys.microbatch(0)[0])
+    for found, sharded in two.run(other_method):
+        torch.testing.assert_close(found, expected)
+        assert sharded
+
+
+def optimizer_too_early(kind, how):
+    model = toys.build()
+    optimizer = kind(model.parameters(), lr=0.1)
+    engine.shard(model)
+    if how == "manager":
+        engine.optim.OptimManager().add_optimizer(optimizer)
+    else:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["step", "manager"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, engine.optim.AdamOptimizer])
+def test_an_optimizer_built_before_sharding_is_an_error(two, kind, how):
+    with pytest.raises(RuntimeError, match="built before engine.shard, which replaced parameter scale"):
+        two.run(optimizer_too_early, kind, how)
+
+
+def bert(level, data):
+    from transformers import BertConfig, BertForMaskedLM
+
+    engine.init_distributed(zero_level=level)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=13, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
+        max_position_embeddings=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = BertForMaskedLM(config).train()
+    engine.shard(model)
+    names = [name for name, m in model.named_modules() if type(m).__name__.startswith("FSDP")]
+
+    def forward(batch, totals):
+        logits = model(input_ids=batch).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch.flatten(), reduction="sum") / totals["tokens"]
+
+    own = data[engine.rank() :: engine.world_size()]
+    loss = engine.accumulate(model, own, forward, lambda batch: {"tokens": batch.numel()})
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    return loss, names, {n: toys.whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_transformers_model(two):
+    data = [torch.randint(0, 13, (2, 5), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    expected_loss, _, expected = bert(3, data)
+    for loss, names, grads in two.run(bert, 3, data):
+        # the embeddings are tied to the decoder, so they stay with the root
+        assert names == ["", "bert.encoder.layer.0", "bert.encoder.layer.1"]
+        torch.testing.assert_close(loss, expected_loss)
+        assert grads.keys() == expected.keys()
+        for name, grad in expected.items():
+            torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def dropout():
+    engine.init_distributed(seed=3, zero_level=3)
+    return nn.functional.dropout(torch.ones(64)), torch.initial_seed()
+
+
+def test_dropout_differs_between_ranks_and_rank_0_is_one_process(two):
+    (first, _), (second, _) = two.run(dropout)
+    engine.init_distributed(seed=3)
+    assert torch.equal(first, nn.functional.dropout(torch.ones(64)))
+    assert not torch.equal(first, second)

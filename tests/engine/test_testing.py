@@ -1,0 +1,104 @@
+"""A rank that raises, dies or hangs ends the call with an error that names it, in time."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import engine
+from engine.testing import Pool, run
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, timeout=3) as pool:
+        yield pool
+
+
+def who(x):
+    return engine.rank(), engine.world_size(), x, os.getpid()
+
+
+def raises():
+    if engine.rank() == 1:
+        raise KeyError("a needle")
+
+
+def dies():
+    if engine.rank() == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def is_killed():
+    if engine.rank() == 0:
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+
+
+def hangs_alone():
+    if engine.rank() == 1:
+        time.sleep(60)
+
+
+def waits_for_one_that_left():
+    if engine.rank() == 0:
+        dist.barrier()
+
+
+def test_results_come_in_rank_order_and_closures_run():
+    word = "hello"
+    assert [r[:3] for r in run(lambda x: who(word + x), 3, "!")] == [(rank, 3, "hello!") for rank in range(3)]
+
+
+def test_a_pool_keeps_its_ranks_and_starts_them_anew_after_a_failure(two):
+    first, again = two.run(who, 1), two.run(who, 2)
+    assert [r[3] for r in first] == [r[3] for r in again]
+    with pytest.raises(RuntimeError, match=r"raises: rank 1 of 2 raised\n(.|\n)*KeyError: 'a needle'"):
+        two.run(raises)
+    assert [r[3] for r in two.run(who, 3)] != [r[3] for r in first]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (dies, r"dies: rank 1 of 2 died: exit code 3"),
+        (is_killed, r"is_killed: rank 0 of 2 died: killed by signal 9 \(SIGKILL\)"),
+    ],
+)
+def test_a_rank_that_dies_is_named(two, what, message):
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=message):
+        two.run(what)
+    assert time.monotonic() - start < 8
+
+
+def test_a_rank_that_hangs_is_named_with_where_it_is(two):
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"rank 1 of 2 had not ended after 2 s\nrank 1 was(.|\n)*hangs_alone"):
+        two.run(hangs_alone, timeout=2)
+    assert time.monotonic() - start < 6
+
+
+def test_a_collective_that_never_completes(two):
+    with pytest.raises((RuntimeError, TimeoutError), match="rank 0 of 2"):
+        two.run(waits_for_one_that_left)
+
+
+def test_bad_arguments(two):
+    with pytest.raises(ValueError, match="ranks is 0"):
+        Pool(0)
+    with pytest.raises(ValueError, match="engine.testing.run takes any"):
+        two.run(lambda: 1)
+    with pytest.raises(RuntimeError, match="raised"):  # what it returns does not pickle
+        run(lambda: lambda: 1, 1)
+
+
+def threads():
+    return torch.get_num_threads()
+
+
+def test_ranks_use_one_thread(two):
+    assert two.run(threads) == [1, 1]

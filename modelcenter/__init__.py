@@ -1,0 +1,71 @@
+"""ModelCenter: load pretrained language models by name, fine-tune them anywhere, export them to the Hugging Face Hub.
+
+Public names are imported on first use (PEP 562): `import modelcenter` does not import torch, reads no network and
+starts no process group.
+"""
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelcenter._version import __version__
+
+_PUBLIC = {
+    "modelcenter.auto": (
+        "from_pretrained",
+        "from_config",
+        "register",
+        "Bert",
+        "AutoModel",
+        "AutoModelForPreTraining",
+        "AutoModelForMaskedLM",
+        "AutoModelForSequenceClassification",
+        "AutoModelForTokenClassification",
+        "AutoModelForQuestionAnswering",
+        "AutoModelForMultipleChoice",
+        "AutoTokenizer",
+    ),
+    "modelcenter.registry": ("list_models", "ModelInfo"),
+    "modelcenter.config": ("ModelConfig",),
+}
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+_SUBMODULES = ("training", "data", "hub", "convert", "layers", "models", "compare", "testing")
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from modelcenter.auto import *  # noqa: F403
+    from modelcenter.registry import ModelInfo as ModelInfo
+    from modelcenter.registry import list_models as list_models
+
+
+def _check_engine() -> None:
+    """Refuse a foreign top-level module called `engine`: it would shadow ours and fail later, far from the cause."""
+    ours = Path(__file__).resolve().parent.parent / "engine" / "__init__.py"
+    spec = importlib.util.find_spec("engine")
+    found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+    if found != ours:
+        where = found or (list(spec.submodule_search_locations or []) if spec is not None else "nothing")
+        raise ImportError(
+            f"modelcenter needs its own package `engine` at {ours}, but `import engine` finds {where}. "
+            "Rename that module or folder, or start Python from another folder."
+        )
+
+
+_check_engine()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _SUBMODULES:
+        value = importlib.import_module(f"modelcenter.{name}")
+    else:
+        raise AttributeError(f"module 'modelcenter' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

@@ -1,0 +1,333 @@
+"""Compare a model with another implementation of it: loss, logits, gradients, and the first layer that differs.
+
+`modelcenter compare CHECKPOINT` runs a checkpoint here and in transformers; `modelcenter compare A B` runs two
+checkpoints here. The parity tests (modelcenter.testing) stand on the same functions.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelcenter import registry
+from modelcenter.convert.rules import Layout, compile_layout
+from modelcenter.convert.stream import export_tensor
+
+IGNORE = -100
+TOKEN_TASKS = ("masked-lm", "token-classification", "pretraining")
+
+
+@dataclass
+class Row:
+    """One sequence: ids, token types, and its labels (for multiple choice, a label stands with each first choice)."""
+
+    input_ids: list[int]
+    token_type_ids: list[int]
+    labels: Any = None
+
+
+def make_rows(
+    task: str,
+    *,
+    vocab_size: int,
+    num_labels: int,
+    type_vocab_size: int = 1,
+    lengths: Sequence[int] = (7, 3, 11, 5, 2, 8),
+    choices: int = 3,
+    seed: int = 0,
+    ids: Sequence[Sequence[int]] | None = None,
+) -> list[Row]:
+    """Random supervised rows for a task; `ids` gives the tokens instead of drawing them.
+
+    Token 0 is never drawn: many models treat it as padding.
+    """
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw(high: int, count: int, low: int = 0) -> list[int]:
+        return torch.randint(low, high, (count,), generator=rng).tolist()
+
+    tokens = [list(x) for x in ids] if ids is not None else [draw(vocab_size, n, 1) for n in lengths]
+    if task == "multiple-choice":
+        tokens = tokens[: len(tokens) // choices * choices]
+    rows = []
+    for i, sequence in enumerate(tokens):
+        n, labels = len(sequence), None
+        if task in ("masked-lm", "pretraining", "token-classification"):
+            classes = num_labels if task == "token-classification" else vocab_size
+            chosen = draw(3, n)
+            labels = [y if c else IGNORE for y, c in zip(draw(classes, n), chosen, strict=True)]
+            labels[i % n] = draw(classes, 1)[0]  # at least one is supervised
+            if task == "pretraining":
+                labels = (labels, draw(2, 1)[0])
+        elif task == "sequence-classification":
+            labels = draw(num_labels, 1)[0]
+        elif task == "question-answering":
+            start = draw(n, 1)[0]
+            labels = (start, start + draw(n - start, 1)[0])
+        elif task == "multiple-choice":
+            labels = draw(choices, 1)[0] if i % choices == 0 else None
+        rows.append(Row(sequence, draw(type_vocab_size, n), labels))
+    return rows
+
+
+def _labels(task: str, rows: Sequence[Row], columns: list[list[int]] | None) -> dict[str, Tensor]:
+    """Labels of a batch; `columns` are the token labels laid out as the input is."""
+    extra: dict[str, Tensor] = {}
+    if columns is not None:
+        extra["labels"] = torch.tensor(columns)
+    if task == "pretraining":
+        extra["next_sentence_label"] = torch.tensor([row.labels[1] for row in rows])
+    elif task in ("sequence-classification", "multiple-choice"):
+        extra["labels"] = torch.tensor([row.labels for row in rows if row.labels is not None])
+    return extra
+
+
+def pad_rows(task: str, rows: Sequence[Row], side: str = "right", choices: int = 3) -> dict[str, Tensor]:
+    """A padded batch with attention_mask, in transformers' shapes; side: "right" or "left"."""
+    longest = max(len(row.input_ids) for row in rows)
+
+    def pad(values: list[int], fill: int) -> list[int]:
+        extra = [fill] * (longest - len(values))
+        return extra + values if side == "left" else values + extra
+
+    batch = {
+        "input_ids": torch.tensor([pad(row.input_ids, 0) for row in rows]),
+        "token_type_ids": torch.tensor([pad(row.token_type_ids, 0) for row in rows]),
+        "attention_mask": torch.tensor([pad([1] * len(row.input_ids), 0) for row in rows]),
+    }
+    columns = None
+    if task in TOKEN_TASKS:
+        columns = [pad(row.labels[0] if task == "pretraining" else row.labels, IGNORE) for row in rows]
+    batch |= _labels(task, rows, columns)
+    if task == "question-answering":
+        for i, name in enumerate(("start_positions", "end_positions")):
+            shift = [longest - len(row.input_ids) if side == "left" else 0 for row in rows]
+            batch[name] = torch.tensor([row.labels[i] + s for row, s in zip(rows, shift, strict=True)])
+    if task == "multiple-choice":
+        for name in ("input_ids", "token_type_ids", "attention_mask"):
+            batch[name] = batch[name].unflatten(0, (-1, choices))
+    return batch
+
+
+def pack_rows(task: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """The same rows as one packed batch with cu_seqlens."""
+    lengths = torch.tensor([len(row.input_ids) for row in rows])
+    batch: dict[str, Any] = {
+        "input_ids": torch.tensor([[t for row in rows for t in row.input_ids]]),
+        "token_type_ids": torch.tensor([[t for row in rows for t in row.token_type_ids]]),
+        "cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        "max_seqlen": int(lengths.max()),
+    }
+    columns = None
+    if task in TOKEN_TASKS:
+        columns = [[t for row in rows for t in (row.labels[0] if task == "pretraining" else row.labels)]]
+    batch |= _labels(task, rows, columns)
+    if task == "question-answering":
+        batch["start_positions"] = torch.tensor([row.labels[0] for row in rows])
+        batch["end_positions"] = torch.tensor([row.labels[1] for row in rows])
+    return batch
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """The conversion layout of one of our models."""
+    arch = registry.get(model.config.model_type).arch_map()
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return compile_layout(arch, model.task, model.config, shapes)
+
+
+def hub_gradients(model: nn.Module, grads: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Gradients of one of our models under the names and layouts of its Hugging Face checkpoint.
+
+    Args:
+        grads: native name -> gradient; None: each parameter's `grad` (zero where it has none).
+    """
+    if grads is None:
+        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    layout = layout_of(model)
+    return {
+        layout.written[key]: export_tensor(layout, key, {name: grads[name] for name in layout.natives(key)})
+        for key in layout.pieces
+    }
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference, relative to the largest value of `theirs` where that exceeds 1. NaN counts as infinite."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    if not ours.numel():
+        return 0.0
+    gap = (ours.double() - theirs.double()).abs().max().item()
+    scale = max(1.0, theirs.double().abs().max().item())
+    return gap / scale if gap == gap else float("inf")
+
+
+@dataclass
+class Comparison:
+    """Largest differences of one model from another (see `difference`).
+
+    Attributes:
+        values: what was compared -> difference: "loss", each output, "gradients", "layers".
+        worst_gradient: the parameter whose gradient differs most.
+        first_layer: number of the first layer whose output differs beyond the tolerance (0: the embedding), or None.
+    """
+
+    names: tuple[str, str]
+    task: str
+    rows: int
+    tokens: int
+    tolerance: float
+    values: dict[str, float] = field(default_factory=dict)
+    worst_gradient: str = ""
+    first_layer: int | None = None
+
+    @property
+    def equal(self) -> bool:
+        return all(value <= self.tolerance for value in self.values.values())
+
+    def __str__(self) -> str:
+        lines = [f"{self.names[0]} against {self.names[1]}: {self.task}, {self.rows} rows, {self.tokens} tokens"]
+        for what, value in self.values.items():
+            note = ""
+            if what == "gradients":
+                note = f"  worst: {self.worst_gradient}"
+            elif what == "layers" and self.first_layer is not None:
+                note = f"  first that differs: {self.first_layer or 'the embedding'}"
+            lines.append(f"  {what:<24} {value:.2e}{note}")
+        verdict = "equal" if self.equal else "DIFFERENT"
+        return "\n".join([*lines, f"{verdict} (largest difference allowed: {self.tolerance:.0e})"])
+
+
+def compare_models(
+    ours: nn.Module,
+    theirs: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    names: tuple[str, str] = ("ours", "theirs"),
+    tolerance: float = 1e-5,
+) -> Comparison:
+    """Run both on one padded batch, backward too, and compare what real tokens produce.
+
+    Args:
+        ours: a modelcenter model. theirs: a transformers model, or one of ours. Both in eval mode.
+        batch: see pad_rows; labels are optional.
+    """
+    mask = batch["attention_mask"].bool()
+    result = Comparison(names, ours.task, len(batch["input_ids"]), int(mask.sum()), tolerance)
+    for model in (ours, theirs):
+        model.zero_grad()
+    a = ours(**batch, output_hidden_states=True)
+    b = theirs(**batch, output_hidden_states=True)
+    for name, value in b.items():
+        # transformers names the masked-LM logits of BertForPreTraining differently
+        own = {"prediction_logits": "logits"}.get(name, name)
+        if not isinstance(value, Tensor) or own not in a:
+            continue
+        pair = (a[own].detach(), value.detach())
+        if pair[1].shape[: mask.dim()] == mask.shape and pair[1].dim() >= mask.dim() and mask.dim() == 2:
+            pair = (pair[0][mask], pair[1][mask])
+        result.values[name] = difference(*pair)
+    flat = mask.flatten(0, -2) if mask.dim() == 3 else mask
+    layers = [
+        difference(x.detach()[flat], y.detach()[flat])
+        for x, y in zip(a["hidden_states"], b["hidden_states"], strict=True)
+    ]
+    result.values["layers"] = max(layers)
+    result.first_layer = next((i for i, gap in enumerate(layers) if gap > tolerance), None)
+    if a.get("loss") is not None and b.get("loss") is not None:
+        a["loss"].backward()
+        b["loss"].backward()
+        mine = hub_gradients(ours)
+        native = hasattr(theirs, "task")
+        other = (
+            hub_gradients(theirs)
+            if native
+            else {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in theirs.named_parameters()}
+        )
+        gaps = {name: difference(mine[name], grad) for name, grad in other.items() if name in mine}
+        if missing := sorted(set(other) ^ set(mine)):
+            gaps |= dict.fromkeys(missing, float("inf"))
+        result.worst_gradient = max(gaps, key=gaps.__getitem__)
+        result.values["gradients"] = gaps[result.worst_gradient]
+    return result
+
+
+def compare_checkpoints(
+    first: str, second: str | None = None, *, data: str | None = None, task: str | None = None, tolerance: float = 1e-5
+) -> Comparison:
+    """See the module; `data` is a text file of which each line is a sequence, else random tokens are drawn.
+
+    Raises:
+        ValueError: a checkpoint does not load, or the data is empty.
+    """
+    from modelcenter.auto import from_pretrained
+    from modelcenter.hub.tokenizer import load_tokenizer
+
+    ours = from_pretrained(first, task, dtype="float32", policy=False)
+    config, ids = ours.config, None
+    if data is not None:
+        lines = [line for line in Path(data).read_text(encoding="utf-8").splitlines() if line.strip()][:64]
+        if not lines:
+            raise ValueError(f"--data {data}: the file has no text")
+        ids = load_tokenizer(first)(lines, truncation=True, max_length=config.max_positions)["input_ids"]
+    rows = make_rows(
+        ours.task,
+        vocab_size=config.vocab_size,
+        num_labels=config.num_labels,
+        type_vocab_size=getattr(config, "type_vocab_size", 1),
+        ids=ids,
+    )
+    with TemporaryDirectory() as folder:
+        if second is not None:
+            theirs, name = from_pretrained(second, ours.task, dtype="float32", policy=False), second
+        else:
+            ours.save_pretrained(folder)  # so that any kind of checkpoint can be compared, and the export is what runs
+            theirs, name = load_transformers(folder, ours), "transformers"
+    batch = pad_rows(ours.task, rows)
+    if config.problem_type not in (None, "single_label_classification") and "labels" in batch:
+        shape = (len(rows), config.num_labels)
+        batch["labels"] = torch.rand(shape, generator=torch.Generator().manual_seed(0)).round()
+    elif ours.task == "sequence-classification" and config.num_labels == 1:
+        batch["labels"] = batch["labels"].float()
+    if ours.task == "question-answering":  # in transformers padding takes part in the softmax over positions
+        batch = pad_rows(ours.task, [rows[0]])
+    return compare_models(ours, theirs, batch, names=(str(first), str(name)), tolerance=tolerance)
+
+
+def load_transformers(folder: str | Path, ours: nn.Module) -> nn.Module:
+    """The transformers model of the class that fits one of ours, in fp32 and eval mode."""
+    import transformers
+
+    arch = registry.get(ours.config.model_type).arch_map()
+    cls = getattr(transformers, arch.tasks[ours.task].hf_class)
+    return cls.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def main(argv: Iterable[str] | None = None) -> int:
+    """`modelcenter compare`; returns the exit status: 0 equal, 1 different."""
+    parser = argparse.ArgumentParser(prog="modelcenter compare", description=__doc__)
+    parser.add_argument("first", metavar="A", help="a checkpoint: name, directory or distributed checkpoint")
+    parser.add_argument(
+        "second", metavar="B", nargs="?", help="another checkpoint (default: A's export in transformers)"
+    )
+    parser.add_argument("--data", help="text file, a sequence a line (default: random tokens)")
+    parser.add_argument("--task", choices=registry.TASKS, help="the head (default: the one the checkpoint names)")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest difference (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(None if argv is None else list(argv))
+    result = compare_checkpoints(args.first, args.second, data=args.data, task=args.task, tolerance=args.tolerance)
+    if args.json:
+        print(json.dumps({**asdict(result), "equal": result.equal}))
+    else:
+        print(result)
+    return 0 if result.equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The configuration of a model: a keyword-only dataclass that maps to JSON and back.
+
+One vocabulary for every architecture (vocab_size, hidden_size, num_layers, num_heads, intermediate_size, norm_eps,
+max_positions, ...). Hugging Face's spellings are translated by the CONFIG map of `convert/`.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from modelcenter.registry import nearest
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Fields that every architecture has.
+
+    Attributes:
+        num_labels: outputs of a classification head.
+        id2label, label2id: names of the labels; both or neither, consistent with num_labels.
+        problem_type: "regression", "single_label_classification", "multi_label_classification" or None: inferred from
+            the labels as transformers does.
+        architectures: class names that the checkpoint declared; they name the head when the caller names none.
+        dtype: storage dtype that the checkpoint declared, as a string such as "bfloat16".
+        extra: fields of the Hugging Face config that do not change the model here; written back on export.
+    """
+
+    model_type: ClassVar[str] = ""
+
+    num_labels: int = 2
+    id2label: dict[int, str] | None = None
+    label2id: dict[str, int] | None = None
+    problem_type: str | None = None
+    tie_embeddings: bool = True
+    architectures: list[str] | None = None
+    dtype: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.id2label is not None:
+            self.id2label = {int(k): str(v) for k, v in self.id2label.items()}
+            self.num_labels = len(self.id2label)
+            if sorted(self.id2label) != list(range(self.num_labels)):
+                raise ValueError(
+                    f"id2label: got ids {sorted(self.id2label)}, expected 0 to {self.num_labels - 1}, each once"
+                )
+            self.label2id = {name: index for index, name in self.id2label.items()}
+            if len(self.label2id) != self.num_labels:
+                raise ValueError(f"id2label: got {self.id2label}, expected a different name for each id")
+        kinds = (None, "regression", "single_label_classification", "multi_label_classification")
+        if self.problem_type not in kinds:
+            raise ValueError(f"problem_type: got {self.problem_type!r}, expected one of {kinds}")
+        if self.num_labels < 1:
+            raise ValueError(f"num_labels: got {self.num_labels}, expected at least 1")
+
+    def require(self, condition: bool, name: str, expected: str) -> None:
+        """Raise one clear error about the field `name` unless `condition` holds."""
+        if not condition:
+            raise ValueError(f"{self.model_type} config: {name} is {getattr(self, name)!r}, expected {expected}")
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in dataclasses.fields(cls))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Build from our own names.
+
+        Raises:
+            ValueError: a key is unknown (the nearest is offered) or a required one is missing.
+        """
+        values = dict(values)
+        kind = values.pop("model_type", cls.model_type)
+        if kind != cls.model_type:
+            raise ValueError(f"model_type: got {kind!r}, expected {cls.model_type!r} for {cls.__name__}")
+        names = cls.field_names()
+        for key in values:
+            if key not in names:
+                raise ValueError(
+                    f"{cls.__name__}: unknown field {key!r}.{nearest(key, names)} Known: {', '.join(names)}"
+                )
+        missing = [
+            f.name
+            for f in dataclasses.fields(cls)
+            if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        ]
+        if missing:
+            raise ValueError(f"{cls.__name__}: missing field {missing[0]!r} (of {len(missing)}: {', '.join(missing)})")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary of our own names; `from_dict` reads it back equal."""
+        return {"model_type": self.model_type, **dataclasses.asdict(self)}
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed; an unknown field is a ValueError."""
+        if "num_labels" in changes and "id2label" not in changes and changes["num_labels"] != self.num_labels:
+            changes |= {"id2label": None, "label2id": None}
+        return type(self).from_dict({**self.to_dict(), **changes})

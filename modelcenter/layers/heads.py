@@ -1,0 +1,212 @@
+"""Task heads over the hidden states of a packed batch.
+
+A head has `forward(x, ctx, batch, counts, ...)` -> dict of outputs, with `loss` when the batch has labels, and
+`counts(batch)` -> {term: supervised items}, from labels alone. Each term of a loss is a sum divided by counts[term].
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy
+from engine.ops import dropout, linear
+from modelcenter.layers.linear import Linear
+from modelcenter.layers.mlp import ACTIVATIONS
+from modelcenter.layers.packing import Packed
+
+Batch = Mapping[str, Any]
+Counts = Mapping[str, Any]
+
+
+def count_labels(labels: Tensor | None) -> int:
+    """Labels that are not -100. Reads the device once when the labels are on a GPU."""
+    return 0 if labels is None else int((labels != IGNORE_INDEX).sum())
+
+
+def check_labels(labels: Tensor, classes: int, name: str = "labels") -> None:
+    """Raise one clear error for a class number outside the head, before an index error deep in a kernel.
+
+    Only for labels on the host: on a GPU the check would wait for the device, and data loaders check there too.
+    """
+    if labels.device.type != "cpu" or not labels.numel() or labels.is_floating_point():
+        return
+    low, high = int(labels.min()), int(labels.max())
+    if high >= classes or (low < 0 and bool(((labels < 0) & (labels != IGNORE_INDEX)).any())):
+        raise ValueError(
+            f"{name}: got {high if high >= classes else low}, expected 0 to {classes - 1} (or -100: no label); this "
+            f"head has {classes} classes, set by num_labels for a classification head"
+        )
+
+
+class SequenceClassifier(Linear):
+    """One vector per sequence -> (n, num_labels); regression, one label or several, as transformers' problem_type."""
+
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float, problem_type: str | None):
+        super().__init__(hidden_size, num_labels)
+        self.dropout, self.problem_type = dropout, problem_type
+
+    def kind(self, labels: Tensor) -> str:
+        if self.problem_type is not None:
+            return self.problem_type
+        if self.out_features == 1:
+            return "regression"
+        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        labels = batch.get("labels")
+        if labels is None:
+            return {"loss": 0}
+        single = self.kind(labels) == "single_label_classification"
+        return {"loss": count_labels(labels) if single else labels.shape[0]}
+
+    def empty_labels(self, device: torch.device) -> Tensor:
+        """Labels of no example, of the kind this head expects."""
+        if self.problem_type == "multi_label_classification":
+            return torch.zeros(0, self.out_features, device=device)
+        regression = self.problem_type == "regression" or (self.problem_type is None and self.out_features == 1)
+        return torch.zeros(0, dtype=torch.float32 if regression else torch.long, device=device)
+
+    def forward(self, pooled: Tensor, batch: Batch, counts: Counts) -> dict[str, Tensor]:
+        logits = super().forward(dropout(pooled, self.dropout, self.training))
+        labels = batch.get("labels")
+        if labels is None:
+            return {"logits": logits}
+        kind = self.kind(labels)
+        if kind == "single_label_classification":
+            check_labels(labels, self.out_features)
+            loss = cross_entropy(logits, labels.reshape(-1), counts["loss"])
+        else:
+            if labels.numel() != logits.numel():
+                raise ValueError(
+                    f"labels: got shape {tuple(labels.shape)} for {kind}, expected {tuple(logits.shape)} (num_labels "
+                    f"is {self.out_features})"
+                )
+            labels = labels.reshape(logits.shape).to(logits.dtype)
+            loss_fn = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
+            loss = loss_fn(logits, labels, reduction="sum") / (max(counts["loss"], 1) * self.out_features)
+        return {"loss": loss, "logits": logits}
+
+
+class MultipleChoice(Linear):
+    """One vector per choice -> (batch, choices); the choices of an example are consecutive sequences."""
+
+    def __init__(self, hidden_size: int, dropout: float):
+        super().__init__(hidden_size, 1)
+        self.dropout = dropout
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"loss": count_labels(batch.get("labels"))}
+
+    def forward(self, pooled: Tensor, batch: Batch, counts: Counts, choices: int) -> dict[str, Tensor]:
+        logits = super().forward(dropout(pooled, self.dropout, self.training)).view(-1, choices)
+        labels = batch.get("labels")
+        if labels is None:
+            return {"logits": logits}
+        check_labels(labels, choices)
+        return {"loss": cross_entropy(logits, labels, counts["loss"]), "logits": logits}
+
+
+class TokenClassifier(Linear):
+    """Each token -> (batch, seq, num_labels)."""
+
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float):
+        super().__init__(hidden_size, num_labels)
+        self.dropout = dropout
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"loss": count_labels(batch.get("labels"))}
+
+    def forward(self, x: Tensor, ctx: Packed, batch: Batch, counts: Counts) -> dict[str, Tensor]:
+        logits = super().forward(dropout(x, self.dropout, self.training))
+        out = {"logits": ctx.repad(logits)}
+        if batch.get("labels") is not None:
+            labels = ctx.unpad(batch["labels"])
+            check_labels(labels, self.out_features)
+            out["loss"] = cross_entropy(logits, labels, counts["loss"])
+        return out
+
+
+class ExtractiveQA(Linear):
+    """Start and end of the answer: a softmax over the tokens of each sequence, never over padding.
+
+    Positions are columns of the padded input, or offsets in the sequence when packed; those outside it are ignored
+    (transformers instead lets padding take part in the softmax).
+    """
+
+    def __init__(self, hidden_size: int):
+        super().__init__(hidden_size, 2)
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {
+            name: 0 if (at := batch.get(f"{name}_positions")) is None else int(self._valid(at, batch).sum())
+            for name in ("start", "end")
+        }
+
+    @staticmethod
+    def _valid(at: Tensor, batch: Batch) -> Tensor:
+        """Which positions lie on a token."""
+        at = at.reshape(-1).clamp(min=0)  # as transformers: -1 means the first token
+        mask, ends = batch.get("attention_mask"), batch.get("cu_seqlens")
+        if ends is not None:
+            return at < (ends[1:] - ends[:-1])
+        ids = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+        inside = at < ids.shape[1]
+        if mask is None or not ids.shape[1]:
+            return inside
+        return inside & mask.gather(1, at.clamp(max=ids.shape[1] - 1)[:, None]).squeeze(1).bool()
+
+    def forward(self, x: Tensor, ctx: Packed, batch: Batch, counts: Counts) -> dict[str, Tensor]:
+        both = super().forward(x)
+        lowest = torch.finfo(both.dtype).min  # so that an argmax over columns never falls on padding
+        padded = ctx.repad(both, lowest)
+        out = {"start_logits": padded[..., 0], "end_logits": padded[..., 1], "logits": padded}
+        if batch.get("start_positions") is None or batch.get("end_positions") is None:
+            return out
+        loss = x.new_zeros((), dtype=torch.float32)
+        for i, name in enumerate(("start", "end")):
+            at = batch[f"{name}_positions"].reshape(-1).clamp(min=0)
+            rows = ctx.by_sequence(both[:, i], lowest) if ctx.packed else padded[..., i]
+            targets = torch.where(self._valid(at, batch), at, IGNORE_INDEX)
+            loss = loss + cross_entropy(rows, targets, counts[name])
+        return {"loss": loss / 2, **out}
+
+
+class MaskedLM(nn.Module):
+    """BERT's masked-language-model head: dense, activation, norm, then the vocabulary.
+
+    It owns no output matrix while embeddings are tied: it is called with the table. The vocabulary is computed for
+    labelled positions only, chunk by chunk.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, activation: str, norm_eps: float, tied: bool):
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.dense = Linear(hidden_size, hidden_size)
+        self.norm = nn.LayerNorm(hidden_size, norm_eps)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=0.02))
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"loss": count_labels(batch.get("labels"))}
+
+    def transform(self, x: Tensor) -> Tensor:
+        return self.norm(self.activation(self.dense(x)))
+
+    def forward(
+        self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool
+    ) -> dict[str, Tensor]:
+        weight = table if self.weight is None else self.weight
+        out, labels = {}, batch.get("labels")
+        if labels is not None:
+            labels = ctx.unpad(labels)
+            check_labels(labels, weight.shape[0])
+            labelled = (labels != IGNORE_INDEX).nonzero().flatten()
+            hidden = self.transform(x.index_select(0, labelled))
+            targets = labels.index_select(0, labelled)
+            out["loss"] = linear_cross_entropy(hidden, weight, self.bias, targets, count)
+        if want_logits:
+            out["logits"] = ctx.repad(linear(self.transform(x), weight, self.bias))
+        return out

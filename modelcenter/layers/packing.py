@@ -1,0 +1,239 @@
+"""Packed: the shape of a batch without padding, built once per batch and handed to every layer.
+
+Inside a model all tokens of a batch are one axis of length T. A padded batch is unpadded once at the embedding and
+repadded once at the output; a packed batch arrives that way. Layers that need to know where a sequence ends ask Packed.
+"""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Bucket:
+    """Sequences that attention handles as one rectangle (n sequences, each padded to length).
+
+    Attributes:
+        index: (n * length,) token numbers; padding repeats the first token of its sequence. None: tokens start:stop.
+        keep: (n, length) bool, False at padding; None: no padding.
+        tokens: (n * length - padding,) places in the rectangle that hold a token, in the order of `index[keep]`.
+    """
+
+    n: int
+    length: int
+    start: int
+    stop: int
+    index: Tensor | None = None
+    keep: Tensor | None = None
+    tokens: Tensor | None = None
+    real: Tensor | None = None
+
+
+# One bucket more costs about as much as this many padded score elements (measured on CPU, forward and backward).
+_BUCKET_COST = 6144
+_MOST_LENGTHS = 48
+
+
+def plan_buckets(lengths: list[int]) -> list[list[int]]:
+    """Split sequences into groups of similar length so that padding plus per-group overhead is least.
+
+    Dynamic programming over the distinct lengths (rounded up when there are many). Returns lists of sequence numbers;
+    empty sequences are in none.
+    """
+    by_length: dict[int, list[int]] = {}
+    step = 1
+    longest = max(lengths, default=0)
+    if len(set(lengths)) > _MOST_LENGTHS:
+        step = -(-longest // _MOST_LENGTHS)
+    for i, n in enumerate(lengths):
+        if n:
+            by_length.setdefault(-(-n // step) * step, []).append(i)
+    sizes = sorted(by_length)
+    counts = list(accumulate((len(by_length[s]) for s in sizes), initial=0))
+    best: list[tuple[int, int]] = [(0, 0)]  # (cost of the first j sizes, where their last group begins)
+    for j, size in enumerate(sizes, 1):
+        area = size * (size + 8)  # scores, and the gathered rows of q, k and v
+        best.append(min((best[i][0] + (counts[j] - counts[i]) * area + _BUCKET_COST, i) for i in range(j)))
+    groups, j = [], len(sizes)
+    while j:
+        i = best[j][1]
+        groups.append(sorted(n for size in sizes[i:j] for n in by_length[size]))
+        j = i
+    return groups
+
+
+@dataclass
+class Packed:
+    """Where each of n sequences lies among T tokens.
+
+    Attributes:
+        cu_seqlens: (n + 1,) int32, sequence i is tokens cu_seqlens[i] : cu_seqlens[i + 1].
+        max_seqlen: length of the longest sequence.
+        positions: (T,) position of each token in its sequence (in a padded batch: its column).
+        shape: (batch, seq) of the padded input, or (1, T) of a packed one.
+        indices: (T,) place of each token in the flattened padded input; None when every place holds a token.
+        packed: the caller passed cu_seqlens.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    positions: Tensor
+    shape: tuple[int, int]
+    indices: Tensor | None = None
+    packed: bool = False
+    lengths: list[int] | None = None
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls, cu_seqlens: Tensor, max_seqlen: int | None, tokens: int, position_ids: Tensor | None = None
+    ) -> "Packed":
+        """A batch that arrives packed, ids of shape (1, T)."""
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
+            raise ValueError(
+                f"cu_seqlens: got shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}, expected (sequences + 1,) of "
+                "int32, starting at 0 and ending at the number of tokens"
+            )
+        lengths = None
+        if cu_seqlens.device.type == "cpu":  # on a GPU this check would wait for the device
+            ends = cu_seqlens.tolist()
+            lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+            if ends[0] != 0 or ends[-1] != tokens or min(lengths, default=0) < 0:
+                raise ValueError(
+                    f"cu_seqlens: got {ends[:3]}...{ends[-1]} for {tokens} tokens; expected rising offsets "
+                    f"from 0 to {tokens}"
+                )
+            max_seqlen = max(lengths, default=0)
+        elif max_seqlen is None:
+            max_seqlen = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if cu_seqlens.numel() > 1 else 0
+        if position_ids is not None:
+            positions = position_ids.reshape(-1)
+        else:
+            seqlens = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+            starts = torch.repeat_interleave(cu_seqlens[:-1].long(), seqlens, output_size=tokens)
+            positions = torch.arange(tokens, device=cu_seqlens.device) - starts
+        return cls(cu_seqlens, int(max_seqlen), positions, (1, tokens), None, True, lengths)
+
+    @classmethod
+    def from_mask(
+        cls,
+        shape: tuple[int, int],
+        attention_mask: Tensor | None,
+        device: torch.device,
+        position_ids: Tensor | None = None,
+    ) -> "Packed":
+        """A padded batch, ids of shape (batch, seq); attention_mask (batch, seq) is 1 at tokens and 0 at padding."""
+        batch, seq = shape
+        if attention_mask is None:
+            positions = torch.arange(seq, device=device).repeat(batch)
+            if position_ids is not None:
+                positions = position_ids.expand(batch, seq).reshape(-1)
+            cu = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq
+            return cls(cu, seq, positions, (batch, seq), None, False, [seq] * batch)
+        if tuple(attention_mask.shape) != (batch, seq):
+            raise ValueError(
+                f"attention_mask: got shape {tuple(attention_mask.shape)}, expected {(batch, seq)}: 1 at tokens, 0 at "
+                "padding. Lengths become a mask by torch.arange(seq) < lengths[:, None]; packed rows take cu_seqlens"
+            )
+        mask = attention_mask.bool()
+        if attention_mask.dtype != torch.bool and attention_mask.device.type == "cpu":
+            if not torch.equal(attention_mask, mask.to(attention_mask.dtype)):
+                raise ValueError(
+                    f"attention_mask: got values from {attention_mask.min().item()} to {attention_mask.max().item()}, "
+                    "expected only 1 (token) and 0 (padding)"
+                )
+        seqlens = mask.sum(1, dtype=torch.int32)
+        lengths: list[int] = seqlens.tolist()
+        cu = torch.nn.functional.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+        indices = None if sum(lengths) == batch * seq else mask.flatten().nonzero().flatten()
+        if position_ids is not None:
+            positions = position_ids.expand(batch, seq).reshape(-1)
+            positions = positions if indices is None else positions[indices]
+        else:
+            positions = (torch.arange(batch * seq, device=device) if indices is None else indices) % max(seq, 1)
+        return cls(cu, max(lengths, default=0), positions, (batch, seq), indices, False, lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.numel()
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    def host_lengths(self) -> list[int]:
+        """Sequence lengths on the host (one device synchronisation per batch on a GPU, at most)."""
+        if self.lengths is None:
+            self.lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
+        return self.lengths
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """(batch, seq, ...) or (1, T, ...) -> (T, ...)."""
+        if tuple(x.shape[:2]) != self.shape:
+            raise ValueError(
+                f"got a tensor of shape {tuple(x.shape)} beside input of shape {self.shape}; they must agree"
+            )
+        x = x.flatten(0, 1)
+        return x if self.indices is None else x.index_select(0, self.indices)
+
+    def repad(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """(T, ...) -> (batch, seq, ...) with `fill` at padding, or (1, T, ...)."""
+        if self.indices is not None:
+            full = x.new_full((self.shape[0] * self.shape[1], *x.shape[1:]), fill)
+            x = full.index_copy(0, self.indices, x)
+        return x.unflatten(0, self.shape)
+
+    def by_sequence(self, x: Tensor, fill: float) -> Tensor:
+        """(T,) -> (n, max_seqlen), left-aligned, `fill` after each end; for a softmax over each sequence."""
+        if self.indices is None and not self.packed:
+            return x.view(self.shape)
+        n, longest = self.num_sequences, self.max_seqlen
+        seqlens = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
+        inside = torch.arange(longest, device=x.device) < seqlens[:, None]
+        return x.new_full((n, longest), fill).masked_scatter(inside, x)
+
+    def first_tokens(self) -> Tensor:
+        """(n,) token number of each sequence's first token.
+
+        Raises:
+            ValueError: a sequence has no token.
+        """
+        if 0 in self.host_lengths():
+            raise ValueError(
+                f"row {self.host_lengths().index(0)} of the batch has no token (attention_mask is 0 everywhere); "
+                "a pooled head needs at least one token in each row"
+            )
+        return self.cu_seqlens[:-1].long()
+
+    def buckets(self) -> list[Bucket]:
+        """The rectangles in which attention runs where there is no variable-length kernel; planned once per batch."""
+        if "buckets" not in self._cache:
+            self._cache["buckets"] = self._make_buckets()
+        return self._cache["buckets"]
+
+    def _make_buckets(self) -> list[Bucket]:
+        lengths = self.host_lengths()
+        starts = list(accumulate(lengths, initial=0))
+        device = self.cu_seqlens.device
+        buckets = []
+        for rows in plan_buckets(lengths):
+            sizes = [lengths[i] for i in rows]
+            n, length = len(rows), max(sizes)
+            same = min(sizes) == length
+            start = starts[rows[0]]
+            if same and starts[rows[-1]] - start == (n - 1) * length:
+                buckets.append(Bucket(n, length, start, start + n * length))
+                continue
+            first = torch.tensor([starts[i] for i in rows], device=device)[:, None]
+            column = torch.arange(length, device=device)
+            if same:
+                buckets.append(Bucket(n, length, -1, -1, (first + column).flatten()))
+                continue
+            keep = column < torch.tensor(sizes, device=device)[:, None]
+            index = torch.where(keep, first + column, first).flatten()
+            tokens = keep.flatten().nonzero().flatten()
+            buckets.append(Bucket(n, length, -1, -1, index, keep, tokens, index[tokens]))
+        return buckets

@@ -1,0 +1,156 @@
+"""The model protocol: a model is `begin`, a list of units, and `end`.
+
+    x, ctx = self.begin(batch)
+    for unit in self.units:
+        x = unit(x, ctx)
+    return self.end(x, ctx, batch)
+
+x is (T, hidden_size), the tokens of the whole batch without padding; ctx is a layers.packing.Packed. Sharding,
+recomputation, compilation and pipelining need nothing else of a model.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from modelcenter.config import ModelConfig
+from modelcenter.layers.packing import Packed
+from modelcenter.models.outputs import ModelOutput
+
+Batch = Mapping[str, Any]
+
+
+class Model(nn.Module):
+    """Base of all architectures: `Bert(config, task="sequence-classification")`, on CPU or under torch.device("meta").
+
+    A subclass sets `config_class`, `tasks`, `head_prefixes`; builds its modules; implements begin, end, `units`,
+    `loss_counts`, `init_spec` where it differs, and a forward that names its inputs.
+    """
+
+    config_class: ClassVar[type[ModelConfig]] = ModelConfig
+    tasks: ClassVar[tuple[str, ...]] = ("base",)
+    # Parameters under these belong to heads: a checkpoint may lack them when the caller names the task.
+    head_prefixes: ClassVar[tuple[str, ...]] = ("head.",)
+    # HF Trainer: our loss takes num_items_in_batch, do not rescale it.
+    accepts_loss_kwargs: ClassVar[bool] = True
+
+    def __init__(self, config: ModelConfig, task: str = "base"):
+        super().__init__()
+        if not isinstance(config, self.config_class):
+            raise ValueError(f"config: got {type(config).__name__}, expected {self.config_class.__name__}")
+        if task not in self.tasks:
+            raise ValueError(f"task: got {task!r}, {type(self).__name__} has {', '.join(self.tasks)}")
+        self.config, self.task = config, task
+
+    # -- the protocol ------------------------------------------------------------------------------------------------
+
+    @property
+    def units(self) -> nn.ModuleList:
+        raise AttributeError(f"{type(self).__name__} defines no `units`")
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
+        raise AttributeError(f"{type(self).__name__} defines no `begin`")
+
+    def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
+        raise AttributeError(f"{type(self).__name__} defines no `end`")
+
+    def run(self, batch: Batch) -> ModelOutput:
+        """What every `forward` does with its named inputs."""
+        x, ctx = self.begin(batch)
+        states = [x] if batch.get("output_hidden_states") else None
+        for unit in self.units:
+            x = unit(x, ctx)
+            if states is not None:
+                states.append(x)
+        out = self.end(x, ctx, batch)
+        if states is not None:
+            out["last_hidden_state"] = ctx.repad(x)
+            out["hidden_states"] = tuple(ctx.repad(state) for state in states)
+        return out
+
+    def shard_units(self) -> list[nn.Module]:
+        """Modules that are gathered one at a time when parameters are sharded."""
+        return list(self.units)
+
+    def loss_counts(self, batch: Batch) -> dict[str, int]:
+        """{term of the loss: supervised items of this batch}, from labels alone."""
+        raise ValueError(f"task {self.task!r} has no loss")
+
+    def counts(self, batch: Batch) -> Mapping[str, Any]:
+        """What each term's sum is divided by: the caller's global counts, else this batch's own."""
+        if batch.get("loss_counts") is not None:
+            return batch["loss_counts"]
+        own = self.loss_counts(batch)
+        if (total := batch.get("num_items_in_batch")) is not None:
+            if len(own) != 1:
+                raise ValueError(
+                    f"num_items_in_batch: the loss of task {self.task!r} has the terms {', '.join(own)}; pass "
+                    "loss_counts={term: count} instead"
+                )
+            return dict.fromkeys(own, total)
+        return own
+
+    def empty_batch(self) -> dict[str, Any]:
+        """A batch without tokens, for a rank that has none left while others still train."""
+        device = next(self.parameters()).device
+        ids = torch.zeros(1, 0, dtype=torch.long, device=device)
+        ends = torch.zeros(1, dtype=torch.int32, device=device)
+        return {"input_ids": ids, "cu_seqlens": ends, "max_seqlen": 0}
+
+    def init_spec(self) -> dict[str, tuple[Any, ...]]:
+        """How each parameter starts: {name: ("normal", std) | ("zeros",) | ("ones",)}."""
+        spec: dict[str, tuple[Any, ...]] = {}
+        std = getattr(self.config, "initializer_range", 0.02)
+        for prefix, module in self.named_modules():
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if name.endswith("bias"):
+                    spec[name] = ("zeros",)
+                else:
+                    spec[name] = ("ones",) if parameter.dim() == 1 else ("normal", std)
+        return spec
+
+    # -- conveniences ------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def num_parameters(self, only_trainable: bool = False) -> int:
+        """Parameters of the whole model, however it is sharded."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
+
+    def is_head(self, name: str) -> bool:
+        """Whether a parameter belongs to a task head rather than the body."""
+        return name.startswith(self.head_prefixes)
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str, task: str | None = None, **kwargs: Any) -> Self:
+        """See modelcenter.from_pretrained; the checkpoint must be of this architecture."""
+        from modelcenter.hub.load import load_model
+
+        return load_model(name_or_path, task, architecture=cls.config_class.model_type, **kwargs)
+
+    @classmethod
+    def from_config(cls, config: Any, task: str | None = None, *, seed: int = 0, **kwargs: Any) -> Self:
+        """See modelcenter.from_config."""
+        from modelcenter.hub.load import build_model
+
+        return build_model(config, task, seed=seed, architecture=cls.config_class.model_type, **kwargs)
+
+    def save_pretrained(self, path: Any, format: str = "hf", **kwargs: Any) -> None:
+        """See modelcenter.hub.save.save_pretrained."""
+        from modelcenter.hub.save import save_pretrained
+
+        save_pretrained(self, path, format, **kwargs)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
+        """See modelcenter.hub.save.push_to_hub."""
+        from modelcenter.hub.save import push_to_hub
+
+        return push_to_hub(self, repo_id, **kwargs)

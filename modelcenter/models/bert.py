@@ -1,0 +1,288 @@
+"""BERT (Devlin et al. 2018, arXiv:1810.04805), after transformers' BertModel and its heads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from engine.loss import cross_entropy
+from engine.ops import dropout
+from modelcenter.config import ModelConfig
+from modelcenter.layers.attention import SelfAttention
+from modelcenter.layers.block import PostNormBlock
+from modelcenter.layers.heads import (
+    ExtractiveQA,
+    MaskedLM,
+    MultipleChoice,
+    SequenceClassifier,
+    TokenClassifier,
+    check_labels,
+    count_labels,
+)
+from modelcenter.layers.linear import Linear
+from modelcenter.layers.mlp import ACTIVATIONS, MLP
+from modelcenter.layers.packing import Packed
+from modelcenter.models.base import Batch, Model
+from modelcenter.models.outputs import ModelOutput
+
+
+@dataclass(kw_only=True)
+class BertConfig(ModelConfig):
+    """Fields of BERT; sizes count elements, dropouts are probabilities."""
+
+    model_type: ClassVar[str] = "bert"
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    hidden_act: str = "gelu"
+    max_positions: int = 512
+    type_vocab_size: int = 2
+    norm_eps: float = 1e-12
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    classifier_dropout: float | None = None
+    pad_token_id: int | None = 0
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.hidden_size % self.num_heads == 0, "hidden_size", f"a multiple of num_heads={self.num_heads}")
+        self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+        for name in ("dropout", "attention_dropout"):
+            self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
+
+    @property
+    def head_dropout(self) -> float:
+        return self.dropout if self.classifier_dropout is None else self.classifier_dropout
+
+
+class Pretraining(nn.Module):
+    """Masked language model and next-sentence prediction; the loss is the sum of both means."""
+
+    def __init__(self, lm: MaskedLM, hidden_size: int):
+        super().__init__()
+        self.lm = lm
+        self.nsp = Linear(hidden_size, 2)
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        masked, following = batch.get("labels"), batch.get("next_sentence_label")
+        return {"masked_lm": count_labels(masked), "next_sentence": count_labels(following)}
+
+    def forward(
+        self,
+        x: Tensor,
+        pooled: Tensor,
+        ctx: Packed,
+        batch: Batch,
+        counts: Mapping[str, Any],
+        table: Tensor,
+        want_logits: bool,
+    ) -> dict[str, Tensor]:
+        out = self.lm(x, ctx, batch, counts["masked_lm"], table, want_logits)
+        out["seq_relationship_logits"] = self.nsp(pooled)
+        labels = batch.get("next_sentence_label")
+        if labels is not None:
+            check_labels(labels, 2, "next_sentence_label")
+            loss = cross_entropy(out["seq_relationship_logits"], labels.reshape(-1), counts["next_sentence"])
+            out["loss"] = out["loss"] + loss if "loss" in out else loss
+        return out
+
+
+class Bert(Model):
+    """BERT with the head of `task`. Body names do not depend on the task."""
+
+    config_class = BertConfig
+    tasks = (
+        "base",
+        "masked-lm",
+        "sequence-classification",
+        "token-classification",
+        "question-answering",
+        "multiple-choice",
+        "pretraining",
+    )
+    head_prefixes = ("head.", "pooler.")
+
+    def __init__(self, config: BertConfig, task: str = "base"):
+        super().__init__(config, task)
+        c, width = config, config.hidden_size
+        self.embed = nn.Embedding(c.vocab_size, width, padding_idx=c.pad_token_id)
+        self.position = nn.Embedding(c.max_positions, width)
+        self.token_type = nn.Embedding(c.type_vocab_size, width)
+        self.embed_norm = nn.LayerNorm(width, c.norm_eps)
+        self.layers = nn.ModuleList(
+            PostNormBlock(
+                SelfAttention(width, c.num_heads, c.attention_dropout),
+                MLP(width, c.intermediate_size, c.hidden_act),
+                width,
+                c.norm_eps,
+                c.dropout,
+            )
+            for _ in range(c.num_layers)
+        )
+        pooled = ("base", "sequence-classification", "multiple-choice", "pretraining")
+        self.pooler = Linear(width, width) if task in pooled else None
+        self.head = self._make_head(config, task)
+
+    @staticmethod
+    def _make_head(c: BertConfig, task: str) -> nn.Module | None:
+        def lm() -> MaskedLM:
+            return MaskedLM(c.hidden_size, c.vocab_size, c.hidden_act, c.norm_eps, c.tie_embeddings)
+
+        match task:
+            case "masked-lm":
+                return lm()
+            case "pretraining":
+                return Pretraining(lm(), c.hidden_size)
+            case "sequence-classification":
+                return SequenceClassifier(c.hidden_size, c.num_labels, c.head_dropout, c.problem_type)
+            case "token-classification":
+                return TokenClassifier(c.hidden_size, c.num_labels, c.head_dropout)
+            case "question-answering":
+                return ExtractiveQA(c.hidden_size)
+            case "multiple-choice":
+                return MultipleChoice(c.hidden_size, c.head_dropout)
+        return None
+
+    @property
+    def units(self) -> nn.ModuleList:
+        return self.layers
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
+        ids, embeds = batch.get("input_ids"), batch.get("inputs_embeds")
+        if (ids is None) == (embeds is None):
+            raise ValueError("input_ids, inputs_embeds: pass exactly one of them")
+        source = embeds if ids is None else ids
+        dims = 2 if ids is not None else 3
+        if source.dim() != dims:
+            name = "inputs_embeds" if ids is None else "input_ids"
+            raise ValueError(f"{name}: got shape {tuple(source.shape)}, expected (batch, seq) or packed (1, T)")
+        shape, position_ids = (source.shape[0], source.shape[1]), batch.get("position_ids")
+        if batch.get("cu_seqlens") is not None:
+            if shape[0] != 1:
+                raise ValueError(f"cu_seqlens: packed input must be of shape (1, T), got {tuple(source.shape)}")
+            ctx = Packed.from_cu_seqlens(batch["cu_seqlens"], batch.get("max_seqlen"), shape[1], position_ids)
+        else:
+            ctx = Packed.from_mask(shape, batch.get("attention_mask"), source.device, position_ids)
+        longest = shape[1] if not ctx.packed else ctx.max_seqlen
+        if position_ids is None and longest > self.config.max_positions:
+            raise ValueError(
+                f"input_ids: a sequence has {longest} tokens, the position table of this model has "
+                f"{self.config.max_positions} (max_positions); truncate to that"
+            )
+        types = batch.get("token_type_ids")
+        kinds = torch.zeros_like(ctx.positions) if types is None else ctx.unpad(types)
+        words = self.embed(ctx.unpad(ids)) if ids is not None else ctx.unpad(embeds)
+        x = self.embed_norm(words + self.position(ctx.positions) + self.token_type(kinds))
+        return dropout(x, self.config.dropout, self.training), ctx
+
+    def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
+        pooled = None if self.pooler is None else torch.tanh(self.pooler(x.index_select(0, ctx.first_tokens())))
+        if self.task == "base":
+            return ModelOutput(last_hidden_state=ctx.repad(x), pooler_output=pooled)
+        supervised = batch.get("labels") is not None
+        want_logits = batch.get("output_logits")
+        if want_logits is None:
+            want_logits = not (self.training and supervised)
+        counts = self.counts(batch)
+        match self.task:
+            case "masked-lm":
+                out = self.head(x, ctx, batch, counts["loss"], self.embed.weight, want_logits)
+            case "pretraining":
+                out = self.head(x, pooled, ctx, batch, counts, self.embed.weight, want_logits)
+            case "sequence-classification":
+                out = self.head(pooled, batch, counts)
+            case "multiple-choice":
+                out = self.head(pooled, batch, counts, self._choices(ctx, batch))
+            case _:
+                out = self.head(x, ctx, batch, counts)
+        order = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits")
+        if self.task == "question-answering":
+            order = ("loss", "start_logits", "end_logits", "logits")
+        return ModelOutput((name, out[name]) for name in order if name in out)
+
+    def _choices(self, ctx: Packed, batch: Batch) -> int:
+        """How many consecutive sequences are the choices of one example."""
+        if batch.get("num_choices") is not None:
+            return batch["num_choices"]
+        labels = batch.get("labels")
+        if labels is None or not labels.numel():
+            if ctx.num_sequences == 0:
+                return 1
+            raise ValueError("packed multiple-choice input needs labels: they tell how many choices an example has")
+        if ctx.num_sequences % labels.numel():
+            raise ValueError(
+                f"got {ctx.num_sequences} sequences for {labels.numel()} labels; every example needs as many"
+            )
+        return ctx.num_sequences // labels.numel()
+
+    def loss_counts(self, batch: Batch) -> dict[str, int]:
+        if self.head is None:
+            raise ValueError("task 'base' has no head, so no loss; load the model with a task")
+        return self.head.counts(batch)
+
+    def empty_batch(self) -> dict[str, Any]:
+        batch = super().empty_batch()
+        none = batch["input_ids"]
+        match self.task:
+            case "masked-lm" | "token-classification":
+                batch["labels"] = none
+            case "pretraining":
+                batch |= {"labels": none, "next_sentence_label": none[0]}
+            case "question-answering":
+                batch |= {"start_positions": none[0], "end_positions": none[0]}
+            case "sequence-classification":
+                batch["labels"] = self.head.empty_labels(none.device)
+            case "multiple-choice":
+                batch["labels"] = none[0]
+        return batch
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        next_sentence_label: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        loss_counts: Mapping[str, Any] | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_logits: bool | None = None,
+        output_hidden_states: bool = False,
+    ) -> ModelOutput:
+        """Run the model.
+
+        Args:
+            input_ids: (batch, seq), or packed (1, T) with cu_seqlens; multiple choice: (batch, choices, seq).
+            attention_mask: (batch, seq), 1 at tokens and 0 at padding. token_type_ids, position_ids: as input_ids.
+            inputs_embeds: (batch, seq, hidden_size) in place of input_ids.
+            labels: (batch, seq) for token tasks, (batch,) for classification, -100 where there is none.
+            start_positions, end_positions, next_sentence_label: (batch,).
+            cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
+            loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
+                for a loss of one term. output_logits: None leaves vocabulary logits out in training with labels.
+
+        Raises:
+            ValueError: inputs that do not fit together or the model, naming the field.
+        """
+        batch = {name: value for name, value in locals().items() if name != "self" and value is not None}
+        if self.task == "multiple-choice" and cu_seqlens is None:
+            given = input_ids if input_ids is not None else inputs_embeds
+            if given is not None and given.dim() < (3 if input_ids is not None else 4):
+                raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (batch, choices, seq)")
+            batch["num_choices"] = given.shape[1] if given is not None else 1
+            for name in ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds"):
+                if name in batch:
+                    batch[name] = batch[name].flatten(0, 1)
+        return self.run(batch)

@@ -1,0 +1,46 @@
+"""What a model returns: an ordered dictionary that also answers to attributes and integer indices.
+
+The same access as transformers' ModelOutput (`out.logits`, `out["logits"]`, `out[0]`), holding no None entries.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+
+class ModelOutput(OrderedDict):
+    """Tensors by name in a fixed order; a name that this task does not produce is None as an attribute."""
+
+    # What any task may return: these read as None when absent, anything else is an AttributeError.
+    FIELDS = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits", "last_hidden_state")
+    FIELDS += ("pooler_output", "hidden_states", "past_key_values", "encoder_last_hidden_state")
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for key in [k for k, v in self.items() if v is None]:
+            del self[key]
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return super().__getitem__(key)
+        return self.to_tuple()[key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        if name in ModelOutput.FIELDS:
+            return None
+        raise AttributeError(f"{type(self).__name__} has no {name!r}; it holds {', '.join(self) or 'nothing'}")
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(self.values())
+
+
+# Sharding hooks find the tensors of an output by flattening it: without this, FSDP would not see them.
+pytree.register_pytree_node(
+    ModelOutput,
+    lambda out: (list(out.values()), list(out)),
+    lambda values, keys: ModelOutput(zip(keys, values, strict=True)),
+    serialized_type_name="modelcenter.models.outputs.ModelOutput",
+)

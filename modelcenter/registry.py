@@ -1,0 +1,168 @@
+"""Which architectures exist, which tasks they can do and which models have a name. Imports no torch.
+
+An architecture is found by Hugging Face's `model_type` (and by `architectures` where two nets share one), never by the
+display name of a checkpoint.
+"""
+
+import difflib
+import functools
+import importlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from modelcenter._paths import model_configs_dir
+
+TASKS = (
+    "base",
+    "masked-lm",
+    "causal-lm",
+    "seq2seq-lm",
+    "sequence-classification",
+    "token-classification",
+    "question-answering",
+    "multiple-choice",
+    "pretraining",
+)
+
+
+def load_object(path: str) -> Any:
+    """Import `package.module:attribute` (or a whole module, without the colon)."""
+    module, _, attribute = path.partition(":")
+    loaded = importlib.import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded
+
+
+@dataclass(frozen=True)
+class ArchSpec:
+    """One architecture, by dotted strings so that listing it imports nothing.
+
+    model, config: "module:Class". rules: the module of `convert` that holds its `ARCH`, or the ArchMap itself.
+    """
+
+    model_type: str
+    model: Any
+    config: Any
+    rules: Any
+    architectures: tuple[str, ...] = ()
+
+    def model_class(self) -> type:
+        return load_object(self.model) if isinstance(self.model, str) else self.model
+
+    def config_class(self) -> type:
+        return load_object(self.config) if isinstance(self.config, str) else self.config
+
+    def arch_map(self) -> Any:
+        return load_object(self.rules) if isinstance(self.rules, str) else self.rules
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model that can be loaded by name. `parameters` counts the bare model; `confirmed`: it was checked."""
+
+    name: str
+    family: str
+    parameters: int | None
+    hub: str | None
+    confirmed: bool
+
+
+ARCHITECTURES: dict[str, ArchSpec] = {
+    "bert": ArchSpec(
+        "bert", "modelcenter.models.bert:Bert", "modelcenter.models.bert:BertConfig", "modelcenter.convert.bert:ARCH"
+    ),
+}
+
+
+def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
+    """A sentence that offers the names closest to a mistyped one; empty when none is close."""
+    close = difflib.get_close_matches(name.lower(), list(names), n=count, cutoff=0.55)
+    return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+
+
+def get(model_type: str, architectures: Iterable[str] | None = None) -> ArchSpec:
+    """The architecture of a Hugging Face `model_type`.
+
+    Raises:
+        ValueError: no such architecture; lists the supported ones.
+    """
+    named = set(architectures or ())
+    for spec in ARCHITECTURES.values():
+        if spec.architectures and named & set(spec.architectures):
+            return spec
+    if model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"model_type {model_type!r} is not supported.{nearest(str(model_type), ARCHITECTURES)} Supported: "
+            f"{', '.join(sorted(ARCHITECTURES))}. modelcenter.register adds your own."
+        )
+    return ARCHITECTURES[model_type]
+
+
+def register(model_type: str, *, config: Any, model: Any, rules: Any) -> ArchSpec:
+    """Add an architecture without a fork.
+
+    Args:
+        model_type: the `model_type` of its config.json.
+        config: a ModelConfig subclass. model: a models.base.Model subclass. rules: a convert.rules.ArchMap.
+            Each may also be a "module:attribute" string, imported when first needed.
+
+    Raises:
+        ValueError: the name is taken by another class.
+    """
+    known = ARCHITECTURES.get(model_type)
+    spec = ArchSpec(model_type, model, config, rules)
+    if known is not None and known != spec:
+        raise ValueError(f"model_type {model_type!r} is already registered for {known.model}; choose another name")
+    ARCHITECTURES[model_type] = spec
+    return spec
+
+
+@functools.cache
+def _preset_files() -> dict[str, Any]:
+    root = model_configs_dir()
+    files = {}
+    for path in sorted(root.glob("*/*.json")):
+        name = f"tiny/{path.stem}" if path.parent.name == "tiny" else path.stem
+        files[name] = path
+    return files
+
+
+def preset_names() -> list[str]:
+    """Names of all presets; `tiny/<architecture>` are the test-sized ones."""
+    return list(_preset_files())
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The JSON of a preset, by its name or by the hub id it stands for: {hub, revision, parameters, confirmed, config}.
+
+    Raises:
+        KeyError: no preset of that name.
+    """
+    files = _preset_files()
+    if name in files:
+        return json.loads(files[name].read_text(encoding="utf-8"))
+    for path in files.values():
+        entry = json.loads(path.read_text(encoding="utf-8"))
+        if entry.get("hub") == name:
+            return entry
+    raise KeyError(name)
+
+
+def list_models(tiny: bool = False) -> list[ModelInfo]:
+    """Models that can be named in `from_pretrained`, sorted by family and size. `tiny` adds the test-sized presets."""
+    infos = []
+    for name, path in _preset_files().items():
+        if name.startswith("tiny/") and not tiny:
+            continue
+        entry = json.loads(path.read_text(encoding="utf-8"))
+        infos.append(
+            ModelInfo(
+                name,
+                entry["config"]["model_type"],
+                entry.get("parameters"),
+                entry.get("hub"),
+                bool(entry.get("confirmed")),
+            )
+        )
+    return sorted(infos, key=lambda info: (info.family, info.parameters or 0, info.name))

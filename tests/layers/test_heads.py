@@ -1,0 +1,110 @@
+"""What models say to input that does not fit, and the conventions of labels that parity tests do not reach."""
+
+import pytest
+import torch
+
+from modelcenter import from_config
+from modelcenter.models.outputs import ModelOutput
+
+
+def model(task, **fields):
+    return from_config("tiny/bert", task, **fields)
+
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+
+
+@pytest.mark.parametrize(
+    ("task", "batch", "message"),
+    [
+        ("sequence-classification", {"labels": torch.tensor([0, 2])}, "labels: got 2, expected 0 to 1.*num_labels"),
+        ("sequence-classification", {"labels": torch.tensor([0, -1])}, "labels: got -1, expected 0 to 1"),
+        ("masked-lm", {"labels": torch.full((2, 4), 10_000)}, "labels: got 10000"),
+        ("token-classification", {"labels": torch.zeros(2, 3, dtype=torch.long)}, "must agree"),
+        ("base", {"token_type_ids": torch.zeros(2, 3, dtype=torch.long)}, "must agree"),
+        ("base", {"inputs_embeds": torch.zeros(2, 4, 48)}, "exactly one"),
+        ("base", {"input_ids": torch.ones(1, 4096, dtype=torch.long)}, "max_positions.*truncate"),
+        ("base", {"cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)}, r"of shape \(1, T\)"),
+        ("multiple-choice", {}, r"expected \(batch, choices, seq\)"),
+        ("pretraining", {"labels": IDS, "num_items_in_batch": 3}, "masked_lm, next_sentence"),
+    ],
+)
+def test_errors_name_the_field(task, batch, message):
+    with pytest.raises(ValueError, match=message):
+        model(task)(**{"input_ids": IDS, **batch})
+
+
+def test_base_has_no_loss():
+    with pytest.raises(ValueError, match="no head"):
+        model("base").loss_counts({})
+    with pytest.raises(ValueError, match="task: got 'chat'"):
+        model("chat")
+
+
+@pytest.mark.parametrize(
+    ("fields", "labels"),
+    [
+        ({"num_labels": 1}, torch.tensor([0.5, -2.0])),
+        ({"num_labels": 3, "problem_type": "regression"}, torch.randn(2, 3)),
+        ({"num_labels": 3}, torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]])),
+        ({"num_labels": 3, "problem_type": "multi_label_classification"}, torch.tensor([[0, 1, 1], [1, 0, 0]])),
+        ({"num_labels": 3}, torch.tensor([2, -100])),
+    ],
+    ids=["one number", "numbers", "several labels", "several int labels", "an ignored label"],
+)
+def test_problem_types_match_transformers(fields, labels, tmp_path):
+    import transformers
+
+    ours = model("sequence-classification", **fields)
+    ours.save_pretrained(tmp_path)
+    theirs = transformers.BertForSequenceClassification.from_pretrained(tmp_path).eval()
+    wanted = labels if labels.is_floating_point() or labels.dim() == 1 else labels.float()
+    a, b = ours(IDS, labels=labels), theirs(IDS, labels=wanted)
+    assert abs(a.loss.item() - b.loss.item()) < 1e-6
+    cut = {"loss": 5}
+    scale = ours.loss_counts({"labels": labels})["loss"] / 5
+    assert abs(ours(IDS, labels=labels, loss_counts=cut).loss.item() - scale * a.loss.item()) < 1e-6
+
+
+def test_num_items_in_batch_replaces_the_own_count():
+    m = model("token-classification")
+    labels = torch.tensor([[0, 1, -100, -100], [1, 1, 0, -100]])
+    own = m(IDS, labels=labels).loss
+    assert torch.allclose(m(IDS, labels=labels, num_items_in_batch=10).loss, own * 5 / 10)
+    assert torch.allclose(m(IDS, labels=labels, num_items_in_batch=torch.tensor(10)).loss, own * 5 / 10)
+
+
+def test_question_answering_ignores_padding():
+    m = model("question-answering")
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    at = {"start_positions": torch.tensor([1, 3]), "end_positions": torch.tensor([2, 9])}
+    assert m.loss_counts({"input_ids": IDS, "attention_mask": mask, **at}) == {"start": 2, "end": 1}
+    out = m(IDS, mask, **at)
+    assert out.logits.shape == (2, 4, 2) and out.start_logits.argmax(1)[0] < 3
+    alone = m(IDS[:1, :3], start_positions=torch.tensor([1]), end_positions=torch.tensor([2]))
+    other = m(IDS[1:], start_positions=torch.tensor([3]), end_positions=torch.tensor([9]))
+    # starts: mean of two; ends: the only valid one
+    s = [2 * x.loss for x in (alone, other)]
+    starts = [
+        torch.nn.functional.cross_entropy(x.start_logits, y)
+        for x, y in ((alone, torch.tensor([1])), (other, torch.tensor([3])))
+    ]
+    assert torch.allclose(out.loss, (sum(starts) / 2 + (s[0] - starts[0])) / 2, atol=1e-6)
+
+
+def test_outputs_read_as_transformers_do():
+    out = ModelOutput(loss=None, logits=torch.ones(2), hidden_states=(1, 2))
+    assert list(out) == ["logits", "hidden_states"] and out[0] is out["logits"] is out.logits
+    assert out.loss is None and out.get("loss") is None and out.to_tuple()[1] == (1, 2) and out[:1] == (out.logits,)
+    with pytest.raises(AttributeError, match="it holds logits"):
+        _ = out.logit
+    leaves = torch.utils._pytree.tree_leaves(out)
+    assert leaves[0] is out.logits  # sharding hooks see the tensors
+
+
+def test_inputs_embeds_and_hidden_states():
+    m = model("base")
+    a = m(IDS, output_hidden_states=True)
+    b = m(inputs_embeds=m.embed(IDS))
+    assert torch.allclose(a.last_hidden_state, b.last_hidden_state, atol=1e-6)
+    assert len(a.hidden_states) == m.config.num_layers + 1 and torch.equal(a.hidden_states[-1], a.last_hidden_state)

@@ -1,0 +1,71 @@
+"""Packed batches: plans, unpadding, and clear errors."""
+
+import random
+
+import pytest
+import torch
+
+from modelcenter.layers.packing import Packed, plan_buckets
+
+
+def test_plan_covers_each_sequence_once():
+    rng = random.Random(0)
+    for _ in range(200):
+        lengths = [rng.choice([0, 1, 2, rng.randint(1, 9), rng.randint(1, 600)]) for _ in range(rng.randint(0, 120))]
+        groups = plan_buckets(lengths)
+        flat = sorted(i for group in groups for i in group)
+        assert flat == [i for i, n in enumerate(lengths) if n]
+
+
+def test_plan_separates_short_from_long_only_when_it_pays():
+    assert len(plan_buckets([5, 6, 7, 8])) == 1
+    assert len(plan_buckets([4] * 64 + [512] * 4)) == 2
+    assert plan_buckets([]) == []
+
+
+@pytest.mark.parametrize("side", ["left", "right", "holes"])
+def test_unpad_then_repad(side):
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
+    if side == "left":
+        mask = mask.flip(1)
+    elif side == "holes":
+        mask[2, 1] = 0
+    ctx = Packed.from_mask((3, 4), mask, torch.device("cpu"))
+    x = torch.randn(3, 4, 2)
+    flat = ctx.unpad(x)
+    assert flat.shape == (int(mask.sum()), 2)
+    assert torch.equal(ctx.repad(flat, 7.0), torch.where(mask.bool()[..., None], x, 7.0))
+    assert ctx.host_lengths() == mask.sum(1).tolist() and ctx.max_seqlen == mask.sum(1).max()
+    columns = torch.arange(4).expand(3, 4)[mask.bool()]
+    assert torch.equal(ctx.positions, columns)  # as transformers: a token's position is its column
+
+
+def test_packed_positions_restart():
+    ctx = Packed.from_cu_seqlens(torch.tensor([0, 3, 3, 5], dtype=torch.int32), None, 5)
+    assert ctx.positions.tolist() == [0, 1, 2, 0, 1] and ctx.max_seqlen == 3 and ctx.num_sequences == 3
+    assert ctx.by_sequence(torch.arange(5.0), -1.0).tolist() == [[0, 1, 2], [-1, -1, -1], [3, 4, -1]]
+    with pytest.raises(ValueError, match="row 1 of the batch has no token"):
+        ctx.first_tokens()
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.tensor([3, 2]), r"attention_mask: got shape \(2,\), expected \(2, 4\).*lengths"),
+        (torch.tensor([[3, 0, 0, 0], [2, 0, 0, 0]]), "attention_mask: got values from 0 to 3, expected only 1"),
+        (torch.zeros(2, 4) - 10000.0, "attention_mask: got values from -10000.0"),
+        (torch.ones(2, 1, 1, 4), r"attention_mask: got shape \(2, 1, 1, 4\)"),
+    ],
+    ids=["lengths", "lengths in a column", "additive", "extended"],
+)
+def test_a_mask_that_is_no_mask(mask, message):
+    with pytest.raises(ValueError, match=message):
+        Packed.from_mask((2, 4), mask, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "ends", [[0, 3], [1, 5], [0, 4, 2, 5], [0.0, 5.0], [[0, 5]]], ids=["short", "late", "falling", "float", "2-D"]
+)
+def test_offsets_that_are_no_offsets(ends):
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        Packed.from_cu_seqlens(torch.tensor(ends), None, 5)

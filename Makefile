@@ -1,0 +1,85 @@
+# `make help` lists the targets. Every target does its own set-up; a second run finds it done.
+
+PYTHON  ?= python3
+TORCH   ?= torch==2.13.0
+VENV    ?= .venv
+OUT     ?= gpu-results
+ARGS    ?=
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-full check bench gpu-check clean
+
+# NO_VENV=1 runs with $(PYTHON) as it is: nothing is created, installed or downloaded.
+ifdef NO_VENV
+PY := $(PYTHON)
+READY :=
+READY_DEV :=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
+endif
+PIP := $(PY) -m pip install --disable-pip-version-check
+
+# Prints the folder that holds an installed torch of at least 2.11; fails without one. Imports nothing.
+FIND_TORCH := -c 'import sys, importlib.metadata as m; d = m.distribution("torch"); \
+	sys.exit("too old") if [int(p) for p in d.version.split(".")[:2]] < [2, 11] else print(d.locate_file(""))' 2>/dev/null
+
+help:  ## list the targets and the variables
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=$(PYTHON)  TORCH=$(TORCH)  VENV=$(VENV)  OUT=$(OUT)"
+	@echo "  ARGS=... goes to pytest or to the demo; NO_VENV=1 uses PYTHON as it is, without installing anything"
+
+demo: $(READY)  ## tokenizer, model, fine-tuning on 2 sharded ranks, export, proof of equal logits; offline, 1 minute
+	$(PY) scripts/demo.py $(ARGS)
+
+test: $(READY)  ## the fast tests, under 10 minutes on 2 cores
+	$(PY) -m pytest -m "not full and not gpu and not network" $(ARGS)
+
+test-full: $(READY)  ## the products that `make test` leaves out, under 20 minutes more
+	$(PY) -m pytest -m "full and not gpu and not network" $(ARGS)
+
+check: $(READY_DEV)  ## what a change must pass: linter, formatter, types, fast tests
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q -m "not full and not gpu and not network" $(ARGS)
+
+bench: $(READY)  ## the benchmarks of scripts/bench, one JSON file each in bench-results/
+	mkdir -p bench-results
+	for script in scripts/bench/*.py; do $(PY) $$script --output bench-results/$$(basename $$script .py).json $(ARGS); done
+
+gpu-check: $(READY)  ## GPU tests and benchmarks, results in OUT
+	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "gpu-check: torch finds no GPU on this machine"; exit 1; }
+	mkdir -p "$(OUT)"
+	$(PY) -m torch.utils.collect_env > "$(OUT)/environment.txt"
+	$(PY) -m pytest -m "gpu and not network" --junitxml "$(OUT)/tests.xml" $(ARGS) 2>&1 | tee "$(OUT)/tests.txt"
+	for script in scripts/bench/*.py; do $(PY) $$script --output "$(OUT)/$$(basename $$script .py).json"; done
+
+clean:  ## remove .venv, caches and the results in their default places
+	rm -rf .venv build dist demo-run bench-results gpu-results .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A torch that PYTHON already has is borrowed by a .pth file, which works where PYTHON is itself in a virtual environment.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; choose one with PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@if torch=$$($(PYTHON) $(FIND_TORCH)); then \
+		echo "using the torch of $(PYTHON) in $$torch"; \
+		echo "$$torch" > $$($@ -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch-of-the-base-interpreter.pth; \
+	fi
+
+$(VENV)/.ready: pyproject.toml setup.py | $(VENV)/bin/python
+	@$(PY) $(FIND_TORCH) >/dev/null || { echo "installing $(TORCH)"; $(PIP) $(TORCH); }
+	@echo "installing modelcenter and what its tests need into $(VENV)"
+	@$(PIP) --quiet --editable ".[test]"
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	@$(PIP) --quiet --editable ".[dev]"
+	@touch $@

@@ -1,0 +1,105 @@
+"""BERT's checkpoints: rules and config of transformers' `bert` models.
+
+Files exist with and without the prefix `bert.`; old ones say gamma and beta for the weight and bias of a LayerNorm and
+hold the buffer `position_ids`. The decoder of the masked-LM head is the word embedding and its bias is
+`cls.predictions.bias`; a file holds those once, old files may repeat them under `cls.predictions.decoder`. When
+`tie_word_embeddings` is off, the decoder has its own weight and bias, and transformers writes an unused
+`cls.predictions.bias` too.
+"""
+
+from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied
+
+
+def _tied(config: object) -> bool:
+    return bool(getattr(config, "tie_embeddings"))  # noqa: B009 - the config of any architecture with this head
+
+
+def _untied(config: object) -> bool:
+    return not _tied(config)
+
+
+BODY: tuple[Rule, ...] = (
+    Rename("embeddings.word_embeddings.weight", "embed.weight"),
+    Rename("embeddings.position_embeddings.weight", "position.weight"),
+    Rename("embeddings.token_type_embeddings.weight", "token_type.weight"),
+    Rename("embeddings.LayerNorm.*", "embed_norm.*"),
+    Rename("encoder.layer.{i}.attention.self.query.*", "layers.{i}.attn.q.*"),
+    Rename("encoder.layer.{i}.attention.self.key.*", "layers.{i}.attn.k.*"),
+    Rename("encoder.layer.{i}.attention.self.value.*", "layers.{i}.attn.v.*"),
+    Rename("encoder.layer.{i}.attention.output.dense.*", "layers.{i}.attn.out.*"),
+    Rename("encoder.layer.{i}.attention.output.LayerNorm.*", "layers.{i}.attn_norm.*"),
+    Rename("encoder.layer.{i}.intermediate.dense.*", "layers.{i}.mlp.up.*"),
+    Rename("encoder.layer.{i}.output.dense.*", "layers.{i}.mlp.down.*"),
+    Rename("encoder.layer.{i}.output.LayerNorm.*", "layers.{i}.mlp_norm.*"),
+)
+
+LM = Part(
+    (
+        Rename("cls.predictions.transform.dense.*", "dense.*"),
+        Rename("cls.predictions.transform.LayerNorm.*", "norm.*"),
+        Rename("cls.predictions.bias", "bias", when=_tied),
+        Tied("cls.predictions.decoder.weight", to="embeddings.word_embeddings.weight", when=_tied),
+        Tied("cls.predictions.decoder.bias", to="cls.predictions.bias", when=_tied),
+        Rename("cls.predictions.decoder.weight", "weight", when=_untied),
+        Rename("cls.predictions.decoder.bias", "bias", when=_untied),
+        Tied("cls.predictions.bias", to="cls.predictions.decoder.bias", compare=False, write=True, when=_untied),
+    )
+)
+
+PARTS = {
+    "pooler": Part((Rename("pooler.dense.*", "*"),), prefixed=True),
+    "lm": LM,
+    "nsp": Part((Rename("cls.seq_relationship.*", "*"),)),
+    # Three heads of one name: which one a file holds, its `architectures` say.
+    "classifier": Part((Rename("classifier.*", "*"),)),
+    "token classifier": Part((Rename("classifier.*", "*"),)),
+    "choice": Part((Rename("classifier.*", "*"),)),
+    "qa": Part((Rename("qa_outputs.*", "*"),)),
+}
+
+TASKS = {
+    "base": Task("BertModel", {"pooler": "pooler."}, prefix=""),
+    "masked-lm": Task("BertForMaskedLM", {"lm": "head."}),
+    "pretraining": Task("BertForPreTraining", {"pooler": "pooler.", "lm": "head.lm.", "nsp": "head.nsp."}),
+    "sequence-classification": Task("BertForSequenceClassification", {"pooler": "pooler.", "classifier": "head."}),
+    "token-classification": Task("BertForTokenClassification", {"token classifier": "head."}),
+    "question-answering": Task("BertForQuestionAnswering", {"qa": "head."}),
+    "multiple-choice": Task("BertForMultipleChoice", {"pooler": "pooler.", "choice": "head."}),
+}
+
+CONFIG = ConfigMap(
+    fields={
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "intermediate_size": "intermediate_size",
+        "hidden_act": "hidden_act",
+        "max_position_embeddings": "max_positions",
+        "type_vocab_size": "type_vocab_size",
+        "layer_norm_eps": "norm_eps",
+        "hidden_dropout_prob": "dropout",
+        "attention_probs_dropout_prob": "attention_dropout",
+        "classifier_dropout": "classifier_dropout",
+        "pad_token_id": "pad_token_id",
+        "initializer_range": "initializer_range",
+    },
+    required={"position_embedding_type": ("absolute",)},
+    ignored=frozenset(
+        """directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head
+        pooler_type""".split()
+    ),
+)
+
+ARCH = ArchMap(
+    model_type="bert",
+    prefix="bert.",
+    body=BODY,
+    parts=PARTS,
+    tasks=TASKS,
+    config=CONFIG,
+    ignore=(r"embeddings\.position_ids", r"embeddings\.token_type_ids"),
+    legacy=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
+    other_classes={"BertForNextSentencePrediction": ("pooler", "nsp"), "BertLMHeadModel": ("lm",)},
+)

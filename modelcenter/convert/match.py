@@ -1,0 +1,111 @@
+"""What the names in a file mean to a model: wanted, another head's, ignored, or unknown."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from modelcenter.config import nearest
+from modelcenter.convert.pieces import Shape
+from modelcenter.convert.rules import ArchMap, Layout, template_regex
+
+
+@dataclass
+class Match:
+    """The tensors of a file against a layout.
+
+    Attributes:
+        found: key -> name in the file, for the tensors to load.
+        compare: (name in the file, key): repetitions that must equal the tensor loaded for `key`.
+        skipped: tensors of heads that this task has not. ignored: tensors without content. unknown: all others.
+        missing: keys that the file lacks. resized: keys of heads whose tensor was set aside for its shape.
+    """
+
+    found: dict[str, str] = field(default_factory=dict)
+    compare: list[tuple[str, str]] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    resized: list[str] = field(default_factory=list)
+
+
+def to_key(arch: ArchMap, name: str) -> str:
+    """The key of a name in a file: legacy spellings translated, the base model's prefix taken off."""
+    for pattern, replacement in arch.legacy:
+        name = re.sub(pattern, replacement, name)
+    for prefix in {arch.prefix, *(task.prefix or "" for task in arch.tasks.values())} - {""}:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+def _names_of(arch: ArchMap, part: str, key: str) -> bool:
+    templates = (t for rule in arch.parts[part].rules for t in (*rule.hub_templates(), *rule.aliases))
+    return any(template_regex(t).fullmatch(key) for t in templates)
+
+
+def match_names(
+    arch: ArchMap, layout: Layout, names: Iterable[str], architectures: Sequence[str] | None = None
+) -> Match:
+    """Sort the tensors of a file.
+
+    Args:
+        names: of all tensors in the file.
+        architectures: what its config declares. Where heads share tensor names, it decides whose they are.
+
+    Raises:
+        ValueError: two tensors of the file mean the same one.
+    """
+    declared = arch.declared_parts(architectures)
+    match, ties = Match(), {}
+    for name in names:
+        key = to_key(arch, name)
+        key = layout.aliases.get(key, key)
+        if any(re.fullmatch(pattern, key) for pattern in arch.ignore):
+            match.ignored.append(name)
+        elif key in layout.shapes:
+            if _is_foreign(arch, layout.key_part[key], key, declared):
+                match.skipped.append(name)
+            elif key in match.found:
+                raise ValueError(f"the tensors {match.found[key]!r} and {name!r} of the file mean the same: {key!r}")
+            else:
+                match.found[key] = name
+        elif key in layout.ties:
+            ties[key] = name
+        elif any(_names_of(arch, part, key) for part in arch.parts):
+            match.skipped.append(name)
+        else:
+            match.unknown.append(name)
+    for key, name in ties.items():
+        tie = layout.ties[key]
+        if tie.to not in match.found:
+            match.found[tie.to] = name
+        elif tie.compare:
+            match.compare.append((name, tie.to))
+        else:
+            match.ignored.append(name)
+    match.missing = [key for key in layout.shapes if key not in match.found]
+    return match
+
+
+def _is_foreign(arch: ArchMap, part: str, key: str, declared: tuple[str, ...] | None) -> bool:
+    """Whether a declared head of another kind owns this tensor."""
+    if not part or declared is None or part in declared:
+        return False
+    return any(_names_of(arch, other, key) for other in declared)
+
+
+def unknown_message(arch: ArchMap, layout: Layout, match: Match, where: Mapping[str, str]) -> str:
+    """The error about unknown tensors: each with the nearest known name. `where`: name -> file."""
+    known = {**{name: "" for name in layout.written.values()}, **layout.shapes}
+    lines = [f"  {name!r} in {where[name]}.{nearest(to_key(arch, name), known, 1)}" for name in match.unknown[:10]]
+    more = f"\n  and {len(match.unknown) - 10} more" if len(match.unknown) > 10 else ""
+    return (
+        f"unexpected tensors, unknown to {arch.model_type} (strict=False tolerates them):\n" + "\n".join(lines) + more
+    )
+
+
+def shape_errors(layout: Layout, match: Match, shapes: Mapping[str, Shape]) -> dict[str, tuple[Shape, Shape]]:
+    """Loaded tensors whose shape is wrong: key -> (shape in the file, shape expected)."""
+    found = {key: (tuple(shapes[name]), layout.shapes[key]) for key, name in match.found.items()}
+    return {key: pair for key, pair in found.items() if pair[0] != pair[1]}

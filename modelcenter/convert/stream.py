@@ -1,0 +1,178 @@
+"""Fill local slices of a model from a checkpoint, reading only what they need, in the order of the file.
+
+Nothing larger than a chunk of a tensor is held besides the destination.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from modelcenter.convert.match import Match
+from modelcenter.convert.pieces import (
+    HUB,
+    NATIVE,
+    Box,
+    Piece,
+    bounds,
+    box_numel,
+    export_box,
+    is_plain_copy,
+    restrict,
+    view,
+    whole,
+)
+from modelcenter.convert.rules import Layout
+
+CHUNK_BYTES = 32 * 2**20  # most that is held of one hub tensor on its way
+
+Target = tuple[str, Sequence[int], torch.Tensor]  # native name, offset of the local slice in the tensor, local slice
+
+
+class Source(Protocol):
+    """A checkpoint's tensors, read by boxes (hub.readers has them)."""
+
+    def position(self, name: str) -> tuple[str, int]:
+        """(file, offset in it) of a tensor, for reading in order."""
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
+        """That box of a tensor, on the CPU; into `out`, contiguous and of the same shape and dtype, if given."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    piece: Piece  # restricted to the target
+    local: torch.Tensor
+    origin: tuple[int, ...]
+
+    def destination(self, piece: Piece) -> torch.Tensor:
+        return view(self.local, piece, NATIVE, self.origin)
+
+
+@torch.no_grad()
+def fill_targets(layout: Layout, match: Match, source: Source, targets: Iterable[Target]) -> None:
+    """Copy the tensors of a checkpoint into local slices of a model; boxes that nothing fills become zero.
+
+    Args:
+        match: which tensors to load (match_names).
+        targets: the slices that this process holds; slices of parameters that no loaded tensor fills stay as they are.
+
+    Raises:
+        ValueError: the file repeats a tied tensor with other values.
+    """
+    by_name: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    for name, offsets, local in targets:
+        local = local.detach()
+        box = tuple((start, start + size) for start, size in zip(offsets, local.shape, strict=True))
+        by_name.setdefault(name, []).append((box, local))
+    for name, boxes in layout.pads.items():
+        for pad in boxes:
+            for box, local in by_name.get(name, ()):
+                _zero(local, box, pad)
+    jobs = [(name, key, False) for key, name in match.found.items()]
+    jobs.sort(key=lambda job: source.position(job[0]))
+    jobs += [(name, key, True) for name, key in match.compare]  # once what they repeat is there
+    for name, key, compare in jobs:
+        parts = [
+            _Part(part, local, tuple(low for low, _ in box))
+            for piece in layout.pieces[key]
+            for box, local in by_name.get(piece.names[NATIVE], ())
+            for part in restrict(piece, NATIVE, box)
+        ]
+        if compare:
+            _compare(source, name, key, match.found[key], parts)
+        else:
+            _load(source, name, parts)
+
+
+def _zero(local: torch.Tensor, box: Box, pad: Box) -> None:
+    both = [(max(a, c) - a, min(b, d) - a) for (a, b), (c, d) in zip(box, pad, strict=True)]
+    if all(low < high for low, high in both):
+        local[tuple(slice(low, high) for low, high in both)] = 0
+
+
+def _load(source: Source, name: str, parts: list[_Part]) -> None:
+    dtype, others = source.dtype(name), []
+    for part in parts:
+        local = part.local
+        if local.dtype == dtype and local.device.type == "cpu" and is_plain_copy(part.piece, local, part.origin):
+            source.read(name, bounds(part.piece, HUB), part.destination(part.piece))
+        else:
+            others.append(part)
+    for part, piece, values in _stream(source, name, others):
+        part.destination(piece).copy_(values)
+
+
+def _compare(source: Source, name: str, key: str, loaded: str, parts: list[_Part]) -> None:
+    for part, piece, values in _stream(source, name, parts):
+        here = part.destination(piece)
+        if not torch.allclose(here, values.to(here.dtype).to(here.device), rtol=0, atol=0, equal_nan=True):
+            raise ValueError(
+                f"tensor {name!r} should repeat {loaded!r} (they are tied), but its values differ. If the checkpoint "
+                "is meant to be untied, load it with tie_embeddings=False"
+            )
+
+
+def _stream(source: Source, name: str, parts: list[_Part]) -> Iterator[tuple[_Part, Piece, torch.Tensor]]:
+    """Read the hub tensor in chunks; yield for each part its piece of the chunk and the values there."""
+    if not parts:
+        return
+    region = _union([bounds(part.piece, HUB) for part in parts])
+    for chunk in _chunks(region, CHUNK_BYTES // source.dtype(name).itemsize):
+        inside = [(part, piece) for part in parts for piece in restrict(part.piece, HUB, chunk)]
+        for group in _groups(inside):
+            box = _union([bounds(piece, HUB) for _, piece in group])
+            values = source.read(name, box)
+            for part, piece in group:
+                yield part, piece, view(values, piece, HUB, [low for low, _ in box])
+
+
+def _union(boxes: Sequence[Box]) -> Box:
+    return tuple((min(low for low, _ in dim), max(high for _, high in dim)) for dim in zip(*boxes, strict=True))
+
+
+def _chunks(box: Box, limit: int) -> Iterator[Box]:
+    """Cut a box along its leading dimensions into boxes of at most `limit` elements."""
+    if box_numel(box) <= limit or not box:
+        yield box
+        return
+    (low, high), rest = box[0], box[1:]
+    step = max(1, limit // max(1, box_numel(rest)))
+    for start in range(low, high, step):
+        if step > 1 or box_numel(rest) <= limit:
+            yield ((start, min(start + step, high)), *rest)
+        else:
+            yield from (((start, start + 1), *inner) for inner in _chunks(rest, limit))
+
+
+def _groups(items: list[tuple[_Part, Piece]]) -> list[list[tuple[_Part, Piece]]]:
+    """Group what one read serves without reading more than separate reads would."""
+    groups: list[list[tuple[_Part, Piece]]] = []
+    boxes: list[Box] = []
+    for item in items:
+        box = bounds(item[1], HUB)
+        for g, other in enumerate(boxes):
+            both = _union([box, other])
+            if box_numel(both) <= box_numel(box) + box_numel(other):
+                groups[g].append(item)
+                boxes[g] = both
+                break
+        else:
+            groups.append([item])
+            boxes.append(box)
+    return groups
+
+
+def export_tensor(layout: Layout, key: str, natives: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """One hub tensor, contiguous, from the whole native tensors it consists of (Layout.natives); all of one dtype."""
+    pieces = layout.pieces[key]
+    if len(pieces) == 1:
+        (native,) = natives.values()
+        moved = view(native, pieces[0], NATIVE)
+        if is_plain_copy(pieces[0], native, [0] * native.dim()) and moved.numel() == native.numel():
+            return moved.reshape(layout.shapes[key])
+    out = next(iter(natives.values())).new_empty(layout.shapes[key])
+    return export_box(pieces, whole(layout.shapes[key]), natives.__getitem__, out)

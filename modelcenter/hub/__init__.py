@@ -1,0 +1,1 @@
+"""Names to files, files to models, models to files: the Hugging Face Hub and checkpoint directories."""

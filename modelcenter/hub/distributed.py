@@ -1,0 +1,95 @@
+"""Load a distributed checkpoint: parameters under our names, saved by any task on any number of ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine import checkpoint
+from modelcenter.convert.rules import ArchMap, Layout
+from modelcenter.hub.resolve import Resolved
+
+
+class StoredModel:
+    """A distributed checkpoint against a model that may have another head than the one it was saved with.
+
+    Attributes:
+        fresh: parameters of the model that the checkpoint does not fill.
+        skipped: stored tensors of other heads. unknown: stored tensors of no part of the architecture.
+    """
+
+    def __init__(self, arch: ArchMap, layout: Layout, found: Resolved, task: str):
+        """Raises ValueError: not a complete checkpoint, or its config declares no task of the architecture."""
+        assert found.directory is not None
+        self.directory, self._layout = found.directory, layout
+        checkpoint.check_manifest(found.directory)
+        self._stored = checkpoint.stored_tensors(found.directory)
+        saved_as = arch.declared_task(found.config.get("architectures"))
+        if saved_as is None:
+            raise ValueError(f"{found.directory}: its architectures name no head of {arch.model_type} that exists here")
+        here, there = arch.tasks[task].parts, arch.tasks[saved_as].parts
+        self._name_of: dict[str, str] = {}
+        for name, part in layout.part.items():
+            if not part:
+                self._name_of[name] = name
+            elif part in there:
+                self._name_of[name] = there[part] + name.removeprefix(here[part])
+        used = set(self._name_of.values())
+        rest = [name for name in self._stored if name not in used]
+        self.skipped = [name for name in rest if name.startswith(tuple(there.values()))]
+        self.unknown = [name for name in rest if name not in self.skipped]
+        self.fresh = [name for name in layout.native_shapes if self._name_of.get(name) not in self._stored]
+
+    def check(self, strict: bool, ignore_mismatched_sizes: bool, named: bool) -> None:
+        """Raise for tensors that are missing, unknown or misshapen, as for a Hugging Face directory.
+
+        Args:
+            named: the caller named the task, so a head that is not there may be initialised.
+        """
+        if self.unknown and strict:
+            raise ValueError(f"{self.directory}: unexpected tensors (strict=False tolerates them): {self.unknown[:10]}")
+        parts = self._layout.part
+        held = {parts[name] for name in parts if name not in self.fresh}
+        missing = [name for name in self.fresh if not named or parts[name] in held | {""}]
+        if missing:
+            raise ValueError(f"{self.directory}: {len(missing)} missing: {', '.join(missing[:20])}")
+        wrong = list(self._misshapen())
+        if ignore_mismatched_sizes:
+            self.fresh += [name for name in wrong if parts[name]]
+            wrong = [name for name in wrong if not parts[name]]
+        if wrong:
+            stored = {name: self._stored[self._name_of[name]][0] for name in wrong[:20]}
+            lines = [f"  {n!r} has shape {stored[n]}, expected {self._layout.native_shapes[n]}" for n in stored]
+            fix = (
+                "\nPass ignore_mismatched_sizes=True to initialise the head anew" if all(map(parts.get, wrong)) else ""
+            )
+            raise ValueError(f"{self.directory}: {len(wrong)} of the wrong shape:\n" + "\n".join(lines) + fix)
+
+    def _misshapen(self) -> Iterator[str]:
+        for name, stored in self._name_of.items():
+            if name not in self.fresh and self._stored[stored][0] != self._layout.native_shapes[name]:
+                yield name
+
+    def dtypes(self) -> set[torch.dtype]:
+        return {self._stored[stored][1] for name, stored in self._name_of.items() if name not in self.fresh}
+
+    def fill(self, model: Any) -> None:
+        """Fill a model that has its memory, plain or sharded; each rank reads its slices. Collective."""
+        tensors = checkpoint.named_tensors(model)
+        names = {stored: tensors[name] for name, stored in self._name_of.items() if name not in self.fresh}
+        checkpoint.load_model(self.directory, _tree(names), strict=False)
+
+
+def _tree(tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """A module whose state has these dotted names."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        module = root
+        *path, last = name.split(".")
+        for step in path:
+            if step not in module._modules:
+                module.add_module(step, nn.Module())
+            module = module._modules[step]  # type: ignore[assignment]
+        module.register_buffer(last, tensor)
+    return root

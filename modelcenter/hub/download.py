@@ -1,0 +1,146 @@
+"""Files of a Hub repository, through huggingface_hub with its cache, tokens, offline mode and HF_ENDPOINT.
+
+Every failure is one ValueError that says which repository or file, why, and what to do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelcenter.hub.readers import CONFIG_FILE, WEIGHT_FILES, index_files
+from modelcenter.registry import nearest, preset_names
+
+
+@dataclass(frozen=True)
+class HubOptions:
+    """Where and how to download: huggingface_hub's own arguments."""
+
+    revision: str | None = None
+    token: str | bool | None = None
+    cache_dir: str | Path | None = None
+    local_files_only: bool = False
+
+
+def download_file(repo: str, name: str, options: HubOptions) -> Path | None:
+    """A file of a repository, from the cache or the Hub; None if the repository has none of that name.
+
+    Offline, a file that is not in the cache counts as one that the repository has not.
+
+    Raises:
+        ValueError: the repository or revision does not exist, is gated or forbidden, or the Hub cannot be reached.
+    """
+    from huggingface_hub import _CACHED_NO_EXIST, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import errors as hub
+
+    where = f"{constants.ENDPOINT}/{repo}"
+    signed = "with the token given" if options.token else "with the token of this machine, if it has one"
+    offline = options.local_files_only or constants.is_offline_mode()
+    cached = _in_cache(repo, name, options)
+    try:
+        if name == CONFIG_FILE and cached is None and not offline:
+            # hf_hub_download retries for half a minute before it says that there is no network or no such name.
+            get_hf_file_metadata(hf_hub_url(repo, name, revision=options.revision), token=options.token)
+        path = hf_hub_download(
+            repo,
+            name,
+            revision=options.revision,
+            token=options.token,
+            cache_dir=options.cache_dir,
+            local_files_only=options.local_files_only,
+        )
+    except hub.GatedRepoError as error:
+        raise ValueError(
+            f"{repo} is gated: its owners ask you to accept conditions. Open {where} while logged in, accept them, "
+            "then pass token=, set HF_TOKEN or run `hf auth login`"
+        ) from error
+    except hub.RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{repo!r} is no local directory, and {where} does not exist or is private (asked {signed}); for a private "
+            f"one pass token=, set HF_TOKEN or run `hf auth login`.{nearest(repo, preset_names())}"
+        ) from error
+    except hub.DisabledRepoError as error:
+        raise ValueError(f"{where} has been disabled by the Hub") from error
+    except hub.RevisionNotFoundError as error:
+        raise ValueError(f"{where} has no revision (branch, tag or commit) {options.revision!r}") from error
+    except hub.LocalEntryNotFoundError as error:
+        if offline or cached is _CACHED_NO_EXIST:
+            return None
+        raise _unreachable(repo, name, constants.ENDPOINT, error.__cause__ or error) from error
+    except hub.EntryNotFoundError:
+        return None
+    except hub.HFValidationError as error:
+        raise ValueError(
+            f"{repo!r} is no local directory and cannot be a Hub id: {error}.{nearest(repo, preset_names())}"
+        ) from error
+    except hub.HfHubHTTPError as error:
+        raise ValueError(f"downloading {name} of {where} failed ({signed}): {error}") from error
+    except hub.HTTPError as error:
+        raise _unreachable(repo, name, constants.ENDPOINT, error) from error
+    return Path(path)
+
+
+def _in_cache(repo: str, name: str, options: HubOptions) -> Any:
+    """The path of a file in the cache, a mark that the repository is known to lack it, or None."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return try_to_load_from_cache(repo, name, cache_dir=options.cache_dir, revision=options.revision)
+    except HFValidationError:
+        return None  # the download says it
+
+
+def _unreachable(repo: str, name: str, endpoint: str, error: BaseException) -> ValueError:
+    return ValueError(
+        f"{repo!r} is no local directory, its {name} is not in the cache, and {endpoint} cannot be reached ({error}). "
+        f"Check the network, HF_ENDPOINT and proxies, or give a directory.{nearest(repo, preset_names())}"
+    )
+
+
+def download_config(repo: str, options: HubOptions) -> Path:
+    """config.json of a repository.
+
+    Raises:
+        ValueError: as download_file; or the repository has none, or it is not in the cache while offline.
+    """
+    path = download_file(repo, CONFIG_FILE, options)
+    if path is not None:
+        return path
+    from huggingface_hub import constants
+
+    if options.local_files_only or constants.is_offline_mode():
+        at = f" at revision {options.revision!r}" if options.revision else ""
+        raise ValueError(
+            f"{repo!r} is no local directory, and its config.json{at} is not in the cache "
+            f"({options.cache_dir or constants.HF_HUB_CACHE}) while offline (local_files_only or HF_HUB_OFFLINE is set)"
+            f". Download it once online, or give a directory.{nearest(repo, preset_names())}"
+        )
+    raise ValueError(f"{constants.ENDPOINT}/{repo} has no config.json, so it is not a transformers model")
+
+
+def download_weights(repo: str, options: HubOptions) -> Path:
+    """The weight file of a repository, or the index of its shards with all of them beside it. One format only.
+
+    Raises:
+        ValueError: as download_file; or the repository holds no weights that can be read.
+    """
+    for name in WEIGHT_FILES:
+        path = download_file(repo, name, options)
+        if path is not None:
+            return path
+        index = download_file(repo, f"{name}.index.json", options)
+        if index is not None:
+            _download_all(repo, sorted(set(index_files(index).values())), options)
+            return index
+    missing = "in the cache (offline)" if options.local_files_only else "in the repository"
+    raise ValueError(
+        f"{repo}: no weights {missing}; expected {' or '.join(WEIGHT_FILES)}, or an index of shards. Weights of "
+        "TensorFlow, Flax or GGUF are not read"
+    )
+
+
+def _download_all(repo: str, names: Sequence[str], options: HubOptions) -> None:
+    for name in names:
+        if download_file(repo, name, options) is None:
+            raise ValueError(f"{repo}: the index lists {name}, which is not there")

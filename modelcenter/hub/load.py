@@ -1,0 +1,333 @@
+"""Load a model: build it on meta, give each rank memory for its own slices, and fill those from the files."""
+
+import functools
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import engine
+from modelcenter.config import ModelConfig
+from modelcenter.convert.match import Match, match_names, shape_errors, unknown_message
+from modelcenter.convert.rules import ArchMap, Layout, compile_layout
+from modelcenter.convert.stream import fill_targets
+from modelcenter.hub.distributed import StoredModel
+from modelcenter.hub.download import HubOptions
+from modelcenter.hub.readers import FileSource, open_checkpoint
+from modelcenter.hub.resolve import Resolved, read_json, resolve
+from modelcenter.registry import TASKS, ArchSpec, get, nearest
+
+log = logging.getLogger("modelcenter")
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+@dataclass
+class LoadReport:
+    """What became of every tensor; `str()` is one line.
+
+    Attributes:
+        source: repository and commit, or directory. directory: where its files lie. repo: the Hub id, if it has one.
+        loaded: parameters filled from the files. initialised: parameters that the files lack, drawn by `seed`.
+        skipped: tensors of other heads. ignored: tensors without content. unknown: tensors tolerated by strict=False.
+        dtype: of the parameters. file_dtypes: those found.
+        bytes_read: by this rank. seconds: wall time, downloads apart.
+    """
+
+    source: str
+    directory: Path | None = None
+    repo: str | None = None
+    loaded: list[str] = field(default_factory=list)
+    initialised: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    dtype: str = ""
+    file_dtypes: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.loaded)} parameters loaded in {self.dtype} ({self.seconds:.1f} s)"]
+        for what in ("initialised", "skipped", "ignored", "unknown"):
+            names = getattr(self, what)
+            if names:
+                shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+                parts.append(f"{len(names)} {what}: {shown}")
+        return f"{self.source}: " + "; ".join(parts)
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A floating dtype from torch's or its short name; None and "auto" are None.
+
+    Raises:
+        ValueError: no floating dtype of that name.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(str(dtype).removeprefix("torch."))
+    if found not in _DTYPES.values():
+        raise ValueError(f"dtype: got {dtype!r}, expected one of {', '.join(_DTYPES)}, or None: as the file says")
+    return found
+
+
+def load_model(
+    name_or_path: Any,
+    task: str | None = None,
+    *,
+    num_labels: int | None = None,
+    id2label: Any = None,
+    revision: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    strict: bool = True,
+    ignore_mismatched_sizes: bool = False,
+    policy: Any = None,
+    seed: int = 0,
+    architecture: str | None = None,
+    **config_overrides: Any,
+) -> Any:
+    """Load a pretrained model, in eval mode. `model.load_report` says what became of every tensor.
+
+    Args:
+        name_or_path: a name of `list_models`, a Hub id, a Hugging Face directory or a distributed checkpoint.
+        task: one of registry.TASKS; None: the head that the checkpoint's `architectures` names. A head that is named
+            here and missing in the files is initialised by `seed`.
+        num_labels, id2label: outputs of a classification head, and their names.
+        dtype: of the parameters; None: as the files hold them.
+        strict: False tolerates tensors that the architecture does not know.
+        ignore_mismatched_sizes: tensors of heads whose shapes differ are initialised instead.
+        policy: an engine.Policy; None: as engine.init_distributed said, a plain module without it; False: plain always.
+        architecture: the model_type that the checkpoint must have.
+        config_overrides: fields of the config, in our names or Hugging Face's.
+
+    Raises:
+        ValueError: no such model; a file is missing, truncated or malformed; a config field is not understood; a tensor
+            is missing, unknown or misshapen. The message lists them.
+    """
+    options = HubOptions(revision, token, cache_dir, local_files_only)
+    found = resolve(name_or_path, options)
+    start = time.perf_counter()
+    spec = _spec(found.config, architecture, found.origin)
+    arch: ArchMap = spec.arch_map()
+    overrides = _overrides(config_overrides, num_labels, id2label)
+    chosen = _task(arch, task, found.config, found.origin)
+    config = _config(spec, arch, found.config, chosen, overrides, found.origin)
+    model = _on_meta(spec, config, chosen)
+    layout = compile_layout(arch, chosen, config, {n: tuple(p.shape) for n, p in model.named_parameters()})
+    report = LoadReport(found.origin, found.directory, found.repo)
+    if found.distributed:
+        stored = StoredModel(arch, layout, found, chosen)
+        stored.check(strict, ignore_mismatched_sizes, task is not None)
+        _place(model, parse_dtype(dtype) or _one_dtype(stored.dtypes(), found.config, report), policy)
+        stored.fill(model)
+        fresh = stored.fresh
+        report.skipped, report.unknown = stored.skipped, stored.unknown
+    else:
+        assert found.weights is not None
+        with open_checkpoint(found.weights) as source:
+            match = match_names(arch, layout, source.tensors, found.config.get("architectures"))
+            _check(arch, layout, match, source, found, strict, ignore_mismatched_sizes)
+            fresh = _initialised(layout, match, found, task)
+            dtypes = {source.dtype(name) for name in match.found.values()}
+            _place(model, parse_dtype(dtype) or _one_dtype(dtypes, found.config, report), policy)
+            fill_targets(layout, match, source, engine.local_slices(model))
+            report.bytes_read = source.bytes_read
+        report.skipped, report.ignored, report.unknown = match.skipped, match.ignored, match.unknown
+    if fresh:
+        engine.init.init_parameters_(model, seed, fresh)
+    report.loaded = [name for name in layout.native_shapes if name not in fresh]
+    report.initialised = fresh
+    model.eval()
+    report.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    report.seconds = time.perf_counter() - start
+    model.load_report = report
+    if engine.rank() == 0:
+        log.log(logging.WARNING if report.initialised or report.unknown else logging.INFO, "%s", report)
+    return model
+
+
+def build_model(
+    config: Any,
+    task: str | None = None,
+    *,
+    seed: int = 0,
+    num_labels: int | None = None,
+    id2label: Any = None,
+    dtype: str | torch.dtype | None = None,
+    policy: Any = None,
+    architecture: str | None = None,
+    **config_overrides: Any,
+) -> Any:
+    """A model with random weights, in eval mode: bitwise the same on any number of ranks.
+
+    Args:
+        config: a ModelConfig, a dictionary or JSON file in Hugging Face's names or ours, or a name ("tiny/bert").
+        task: one of registry.TASKS; None: "base".
+        seed: of the weights. The rest: as load_model.
+
+    Raises:
+        ValueError: no such name, task or field.
+    """
+    overrides = _overrides(config_overrides, num_labels, id2label)
+    if isinstance(config, ModelConfig):
+        spec = _spec({"model_type": config.model_type}, architecture, "the config")
+        values: Mapping[str, Any] = config.to_dict()
+    else:
+        if isinstance(config, Mapping):
+            values, origin = config, "the config"
+        elif str(config).endswith(".json"):
+            values, origin = read_json(Path(config).expanduser()), str(config)
+        else:
+            values, origin = resolve(config, weights=False).config, str(config)
+        spec = _spec(values, architecture, origin)
+    arch: ArchMap = spec.arch_map()
+    chosen = _task(arch, task or "base", values, "the config")
+    built = _config(spec, arch, values, chosen, overrides, "the config")
+    model = _on_meta(spec, built, chosen)
+    _place(model, parse_dtype(dtype) or torch.float32, policy)
+    engine.init.init_parameters_(model, seed)
+    return model.eval()
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+def _spec(config: Mapping[str, Any], architecture: str | None, origin: str) -> ArchSpec:
+    kind = config.get("model_type", architecture)
+    if kind is None:
+        raise ValueError(f"{origin}: config.json names no model_type")
+    if architecture is not None and kind != architecture:
+        raise ValueError(f"{origin} has the model_type {kind!r}, expected {architecture!r}; load it with its own class")
+    return get(kind, config.get("architectures"))
+
+
+def _task(arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str) -> str:
+    if task is not None:
+        if task not in arch.tasks:
+            close = nearest(task, TASKS)
+            raise ValueError(f"task: got {task!r}, {arch.model_type} has {', '.join(arch.tasks)}.{close}")
+        return task
+    declared = arch.declared_task(config.get("architectures"))
+    if declared is None:
+        raise ValueError(
+            f"{origin}: its architectures, {config.get('architectures')}, name no head that {arch.model_type} has "
+            f"here; pass task=, one of {', '.join(arch.tasks)}"
+        )
+    return declared
+
+
+def _overrides(given: dict[str, Any], num_labels: int | None, id2label: Any) -> dict[str, Any]:
+    if num_labels is not None:
+        given["num_labels"] = num_labels
+    if id2label is not None:
+        given["id2label"] = id2label
+    return given
+
+
+def _config(
+    spec: ArchSpec, arch: ArchMap, values: Mapping[str, Any], task: str, overrides: dict[str, Any], origin: str
+) -> ModelConfig:
+    try:
+        return arch.config.read(values, spec.config_class(), overrides)
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from error
+
+
+def _on_meta(spec: ArchSpec, config: ModelConfig, task: str) -> Any:
+    with torch.device("meta"):
+        return spec.model_class()(config, task)
+
+
+def _place(model: Any, dtype: torch.dtype, policy: Any) -> None:
+    """Shard as the policy says and give this rank's parameters their memory."""
+    model.to(dtype)
+    if policy is not False and (policy is not None or engine.is_initialized()):
+        engine.shard(model, policy=policy)
+    engine.materialize(model)
+
+
+def _check(
+    arch: ArchMap, layout: Layout, match: Match, source: FileSource, found: Resolved, strict: bool, ignore_sizes: bool
+) -> None:
+    """Raise for tensors that are unknown, misshapen or not floating; misshapen heads are set aside if allowed."""
+    files = {name: info.file.name for name, info in source.tensors.items()}
+    if match.unknown and strict:
+        raise ValueError(f"{found.origin}: {unknown_message(arch, layout, match, files)}")
+    shapes = {name: info.shape for name, info in source.tensors.items()}
+    wrong = shape_errors(layout, match, shapes)
+    heads = [key for key in wrong if layout.key_part[key]]
+    if ignore_sizes:
+        for key in heads:
+            match.resized.append(key)
+            match.skipped.append(match.found.pop(key))
+            del wrong[key]
+    if wrong:
+        lines = [
+            f"  {match.found[key]!r} in {files[match.found[key]]} has shape {shape}, expected {expected} "
+            f"({', '.join(layout.natives(key))})"
+            for key, (shape, expected) in wrong.items()
+        ]
+        fix = ""
+        if len(heads) == len(wrong):
+            fix = "\nThey belong to the head: change num_labels, or pass ignore_mismatched_sizes=True to initialise it"
+        raise ValueError(f"{found.origin}: {len(wrong)} of the wrong shape:\n" + "\n".join(lines[:20]) + fix)
+    for name in match.found.values():
+        if not source.dtype(name).is_floating_point or source.dtype(name).itemsize < 2:
+            raise ValueError(
+                f"{found.origin}: tensor {name!r} in {files[name]} has the dtype {source.dtype(name)}; quantised and "
+                "integer weights are not supported, load a float16, bfloat16 or float32 checkpoint"
+            )
+
+
+def _initialised(layout: Layout, match: Match, found: Resolved, task: str | None) -> list[str]:
+    """The parameters to initialise because the files lack them.
+
+    Raises:
+        ValueError: one of them belongs to the body, to a head that the caller did not name, or to a head of which the
+            files hold a part.
+    """
+    absent = [key for key in match.missing if key not in layout.optional]
+    held = {layout.key_part[key] for key in match.found}
+    errors = []
+    for key in absent:
+        if layout.key_part[key] in held | {""} or task is None:
+            errors.append(f"  {layout.written[key]!r} of shape {layout.shapes[key]} ({', '.join(layout.natives(key))})")
+    if errors:
+        more = f"\n  and {len(errors) - 20} more" if len(errors) > 20 else ""
+        fix = ""
+        if task is None and all(layout.key_part[key] for key in absent):
+            fix = "\nThey belong to the head: name it in task= to initialise it"
+        elif not any(not layout.key_part[key] for key in match.found):
+            fix = "\nNo tensor of the body is there: are these the weights of another architecture?"
+        files = found.weights.name if found.weights is not None else found.origin
+        raise ValueError(f"{found.origin}: {len(errors)} missing in {files}:\n" + "\n".join(errors[:20]) + more + fix)
+    fresh = {name for key in (*match.missing, *match.resized) for name in layout.natives(key)}
+    return [name for name in layout.native_shapes if name in fresh]
+
+
+def _one_dtype(dtypes: set[torch.dtype], config: Mapping[str, Any], report: LoadReport) -> torch.dtype:
+    """What "as the files hold them" means: their one dtype; of several, the one config.json names, else the widest."""
+    report.file_dtypes = sorted(str(d).removeprefix("torch.") for d in dtypes)
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    named = parse_dtype(config.get("dtype") or config.get("torch_dtype"))
+    if named in dtypes:
+        return named
+    return functools.reduce(torch.promote_types, dtypes, torch.float16) if dtypes else torch.float32

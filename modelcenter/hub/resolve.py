@@ -1,0 +1,120 @@
+"""From what a user writes to files: a directory, a name of ours, or a Hub id."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from modelcenter.hub.download import HubOptions, download_config, download_weights
+from modelcenter.hub.readers import CONFIG_FILE, MANIFEST_FILE, find_weights
+from modelcenter.registry import nearest, preset, preset_names
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A model's files.
+
+    Attributes:
+        name: what the user wrote. repo, revision: the Hub repository and commit; None for a directory.
+        directory: where its files lie; None for a preset whose files were not asked for.
+        config: contents of config.json.
+        weights: the weight file or index; None for a distributed checkpoint, or when not asked for.
+        distributed: `directory` is a distributed checkpoint.
+    """
+
+    name: str
+    config: dict[str, Any]
+    directory: Path | None = None
+    repo: str | None = None
+    revision: str | None = None
+    weights: Path | None = None
+    distributed: bool = False
+
+    @property
+    def origin(self) -> str:
+        """The repository with its commit, or the directory."""
+        return str(self.directory or self.name) if self.repo is None else f"{self.repo}@{self.revision or 'main'}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: not readable, not JSON, not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def repo_of(name: str) -> tuple[str, str | None]:
+    """The Hub id, and the pinned revision if any, that a name stands for; a name we do not know stands for itself.
+
+    Raises:
+        ValueError: a preset that has no weights anywhere.
+    """
+    try:
+        entry = preset(name)
+    except KeyError:
+        return name, None
+    if entry.get("hub") is None:
+        raise ValueError(
+            f"{name!r} is a preset without weights: modelcenter.from_config({name!r}) makes a random start"
+        )
+    return entry["hub"], entry.get("revision")
+
+
+def local_directory(name: str) -> Path | None:
+    """The checkpoint directory that `name` is, if it is one.
+
+    Raises:
+        ValueError: it is a path, but not of a checkpoint directory.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (path / CONFIG_FILE).is_file() or (path / MANIFEST_FILE).is_file():
+            return path
+        if name in preset_names():
+            return None
+        inner = next((p.parent for p in sorted(path.glob("*/" + CONFIG_FILE))), None)
+        hint = f" Did you mean {str(inner)!r}?" if inner is not None else ""
+        raise ValueError(f"{path} is a directory without {CONFIG_FILE}, so not a checkpoint.{hint}")
+    if path.is_file():
+        raise ValueError(f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        beside = [str(path.parent / p.name) for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ValueError(f"no such directory: {path}.{nearest(str(path), beside)}")
+    return None
+
+
+def resolve(name_or_path: Any, options: HubOptions | None = None, *, weights: bool = True) -> Resolved:
+    """Find a model's files, downloading what is needed and not cached.
+
+    Args:
+        name_or_path: a directory, a name of `list_models`, or a Hub id.
+        weights: False: its config only.
+
+    Raises:
+        ValueError: nothing of that name (the nearest names are offered), or files are missing.
+    """
+    name, options = str(name_or_path), options or HubOptions()
+    directory = local_directory(name)
+    if directory is not None:
+        distributed = (directory / MANIFEST_FILE).is_file()
+        if not (directory / CONFIG_FILE).is_file():
+            raise ValueError(f"{directory} is a distributed checkpoint without {CONFIG_FILE}")
+        found = find_weights(directory) if weights and not distributed else None
+        return Resolved(name, read_json(directory / CONFIG_FILE), directory, weights=found, distributed=distributed)
+    if not weights and name in preset_names():
+        return Resolved(name, preset(name)["config"], repo=preset(name).get("hub"))
+    repo, pinned = repo_of(name)
+    options = replace(options, revision=options.revision or pinned)
+    config = download_config(repo, options)
+    commit = config.parent.name  # snapshots/<commit>/config.json: all files come from one commit
+    options = replace(options, revision=commit)
+    path = download_weights(repo, options) if weights else None
+    return Resolved(name, read_json(config), config.parent, repo, commit, path)

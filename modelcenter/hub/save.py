@@ -1,0 +1,241 @@
+"""Save a model as a Hugging Face directory or a distributed checkpoint, and push it to the Hub."""
+
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import engine
+from engine.checkpoint import named_tensors, save_model, together
+from modelcenter.convert.rules import ArchMap, compile_layout
+from modelcenter.convert.stream import export_tensor
+from modelcenter.hub.card import make_card
+from modelcenter.hub.load import parse_dtype
+from modelcenter.hub.readers import CONFIG_FILE
+from modelcenter.hub.writer import (
+    Entry,
+    SafetensorsWriter,
+    new_directory,
+    parse_size,
+    plan_files,
+    write_index,
+    write_json,
+)
+from modelcenter.registry import get
+
+FORMATS = ("hf", "distributed")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+)
+
+
+def save_pretrained(
+    model: Any,
+    path: Any,
+    format: str = "hf",
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: str | torch.dtype | None = None,
+    tokenizer: Any = None,
+    card: Mapping[str, Any] | str | None = None,
+) -> None:
+    """Save a model; every rank calls it. The directory appears when it is complete, or not at all.
+
+    An earlier checkpoint at `path` is replaced; files there that belong to no checkpoint are kept.
+
+    Args:
+        path: a directory; its parents are made.
+        format: "hf": what transformers loads. "distributed": shards that load on any number of ranks.
+        max_shard_size: bytes of one file of format "hf", as a number or "5GB".
+        dtype: of the weights in format "hf"; None: that of the model.
+        tokenizer: a transformers tokenizer; None: the files beside those that the model was loaded from, if any.
+        card: the README.md, or details for it (hub.card.make_card).
+
+    Raises:
+        ValueError: an unknown format, dtype or size; the place cannot be written. On every rank.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format: got {format!r}, expected {' or '.join(FORMATS)}")
+    wanted, size = parse_dtype(dtype), parse_size(max_shard_size)
+    if format == "distributed" and wanted is not None:
+        raise ValueError("dtype: a distributed checkpoint holds the parameters as they are; export with format='hf'")
+    first, doing = engine.rank() == 0, f"saving to {path}"
+    export = _Export(model, wanted, size)
+    # Outermost, for what can fail on rank 0 alone at the very end: giving the directory its name.
+    with together(doing), ExitStack() as stack:
+        directory = Path()
+        with together(doing):
+            if first:
+                directory = stack.enter_context(new_directory(Path(path)))
+                if format == "hf":
+                    _write_texts(model, directory, export.dtype, tokenizer, card)
+        if format == "hf":
+            with together(doing):
+                export.write(directory) if first else export.take_part()
+            return
+        directory = _from_first(directory)
+        inner = directory / "checkpoint"
+        save_model(inner, model, lambda place: _write_texts(model, place, export.dtype, tokenizer, card))
+        if first:
+            for item in inner.iterdir():
+                item.rename(directory / item.name)
+            inner.rmdir()
+
+
+def push_to_hub(
+    model: Any,
+    repo_id: str,
+    *,
+    token: str | bool | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str = "Upload model",
+    max_shard_size: int | str = "5GB",
+    dtype: str | torch.dtype | None = None,
+    tokenizer: Any = None,
+    card: Mapping[str, Any] | str | None = None,
+) -> str:
+    """Save a model and upload it; every rank calls it. Makes the repository if there is none.
+
+    Args:
+        repo_id: "owner/name". token: with write access; None: HF_TOKEN or that of `hf auth login`.
+        private: for a new repository. revision: branch to commit to, made if there is none.
+        The rest: as save_pretrained.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        ValueError: the Hub refuses, or cannot be reached; as save_pretrained.
+    """
+    with tempfile.TemporaryDirectory(prefix="modelcenter-push-") as scratch:
+        target = Path(_from_first(scratch)) / "model"
+        save_pretrained(model, target, max_shard_size=max_shard_size, dtype=dtype, tokenizer=tokenizer, card=card)
+        address = ""
+        with together(f"pushing to {repo_id}"):
+            if engine.rank() == 0:
+                address = _upload(target, repo_id, token, private, revision, commit_message)
+        return _from_first(address)
+
+
+def _upload(
+    folder: Path, repo_id: str, token: str | bool | None, private: bool | None, revision: str | None, message: str
+) -> str:
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    api = HfApi(token=token)
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            revision=revision,
+            commit_message=message,
+            delete_patterns=[
+                "model*.safetensors",
+                "model.safetensors.index.json",
+                "pytorch_model*.bin",
+                "pytorch_model*.json",
+            ],
+        )
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        raise ValueError(
+            f"pushing to {constants.ENDPOINT}/{repo_id} failed: {error}. A token that may write there is needed "
+            "(token=, HF_TOKEN or `hf auth login`)"
+        ) from error
+    return str(commit.commit_url)
+
+
+def _from_first(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    if engine.world_size() > 1:
+        torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+class _Export:
+    """A model as the hub tensors it consists of, in the order of the files to write. Every rank makes the same."""
+
+    def __init__(self, model: Any, dtype: torch.dtype | None, max_bytes: int):
+        arch: ArchMap = get(model.config.model_type).arch_map()
+        self.parameters = named_tensors(model)
+        self.dtype = dtype or next(iter(self.parameters.values())).dtype
+        shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self.layout = layout = compile_layout(arch, model.task, model.config, shapes)
+        keys = {key: key for key in layout.shapes} | {tie.key: tie.to for tie in layout.ties.values() if tie.write}
+        self.key_of = {layout.written[name]: key for name, key in keys.items()}
+        entries: list[Entry] = []
+        for name, key in self.key_of.items():
+            held = self.parameters[layout.natives(key)[0]].dtype
+            entries.append((name, dtype or held, layout.shapes[key]))
+        self.files = plan_files(entries, max_bytes)
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors, whole and on the CPU, one at a time; collective."""
+        held: dict[str, torch.Tensor] = {}
+        for file in self.files:
+            for name, dtype, _ in file.entries:
+                key = self.key_of[name]
+                held = {n: held[n] if n in held else _whole(self.parameters[n]) for n in self.layout.natives(key)}
+                yield export_tensor(self.layout, key, held).to(dtype)
+
+    def write(self, directory: Path) -> None:
+        """Write the files, on rank 0, while the other ranks `take_part`."""
+        tensors = self.tensors()
+        try:
+            for file in self.files:
+                with SafetensorsWriter(directory / file.name, file.entries) as writer:
+                    for _ in file.entries:
+                        writer.write(next(tensors))
+            if len(self.files) > 1:
+                write_index(directory, self.files)
+        finally:
+            if engine.world_size() > 1:  # after a failure too: the other ranks wait for this one
+                deque(tensors, maxlen=0)
+
+    def take_part(self) -> None:
+        deque(self.tensors(), maxlen=0)
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return full.detach().cpu()
+
+
+def _write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any, card: Any) -> None:
+    """Everything but the weights: config.json, README.md, the tokenizer."""
+    arch: ArchMap = get(model.config.model_type).arch_map()
+    hf_class = arch.tasks[model.task].hf_class
+    write_json(directory / CONFIG_FILE, arch.config.write(model.config, hf_class, str(dtype).removeprefix("torch.")))
+    text = card if isinstance(card, str) else make_card(model, hf_class, card)
+    (directory / "README.md").write_text(text, encoding="utf-8")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+        return
+    report = getattr(model, "load_report", None)
+    if report is None or report.directory is None:
+        return
+    for name in TOKENIZER_FILES:
+        source = report.directory / name
+        if source.is_file():
+            shutil.copyfile(source, directory / name)

@@ -1,0 +1,201 @@
+"""Writing checkpoints: the only safetensors writer, and directories that are whole or absent."""
+
+import json
+import os
+import re
+import secrets
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from modelcenter.hub.readers import DTYPE_NAMES
+
+Entry = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape of a tensor to write
+
+
+class SafetensorsWriter:
+    """Writes a file of known entries, one tensor at a time, in the order given. A context manager.
+
+    The header comes first, from the shapes alone, padded so that data starts at a multiple of 8 bytes.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry]):
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for name, dtype, shape in entries:
+            end = position + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+            position = end
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._start = struct.pack("<Q", len(text)) + text
+        self._path, self._left = path, list(reversed(entries))
+
+    def __enter__(self) -> "SafetensorsWriter":
+        self._file = open(self._path, "wb", buffering=0)
+        self._write(memoryview(self._start))
+        return self
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Write the next tensor; it has the dtype and shape announced."""
+        name, dtype, shape = self._left.pop()
+        assert tensor.dtype == dtype and tuple(tensor.shape) == shape, (name, tensor.dtype, tuple(tensor.shape))
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        self._write(flat.view(torch.uint8).numpy().data)
+
+    def _write(self, data: memoryview) -> None:
+        while len(data):
+            data = data[self._file.write(data) :]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            assert not self._left, f"{len(self._left)} tensors were announced and not written"
+            os.fsync(self._file.fileno())
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file to write and the tensors in it."""
+
+    name: str
+    entries: tuple[Entry, ...]
+
+
+def plan_files(entries: Sequence[Entry], max_bytes: int, stem: str = "model") -> list[FilePlan]:
+    """Deal tensors, in their order, to files of at most `max_bytes` each; a larger tensor has a file of its own.
+
+    Within a file wider dtypes come first, which keeps every tensor aligned to its element size.
+    """
+    groups: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        size = prod(entry[2]) * entry[1].itemsize
+        if groups[-1] and filled + size > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(entry)
+        filled += size
+    for group in groups:
+        group.sort(key=lambda entry: -entry[1].itemsize)
+    if len(groups) == 1:
+        return [FilePlan(f"{stem}.safetensors", tuple(groups[0]))]
+    count = len(groups)
+    return [FilePlan(f"{stem}-{i:05d}-of-{count:05d}.safetensors", tuple(g)) for i, g in enumerate(groups, 1)]
+
+
+def write_index(directory: Path, plans: Sequence[FilePlan], stem: str = "model") -> None:
+    """Write the index of a checkpoint of several files."""
+    entries = [entry for plan in plans for entry in plan.entries]
+    total = {
+        "total_parameters": sum(prod(shape) for _, _, shape in entries),
+        "total_size": sum(prod(shape) * dtype.itemsize for _, dtype, shape in entries),
+    }
+    names = {entry[0]: plan.name for plan in plans for entry in plan.entries}
+    write_json(
+        directory / f"{stem}.safetensors.index.json", {"metadata": total, "weight_map": dict(sorted(names.items()))}
+    )
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of "5GB", "200MB", "1.5GiB" or a number.
+
+    Raises:
+        ValueError: not a positive size.
+    """
+    match = re.fullmatch(r"([\d.]+)\s*([KMGT]I?B)?", str(size).strip().upper())
+    try:
+        value = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    except (ValueError, KeyError):
+        value = 0
+    if value <= 0:
+        raise ValueError(f"max_shard_size: got {size!r}, expected bytes such as 500000000, '500MB' or '5GB'")
+    return value
+
+
+# -- directories that are whole or absent ----------------------------------------------------------------------------
+
+# What a checkpoint consists of; anything else in a directory that is replaced is the user's and stays.
+_OURS = re.compile(
+    r"(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?|config\.json|generation_config\.json|manifest\.json"
+    r"|README\.md|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(txt|json)"
+    r"|merges\.txt|spiece\.model|tokenizer\.model|sentencepiece\.bpe\.model|chat_template\.jinja"
+    r"|additional_chat_templates|model"
+)
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A directory beside `target` to fill; it takes the place of `target` when the block ends, or vanishes if it fails.
+
+    Files in an existing `target` that are no part of a checkpoint are kept; those of an earlier checkpoint are not.
+
+    Raises:
+        ValueError: the place cannot be written, or `target` is not a directory that may be replaced.
+    """
+    target = target.expanduser()
+    target = target.resolve() if target.exists() else target.absolute()
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"cannot save to {target}: it is a file, expected a directory or a new name")
+    if target in (Path.cwd(), *Path.cwd().parents) or target.is_mount():
+        raise ValueError(
+            f"cannot save to {target}: it is the current directory, one above it, or a mount point; name one inside"
+        )
+    scratch = target.parent / f".{target.name}.saving-{secrets.token_hex(4)}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch.mkdir()
+    except OSError as error:
+        raise ValueError(f"cannot save to {target}: {error.strerror or error} ({error.filename})") from error
+    try:
+        yield scratch
+        _sync(scratch)
+        _swap(scratch, target)
+    except OSError as error:
+        raise ValueError(f"saving to {target} failed: {error.strerror or error}; nothing was changed there") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    """Have the disk hold every file before its directory gets its name."""
+    for path in [*directory.rglob("*"), directory]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _swap(scratch: Path, target: Path) -> None:
+    if not target.exists():
+        scratch.rename(target)
+        return
+    old = target.parent / f".{target.name}.replaced-{secrets.token_hex(4)}"
+    shutil.copymode(target, scratch)
+    target.rename(old)
+    try:
+        scratch.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    for path in old.iterdir():
+        if not _OURS.fullmatch(path.name):
+            path.rename(target / path.name)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,27 @@
+"""What pyproject.toml cannot say: which folders become which packages. Imports no torch and needs no compiler.
+
+`scripts/` and `model_configs/` stand at the top of a checkout, where people look for them, and inside the package
+`modelcenter` in an install, where they cannot collide with anybody else's.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+families = sorted(path.name for path in Path("model_configs").iterdir() if path.is_dir())
+
+setup(
+    packages=[
+        *find_packages(include=["engine", "engine.*", "modelcenter", "modelcenter.*"]),
+        "modelcenter.scripts",
+        "modelcenter.scripts.samples",
+        "modelcenter.model_configs",
+        *(f"modelcenter.model_configs.{family}" for family in families),
+    ],
+    package_dir={"modelcenter.scripts": "scripts", "modelcenter.model_configs": "model_configs"},
+    package_data={
+        "modelcenter.scripts": ["recipes/*.yaml"],
+        "modelcenter.scripts.samples": ["*.jsonl", "*.md"],
+        **{f"modelcenter.model_configs.{family}": ["*.json"] for family in families},
+    },
+)

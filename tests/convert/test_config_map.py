@@ -1,0 +1,147 @@
+"""config.json there and back: every field is mapped, required to have a value, kept, or refused by name."""
+
+import json
+
+import pytest
+import transformers
+
+from modelcenter.convert.bert import CONFIG
+from modelcenter.models.bert import BertConfig
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "intermediate_size": 80,
+}
+# Written by transformers 4.6, with what old versions and Google's checkpoints add.
+OLD = SIZES | {
+    "_name_or_path": "/somewhere",
+    "architectures": ["BertForTokenClassification"],
+    "attention_probs_dropout_prob": 0.2,
+    "chunk_size_feed_forward": 0,
+    "directionality": "bidi",
+    "gradient_checkpointing": False,
+    "hidden_act": "relu",
+    "hidden_dropout_prob": 0.3,
+    "id2label": {"0": "O", "1": "B-PER", "2": "I-PER"},
+    "initializer_range": 0.01,
+    "is_decoder": False,
+    "label2id": {"B-PER": 1, "I-PER": 2, "O": 0},
+    "layer_norm_eps": 1e-3,
+    "length_penalty": 1,
+    "max_position_embeddings": 64,
+    "model_type": "bert",
+    "output_past": True,
+    "pad_token_id": 0,
+    "pooler_fc_size": 768,
+    "pooler_type": "first_token_transform",
+    "position_embedding_type": "absolute",
+    "problem_type": None,
+    "pruned_heads": {},
+    "torch_dtype": "float16",
+    "transformers_version": "4.6.1",
+    "type_vocab_size": 3,
+    "use_cache": True,
+    "some_switch_that_is_off": False,
+}
+
+
+def test_fields_are_mapped():
+    config = CONFIG.read(OLD, BertConfig)
+    assert (config.num_layers, config.num_heads, config.hidden_size) == (2, 6, 48)
+    assert (config.dropout, config.attention_dropout, config.norm_eps) == (0.3, 0.2, 1e-3)
+    assert (config.max_positions, config.type_vocab_size, config.hidden_act) == (64, 3, "relu")
+    assert config.id2label == {0: "O", 1: "B-PER", 2: "I-PER"} and config.num_labels == 3
+    assert config.dtype == "float16" and config.architectures == ["BertForTokenClassification"]
+    assert config.extra["directionality"] == "bidi" and config.extra["position_embedding_type"] == "absolute"
+
+
+@pytest.mark.parametrize("values", [OLD, SIZES | {"model_type": "bert"}], ids=["old", "sparse"])
+def test_written_config_loads_equal(values, tmp_path):
+    """transformers builds the same config from what we write as from what we read."""
+    config = CONFIG.read(values, BertConfig)
+    written = CONFIG.write(config, "BertForTokenClassification", "float16")
+    for name, content in (("theirs", values), ("ours", json.loads(json.dumps(written)))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+    theirs, ours = (transformers.AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("theirs", "ours"))
+    for changed in ("architectures", "dtype", "_name_or_path"):
+        theirs.pop(changed, None), ours.pop(changed, None)
+    assert ours == theirs
+    assert CONFIG.read(written, BertConfig) == config.replace(
+        dtype="float16", architectures=["BertForTokenClassification"]
+    )
+
+
+def test_what_transformers_writes_is_understood(tmp_path):
+    for kwargs in ({}, {"num_labels": 5}, {"tie_word_embeddings": False}, {"problem_type": "regression"}):
+        theirs = transformers.BertConfig(**SIZES, **kwargs)
+        theirs.save_pretrained(tmp_path)
+        config = CONFIG.read(json.loads((tmp_path / "config.json").read_text()), BertConfig)
+        assert config.num_labels == theirs.num_labels and config.tie_embeddings == theirs.tie_word_embeddings
+        assert config.problem_type == theirs.problem_type
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG.write(config, "BertModel", "float32")))
+        again = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+        again.pop("architectures"), again.pop("dtype"), again.pop("_name_or_path", None)
+        expected = theirs.to_dict()
+        expected.pop("architectures"), expected.pop("dtype"), expected.pop("_name_or_path", None)
+        assert again == expected
+
+
+@pytest.mark.parametrize(
+    "field, message",
+    [
+        ({"use_rotary": True}, "config field not understood: 'use_rotary' = True"),
+        ({"layer_norm_epsilon": 1e-5}, "not understood: 'layer_norm_epsilon'.*Did you mean 'layer_norm_eps'"),
+        ({"quantization_config": {"bits": 4}}, "not understood: 'quantization_config'"),
+        ({"position_embedding_type": "relative_key"}, "'position_embedding_type': got 'relative_key'.*'absolute'"),
+        ({"is_decoder": True}, "'is_decoder': got True"),
+        ({"pruned_heads": {"1": [0]}}, "'pruned_heads'"),
+        ({"hidden_act": "swish7"}, "hidden_act is 'swish7'"),
+        ({"hidden_size": 49}, "hidden_size is 49, expected a multiple of num_heads"),
+        ({"num_layers": 3}, "'num_layers' is given twice, as 2 and as 3"),
+        ({"model_type": "roberta"}, "got 'roberta', expected 'bert'"),
+    ],
+)
+def test_refused_fields(field, message):
+    with pytest.raises(ValueError, match=message):
+        CONFIG.read({**SIZES, **field}, BertConfig)
+
+
+def test_missing_size():
+    with pytest.raises(ValueError, match="missing field 'vocab_size'"):
+        CONFIG.read({k: v for k, v in SIZES.items() if k != "vocab_size"}, BertConfig)
+
+
+def test_overrides_take_both_spellings():
+    a = CONFIG.read(SIZES, BertConfig, {"num_hidden_layers": 1, "layer_norm_eps": 0.5, "use_cache": False})
+    b = CONFIG.read(SIZES, BertConfig, {"num_layers": 1, "norm_eps": 0.5, "use_cache": False})
+    assert a == b and a.num_layers == 1 and a.norm_eps == 0.5 and a.extra["use_cache"] is False
+    assert CONFIG.read({**SIZES, "dropout": 0.7}, BertConfig).dropout == 0.7  # JSON in our names
+    with pytest.raises(ValueError, match="override not understood: 'num_layer'.*Did you mean 'num_layers'"):
+        CONFIG.read(SIZES, BertConfig, {"num_layer": 1})
+    with pytest.raises(ValueError, match="override 'is_decoder'"):
+        CONFIG.read(SIZES, BertConfig, {"is_decoder": True})
+
+
+def test_labels():
+    named = SIZES | {"id2label": {"0": "a", "1": "b", "2": "c"}}
+    assert CONFIG.read(named, BertConfig, {"num_labels": 3}).id2label == {0: "a", 1: "b", 2: "c"}
+    assert CONFIG.read(named, BertConfig, {"num_labels": 4}).id2label is None
+    assert CONFIG.read(named, BertConfig, {"id2label": ["x", "y"]}).label2id == {"x": 0, "y": 1}
+    assert CONFIG.read(named | {"num_labels": 9}, BertConfig).num_labels == 3  # as transformers: the names decide
+    assert CONFIG.read(SIZES | {"num_labels": 9}, BertConfig).num_labels == 9
+    with pytest.raises(ValueError, match="num_labels is 3 but id2label names 2"):
+        CONFIG.read(SIZES, BertConfig, {"num_labels": 3, "id2label": ["x", "y"]})
+    written = CONFIG.write(CONFIG.read(SIZES, BertConfig, {"num_labels": 3}), "BertModel", "float32")
+    assert written["id2label"] == {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}
+    assert written["label2id"] == {"LABEL_0": 0, "LABEL_1": 1, "LABEL_2": 2} and "num_labels" not in written
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_both_spellings_of_dtype(key):
+    assert CONFIG.read(SIZES | {key: "bfloat16"}, BertConfig).dtype == "bfloat16"
+    both = {"torch_dtype": "float16", "dtype": "bfloat16"}
+    assert CONFIG.read(SIZES | both, BertConfig).dtype == "float16"

@@ -1,0 +1,350 @@
+"""Each rule against the obvious torch expression, whole and in slices of any sharding, there and back bit for bit."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.match import match_names, to_key, unknown_message
+from modelcenter.convert.pieces import prove
+from modelcenter.convert.rules import (
+    ArchMap,
+    Concat,
+    Pad,
+    Part,
+    Rename,
+    Split,
+    Stack,
+    Task,
+    Tied,
+    Transpose,
+    compile_layout,
+    fill,
+    template_regex,
+)
+from modelcenter.convert.stream import export_tensor, fill_targets
+
+CONFIG = SimpleNamespace(heads=5, vocab=37, prompts=8)
+
+
+def arch_of(*rules, **kwargs) -> ArchMap:
+    return ArchMap("toy", "toy.", tuple(rules), {}, {"base": Task("ToyModel", prefix="")}, ConfigMap({}), **kwargs)
+
+
+class Tensors:
+    """A source that keeps its tensors in memory and records what was read."""
+
+    def __init__(self, tensors):
+        self.tensors, self.elements = tensors, 0
+
+    def position(self, name):
+        return "", list(self.tensors).index(name)
+
+    def dtype(self, name):
+        return self.tensors[name].dtype
+
+    def read(self, name, box, out=None):
+        part = self.tensors[name][tuple(slice(low, high) for low, high in box)]
+        self.elements += part.numel()
+        return part.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(part.view(out.shape))
+
+
+QKV = tuple(f"layers.{{i}}.{n}.weight" for n in "qkv")
+QKV_BIAS = tuple(f"layers.{{i}}.{n}.bias" for n in "qkv")
+
+# name: (rules, native shapes, hub tensors -> what the native ones must be)
+CASES = {
+    "rename": (
+        [Rename("h.{i}.ln.*", "layers.{i}.norm.*")],
+        {"layers.0.norm.weight": (6,), "layers.11.norm.bias": (6,)},
+        {"h.0.ln.weight": (6,), "h.11.ln.bias": (6,)},
+        lambda h: {"layers.0.norm.weight": h["h.0.ln.weight"], "layers.11.norm.bias": h["h.11.ln.bias"]},
+    ),
+    "conv1d": (
+        [Transpose("h.{i}.fc.weight", "layers.{i}.up.weight")],
+        {"layers.3.up.weight": (10, 7)},
+        {"h.3.fc.weight": (7, 10)},
+        lambda h: {"layers.3.up.weight": h["h.3.fc.weight"].t()},
+    ),
+    "fused conv1d": (
+        [Split("h.{i}.attn.weight", QKV, transpose=True), Split("h.{i}.attn.bias", QKV_BIAS, transpose=True)],
+        {f"layers.0.{n}.{leaf}": s for n in "qkv" for leaf, s in (("weight", (15, 7)), ("bias", (15,)))},
+        {"h.0.attn.weight": (7, 45), "h.0.attn.bias": (45,)},
+        lambda h: {
+            f"layers.0.{n}.{leaf}": (h[f"h.0.attn.{leaf}"].t() if leaf == "weight" else h[f"h.0.attn.{leaf}"])[
+                15 * j : 15 * j + 15
+            ]
+            for j, n in enumerate("qkv")
+            for leaf in ("weight", "bias")
+        },
+    ),
+    "interleaved": (
+        [Split("h.{i}.qkv.weight", QKV, groups=lambda c: c.heads)],
+        {f"layers.0.{n}.weight": (15, 7) for n in "qkv"},
+        {"h.0.qkv.weight": (45, 7)},
+        lambda h: {
+            f"layers.0.{n}.weight": h["h.0.qkv.weight"].view(5, 3, 3, 7)[:, j].reshape(15, 7)
+            for j, n in enumerate("qkv")
+        },
+    ),
+    "grouped query": (  # two groups of three query heads, one key and one value head, of size 4
+        [Split("h.{i}.qkv.weight", QKV, groups=2)],
+        {"layers.0.q.weight": (24, 7), "layers.0.k.weight": (8, 7), "layers.0.v.weight": (8, 7)},
+        {"h.0.qkv.weight": (40, 7)},
+        lambda h: {
+            "layers.0.q.weight": h["h.0.qkv.weight"].view(2, 5, 4, 7)[:, :3].reshape(24, 7),
+            "layers.0.k.weight": h["h.0.qkv.weight"].view(2, 5, 4, 7)[:, 3].reshape(8, 7),
+            "layers.0.v.weight": h["h.0.qkv.weight"].view(2, 5, 4, 7)[:, 4].reshape(8, 7),
+        },
+    ),
+    "gate up": (
+        [Split("mlp.gate_up.weight", ("gate.weight", "up.weight"), dim=1)],
+        {"gate.weight": (3, 5, 4), "up.weight": (3, 5, 4)},
+        {"mlp.gate_up.weight": (3, 10, 4)},
+        lambda h: {"gate.weight": h["mlp.gate_up.weight"][:, :5], "up.weight": h["mlp.gate_up.weight"][:, 5:]},
+    ),
+    "concat": (
+        [Concat(("words", "prompts"), "embed", (None, lambda c: c.prompts))],
+        {"embed": (45, 6)},
+        {"words": (37, 6), "prompts": (8, 6)},
+        lambda h: {"embed": torch.cat([h["words"], h["prompts"]])},
+    ),
+    "concat columns": (
+        [Concat(("a", "b", "c"), "w", (2, None, 4), dim=1)],
+        {"w": (3, 9)},
+        {"a": (3, 2), "b": (3, 3), "c": (3, 4)},
+        lambda h: {"w": torch.cat([h["a"], h["b"], h["c"]], 1)},
+    ),
+    "experts": (
+        [Stack("layers.{i}.experts.{j}.weight", "layers.{i}.experts.weight")],
+        {"layers.1.experts.weight": (11, 3, 4)},
+        {f"layers.1.experts.{j}.weight": (3, 4) for j in range(11)},
+        lambda h: {"layers.1.experts.weight": torch.stack([h[f"layers.1.experts.{j}.weight"] for j in range(11)])},
+    ),
+    "experts, transposed": (
+        [Stack("e.{j}", "experts", dim=1, transpose=True)],
+        {"experts": (3, 11, 4)},
+        {f"e.{j}": (4, 3) for j in range(11)},
+        lambda h: {"experts": torch.stack([h[f"e.{j}"].t() for j in range(11)], 1)},
+    ),
+    "padded vocabulary": (
+        [Pad("wte", "embed", lambda c: c.vocab)],
+        {"embed": (40, 6)},
+        {"wte": (37, 6)},
+        lambda h: {"embed": torch.cat([h["wte"], torch.zeros(3, 6)])},
+    ),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    rules, natives, hubs, expected = CASES[request.param]
+    layout = compile_layout(arch_of(*rules), "base", CONFIG, natives)
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape) for name, shape in hubs.items()}
+    return arch_of(*rules), layout, tensors, expected(tensors)
+
+
+def load(arch, layout, tensors, boxes, dtype=torch.float32):
+    """Fill one local slice per (native name, box)."""
+    targets = []
+    for name, box in boxes:
+        local = torch.full([high - low for low, high in box], torch.nan, dtype=dtype)
+        targets.append((name, tuple(low for low, _ in box), local))
+    source = Tensors(tensors)
+    fill_targets(layout, match_names(arch, layout, tensors), source, targets)
+    return [local for _, _, local in targets], source.elements
+
+
+def test_whole_tensors(case):
+    arch, layout, tensors, expected = case
+    boxes = [(name, tuple((0, n) for n in shape)) for name, shape in layout.native_shapes.items()]
+    got, read = load(arch, layout, tensors, boxes)
+    for (name, _), local in zip(boxes, got, strict=True):
+        assert torch.equal(local, expected[name]), name
+    assert read == sum(t.numel() for t in tensors.values()), "each element is read once"
+
+
+def test_slices_of_any_sharding(case):
+    """Every dimension over 1 to 4 ranks, uneven, and random boxes; a rank's slices are loaded together."""
+    arch, layout, tensors, expected = case
+    rng = random.Random(0)
+    for world in (1, 2, 3, 4):
+        for dim in range(3):
+            for rank in range(world):
+                boxes = []
+                for name, shape in layout.native_shapes.items():
+                    box = [(0, n) for n in shape]
+                    if dim < len(shape):
+                        step = -(-shape[dim] // world)
+                        box[dim] = (min(rank * step, shape[dim]), min((rank + 1) * step, shape[dim]))
+                    boxes.append((name, tuple(box)))
+                for (name, box), local in zip(boxes, load(arch, layout, tensors, boxes)[0], strict=True):
+                    assert torch.equal(local, expected[name][tuple(slice(*b) for b in box)]), (name, box)
+    for _ in range(30):
+        boxes = [
+            (name, tuple(tuple(sorted(rng.sample(range(n + 1), 2))) for n in shape))
+            for name, shape in layout.native_shapes.items()
+        ]
+        for (name, box), local in zip(boxes, load(arch, layout, tensors, boxes)[0], strict=True):
+            assert torch.equal(local, expected[name][tuple(slice(*b) for b in box)]), (name, box)
+
+
+def test_chunks_do_not_change_the_result(case, monkeypatch):
+    arch, layout, tensors, expected = case
+    monkeypatch.setattr("modelcenter.convert.stream.CHUNK_BYTES", 4 * 9)
+    boxes = [(name, tuple((0, n) for n in shape)) for name, shape in layout.native_shapes.items()]
+    for (name, _), local in zip(boxes, load(arch, layout, tensors, boxes, torch.float64)[0], strict=True):
+        assert torch.equal(local, expected[name].double()), name
+
+
+def test_export_is_the_inverse(case):
+    _, layout, tensors, expected = case
+    for key in layout.shapes:
+        out = export_tensor(layout, key, {name: expected[name] for name in layout.natives(key)})
+        assert out.is_contiguous() and torch.equal(out, tensors[key]), key
+
+
+def test_static_proof(case):
+    _, layout, tensors, _ = case
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    assert layout.shapes == shapes
+    prove(layout.all_pieces(), shapes, layout.native_shapes, layout.pads)
+    pieces = layout.all_pieces()
+    with pytest.raises(ValueError, match="covered 0 times"):
+        prove(pieces[:-1], shapes, layout.native_shapes, layout.pads)
+
+
+def test_half_of_the_rows_reads_half_of_the_file():
+    rules, natives, hubs, _ = CASES["fused conv1d"]
+    arch = arch_of(*rules)
+    layout = compile_layout(arch, "base", CONFIG, {n: (16, *s[1:]) for n, s in natives.items()})
+    tensors = {name: torch.randn(shape) for name, shape in layout.shapes.items()}
+    boxes = [(name, ((8, 16), *((0, n) for n in shape[1:]))) for name, shape in layout.native_shapes.items()]
+    assert 2 * load(arch, layout, tensors, boxes)[1] == sum(t.numel() for t in tensors.values())
+    assert len(hubs) == 2
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_templates():
+    regex = template_regex("h.{i}.attn.{j}.*")
+    assert regex.fullmatch("h.12.attn.0.weight").groupdict() == {"i": "12", "j": "0", "leaf": "weight"}
+    assert not regex.fullmatch("h.x.attn.0.weight") and not regex.fullmatch("h.1.attn.0.a.b")
+    assert not template_regex("a.b").fullmatch("aXb")
+    assert fill("layers.{i}.norm.*", {"i": "3", "leaf": "bias"}) == "layers.3.norm.bias"
+
+
+TOY = ArchMap(
+    "toy",
+    "toy.",
+    (Rename("wte", "embed", aliases=("tok_embed",)), Rename("extra", "extra", optional=True)),
+    {
+        "head": Part((Rename("score.*", "*"),)),
+        "lm": Part(
+            (Rename("lm.bias", "bias"), Tied("lm.weight", to="wte"), Tied("lm.unused", to="wte", compare=False))
+        ),
+    },
+    {
+        "base": Task("ToyModel", prefix=""),
+        "sequence-classification": Task("ToyForSequenceClassification", {"head": "head."}),
+        "causal-lm": Task("ToyForCausalLM", {"lm": "head."}),
+    },
+    ConfigMap({}),
+    ignore=(r"attn\.bias",),
+    legacy=((r"gamma$", "weight"),),
+)
+
+
+def toy_layout(task="base"):
+    head = {"base": {}, "sequence-classification": {"head.weight": (2, 6)}, "causal-lm": {"head.bias": (9,)}}[task]
+    return compile_layout(TOY, task, CONFIG, {"embed": (9, 6), **head})
+
+
+def test_names_are_sorted():
+    layout = toy_layout("sequence-classification")
+    assert layout.written == {"wte": "toy.wte", "score.weight": "score.weight"}
+    found = match_names(TOY, layout, ["toy.tok_embed", "score.gamma", "toy.attn.bias", "lm.bias", "lm.weight", "wat"])
+    assert found.found == {"wte": "toy.tok_embed", "score.weight": "score.gamma"}
+    assert found.skipped == ["lm.bias", "lm.weight"]
+    assert found.ignored == ["toy.attn.bias"] and found.unknown == ["wat"] and found.missing == []
+    assert match_names(TOY, layout, ["wte"]).missing == ["score.weight"]
+    assert to_key(TOY, "toy.wte") == to_key(TOY, "wte") == "wte"
+
+
+def test_twice_the_same_tensor():
+    with pytest.raises(ValueError, match="'wte' and 'toy.wte' of the file mean the same"):
+        match_names(TOY, toy_layout(), ["wte", "toy.wte"])
+
+
+def test_unknown_tensors_name_the_nearest():
+    layout = toy_layout("sequence-classification")
+    found = match_names(TOY, layout, ["toy.wtee", "score.weight"])
+    text = unknown_message(TOY, layout, found, {"toy.wtee": "model.safetensors"})
+    assert "'toy.wtee' in model.safetensors. Did you mean 'wte'?" in text
+
+
+def test_ties():
+    layout = toy_layout("causal-lm")
+    assert match_names(TOY, layout, ["wte", "lm.weight", "lm.bias", "lm.unused"]).compare == [("lm.weight", "wte")]
+    assert match_names(TOY, layout, ["wte", "lm.weight", "lm.bias", "lm.unused"]).ignored == ["lm.unused"]
+    assert match_names(TOY, layout, ["lm.weight", "lm.bias"]).found["wte"] == "lm.weight"  # it stands in
+
+
+def test_a_repetition_must_be_equal():
+    layout = toy_layout("causal-lm")
+    tensors = {"wte": torch.randn(9, 6), "lm.bias": torch.randn(9)}
+    tensors["lm.weight"] = tensors["wte"].clone()
+    tensors["wte"][2, 3] = tensors["lm.weight"][2, 3] = torch.nan
+    found = match_names(TOY, layout, tensors)
+    local = torch.zeros(9, 6)
+    fill_targets(layout, found, Tensors(tensors), [("embed", (0, 0), local)])
+    tensors["lm.weight"][7, 1] += 1
+    with pytest.raises(ValueError, match="'lm.weight' should repeat 'wte'.*tie_embeddings=False"):
+        fill_targets(layout, found, Tensors(tensors), [("embed", (0, 0), local)])
+    # A rank that does not hold the row cannot see it.
+    fill_targets(layout, found, Tensors(tensors), [("embed", (0, 0), torch.zeros(5, 6))])
+
+
+def test_heads_that_share_names_go_by_architectures():
+    arch = ArchMap(
+        "toy",
+        "",
+        (Rename("wte", "embed"),),
+        {"a": Part((Rename("classifier", "weight"),)), "b": Part((Rename("classifier", "weight"),))},
+        {"sequence-classification": Task("A", {"a": "head."}), "token-classification": Task("B", {"b": "head."})},
+        ConfigMap({}),
+    )
+    layout = compile_layout(arch, "sequence-classification", CONFIG, {"embed": (2, 2), "head.weight": (3, 2)})
+    names = ["wte", "classifier"]
+    assert match_names(arch, layout, names, ["A"]).missing == []
+    assert match_names(arch, layout, names, None).missing == []
+    other = match_names(arch, layout, names, ["B"])
+    assert other.missing == ["classifier"] and other.skipped == ["classifier"]
+
+
+@pytest.mark.parametrize(
+    "rules, natives, message",
+    [
+        ([Rename("a", "x")], {"x": (2,), "y": (2,)}, "no rule for the parameters y"),
+        ([Rename("a", "x"), Rename("b", "x")], {"x": (2,)}, "two rules claim the parameter x"),
+        ([Rename("a", "x"), Rename("a", "y")], {"x": (2,), "y": (2,)}, "two rules claim the hub tensor a"),
+        ([Split("a", ("x", "y"))], {"x": (2,)}, "needs the parameter y"),
+        ([Split("a", ("x", "y"), groups=2)], {"x": (3,), "y": (4,)}, "not a multiple of 2 groups"),
+        ([Split("a", ("x", "y"))], {"x": (2, 3), "y": (2, 4)}, "cannot join"),
+        ([Concat(("a", "b"), "x", (3, 4))], {"x": (6,)}, "cannot be cut into 2 parts"),
+        ([Pad("a", "x", 9)], {"x": (6,)}, "fewer than the 9"),
+        ([Rename("a", "x"), Tied("b", to="c")], {"x": (6,)}, "tied to c, which no rule names"),
+    ],
+)
+def test_wrong_rules(rules, natives, message):
+    with pytest.raises(ValueError, match=message):
+        compile_layout(arch_of(*rules), "base", CONFIG, natives)
+
+
+def test_unknown_task():
+    with pytest.raises(ValueError, match="toy has no task 'causal-lm'; it has base"):
+        compile_layout(arch_of(), "causal-lm", CONFIG, {})

@@ -1,0 +1,206 @@
+"""Push and pull against a Hub in memory, from clean processes: huggingface_hub reads its settings when imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hub_stub import READ, WRITE, HubStub
+from safetensors.torch import load_file
+
+import modelcenter as mc
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELUDE = """
+import hashlib, json, sys, warnings
+import modelcenter as mc
+ARGS = json.loads(sys.argv[1])
+def digest(model):
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+def attempt(work):
+    try:
+        return work()
+    except ValueError as error:
+        return "ValueError: " + str(error)
+"""
+
+
+@pytest.fixture
+def hub():
+    with HubStub() as stub:
+        yield stub
+
+
+def run(hub: HubStub, home: Path, code: str, *args, token: str | None = None, **environment: str):
+    """Run code in a process of its own; what it puts into `out` comes back."""
+    text = PRELUDE + code + "\nprint('\\n' + json.dumps(out))"
+    env = hub.environment(home, token, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **environment)
+    command = [sys.executable, "-c", text, json.dumps(args)]
+    done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def digest(model) -> str:
+    import hashlib
+
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+@pytest.fixture
+def home(tmp_path):
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+def test_push_then_load_by_name(hub, saved, home, tmp_path):
+    """To a private repository and back, online, from the cache, and by transformers; the commit is remembered."""
+    path = saved("sequence-classification")
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]))
+    transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(path)
+    address = run(
+        hub,
+        home,
+        """
+model = mc.from_pretrained(ARGS[0])
+out = model.push_to_hub("me/tiny", private=True, card={"license": "mit"}, max_shard_size="30KB")
+out = model.push_to_hub("me/tiny")
+""",
+        str(path),
+        token=WRITE,
+    )
+    commit = hub.repos["me/tiny"].branches["main"]
+    assert address == f"{hub.url}/me/tiny/commit/{commit}" and hub.repos["me/tiny"].private
+    # The second push replaced the shards of the first.
+    assert sorted(hub.files("me/tiny")) == [
+        ".gitattributes",
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    expected = digest(mc.from_pretrained(path))
+    other = tmp_path / "other"
+    other.mkdir()
+    load = """
+import os
+empty = attempt(lambda: mc.from_pretrained("me/tiny", local_files_only=True)) if ARGS[0] else None
+model = mc.from_pretrained("me/tiny")
+again = mc.from_pretrained("me/tiny", local_files_only=True)
+tokens = mc.AutoTokenizer.from_pretrained("me/tiny")("good bad")["input_ids"]
+model.save_pretrained("saved")
+out = [digest(model), digest(again), model.task, model.load_report.source, tokens, sorted(os.listdir("saved")), empty]
+"""
+    answer = [expected, expected, "sequence-classification", f"me/tiny@{commit}", [2, 5, 6, 3]]
+    hub.requests.clear()
+    first = run(hub, other, load, True, token=READ)
+    assert first[:5] == answer and "tokenizer.json" in first[5]
+    assert "not in the cache" in first[6] and "local_files_only" in first[6]
+    assert hub.downloaded().count("model.safetensors") == hub.downloaded().count("config.json") == 1
+    assert set(hub.downloaded()) == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    hub.requests.clear()
+    assert run(hub, other, load, False, HF_HUB_OFFLINE="1")[:5] == answer
+    assert hub.requests == []
+
+
+def test_revisions_and_only_what_is_needed(hub, saved, home):
+    one, two = saved("base", "one", seed=1), saved("base", "two", seed=2, max_shard_size="30KB")
+    (one / "tf_model.h5").write_bytes(b"x")
+    (one / "pytorch_model.bin").write_bytes(b"x")
+    (one / "onnx").mkdir()
+    (one / "onnx/model.onnx").write_bytes(b"x")
+    first = hub.add("me/tiny", one)
+    second = hub.add("me/tiny", two, branch="sharded")
+    hub.add("google-bert/bert-base-uncased", saved("masked-lm"))
+    pickled = saved("base", "pickled", seed=3)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    hub.add("me/pickled", pickled)
+    code = """
+out = {}
+for revision in (None, ARGS[0], "sharded", ARGS[1]):
+    model = mc.from_pretrained("me/tiny", revision=revision)
+    out[str(revision)] = [digest(model), model.load_report.source]
+out["missing"] = attempt(lambda: mc.from_pretrained("me/tiny", revision="nope"))
+out["alias"] = mc.from_pretrained("bert-base-uncased").load_report.repo
+out["pickled"] = digest(mc.from_pretrained("me/pickled"))
+"""
+    out = run(hub, home, code, first, second)
+    a, b = digest(mc.from_pretrained(one)), digest(mc.from_pretrained(two))
+    assert out["None"] == out[first] == [a, f"me/tiny@{first}"]
+    assert out["sharded"] == out[second] == [b, f"me/tiny@{second}"]
+    assert out["missing"] == f"ValueError: {hub.url}/me/tiny has no revision (branch, tag or commit) 'nope'"
+    assert out["alias"] == "google-bert/bert-base-uncased" and out["pickled"] == digest(mc.from_pretrained(pickled))
+    of_tiny = {
+        path.split("/")[-1] for verb, path in hub.requests if verb == "GET" and path.startswith("/me/tiny/resolve")
+    }
+    assert of_tiny == {"config.json", "model.safetensors"} | set(os.listdir(two)), "one format, nothing else"
+
+
+def test_errors(hub, saved, home, tmp_path):
+    """One clear error for each thing that can be wrong with a name, a token or a repository."""
+    path = saved("base")
+    hub.add("me/private", path, private=True)
+    hub.add("me/gated", path, gated=True)
+    hub.add("me/empty", tmp_path / "theirs")
+    files = hub.repos["me/empty"].commits[hub.repos["me/empty"].branches["main"]]
+    data = files.pop("model.safetensors")
+    hub.add("me/evil", path)
+    evil = hub.repos["me/evil"].commits[hub.repos["me/evil"].branches["main"]]
+    evil["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": "../../secret"}}).encode()
+    evil.pop("model.safetensors")
+    hub.add("me/cut", path)
+    hub.repos["me/cut"].commits[hub.repos["me/cut"].branches["main"]]["model.safetensors"] = data[:-5]
+    hub.repos["me/none"] = type(hub.repos["me/cut"])()
+    hub.repos["me/none"].commit({"README.md": b""})
+    code = """
+out = {name: attempt(lambda: digest(mc.from_pretrained(name))) for name in ARGS[0]}
+out["token"] = attempt(lambda: mc.from_pretrained("me/private", token="hf_wrong"))
+out["read"] = attempt(lambda: mc.from_config("tiny/bert").push_to_hub("me/new", token=ARGS[1]))
+out["tokenizer"] = attempt(lambda: mc.AutoTokenizer.from_pretrained("me/missing"))
+"""
+    names = [
+        "me/private",
+        "me/gated",
+        "me/empty",
+        "me/evil",
+        "me/cut",
+        "me/none",
+        "bert-base-uncasd",
+        "a b!",
+        "tiny/bert",
+    ]
+    out = run(hub, home, code, names, READ)
+    for name, *words in (
+        ("me/private", "does not exist or is private", "token=", "HF_TOKEN"),
+        ("me/gated", "is gated", "accept", f"{hub.url}/me/gated"),
+        ("me/empty", "no weights in the repository", "model.safetensors"),
+        ("me/evil", "'../../secret'", "expected the name of a file beside it"),
+        ("me/cut", "truncated", f"expected {len(data)} bytes, the file has {len(data) - 5}"),
+        ("me/none", "no config.json"),
+        ("bert-base-uncasd", "does not exist", "Did you mean 'bert-base-uncased'"),
+        ("a b!", "cannot be a Hub id"),
+        ("tiny/bert", "preset without weights", "modelcenter.from_config('tiny/bert')"),
+        ("token", "me/private", "token"),
+        ("read", "pushing to", "may write there"),
+        ("tokenizer", "no tokenizer could be loaded from me/missing"),
+    ):
+        assert out[name].startswith("ValueError: "), out[name]
+        for word in words:
+            assert word in out[name], (name, out[name])
+    assert "me/new" not in hub.repos
+    assert not [path for path in hub.downloaded() if "secret" in path]
+
+
+def test_without_a_network(hub, home):
+    """Offline with an empty cache, and a Hub that does not answer."""
+    code = "out = attempt(lambda: mc.from_pretrained(ARGS[0]))"
+    offline = run(hub, home, code, "bert-base-cased", HF_HUB_OFFLINE="1")
+    assert "not in the cache" in offline and "while offline" in offline and str(home) in offline
+    dead = run(hub, home, code, "bert-base-casd", HF_ENDPOINT="http://127.0.0.1:9")
+    assert "http://127.0.0.1:9 cannot be reached" in dead and "Did you mean 'bert-base-cased'" in dead

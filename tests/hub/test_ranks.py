@@ -1,0 +1,141 @@
+"""Two ranks against one process: same values, half of the reading each, one complete directory, errors on both."""
+
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import engine
+import modelcenter as mc
+from engine import testing
+
+BODY_BYTES = 4
+
+
+def full_state(model):
+    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with testing.Pool(2) as two:
+        yield two
+
+
+def load_and_describe(path, kwargs):
+    model = mc.from_pretrained(path, **kwargs)
+    held = sum(local.numel() for _, _, local in engine.local_slices(model))
+    state = full_state(model)
+    assert not model.training
+    return model.load_report.bytes_read, held, {n: t.numpy() for n, t in state.items()}, model.load_report.initialised
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_each_rank_reads_and_holds_its_half(prefixed, saved, pool):
+    path = saved("masked-lm" if prefixed else "base")
+    alone = mc.from_pretrained(path)
+    total = sum(t.nbytes for t in load_file(path / "model.safetensors").values())
+    assert alone.load_report.bytes_read == total
+    results = pool.run(load_and_describe, path, {})
+    for read, held, state, _ in results:
+        assert read < 0.55 * total and held * 4 < 0.55 * total
+        for name, tensor in full_state(alone).items():
+            assert torch.equal(torch.from_numpy(state[name]), tensor), name
+    assert sum(read for read, *_ in results) == total
+
+
+def test_initialised_head_is_the_same_on_any_number_of_ranks(saved, pool):
+    path = saved("masked-lm")
+    kwargs = {"task": "sequence-classification", "num_labels": 5, "seed": 11}
+    alone = mc.from_pretrained(path, **kwargs)
+    for _, _, state, initialised in pool.run(load_and_describe, path, kwargs):
+        assert initialised == alone.load_report.initialised
+        for name, tensor in full_state(alone).items():
+            assert torch.equal(torch.from_numpy(state[name]), tensor), name
+
+
+def test_plain_on_every_rank_if_asked(saved, pool):
+    path = saved("base")
+    total = sum(t.nbytes for t in load_file(path / "model.safetensors").values())
+    for read, held, _, _ in pool.run(load_and_describe, path, {"policy": False}):
+        assert read == total == 4 * held
+
+
+def load_and_save(path, target, kwargs, levels):
+    for level in levels:
+        model = mc.from_pretrained(path, policy=engine.Policy(zero_level=level))
+        model.save_pretrained(f"{target}-{level}", **kwargs)
+    return os.path.isdir(f"{target}-{levels[0]}")
+
+
+def test_export_from_two_ranks(saved, tmp_path, pool):
+    path = saved("pretraining")
+    assert all(pool.run(load_and_save, path, tmp_path / "out", {}, (0, 2, 3)))
+    expected = (path / "model.safetensors", load_file(path / "model.safetensors"))[1]
+    mc.from_pretrained(path).save_pretrained(tmp_path / "alone")
+    for level in (0, 2, 3):
+        got = load_file(tmp_path / f"out-{level}" / "model.safetensors")
+        assert got.keys() == expected.keys() and all(torch.equal(got[n], t) for n, t in expected.items())
+        for name in ("model.safetensors", "config.json"):
+            assert (tmp_path / f"out-{level}" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["alone", "out-0", "out-2", "out-3", "theirs"]
+
+
+def test_distributed_from_two_ranks_to_one_and_back(saved, tmp_path, pool):
+    path = saved("token-classification")
+    pool.run(load_and_save, path, tmp_path / "dist", {"format": "distributed"}, (3,))
+    alone = mc.from_pretrained(tmp_path / "dist-3")
+    alone.save_pretrained(tmp_path / "hf")
+    assert (tmp_path / "hf/model.safetensors").read_bytes()
+    a, b = load_file(path / "model.safetensors"), load_file(tmp_path / "hf/model.safetensors")
+    assert a.keys() == b.keys() and all(torch.equal(a[n], t) for n, t in b.items())
+    alone.save_pretrained(tmp_path / "one", format="distributed")
+    for _, _, state, _ in pool.run(load_and_describe, tmp_path / "one", {}):
+        for name, tensor in full_state(alone).items():
+            assert torch.equal(torch.from_numpy(state[name]), tensor), name
+
+
+def failing_save(target, where):
+    model = mc.from_config("tiny/bert")
+    if engine.rank() == 0 and where == "midway":
+        from modelcenter.hub import writer
+
+        kept, count = writer.SafetensorsWriter.write, []
+
+        def write(self, tensor):
+            count.append(1)
+            if len(count) == 5:
+                raise OSError(28, "No space left on device")
+            kept(self, tensor)
+
+        writer.SafetensorsWriter.write = write
+    try:
+        model.save_pretrained(target)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize("where", ["start", "midway"])
+def test_a_failure_on_one_rank_ends_both(where, tmp_path):
+    target = "/proc/nothing/here" if where == "start" else tmp_path / "out"
+    first, second = testing.run(failing_save, 2, target, where)
+    assert first[0] == "ValueError" and str(target) in first[1]
+    assert second is not None and "rank 0 failed" in second[1] and str(target) in second[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def bad_load(path):
+    try:
+        mc.from_pretrained(path)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_a_damaged_file_is_reported_by_every_rank(saved, pool):
+    path = saved("base")
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[:-1])
+    assert all("truncated" in message for message in pool.run(bad_load, path))

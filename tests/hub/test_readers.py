@@ -1,0 +1,293 @@
+"""Files that are damaged, dishonest or hostile: one clear error each, nothing executed; and reads that take no more."""
+
+import json
+import os
+import pickle
+import random
+import struct
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import modelcenter as mc
+from modelcenter.hub.readers import find_weights, open_checkpoint, safetensors_header
+
+
+def header_of(path):
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def write_raw(path, header, data):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file(
+        {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5), "c": torch.tensor(2.5)}, path, {"format": "pt"}
+    )
+    return path
+
+
+def test_header_and_values(file):
+    tensors, metadata = safetensors_header(file)
+    assert metadata == {"format": "pt"}
+    assert {n: (i.shape, i.dtype) for n, i in tensors.items()} == {
+        "a": ((3, 4), torch.float32),
+        "b": ((5,), torch.int64),
+        "c": ((), torch.float32),
+    }
+    with open_checkpoint(file) as source:
+        for name, tensor in load_file(file).items():
+            assert torch.equal(source.read(name), tensor)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 60, -1])
+def test_truncated(file, keep):
+    data = file.read_bytes()
+    file.write_bytes(data[:keep])
+    with pytest.raises(ValueError, match=f"{file}.*{len(data[:keep])}") as error:
+        safetensors_header(file)
+    if keep == -1:
+        assert f"truncated: expected {len(data)} bytes, the file has {len(data) - 1}" in str(error.value)
+
+
+def test_longer_than_its_header(file):
+    file.write_bytes(file.read_bytes() + b"x")
+    with pytest.raises(ValueError, match="longer than its header says"):
+        safetensors_header(file)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda h: h["a"].update(dtype="F7"), "dtype 'F7'"),
+        (lambda h: h["a"].update(dtype=["F32"]), "malformed"),
+        (lambda h: h["a"].update(shape=[3, 5]), "does not fill"),
+        (lambda h: h["a"].update(shape=[-3, -4]), "impossible numbers"),
+        (lambda h: h["a"].update(shape=[3.0, 4]), "impossible numbers"),
+        (lambda h: h["a"].update(shape=3), "malformed"),
+        (lambda h: h["a"].update(shape="34"), "impossible numbers"),
+        (lambda h: h["a"].update(data_offsets=[0, 1 << 62]), "does not fill"),
+        (lambda h: h["a"].update(data_offsets=[48, 0]), "impossible numbers"),
+        (lambda h: h["a"].update(data_offsets=[0]), "malformed"),
+        (lambda h: h["a"].pop("dtype"), "malformed"),
+        (lambda h: h.update(a="x"), "malformed"),
+        (lambda h: h.update(a=None), "malformed"),
+        (lambda h: h.update(d=dict(h["a"])), "starts at byte"),  # two tensors in one place
+        (lambda h: h.pop("a"), "starts at byte|longer"),  # a hole
+        (lambda h: h.update(__metadata__=[]) or h.pop("b"), "starts at byte|longer"),
+    ],
+)
+def test_dishonest_headers(file, change, message):
+    header, data = header_of(file)
+    change(header)
+    write_raw(file, header, data)
+    with pytest.raises(ValueError, match=message) as error:
+        safetensors_header(file)
+    assert str(file) in str(error.value)
+
+
+@pytest.mark.parametrize("header", [b"", b"{", b"[]", b"\xff\xfe", b'{"a":1,"a":2}', b"[" * 100_000, b"NaN"])
+def test_headers_that_do_not_parse(file, header):
+    write_raw(file, header, b"")
+    with pytest.raises(ValueError, match="not a valid safetensors file"):
+        safetensors_header(file)
+
+
+def test_a_huge_header_is_not_read(file):
+    file.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+    with pytest.raises(ValueError, match="claims 1152921504606846976 bytes"):
+        safetensors_header(file)
+
+
+def test_random_damage(file):
+    """Flip bytes of the header: either it still says something consistent, or one clear error."""
+    good, rng = file.read_bytes(), random.Random(0)
+    end = 8 + struct.unpack("<Q", good[:8])[0]
+    for _ in range(300):
+        bad = bytearray(good)
+        for _ in range(rng.randint(1, 3)):
+            bad[rng.randrange(end)] = rng.randrange(256)
+        file.write_bytes(bytes(bad))
+        try:
+            with open_checkpoint(file) as source:
+                for name in source.tensors:
+                    source.read(name)
+        except ValueError as error:
+            assert str(file) in str(error)
+
+
+# -- index -----------------------------------------------------------------------------------------------------------
+
+
+def shards_of(path):
+    index = path / "model.safetensors.index.json"
+    return index, json.loads(index.read_text())
+
+
+def test_missing_shard(saved):
+    path = saved("base", max_shard_size="30KB")
+    os.unlink(path / "model-00002-of-00008.safetensors")
+    with pytest.raises(ValueError, match="lists 8 files, of which 1 are missing: model-00002-of-00008.safetensors"):
+        mc.from_pretrained(path)
+
+
+def test_truncated_shard(saved):
+    path = saved("base", max_shard_size="30KB")
+    shard = path / "model-00003-of-00008.safetensors"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-10])
+    with pytest.raises(
+        ValueError, match=f"{shard}.*truncated: expected {len(data)} bytes, the file has {len(data) - 10}"
+    ):
+        mc.from_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    "entry", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "C:x", "a\\b", None, 3]
+)
+def test_index_entries_stay_in_the_directory(entry, saved):
+    path = saved("base", max_shard_size="30KB")
+    (path.parent / "secret.safetensors").write_bytes((path / "model-00001-of-00008.safetensors").read_bytes())
+    index, values = shards_of(path)
+    name = next(iter(values["weight_map"]))
+    values["weight_map"][name] = entry
+    index.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="expected the name of a file beside it") as error:
+        mc.from_pretrained(path)
+    assert name in str(error.value)
+
+
+def test_index_that_lies(saved):
+    path = saved("base", max_shard_size="30KB")
+    index, values = shards_of(path)
+    values["weight_map"]["embeddings.LayerNorm.bias"] = "model-00006-of-00008.safetensors"
+    index.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="holds tensor 'embeddings.LayerNorm.bias', but it does not"):
+        mc.from_pretrained(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "x", "a": "y"}}'])
+def test_index_that_does_not_parse(text, saved):
+    path = saved("base", max_shard_size="30KB")
+    (path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="is not an index of weight files"):
+        mc.from_pretrained(path)
+
+
+def test_no_weights(saved):
+    path = saved("base")
+    (path / "model.safetensors").rename(path / "tf_model.h5")
+    with pytest.raises(ValueError, match="no weights in .*It holds: config.json, tf_model.h5"):
+        find_weights(path)
+
+
+# -- pickles ---------------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Runs code when unpickled by an unguarded loader."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
+def test_code_in_a_pickle_is_not_run(new, saved, tmp_path):
+    path = saved("base")
+    os.unlink(path / "model.safetensors")
+    torch.save(
+        {"a": torch.ones(2), "b": Bomb(tmp_path / "ran")},
+        path / "pytorch_model.bin",
+        _use_new_zipfile_serialization=new,
+    )
+    with pytest.raises(ValueError, match="pytorch_model.bin cannot be read as weights.*nothing in it is executed"):
+        mc.from_pretrained(path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({"a": 3}, "expected a dictionary of tensors"),
+        ([torch.ones(2)], "holds a list"),
+        ({"state_dict": {"a": 3}}, "expected a dictionary of tensors"),
+        ({}, "expected a dictionary of tensors"),
+        ({1: torch.ones(2)}, "expected a dictionary of tensors"),
+    ],
+)
+def test_pickles_of_other_things(content, message, tmp_path):
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(tmp_path / "pytorch_model.bin")
+
+
+def test_damaged_pickles(tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.randn(100, 100)}, path)
+    data = path.read_bytes()
+    for bad in (data[:-50], data[: len(data) // 2], b"", b"garbage", data[:2000] + bytes(500) + data[2500:-600]):
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match=str(path)):
+            open_checkpoint(path)
+    path.write_bytes(pickle.dumps({"a": 1}, protocol=2))
+    with pytest.raises(ValueError, match=str(path)):
+        open_checkpoint(path)
+
+
+def test_a_compressed_archive_is_not_unpacked(tmp_path):
+    path, packed = tmp_path / "pytorch_model.bin", tmp_path / "packed.bin"
+    torch.save({"a": torch.zeros(1000)}, path)
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
+    with pytest.raises(ValueError, match="is compressed, which torch.save never does"):
+        open_checkpoint(packed)
+
+
+def test_state_dict_inside(tmp_path):
+    torch.save({"state_dict": {"a": torch.ones(2)}}, tmp_path / "pytorch_model.bin")
+    with open_checkpoint(tmp_path / "pytorch_model.bin") as source:
+        assert torch.equal(source.read("a"), torch.ones(2))
+
+
+# -- boxes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gap", [1, 64, 4096])
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "strided"])
+def test_any_box(kind, gap, tmp_path, monkeypatch):
+    """Boxes equal slices, whichever way rows with holes are read."""
+    monkeypatch.setattr("modelcenter.hub.readers._GAP", gap)
+    monkeypatch.setattr("modelcenter.hub.readers._BATCH", 200)
+    tensors = {"m": torch.randn(9, 11).bfloat16(), "t": torch.randn(4, 5, 6), "v": torch.randn(13)}
+    if kind == "safetensors":
+        save_file(tensors, path := tmp_path / "model.safetensors")
+    else:
+        if kind == "strided":
+            tensors = {n: t.permute(*reversed(range(t.dim()))) for n, t in tensors.items()}
+        torch.save(tensors, path := tmp_path / "pytorch_model.bin")
+    rng = random.Random(0)
+    with open_checkpoint(path) as source:
+        for name, tensor in tensors.items():
+            for _ in range(40):
+                box = tuple(tuple(sorted(rng.sample(range(n + 1), 2))) for n in tensor.shape)
+                assert torch.equal(source.read(name, box), tensor[tuple(slice(*b) for b in box)]), (name, box)
+
+
+def test_a_slice_reads_only_itself(tmp_path):
+    save_file({"m": torch.randn(64, 4096)}, path := tmp_path / "model.safetensors")
+    for box, share in (((16, 32), (0, 4096)), 1 / 4), (((0, 64), (1024, 2048)), 1 / 4):
+        with open_checkpoint(path) as source:
+            source.read("m", box)
+            assert source.bytes_read == 64 * 4096 * 4 * share

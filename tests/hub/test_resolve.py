@@ -1,0 +1,85 @@
+"""Names and directories, without a network; and the presets."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import transformers
+
+import modelcenter as mc
+from modelcenter.convert.bert import ARCH, CONFIG
+from modelcenter.hub.resolve import resolve
+from modelcenter.models.bert import Bert, BertConfig
+from modelcenter.registry import list_models, preset, preset_names
+
+
+def test_directories(saved, tmp_path, monkeypatch):
+    path = saved("base")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in (path, str(path), "theirs", "./theirs", "~/theirs", "theirs/"):
+        found = resolve(name)
+        assert found.weights.name == "model.safetensors" and found.repo is None and not found.distributed
+    assert resolve("theirs", weights=False).weights is None
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("./nothing", "no such directory: nothing"),
+        ("{tmp}/their", "no such directory: .*Did you mean '.*/theirs'"),
+        ("a/b/c", "no such directory"),
+        ("{tmp}", "is a directory without config.json, so not a checkpoint. Did you mean '.*/theirs'"),
+        ("{tmp}/theirs/config.json", "is a file; give the directory"),
+        ("tiny/bert", "'tiny/bert' is a preset without weights: modelcenter.from_config"),
+    ],
+)
+def test_wrong_names(name, message, saved, tmp_path):
+    saved("base")
+    with pytest.raises(ValueError, match=message):
+        mc.from_pretrained(name.replace("{tmp}", str(tmp_path)))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
+def test_config_that_does_not_parse(text, saved):
+    path = saved("base")
+    (path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json (cannot be read as JSON|holds a list)"):
+        mc.from_pretrained(path)
+
+
+def test_config_field_is_named_with_its_file(saved, config_of):
+    path = saved("base")
+    config_of(path, rotary_base=10000)
+    with pytest.raises(ValueError, match=f"{path}: config field not understood: 'rotary_base' = 10000"):
+        mc.from_pretrained(path)
+
+
+def test_a_folder_without_a_checkpoint_does_not_hide_a_name(tmp_path, monkeypatch):
+    (tmp_path / "bert-base-cased").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve("bert-base-cased", weights=False).repo == "google-bert/bert-base-cased"
+
+
+@pytest.mark.parametrize("name", [n for n in preset_names() if preset(n)["config"]["model_type"] == "bert"])
+def test_presets(name):
+    """Each has fields that we and transformers understand alike, and the number of parameters that it says."""
+    entry = preset(name)
+    assert entry["confirmed"] and set(entry) == {"hub", "revision", "parameters", "confirmed", "config"}
+    config = CONFIG.read(entry["config"], BertConfig)
+    with torch.device("meta"):
+        ours = Bert(config, "base")
+        theirs = transformers.AutoModel.from_config(transformers.BertConfig.from_dict(dict(entry["config"])))
+    assert sum(p.numel() for p in ours.parameters()) == entry["parameters"]
+    assert sum(p.numel() for p in theirs.parameters()) == entry["parameters"]
+    assert ARCH.declared_task(config.architectures) in ("masked-lm", "base")
+    assert (
+        json.loads(json.dumps(dataclasses.asdict(config)))["model_type" if False else "vocab_size"] == config.vocab_size
+    )
+
+
+def test_names_of_the_bert_family():
+    hubs = {info.name: info.hub for info in list_models() if info.family == "bert"}
+    assert hubs == {name: f"google-bert/{name}" for name in hubs}
+    assert {"bert-base-uncased", "bert-large-cased", "bert-base-chinese", "bert-base-multilingual-cased"} <= set(hubs)

@@ -1,0 +1,309 @@
+"""What save_pretrained writes: files that others read, directories that are whole or absent, texts that validate."""
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+import transformers
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+
+import modelcenter as mc
+from modelcenter.convert.bert import ARCH
+from modelcenter.hub import writer
+from modelcenter.hub.readers import safetensors_header
+from modelcenter.hub.writer import SafetensorsWriter, new_directory, parse_size, plan_files
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture
+def model():
+    return mc.from_config("tiny/bert", "sequence-classification", num_labels=3)
+
+
+@pytest.mark.parametrize("task", ARCH.tasks)
+def test_transformers_loads_it(task, saved, tmp_path):
+    """By the class that architectures names, nothing missing and nothing left over."""
+    saved(task)
+    mc.from_pretrained(tmp_path / "theirs").save_pretrained(tmp_path / "ours")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
+    (name,) = config.architectures
+    loaded, info = getattr(transformers, name).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info.values()), info
+    original = getattr(transformers, name).from_pretrained(tmp_path / "theirs")
+    for (n, a), (_, b) in zip(original.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(a, b), n
+    theirs, ours = original.config.to_dict(), loaded.config.to_dict()
+    assert {k: v for k, v in theirs.items() if k != "_name_or_path"} == {
+        k: v for k, v in ours.items() if k != "_name_or_path"
+    }
+
+
+def test_shards_and_index(saved, tmp_path):
+    mc.from_pretrained(saved("masked-lm")).save_pretrained(tmp_path / "ours", max_shard_size="30KB")
+    index = json.loads((tmp_path / "ours/model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in (tmp_path / "ours").glob("*.safetensors"))
+    count = len(files)
+    assert count > 3 and files == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    merged = {}
+    for file in files:
+        part = load_file(tmp_path / "ours" / file)
+        assert all(index["weight_map"][name] == file for name in part)
+        assert sum(t.nbytes for t in part.values()) <= 30_000
+        merged |= part
+    original = load_file(tmp_path / "theirs/model.safetensors")
+    assert merged.keys() == original.keys() == index["weight_map"].keys()
+    assert all(torch.equal(merged[n], t) for n, t in original.items())
+    assert index["metadata"] == {
+        "total_parameters": sum(t.numel() for t in original.values()),
+        "total_size": sum(t.nbytes for t in original.values()),
+    }
+    assert transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "ours")
+    assert mc.from_pretrained(tmp_path / "ours").task == "masked-lm"
+
+
+def test_header_of_a_file(model, tmp_path):
+    model.save_pretrained(tmp_path / "ours")
+    data = (tmp_path / "ours/model.safetensors").read_bytes()
+    assert struct.unpack("<Q", data[:8])[0] % 8 == 0
+    with safetensors.safe_open(tmp_path / "ours/model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_writer_takes_every_dtype_and_shape(tmp_path):
+    tensors = {
+        "half": torch.randn(3, 5).half(),
+        "scalar": torch.tensor(2.5),
+        "flags": torch.tensor([True, False, True]),
+        "long": torch.arange(4),
+        "empty": torch.empty(0, 3),
+        "brain": torch.randn(7).bfloat16(),
+        "turned": torch.randn(4, 6).t(),
+        'name with "quotes" and ümlaut': torch.ones(1, dtype=torch.float64),
+    }
+    entries = [(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()]
+    (plan,) = plan_files(entries, 10**9)
+    with SafetensorsWriter(tmp_path / plan.name, plan.entries) as out:
+        for name, _, _ in plan.entries:
+            out.write(tensors[name])
+    loaded = load_file(tmp_path / plan.name)
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
+    for name, info in safetensors_header(tmp_path / plan.name)[0].items():
+        assert info.offset % tensors[name].element_size() == 0, name
+
+
+def test_sizes():
+    assert (
+        parse_size("5GB") == 5 * 10**9 and parse_size("1.5 MiB") == 3 * 2**19 and parse_size(7) == parse_size("7") == 7
+    )
+    for bad in ("5 apples", "GB", "-3MB", 0, "", "1.2.3GB"):
+        with pytest.raises(ValueError, match="max_shard_size: got"):
+            parse_size(bad)
+
+
+def test_a_tensor_larger_than_the_limit_has_its_own_file():
+    sizes = [10, 300, 10, 10, 90]
+    plans = plan_files([(str(i), torch.float32, (n,)) for i, n in enumerate(sizes)], 400)
+    assert [[e[0] for e in plan.entries] for plan in plans] == [["0"], ["1"], ["2", "3"], ["4"]]
+
+
+# -- directories -----------------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_checkpoint_is_replaced_and_other_files_stay(model, tmp_path):
+    target = tmp_path / "out"
+    model.save_pretrained(target, max_shard_size="30KB")
+    (target / "pytorch_model-00001-of-00002.bin").write_bytes(b"stale")
+    (target / "tokenizer.json").write_text("stale")
+    (target / "notes.txt").write_text("mine")
+    (target / "runs").mkdir()
+    (target / "runs/log").write_text("mine too")
+    os.chmod(target, 0o750)
+    model.save_pretrained(target)
+    assert sorted(tree(target)) == ["README.md", "config.json", "model.safetensors", "notes.txt", "runs/log"]
+    assert target.stat().st_mode & 0o777 == 0o750
+    assert os.listdir(tmp_path) == ["out"]
+    model.save_pretrained(target, format="distributed")
+    assert not (target / "model.safetensors").exists() and (target / "notes.txt").read_text() == "mine"
+    assert mc.from_pretrained(target).task == "sequence-classification"
+    model.save_pretrained(target)
+    assert not (target / "model").exists() and not (target / "manifest.json").exists()
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_model_is_saved_over_the_files_it_came_from(saved):
+    path = saved("base")
+    before = load_file(path / "model.safetensors")
+    mc.from_pretrained(path).save_pretrained(path)
+    after = load_file(path / "model.safetensors")
+    assert all(torch.equal(after[n], t) for n, t in before.items())
+
+
+class Full(OSError):
+    pass
+
+
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("at", ["write", "rename", "card"])
+def test_a_failure_changes_nothing(at, exists, model, tmp_path, monkeypatch):
+    """A full disk while writing, a rename that fails, an error in between: as before, and no half directory."""
+    target = tmp_path / "out"
+    if exists:
+        mc.from_config("tiny/bert", seed=5).save_pretrained(target)
+        (target / "notes.txt").write_text("mine")
+    before = tree(tmp_path)
+
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    if at == "write":
+        monkeypatch.setattr(writer.SafetensorsWriter, "write", fail)
+    elif at == "rename":
+        rename = Path.rename
+        monkeypatch.setattr(Path, "rename", lambda a, b: fail() if "saving" in a.name else rename(a, b))
+    else:
+        monkeypatch.setattr("modelcenter.hub.save.make_card", fail)
+    with pytest.raises(ValueError, match=f"saving to {target} failed: No space left on device"):
+        model.save_pretrained(target)
+    assert tree(tmp_path) == before and (exists or os.listdir(tmp_path) == [])
+
+
+def test_places_that_cannot_be_written(model, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="it is a file, expected a directory"):
+        model.save_pretrained(tmp_path / "file")
+    with pytest.raises(ValueError, match="cannot save to .*file/below: "):
+        model.save_pretrained(tmp_path / "file" / "below")
+    with pytest.raises(ValueError, match="cannot save to /proc/nothing"):
+        model.save_pretrained("/proc/nothing/here")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is the current directory"):
+        model.save_pretrained(".")
+    assert (tmp_path / "file").read_text() == "x" and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_link_is_followed(model, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    model.save_pretrained(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real/model.safetensors").is_file()
+
+
+def test_a_killed_save_leaves_the_old_one(tmp_path):
+    """The directory under construction is beside the target, never in it."""
+    (tmp_path / "out").mkdir()
+    with pytest.raises(KeyboardInterrupt), new_directory(tmp_path / "out") as scratch:
+        assert scratch.parent == tmp_path and scratch.name.startswith(".out.saving-")
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_wrong_arguments(model, tmp_path):
+    with pytest.raises(ValueError, match="format: got 'gguf', expected hf or distributed"):
+        model.save_pretrained(tmp_path / "x", format="gguf")
+    with pytest.raises(ValueError, match="dtype: a distributed checkpoint holds the parameters as they are"):
+        model.save_pretrained(tmp_path / "x", format="distributed", dtype="bf16")
+    assert not (tmp_path / "x").exists()
+
+
+# -- texts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    return transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))
+
+
+@pytest.mark.parametrize("format", ["hf", "distributed"])
+def test_tokenizer_files(format, saved, tokenizer, tmp_path):
+    """Given, or taken along from where the model was loaded."""
+    path = saved("base")
+    mc.from_pretrained(path).save_pretrained(tmp_path / "a", format=format, tokenizer=tokenizer)
+    mc.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b", format=format)
+    for name in "ab":
+        loaded = mc.AutoTokenizer.from_pretrained(tmp_path / name)
+        assert loaded("good bad")["input_ids"] == tokenizer("good bad")["input_ids"]
+    assert (tmp_path / "b/tokenizer.json").read_bytes() == (tmp_path / "a/tokenizer.json").read_bytes()
+
+
+def test_card(model, tmp_path):
+    details = {
+        "base_model": "google-bert/bert-base-uncased",
+        "language": "en",
+        "license": "apache-2.0",
+        "datasets": ["stanfordnlp/sst2"],
+        "tags": ["sentiment"],
+        "metrics": {"accuracy": 0.91, "f1": 0.9},
+        "dataset_name": "SST-2",
+        "dataset_split": "validation",
+        "text": "## How\n\nWith care.",
+    }
+    model.save_pretrained(tmp_path / "a", card=details)
+    data = ModelCard.load(tmp_path / "a/README.md", ignore_metadata_errors=False).data
+    assert data.library_name == "transformers" and data.pipeline_tag == "text-classification"
+    assert data.base_model == "google-bert/bert-base-uncased" and data.license == "apache-2.0"
+    assert data.tags == ["modelcenter", "bert", "sentiment"] and data.datasets == ["stanfordnlp/sst2"]
+    assert {(r.metric_type, r.metric_value, r.dataset_type, r.dataset_split) for r in data.eval_results} == {
+        ("accuracy", 0.91, "stanfordnlp/sst2", "validation"),
+        ("f1", 0.9, "stanfordnlp/sst2", "validation"),
+    }
+    text = (tmp_path / "a/README.md").read_text()
+    assert "BertForSequenceClassification.from_pretrained" in text and text.rstrip().endswith("With care.")
+    model.save_pretrained(tmp_path / "b", card="# Mine")
+    assert (tmp_path / "b/README.md").read_text() == "# Mine"
+    model.save_pretrained(tmp_path / "c")
+    assert ModelCard.load(tmp_path / "c/README.md").data.pipeline_tag == "text-classification"
+    with pytest.raises(ValueError, match="model card: unknown key 'licence'; known: language, license"):
+        model.save_pretrained(tmp_path / "d", card={"licence": "mit"})
+
+
+# -- distributed checkpoints -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held", ARCH.tasks)
+@pytest.mark.parametrize("wanted", ["base", "masked-lm", "pretraining", "sequence-classification"])
+def test_distributed_across_tasks(held, wanted, saved, tmp_path):
+    """A distributed checkpoint gives a model of any task what an HF directory of the same model gives it."""
+    mc.from_pretrained(saved(held)).save_pretrained(tmp_path / "dist", format="distributed")
+    a = mc.from_pretrained(tmp_path / "theirs", wanted, seed=3)
+    b = mc.from_pretrained(tmp_path / "dist", wanted, seed=3)
+    assert a.load_report.initialised == b.load_report.initialised
+    assert bool(a.load_report.skipped) == bool(b.load_report.skipped)
+    for (name, x), (_, y) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_distributed_dtypes_and_sizes(saved, tmp_path):
+    mc.from_pretrained(saved("sequence-classification", dtype=torch.bfloat16)).save_pretrained(
+        tmp_path / "dist", format="distributed"
+    )
+    assert mc.from_pretrained(tmp_path / "dist").dtype == torch.bfloat16
+    assert mc.from_pretrained(tmp_path / "dist", dtype="fp32").dtype == torch.float32
+    with pytest.raises(ValueError, match="'head.weight' has shape .3, 48., expected .5, 48.") as error:
+        mc.from_pretrained(tmp_path / "dist", num_labels=5)
+    assert "ignore_mismatched_sizes" in str(error.value)
+    model = mc.from_pretrained(tmp_path / "dist", num_labels=5, ignore_mismatched_sizes=True)
+    assert model.load_report.initialised == ["head.weight", "head.bias"] and model.head.weight.shape == (5, 48)
+    with pytest.raises(ValueError, match="'embed.weight' has shape .131, 48., expected .132, 48."):
+        mc.from_pretrained(tmp_path / "dist", vocab_size=132, ignore_mismatched_sizes=True)
+
+
+def test_distributed_without_its_files(saved, tmp_path):
+    mc.from_pretrained(saved("base")).save_pretrained(tmp_path / "dist", format="distributed")
+    (tmp_path / "dist/config.json").rename(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="distributed checkpoint without config.json"):
+        mc.from_pretrained(tmp_path / "dist")
+    (tmp_path / "config.json").rename(tmp_path / "dist/config.json")
+    next((tmp_path / "dist/model").glob("*.distcp")).unlink()
+    with pytest.raises(ValueError, match="incomplete"):
+        mc.from_pretrained(tmp_path / "dist")

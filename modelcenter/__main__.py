@@ -1,0 +1,5 @@
+"""python -m modelcenter VERB"""
+
+from modelcenter.cli import main
+
+main()

@@ -1,0 +1,143 @@
+"""The command line: `modelcenter VERB`. Thin; --help and list import no torch."""
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+from modelcenter._version import __version__
+from modelcenter.registry import nearest
+
+TASKS = {"classification": "finetune_classification"}
+
+
+def _finetune(argv: Sequence[str]) -> None:
+    """TASK [flags]: fine-tune a model; TASK is classification"""
+    shown = ", ".join(TASKS)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: modelcenter finetune TASK [flags]\n\nTASK: {shown}\nfinetune TASK --help lists its flags.")
+        if not argv:
+            raise ValueError(f"finetune: which task? One of {shown}")
+        return
+    if argv[0] not in TASKS:
+        raise ValueError(f"finetune: unknown task {argv[0]!r}.{nearest(argv[0], TASKS)} Tasks: {shown}")
+    _script(TASKS[argv[0]]).main(argv[1:], f"modelcenter finetune {argv[0]}")
+
+
+def _predict(argv: Sequence[str]) -> None:
+    """RUN_OR_CKPT DATA [--output OUT.jsonl]: a JSON line for each row, in order"""
+    from modelcenter.training.config import PredictConfig
+
+    cfg = PredictConfig.from_args(argv, "modelcenter predict", "Label rows with a trained model: a JSON line for each.")
+    from modelcenter.training.predict import run_predict
+
+    run_predict(cfg)
+
+
+def _evaluate(argv: Sequence[str]) -> None:
+    """RUN_OR_CKPT DATA [--json]: loss and metrics of a model on labelled rows"""
+    from modelcenter.training.config import PredictConfig
+
+    about = "Loss and metrics of a trained model on labelled rows; --json prints one JSON object."
+    cfg = PredictConfig.from_args([word for word in argv if word != "--json"], "modelcenter evaluate", about)
+    from modelcenter.training.predict import run_evaluate
+
+    run_evaluate(cfg, "--json" in argv)
+
+
+def _list(argv: Sequence[str]) -> None:
+    """[--json] [--tiny]: models that can be named; --tiny adds the test-sized presets"""
+    if "-h" in argv or "--help" in argv:
+        return print(f"usage: modelcenter list {_list.__doc__}")
+    known = ("--json", "--tiny")
+    wrong = next((word for word in argv if word not in known), None)
+    if wrong is not None:
+        raise ValueError(f"list: unknown argument {wrong!r}.{nearest(wrong, known)} It takes {' and '.join(known)}")
+    from modelcenter.registry import list_models
+
+    models = list_models(tiny="--tiny" in argv)
+    if "--json" in argv:
+        print(json.dumps([vars(info) for info in models], indent=2))
+        return
+    width = max((len(info.name) for info in models), default=4)
+    for info in models:
+        size = "" if info.parameters is None else f"{info.parameters:,}"
+        print(f"{info.name:<{width}}  {info.family:<8} {size:>14}  {info.hub or 'no weights'}")
+
+
+def _compare(argv: Sequence[str]) -> None:
+    """A [B] [--data F]: loss, logits and gradients of two models; B defaults to transformers"""
+    from modelcenter.compare import main
+
+    raise SystemExit(main(list(argv)))
+
+
+VERBS: dict[str, Callable[[Sequence[str]], None]] = {
+    "finetune": _finetune,
+    "predict": _predict,
+    "evaluate": _evaluate,
+    "list": _list,
+    "compare": _compare,
+}
+
+
+def help_text() -> str:
+    """What `modelcenter --help` prints."""
+    lines = [f"modelcenter {__version__}", "", "usage: modelcenter VERB [arguments]", ""]
+    for verb, function in VERBS.items():
+        arguments, _, what = (function.__doc__ or "").partition(": ")
+        lines += [f"  {f'{verb} {arguments}':<56} {what}"]
+    lines += ["", "`modelcenter VERB --help` says more. --traceback shows where an error comes from.", ""]
+    lines += ["With several processes: torchrun --nproc_per_node N -m modelcenter finetune TASK ..."]
+    return "\n".join(lines)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Do what a command line says.
+
+    Raises:
+        ValueError, OSError: the user can mend it.
+    """
+    verb, rest = (argv[0], argv[1:]) if argv else ("help", [])
+    if verb in ("help", "-h", "--help"):
+        if rest and rest[0] in VERBS:
+            return VERBS[rest[0]](["--help"])
+        print(help_text())
+    elif verb == "--version":
+        print(__version__)
+    elif verb in VERBS:
+        VERBS[verb](rest)
+    else:
+        raise ValueError(f"unknown verb {verb!r}.{nearest(verb, VERBS)} Verbs: {', '.join(VERBS)}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console script."""
+    from modelcenter.training.errors import user_errors
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    with user_errors(traceback="--traceback" in words):
+        run([word for word in words if word != "--traceback"])
+
+
+def _script(name: str) -> ModuleType:
+    """A module of scripts/: inside the package once installed, beside it in a checkout."""
+    full = f"modelcenter.scripts.{name}"
+    try:
+        return importlib.import_module(full)
+    except ModuleNotFoundError as error:
+        if error.name not in ("modelcenter.scripts", full):
+            raise
+    from modelcenter._paths import scripts_dir
+
+    spec = importlib.util.spec_from_file_location(full, scripts_dir() / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Which column is the text, which the second text, which the label: given by name, or found."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from modelcenter.data.readers import ID_NAMES, LABEL_NAMES, TEXT_NAMES, TEXT_PAIRS, Table
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns by role."""
+
+    text: str
+    text_pair: str | None = None
+    label: str | None = None
+
+
+def find_columns(
+    table: Table,
+    text: str | None = None,
+    text_pair: str | None = None,
+    label: str | None = None,
+    *,
+    labelled: bool = True,
+) -> Columns:
+    """Check the columns given and find the others: by their usual names, else by what they hold.
+
+    The label is the column with few distinct values, the text the one with the longest strings. Where two would do, an
+    error asks.
+    labelled: a label column is needed; otherwise it stays None unless given.
+    Raises ValueError if a given column is not there, or one that is needed cannot be told.
+    """
+    for role, name in (("text_column", text), ("text_pair_column", text_pair), ("label_column", label)):
+        if name is not None and name not in table.columns:
+            near = difflib.get_close_matches(name, table.columns, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{role}: {table.name} has no column {name!r}, it has {_names(table)}{hint}")
+    given = [name for name in (text, text_pair, label) if name is not None]
+    if len(set(given)) < len(given):
+        raise ValueError(f"columns: one column has two roles (text {text!r}, text_pair {text_pair!r}, label {label!r})")
+    if label is None and labelled:
+        label = _find_label(table, {text, text_pair})
+    if text is None:
+        text, found_pair = _find_text(table, {text_pair, label})
+        text_pair = text_pair or found_pair
+    return Columns(text, text_pair, label)
+
+
+def _names(table: Table) -> str:
+    return ", ".join(map(repr, table.columns))
+
+
+def _by_name(table: Table, names: tuple[str, ...], taken: set[str | None]) -> str | None:
+    lower = {name.lower(): name for name in reversed(table.columns) if name not in taken}
+    return next((lower[name] for name in names if name in lower), None)
+
+
+def _find_label(table: Table, taken: set[str | None]) -> str:
+    named = _by_name(table, LABEL_NAMES, taken)
+    if named is not None:
+        return named
+    few = max(2, min(200, len(table) // 10))
+    distinct = {name: _distinct(values, few) for name, values in table.columns.items() if name not in taken}
+    candidates = {name: k for name, k in distinct.items() if 2 <= k <= few}
+    if len(candidates) == 1:
+        return next(iter(candidates))
+    why = (
+        "several columns have few distinct values: " + ", ".join(f"{name!r} ({k})" for name, k in candidates.items())
+        if candidates
+        else f"no column is called a label or has between 2 and {few} distinct values; the columns are {_names(table)}"
+    )
+    raise ValueError(f"label_column: which column of {table.name} is the label? {why}. Give label_column")
+
+
+def _distinct(values: list[Any], limit: int) -> int:
+    """Number of distinct values, or more than `limit`; 0 for columns that cannot be a label."""
+    seen = set()
+    for value in values:
+        if isinstance(value, (list, dict)):
+            return 0
+        seen.add(value)
+        if len(seen) > limit + 2:  # None and "" may be among them
+            return len(seen)
+    return len(seen - {None, ""})
+
+
+def _find_text(table: Table, taken: set[str | None]) -> tuple[str, str | None]:
+    lower = {name.lower(): name for name in table.columns if name not in taken}
+    for first, second in TEXT_PAIRS:
+        if first in lower and second in lower:
+            return lower[first], lower[second]
+    named = _by_name(table, TEXT_NAMES, taken)
+    if named is not None:
+        return named, None
+    lengths = {
+        name: sum(map(len, strings)) / len(strings)
+        for name, values in table.columns.items()
+        if name not in taken and name.lower() not in ID_NAMES
+        if (strings := [v for v in values[:1000] if v is not None]) and all(isinstance(v, str) for v in strings)
+    }
+    longest = sorted(lengths, key=lambda name: -lengths[name])
+    if not longest:
+        raise ValueError(f"text_column: {table.name} has no column of texts; the columns are {_names(table)}")
+    if len(longest) > 1 and lengths[longest[0]] < 3 * lengths[longest[1]]:
+        shown = ", ".join(f"{name!r} ({lengths[name]:.0f} characters on average)" for name in longest)
+        raise ValueError(
+            f"text_column: which column of {table.name} is the text? It could be {shown}. "
+            f"Give text_column (and text_pair_column)"
+        )
+    return longest[0], None

@@ -1,0 +1,385 @@
+"""Files of rows: json, jsonl, csv, tsv, parquet and txt, read into columns with the place every row came from.
+
+Plain readers of the standard library: importing `datasets` costs seconds, and its readers lose the line numbers that an
+error needs.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import itertools
+import json
+import re
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Names that say "this is a header" and, in roles.py, what a column is for. Lower case.
+LABEL_NAMES = (
+    "label",
+    "labels",
+    "gold_label",
+    "class",
+    "category",
+    "sentiment",
+    "target",
+    "intent",
+    "score",
+    "rating",
+    "stars",
+    "y",
+)
+TEXT_NAMES = (
+    "text",
+    "sentence",
+    "content",
+    "review",
+    "document",
+    "comment",
+    "utterance",
+    "question",
+    "body",
+    "passage",
+    "sms",
+    "tweet",
+)
+TEXT_PAIRS = (
+    ("text", "text_pair"),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("text_a", "text_b"),
+    ("text1", "text2"),
+    ("sentence_a", "sentence_b"),
+    ("question", "sentence"),
+    ("question", "passage"),
+    ("query", "document"),
+)
+ID_NAMES = ("id", "idx", "index", "guid", "uid")
+_HEADER_WORDS = frozenset((*LABEL_NAMES, *TEXT_NAMES, *itertools.chain.from_iterable(TEXT_PAIRS), *ID_NAMES))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One file (or Hub split) behind a table: `rows` rows, row i at line `lines[i]` where the format has lines."""
+
+    path: str
+    rows: int
+    sha256: str
+    lines: Sequence[int] | None = None
+
+
+@dataclass
+class Table:
+    """Rows as named columns of equal length, and where each row came from.
+
+    columns: name -> list of `len(self)` values (str, int, float, bool, list or None).
+    classes: class names of the integer columns for which the source tells them (Hub ClassLabel features).
+    """
+
+    columns: dict[str, list[Any]]
+    origins: list[Origin]
+    classes: dict[str, list[str]] = field(default_factory=dict)
+    index: np.ndarray | None = None  # row of this table -> row of the origins laid end to end; None: the same
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()))) if self.columns else 0
+
+    @property
+    def name(self) -> str:
+        """How messages call the table: its file, or the first of them."""
+        more = f" and {len(self.origins) - 1} more" if len(self.origins) > 1 else ""
+        return f"{self.origins[0].path}{more}" if self.origins else "the data"
+
+    def where(self, row: int) -> str:
+        """The file and line of a row: "train.tsv, line 12"."""
+        row = int(row if self.index is None else self.index[row])
+        starts = list(itertools.accumulate((o.rows for o in self.origins), initial=0))
+        place = bisect_right(starts, row) - 1
+        origin, row = self.origins[place], row - starts[place]
+        return f"{origin.path}, row {row + 1}" if origin.lines is None else f"{origin.path}, line {origin.lines[row]}"
+
+    def take(self, rows: np.ndarray) -> Table:
+        """The table of the given rows, in that order."""
+        columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
+        return Table(columns, self.origins, self.classes, rows if self.index is None else self.index[rows])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a run's summary keeps about its data: rows, and the SHA-256 of each file."""
+        return {"rows": len(self), "sha256": {origin.path: origin.sha256 for origin in self.origins}}
+
+
+def concatenate(tables: list[Table]) -> Table:
+    """One table of all rows; a column that some table lacks holds None there."""
+    if len(tables) == 1:
+        return tables[0]
+    names = dict.fromkeys(name for table in tables for name in table.columns)
+    columns = {n: [v for t in tables for v in (t.columns[n] if n in t.columns else [None] * len(t))] for n in names}
+    classes = {name: values for table in tables for name, values in table.classes.items()}
+    return Table(columns, [origin for table in tables for origin in table.origins], classes)
+
+
+def read_file(path: Path) -> Table:
+    """Read one file by its suffix.
+
+    Raises ValueError: suffix not known, text not UTF-8, a malformed line (with file and line), a file without rows.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in READERS:
+        raise ValueError(f"{path}: data files end in {', '.join(READERS)}, not in {path.suffix or 'nothing'!r}")
+    raw = path.read_bytes()
+    columns, lines, classes = READERS[suffix](path, raw)
+    rows = len(next(iter(columns.values()))) if columns else 0
+    if not rows:
+        raise ValueError(f"{path}: the file holds no rows")
+    return Table(columns, [Origin(str(path), rows, hashlib.sha256(raw).hexdigest(), lines)], classes)
+
+
+_Parsed = tuple[dict[str, list[Any]], Sequence[int] | None, dict[str, list[str]]]
+
+
+def _decode(path: Path, raw: bytes) -> str:
+    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return raw.decode("utf-16")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        bad = _undecodable(raw.split(b"\n"))
+        line, byte = raw.count(b"\n", 0, error.start) + 1, raw[error.start]
+        utf8 = any(not piece.isascii() for i, piece in enumerate(raw.split(b"\n")) if i not in bad)
+        fix = (
+            "other lines are UTF-8, so the file mixes encodings: convert these lines to UTF-8"
+            if utf8
+            else f"convert the file, e.g. `iconv -f {_guess(raw)} -t UTF-8`"
+        )
+        raise ValueError(
+            f"{path}, line {line}: not UTF-8 (byte 0x{byte:02x}; {len(bad)} of {raw.count(10) + 1} lines); {fix}"
+        ) from None
+
+
+def _undecodable(lines: list[bytes]) -> set[int]:
+    bad = set()
+    for i, line in enumerate(lines):
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError:
+            bad.add(i)
+    return bad
+
+
+def _guess(raw: bytes) -> str:
+    try:
+        raw.decode("gb18030")
+    except UnicodeDecodeError:
+        return "LATIN1"
+    # Chinese two-byte text has nearly all its high bytes in pairs; accented Latin letters stand alone.
+    pairs = len(re.findall(rb"[\x81-\xfe]{2}", raw))
+    return "GB18030" if 4 * pairs > len(re.findall(rb"[\x80-\xff]", raw)) else "LATIN1"
+
+
+# ---------------------------------------------------------------------------------------------------------------- json
+def _read_json(path: Path, raw: bytes) -> _Parsed:
+    """JSON lines, an array of objects, {column: [values]}, or an object with one list of objects ({"data": [...]})."""
+    text = _decode(path, raw)
+    if text.lstrip()[:1] == "[":
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}, line {error.lineno}: not valid JSON ({error.msg}, column {error.colno})"
+            ) from None
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"{path}: expected one JSON object a line, or an array of objects")
+        return _columns(rows), None, {}
+    lines: Sequence[int] | None = None
+    try:
+        columns, lines, _ = _json_lines(path, text)
+    except ValueError as error:
+        try:
+            whole = json.loads(text)  # one object over many lines
+        except ValueError:
+            raise error from None
+    else:
+        if lines is None or len(lines) != 1:
+            return columns, lines, {}
+        whole = {name: values[0] for name, values in columns.items()}
+    lists = [value for value in whole.values() if isinstance(value, list)]
+    tables = [value for value in lists if value and all(isinstance(row, dict) for row in value)]
+    if len(tables) == 1:
+        return _columns(tables[0]), None, {}
+    if lists and len(lists) == len(whole) and len({len(value) for value in lists}) == 1:
+        return whole, None, {}
+    return {name: [value] for name, value in whole.items()}, lines, {}
+
+
+def _json_lines(path: Path, text: str) -> _Parsed:
+    rows, numbers = [], []
+    # Not splitlines(): JSON strings may hold U+2028 and its like unescaped.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line or line.isspace():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            shown = line.strip() if len(line) < 80 else line.strip()[:77] + "..."
+            raise ValueError(
+                f"{path}, line {number}: not valid JSON ({error.msg}, column {error.colno}): {shown}"
+            ) from None
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{path}, line {number}: got {line.strip()[:60]}, "
+                'expected a JSON object such as {"text": ..., "label": ...}'
+            )
+        rows.append(row)
+        numbers.append(number)
+    return _columns(rows), numbers, {}
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(itertools.chain.from_iterable(rows))
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+# ------------------------------------------------------------------------------------------------------------ csv, tsv
+def _read_csv(path: Path, raw: bytes) -> _Parsed:
+    text = _decode(path, raw)
+    first = text.split("\n", 1)[0]
+    delimiter = max((",", ";", "\t"), key=lambda d: (first.count(d) > 0, d == ",", first.count(d)))
+    return _with_header(path, *_quoted_rows(path, text, delimiter))
+
+
+def _read_tsv(path: Path, raw: bytes) -> _Parsed:
+    """Tab-separated rows, one a line. A quote is a character like any other unless the file plainly quotes as CSV does.
+
+    Corpora such as SST-2 hold stray quotes; a CSV reader takes them for the start of a field and merges rows.
+    """
+    text = _decode(path, raw)
+    rows, numbers = [], []
+    for number, line in enumerate(text.split("\n"), 1):
+        line = line.rstrip("\r")
+        if line and not line.isspace():
+            rows.append(line.split("\t"))
+            numbers.append(number)
+    quoted = [value for row in rows for value in row if value[:1] == '"']
+    whole = [v[1:-1] for v in quoted if len(v) > 1 and v[-1] == '"' and '"' not in v[1:-1].replace('""', "")]
+    ragged = len({len(row) for row in rows}) > 1
+    plainly = len(whole) == len(quoted) and (any('""' in v for v in whole) or len(quoted) == sum(map(len, rows)))
+    if quoted and (ragged or plainly):
+        try:
+            as_csv = _quoted_rows(path, text, "\t")
+        except ValueError:
+            as_csv = None
+        if as_csv is not None and len({len(row) for row in as_csv[0]}) == 1:
+            rows, numbers = as_csv
+    return _with_header(path, rows, numbers)
+
+
+def _quoted_rows(path: Path, text: str, delimiter: str) -> tuple[list[list[str]], list[int]]:
+    rows, numbers, start = [], [], 1
+    limit = csv.field_size_limit(sys.maxsize)  # the default of 128 kB refuses long documents
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        for row in reader:
+            if any(row):
+                rows.append(row)
+                numbers.append(start)
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(
+            f'{path}, line {start}: a quoted field is not closed properly ({error}); inside quotes write " as ""'
+        ) from None
+    finally:
+        csv.field_size_limit(limit)
+    return rows, numbers
+
+
+def _with_header(path: Path, rows: list[list[str]], numbers: list[int]) -> _Parsed:
+    if not rows:
+        return {}, numbers, {}
+    width = len(rows[0])
+    for row, number in zip(rows, numbers, strict=True):
+        if len(row) != width:
+            raise ValueError(
+                f"{path}, line {number}: {len(row)} fields where the first line has {width}"
+                f" (a separator inside a text needs quotes in csv, and may not occur in tsv)"
+            )
+    if _is_header(rows):
+        header, rows, numbers = [name.strip() for name in rows[0]], rows[1:], numbers[1:]
+        twice = {name for name in header if header.count(name) > 1}
+        if twice:
+            raise ValueError(f"{path}, line 1: the header names {', '.join(map(repr, sorted(twice)))} twice")
+    else:
+        header = [str(i) for i in range(width)]
+    return {name: list(values) for name, values in zip(header, zip(*rows, strict=True), strict=False)}, numbers, {}
+
+
+def _is_header(rows: list[list[str]]) -> bool:
+    """Whether the first row names the columns: short unlike names, none of which is a value further down."""
+    first = [name.strip() for name in rows[0]]
+    if not all(first) or any(_is_number(name) for name in first):
+        return False
+    known = [name.lower() in _HEADER_WORDS for name in first]
+    if len(set(first)) < len(first):
+        return all(known)
+    later = rows[1:1001]
+    if any(row[i].strip() == name for row in later for i, name in enumerate(first)):
+        return False
+    if any(known):
+        return True
+    # One column: only a known name is a header, else the first text of a list would be lost.
+    return len(first) > 1 and all(
+        len(name) <= 40 and re.fullmatch(r"\w[\w.#()/-]*( [\w.#()/-]+){0,2}", name) for name in first
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------- parquet, text
+def _read_parquet(path: Path, raw: bytes) -> _Parsed:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(f"{path}: reading parquet needs pyarrow (pip install pyarrow)") from None
+    try:
+        table = pyarrow.parquet.read_table(io.BytesIO(raw))
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: not a parquet file, or a truncated one ({error})") from None
+    about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    inner = {name: spec.get("feature", spec) for name, spec in about.items() if isinstance(spec, dict)}
+    classes = {name: spec["names"] for name, spec in inner.items() if isinstance(spec, dict) and spec.get("names")}
+    return table.to_pydict(), None, classes
+
+
+def _read_txt(path: Path, raw: bytes) -> _Parsed:
+    lines = [(i, line.rstrip("\r")) for i, line in enumerate(_decode(path, raw).split("\n"), 1)]
+    kept = [(i, line) for i, line in lines if line and not line.isspace()]
+    return {"text": [line for _, line in kept]}, [i for i, _ in kept], {}
+
+
+READERS: dict[str, Callable[[Path, bytes], _Parsed]] = {
+    ".json": _read_json,
+    ".jsonl": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+    ".parquet": _read_parquet,
+    ".txt": _read_txt,
+}
+
+
+def read_files(paths: Iterable[Path]) -> Table:
+    """All rows of several files as one table (see `read_file`)."""
+    return concatenate([read_file(path) for path in paths])

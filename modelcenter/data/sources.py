@@ -1,0 +1,145 @@
+"""Where rows come from: files, directories and patterns of files, or a data set of the Hugging Face Hub, each with its
+splits."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from modelcenter.data.readers import READERS, Origin, Table, read_files
+
+SPLITS = {
+    "train": "train", "training": "train",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation", "eval": "validation",
+    "test": "test", "testing": "test",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set that is found but not yet read: its splits, and how to read one."""
+
+    name: str
+    splits: tuple[str, ...]
+    _read: Callable[[str], Table]
+
+    def read(self, split: str) -> Table:
+        """Read one split. Raises ValueError if there is no such split, or for what `read_file` raises."""
+        canonical = split if split in self.splits else SPLITS.get(split.lower(), split)
+        base = canonical.split("[", 1)[0]  # the Hub's slices, such as train[:1000], are the Hub library's to read
+        if base not in self.splits:
+            raise ValueError(f"{self.name} has no split {split!r}; its splits: {', '.join(self.splits)}")
+        return self._read(canonical)
+
+
+def find(data: str | Sequence[str], config: str | None = None) -> Source:
+    """Resolve a data argument to its source.
+
+    data: one or more files, directories or patterns, or the name of a Hub data set; config: the Hub data set's
+    configuration.
+    A directory with files (or folders) called train*, dev*/validation*, test* has these splits; anything else is one
+    split, "train".
+    Raises ValueError if nothing is there.
+    """
+    specs = [data] if isinstance(data, str) else list(data)
+    if len(specs) == 1 and _is_hub_name(specs[0]):
+        return _hub(specs[0], config)
+    if config is not None:
+        raise ValueError(f"data_config {config!r} is for Hub data sets, but {' '.join(specs)} is local")
+    splits: dict[str, list[Path]] = {}
+    for spec in specs:
+        found = _local(spec)
+        for split, paths in found.items() if len(specs) == 1 else [("train", sum(found.values(), []))]:
+            splits.setdefault(split, []).extend(paths)
+    return Source(" ".join(specs), tuple(splits), lambda split: read_files(splits[split]))
+
+
+def hold_out(table: Table, fraction: float, seed: int) -> tuple[Table, Table]:
+    """Split rows into (train, evaluation), a pure function of the seed; both keep the order of the rows."""
+    rows = np.random.default_rng([seed, 0x5EED]).permutation(len(table))
+    count = round(fraction * len(table))
+    if not 0 < count < len(table):
+        raise ValueError(
+            f"eval_fraction: got {fraction}, which is {count} of {len(table)} rows, expected some rows on each side"
+        )
+    return table.take(np.sort(rows[count:])), table.take(np.sort(rows[:count]))
+
+
+def _is_hub_name(spec: str) -> bool:
+    path = Path(spec).expanduser()
+    local = path.exists() or glob.has_magic(spec) or spec[:1] in "./~" or path.suffix.lower() in READERS or "\\" in spec
+    return not local and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", spec) is not None
+
+
+def _local(spec: str) -> dict[str, list[Path]]:
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return {"train": [path]}
+    if path.is_dir():
+        return _directory(path)
+    if glob.has_magic(spec):
+        paths = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if Path(p).is_file()]
+        if not paths:
+            raise ValueError(f"{spec}: no file matches this pattern")
+        return {"train": paths}
+    there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, there, 1)
+    hint = (
+        f"; did you mean {path.parent / near[0]}?"
+        if near
+        else ""
+        if path.parent.is_dir()
+        else f" ({path.parent} does not exist)"
+    )
+    raise ValueError(f"{spec}: no such file or directory{hint}")
+
+
+def _directory(path: Path) -> dict[str, list[Path]]:
+    """{split: files}. Files and sub-folders whose names say no split are left out where others do."""
+    files = sorted(
+        p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in READERS and not p.name.startswith(".")
+    )
+    if not files:
+        raise ValueError(f"{path}: the directory holds no {', '.join(READERS)} files")
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        words = re.split(r"[^a-z]+", str(file.relative_to(path).with_suffix("")).lower())
+        split = next((SPLITS[word] for word in words if word in SPLITS), None)
+        if split is not None:
+            splits.setdefault(split, []).append(file)
+    return splits or {"train": files}
+
+
+def _hub(name: str, config: str | None) -> Source:
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"{name}: no such file or directory; reading it from the Hub needs `pip install datasets`"
+        ) from None
+    try:
+        splits = tuple(datasets.get_dataset_split_names(name, config))
+    except Exception as error:  # the library raises some twenty kinds of error here, of several packages
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"{name}: neither a file or directory here nor a data set that the Hub gives: {reason}"
+        ) from error
+
+    def read(split: str) -> Table:
+        rows: Any = datasets.load_dataset(name, config, split=split)
+        # A column of lists of classes is a feature around a feature.
+        inner = {column: getattr(feature, "feature", feature) for column, feature in rows.features.items()}
+        classes = {column: list(f.names) for column, f in inner.items() if isinstance(f, datasets.ClassLabel)}
+        if not len(rows):
+            raise ValueError(f"{name}, split {split}: the data set holds no rows")
+        origin = Origin(f"{name}{'/' + config if config else ''}:{split}", len(rows), rows._fingerprint)
+        return Table(rows.to_dict(), [origin], classes)
+
+    return Source(name, splits, read)

@@ -1,0 +1,22 @@
+"""Training: flags, tasks, the one loop. Names are imported on first use, so that flags and --help need no torch."""
+
+import importlib
+from typing import Any
+
+_PUBLIC = {
+    "accumulate": "modelcenter.training.accumulation",
+    "evaluate": "modelcenter.training.evaluation",
+    "train": "modelcenter.training.loop",
+    "TrainConfig": "modelcenter.training.config",
+    "ClassificationConfig": "modelcenter.training.config",
+    "Classification": "modelcenter.training.tasks",
+}
+
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'modelcenter.training' has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    return value

@@ -1,0 +1,76 @@
+"""Evaluation and prediction: every row once, exact numbers on any number of ranks."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import engine
+from modelcenter.models.base import Model
+from modelcenter.models.outputs import ModelOutput
+from modelcenter.training.accumulation import Batch, to_device
+from modelcenter.training.metrics import Metrics, sum_over_ranks
+
+
+def evaluate(model: Model, batches: Sequence[Batch], metrics: Metrics | None = None) -> dict[str, float | None]:
+    """The loss over all labelled items of all ranks, and the metrics of all rows. Collective.
+
+    Args:
+        model: a model of ours, plain or sharded; it is left in the mode (train or eval) it was in.
+        batches: this rank's, with labels; read twice, the first time to count labels. Ranks may have different numbers.
+        metrics: fed with the logits and labels of every batch.
+
+    Returns:
+        {"loss": mean over the items (a sum of means, for a loss of several terms), **metrics.result()}.
+    """
+    terms = sorted(model.loss_counts(model.empty_batch()))
+    own = [[model.loss_counts(batch)[term] for term in terms] for batch in batches]
+    counts = sum_over_ranks(torch.tensor([[0] * len(terms), *own]).sum(0))
+    totals = {term: max(1, n) for term, n in zip(terms, counts.tolist(), strict=True)}
+    total = torch.zeros((), dtype=torch.float64, device=model.device)
+    for batch, out in _outputs(model, batches, totals):
+        if batch is not None:
+            total += out.loss.double()
+            if metrics is not None:
+                metrics.update(out.logits, batch["labels"])
+    result: dict[str, float | None] = {"loss": sum_over_ranks(total).item()}
+    return {**result, **(metrics.result() if metrics is not None else {})}
+
+
+def logits_of(model: Model, batches: Sequence[Batch], places: Sequence[Tensor], rows: int, width: int) -> Tensor:
+    """Logits of all rows of all ranks, in the order of the rows, on every rank. Collective.
+
+    Args:
+        batches: this rank's; places: the row numbers of each. rows, width: shape of what is returned.
+
+    Returns:
+        (rows, width) fp32 on the host.
+    """
+    result = torch.zeros(rows, width)
+    for turn, (batch, out) in enumerate(_outputs(model, batches, None)):
+        if batch is not None:
+            result[places[turn]] = out.logits.float().cpu()
+    return sum_over_ranks(result)  # a row is zero on all ranks but one, so the sum is exact
+
+
+@torch.no_grad()
+def _outputs(
+    model: Model, batches: Sequence[Batch], totals: dict[str, int] | None
+) -> Iterator[tuple[Batch | None, ModelOutput]]:
+    """(batch on the device, output) of each batch, in eval mode; (None, ...) where only other ranks have a batch
+    left."""
+    rounds = torch.tensor(len(batches), device=engine.device())
+    if engine.world_size() > 1:
+        dist.all_reduce(rounds, op=dist.ReduceOp.MAX)
+    was_training = model.training
+    model.eval()
+    try:
+        for turn in range(int(rounds)):
+            mine = turn < len(batches)
+            batch = to_device(batches[turn] if mine else model.empty_batch(), model.device)
+            if totals is None:
+                batch.pop("labels", None)
+            yield (batch if mine else None), model(**batch, loss_counts=totals)
+    finally:
+        model.train(was_training)

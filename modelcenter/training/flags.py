@@ -1,0 +1,290 @@
+"""Flags as a dataclass: its command line, its YAML file, checked types, aliases, and an answer to a misspelt name.
+
+No argparse namespace reaches the code: a subclass of Flags declares fields with `flag`, and an instance is always whole
+and checked. Imports no torch.
+"""
+
+import argparse
+import dataclasses
+import functools
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from modelcenter.registry import nearest
+
+# Other programs' flags whose values, too, are not ours: flag -> (our flag, {its value: ours; None: says nothing new}).
+_TRANSLATED: dict[str, tuple[str, dict[Any, Any]]] = {
+    "bf16": ("precision", {True: "bf16", False: "fp32"}),
+    "eval_strategy": ("eval_every", {"epoch": "epoch", "no": "never", "steps": None}),
+    "evaluation_strategy": ("eval_every", {"epoch": "epoch", "no": "never", "steps": None}),
+}
+
+
+def flag(
+    group: str,
+    default: Any,
+    help: str,
+    *aliases: str,
+    choices: Sequence[Any] | None = None,
+    means: Mapping[str, Any] | None = None,
+    positional: bool = False,
+) -> Any:
+    """A dataclass field with what the command line needs to know of it.
+
+    Args:
+        group: heading in --help. aliases: other names of the flag. choices: values allowed. means: {other spelling of a
+            value: one of choices}. positional: given by place, without its name.
+    """
+    metadata = {"group": group, "help": help, "aliases": aliases, "choices": choices, "means": means or {}}
+    metadata["positional"] = positional
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=dict, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True)
+class Flags:
+    """Base of all configurations. Values are converted to the field's type and checked on construction."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, _convert(field, _kind(type(self), field.name), getattr(self, field.name)))
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError where values do not fit together."""
+
+    def require(self, *names: str) -> None:
+        """Raise ValueError for the first of these flags that was not given."""
+        for field in dataclasses.fields(self):
+            if field.name in names and getattr(self, field.name) is None:
+                raise ValueError(f"--{field.name} is needed: {field.metadata['help']}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def save(self, path: Path) -> None:
+        """Write a YAML file that `from_yaml` reads back equal."""
+        import yaml
+
+        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, **changes: Any) -> Self:
+        """Read a YAML file of flags.
+
+        Raises:
+            ValueError: an unknown key (with the nearest), a wrong value, or a file that is no mapping.
+        """
+        return cls(**{**_read_yaml(cls, Path(path)), **changes})
+
+    @classmethod
+    def from_args(cls, argv: Sequence[str], prog: str | None = None, description: str | None = None) -> Self:
+        """Read a command line, over the YAML file that its --config names; --help prints and exits.
+
+        Raises:
+            ValueError: an unknown flag or key (with the nearest), or a wrong value.
+        """
+        found, unknown = parser(cls, prog, description).parse_known_args([spelling(word) for word in argv])
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            if not name.startswith("-"):
+                raise ValueError(f"unexpected argument {name!r}: flags are written --name value")
+            flags = [f"--{n}" for n in ("config", *_aliases(cls), *_TRANSLATED)]
+            raise ValueError(f"unknown flag {name}.{nearest(name, flags, 1)} --help lists all")
+        given = vars(found)
+        path = given.pop("config", None)
+        return cls(**{**(_read_yaml(cls, Path(path)) if path else {}), **given})
+
+
+def spelling(word: str) -> str:
+    """--max-length=a-b -> --max_length=a-b."""
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value if word.startswith("--") else word
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+class _Translate(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        name, value = _translate(self.dest, True if values is None else values)
+        if value is not None:
+            setattr(namespace, name, value)
+
+
+def _translate(name: str, value: Any) -> tuple[str, Any]:
+    ours, table = _TRANSLATED[name]
+    value = _boolean(name, value) if True in table else "no" if value is False else value  # YAML reads no as False
+    if value not in table:
+        raise ValueError(f"{name}: got {value!r}, expected {' or '.join(map(str, table))}; {ours} takes more")
+    return ours, table[value]
+
+
+def parser(cls: type[Flags], prog: str | None = None, description: str | None = None) -> argparse.ArgumentParser:
+    """The command line of a configuration; flags that were not given are absent from its namespace."""
+    places = [field.name.upper() for field in dataclasses.fields(cls) if field.metadata["positional"]]
+    result = _Parser(
+        prog=prog,
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=120),
+        usage=" ".join([prog or "%(prog)s", *places, "[--config FILE] [--flag VALUE ...]"]),
+    )
+    result.add_argument("--config", metavar="FILE", help="YAML file of these flags; the command line wins")
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        about, kind = field.metadata, _kind(cls, field.name)
+        if about["group"] not in groups:
+            groups[about["group"]] = result.add_argument_group(about["group"])
+        shape: dict[str, Any] = {"metavar": field.name.upper()}
+        if kind.of is bool:
+            shape = {"nargs": "?", "const": True, "metavar": "BOOL"}
+        elif kind.outer in (list, dict):
+            shape = {"nargs": "+", "metavar": "PATH" if kind.outer is list else "KEY=VALUE"}
+        elif about["choices"]:
+            shape = {"metavar": "{" + ",".join(map(str, about["choices"])) + "}"}
+        default = None if field.default is dataclasses.MISSING else field.default
+        shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default).lower()
+        if about["positional"]:
+            result.add_argument(field.name, metavar=field.name.upper(), help=about["help"], nargs=shape.get("nargs"))
+            continue
+        text = f"{about['help']} (default: {shown})".replace("%", "%%")
+        groups[about["group"]].add_argument(f"--{field.name}", help=text, **shape)
+        if about["aliases"]:
+            names = [f"--{name}" for name in about["aliases"]]
+            result.add_argument(*names, dest=field.name, help=argparse.SUPPRESS, **shape)
+    for name in _TRANSLATED:
+        result.add_argument(f"--{name}", dest=name, nargs="?", action=_Translate, help=argparse.SUPPRESS)
+    return result
+
+
+@functools.cache
+def _aliases(cls: type[Flags]) -> dict[str, str]:
+    """Every spelling -> the flag's own name."""
+    return {name: f.name for f in dataclasses.fields(cls) for name in (f.name, *f.metadata["aliases"])}
+
+
+def _read_yaml(cls: type[Flags], path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"config: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"config: {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if loaded is not None and not isinstance(loaded, dict):
+        raise ValueError(f"config: {path} holds a {type(loaded).__name__}, expected lines such as `lr: 3e-5`")
+    known, values = _aliases(cls), {}
+    for key, value in (loaded or {}).items():
+        name = str(key).replace("-", "_")
+        if name in _TRANSLATED:
+            name, value = _translate(name, value)
+            if value is None:
+                continue
+        if name not in known:
+            raise ValueError(f"config: {path} has the unknown key {key!r}.{nearest(name, known, 1)}")
+        if known[name] in values:
+            raise ValueError(f"config: {path} gives {known[name]} twice, the second time as {key!r}")
+        values[known[name]] = value
+    return values
+
+
+class _Kind(typing.NamedTuple):
+    outer: type | None  # list, dict or None
+    of: type  # bool, int, float, str, or Any for a dict of anything
+    optional: bool
+
+
+@functools.cache
+def _kind(cls: type[Flags], name: str) -> _Kind:
+    hint = typing.get_type_hints(cls)[name]
+    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    (base,) = (member for member in members if member is not type(None))
+    outer = typing.get_origin(base)
+    return _Kind(outer, typing.get_args(base)[-1] if outer else base, type(None) in members)
+
+
+def _convert(field: Any, kind: _Kind, value: Any) -> Any:
+    """A value from Python, the command line (strings) or YAML as the type of its field."""
+    name, choices = field.name, field.metadata["choices"]
+    if value is None or (kind.optional and isinstance(value, str) and value.lower() in ("none", "null")):
+        if kind.optional:
+            return None
+        raise ValueError(f"{name}: got nothing, expected a value")
+    if kind.outer is list:
+        return [_text(name, v) for v in (value if isinstance(value, (list, tuple)) else [value])]
+    if kind.outer is dict:
+        return _mapping(name, value, kind.of)
+    converted = {bool: _boolean, int: _integer, float: _number, str: _text}[kind.of](name, value)
+    if choices:
+        converted = field.metadata["means"].get(converted, converted)
+        if converted not in choices:
+            shown = ", ".join(map(str, choices))
+            raise ValueError(
+                f"{name}: got {value!r}, expected one of {shown}.{nearest(str(value), map(str, choices), 1)}"
+            )
+    return converted
+
+
+def _boolean(name: str, value: Any) -> bool:
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if str(value).lower() not in words:
+        raise ValueError(f"{name}: got {value!r}, expected true or false")
+    return words[str(value).lower()]
+
+
+def _integer(name: str, value: Any) -> int:
+    number = _number(name, value, "a whole number")
+    if number != int(number):
+        raise ValueError(f"{name}: got {value!r}, expected a whole number")
+    return value if isinstance(value, int) else int(number)
+
+
+def _number(name: str, value: Any, expected: str = "a number") -> float:
+    try:
+        number = float("nan") if isinstance(value, bool) else float(value)  # YAML reads 3e-5 as a string
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not abs(number) < float("inf"):
+        raise ValueError(f"{name}: got {value!r}, expected {expected}")
+    return number
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
+        raise ValueError(f"{name}: got {value!r}, expected a text")
+    return str(value)
+
+
+def _mapping(name: str, value: Any, of: Any) -> dict[str, Any]:
+    """{key: value} of YAML, or KEY=VALUE words; the values of words are read as YAML unless they shall be texts."""
+    if isinstance(value, (str, list)):
+        pairs = [str(word).partition("=") for word in ([value] if isinstance(value, str) else value)]
+        for key, equals, text in pairs:
+            if not key or not equals:
+                raise ValueError(f"{name}: got {key + equals + text!r}, expected KEY=VALUE")
+        value = {key: text if of is str else _scalar(name, text) for key, _, text in pairs}
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: got {value!r}, expected KEY=VALUE pairs")
+    return {str(key): _text(name, v) if of is str else v for key, v in value.items()}
+
+
+def _scalar(name: str, text: str) -> Any:
+    import yaml
+
+    if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", text):
+        return float(text)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"{name}: got {text!r}, expected a value as YAML writes it") from None

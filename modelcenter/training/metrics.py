@@ -1,0 +1,144 @@
+"""Metrics that stream: batches go in, exact numbers over all rows of all ranks come out.
+
+Classification keeps counts per class, never the logits. Definitions are scikit-learn's and scipy's, where a quotient of
+zeros is 0 for F1 and MCC and undefined (None) for correlations.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import engine
+
+
+class Metrics(Protocol):
+    """What evaluation needs: feed it batches, then ask once, on every rank."""
+
+    main: str  # the metric by which runs are compared; higher is better
+
+    def update(self, logits: Tensor, targets: Tensor) -> None: ...
+
+    def result(self) -> dict[str, float | None]: ...
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """The sum of a tensor over all ranks, in place."""
+    if engine.world_size() > 1:
+        home = tensor.device
+        moved = tensor.to(engine.device())
+        dist.all_reduce(moved)
+        tensor.copy_(moved.to(home))
+    return tensor
+
+
+class SingleLabel:
+    """accuracy, f1 (two classes: of class 1; more: the mean over the classes) and mcc (Matthews, any number of
+    classes)."""
+
+    main = "accuracy"
+
+    def __init__(self, classes: int, device: torch.device | str = "cpu"):
+        # Per class: rows predicted, rows labelled, rows both. int64, as floats stop counting at 2**24 or 2**53.
+        self.counts = torch.zeros(3, classes, dtype=torch.int64, device=device)
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """logits (n, classes), targets (n,)."""
+        predicted = logits.argmax(-1)
+        one = torch.ones_like(targets)
+        self.counts[0].index_add_(0, predicted, one)
+        self.counts[1].index_add_(0, targets, one)
+        self.counts[2].index_add_(0, targets, (predicted == targets).to(one.dtype))
+
+    def result(self) -> dict[str, float | None]:
+        predicted, actual, hit = sum_over_ranks(self.counts).tolist()
+        rows, right = sum(actual), sum(hit)
+        f1 = [_ratio(2 * h, p + a) for h, p, a in zip(hit, predicted, actual, strict=True)]
+        seen = [score for score, p, a in zip(f1, predicted, actual, strict=True) if p + a]
+        # Gorodkin 2004, as sklearn.metrics.matthews_corrcoef.
+        cov = right * rows - sum(p * a for p, a in zip(predicted, actual, strict=True))
+        spread = (rows**2 - sum(p * p for p in predicted)) * (rows**2 - sum(a * a for a in actual))
+        return {
+            "accuracy": _ratio(right, rows),
+            "f1": f1[1] if len(f1) == 2 else _ratio(sum(seen), len(seen)),
+            "mcc": cov / math.sqrt(spread) if spread else 0.0,
+        }
+
+
+class MultiLabel:
+    """f1 over all decisions (micro), f1_macro (mean over the labels) and accuracy (rows with every label right)."""
+
+    main = "f1"
+
+    def __init__(self, classes: int, device: torch.device | str = "cpu"):
+        self.counts = torch.zeros(3, classes, dtype=torch.int64, device=device)
+        self.rows = torch.zeros(2, dtype=torch.int64, device=device)  # rows, rows with every label right
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """logits (n, classes), targets (n, classes) of 0 and 1; a label is predicted where its probability is above
+        0.5."""
+        predicted, actual = logits > 0, targets > 0.5
+        self.counts += torch.stack([predicted.sum(0), actual.sum(0), (predicted & actual).sum(0)])
+        self.rows[0] += len(targets)
+        self.rows[1] += (predicted == actual).all(-1).sum()
+
+    def result(self) -> dict[str, float | None]:
+        predicted, actual, hit = sum_over_ranks(self.counts).tolist()
+        rows, right = sum_over_ranks(self.rows).tolist()
+        each = [_ratio(2 * h, p + a) for h, p, a in zip(hit, predicted, actual, strict=True)]
+        return {
+            "f1": _ratio(2 * sum(hit), sum(predicted) + sum(actual)),
+            "f1_macro": _ratio(sum(each), len(each)),
+            "accuracy": _ratio(right, rows),
+        }
+
+
+class Regression:
+    """pearson, spearman (mean over the values of a row if it has several) and mse. Keeps two floats per row and
+    value."""
+
+    main = "pearson"
+
+    def __init__(self) -> None:
+        self.pairs: list[Tensor] = []
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """logits (n, values), targets (n,) or (n, values)."""
+        self.pairs.append(torch.stack([logits.double(), targets.reshape(logits.shape).double()], -1).cpu())
+
+    def result(self) -> dict[str, float | None]:
+        own = torch.cat(self.pairs) if self.pairs else torch.zeros(0, 1, 2, dtype=torch.float64)
+        everything = engine.gather_result(own)
+        predicted, actual = everything.unbind(-1)
+        columns = list(zip(predicted.T, actual.T, strict=True))
+        pearson = [_pearson(p, a) for p, a in columns]
+        spearman = [_pearson(_ranks(p), _ranks(a)) for p, a in columns]
+        return {
+            "pearson": _mean(pearson),
+            "spearman": _mean(spearman),
+            "mse": ((predicted - actual) ** 2).mean().item() if len(predicted) else None,
+        }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _pearson(x: Tensor, y: Tensor) -> float | None:
+    x, y = x - x.mean(), y - y.mean()
+    norm = (x.norm() * y.norm()).item()
+    return (x @ y).item() / norm if norm > 0 else None
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """1-based ranks; equal values share the mean of theirs."""
+    _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    return (last - (counts - 1) / 2)[inverse]

@@ -1,0 +1,237 @@
+"""What a run leaves in --output_dir, and what it shows while it runs. Only rank 0 writes and shows."""
+
+import json
+import math
+import os
+import platform
+import resource
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+from modelcenter.training.config import TrainConfig
+
+_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "curves.png", "model")
+
+
+def prepare_output(path: Path, overwrite: bool) -> None:
+    """Make sure that a run can write to `path`, before anything slow starts. Rank 0's work.
+
+    Raises:
+        ValueError: the folder holds a finished run (and not overwrite), or files that are not of a run.
+        OSError: it cannot be written.
+    """
+    if path.is_dir():
+        foreign = [p.name for p in path.iterdir() if p.name not in _FILES]
+        summary = path / "summary.json"
+        if foreign and not summary.exists():
+            raise ValueError(f"output_dir: {path} holds files of something else ({foreign[0]}, ...); give a new folder")
+        if not overwrite and _status(summary) == "finished":
+            raise ValueError(f"output_dir: {path} holds a finished run; give another folder, or --overwrite_output_dir")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise OSError(f"output_dir: cannot write to {path}: {error.strerror}") from None
+
+
+def clear_output(path: Path) -> None:
+    """Remove what an earlier run left, now that the new one starts; other files stay."""
+    for name in _FILES:
+        shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink(missing_ok=True)
+
+
+def _status(summary: Path) -> str | None:
+    try:
+        return json.loads(summary.read_text(encoding="utf-8")).get("status")
+    except (OSError, ValueError):
+        return None
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN: numbers that are not finite become null, also inside dictionaries."""
+    if isinstance(value, dict):
+        return {key: finite(v) for key, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Record:
+    """The rows of metrics.jsonl and the files around them; with writer=False (other ranks, dry runs) it only
+    remembers."""
+
+    def __init__(self, path: Path | None, total_steps: int, writer: bool):
+        self.path = path if writer else None
+        self.rows: list[dict[str, Any]] = []
+        self.show = Display(total_steps) if writer else None
+        self._file: TextIO | None = (self.path / "metrics.jsonl").open("w", encoding="utf-8") if self.path else None
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Add a row, and show it."""
+        row = finite(row)
+        self.rows.append(row)
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        if self.show is not None:
+            self.show.row(row)
+
+    def say(self, text: str) -> None:
+        """Show a line."""
+        if self.show is not None:
+            self.show.say(text)
+
+    def close(self, summary: dict[str, Any]) -> None:
+        """Write summary.json (whole or not at all) and curves.png."""
+        if self.show is not None:
+            self.show.close()
+        if self._file is not None and self.path is not None:
+            self._file.close()
+            work = self.path / ".summary.json"
+            work.write_text(json.dumps(finite(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            work.rename(self.path / "summary.json")
+            plot(self.rows, self.path / "curves.png")
+
+
+class Display:
+    """A bar with the newest numbers on a terminal; a line per logged row elsewhere."""
+
+    def __init__(self, steps: int, stream: TextIO | None = None):
+        self.steps, self.stream = steps, stream or sys.stdout
+        self.bar: Any = None
+        if self.stream.isatty() and find_spec("rich") is not None:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+            self.bar = Progress(*columns)
+            self.task = self.bar.add_task("", total=steps)
+            self.bar.start()
+
+    def step(self, step: int) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step)
+
+    def row(self, row: dict[str, Any]) -> None:
+        if "loss" in row:
+            text = f"epoch {row['epoch']:.2f}  loss {_number(row['loss'])}  grad {_number(row['grad_norm'])}"
+            text += f"  lr {row['lr']:.2e}  {row['tokens_per_second']:,.0f} tok/s"
+            text += f"  skipped {row['skipped']}" if row.get("skipped") else ""
+            if self.bar is not None:
+                self.bar.update(self.task, description=text)
+                return
+        else:
+            text = "  ".join(f"{name} {_number(value)}" for name, value in row.items() if name.startswith("eval_"))
+        self.say(f"step {row['step']:>{len(str(self.steps))}}/{self.steps}  {text}")
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=self.stream, flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Loss, learning rate and evaluation metrics over the steps; without matplotlib one line says so."""
+    if find_spec("matplotlib") is None:
+        print(f"{path.name} needs matplotlib (pip install matplotlib): not drawn", file=sys.stderr)
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, rate, metrics = figure.subplots(1, 3)
+    train, evals = [r for r in rows if "loss" in r], [r for r in rows if "eval_loss" in r]
+    loss.plot([r["step"] for r in train], [_nan(r["loss"]) for r in train], label="training")
+    rate.plot([r["step"] for r in train], [r["lr"] for r in train])
+    if evals:
+        loss.plot([r["step"] for r in evals], [_nan(r["eval_loss"]) for r in evals], "o-", label="evaluation")
+    apart = ("eval_loss", "eval_mse", "eval_seconds")  # of another scale
+    for name in [n for n in (evals[0] if evals else ()) if n.startswith("eval_") and n not in apart]:
+        metrics.plot([r["step"] for r in evals], [_nan(r[name]) for r in evals], "o-", label=name[5:])
+    for axes, title in ((loss, "loss"), (rate, "learning rate"), (metrics, "evaluation")):
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0] and axes is not rate:
+            axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def _nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def about_machine() -> dict[str, Any]:
+    """Versions and hardware, for summary.json."""
+    import torch
+
+    import engine
+    from modelcenter import __version__
+
+    versions = {"modelcenter": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    for name in ("transformers", "tokenizers", "numpy"):
+        if name in sys.modules:
+            versions[name] = getattr(sys.modules[name], "__version__", "unknown")
+    device = engine.device()
+    return {
+        "versions": versions,
+        "hardware": {
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+            "threads_per_rank": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "ranks": engine.world_size(),
+        },
+    }
+
+
+def peak_memory() -> dict[str, int]:
+    """Peak bytes of this process so far: host (resident), and device where it is a GPU."""
+    import torch
+
+    import engine
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = {"host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if engine.device().type == "cuda":
+        peak["device_bytes"] = torch.cuda.max_memory_allocated()
+    return peak
+
+
+def command_line() -> str:
+    """How this process was started, as one would type it."""
+    return shlex.join(sys.argv)
+
+
+def summarise(cfg: TrainConfig, rows: list[dict[str, Any]], main_metric: str, **more: Any) -> dict[str, Any]:
+    """The fields of summary.json that follow from the rows."""
+    evals = [r for r in rows if "eval_loss" in r]
+    key = f"eval_{main_metric}"
+    scored = [r for r in evals if r.get(key) is not None]
+    train = [r for r in rows if r.get("loss") is not None]
+    best = max(scored, key=lambda r: r[key]) if scored else min(train, key=lambda r: r["loss"], default={})
+    last: dict[str, Any] = {}
+    for row in (*train[-1:], *evals[-1:]):
+        last |= row
+    return {
+        **more,
+        "last": last,
+        "best": {"metric": key if scored else "loss", **best} if best else {},
+        "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": command_line(),
+        **about_machine(),
+    }

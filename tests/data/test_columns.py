@@ -1,0 +1,71 @@
+"""Which column is which: by name, by content, or asked for."""
+
+import pytest
+
+from modelcenter.data.columns import Columns, find_columns
+from modelcenter.data.readers import Origin, Table
+
+
+def table(**columns) -> Table:
+    rows = len(next(iter(columns.values())))
+    return Table(columns, [Origin("a.csv", rows, "")])
+
+
+TEXTS = [f"a text of some length, number {i}" for i in range(30)]
+BINARY = [str(i % 2) for i in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"text": TEXTS, "label": BINARY}, Columns("text", None, "label")),
+        ({"Sentence": TEXTS, "idx": list(range(30)), "Label": BINARY}, Columns("Sentence", None, "Label")),
+        ({"0": BINARY, "1": TEXTS}, Columns("1", None, "0")),
+        ({"0": TEXTS, "1": BINARY}, Columns("0", None, "1")),
+        (
+            {"id": [f"r{i}" for i in range(30)], "what": BINARY, "body of it": TEXTS},
+            Columns("body of it", None, "what"),
+        ),
+        ({"premise": TEXTS, "hypothesis": TEXTS, "label": BINARY}, Columns("premise", "hypothesis", "label")),
+        ({"question": TEXTS, "label": BINARY, "sentence": TEXTS}, Columns("question", "sentence", "label")),
+        ({"content": TEXTS, "stars": [i % 5 + 1 for i in range(30)]}, Columns("content", None, "stars")),
+        ({"text": TEXTS, "labels": [[0], [1]] * 15}, Columns("text", None, "labels")),
+        ({"a": [None, *TEXTS[1:]], "b": [None, "x", "y"] * 10}, Columns("a", None, "b")),
+    ],
+)
+def test_found(columns, expected):
+    assert find_columns(table(**columns)) == expected
+
+
+def test_given_names_win():
+    data = table(text=TEXTS, label=BINARY, sentence2=TEXTS, other=TEXTS, sentence1=TEXTS)
+    assert find_columns(data, "other", None, None) == Columns("other", None, "label")
+    assert find_columns(data, "other", "text", "label") == Columns("other", "text", "label")
+    assert find_columns(data, "text", labelled=False) == Columns("text", None, None)
+
+
+def test_errors_name_the_columns():
+    data = table(text=TEXTS, label=BINARY)
+    with pytest.raises(
+        ValueError, match="text_column: a.csv has no column 'txt', it has 'text', 'label'; did you mean 'text'"
+    ):
+        find_columns(data, "txt")
+    with pytest.raises(ValueError, match="label_column: a.csv has no column 'zzz', it has 'text', 'label'$"):
+        find_columns(data, label="zzz")
+    with pytest.raises(ValueError, match="text_pair_column: a.csv has no column"):
+        find_columns(data, text_pair="b")
+    with pytest.raises(ValueError, match="one column has two roles"):
+        find_columns(data, "text", "text")
+
+
+def test_ambiguity_is_asked_about():
+    with pytest.raises(
+        ValueError, match=r"several columns have few distinct values: 'a' \(2\), 'b' \(3\). Give label_column"
+    ):
+        find_columns(table(text=TEXTS, a=BINARY, b=["x", "y", "z"] * 10))
+    with pytest.raises(ValueError, match="no column is called a label or has between 2 and 3 distinct values"):
+        find_columns(table(text=TEXTS, number=list(range(30))))
+    with pytest.raises(ValueError, match="which column of a.csv is the text"):
+        find_columns(table(label=BINARY, a=TEXTS, b=TEXTS))
+    with pytest.raises(ValueError, match="has no column of texts"):
+        find_columns(table(label=BINARY, a=list(range(30))))

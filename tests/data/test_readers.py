@@ -1,0 +1,205 @@
+"""Files into columns: formats, headers, quotes, encodings, and where a message says the mistake is."""
+
+import json
+
+import pytest
+
+from modelcenter.data.readers import Table, concatenate, read_file
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+    return path
+
+
+def read(tmp_path, name: str, content) -> Table:
+    return read_file(write(tmp_path / name, content))
+
+
+ROWS = [{"text": "a b", "label": 1}, {"text": "caf\u00e9 \u2028 x", "label": 0}]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS),  # U+2028 unescaped: no line break of JSON lines
+        "\ufeff" + "\r\n\r\n".join(json.dumps(row) for row in ROWS) + "\r\n",
+        json.dumps(ROWS, indent=2),
+        json.dumps({"version": "1", "data": ROWS}),
+        json.dumps({"text": [r["text"] for r in ROWS], "label": [1, 0]}),
+        "\n".join(json.dumps(row) for row in ROWS).encode("utf-16"),
+    ],
+    ids=["lines", "bom-crlf-blank", "array", "nested", "columns", "utf-16"],
+)
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_json_forms(tmp_path, content, suffix):
+    table = read(tmp_path, f"a.{suffix}", content)
+    assert table.columns == {"text": ["a b", "caf\u00e9 \u2028 x"], "label": [1, 0]}
+
+
+def test_json_rows_may_lack_columns_and_know_their_line(tmp_path):
+    table = read(tmp_path, "a.jsonl", '{"text": "a"}\n\n{"text": "b", "label": 2}\n')
+    assert table.columns == {"text": ["a", "b"], "label": [None, 2]}
+    assert table.where(1).endswith("a.jsonl, line 3")
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "says"),
+    [
+        ('{"text": "a"}\n{"text": "b",}\n', 2, "not valid JSON"),
+        ('{"text": "a"\n{"text": "b"}\n', 1, "not valid JSON"),
+        ('{"text": "a"}\n"b"\n', 2, "expected a JSON object"),
+        ('[{"text": "a"},\n {"text": }]', 2, "not valid JSON"),
+    ],
+)
+def test_malformed_json_names_the_line(tmp_path, content, line, says):
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line {line}: .*{says}"):
+        read(tmp_path, "a.jsonl", content)
+
+
+def test_json_of_no_rows_and_of_no_objects(tmp_path):
+    with pytest.raises(ValueError, match="expected one JSON object a line"):
+        read(tmp_path, "a.json", "[1, 2]")
+    for name, content in [
+        ("a.json", "[]"),
+        ("b.jsonl", "\n\n"),
+        ("c.csv", "text,label\n"),
+        ("d.tsv", ""),
+        ("e.txt", ""),
+    ]:
+        with pytest.raises(ValueError, match=f"{name}: the file holds no rows"):
+            read(tmp_path, name, content)
+
+
+def test_csv_quotes_hold_separators_and_lines(tmp_path):
+    table = read(tmp_path, "a.csv", 'text,label\n"one, two\nthree ""four""",1\nfive,0\n')
+    assert table.columns == {"text": ['one, two\nthree "four"', "five"], "label": ["1", "0"]}
+    assert [table.where(i).rsplit(" ")[-1] for i in (0, 1)] == ["2", "4"]
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_csv_separator_is_seen(tmp_path, separator):
+    table = read(tmp_path, "a.csv", f"text{separator}label\na, b{separator}1\n")
+    assert table.columns == {"text": ["a, b"], "label": ["1"]}
+
+
+def test_csv_long_field(tmp_path):
+    assert len(read(tmp_path, "a.csv", f"text,label\n{'x' * 300_000},1\n").columns["text"][0]) == 300_000
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "says"),
+    [
+        ("text,label\na,1\nb,c,0\n", 3, "3 fields where the first line has 2"),
+        ('text,label\na,1\n"b,0\nc,1\n', 3, "not closed"),
+        ('text,label\n"a" b,1\n', 2, "not closed"),
+    ],
+)
+def test_malformed_csv_names_the_line(tmp_path, content, line, says):
+    with pytest.raises(ValueError, match=rf"a\.csv, line {line}: .*{says}"):
+        read(tmp_path, "a.csv", content)
+
+
+def test_tsv_stray_quotes_do_not_merge_rows(tmp_path):
+    lines = ['1\t"quoted from the start', '0\tthe "middle" of it', '1\t" it ends here "', "0\tplain", '1\t"']
+    table = read(tmp_path, "a.tsv", "\n".join(lines) + "\n")
+    assert table.columns["0"] == ["1", "0", "1", "0", "1"]
+    assert table.columns["1"] == [line.split("\t")[1] for line in lines]
+
+
+def test_tsv_with_real_quotes(tmp_path):
+    table = read(tmp_path, "a.tsv", 'text\tlabel\n"say ""a"" to\tb"\t1\nplain\t0\n')
+    assert table.columns == {"text": ['say "a" to\tb', "plain"], "label": ["1", "0"]}
+    everything = read(tmp_path, "b.tsv", '"text"\t"label"\n"a b"\t"1"\n')
+    assert everything.columns == {"text": ["a b"], "label": ["1"]}
+
+
+def test_tsv_ragged_names_the_line(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.tsv, line 2: 3 fields where the first line has 2"):
+        read(tmp_path, "a.tsv", "1\ta\n0\tb\tc\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "header"),
+    [
+        ("text\tlabel\na b c\t1\n", True),
+        ("Sentence\tFoo\na b c\t1\n", True),
+        ("review body\tverdict\na b c\tx\n", True),
+        ("1\ta b c\n0\td e\n", False),  # a number names no column
+        ("good\ta b c\nbad\td e\ngood\tf\n", False),  # its values come again below
+        ("no film like this one was ever made\tx\nb c\ty\n", False),  # a sentence
+        ("Good film!\tyes\nbad\tno\n", False),
+        ("text\tgood\nmore\tgood\n", False),  # even a known name, if a value beside it comes again
+        ("just one column of text\nand another\n", False),
+        ("sentence\nand another\n", True),
+    ],
+)
+def test_header_or_not(tmp_path, content, header):
+    table = read(tmp_path, "a.tsv", content)
+    assert list(table.columns)[0] == (content.split("\n")[0].split("\t")[0] if header else "0")
+    assert len(table) == content.count("\n") - header
+
+
+def test_header_twice(tmp_path):
+    with pytest.raises(ValueError, match="the header names 'text' twice"):
+        read(tmp_path, "a.csv", "id,text ,text\n1,a,b\n")
+
+
+def test_latin1_names_file_line_and_remedy(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.csv, line 3: not UTF-8 \(byte 0xe9; 1 of 4 lines\).*iconv -f LATIN1"):
+        read(tmp_path, "a.csv", b"text,label\nabc,1\ncaf\xe9,0\n")
+
+
+def test_gb18030_is_guessed(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: not UTF-8.*iconv -f GB18030"):
+        read(tmp_path, "a.jsonl", '{"text": "\u5f88\u597d\u7684\u7535\u5f71"}\n'.encode("gb18030"))
+
+
+def test_mixed_encodings_are_called_so(tmp_path):
+    content = "\u5f88\u597d\tp\n".encode() + "\u5f88\u5dee\tn\n".encode("gb18030")
+    with pytest.raises(ValueError, match=r"a\.tsv, line 2: not UTF-8.*mixes encodings"):
+        read(tmp_path, "a.tsv", content)
+
+
+def test_parquet_with_class_names(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    about = {
+        "info": {"features": {"label": {"names": ["no", "yes"], "_type": "ClassLabel"}, "text": {"_type": "Value"}}}
+    }
+    table = pyarrow.table({"text": ["a", "b"], "label": [1, 0]})
+    pyarrow.parquet.write_table(
+        table.replace_schema_metadata({"huggingface": json.dumps(about)}), str(tmp_path / "a.parquet")
+    )
+    found = read_file(tmp_path / "a.parquet")
+    assert found.columns == {"text": ["a", "b"], "label": [1, 0]}
+    assert found.classes == {"label": ["no", "yes"]}
+    assert found.where(1).endswith("a.parquet, row 2")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    with pytest.raises(ValueError, match="b.parquet: not a parquet file, or a truncated one"):
+        read(tmp_path, "b.parquet", whole[: len(whole) // 2])
+
+
+def test_txt(tmp_path):
+    table = read(tmp_path, "a.txt", "one\r\n\ntwo\n")
+    assert table.columns == {"text": ["one", "two"]}
+    assert table.where(1).endswith("line 3")
+
+
+def test_unknown_suffix(tmp_path):
+    with pytest.raises(ValueError, match=r"data files end in .json, .*, not in '.xls'"):
+        read(tmp_path, "a.xls", "x")
+
+
+def test_tables_together_and_in_part_keep_places_and_fingerprints(tmp_path):
+    a = read(tmp_path, "a.tsv", "1\tx\n0\ty\n")
+    b = read(tmp_path, "b.jsonl", '{"0": "1", "extra": 5}\n')
+    table = concatenate([a, b])
+    assert table.columns == {"0": ["1", "0", "1"], "1": ["x", "y", None], "extra": [None, None, 5]}
+    import numpy as np
+
+    part = table.take(np.array([2, 0])).take(np.array([1, 0]))
+    assert part.columns["1"] == ["x", None]
+    assert [part.where(i).split("/")[-1] for i in range(2)] == ["a.tsv, line 1", "b.jsonl, line 1"]
+    assert table.fingerprint()["rows"] == 3 and len(set(table.fingerprint()["sha256"].values())) == 2

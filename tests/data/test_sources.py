@@ -1,0 +1,129 @@
+"""Where rows come from: files, folders with splits, patterns, Hub names."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from modelcenter.data import sources
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, rows in {"train_all.tsv": 5, "dev-few.tsv": 3, "test_public.tsv": 2, "unlabeled.tsv": 7}.items():
+        (tmp_path / name).write_text("".join(f"{i % 2}\t{name} {i}\n" for i in range(rows)))
+    (tmp_path / "notes.md").write_text("no data")
+    return tmp_path
+
+
+def test_folder_with_splits(folder):
+    source = sources.find(str(folder))
+    assert set(source.splits) == {"train", "validation", "test"}
+    sizes = {name: len(source.read(name)) for name in ("train", "dev", "validation", "test")}
+    assert sizes == {"train": 5, "dev": 3, "validation": 3, "test": 2}  # the unlabelled file belongs to none
+    with pytest.raises(ValueError, match="has no split 'tset'; its splits: "):
+        source.read("tset")
+
+
+def test_sub_folders_and_hub_style_names(tmp_path):
+    for name in ("train/a.jsonl", "train/b.jsonl", "data/validation-00000-of-00001.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    source = sources.find(str(tmp_path))
+    assert len(source.read("train")) == 2 and len(source.read("validation")) == 1
+
+
+def test_folder_without_splits_pattern_and_list_are_one_split(folder):
+    (folder / "sub").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (folder / "sub" / name).write_text("x\ny\n")
+    assert sources.find(str(folder / "sub")).splits == ("train",)
+    assert len(sources.find(str(folder / "sub")).read("train")) == 4
+    assert len(sources.find(str(folder / "sub" / "*.txt")).read("train")) == 4
+    both = sources.find([str(folder / "sub" / "a.txt"), str(folder / "dev-few.tsv")])
+    assert both.splits == ("train",) and len(both.read("train")) == 5
+
+
+def test_nothing_there(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"trian_all.tsv: no such file or directory; did you mean .*train_all.tsv"):
+        sources.find(str(folder / "trian_all.tsv"))
+    with pytest.raises(ValueError, match="no file matches this pattern"):
+        sources.find(str(folder / "*.jsonl"))
+    with pytest.raises(ValueError, match=r"no such file or directory \(.*nowhere does not exist\)"):
+        sources.find(str(folder / "nowhere" / "a.tsv"))
+    (folder / "empty").mkdir()
+    with pytest.raises(ValueError, match="the directory holds no .json"):
+        sources.find(str(folder / "empty"))
+    with pytest.raises(ValueError, match="data_config 'x' is for Hub data sets"):
+        sources.find(str(folder), "x")
+
+
+def test_hold_out_is_a_fixed_partition(folder):
+    table = sources.find(str(folder)).read("train")
+    train, held = sources.hold_out(table, 0.4, seed=3)
+    assert len(train) == 3 and len(held) == 2
+    assert sorted(train.columns["1"] + held.columns["1"]) == sorted(table.columns["1"])
+    assert sources.hold_out(table, 0.4, seed=3)[1].columns == held.columns
+    assert {tuple(sources.hold_out(table, 0.4, seed=s)[1].columns["1"]) for s in range(6)} != {tuple(held.columns["1"])}
+    with pytest.raises(ValueError, match="eval_fraction: got 0.01, which is 0 of 5 rows"):
+        sources.hold_out(table, 0.01, seed=0)
+
+
+class ClassLabel:
+    names = ["no", "yes"]
+
+
+def fake_hub(monkeypatch, fail: Exception | None = None):
+    """The part of the `datasets` library that is used, serving one data set."""
+    module = types.ModuleType("datasets")
+    module.ClassLabel = ClassLabel
+
+    def split_names(name, config):
+        if fail is not None:
+            raise fail
+        return ["train", "validation_matched"]
+
+    class Rows:
+        features = {"text": object(), "label": ClassLabel(), "tags": types.SimpleNamespace(feature=ClassLabel())}
+        _fingerprint = "abc"
+
+        def __init__(self, split):
+            self.data = {"text": [split, "b"], "label": [1, 0], "tags": [[0], [1]]}
+
+        def __len__(self):
+            return 2
+
+        def to_dict(self):
+            return self.data
+
+    module.get_dataset_split_names = split_names
+    module.load_dataset = lambda name, config, split: Rows(f"{name} {config} {split}")
+    monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+def test_hub_name(monkeypatch):
+    fake_hub(monkeypatch)
+    source = sources.find("owner/set", "sub")
+    table = source.read("train[:10]")  # slices are the library's
+    assert table.columns["text"][0] == "owner/set sub train[:10]"
+    assert table.classes == {"label": ["no", "yes"], "tags": ["no", "yes"]}
+    assert table.where(1) == "owner/set/sub:train[:10], row 2"
+    with pytest.raises(ValueError, match="owner/set has no split 'validation'; its splits: train, validation_matched"):
+        source.read("validation")
+
+
+def test_hub_name_that_is_none(monkeypatch):
+    fake_hub(monkeypatch, ConnectionError("Couldn't reach 'nosuch'"))
+    with pytest.raises(
+        ValueError, match="nosuch: neither a file or directory here nor a data set that the Hub gives: Could"
+    ):
+        sources.find("nosuch")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="pip install datasets"):
+        sources.find("owner/set")
+
+
+def test_rows_of_a_part(folder):
+    table = sources.find(str(folder)).read("train").take(np.array([4, 1]))
+    assert table.columns["0"] == ["0", "1"] and table.where(0).endswith("line 5")

@@ -1,0 +1,138 @@
+"""The command line: verbs, help without torch, errors of one line."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from modelcenter import cli
+
+
+def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, env=env)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["list"],
+        ["list", "--json"],
+        ["finetune", "--help"],
+        ["finetune", "classification", "--help"],
+        ["predict", "--help"],
+        ["evaluate", "-h"],
+        ["help", "list"],
+        ["--version"],
+    ],
+    ids=" ".join,
+)
+def test_quick_answers_import_no_torch(words):
+    code = (
+        "import sys; from modelcenter.cli import main\n"
+        f"try: main({words!r})\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) > 4
+
+
+def test_help_is_quick():
+    began = time.monotonic()
+    python("-m", "modelcenter", "finetune", "classification", "--help")
+    assert time.monotonic() - began < 1.0 or time.monotonic() - began < 20 * _empty_start()  # a machine under load
+
+
+def _empty_start() -> float:
+    began = time.monotonic()
+    python("-c", "pass")
+    return time.monotonic() - began
+
+
+def test_help_lists_every_verb(capsys):
+    cli.run([])
+    text = capsys.readouterr().out
+    for verb in cli.VERBS:
+        assert f"  {verb} " in text
+    with pytest.raises(SystemExit):
+        cli.run(["help", "predict"])
+    assert "RUN DATA" in capsys.readouterr().out
+
+
+def test_list_is_json(capsys):
+    cli.run(["list", "--json"])
+    models = {model["name"]: model for model in json.loads(capsys.readouterr().out)}
+    assert models["bert-base-uncased"]["hub"] == "google-bert/bert-base-uncased"
+    assert not any(name.startswith("tiny/") for name in models)
+    cli.run(["list", "--tiny"])
+    assert "tiny/bert" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["lsit"], "unknown verb 'lsit'. Did you mean 'list'? Verbs: finetune, predict"),
+        (["finetune"], "finetune: which task?"),
+        (["finetune", "clasification"], "unknown task 'clasification'. Did you mean 'classification'?"),
+        (["list", "--jsn"], "list: unknown argument '--jsn'. Did you mean '--json'?"),
+        (["finetune", "classification", "--modl", "x"], "unknown flag --modl. Did you mean '--model'?"),
+        (["predict"], "the following arguments are required: RUN, DATA"),
+        (["evaluate", "run", "data.tsv", "--btch_size", "3"], "unknown flag --btch_size. Did you mean '--batch_size'?"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(words, says, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    shown = capsys.readouterr().err
+    assert end.value.code == 2 and shown.startswith("error: ") and says in shown and shown.count("\n") == 1
+
+
+def test_traceback_on_request(monkeypatch):
+    with pytest.raises(ValueError, match="unknown verb"):
+        cli.main(["--traceback", "lsit"])
+    monkeypatch.setenv("MODELCENTER_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="unknown verb"):
+        cli.main(["lsit"])
+
+
+def test_other_ranks_speak_only_if_rank_0_does_not_end_them(monkeypatch, capsys):
+    from modelcenter.training import errors
+
+    waited = []
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    with pytest.raises(SystemExit):
+        cli.main(["lsit"])
+    assert waited == [errors._HEAD_START] and capsys.readouterr().err.startswith("[rank 3] error: unknown verb")
+
+
+def test_mistakes_of_ours_keep_their_traceback(monkeypatch):
+    def broken(argv):
+        raise KeyError("a bug")
+
+    monkeypatch.setitem(cli.VERBS, "list", broken)
+    with pytest.raises(KeyError):
+        cli.main(["list"])
+
+
+def test_compare_is_the_comparison_and_its_status(monkeypatch):
+    import modelcenter.compare
+
+    seen = []
+    monkeypatch.setattr(modelcenter.compare, "main", lambda argv: seen.append(argv) or 1)
+    with pytest.raises(SystemExit) as end:
+        cli.run(["compare", "a", "--json"])
+    assert end.value.code == 1 and seen == [["a", "--json"]]
+
+
+def test_module_and_missing_files():
+    done = python("-m", "modelcenter", "predict", "nowhere/run", "nowhere.tsv")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: nowhere.tsv: no such file or directory")

@@ -1,0 +1,109 @@
+"""evaluate and accumulate as functions, on any of our models."""
+
+import pytest
+import torch
+from toydata import SIZES
+
+import engine
+import modelcenter
+from engine.testing import run as on_ranks
+from modelcenter.training.evaluation import logits_of
+from modelcenter.training.metrics import SingleLabel
+
+VOCAB = 31
+
+
+def make_model(task: str = "sequence-classification"):
+    """With dropout, so that evaluating in training mode would show."""
+    sizes = SIZES | {"dropout": 0.5, "attention_dropout": 0.5, "initializer_range": 0.5, "vocab_size": VOCAB}
+    return modelcenter.from_config("tiny/bert", task, num_labels=3, **sizes)
+
+
+def make_batches(sizes: list[int]) -> list[dict]:
+    """Padded batches: what a user has who packs nothing."""
+    rng = torch.Generator().manual_seed(1)
+    batches = []
+    for rows in sizes:
+        mask = (torch.arange(7) < torch.randint(2, 8, (rows, 1), generator=rng)).long()
+        ids = torch.randint(5, VOCAB, (rows, 7), generator=rng)
+        labels = torch.randint(3, (rows,), generator=rng)
+        batches.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return batches
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_loss_and_metrics_of_all_rows(training):
+    model, batches = make_model(), make_batches([4, 1, 3])
+    model.train(training)
+    found = modelcenter.training.evaluate(model, batches, SingleLabel(3))
+    assert model.training is training
+    model.eval()
+    with torch.no_grad():
+        logits = torch.cat([model(batch["input_ids"], batch["attention_mask"]).logits for batch in batches])
+    labels = torch.cat([batch["labels"] for batch in batches])
+    assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), abs=1e-6)
+    assert found["accuracy"] == int((logits.argmax(-1) == labels).sum()) / 8
+    places = [torch.tensor([3, 7, 0, 1]), torch.tensor([2]), torch.tensor([6, 5, 4])]
+    assert torch.allclose(logits_of(model, batches, places, 8, 3)[torch.cat(places)], logits, atol=1e-6)
+
+
+def test_a_loss_of_two_terms_is_the_sum_of_their_means():
+    model = make_model("pretraining").eval()
+    batches = make_batches([3, 2])
+    for batch in batches:
+        batch["next_sentence_label"] = batch["labels"].clamp(max=1)
+        batch["labels"] = torch.where(batch["input_ids"] % 3 == 0, batch["input_ids"], -100)
+    whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    with torch.no_grad():
+        expected = model(**whole).loss.item()
+    assert modelcenter.training.evaluate(model, batches)["loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def evaluate_share() -> dict:
+    """Rank 1 has fewer batches, and one of another size."""
+    engine.init_distributed(zero_level=3)
+    batches = make_batches([4, 1, 3, 2])
+    mine = [batches[:3], batches[3:]][engine.rank()] if engine.world_size() > 1 else batches
+    return modelcenter.training.evaluate(make_model(), mine, SingleLabel(3))
+
+
+def test_ranks_with_unequal_batches():
+    expected = evaluate_share()
+    for found in on_ranks(evaluate_share, 2):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_no_rows_at_all():
+    found = modelcenter.training.evaluate(make_model(), [], SingleLabel(3))
+    assert found == {"loss": 0.0, "accuracy": 0.0, "f1": 0.0, "mcc": 0.0}
+
+
+def gradients(loss_fn=None, share: bool = False) -> dict:
+    engine.init_distributed(zero_level=0)
+    model = make_model().eval()  # no dropout
+    batches = make_batches([4, 1, 3])
+    mine = [batches[:1], batches[1:]][engine.rank()] if share else batches
+    loss = modelcenter.training.accumulate(model, mine, loss_fn)
+    local = {
+        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()
+    }
+    return {"loss": loss.item(), **{name: grad.tolist() for name, grad in local.items()}}
+
+
+def squared(out, batch, totals):
+    """A loss of one's own: it gets the output, the microbatch and the global counts."""
+    return (out.logits**2).sum() / totals["loss"]
+
+
+@pytest.mark.parametrize("loss_fn", [None, squared])
+def test_accumulate_is_the_mean_over_all_items(loss_fn):
+    model, whole = make_model().eval(), make_batches([4, 1, 3])
+    whole = {name: torch.cat([batch[name] for batch in whole]) for name in whole[0]}
+    out = model(**whole)
+    loss = out.loss if loss_fn is None else squared(out, whole, {"loss": 8})
+    loss.backward()
+    found = [gradients(loss_fn), *on_ranks(lambda: gradients(loss_fn, share=True), 2)]
+    for result in found:
+        assert result.pop("loss") == pytest.approx(loss.item(), rel=1e-5)
+        for name, p in model.named_parameters():
+            assert torch.allclose(torch.tensor(result[name]), p.grad, rtol=1e-4, atol=1e-5), name

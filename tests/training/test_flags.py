@@ -1,0 +1,201 @@
+"""The command line and YAML as one set of checked flags."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from modelcenter.training.config import ClassificationConfig, PredictConfig, TrainConfig
+from modelcenter.training.flags import parser
+
+
+def read(*words: str) -> ClassificationConfig:
+    return ClassificationConfig.from_args(words)
+
+
+def test_defaults_and_types():
+    cfg = read("--lr", "2e-5", "--epochs=2", "--train-data", "a.tsv", "b.tsv", "--zero", "1", "--dry-run")
+    assert (cfg.lr, cfg.epochs, cfg.train_data, cfg.zero, cfg.dry_run) == (2e-5, 2.0, ["a.tsv", "b.tsv"], 1, True)
+    assert cfg == dataclasses.replace(
+        ClassificationConfig(), lr=2e-5, epochs=2, train_data=["a.tsv", "b.tsv"], zero=1, dry_run=True
+    )
+    assert read("--dry_run", "false").dry_run is False
+    assert read("--max_length", "none").max_length is None
+    assert read("--max_steps", "-1").max_steps is None
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--per_device_train_batch_size 4", "batch_size", 4),
+        ("--learning-rate 1e-3", "lr", 1e-3),
+        ("--num_train_epochs 5", "epochs", 5.0),
+        ("--max_seq_length 77", "max_length", 77),
+        ("--warmup_ratio 0.2", "warmup", 0.2),
+        ("--warmup_steps 100", "warmup", 100.0),
+        ("--model_name_or_path m", "model", "m"),
+        ("--train_file x.csv", "train_data", ["x.csv"]),
+        ("--dataset_name glue", "train_data", ["glue"]),
+        ("--validation_file x.csv", "eval_data", ["x.csv"]),
+        ("--logging_steps 3", "log_every", 3),
+        ("--eval_steps 30", "eval_every", "30"),
+        ("--eval_strategy no", "eval_every", "never"),
+        ("--eval_strategy steps", "eval_every", "epoch"),  # how often is for eval_steps to say
+        ("--evaluation-strategy epoch", "eval_every", "epoch"),
+        ("--bf16", "precision", "bf16"),
+        ("--bf16 false", "precision", "fp32"),
+        ("--optim adamw_torch_fused", "optimizer", "adamw"),
+        ("--lr_scheduler_type constant_with_warmup", "lr_scheduler", "constant"),
+        ("--clip-grad 0.5", "max_grad_norm", 0.5),
+        ("--train-iters 9", "max_steps", 9),
+        ("--lr-decay-style cosine", "lr_scheduler", "cosine"),
+        ("--zero_level 2", "zero", 2),
+    ],
+)
+def test_other_spellings(words, name, value, tmp_path):
+    assert getattr(read(*words.split()), name) == value
+    flag, _, rest = words.removeprefix("--").partition(" ")
+    (tmp_path / "a.yaml").write_text(f"{flag}: {rest or 'true'}\n")
+    assert getattr(ClassificationConfig.from_yaml(tmp_path / "a.yaml"), name) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--lrr 3", r"unknown flag --lrr\. Did you mean '--lr'\?"),
+        ("--learning_rat 3", r"Did you mean '--learning_rate'\?"),
+        ("--lea 3", "unknown flag --lea"),  # no guessing from a beginning
+        ("train.csv", "unexpected argument 'train.csv'"),
+        ("--batch_size 3.5", "batch_size: got '3.5', expected a whole number"),
+        ("--batch_size x", "batch_size: got 'x', expected a whole number"),
+        ("--batch_size 0", "batch_size: got 0, expected a number above 0"),
+        ("--lr fast", "lr: got 'fast', expected a number"),
+        ("--lr nan", "lr: got 'nan', expected a number"),
+        ("--lr -1", "lr: got -1.0, expected 0 or more"),
+        ("--lr", "--lr: expected one argument"),
+        ("--zero 4", "zero: got '4', expected one of 0, 1, 2, 3"),
+        ("--precision fp16", "precision: got 'fp16', expected one of auto, fp32, bf16"),
+        ("--optimizer adamv", "optimizer: got 'adamv', expected one of adamw. Did you mean 'adamw'"),
+        ("--dry_run maybe", "dry_run: got 'maybe', expected true or false"),
+        ("--columns text", "columns: got 'text', expected KEY=VALUE"),
+        ("--columns txt=a", "columns: txt=a: expected text, text_pair or label. Did you mean 'text'"),
+        ("--columns text=a --text_column b", "columns: text=a contradicts text_column 'b'"),
+        ("--eval_fraction 1.5", "eval_fraction: got 1.5, expected a fraction"),
+        ("--eval_fraction 0.1 --eval_split dev", "eval_fraction: it holds out training rows"),
+        ("--eval_every sometimes", "eval_every: got 'sometimes', expected a number of steps, 'epoch' or 'never'"),
+        ("--adam_beta2 1", "adam_beta2: got 1.0, expected 0 or more and less than 1"),
+        ("--num_labels 1 --problem_type multi_label_classification", "num_labels: got 1, which is for regression"),
+        ("--bf16 perhaps", "bf16: got 'perhaps', expected true or false"),
+        ("--eval_strategy x", "eval_strategy: got 'x', expected epoch or no or steps; eval_every takes more"),
+        ("--train_split none", None),
+    ],
+)
+def test_mistakes(words, says):
+    if says is None:
+        assert read(*words.split()).train_split == "none"  # a flag that cannot be absent may be called so
+        return
+    with pytest.raises(ValueError, match=says):
+        read(*words.split())
+
+
+def test_yaml_and_the_command_line_over_it(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "lr: 2e-5\nbatch-size: 4\ncolumns: {text: body, label: 3}\ntrain_data: [a.csv, b.csv]\n"
+        "model_config: {dropout: 0}\n"
+    )
+    cfg = read("--config", str(path), "--batch_size", "16", "--model_config", "hidden_size=8", "norm_eps=1e-6", "x=y")
+    assert (cfg.lr, cfg.batch_size, cfg.text_column, cfg.label_column) == (2e-5, 16, "body", "3")
+    assert cfg.train_data == ["a.csv", "b.csv"]
+    assert cfg.model_config == {"hidden_size": 8, "norm_eps": 1e-6, "x": "y"}
+
+
+def test_what_is_saved_reads_back(tmp_path):
+    cfg = read(
+        "--columns", "text=a", "--lr", "1e-5", "--train_data", "\u6570\u636e.csv", "--model_config", "dropout=0.5"
+    )
+    cfg.save(tmp_path / "a.yaml")
+    assert ClassificationConfig.from_yaml(tmp_path / "a.yaml") == cfg
+    assert ClassificationConfig.from_yaml(tmp_path / "a.yaml", lr=1).lr == 1.0
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("learnin_rate: 1", "has the unknown key 'learnin_rate'. Did you mean 'learning_rate'"),
+        ("lr: 1\nlearning_rate: 2", "gives lr twice, the second time as 'learning_rate'"),
+        ("- lr", "holds a list, expected lines such as"),
+        ("lr: [", "is not valid YAML"),
+        ("lr: [1]", r"lr: got \[1\], expected a number"),
+        ("batch_size: true", "batch_size: got True, expected a whole number"),
+        ("model: true", "model: got True, expected a text"),
+        ("columns: 3", "columns: got 3, expected KEY=VALUE pairs"),
+        ("lr: null", "lr: got nothing, expected a value"),
+    ],
+)
+def test_yaml_mistakes(tmp_path, content, says):
+    (tmp_path / "a.yaml").write_text(content)
+    with pytest.raises(ValueError, match=says):
+        read("--config", str(tmp_path / "a.yaml"))
+
+
+def test_yaml_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="config: cannot read .*a.yaml: No such file"):
+        read("--config", str(tmp_path / "a.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "expected"),
+    [
+        ("", 4, 1),
+        ("--gradient_accumulation_steps 3", 2, 3),
+        ("--batch_size 4 --global_batch_size 32", 2, 4),
+        ("--batch_size 4 --global_batch_size 32 --gradient_accumulation_steps 4", 2, 4),
+        ("--batch_size 4 --global_batch_size 30", 2, "global_batch_size: got 30, expected a multiple of 8"),
+        ("--batch_size 4 --global_batch_size 4", 2, "global_batch_size: got 4, expected a multiple of 8"),
+        ("--batch_size 4 --global_batch_size 32 --gradient_accumulation_steps 2", 2, "makes 4: give one"),
+    ],
+)
+def test_accumulation(words, ranks, expected):
+    cfg = read(*words.split())
+    if isinstance(expected, int):
+        assert cfg.accumulation(ranks) == expected
+        return
+    with pytest.raises(ValueError, match=expected):
+        cfg.accumulation(ranks)
+
+
+def test_needed_flags_say_what_they_are():
+    with pytest.raises(ValueError, match="--train_data is needed: files, directories"):
+        read("--model", "m").require("model", "train_data")
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, ClassificationConfig, PredictConfig])
+def test_help_names_every_flag_and_default(cls):
+    text = " ".join(parser(cls).format_help().split())
+    for field in dataclasses.fields(cls):
+        if not field.metadata["positional"]:
+            assert f"--{field.name} " in text
+    assert text.count("(default: ") == sum(not f.metadata["positional"] for f in dataclasses.fields(cls))
+    if cls is not PredictConfig:
+        assert "(default: 3e-05)" in text and "(default: false)" in text and "--learning_rate" not in text
+
+
+def test_no_spelling_means_two_flags():
+    for cls in (TrainConfig, ClassificationConfig, PredictConfig):
+        names = [name for f in dataclasses.fields(cls) for name in (f.name, *f.metadata["aliases"])]
+        assert len(names) == len(set(names))
+
+
+def test_positional_arguments():
+    cfg = PredictConfig.from_args(["run", "a.csv", "b.csv", "--output", "o.jsonl"])
+    assert (cfg.run, cfg.data, cfg.output) == ("run", ["a.csv", "b.csv"], "o.jsonl")
+    assert PredictConfig.from_args(["--output", "o", "run", "a.csv"]).data == ["a.csv"]
+    with pytest.raises(ValueError, match="required: DATA"):
+        PredictConfig.from_args(["run"])
+
+
+def test_flags_need_no_torch():
+    code = "import sys, modelcenter.training.config; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,424 @@
+"""Whole runs of a few steps: against transformers, against themselves cut differently, and when they go wrong."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from toydata import SIZES, STILL, command, flags, make_rows, make_tokenizer, write_folder, write_jsonl
+
+import engine
+import modelcenter
+from engine.testing import run as on_ranks
+from modelcenter.data.sampling import EpochBatches
+from modelcenter.training import loop
+from modelcenter.training.config import ClassificationConfig
+from modelcenter.training.errors import Stopped
+from scripts.finetune_classification import main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path, train=27)
+
+
+def finetune(folder, ranks: int = 1, **changes) -> list[dict]:
+    """Run the script on this many ranks; the rows of metrics.jsonl."""
+    values = flags(folder, **changes)
+    if ranks == 1:
+        main(command(values))
+    else:
+        on_ranks(lambda: main(command(values)), ranks, timeout=90)
+    return read_rows(values["output_dir"])
+
+
+def read_rows(output_dir) -> list[dict]:
+    with open(f"{output_dir}/metrics.jsonl", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def read_summary(folder, name: str = "run") -> dict:
+    return json.loads((folder / name / "summary.json").read_text())
+
+
+def in_transformers(folder, rows: list[dict], name: str = "run"):
+    """Logits of the exported model by transformers alone, and its names of labels."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(str(folder / name / "model")).eval()
+    tokenizer = AutoTokenizer.from_pretrained(str(folder / name / "model"))
+    batch = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        return model(**batch).logits, model.config.label2id
+
+
+def test_what_a_run_leaves(folder, capsys):
+    rows = finetune(folder, epochs=2, log_every=3)
+    train = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in train] == [1, 3, 6, 8]  # 27 rows are 4 batches of 8 an epoch
+    assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8]
+    assert [row["epoch"] for row in train] == [0.25, 0.75, 1.5, 2.0]
+    names = ["step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "padding", "seconds"]
+    assert all(list(row) == names for row in train)
+    texts = [row["text"] for row in make_rows(27, seed=1)]
+    tokens = sum(len(ids) for ids in make_tokenizer()(texts)["input_ids"])
+    assert train[-1]["tokens"] == 2 * tokens and train[-1]["padding"] == 0
+    assert all(
+        a["seconds"] < b["seconds"] and a["tokens"] < b["tokens"] for a, b in zip(train, train[1:], strict=False)
+    )
+
+    summary = read_summary(folder)
+    assert summary["status"] == "finished" and summary["steps"] == 8 and summary["skipped_steps"] == 0
+    assert summary["tokens"] == 2 * tokens
+    assert summary["tokens_per_second"] == pytest.approx(2 * tokens / summary["seconds"], rel=1e-3)
+    assert summary["last"] == {**train[-1], **rows[-1]}
+    evals = [row for row in rows if "eval_loss" in row]
+    assert summary["best"]["eval_accuracy"] == max(row["eval_accuracy"] for row in evals)
+    assert summary["peak_memory"]["host_bytes"] > 1e7 and summary["parameters"] > 1000
+    assert summary["versions"]["torch"] == torch.__version__ and summary["hardware"]["ranks"] == 1
+    assert summary["data"]["train"]["rows"] == 27 and len(summary["data"]["eval"]["sha256"]) == 1
+    assert "command" in summary
+
+    saved = ClassificationConfig.from_yaml(folder / "run" / "config.yaml")
+    assert (saved.text_column, saved.label_column, saved.max_length) == ("text", "label", 32)
+    assert (saved.precision, saved.global_batch_size, saved.eval_batch_size) == ("fp32", 8, 16)
+    assert yaml.safe_load((folder / "run" / "config.yaml").read_text())["lr"] == 1e-2
+    assert (folder / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert {p.name for p in (folder / "run").iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "curves.png",
+        "model",
+    }
+    card = (folder / "run" / "model" / "README.md").read_text()
+    assert "accuracy" in card and "8 steps of 8 rows" in card
+    shown = capsys.readouterr().out
+    assert "27 rows (text 'text', label 'label' with 2 classes: bad, good); evaluation on 11 rows; 8 steps" in shown
+    assert shown.count("step ") == len(rows)
+
+
+def test_evaluation_is_what_transformers_says(folder):
+    dev = make_rows(11, seed=2)
+    rows = finetune(folder, eval_batch_size=4, model_config=SIZES | {"dropout": 0.4, "initializer_range": 0.4})
+    logits, label2id = in_transformers(folder, dev)
+    targets = torch.tensor([label2id[row["label"]] for row in dev])
+    assert rows[-1]["eval_loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), abs=1e-5)
+    assert rows[-1]["eval_accuracy"] == int((logits.argmax(-1) == targets).sum()) / 11
+
+
+def test_it_learns(folder):
+    write_jsonl(folder / "data" / "train.jsonl", make_rows(160, seed=5))
+    rows = finetune(folder, epochs=6, lr=2e-2, log_every=100, model_config=SIZES, weight_decay=0.0)
+    assert rows[-1]["eval_accuracy"] > 0.9
+
+
+def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder):
+    """Rows, order, learning rate, clipping, decay groups and AdamW, by an independent loop of another library."""
+    from transformers import AutoModelForSequenceClassification, get_linear_schedule_with_warmup
+
+    changes = {
+        "epochs": 3,
+        "warmup": 0.25,
+        "weight_decay": 0.3,
+        "max_grad_norm": 0.5,
+        "adam_beta2": 0.9,
+        "adam_epsilon": 1e-3,
+    }
+    rows = finetune(folder, **changes, seed=7)
+    ours = [row for row in rows if "loss" in row]
+    names = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}, "problem_type": "single_label_classification"}
+    sizes = SIZES | STILL | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0}
+    start = modelcenter.from_config("tiny/bert", "sequence-classification", seed=7, **sizes, **names)
+    start.save_pretrained(folder / "start")
+    model = AutoModelForSequenceClassification.from_pretrained(str(folder / "start")).train()
+    data = make_rows(27, seed=1)
+    lengths = np.array([len(ids) for ids in make_tokenizer()([row["text"] for row in data])["input_ids"]])
+    decayed = [p for n, p in model.named_parameters() if not n.endswith("bias") and "LayerNorm" not in n]
+    others = [p for n, p in model.named_parameters() if n.endswith("bias") or "LayerNorm" in n]
+    groups = [{"params": decayed, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.9), eps=1e-3)
+    schedule = get_linear_schedule_with_warmup(optimizer, 3, 12)
+    step = 0
+    for epoch in range(3):
+        for batch in EpochBatches(lengths, 8, 7).epoch(epoch):
+            texts = [data[i]["text"] for i in batch]
+            labels = torch.tensor([int(data[i]["label"] == "good") for i in batch])
+            loss = model(**make_tokenizer()(texts, padding=True, return_tensors="pt"), labels=labels).loss
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            expected = {"loss": loss.item(), "grad_norm": norm.item(), "lr": schedule.get_last_lr()[0]}
+            found = {name: ours[step][name] for name in expected}
+            assert found == pytest.approx(expected, rel=1e-3, abs=2e-5), step
+            optimizer.step()
+            schedule.step()
+            step += 1
+    assert step == 12 and max(row["grad_norm"] for row in ours) > 0.5
+
+
+CUTS = {
+    "accumulated": (1, {"batch_size": 4, "gradient_accumulation_steps": 2}),
+    "by global size": (1, {"batch_size": 2, "global_batch_size": 8}),
+    "2 ranks, level 3": (2, {"batch_size": 4, "zero": 3}),
+    "2 ranks, level 1, accumulated": (2, {"batch_size": 2, "gradient_accumulation_steps": 2, "zero": 1}),
+}
+
+
+def test_losses_do_not_depend_on_the_cut(folder):
+    """27 rows: the last batch of 3 leaves ranks and microbatches unequal and empty."""
+    whole = finetune(folder, epochs=2, output_dir=str(folder / "whole"))
+    for name, (ranks, changes) in CUTS.items():
+        rows = finetune(folder, ranks, epochs=2, output_dir=str(folder / name), **changes)
+        assert len(rows) == len(whole)
+        for row, expected in zip(rows, whole, strict=True):
+            compared = {k: v for k, v in expected.items() if k not in ("seconds", "tokens_per_second", "eval_seconds")}
+            assert {k: row[k] for k in compared} == pytest.approx(compared, rel=1e-4, abs=1e-5), (name, row["step"])
+        summary = read_summary(folder, name)
+        assert summary["status"] == "finished" and summary["hardware"]["ranks"] == ranks
+        logits, _ = in_transformers(folder, make_rows(5), name)
+        expected_logits, _ = in_transformers(folder, make_rows(5), "whole")
+        assert torch.allclose(logits, expected_logits, atol=1e-3), name
+
+
+def test_evaluation_times_and_schedule(folder):
+    rows = finetune(folder, max_steps=7, eval_every=3, log_every=100, lr_scheduler="constant", warmup=2)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [3, 6, 7]
+    rows = finetune(folder, max_steps=6, eval_every="never", lr_scheduler="cosine", warmup=2, overwrite_output_dir=True)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [6]
+    half = [0.01 * 0.5 * (1 + np.cos(np.pi * i / 4)) for i in range(4)]
+    assert [row["lr"] for row in rows if "lr" in row] == pytest.approx([0, 0.005, *half])
+    rows = finetune(
+        folder,
+        epochs=0.5,
+        eval_fraction=0.2,
+        train_data=str(folder / "data" / "train.jsonl"),
+        output_dir=str(folder / "c"),
+    )
+    assert rows[-1]["step"] == 2 and read_summary(folder, "c")["data"]["eval"]["rows"] == 5
+
+
+def test_no_evaluation_data(folder):
+    rows = finetune(folder, train_data=str(folder / "data" / "train.jsonl"))
+    assert not any("eval_loss" in row for row in rows)
+    assert read_summary(folder)["best"]["metric"] == "loss"
+
+
+@pytest.mark.parametrize("kind", ["regression", "multi_label_classification", "pair"])
+def test_other_kinds_of_labels(folder, kind):
+    rows = make_rows(20)
+    for i, row in enumerate(rows):
+        if kind == "pair":
+            row |= {"sentence1": row.pop("text"), "sentence2": rows[i - 1].get("sentence1", "a film")}
+        elif kind == "regression":
+            row["label"] = 0.5 + (row["label"] == "good")
+        else:
+            row["label"] = [row["label"], "any"] if i % 3 else []
+    write_jsonl(folder / "x.jsonl", rows)
+    # On 2 ranks: the empty microbatch of rank 1 must have labels of the right kind.
+    found = finetune(
+        folder, 2, train_data=str(folder / "x.jsonl"), eval_data=str(folder / "x.jsonl"), batch_size=3, max_steps=4
+    )
+    names = {"regression": "eval_pearson", "multi_label_classification": "eval_f1_macro", "pair": "eval_mcc"}
+    assert names[kind] in found[-1]
+    config = json.loads((folder / "run" / "model" / "config.json").read_text())
+    expected = kind if kind != "pair" else "single_label_classification"
+    assert config["problem_type"] == expected
+    assert list(config["id2label"].values()) == {"regression": ["score"], "pair": ["bad", "good"]}.get(
+        kind, ["any", "bad", "good"]
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ gone wrong
+def spoil(monkeypatch, steps):
+    """Make the gradient of some steps NaN (None: of all)."""
+    good, calls = loop.accumulate, []
+
+    def accumulate(model, *args, **kwargs):
+        loss = good(model, *args, **kwargs)
+        calls.append(1)
+        if steps is None or len(calls) in steps:
+            next(model.parameters()).grad.fill_(float("nan"))
+            loss = loss * float("nan")
+        return loss
+
+    monkeypatch.setattr(loop, "accumulate", accumulate)
+
+
+def test_a_bad_step_is_skipped_and_counted(folder, monkeypatch):
+    spoil(monkeypatch, {2})
+    rows = finetune(folder, max_steps=4)
+    assert [row["loss"] is None for row in rows if "loss" in row] == [
+        False,
+        True,
+        False,
+        False,
+    ]  # null: JSON has no NaN
+    assert [row.get("skipped") for row in rows if "loss" in row] == [None, 1, 1, 1]
+    assert read_summary(folder)["skipped_steps"] == 1
+    logits, _ = in_transformers(folder, make_rows(3))
+    assert logits.isfinite().all()
+
+
+def test_bad_steps_in_a_row_end_the_run(folder, monkeypatch):
+    spoil(monkeypatch, range(3, 99))
+    with pytest.raises(
+        FloatingPointError, match=r"step 10: .*not finite in 8 steps in a row.*Rows of.*train.jsonl, line \d+"
+    ):
+        finetune(folder, max_steps=30)
+    summary = read_summary(folder)
+    assert summary["status"] == "failed" and "not finite in 8 steps" in summary["reason"]
+    assert summary["steps"] == 9 and summary["skipped_steps"] == 8 and not (folder / "run" / "model").exists()
+
+
+def test_a_run_of_bad_steps_only_is_no_success(folder):
+    with pytest.raises(FloatingPointError, match="no step of the run had a finite loss"):
+        finetune(folder, max_steps=3, model_config=SIZES | {"initializer_range": 1e30})
+    assert read_summary(folder)["status"] == "failed"
+
+
+def test_stopped_by_a_signal(folder, monkeypatch):
+    step = loop.Run.train_step
+
+    def train_step(self, rows):
+        if self.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, rows)
+
+    monkeypatch.setattr(loop.Run, "train_step", train_step)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match="stopped by SIGTERM"):
+        finetune(folder, epochs=3)
+    assert signal.getsignal(signal.SIGTERM) is before
+    summary = read_summary(folder)
+    assert summary["status"] == "stopped" and summary["reason"] == "stopped by SIGTERM" and summary["steps"] == 2
+
+
+def test_output_dir_is_never_overwritten_unasked(folder):
+    finetune(folder, max_steps=1)
+    with pytest.raises(ValueError, match="output_dir: .*run holds a finished run; .*--overwrite_output_dir"):
+        finetune(folder, max_steps=1)
+    with pytest.raises(ValueError, match="no column 'txt'"):
+        finetune(folder, text_column="txt", overwrite_output_dir=True)
+    assert read_summary(folder)["steps"] == 1  # a mistake costs no finished run
+    assert finetune(folder, max_steps=2, overwrite_output_dir=True)[-1]["step"] == 2
+    (folder / "home").mkdir()
+    (folder / "home" / "thesis.tex").touch()
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="holds files of something else"):
+            finetune(folder, output_dir=str(folder / "home"), overwrite_output_dir=overwrite)
+    assert (folder / "home" / "thesis.tex").exists()
+
+
+def test_a_failed_run_may_be_repeated(folder, monkeypatch):
+    spoil(monkeypatch, None)
+    with pytest.raises(FloatingPointError):
+        finetune(folder, max_steps=2)
+    monkeypatch.undo()
+    assert finetune(folder, max_steps=2)[-1]["step"] == 2
+
+
+def test_output_that_cannot_be_written(folder):
+    (folder / "file").touch()
+    with pytest.raises(OSError, match="output_dir: cannot write to .*file/run: Not a directory"):
+        finetune(folder, output_dir=str(folder / "file" / "run"))
+
+
+def test_dry_run_writes_nothing(folder, capsys):
+    before = {p for p in folder.rglob("*")}
+    values = flags(folder, dry_run=True, global_batch_size=16)
+    del values["output_dir"]
+    main(command(values))
+    shown = capsys.readouterr().out
+    for text in (
+        "27 rows",
+        "11 rows",
+        "bad, good",
+        "2 per epoch",
+        "One step: loss 0.6",
+        "[CLS] ",
+        "line ",
+        "Nothing was written",
+    ):
+        assert text in shown, text
+    assert {p for p in folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"max_length": 33}, "max_length: got 33, the position table of this model has 32"),
+        ({"max_length": 3}, "max_length: got 3, expected more than the 3 special tokens"),
+        ({"text_column": "txt"}, "text_column: .* has no column 'txt', it has 'text', 'label'; did you mean 'text'"),
+        ({"num_labels": 1, "problem_type": "regression"}, "line 1: label '(good|bad)' is not a number"),
+        ({"eval_split": "tset"}, "has no split 'tset'"),
+        ({"tokenizer": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"model_config": {"vocab_size": 7}}, "has 29 tokens, but the model's vocab_size is 7"),
+        ({"model_config": {"hiden_size": 7}}, "hiden_size"),
+        ({"model": "./nowhere"}, "nowhere"),
+        ({"global_batch_size": 12}, "global_batch_size: got 12, expected a multiple of 8"),
+    ],
+)
+def test_mistakes(folder, changes, says):
+    with pytest.raises((ValueError, OSError), match=says):
+        finetune(folder, **changes)
+    assert not (folder / "run" / "metrics.jsonl").exists()
+
+
+def test_needed_flags(folder):
+    for name in ("model", "train_data", "output_dir"):
+        values = flags(folder)
+        del values[name]
+        with pytest.raises(ValueError, match=f"--{name} is needed"):
+            main(command(values))
+    values = flags(folder)
+    del values["tokenizer"]
+    with pytest.raises(ValueError, match="--tokenizer is needed: with --from_scratch"):
+        main(command(values))
+
+
+def test_rows_without_text_and_unseen_labels(folder):
+    rows = make_rows(12)
+    write_jsonl(folder / "a.jsonl", [*rows, {"text": None, "label": "good"}])
+    with pytest.raises(ValueError, match="a.jsonl, line 13: the row has no text in column 'text'"):
+        finetune(folder, train_data=str(folder / "a.jsonl"))
+    write_jsonl(folder / "b.jsonl", [*rows, {"text": "x", "label": "so-so"}])
+    with pytest.raises(
+        ValueError, match="b.jsonl, line 13: label 'so-so' is not one of the labels of the training data"
+    ):
+        finetune(folder, train_data=str(folder / "data" / "train.jsonl"), eval_data=str(folder / "b.jsonl"))
+
+
+def test_starting_from_a_checkpoint(folder):
+    finetune(folder, max_steps=2)
+    start = str(folder / "run" / "model")
+    values = flags(folder, model=start, max_steps=1, lr=0, output_dir=str(folder / "b"))
+    del values["tokenizer"], values["from_scratch"], values["model_config"]
+    main(command(values))
+    rows = read_rows(folder / "b")
+    dev = make_rows(11, seed=2)
+    logits, ids = in_transformers(folder, dev)
+    targets = torch.tensor([ids[row["label"]] for row in dev])
+    # At learning rate 0 the model stays the one that was loaded, head and all.
+    assert rows[-1]["eval_loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), abs=1e-5)
+    write_jsonl(folder / "three.jsonl", [{"text": "a film", "label": x} for x in "abcabcabc"])
+    values |= {"train_data": str(folder / "three.jsonl"), "output_dir": str(folder / "c")}
+    with pytest.raises(ValueError, match="(?i)head|mismatch|shape"):
+        main(command(values))
+    main(command(values | {"ignore_mismatched_sizes": True}))
+    assert json.loads((folder / "c" / "model" / "config.json").read_text())["id2label"] == {
+        "0": "a",
+        "1": "b",
+        "2": "c",
+    }
+
+
+def test_bf16_runs(folder):
+    rows = finetune(folder, precision="bf16", max_steps=3)
+    whole = finetune(folder, precision="fp32", max_steps=3, output_dir=str(folder / "fp32"))
+    losses = [[row["loss"] for row in r if "loss" in row] for r in (rows, whole)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[0] != losses[1]
+    assert engine.world_size() == 1

@@ -1,0 +1,128 @@
+"""predict and evaluate on a finished run, against transformers and on two ranks."""
+
+import json
+
+import pytest
+import torch
+from toydata import command, flags, make_rows, write_folder, write_jsonl
+
+from engine.testing import run as on_ranks
+from modelcenter.cli import run as cli
+from scripts.finetune_classification import main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of a few steps, at folder/run."""
+    folder = write_folder(tmp_path_factory.mktemp("predict"), train=24)
+    main(command(flags(folder, max_steps=3)))
+    return folder
+
+
+def chances(folder, texts: list[str], pairs: list[str] | None = None):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    path = str(folder / "run" / "model")
+    batch = AutoTokenizer.from_pretrained(path)(texts, pairs, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        return AutoModelForSequenceClassification.from_pretrained(path).eval()(**batch).logits.softmax(-1)
+
+
+def read(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_line_per_row_in_order(folder, tmp_path):
+    rows = make_rows(21, seed=4)
+    data = write_jsonl(tmp_path / "new.jsonl", [{"id": i, "text": row["text"]} for i, row in enumerate(rows)])
+    cli(["predict", str(folder / "run"), str(data), "--output", str(tmp_path / "out.jsonl"), "--batch_size", "4"])
+    found, expected = read(tmp_path / "out.jsonl"), chances(folder, [row["text"] for row in rows])
+    assert [list(row) for row in found] == [["label", "score", "probabilities"]] * 21
+    for row, values in zip(found, expected.tolist(), strict=True):
+        assert list(row["probabilities"].values()) == pytest.approx(values, abs=2e-6)
+        assert list(row["probabilities"]) == ["bad", "good"]
+        assert row["label"] == ["bad", "good"][values[1] > values[0]] and row["score"] == max(
+            row["probabilities"].values()
+        )
+    on_ranks(lambda: cli(["predict", str(folder / "run"), str(data), "--output", str(tmp_path / "two.jsonl")]), 2)
+    for row, other in zip(found, read(tmp_path / "two.jsonl"), strict=True):
+        assert other["probabilities"] == pytest.approx(row["probabilities"], abs=2e-6)
+
+
+def test_texts_of_another_form_and_the_terminal(folder, tmp_path, capsys):
+    (tmp_path / "new.txt").write_text("a fine film\nboring\n")
+    cli(["predict", str(folder / "run" / "model"), str(tmp_path / "new.txt")])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    expected = chances(folder, ["a fine film", "boring"])
+    assert [line["probabilities"]["good"] for line in lines] == pytest.approx(expected[:, 1].tolist(), abs=2e-6)
+
+
+def test_evaluate_is_the_runs_own_evaluation_on_any_number_of_ranks(folder, capsys):
+    last = json.loads((folder / "run" / "summary.json").read_text())["last"]
+    expected = {name.removeprefix("eval_"): v for name, v in last.items() if name.startswith("eval_")}
+    del expected["seconds"]
+    words = ["evaluate", str(folder / "run"), str(folder / "data"), "--json", "--output", str(folder / "scores.json")]
+    cli(words)
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((folder / "scores.json").read_text())
+    assert found.pop("rows") == 11 and found == pytest.approx(expected, abs=1e-6)
+    on_ranks(lambda: cli([*words, "--batch_size", "2"]), 2)
+    two = json.loads((folder / "scores.json").read_text())
+    assert two.pop("rows") == 11 and two == pytest.approx(expected, abs=1e-6)
+    cli(words[:3])
+    assert "accuracy   " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["regression", "multi_label_classification"])
+def test_other_kinds(folder, tmp_path, kind, capsys):
+    rows = make_rows(16)
+    for row in rows:
+        row["label"] = [row["label"]] if kind.startswith("multi") else 0.25 + len(row["text"]) / 10
+    data = write_jsonl(tmp_path / "x.jsonl", rows)
+    main(
+        command(flags(folder, train_data=str(data), eval_data=str(data), max_steps=2, output_dir=str(tmp_path / "run")))
+    )
+    last = json.loads((tmp_path / "run" / "summary.json").read_text())["last"]
+    capsys.readouterr()
+    cli(["evaluate", str(tmp_path / "run"), str(data), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    main_metric = "mse" if kind == "regression" else "f1"
+    assert found[main_metric] == pytest.approx(last[f"eval_{main_metric}"], abs=1e-6)
+    cli(["predict", str(tmp_path / "run"), str(data)])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    if kind == "regression":
+        squares = [(line["score"] - row["label"]) ** 2 for line, row in zip(lines, rows, strict=True)]
+        assert sum(squares) / 16 == pytest.approx(found["mse"], rel=1e-4)
+    else:
+        assert all(line["labels"] == [n for n, p in line["probabilities"].items() if p > 0.5] for line in lines)
+
+
+def test_mistakes(folder, tmp_path):
+    data, run = str(folder / "data"), str(folder / "run")
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "config.yaml").write_text("lr: 1\n")
+    with pytest.raises(ValueError, match="unfinished is a run without a model"):
+        cli(["predict", str(tmp_path / "unfinished"), data])
+    with pytest.raises(OSError, match="output: cannot write .*no/such/out: No such file"):
+        cli(["predict", run, data, "--output", str(tmp_path / "no/such/out")])
+    with pytest.raises(ValueError, match="no column 'body', it has 'text', 'label'"):
+        cli(["predict", run, data, "--text_column", "body"])
+    bad = write_jsonl(tmp_path / "bad.jsonl", [{"text": "x", "label": "good"}, {"text": "y", "label": "so-so"}])
+    with pytest.raises(
+        ValueError, match=r"line 2: label 'so-so' is not one of the labels of the model \('bad', 'good'\)"
+    ):
+        cli(["evaluate", run, str(bad)])
+    none = write_jsonl(tmp_path / "none.jsonl", [{"text": "x y"}, {"text": "y z"}])
+    with pytest.raises(ValueError, match="no column is called a label"):
+        cli(["evaluate", run, str(none)])
+
+
+def test_a_model_without_a_trained_head_is_refused(folder, tmp_path):
+    import modelcenter
+
+    model = modelcenter.from_config("tiny/bert", "masked-lm")
+    model.save_pretrained(tmp_path / "mlm")
+    with pytest.raises(
+        ValueError, match="a model for masked-lm, expected one that was trained for sequence-classification"
+    ):
+        cli(["predict", str(tmp_path / "mlm"), str(folder / "data"), "--tokenizer", str(folder / "tokenizer")])

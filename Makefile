@@ -52,14 +52,15 @@ check: $(READY_DEV)  ## what a change must pass: linter, formatter, types, fast 
 
 bench: $(READY)  ## the benchmarks of scripts/bench, one JSON file each in bench-results/
 	mkdir -p bench-results
-	for script in scripts/bench/*.py; do $(PY) $$script --output bench-results/$$(basename $$script .py).json $(ARGS); done
+	for script in $(filter-out scripts/bench/gpu_%,$(wildcard scripts/bench/*.py)); do \
+		$(PY) $$script --output bench-results/$$(basename $$script .py).json $(ARGS); done
 
-gpu-check: $(READY)  ## GPU tests and benchmarks, results in OUT
+gpu-check: $(READY)  ## GPU tests and GPU benchmarks (scripts/bench/gpu_*.py), results in OUT
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "gpu-check: torch finds no GPU on this machine"; exit 1; }
 	mkdir -p "$(OUT)"
 	$(PY) -m torch.utils.collect_env > "$(OUT)/environment.txt"
 	$(PY) -m pytest -m "gpu and not network" --junitxml "$(OUT)/tests.xml" $(ARGS) 2>&1 | tee "$(OUT)/tests.txt"
-	for script in scripts/bench/*.py; do $(PY) $$script --output "$(OUT)/$$(basename $$script .py).json"; done
+	for script in $(wildcard scripts/bench/gpu_*.py); do $(PY) $$script --output "$(OUT)/$$(basename $$script .py).json"; done
 
 clean:  ## remove .venv, caches and the results in their default places
 	rm -rf .venv build dist demo-run bench-results gpu-results .pytest_cache .ruff_cache .mypy_cache *.egg-info

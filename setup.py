@@ -18,6 +18,7 @@ setup(
         "modelcenter.model_configs",
         *(f"modelcenter.model_configs.{family}" for family in families),
     ],
+    include_package_data=False,  # what is shipped is listed below, not implied by MANIFEST.in
     package_dir={"modelcenter.scripts": "scripts", "modelcenter.model_configs": "model_configs"},
     package_data={
         "modelcenter.scripts": ["recipes/*.yaml"],

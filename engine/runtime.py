@@ -11,6 +11,7 @@ import datetime
 import os
 import random
 import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -185,6 +186,9 @@ def _leave() -> None:
     # After an uncaught exception the other ranks may never answer, so the group is left to the end of the process.
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
+        # gloo's thread may still hold the Python objects of the last collective, and needs the interpreter once more
+        # to let go of them: asking for it after the interpreter began to end would abort the process.
+        time.sleep(0.05)
 
 
 def ensure_group() -> None:

@@ -64,7 +64,7 @@ TASKS = {
     "pretraining": Task("BertForPreTraining", {"pooler": "pooler.", "lm": "head.lm.", "nsp": "head.nsp."}),
     "sequence-classification": Task("BertForSequenceClassification", {"pooler": "pooler.", "classifier": "head."}),
     "token-classification": Task("BertForTokenClassification", {"token classifier": "head."}),
-    "question-answering": Task("BertForQuestionAnswering", {"qa": "head."}),
+    "question-answering": Task("BertForQuestionAnswering", {"qa": "head."}, labels=2),
     "multiple-choice": Task("BertForMultipleChoice", {"pooler": "pooler.", "choice": "head."}),
 }
 

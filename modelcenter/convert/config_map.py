@@ -38,7 +38,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
 
 # Spelled alike in every architecture.
 COMMON = {"tie_word_embeddings": "tie_embeddings", "problem_type": "problem_type", "architectures": "architectures"}
-_EMPTY = (None, False, "", [], {}, ())
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {}, ())
 _HANDLED = ("model_type", "dtype", "torch_dtype", "id2label", "label2id", "num_labels", "extra")
 
 

@@ -88,7 +88,7 @@ def _restrict_dim(piece: Piece, side: int, dim: int, low: int, high: int) -> lis
         k, inner_axes = order[0], order[1:]
         size, step = part.axes[k].size, part.axes[k].strides[side]
         inner = sum((part.axes[j].size - 1) * part.axes[j].strides[side] for j in inner_axes)
-        first, last = max(0, -((inner - low) // step)), min(size - 1, (high - 1) // step)  # blocks that touch
+        first, last = max(0, low // step), min(size - 1, (high - 1) // step)  # blocks that may touch
         full_first, full_last = max(first, -(-low // step)), min(last, (high - 1 - inner) // step)  # wholly inside
         runs = [(first, last + 1)] if full_first > full_last else [(first, full_first), (full_last + 1, last + 1)]
         found = [q for start, stop in runs for i in range(start, stop) for q in cut(part, k, i, inner_axes, low, high)]
@@ -136,25 +136,6 @@ def is_plain_copy(piece: Piece, tensor: torch.Tensor, origin: Sequence[int]) -> 
         return False
     places = [(axis.dims[HUB], -axis.strides[HUB]) for axis in piece.axes if axis.size > 1]
     return places == sorted(places) and view(tensor, piece, NATIVE, origin).is_contiguous()
-
-
-def load_box(
-    pieces: Iterable[Piece], box: Box, read: Callable[[str, Box], torch.Tensor], out: torch.Tensor
-) -> torch.Tensor:
-    """Fill `out`, the box of one native tensor, from hub slices.
-
-    Args:
-        pieces: the pieces of that native tensor.
-        box: where `out` lies in the native tensor; `out` has its shape.
-        read: (hub name, box) -> that slice of the hub tensor.
-    """
-    origin = [low for low, _ in box]
-    for piece in pieces:
-        for part in restrict(piece, NATIVE, box):
-            where = bounds(part, HUB)
-            source = read(part.names[HUB], where)
-            view(out, part, NATIVE, origin).copy_(view(source, part, HUB, [low for low, _ in where]))
-    return out
 
 
 def export_box(

@@ -338,11 +338,13 @@ class Task:
         hf_class: the class that transformers has for it, written to `architectures`.
         parts: name of the part -> prefix of its parameters in our model.
         prefix: what precedes body names in a file of this class; None: the architecture's.
+        labels: the number of outputs that the task fixes, whatever labels a checkpoint had; None: the config's.
     """
 
     hf_class: str
     parts: Mapping[str, str] = field(default_factory=dict)
     prefix: str | None = None
+    labels: int | None = None
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,9 @@ class Source(Protocol):
 
     def dtype(self, name: str) -> torch.dtype: ...
 
+    def cost(self, name: str, box: Box) -> int:
+        """Bytes that reading the box takes from the file, the holes that are read over included."""
+
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
         """That box of a tensor, on the CPU; into `out`, contiguous and of the same shape and dtype, if given."""
 
@@ -123,7 +126,7 @@ def _stream(source: Source, name: str, parts: list[_Part]) -> Iterator[tuple[_Pa
     region = _union([bounds(part.piece, HUB) for part in parts])
     for chunk in _chunks(region, CHUNK_BYTES // source.dtype(name).itemsize):
         inside = [(part, piece) for part in parts for piece in restrict(part.piece, HUB, chunk)]
-        for group in _groups(inside):
+        for group in _groups(source, name, inside):
             box = _union([bounds(piece, HUB) for _, piece in group])
             values = source.read(name, box)
             for part, piece in group:
@@ -148,7 +151,7 @@ def _chunks(box: Box, limit: int) -> Iterator[Box]:
             yield from (((start, start + 1), *inner) for inner in _chunks(rest, limit))
 
 
-def _groups(items: list[tuple[_Part, Piece]]) -> list[list[tuple[_Part, Piece]]]:
+def _groups(source: Source, name: str, items: list[tuple[_Part, Piece]]) -> list[list[tuple[_Part, Piece]]]:
     """Group what one read serves without reading more than separate reads would."""
     groups: list[list[tuple[_Part, Piece]]] = []
     boxes: list[Box] = []
@@ -156,7 +159,7 @@ def _groups(items: list[tuple[_Part, Piece]]) -> list[list[tuple[_Part, Piece]]]
         box = bounds(item[1], HUB)
         for g, other in enumerate(boxes):
             both = _union([box, other])
-            if box_numel(both) <= box_numel(box) + box_numel(other):
+            if source.cost(name, both) <= source.cost(name, box) + source.cost(name, other):
                 groups[g].append(item)
                 boxes[g] = both
                 break

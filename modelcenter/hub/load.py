@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import engine
 from modelcenter.config import ModelConfig
@@ -212,7 +213,10 @@ def build_model(
 def _spec(config: Mapping[str, Any], architecture: str | None, origin: str) -> ArchSpec:
     kind = config.get("model_type", architecture)
     if kind is None:
-        raise ValueError(f"{origin}: config.json names no model_type")
+        raise ValueError(
+            f"{origin}: config.json names no model_type; say which by loading it with a class, such as "
+            "modelcenter.Bert.from_pretrained"
+        )
     if architecture is not None and kind != architecture:
         raise ValueError(f"{origin} has the model_type {kind!r}, expected {architecture!r}; load it with its own class")
     return get(kind, config.get("architectures"))
@@ -244,14 +248,26 @@ def _overrides(given: dict[str, Any], num_labels: int | None, id2label: Any) -> 
 def _config(
     spec: ArchSpec, arch: ArchMap, values: Mapping[str, Any], task: str, overrides: dict[str, Any], origin: str
 ) -> ModelConfig:
+    fixed = arch.tasks[task].labels
+    if fixed is not None:
+        overrides = {"num_labels": fixed, **overrides}
     try:
         return arch.config.read(values, spec.config_class(), overrides)
     except ValueError as error:
         raise ValueError(f"{origin}: {error}") from error
 
 
+class _NoInit(TorchFunctionMode):
+    """Skips torch.nn.init: on meta it does nothing, but imports torch's compiler, which takes a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def _on_meta(spec: ArchSpec, config: ModelConfig, task: str) -> Any:
-    with torch.device("meta"):
+    with torch.device("meta"), _NoInit():
         return spec.model_class()(config, task)
 
 

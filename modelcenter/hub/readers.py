@@ -83,6 +83,13 @@ class FileSource:
     def dtype(self, name: str) -> torch.dtype:
         return self.tensors[name].dtype
 
+    def cost(self, name: str, box: Box) -> int:
+        """Bytes of the file that reading the box takes."""
+        info = self.tensors[name]
+        if name in self._loaded or info.strides != _row_major(info.shape):
+            return info.dtype.itemsize * math.prod(high - low for low, high in box)
+        return _cost(info.dtype.itemsize, info.shape, box)
+
     def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """A box of a tensor (all of it by default) as a contiguous CPU tensor; into `out` if given."""
         info = self.tensors[name]
@@ -109,9 +116,7 @@ class FileSource:
         if rest == whole(inner):
             self._pread(info, start + row * (box[0][0] if box else 0), out)
             return
-        steps = _row_major(inner)
-        needed = item * (1 + sum((high - 1 - low) * step for (low, high), step in zip(rest, steps, strict=True)))
-        if row - needed >= _GAP:
+        if _hole(item, inner, rest) >= _GAP:
             for index in range(*box[0]):
                 self._read_box(info, start + index * row, inner, rest, out[index - box[0][0]])
             return
@@ -152,6 +157,22 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
+
+
+def _hole(item: int, shape: Sequence[int], box: Box) -> int:
+    """Bytes of a tensor outside the span from the first to the last element of the box."""
+    last = sum((high - 1 - low) * step for (low, high), step in zip(box, _row_major(shape), strict=True))
+    return item * (math.prod(shape) - 1 - last)
+
+
+def _cost(item: int, shape: Sequence[int], box: Box) -> int:
+    """Bytes that `FileSource._read_box` reads."""
+    if not box:
+        return item
+    (low, high), inner, rest = box[0], shape[1:], box[1:]
+    if rest != whole(inner) and _hole(item, inner, rest) >= _GAP:
+        return (high - low) * _cost(item, inner, rest)
+    return (high - low) * item * math.prod(inner)
 
 
 # -- safetensors -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from modelcenter.hub.card import make_card
 from modelcenter.hub.load import parse_dtype
 from modelcenter.hub.readers import CONFIG_FILE
 from modelcenter.hub.writer import (
+    CARD_FILE,
+    TOKENIZER_FILES,
     Entry,
     SafetensorsWriter,
     new_directory,
@@ -29,19 +31,6 @@ from modelcenter.hub.writer import (
 from modelcenter.registry import get
 
 FORMATS = ("hf", "distributed")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-)
 
 
 def save_pretrained(
@@ -56,7 +45,7 @@ def save_pretrained(
 ) -> None:
     """Save a model; every rank calls it. The directory appears when it is complete, or not at all.
 
-    An earlier checkpoint at `path` is replaced; files there that belong to no checkpoint are kept.
+    An earlier checkpoint at `path` is replaced; other files there stay, so a tokenizer may be saved before or after.
 
     Args:
         path: a directory; its parents are made.
@@ -64,7 +53,7 @@ def save_pretrained(
         max_shard_size: bytes of one file of format "hf", as a number or "5GB".
         dtype: of the weights in format "hf"; None: that of the model.
         tokenizer: a transformers tokenizer; None: the files beside those that the model was loaded from, if any.
-        card: the README.md, or details for it (hub.card.make_card).
+        card: the README.md, or details for it (hub.card.make_card); None: a short one, unless one is there.
 
     Raises:
         ValueError: an unknown format, dtype or size; the place cannot be written. On every rank.
@@ -82,6 +71,8 @@ def save_pretrained(
         with together(doing):
             if first:
                 directory = stack.enter_context(new_directory(Path(path)))
+                if card is None and (Path(path) / CARD_FILE).is_file():
+                    card = (Path(path) / CARD_FILE).read_text(encoding="utf-8")
                 if format == "hf":
                     _write_texts(model, directory, export.dtype, tokenizer, card)
         if format == "hf":
@@ -129,13 +120,21 @@ def push_to_hub(
         address = ""
         with together(f"pushing to {repo_id}"):
             if engine.rank() == 0:
-                address = _upload(target, repo_id, token, private, revision, commit_message)
+                keep = [CARD_FILE] if card is None else []
+                address = _upload(target, repo_id, token, private, revision, commit_message, keep)
         return _from_first(address)
 
 
 def _upload(
-    folder: Path, repo_id: str, token: str | bool | None, private: bool | None, revision: str | None, message: str
+    folder: Path,
+    repo_id: str,
+    token: str | bool | None,
+    private: bool | None,
+    revision: str | None,
+    message: str,
+    keep: list[str],
 ) -> str:
+    """Upload a directory. Files named in `keep` that the repository has already are left as they are."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -144,8 +143,10 @@ def _upload(
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
+        held = [name for name in keep if api.file_exists(repo_id, name, revision=revision)]
         commit = api.upload_folder(
             repo_id=repo_id,
+            ignore_patterns=held or None,
             folder_path=folder,
             revision=revision,
             commit_message=message,
@@ -190,31 +191,32 @@ class _Export:
         self.files = plan_files(entries, max_bytes)
 
     @torch.no_grad()
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors, whole and on the CPU, one at a time; collective."""
+    def _gathered(self) -> Iterator[dict[str, torch.Tensor]]:
+        """For each tensor to write, the whole parameters it consists of, on the CPU; collective."""
         held: dict[str, torch.Tensor] = {}
         for file in self.files:
-            for name, dtype, _ in file.entries:
-                key = self.key_of[name]
-                held = {n: held[n] if n in held else _whole(self.parameters[n]) for n in self.layout.natives(key)}
-                yield export_tensor(self.layout, key, held).to(dtype)
+            for name, _, _ in file.entries:
+                natives = self.layout.natives(self.key_of[name])
+                held = {n: held[n] if n in held else _whole(self.parameters[n]) for n in natives}
+                yield held
 
+    @torch.no_grad()
     def write(self, directory: Path) -> None:
         """Write the files, on rank 0, while the other ranks `take_part`."""
-        tensors = self.tensors()
+        gathered = self._gathered()
         try:
             for file in self.files:
                 with SafetensorsWriter(directory / file.name, file.entries) as writer:
-                    for _ in file.entries:
-                        writer.write(next(tensors))
+                    for name, dtype, _ in file.entries:
+                        writer.write(export_tensor(self.layout, self.key_of[name], next(gathered)).to(dtype))
             if len(self.files) > 1:
                 write_index(directory, self.files)
         finally:
             if engine.world_size() > 1:  # after a failure too: the other ranks wait for this one
-                deque(tensors, maxlen=0)
+                deque(gathered, maxlen=0)
 
     def take_part(self) -> None:
-        deque(self.tensors(), maxlen=0)
+        deque(self._gathered(), maxlen=0)
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -228,7 +230,7 @@ def _write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any
     hf_class = arch.tasks[model.task].hf_class
     write_json(directory / CONFIG_FILE, arch.config.write(model.config, hf_class, str(dtype).removeprefix("torch.")))
     text = card if isinstance(card, str) else make_card(model, hf_class, card)
-    (directory / "README.md").write_text(text, encoding="utf-8")
+    (directory / CARD_FILE).write_text(text, encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
         return

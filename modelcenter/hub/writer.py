@@ -1,5 +1,6 @@
 """Writing checkpoints: the only safetensors writer, and directories that are whole or absent."""
 
+import glob
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from types import TracebackType
 
 import torch
 
-from modelcenter.hub.readers import DTYPE_NAMES
+from modelcenter.hub.readers import DTYPE_NAMES, MANIFEST_FILE
 
 Entry = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape of a tensor to write
 
@@ -131,20 +132,30 @@ def parse_size(size: int | str) -> int:
 
 # -- directories that are whole or absent ----------------------------------------------------------------------------
 
-# What a checkpoint consists of; anything else in a directory that is replaced is the user's and stays.
-_OURS = re.compile(
-    r"(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?|config\.json|generation_config\.json|manifest\.json"
-    r"|README\.md|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(txt|json)"
-    r"|merges\.txt|spiece\.model|tokenizer\.model|sentencepiece\.bpe\.model|chat_template\.jinja"
-    r"|additional_chat_templates|model"
+CARD_FILE = "README.md"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
 )
+# What an earlier checkpoint leaves that would contradict the new one.
+_REPLACED = re.compile(r"(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?|config\.json|manifest\.json")
 
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
     """A directory beside `target` to fill; it takes the place of `target` when the block ends, or vanishes if it fails.
 
-    Files in an existing `target` that are no part of a checkpoint are kept; those of an earlier checkpoint are not.
+    An existing `target` loses the config and weights of an earlier checkpoint. Its other files stay unless the new
+    directory has them: a tokenizer saved there before, a card, logs.
 
     Raises:
         ValueError: the place cannot be written, or `target` is not a directory that may be replaced.
@@ -160,6 +171,8 @@ def new_directory(target: Path) -> Iterator[Path]:
     scratch = target.parent / f".{target.name}.saving-{secrets.token_hex(4)}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        for left in target.parent.glob(f".{glob.escape(target.name)}.saving-*"):  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         scratch.mkdir()
     except OSError as error:
         raise ValueError(f"cannot save to {target}: {error.strerror or error} ({error.filename})") from error
@@ -195,7 +208,10 @@ def _swap(scratch: Path, target: Path) -> None:
     except OSError:
         old.rename(target)
         raise
+    tokenizer = any((target / name).exists() for name in TOKENIZER_FILES)
+    distributed = (old / MANIFEST_FILE).is_file()
     for path in old.iterdir():
-        if not _OURS.fullmatch(path.name):
+        stale = _REPLACED.fullmatch(path.name) or (tokenizer and path.name in TOKENIZER_FILES)
+        if not (stale or (distributed and path.name == "model") or (target / path.name).exists()):
             path.rename(target / path.name)
     shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Pieces on synthetic layouts: the restriction to any box equals a slice of the whole, and the proof finds every hole."""
+"""Pieces on synthetic layouts: the restriction to any box equals a slice of the whole; the proof finds every hole."""
 
 import random
 from dataclasses import replace
@@ -127,6 +127,12 @@ def test_proof_of_scalars_and_pads():
         prove([rows], {"h": (5, 2)}, {"n": (8, 2)})
     with pytest.raises(CoverageError, match="covered 2 times"):
         prove([rows], {"h": (5, 2)}, {"n": (8, 2)}, pads={"n": [((4, 8), (0, 2))]})
+
+
+def test_proof_rejects_an_element_that_goes_to_two_places():
+    twice = Piece(("h", "n"), (Axis(3, (0, 0), (0, 2)), Axis(2, (0, 0))), ((0,), (0,)))
+    with pytest.raises(CoverageError, match="covers an index of dimension 0 twice"):
+        prove([twice], {"h": (2,)}, {"n": (6,)})
 
 
 def shifted(piece: Piece, side: int, dim: int, by: int) -> Piece:

@@ -8,7 +8,7 @@ import torch
 
 from modelcenter.convert.config_map import ConfigMap
 from modelcenter.convert.match import match_names, to_key, unknown_message
-from modelcenter.convert.pieces import prove
+from modelcenter.convert.pieces import box_numel, prove
 from modelcenter.convert.rules import (
     ArchMap,
     Concat,
@@ -44,6 +44,9 @@ class Tensors:
 
     def dtype(self, name):
         return self.tensors[name].dtype
+
+    def cost(self, name, box):
+        return box_numel(box)
 
     def read(self, name, box, out=None):
         part = self.tensors[name][tuple(slice(low, high) for low, high in box)]
@@ -273,6 +276,12 @@ def test_names_are_sorted():
     assert found.ignored == ["toy.attn.bias"] and found.unknown == ["wat"] and found.missing == []
     assert match_names(TOY, layout, ["wte"]).missing == ["score.weight"]
     assert to_key(TOY, "toy.wte") == to_key(TOY, "wte") == "wte"
+
+
+def test_optional_tensors():
+    """A file may lack them; the parameter is there all the same."""
+    layout = compile_layout(TOY, "base", CONFIG, {"embed": (9, 6), "extra": (2,)})
+    assert layout.optional == {"extra"} and match_names(TOY, layout, ["wte"]).missing == ["extra"]
 
 
 def test_twice_the_same_tensor():

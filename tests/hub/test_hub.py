@@ -68,7 +68,7 @@ def test_push_then_load_by_name(hub, saved, home, tmp_path):
         """
 model = mc.from_pretrained(ARGS[0])
 out = model.push_to_hub("me/tiny", private=True, card={"license": "mit"}, max_shard_size="30KB")
-out = model.push_to_hub("me/tiny")
+out = model.push_to_hub("me/tiny")  # without a card of its own: the one there stays
 """,
         str(path),
         token=WRITE,
@@ -84,6 +84,7 @@ out = model.push_to_hub("me/tiny")
         "tokenizer.json",
         "tokenizer_config.json",
     ]
+    assert b"license: mit" in hub.files("me/tiny")["README.md"]
     expected = digest(mc.from_pretrained(path))
     other = tmp_path / "other"
     other.mkdir()
@@ -102,6 +103,8 @@ out = [digest(model), digest(again), model.task, model.load_report.source, token
     assert first[:5] == answer and "tokenizer.json" in first[5]
     assert "not in the cache" in first[6] and "local_files_only" in first[6]
     assert hub.downloaded().count("model.safetensors") == hub.downloaded().count("config.json") == 1
+    # The commit that main was at when the config was read, even if it moves meanwhile.
+    assert ("GET", f"/me/tiny/resolve/{commit}/model.safetensors") in hub.requests
     assert set(hub.downloaded()) == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     hub.requests.clear()
     assert run(hub, other, load, False, HF_HUB_OFFLINE="1")[:5] == answer

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
@@ -106,6 +107,12 @@ def as_strided_bin(path, tensors):
     torch.save(views, path / "pytorch_model.bin")
 
 
+def as_parameters(path, tensors):
+    (path / "model.safetensors").unlink()
+    parameters = {n: torch.nn.Parameter(t) if t.is_floating_point() else t for n, t in tensors.items()}
+    torch.save({"state_dict": parameters}, path / "pytorch_model.bin")
+
+
 def as_shards(path, tensors):
     (path / "model.safetensors").unlink()
     files = {}
@@ -125,7 +132,7 @@ def as_bin_shards(path, tensors):
     (path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
-KINDS = [as_safetensors, as_bin, as_old_pickle, as_strided_bin, as_shards, as_bin_shards]
+KINDS = [as_safetensors, as_bin, as_old_pickle, as_strided_bin, as_parameters, as_shards, as_bin_shards]
 
 
 @pytest.mark.parametrize("prefixed", [True, False], ids=["prefixed", "bare"])
@@ -165,8 +172,9 @@ def test_mixed_dtypes(saved, config_of):
     save_file(tensors, path / "model.safetensors")
     config_of(path, dtype="float16")
     assert mc.from_pretrained(path).dtype == torch.float16
-    config_of(path, dtype=None)
-    assert mc.from_pretrained(path).dtype == torch.float32
+    for other in ("bfloat16", None):
+        config_of(path, dtype=other)
+        assert mc.from_pretrained(path).dtype == torch.float32
     tensors = {n: t.bfloat16() if t.dtype == torch.float32 else t for n, t in tensors.items()}
     save_file(tensors, path / "model.safetensors")
     assert mc.from_pretrained(path).dtype == torch.float32
@@ -274,6 +282,17 @@ def test_labels(saved):
     assert mc.from_pretrained(path, id2label=["a", "b", "c"]).config.id2label == {0: "a", 1: "b", 2: "c"}
 
 
+def test_labels_of_another_task_are_left_behind(saved, tmp_path):
+    """Extractive answering has two outputs, whatever the checkpoint classified; transformers loads the export."""
+    names = {0: "bad", 1: "good", 2: "odd"}
+    path = saved("sequence-classification", id2label=names, label2id={v: k for k, v in names.items()})
+    model = mc.from_pretrained(path, "question-answering")
+    assert model.config.num_labels == 2 and model.config.id2label is None
+    model.save_pretrained(tmp_path / "ours")
+    _, info = transformers.BertForQuestionAnswering.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info.values())
+
+
 def test_overrides(saved):
     path = saved("base")
     assert mc.from_pretrained(path, hidden_dropout_prob=0.5).config.dropout == 0.5
@@ -292,7 +311,7 @@ def test_the_class_fixes_the_architecture(saved, config_of):
         mc.from_pretrained(path)
     config_of(path, model_type=None)
     assert type(mc.Bert.from_pretrained(path)).__name__ == "Bert"
-    with pytest.raises(ValueError, match="names no model_type"):
+    with pytest.raises(ValueError, match="names no model_type; say which by loading it with a class"):
         mc.from_pretrained(path)
 
 
@@ -345,10 +364,11 @@ def test_tied_tensors_that_differ(saved):
     assert torch.equal(model.head.weight, model.embed.weight + 1)
 
 
-def test_quantised_weights_are_refused(saved):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(dtype, saved):
     name = "encoder.layer.0.output.dense.weight"
-    path = changed(saved("base"), lambda t: t.update({name: t[name].to(torch.int8)}))
-    with pytest.raises(ValueError, match="dtype torch.int8; quantised"):
+    path = changed(saved("base"), lambda t: t.update({name: t[name].to(dtype)}))
+    with pytest.raises(ValueError, match=f"dtype {dtype}; quantised"):
         mc.from_pretrained(path)
 
 

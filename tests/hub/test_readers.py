@@ -282,7 +282,10 @@ def test_any_box(kind, gap, tmp_path, monkeypatch):
         for name, tensor in tensors.items():
             for _ in range(40):
                 box = tuple(tuple(sorted(rng.sample(range(n + 1), 2))) for n in tensor.shape)
+                before = source.bytes_read
                 assert torch.equal(source.read(name, box), tensor[tuple(slice(*b) for b in box)]), (name, box)
+                if kind != "strided" and all(low < high for low, high in box):
+                    assert source.bytes_read - before == source.cost(name, box)
 
 
 def test_a_slice_reads_only_itself(tmp_path):

@@ -122,7 +122,6 @@ def test_an_earlier_checkpoint_is_replaced_and_other_files_stay(model, tmp_path)
     target = tmp_path / "out"
     model.save_pretrained(target, max_shard_size="30KB")
     (target / "pytorch_model-00001-of-00002.bin").write_bytes(b"stale")
-    (target / "tokenizer.json").write_text("stale")
     (target / "notes.txt").write_text("mine")
     (target / "runs").mkdir()
     (target / "runs/log").write_text("mine too")
@@ -139,16 +138,32 @@ def test_an_earlier_checkpoint_is_replaced_and_other_files_stay(model, tmp_path)
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_what_was_saved_beside_a_model_stays(model, tokenizer, tmp_path):
+    """The tokenizer first, then the model, as with transformers; a card that someone wrote."""
+    tokenizer.save_pretrained(tmp_path / "out")
+    (tmp_path / "out/README.md").write_text("# Written by hand")
+    for format in ("hf", "distributed"):
+        model.save_pretrained(tmp_path / "out", format=format)
+        assert (tmp_path / "out/README.md").read_text() == "# Written by hand"
+        assert mc.AutoTokenizer.from_pretrained(tmp_path / "out")("good")["input_ids"] == [2, 5, 3]
+    (tmp_path / "out/vocab.txt").write_text("of another tokenizer")
+    model.save_pretrained(tmp_path / "out", tokenizer=tokenizer, card="# New")
+    assert not (tmp_path / "out/vocab.txt").exists() and (tmp_path / "out/README.md").read_text() == "# New"
+
+
+def test_a_folder_called_model_is_no_checkpoint_of_ours(model, tmp_path):
+    (tmp_path / "out/model").mkdir(parents=True)
+    (tmp_path / "out/model/mine").write_text("x")
+    model.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out/model/mine").read_text() == "x"
+
+
 def test_a_model_is_saved_over_the_files_it_came_from(saved):
     path = saved("base")
     before = load_file(path / "model.safetensors")
     mc.from_pretrained(path).save_pretrained(path)
     after = load_file(path / "model.safetensors")
     assert all(torch.equal(after[n], t) for n, t in before.items())
-
-
-class Full(OSError):
-    pass
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -172,7 +187,7 @@ def test_a_failure_changes_nothing(at, exists, model, tmp_path, monkeypatch):
     else:
         monkeypatch.setattr("modelcenter.hub.save.make_card", fail)
     with pytest.raises(ValueError, match=f"saving to {target} failed: No space left on device"):
-        model.save_pretrained(target)
+        model.save_pretrained(target, card={})
     assert tree(tmp_path) == before and (exists or os.listdir(tmp_path) == [])
 
 
@@ -198,12 +213,16 @@ def test_a_link_is_followed(model, tmp_path):
 
 
 def test_a_killed_save_leaves_the_old_one(tmp_path):
-    """The directory under construction is beside the target, never in it."""
+    """The directory under construction is beside the target, never in it; the next save removes what a kill left."""
     (tmp_path / "out").mkdir()
     with pytest.raises(KeyboardInterrupt), new_directory(tmp_path / "out") as scratch:
         assert scratch.parent == tmp_path and scratch.name.startswith(".out.saving-")
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == ["out"]
+    (tmp_path / ".out.saving-0123").mkdir()
+    with new_directory(tmp_path / "out") as scratch:
+        (scratch / "x").write_text("new")
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["x"]
 
 
 def test_wrong_arguments(model, tmp_path):

@@ -64,7 +64,7 @@ def local_slices(model: nn.Module, owned: bool = False) -> Iterator[tuple[str, t
     for name, tensor in named_tensors(model).items():
         local = local_tensor(tensor)
         offset = (0,) * tensor.ndim
-        first = runtime.rank() == 0
+        first = not owned or runtime.rank() == 0
         if isinstance(tensor, DTensor):
             _, offset = local_box(tensor.shape, tensor.device_mesh, tensor.placements)
             place = tensor.device_mesh.get_coordinate() or ()

@@ -226,7 +226,7 @@ def local_rank() -> int:
 
 def device() -> torch.device:
     """The device of this rank; the CPU before ``init_distributed``."""
-    return current().device or torch.device("cpu")
+    return _runtime.device or torch.device("cpu")
 
 
 def set_seed(seed: int) -> None:

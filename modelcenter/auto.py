@@ -33,8 +33,8 @@ def from_pretrained(name_or_path: str, task: str | None = None, **kwargs: Any) -
             plain), seed (of a head that the file lacks), and config overrides in our names or Hugging Face's.
 
     Raises:
-        ValueError: unknown name, task or config field; missing, unknown or misshapen tensors.
-        OSError: a file is missing, truncated or unreadable.
+        ValueError: unknown name, task or config field; missing, unknown or misshapen tensors; a missing, truncated or
+            malformed file.
     """
     from modelcenter.hub.load import load_model
 

@@ -159,7 +159,7 @@ def load_model(
     report.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     report.seconds = time.perf_counter() - start
     model.load_report = report
-    if engine.rank() == 0:
+    if not engine.is_initialized() or engine.rank() == 0:
         log.log(logging.WARNING if report.initialised or report.unknown else logging.INFO, "%s", report)
     return model
 

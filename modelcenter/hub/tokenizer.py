@@ -1,5 +1,6 @@
 """Tokenizers are transformers' own; only names are resolved here."""
 
+from pathlib import Path
 from typing import Any
 
 from modelcenter.hub.resolve import local_directory, repo_of
@@ -16,7 +17,9 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
     """
     from transformers import AutoTokenizer
 
-    directory = local_directory(str(name_or_path))
+    directory = Path(str(name_or_path)).expanduser()
+    if not (directory / "tokenizer_config.json").is_file():  # else a tokenizer, perhaps without a model beside it
+        directory = local_directory(str(name_or_path))
     source, pinned = (str(directory), None) if directory is not None else repo_of(str(name_or_path))
     if pinned is not None:
         kwargs.setdefault("revision", pinned)

@@ -124,7 +124,8 @@ def _load(cfg: PredictConfig, trained: Trained, table: Table, columns: Columns) 
             "`modelcenter finetune classification` trains it"
         )
     name = cfg.tokenizer or trained.source
-    tokenizer = setup.tokenizer_of(name, cfg.revision if cfg.tokenizer is None else None)
+    revision = {"revision": cfg.revision} if cfg.revision and cfg.tokenizer is None else {}
+    tokenizer = modelcenter.AutoTokenizer.from_pretrained(name, **revision)
     before = trained.run and trained.run.max_length
     length = setup.max_length(model, tokenizer, cfg.max_length or before)
     names = [(model.config.id2label or {}).get(i, f"LABEL_{i}") for i in range(model.config.num_labels)]

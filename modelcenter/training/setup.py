@@ -54,21 +54,11 @@ def load_tokenizer(cfg: TrainConfig) -> Any:
         ValueError: there is none.
     """
     if cfg.tokenizer is not None:
-        return tokenizer_of(cfg.tokenizer)
+        return modelcenter.AutoTokenizer.from_pretrained(cfg.tokenizer)
     if cfg.from_scratch:
         raise ValueError("--tokenizer is needed: with --from_scratch the model brings none")
     resolve(cfg.model, HubOptions(cfg.revision), weights=False)  # a misspelt model is told as such, with the nearest
-    return tokenizer_of(str(cfg.model), cfg.revision)
-
-
-def tokenizer_of(name: str, revision: str | None = None) -> Any:
-    """The tokenizer of a model, or in a folder of its own."""
-    folder = Path(name).expanduser()
-    if (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
-        from transformers import AutoTokenizer  # a folder with a tokenizer alone is no checkpoint to resolve
-
-        return AutoTokenizer.from_pretrained(folder)
-    return modelcenter.AutoTokenizer.from_pretrained(name, **({"revision": revision} if revision else {}))
+    return modelcenter.AutoTokenizer.from_pretrained(cfg.model, **({"revision": cfg.revision} if cfg.revision else {}))
 
 
 def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:

@@ -435,3 +435,17 @@ def test_peak_memory(saved, tmp_path):
     assert largest > 50
     assert loading < size + 60, done.stdout
     assert saving < largest + 60, done.stdout
+
+
+def test_under_a_launcher_without_the_engine_a_model_is_plain(monkeypatch, tmp_path):
+    """Another library may own the ranks: loading needs none of them; saving, which is collective here, says so."""
+    import modelcenter as mc
+
+    mc.from_config("tiny/bert", "masked-lm").save_pretrained(tmp_path / "model")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    model = mc.from_pretrained(tmp_path / "model")
+    assert not any(hasattr(p, "placements") for p in model.parameters())
+    with pytest.raises(ValueError, match="rank 1 of 2: call engine.init_distributed"):
+        model.save_pretrained(tmp_path / "again")
+    assert not (tmp_path / "again").exists()

@@ -67,7 +67,7 @@ def init_parameters_(model: nn.Module, seed: int, names: Collection[str] | None 
             raise ValueError(f"parameter {name} is on the meta device: call engine.materialize(model) first")
         if name in rules:
             if local_tensor(parameter).numel():
-                _write_(parameter, _draw(rules[name], name, seed, parameter))
+                write_(parameter, _draw(rules[name], name, seed, parameter))
         else:
             prefix = name.removesuffix(clean_name(own_name)).removesuffix(".")
             whole_modules.setdefault(prefix, (module, {}))[1][own_name] = name
@@ -122,7 +122,7 @@ def _draw_by_module_rule(model: nn.Module, prefix: str, module: nn.Module, membe
     for own_name in members:
         parameter, drawn = module._parameters[own_name], fresh[own_name]
         assert parameter is not None and drawn is not None
-        _write_(parameter, drawn)
+        write_(parameter, drawn)
 
 
 def module_rule(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], object] | None:
@@ -162,7 +162,19 @@ def on_meta(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tenso
 
 
 @torch.no_grad()
-def _write_(parameter: torch.Tensor, full: torch.Tensor) -> None:
+def draw_(parameter: torch.Tensor, name: str, seed: int, fill: Callable[[torch.Tensor], object]) -> None:
+    """Give one parameter the values that ``fill`` writes into a tensor of its whole shape (fp32, on the CPU)."""
+    dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
+    full = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_mix(seed, name))
+        fill(full)
+    write_(parameter, full)
+
+
+@torch.no_grad()
+def write_(parameter: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy a whole tensor, or this rank's slice of it, into ``parameter``; the dtype and device are the parameter's."""
     if isinstance(parameter, DTensor):
         size, offset = local_box(parameter.shape, parameter.device_mesh, parameter.placements)
         full = full[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]

@@ -104,3 +104,63 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad.device.type != "cpu" or grad.item() != 1.0:  # reading a scalar costs nothing on a CPU
             dhidden, dweight, dbias = (None if g is None else g * grad.to(g.dtype) for g in (dhidden, dweight, dbias))
         return dhidden, dweight, dbias, None, None, None
+
+
+class FusedCrossEntropy(torch.nn.Module):
+    """Cross-entropy with the words of BMTrain and ``torch.nn.CrossEntropyLoss``, in fp32 whatever the logits are.
+
+    "mean" is over this rank's labels (weighted, with ``weight``); without any label it is 0, where torch gives nan.
+
+    Args:
+        weight: (classes,), a factor for each class. ignore_index: the target that is no label.
+        reduction: "mean", "sum" or "none". label_smoothing: 0 to 1, as in torch.
+
+    Raises:
+        ValueError: an argument is none of these.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction is {reduction!r}, expected mean, sum or none")
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing is {label_smoothing!r}, expected 0 to 1")
+        if weight is not None and weight.ndim != 1:
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (classes,)")
+        if parallel:
+            raise ValueError("parallel=True needs tensor parallelism, which this version does not have: leave it out")
+        self.register_buffer("weight", weight, persistent=False)
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """input (n, classes), target (n,) of whole numbers -> 0-d fp32, or (n,) with reduction "none"."""
+        if input.ndim != 2 or target.shape != input.shape[:1]:
+            raise ValueError(
+                f"input {tuple(input.shape)} and target {tuple(target.shape)} are not (n, classes) and (n,)"
+            )
+        weight = None if self.weight is None else self.weight.to(input.device, torch.float32)
+        target = target.long()
+        loss = F.cross_entropy(
+            input.float(),
+            target,
+            weight,
+            ignore_index=self.ignore_index,
+            reduction="none" if self.reduction == "none" else "sum",
+            label_smoothing=self.label_smoothing,
+        )
+        if self.reduction != "mean":
+            return loss
+        labelled = target != self.ignore_index
+        if weight is None:
+            return loss / labelled.sum().clamp(min=1)
+        count = torch.where(labelled, weight[torch.where(labelled, target, 0)], 0.0).sum()
+        return loss / torch.where(count > 0, count, 1.0)

@@ -37,6 +37,7 @@ class Runtime:
     zero_level: int = 3
     dp_replicate: int = 1
     initialized: bool = False
+    draws: int = 0  # calls of init_parameters since the seed was set
 
 
 _runtime = Runtime()
@@ -58,6 +59,9 @@ def init_distributed(
     dp_replicate: int = 1,
     device: str | torch.device | None = None,
     timeout: float | datetime.timedelta = DEFAULT_TIMEOUT,
+    tp_size: int = 1,
+    pipe_size: int = 1,
+    num_micro_batches: int | None = None,
 ) -> None:
     """Start this rank: process group (under a launcher), device mesh, device, seeds.
 
@@ -69,6 +73,9 @@ def init_distributed(
         dp_replicate: number of copies of the sharded model (hybrid sharding); divides the number of ranks.
         device: "cpu", "cuda", "cuda:1" or None: this rank's GPU if there is one, else the CPU.
         timeout: seconds (or timedelta) until ranks that do not meet, or a collective that does not end, raise.
+
+        tp_size, pipe_size: 1 (BMTrain's -1 for pipe_size is 1 too): this version has neither tensor nor pipeline
+            parallelism. num_micro_batches: without a pipeline there is nothing to cut; taken for BMTrain's scripts.
 
     A process group that is there already, from an earlier call or by ``torch.distributed``, is kept; the other
     settings are replaced.
@@ -84,6 +91,11 @@ def init_distributed(
         raise ValueError(f"dp_replicate is {dp_replicate!r}, expected a whole number of at least 1")
     if not seconds > 0:
         raise ValueError(f"timeout is {timeout!r}, expected a positive number of seconds")
+    for name, size in ("tp_size", tp_size), ("pipe_size", pipe_size):
+        if size not in (1, -1, None):
+            raise ValueError(f"{name} is {size!r}, expected 1: this version shards data-parallel ranks only")
+    if num_micro_batches is not None and num_micro_batches < 1:
+        raise ValueError(f"num_micro_batches is {num_micro_batches!r}, expected a whole number of at least 1")
     launched = _ranks()
     if launched is None and not init_method.startswith("env://"):
         raise ValueError(f"init_method is {init_method!r} but RANK and WORLD_SIZE are not set: set both")
@@ -234,7 +246,7 @@ def set_seed(seed: int) -> None:
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"seed is {seed!r}, expected a whole number of at least 0")
     runtime = current()
-    runtime.seed = seed
+    runtime.seed, runtime.draws = seed, 0
     own = (seed + runtime.rank * 0x9E3779B97F4A7C15) % 2**63  # 2^64 / golden ratio: far apart for nearby ranks
     random.seed(own)
     np.random.seed(own % 2**32)

@@ -31,11 +31,22 @@ def local_box(
     return tuple(size), tuple(offset)
 
 
-def all_gather_flat(output: torch.Tensor, tensor: torch.Tensor) -> None:
+def all_gather_flat(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Fill ``output`` (ranks * n) with the ``tensor`` (n) of every rank."""
     # torch 2.13 renamed it and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, tensor)
+    gather(output, tensor, group=group)
+
+
+def reduce_scatter_flat(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Fill ``output`` (n) with this rank's part of the sum of the ``tensor`` (ranks * n) of every rank."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, tensor, group=group)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread, such as one that recomputes a forward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def set_reduce_unused(root: FSDPModule, enabled: bool) -> None:

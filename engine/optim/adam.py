@@ -27,6 +27,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters or groups, as in torch; from a model that is already sharded.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW, weight_decay 0 by default.
+        hold_steps: the first steps gather moments and change no parameter.
 
     Raises:
         ValueError: a value is out of its range, or a parameter is on meta.
@@ -39,8 +40,19 @@ class AdamOptimizer(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        hold_steps: int = 0,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        if not isinstance(hold_steps, int) or hold_steps < 0:
+            raise ValueError(f"hold_steps is {hold_steps!r}, expected a whole number of at least 0")
+        self._hold_steps = hold_steps
+        super().__init__(params, defaults)
+
+    @property
+    def scale(self) -> float:
+        """The loss scale of the OptimManager that has this optimizer, 1 without one. Reads the device."""
+        manager = getattr(self, "_engine_manager", None)
+        return 1.0 if manager is None or manager() is None else manager().loss_scale
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; checks the group's values and parameters."""
@@ -82,6 +94,8 @@ class AdamOptimizer(torch.optim.Optimizer):
             if not used:
                 continue
             steps = [state["step"] for _, _, state in used]
+            if self._hold_steps and steps[0].item() < self._hold_steps:
+                group = {**group, "lr": 0.0}
             torch._foreach_add_(steps, 1)
             kinds: dict[tuple[torch.device, torch.dtype], list[_Entry]] = {}
             for entry in used:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from engine import runtime
 from engine.optim.adam import AdamOptimizer
 from engine.optim.clip import clip_coefficient, grad_norm, scale_gradients_
 from engine.optim.stale import check_optimizer
@@ -34,6 +36,7 @@ class OptimManager:
         loss_scale_factor: above 1.
         loss_scale_steps: good steps until the scale rises.
         min_loss_scale, max_loss_scale: bounds of the scale.
+        grad_scale: gradients are the sum over ranks divided by this; None: by the number of ranks, the average.
         abort_after: raise FloatingPointError after this many skipped steps in a row (those that only lower the loss
             scale do not count); None: never. On a GPU it is seen one step late.
     """
@@ -45,6 +48,7 @@ class OptimManager:
         loss_scale_steps: int = 1024,
         min_loss_scale: float = 1.0,
         max_loss_scale: float = float("inf"),
+        grad_scale: float | None = None,
         abort_after: int | None = 16,
     ) -> None:
         if loss_scale is not None and not min_loss_scale <= loss_scale <= max_loss_scale:
@@ -61,6 +65,9 @@ class OptimManager:
         self.lr_schedulers: list[Any] = []
         self._first_scale = loss_scale
         self._factor, self._interval = float(loss_scale_factor), int(loss_scale_steps)
+        if grad_scale is not None and not grad_scale > 0:
+            raise ValueError(f"grad_scale is {grad_scale}, expected above 0")
+        self.grad_scale = grad_scale
         self._bounds = (float(min_loss_scale), float(max_loss_scale))
         self._abort_after = abort_after
         # On the device of the parameters, once there are some: scale, good steps, skipped in all, skipped in a row.
@@ -78,6 +85,7 @@ class OptimManager:
         """
         check_optimizer(optimizer)
         self.optimizers.append(optimizer)
+        optimizer._engine_manager = weakref.ref(self)  # type: ignore[attr-defined]
         self.lr_schedulers.append(lr_scheduler)
         if self._skipped is None:
             device = next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu"))
@@ -99,7 +107,9 @@ class OptimManager:
         return 0 if self._skipped is None else int(self._skipped[0].item())
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times the loss scale."""
+        """``loss`` times the loss scale (and, with ``grad_scale``, the number of ranks over it)."""
+        if self.grad_scale is not None:
+            loss = loss * (runtime.world_size() / self.grad_scale)  # backward averages
         if self._first_scale is None:
             return loss
         if self._scale is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from engine import runtime
 from engine.init import clean_name, init_parameters_, module_rule, on_meta, stand_in
@@ -71,6 +71,8 @@ def shard(
     before = {name: p for name, p in model.named_parameters()}
     mesh = data_mesh(runtime.mesh(), level)
     mixed = policy.mixed_precision()
+    if policy.precision == "fp32" and any(p.itemsize < 4 for p in model.parameters() if p.requires_grad):
+        mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # a sum in 16 bits loses what the ranks agree on
     # Inner units first: each takes the parameters below it that no unit has taken.
     for unit in reversed([m for m in model.modules() if m in chosen]):
         fully_shard(unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=level == 3)

@@ -1,0 +1,1 @@
+"""BMTrain's words on this engine: parameters, modules, blocks, files and the read-only settings."""

@@ -1,0 +1,126 @@
+"""``Block`` and ``TransformerBlockList``: the units of sharding and recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+_classes: dict[type, type] = {}
+
+
+class Block(nn.Module):
+    """Marks a module as a block, in place, and returns it: ``Block(layer) is layer``, and no name changes.
+
+    The parameters of a block are gathered together. With ``use_checkpoint`` its activations are dropped after forward
+    and computed again in backward, with the same dropout.
+
+    Args:
+        inner_module: any module; it becomes a Block, whatever its class.
+        use_checkpoint: recompute in backward.
+        zero_level: 3: gathered parameters are freed after forward and gathered again for backward; 2: they stay in
+            between; None: as ``init_distributed`` says. What else is sharded is for ``init_distributed`` to say.
+
+    Raises:
+        ValueError: zero_level is not one of these, or inner_module is not a module.
+    """
+
+    _recompute = False
+    _block_level: int | None = None
+
+    def __new__(
+        cls, inner_module: nn.Module | None = None, use_checkpoint: bool = True, zero_level: int | None = None
+    ) -> Any:
+        if inner_module is None and cls is not Block:  # copy.deepcopy makes the instance first
+            return super().__new__(cls)
+        if not isinstance(inner_module, nn.Module):
+            raise ValueError(f"Block wraps a torch.nn.Module, got {type(inner_module).__name__}")
+        if zero_level not in (None, 2, 3):
+            raise ValueError(f"zero_level of a Block is {zero_level!r}, expected 2, 3 or None")
+        if not isinstance(inner_module, Block):
+            kind = type(inner_module)
+            if kind not in _classes:
+                _classes[kind] = type(f"Block{kind.__name__}", (Block, kind), {"__module__": kind.__module__})
+            inner_module.__class__ = _classes[kind]
+        return inner_module
+
+    def __init__(
+        self, inner_module: nn.Module | None = None, use_checkpoint: bool = True, zero_level: int | None = None
+    ) -> None:
+        # Not the inner module's own __init__, which has run.
+        self._recompute = use_checkpoint
+        self._block_level = zero_level
+        settle(self)
+
+    @property
+    def _module(self) -> nn.Module:
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own."""
+        if self._recompute and torch.is_grad_enabled():
+            return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+        return super().forward(*args, **kwargs)
+
+
+CheckpointBlock = Block  # the name before BMTrain 1.0
+
+
+def settle(block: Block) -> None:
+    """Bring a block's settings to the parameters it has now, sharded or not."""
+    for parameter in block.parameters():
+        parameter._in_block = True  # type: ignore[attr-defined]
+    if block._block_level is not None and isinstance(block, FSDPModule):
+        block.set_reshard_after_forward(block._block_level == 3, recurse=False)
+
+
+class TransformerBlockList(nn.ModuleList):
+    """A list of blocks that calls them one after the other.
+
+    ::
+
+        self.layers = TransformerBlockList([Block(layer) for layer in layers])
+        hidden = self.layers(hidden, mask, position_bias)
+
+    Args:
+        modules: blocks; a module that is none becomes one. The same module may come several times.
+        num_hidden: how many of the arguments, from the first, a block replaces by what it returns.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
+        if not isinstance(num_hidden, int) or num_hidden < 1:
+            raise ValueError(f"num_hidden is {num_hidden!r}, expected a whole number of at least 1")
+        super().__init__(module if isinstance(module, Block) else Block(module) for module in modules)
+        self.num_hidden = num_hidden
+
+    def forward(self, *args: Any, return_hidden_states: bool = False) -> Any:
+        """The hidden states after the last block: one tensor, or a tuple of ``num_hidden``.
+
+        Args:
+            args: the hidden states, then what every block is given as it is.
+            return_hidden_states: also return, for each hidden state, what went into each block, stacked:
+                (blocks, ...). The result is then a tuple: hidden states, then their stacks.
+
+        Raises:
+            ValueError: fewer arguments than ``num_hidden``, or a block returns another number of hidden states.
+        """
+        n = self.num_hidden
+        if len(args) < n:
+            raise ValueError(f"TransformerBlockList takes {n} hidden states, got {len(args)} arguments")
+        hidden, rest = args[:n], args[n:]
+        inputs: list[tuple[Any, ...]] = []
+        for index, block in enumerate(self):
+            inputs.append(hidden)
+            hidden = block(*hidden, *rest)
+            hidden = hidden if isinstance(hidden, tuple) else (hidden,)
+            if len(hidden) != n:
+                raise ValueError(
+                    f"block {index} returned {len(hidden)} hidden states but num_hidden is {n}: they must agree"
+                )
+        if return_hidden_states:
+            return hidden + tuple(torch.stack(states) for states in zip(*inputs, strict=True))
+        return hidden if n > 1 else hidden[0]

@@ -1,0 +1,148 @@
+"""Sharding and initial values of models of BMTrain's classes, and of any other model by ``BMTrainModelWrapper``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engine import runtime
+from engine.bmtrain.block import Block, settle
+from engine.bmtrain.parameter import DistributedParameter, marks_of, put_marks
+from engine.init import clean_name, draw_, init_parameters_
+from engine.parallel.shard import find_units, is_sharded, materialize, shard, sharded_roots
+from engine.precision import Policy
+
+
+def init_parameters(model: nn.Module, policy: Policy | None = None, forward_methods: Iterable[str] = ()) -> None:
+    """Shard ``model`` and give the parameters that have an ``init_method`` their initial values. Collective.
+
+    Each is drawn from the seed of ``init_distributed``, the number of calls before this one, and its name: bitwise the
+    same on any number of ranks. Parameters without an ``init_method`` keep the values they have on rank 0; those on
+    meta are drawn by the rule of their module (see ``engine.init``).
+
+    Args:
+        model: in place. It may hold models that are sharded already; what is not is sharded now.
+        policy: None: ``Policy()``.
+        forward_methods: methods other than forward that call parts of the model, such as "generate".
+
+    Raises:
+        ValueError: as ``engine.shard`` and ``engine.init`` do.
+    """
+    methods = {name: m["init_method"] for name, m in marks_of(model).items() if m["init_method"] is not None}
+    lost = {name for name, p in model.named_parameters() if p.is_meta}
+    lay_out(model, policy, forward_methods, overwritten=methods)
+    settings = runtime.current()
+    prefix = f"{settings.draws}/" if settings.draws else ""  # two layers initialised apart must not be equal
+    settings.draws += 1
+    for name, parameter in model.named_parameters():
+        if name in methods:
+            draw_(parameter, prefix + clean_name(name), settings.seed, methods[name])
+            lost.discard(name)
+    if lost:
+        init_parameters_(model, settings.seed, [clean_name(name) for name in lost])
+
+
+def lay_out(
+    model: nn.Module,
+    policy: Policy | None = None,
+    forward_methods: Iterable[str] = (),
+    units: list[nn.Module] | None = None,
+    overwritten: Collection[str] = (),
+) -> None:
+    """``engine.shard`` of what is not sharded in ``model``, by its blocks, with the values of rank 0. Collective.
+
+    What was on meta has memory afterwards, and no values; nor need ``overwritten`` parameters have any.
+    """
+    marks = marks_of(model)
+    skipped = {id(p) for name, p in model.named_parameters() if name in overwritten}
+    for root in _roots(model):
+        _same_values(root, skipped)
+        inside = set(root.modules())
+        blocks = [m for m in inside if isinstance(m, Block)] if units is None else units
+        chosen = [m for m in blocks if m in inside] or None
+        shard(root, units=chosen, policy=policy, forward_methods=forward_methods if root is model else ())
+    materialize(model)
+    put_marks(model, marks)
+    for module in model.modules():
+        if isinstance(module, Block):
+            settle(module)
+
+
+def _roots(model: nn.Module) -> list[nn.Module]:
+    """``model``; or, where a part of it is sharded already, the outermost modules that are not."""
+    if is_sharded(model) or next(model.parameters(), None) is None:
+        return []
+    container = isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward
+    if not sharded_roots(model) and not container:
+        return [model]
+    if own := next(iter(name for name, p in model._parameters.items() if p is not None), None):
+        raise ValueError(
+            f"parameter {own} of {type(model).__name__} is not sharded but a module inside it is: call init_parameters "
+            "once, on the outermost module, or put the parameter in a module of its own"
+        )
+    return [root for child in model.children() for root in _roots(child)]
+
+
+@torch.no_grad()
+def _same_values(model: nn.Module, skipped: set[int]) -> None:
+    """Rank 0's values on every rank: ranks draw different numbers, so a model built from them differs."""
+    if runtime.world_size() == 1:
+        return
+    home = runtime.device()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_meta and id(tensor) not in skipped:
+            value = tensor.detach().to(home, copy=True).contiguous()
+            broadcast_(value)
+            tensor.copy_(value)
+
+
+def broadcast_(tensor: torch.Tensor) -> None:
+    """Rank 0's values on every rank; ``tensor`` is contiguous and on this rank's device. Collective."""
+    if runtime.world_size() > 1 and tensor.numel():
+        dist.broadcast(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, src=0)
+
+
+def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
+    """(group, parameters) for each ``group`` that parameters of ``model`` were declared with; None: no group."""
+    groups: dict[str | None, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        group = parameter.group if isinstance(parameter, DistributedParameter) else None
+        groups.setdefault(group, []).append(parameter)
+    yield from groups.items()
+
+
+def BMTrainModelWrapper(
+    model: nn.Module, use_checkpoint: bool = True, policy: Policy | None = None, forward_methods: Iterable[str] = ()
+) -> nn.Module:
+    """Shard any module, in place, and return it: its repeated layers become blocks. Collective.
+
+    The layers are what ``engine.shard`` finds: ``model.shard_units()``, ``transformers``' own list, or the items of
+    the outermost ModuleLists. Values are those of rank 0.
+
+    Args:
+        model: with its values, on any device.
+        use_checkpoint: recompute the blocks in backward. A ``transformers`` model does it by its own
+            ``gradient_checkpointing_enable``, in training mode, since it must drop its key-value cache too.
+        policy: None: ``Policy()``.
+        forward_methods: methods other than forward that use the model's parameters, such as "encode".
+
+    Raises:
+        ValueError: a parameter is on meta, or as ``engine.shard`` does.
+    """
+    if lost := next((name for name, p in model.named_parameters() if p.is_meta), None):
+        raise ValueError(f"parameter {lost} is on the meta device: call init_parameters or load, not the wrapper")
+    if sharded_roots(model):
+        lay_out(model, policy, forward_methods)
+        return model
+    units = [unit for unit in find_units(model) if unit is not model and next(unit.parameters(), None) is not None]
+    own_way = getattr(model, "supports_gradient_checkpointing", False) and use_checkpoint
+    if own_way:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    for unit in units:
+        if not isinstance(unit, Block):  # a user's own Block keeps its settings
+            Block(unit, use_checkpoint=use_checkpoint and not own_way)
+    lay_out(model, policy, forward_methods, units)
+    return model

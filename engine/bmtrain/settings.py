@@ -1,0 +1,94 @@
+"""``config``: what ``init_distributed`` decided, under BMTrain's keys, and ``wait_loader``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine import runtime
+
+
+class Topology:
+    """Where this rank is in each kind of group: "pipe", "zero", "tp_zero", "tp"."""
+
+    def get_group_id(self, group_name: str) -> int:
+        """Which group of this kind the rank is in. There is one for data, and one of each rank for the others."""
+        return {"pipe": runtime.rank(), "zero": 0, "tp_zero": 0, "tp": runtime.rank()}[_known(group_name)]
+
+    def get_group_rank(self, group_name: str) -> int:
+        """The rank's place in that group."""
+        return {"pipe": 0, "zero": runtime.rank(), "tp_zero": runtime.rank(), "tp": 0}[_known(group_name)]
+
+
+def _known(group_name: str) -> str:
+    if group_name not in ("pipe", "zero", "tp_zero", "tp"):
+        raise ValueError(f"group_name is {group_name!r}, expected pipe, zero, tp_zero or tp")
+    return group_name
+
+
+def _world() -> Any:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _stream() -> Any:
+    return torch.cuda.current_stream() if runtime.device().type == "cuda" else None
+
+
+_KEYS: dict[str, Callable[[], Any]] = {
+    "initialized": runtime.is_initialized,
+    "rank": runtime.rank,
+    "local_rank": runtime.local_rank,
+    "world_size": runtime.world_size,
+    "local_size": lambda: int(os.environ.get("LOCAL_WORLD_SIZE") or runtime.world_size()),
+    "zero_level": lambda: runtime.current().zero_level,
+    "zero_size": runtime.world_size,
+    "zero_rank": runtime.rank,
+    "tp_size": lambda: 1,
+    "tp_rank": lambda: 0,
+    "tp_zero_size": runtime.world_size,
+    "tp_zero_rank": runtime.rank,
+    "pipe_size": lambda: 1,
+    "pipe_enabled": lambda: False,
+    "micros": lambda: 1,
+    "topology": Topology,
+    "comm": _world,
+    "zero_comm": _world,
+    "calc_stream": _stream,
+    "load_stream": _stream,
+}
+
+
+class _Config(Mapping[str, Any]):
+    """BMTrain's settings, read-only. ``comm`` and ``zero_comm`` are the ProcessGroup of all ranks, None in one process;
+    the streams are the current CUDA stream, None on a CPU."""
+
+    def __getitem__(self, key: str) -> Any:
+        return _KEYS[key]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_KEYS)
+
+    def __len__(self) -> int:
+        return len(_KEYS)
+
+    def __repr__(self) -> str:
+        return f"config({', '.join(_KEYS)})"
+
+
+config = _Config()
+
+_last: list[Any] = []
+
+
+def wait_loader() -> None:
+    """Wait until the GPU has come to where this was called last: called once a step, the host stays one step ahead."""
+    if runtime.device().type == "cuda":
+        if _last:
+            _last.pop().synchronize()
+        event = torch.cuda.Event()
+        event.record()
+        _last.append(event)

@@ -1,0 +1,202 @@
+"""``save`` and ``load``: a whole model in one ``.pt`` file, as ``torch.save(model.state_dict())`` writes it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from engine import runtime
+from engine.bmtrain.model import broadcast_, lay_out
+from engine.checkpoint import together
+from engine.init import clean_name, write_
+from engine.parallel.shard import reshard
+from engine.precision import Policy
+
+
+class LoadResult(NamedTuple):
+    """What ``load`` did not match."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class _Writing:
+    """The file that a thread is writing, at most one."""
+
+    thread: threading.Thread | None = None
+    error: OSError | RuntimeError | None = None
+
+
+def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool = False) -> None:
+    """Write the whole model, plain or sharded, to one file on rank 0. Collective.
+
+    Parameters are gathered one at a time; rank 0 collects them in host memory, so this is for models that fit there.
+    The file has the names that the model would have unsharded, tied ones included; it appears complete or not at all.
+
+    Args:
+        model: parameters and persistent buffers are saved.
+        file_name: where, on rank 0.
+        non_blocking: return when the values are copied, and write in a thread. The next ``save`` or ``load`` waits for
+            it and raises its error; so does the end of the program wait.
+
+    Raises:
+        OSError or RuntimeError: it cannot be written; on every rank.
+        ValueError: a parameter is on meta.
+    """
+    _finish()
+    state: OrderedDict[str, torch.Tensor] = OrderedDict()
+    collected: dict[int, torch.Tensor] = {}  # a tied tensor is gathered and stored once
+    with torch.no_grad():
+        for name, tensor in _named_tensors(model):
+            if tensor.is_meta:
+                raise ValueError(f"parameter {name} is on the meta device, so there is nothing to save")
+            if id(tensor) not in collected:
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+                # A thread must not see what later steps write.
+                copied = whole.to("cpu", copy=non_blocking or whole.device.type == "cpu")
+                collected[id(tensor)] = copied if runtime.rank() == 0 else copied.new_empty(0)
+            if runtime.rank() == 0:
+                state[name] = collected[id(tensor)]
+    with together(f"writing {file_name}"):
+        if runtime.rank() == 0 and non_blocking:
+            _Writing.thread = threading.Thread(target=_write_later, args=(state, file_name), daemon=False)
+            _Writing.thread.start()
+        elif runtime.rank() == 0:
+            _write(state, file_name)
+
+
+def load(
+    model: nn.Module, file_name: str | os.PathLike[str], strict: bool = True, policy: Policy | None = None
+) -> LoadResult:
+    """Shard ``model`` if it is not yet, and fill it from a file of ``save`` or of ``torch.save`` of a state dict.
+
+    Collective. Rank 0 reads (memory-mapped) and sends one tensor at a time, of which each rank keeps its slice. Values
+    are converted to the model's dtypes. A tied parameter needs one of its names only.
+
+    Args:
+        model: plain, sharded, or built on meta.
+        file_name: on rank 0.
+        strict: names must agree; else what both have is loaded.
+        policy: of the sharding; None: ``Policy()``.
+
+    Returns:
+        (missing_keys, unexpected_keys), sorted.
+
+    Raises:
+        ValueError: on every rank: the file is not a state dict, names or shapes differ, or a parameter on meta is not
+            in it.
+    """
+    _finish()
+    first = runtime.rank() == 0
+    stored: dict[str, torch.Tensor] = {}
+    with together(f"reading {file_name}"):
+        if first:
+            stored = _read(file_name)
+    listed: list[Any] = [{name: (tuple(t.shape), t.dtype) for name, t in stored.items()}]
+    if runtime.world_size() > 1:
+        dist.broadcast_object_list(listed, src=0)
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = listed[0]
+    sources, missing, unexpected = _match(model, shapes, file_name, strict)
+    lay_out(model, policy, overwritten=set(sources))
+    by_name, home = dict(_named_tensors(model)), runtime.device()
+    for name, source in sources.items():
+        shape, dtype = shapes[source]
+        whole = stored[source].to(home).contiguous() if first else torch.empty(shape, dtype=dtype, device=home)
+        broadcast_(whole)
+        write_(by_name[name], whole)
+    return LoadResult(missing, unexpected)
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The (name, tensor) pairs of ``model.state_dict()``, tied ones under each of their names."""
+    reshard(model)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for members, skipped in ((module._parameters, set()), (module._buffers, module._non_persistent_buffers_set)):
+            for name, tensor in members.items():
+                if tensor is not None and name not in skipped:
+                    yield clean_name(f"{prefix}.{name}" if prefix else name), tensor
+
+
+def _match(
+    model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], file_name: Any, strict: bool
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """({name in the model: name in the file}, missing, unexpected); each tensor once."""
+    names: dict[int, list[str]] = {}
+    tensors = {}
+    for name, tensor in _named_tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    sources: dict[str, str] = {}
+    missing: list[str] = []
+    for key, aliases in names.items():
+        found = [alias for alias in aliases if alias in shapes]
+        if not found:
+            missing += aliases
+            if tensors[key].is_meta:
+                raise ValueError(f"parameter {aliases[0]} is on the meta device and {file_name} does not have it")
+            continue
+        sources[aliases[0]] = found[0]
+        if shapes[found[0]][0] != tuple(tensors[key].shape):
+            raise ValueError(
+                f"tensor {found[0]} has shape {shapes[found[0]][0]} in {file_name} and {tuple(tensors[key].shape)} in "
+                "the model"
+            )
+    unexpected = sorted(set(shapes) - {alias for aliases in names.values() for alias in aliases})
+    if strict and (missing or unexpected):
+        text = "; ".join(
+            f"{what}: {', '.join(found[:5])}{' ...' if len(found) > 5 else ''}"
+            for what, found in (("missing", sorted(missing)), ("unexpected", unexpected))
+            if found
+        )
+        raise ValueError(f"{file_name} does not match {type(model).__name__}: {text}")
+    return sources, sorted(missing), unexpected
+
+
+def _read(file_name: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    if not os.path.isfile(file_name):
+        raise ValueError(f"file {file_name} does not exist")
+    state = torch.load(file_name, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file_name))
+    if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
+        raise ValueError(f"{file_name} holds a {type(state).__name__}, expected a state dict: names to tensors")
+    return state
+
+
+def _write(state: OrderedDict[str, torch.Tensor], file_name: str | os.PathLike[str]) -> None:
+    beside = f"{os.fspath(file_name)}.{os.getpid()}.part"
+    try:
+        with open(beside, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, file_name)
+    except BaseException:
+        if os.path.exists(beside):
+            os.remove(beside)
+        raise
+
+
+def _write_later(state: OrderedDict[str, torch.Tensor], file_name: str | os.PathLike[str]) -> None:
+    try:
+        _write(state, file_name)
+    except (OSError, RuntimeError) as error:  # raised by the next save or load
+        _Writing.error = error
+
+
+def _finish() -> None:
+    """Wait for the thread of an earlier ``save``; its error is raised on every rank. Collective."""
+    with together("writing an earlier file"):
+        thread, _Writing.thread = _Writing.thread, None
+        if thread is not None:
+            thread.join()
+        error, _Writing.error = _Writing.error, None
+        if error is not None:
+            raise error

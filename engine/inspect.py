@@ -1,0 +1,216 @@
+"""Statistics of parameters, gradients and recorded tensors, exact over shards and ranks, without gathering a tensor.
+
+::
+
+    with engine.inspect.inspect_tensor() as inspector:
+        loss = model(batch)         # calls engine.inspect.record_tensor(hidden, "hidden") somewhere
+        loss.backward()
+    engine.print_rank(engine.inspect.format_summary(inspector.get_summary()))
+    engine.print_rank(engine.inspect.format_summary(engine.inspect.inspect_model(model, "*.weight")))
+
+Each rank reduces what it holds to five numbers a tensor; one collective brings them together, and they are merged in
+fp64 (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from engine import runtime
+from engine.init import clean_name
+from engine.parallel.shard import reshard
+from engine.torch_compat import all_gather_flat, in_backward, local_tensor
+
+_CHUNK = 1 << 22  # elements that are raised to fp64 at a time
+_NONE = (0.0, 0.0, 0.0, math.inf, -math.inf)  # count, mean, sum of squared deviations, min, max
+
+Summary = list[dict[str, Any]]
+
+
+@torch.no_grad()
+def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> Summary:
+    """Statistics of the parameters whose name matches, and of their gradients. Collective.
+
+    Args:
+        model: plain or sharded. Of a parameter that is not sharded, rank 0's is told.
+        param_name: a pattern with ``*``, for ``prefix`` + the name in the model.
+        prefix: is put before each name.
+
+    Returns:
+        For each parameter, in the model's order: name, shape (whole), max, min, mean, std (of a sample, as
+        ``torch.std``), grad_mean and grad_std (0.0 without a gradient).
+    """
+    reshard(model)
+    chosen = [
+        (name, parameter)
+        for name, parameter in ((prefix + clean_name(n), p) for n, p in model.named_parameters())
+        if fnmatch.fnmatchcase(name, param_name)
+    ]
+    rows = []
+    for _, parameter in chosen:
+        for tensor in (parameter, parameter.grad):
+            rows.append(_reduce(local_tensor(tensor)) if tensor is not None and _owned(tensor) else _count_zero())
+    merged = _merge(rows, [name for name, _ in chosen])
+    summary: Summary = []
+    for index, (name, parameter) in enumerate(chosen):
+        values, gradient = merged[2 * index], merged[2 * index + 1]
+        found = {"name": name, "shape": tuple(parameter.shape), **_statistics(values)}
+        found["grad_mean"], found["grad_std"] = (gradient[1], _std(gradient)) if gradient[0] else (0.0, 0.0)
+        summary.append(found)
+    return summary
+
+
+_recorders: list[InspectTensor] = []
+
+
+class InspectTensor:
+    """What ``inspect_tensor`` returns: a context in which ``record_tensor`` notes tensors."""
+
+    def __init__(self) -> None:
+        self._records: list[tuple[str, torch.Tensor]] = []
+        self._counts: dict[str, int] = {}
+
+    def __enter__(self) -> InspectTensor:
+        self._records, self._counts = [], {}
+        _recorders.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _recorders.remove(self)
+
+    def _record(self, tensor: torch.Tensor, name: str, group: str | None) -> None:
+        prefix = "" if group is None else f"{group}."
+        count = self._counts.get(prefix + name, 0)
+        self._counts[prefix + name] = count + 1
+        self._records.append((f"{prefix}{count}.{name}", tensor))
+
+    @torch.no_grad()
+    def get_summary(self) -> Summary:
+        """Statistics of what was recorded, over all ranks as one tensor. Collective; after the ``with`` block.
+
+        Returns:
+            For each tensor, in order of record: name ("group.index.name", the index counts equal names), shape (this
+            rank's), max, min, mean, std, grad_mean and grad_std (None without a gradient).
+
+        Raises:
+            ValueError: ranks recorded different names; on every rank.
+        """
+        rows = []
+        for _, tensor in self._records:
+            for part in (tensor, tensor.grad if tensor.requires_grad else None):
+                rows.append(_count_zero() if part is None else _reduce(local_tensor(part)))
+        merged = _merge(rows, [name for name, _ in self._records])
+        summary: Summary = []
+        for index, (name, tensor) in enumerate(self._records):
+            gradient = merged[2 * index + 1]
+            found = {"name": name, "shape": tuple(tensor.shape), **_statistics(merged[2 * index])}
+            found["grad_mean"], found["grad_std"] = (gradient[1], _std(gradient)) if gradient[0] else (None, None)
+            summary.append(found)
+        return summary
+
+
+def inspect_tensor() -> InspectTensor:
+    """A context for ``record_tensor``; backward belongs inside it too. It keeps what is recorded in memory."""
+    return InspectTensor()
+
+
+def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
+    """Note ``x``, and later its gradient, if inside ``inspect_tensor``; else do nothing.
+
+    A forward that backward runs again (recomputation) is not noted again.
+
+    Raises:
+        ValueError: ``x`` is a parameter, for which there is ``inspect_model``.
+    """
+    if isinstance(x, nn.Parameter):
+        raise ValueError(f"record_tensor was given a parameter as {name!r}: use inspect_model for parameters")
+    if not _recorders or in_backward():
+        return
+    if x.requires_grad:
+        x.retain_grad()
+    for recorder in _recorders:
+        recorder._record(x, name, group)
+
+
+def format_summary(summary: Sequence[Mapping[str, Any]]) -> str:
+    """A table of ``inspect_model``'s or ``get_summary``'s result: a line each, numbers to four places."""
+    names = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean")
+    lines = [list(names)]
+    for found in summary:
+        lines.append([f"{found[n]:.4f}" if isinstance(found[n], float) else str(found[n]) for n in names])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _owned(tensor: torch.Tensor) -> bool:
+    """Whether of the ranks that hold the same part of ``tensor`` this is the first."""
+    if not isinstance(tensor, DTensor):
+        return runtime.rank() == 0
+    place = tensor.device_mesh.get_coordinate() or ()
+    return all(not p.is_replicate() or c == 0 for p, c in zip(tensor.placements, place, strict=True))
+
+
+def _count_zero() -> torch.Tensor:
+    return torch.tensor(_NONE, dtype=torch.float64, device=runtime.device())
+
+
+def _reduce(tensor: torch.Tensor) -> torch.Tensor:
+    """(count, mean, sum of squared deviations, min, max) of a local tensor, on the device."""
+    rows = [_count_zero()]
+    for part in tensor.detach().reshape(-1).split(_CHUNK):
+        if part.numel():
+            values = part.to(runtime.device(), torch.float64)
+            mean = values.mean()
+            count = torch.full_like(mean, values.numel())
+            rows.append(torch.stack([count, mean, (values - mean).square().sum(), values.min(), values.max()]))
+    return _merged(torch.stack(rows))
+
+
+def _merged(rows: torch.Tensor) -> torch.Tensor:
+    """(parts, ..., 5) -> (..., 5): the statistics of the parts together."""
+    count, mean, deviations, least, most = rows.unbind(-1)
+    total = count.sum(0)
+    # A part without elements has weight 0, whatever its mean; one with nan makes all of it nan.
+    whole = (torch.where(count > 0, count * mean, 0.0)).sum(0) / total.clamp(min=1)
+    shifted = torch.where(count > 0, deviations + count * (mean - whole).square(), 0.0).sum(0)
+    return torch.stack([total, whole, shifted, least.amin(0), most.amax(0)], -1)
+
+
+def _merge(rows: list[torch.Tensor], names: Sequence[str]) -> list[list[float]]:
+    """Each row merged over the ranks, read by the host once."""
+    size = runtime.world_size()
+    own = torch.stack(rows) if rows else torch.empty(0, 5, dtype=torch.float64, device=runtime.device())
+    if size > 1:
+        mark = torch.tensor([len(rows), zlib.crc32("\n".join(names).encode())], dtype=torch.int64, device=own.device)
+        marks = mark.new_empty(size, 2)
+        all_gather_flat(marks.view(-1), mark)
+        if other := next((r for r, found in enumerate(marks.tolist()) if found != marks[0].tolist()), None):
+            raise ValueError(f"rank {other} inspects other tensors than rank 0; this rank: {list(names)}")
+    if not rows:
+        return []
+    if size > 1:
+        table = own.new_empty(size, *own.shape)
+        all_gather_flat(table.view(-1), own.view(-1))
+        own = _merged(table)
+    return own.tolist()
+
+
+def _statistics(row: Sequence[float]) -> dict[str, float]:
+    count, mean, _, least, most = row
+    if not count:
+        return {"max": math.nan, "min": math.nan, "mean": math.nan, "std": math.nan}
+    return {"max": most, "min": least, "mean": mean, "std": _std(row)}
+
+
+def _std(row: Sequence[float]) -> float:
+    return math.sqrt(row[2] / (row[0] - 1)) if row[0] > 1 else math.nan

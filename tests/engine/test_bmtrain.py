@@ -1,0 +1,463 @@
+"""BMTrain's README in this project's words: on two ranks as in one process, and both as plain torch."""
+
+import copy
+
+import bmtrain_toys as toys
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_toys import Collectives
+from torch import nn
+
+import engine as bmt
+from engine.testing import Pool
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, timeout=60) as pool:
+        yield pool
+
+
+def built(**block):
+    model = toys.GPT(**block)
+    bmt.init_parameters(model)
+    return model
+
+
+def expected(ranks):
+    bmt.init_distributed(seed=3)
+    return toys.truth(built(use_checkpoint=False), ranks)
+
+
+def trained(level, block, loss_scale=None, replicate=1):
+    bmt.init_distributed(seed=3, zero_level=level, dp_replicate=replicate)
+    return toys.train(built(**block), loss_scale)
+
+
+@pytest.mark.parametrize(
+    ("level", "block", "loss_scale"),
+    [
+        (3, {}, 1024.0),
+        (2, {"use_checkpoint": False}, None),
+        (3, {"zero_level": 2}, None),
+        (0, {"zero_level": 3}, None),
+    ],
+)
+def test_the_readme_loop_on_two_ranks_is_that_of_one_process(two, level, block, loss_scale):
+    reference = expected(2)
+    for found in two.run(trained, level, block, loss_scale):
+        toys.assert_same(found, reference)
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+def test_the_readme_loop_in_one_process_is_plain_torch(loss_scale):
+    found = trained(3, {}, loss_scale)
+    toys.assert_same(found, expected(1))
+
+
+def initial(level, meta, replicate=1):
+    bmt.init_distributed(seed=3, zero_level=level, dp_replicate=replicate)
+    with torch.device("meta" if meta else "cpu"):
+        model = toys.GPT()
+    bmt.init_parameters(model)
+    held = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
+    return {n: toys.whole(p) for n, p in model.named_parameters()}, held
+
+
+@pytest.mark.parametrize(("level", "meta"), [(3, False), (3, True), (0, False)])
+def test_initial_values_are_bitwise_those_of_one_process(two, level, meta):
+    reference, everything = initial(3, False)
+    assert list(reference) == list(initial(3, True)[0])
+    for found, held in two.run(initial, level, meta):
+        assert held <= everything * (0.52 if level == 3 else 1)
+        assert list(found) == list(reference)
+        for name, value in reference.items():
+            assert torch.equal(found[name], value), name
+    assert torch.equal(reference["norm.weight"], torch.ones(toys.WIDTH))
+    assert 0.2 < reference["word.weight"].std() < 0.4
+    assert not torch.equal(reference["layers.0.q.weight"], reference["layers.1.q.weight"])
+
+
+def test_layers_that_are_initialised_apart_differ_and_a_new_start_repeats_them():
+    def draw():
+        bmt.init_distributed(seed=5)
+        layers = [bmt.nn.Linear(3, 3) for _ in range(2)]
+        for layer in layers:
+            bmt.init_parameters(layer)
+        return [layer.weight.detach() for layer in layers]
+
+    first, again = draw(), draw()
+    assert not torch.equal(first[0], first[1])
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+def without_an_init_method():
+    bmt.init_distributed(seed=1, zero_level=0)
+    model = nn.Sequential(bmt.nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model.register_parameter("own", bmt.DistributedParameter(torch.randn(5)))  # the ranks draw different numbers
+    model[1].running_mean.normal_()
+    bmt.init_parameters(model)
+    return toys.whole(model._parameters["own"]), model[1].running_mean
+
+
+def test_parameters_without_an_init_method_and_buffers_are_those_of_rank_0(two):
+    (own, mean), (other_own, other_mean) = two.run(without_an_init_method)
+    assert torch.equal(own, other_own) and own.std() > 0
+    assert torch.equal(mean, other_mean) and mean.std() > 0
+
+
+def test_a_block_is_its_module_and_changes_no_name():
+    layer = toys.Layer()
+    names = list(layer.state_dict())
+    block = bmt.Block(layer, zero_level=3)
+    assert block is layer and isinstance(block, bmt.Block) and isinstance(block, toys.Layer)
+    assert block._module is layer and list(block.state_dict()) == names
+    assert bmt.CheckpointBlock(block, use_checkpoint=False) is layer and not layer._recompute
+    twin = copy.deepcopy(block)
+    assert type(twin) is type(block) and twin.q.weight is not block.q.weight
+    assert twin.norm.bias.group == "bias" and twin.norm.bias.init_method is torch.nn.init.zeros_
+    assert not isinstance(toys.Layer(), bmt.Block)
+    with pytest.raises(ValueError, match="zero_level of a Block is 1, expected 2, 3"):
+        bmt.Block(layer, zero_level=1)
+    with pytest.raises(ValueError, match=r"wraps a torch\.nn\.Module, got list"):
+        bmt.Block([layer])
+
+
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_recomputation_repeats_forward_with_the_same_dropout(use_checkpoint):
+    bmt.init_distributed(seed=0)
+    layer = toys.Layer(dropout=0.5)
+    bmt.init_parameters(layer)
+    x, mask = torch.randn(2, 4, toys.WIDTH), torch.ones(2, 4, 4, dtype=torch.bool)
+
+    def gradient(module, **kwargs):
+        torch.manual_seed(9)
+        module.zero_grad()
+        module(x, mask, **kwargs).square().sum().backward()
+        return module.q.weight.grad.clone()
+
+    plain = gradient(layer)
+    block = bmt.Block(layer, use_checkpoint=use_checkpoint)
+    block.calls = 0
+    assert torch.equal(gradient(block, bias=None), plain)
+    assert block.calls == 1 + use_checkpoint
+    with torch.no_grad():
+        block(x, mask)
+    assert block.calls == 2 + use_checkpoint
+
+
+def gathered_after_forward(level, zero_level):
+    bmt.init_distributed(zero_level=level)
+    model = built(zero_level=zero_level)
+    model(*toys.batch(0, 0)[:3])
+    return not hasattr(model.layers[0].q._parameters["weight"], "placements")
+
+
+def test_the_zero_level_of_a_block(two):
+    assert two.run(gathered_after_forward, 3, None) == [False, False]
+    assert two.run(gathered_after_forward, 3, 2) == [True, True]
+    assert two.run(gathered_after_forward, 2, None) == [True, True]
+    assert two.run(gathered_after_forward, 2, 3) == [False, False]
+
+
+@pytest.mark.full
+def test_hybrid_sharding_on_four_ranks():
+    with Pool(4, timeout=60) as four:
+        reference = expected(4)
+        for level, replicate in ((3, 2), (2, 2), (3, 1)):
+            for found in four.run(trained, level, {}, None, replicate):
+                toys.assert_same(found, reference)
+        check_parts(four, 4, 2)
+        values, _ = initial(3, False)
+        for found, _ in four.run(initial, 3, True, 2):
+            assert all(torch.equal(found[name], value) for name, value in values.items())
+
+
+class Two(nn.Module):
+    def forward(self, a, b, extra):
+        return a + b, b * extra
+
+
+def test_a_block_list_of_several_hidden_states():
+    blocks = bmt.TransformerBlockList([Two(), Two(), Two()], num_hidden=2)
+    a, b = torch.tensor([1.0]), torch.tensor([2.0])
+    assert [t.item() for t in blocks(a, b, 3.0)] == [27.0, 54.0]
+    a3, b3, inputs_a, inputs_b = blocks(a, b, 3.0, return_hidden_states=True)
+    assert (a3.item(), b3.item()) == (27.0, 54.0)
+    assert inputs_a.flatten().tolist() == [1.0, 3.0, 9.0] and inputs_b.flatten().tolist() == [2.0, 6.0, 18.0]
+    with pytest.raises(ValueError, match="block 0 returned 2 hidden states but num_hidden is 1"):
+        bmt.TransformerBlockList([Two()])(a, b, 3.0)
+    with pytest.raises(ValueError, match="takes 2 hidden states, got 1"):
+        blocks(a)
+
+
+def test_one_hidden_state_and_the_same_block_twice():
+    layer = nn.Linear(3, 3)
+    blocks = bmt.TransformerBlockList([layer, layer])
+    x = torch.randn(2, 3, requires_grad=True)
+    out, inputs = blocks(x, return_hidden_states=True)
+    assert torch.equal(out, layer(layer(x))) and torch.equal(inputs, torch.stack([x, layer(x)]))
+    (out.sum() + inputs.square().sum()).backward()
+    given, weight = x.grad, layer.weight.grad
+    x.grad = layer.weight.grad = None
+    plain = F.linear(x, layer.weight, layer.bias)
+    (F.linear(plain, layer.weight, layer.bias).sum() + x.square().sum() + plain.square().sum()).backward()
+    torch.testing.assert_close(given, x.grad)
+    torch.testing.assert_close(weight, layer.weight.grad)
+
+
+class Parts(nn.Module):
+    """As BMTrain's tests build models: parts that were initialised first, in a module that knows nothing."""
+
+    def __init__(self):
+        super().__init__()
+        parts = [toys.Embedding(5, 4), bmt.nn.Linear(4, 4), bmt.nn.Linear(4, 4)]
+        for part in parts:
+            bmt.init_parameters(part)
+        self.embed = parts[0]
+        self.layers = bmt.TransformerBlockList([bmt.Block(part) for part in parts[1:]])
+
+    def forward(self, x, ids):
+        # the embedding's weight is needed in a method other than forward, before and after its forward
+        before = self.embed.project(x)
+        return before.sum() + self.embed.project(self.layers(self.embed(ids))).square().mean()
+
+
+def parts_gradients(ranks, replicate=1):
+    """Of the mean over so many ranks' losses; in one process of all of them."""
+    bmt.init_distributed(seed=2, dp_replicate=replicate)
+    model = Parts()
+    x = torch.arange(16.0).view(4, 4) / 16
+    ids = torch.tensor([0, 3, 1, 4])
+    rows = 4 // ranks
+    mine = range(ranks) if bmt.world_size() == 1 else [bmt.rank()]
+    parts = [slice(rows * rank, rows * rank + rows) for rank in mine]
+    loss = torch.stack([model(x[part], ids[part]) for part in parts]).mean()
+    loss.backward()
+    names = {n: toys.whole(p.grad) for n, p in model.named_parameters()}
+    return names, bmt.sum_loss(loss).item(), str(model) if bmt.rank() == 0 else ""
+
+
+def test_sharded_parts_in_a_plain_module(two):
+    check_parts(two, 2, 1)
+
+
+def check_parts(pool, ranks, replicate):
+    reference, loss, _ = parts_gradients(ranks)
+    for found, found_loss, text in pool.run(parts_gradients, ranks, replicate):
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        assert list(found) == list(reference)
+        for name, gradient in reference.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+        assert "embed" in text or not text  # printing on one rank gathers nothing
+
+
+def gathered_attribute():
+    bmt.init_distributed(seed=2, zero_level=3)
+    part = toys.Embedding(5, 4)
+    bmt.init_parameters(part)
+    weight = part.weight  # outside forward: whole, with a gradient
+    out = (weight * (bmt.rank() + 1)).sum()
+    out.backward()
+    stored = part._parameters["weight"]
+    return type(weight) is torch.Tensor, tuple(weight.shape), toys.whole(stored.grad), hasattr(stored, "placements")
+
+
+def test_a_parameter_read_outside_forward_is_whole_and_its_gradient_averaged(two):
+    for plain, shape, gradient, sharded in two.run(gathered_attribute):
+        assert plain and sharded and shape == (5, 4)
+        assert torch.equal(gradient, torch.full((5, 4), 1.5))
+
+
+def a_block_inside_is_not_gathered():
+    bmt.init_distributed()
+    model = toys.GPT()
+    model.layers[0].scale = nn.Parameter(torch.ones(1))
+    model.scale = nn.Parameter(torch.ones(1))
+    bmt.init_parameters(model)
+    inside = [model.layers[0].q.weight, model.layers[0].scale]
+    return [hasattr(p, "placements") for p in inside], [
+        type(p) is torch.Tensor for p in (model.norm.weight, model.scale)
+    ]
+
+
+def test_parameters_in_a_block_are_their_shards(two):
+    assert two.run(a_block_inside_is_not_gathered) == [([True, True], [True, True])] * 2
+
+
+def own_parameter_beside_a_sharded_part():
+    bmt.init_distributed()
+    outer = nn.Module()
+    outer.part = bmt.nn.Linear(2, 2)
+    bmt.init_parameters(outer.part)
+    outer.scale = nn.Parameter(torch.ones(2))
+    try:
+        bmt.init_parameters(outer)
+    except ValueError as error:
+        first = str(error)
+    outer.scale = None
+    outer.other = nn.ModuleList([bmt.nn.Linear(2, 2)])
+    bmt.init_parameters(outer)
+    return first, hasattr(outer.other[0]._parameters["weight"], "placements")
+
+
+def test_what_is_left_of_a_model_is_sharded_later(two):
+    for message, sharded in two.run(own_parameter_beside_a_sharded_part):
+        assert "parameter scale of Module is not sharded but a module inside it is" in message and sharded
+
+
+def groups_of(sharded):
+    bmt.init_distributed()
+    model = toys.GPT(layers=1)
+    if sharded:
+        bmt.init_parameters(model)
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert all(isinstance(p, bmt.DistributedParameter) for p in model.parameters())
+    return {group: [names[id(p)] for p in members] for group, members in bmt.grouped_parameters(model)}
+
+
+def test_grouped_parameters(two):
+    plain = groups_of(False)
+    assert plain["bias"] == ["layers.0.norm.bias", "norm.bias"] and len(plain[None]) == 12
+    assert two.run(groups_of, True) == [plain, plain]
+
+
+def optimizer_too_early(shard_after):
+    bmt.init_distributed()
+    model = toys.GPT(layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if shard_after:
+        bmt.init_parameters(model)
+    try:
+        if shard_after:
+            optimizer.step()
+        else:
+            bmt.optim.OptimManager().add_optimizer(optimizer)
+    except ValueError as error:
+        return str(error)
+
+
+def test_an_optimizer_of_parameters_that_are_not_sharded_is_an_error(two):
+    for message in two.run(optimizer_too_early, False):
+        assert "was given a DistributedParameter of shape (13, 8) that is not sharded" in message
+    for message in two.run(optimizer_too_early, True):
+        assert "was built before engine.shard" in message
+    assert optimizer_too_early(False) is None  # one process has nothing to shard
+
+
+def half_reduction():
+    bmt.init_distributed(zero_level=2)
+    model = nn.Sequential(bmt.nn.Linear(4, 4, dtype=torch.bfloat16))
+    bmt.init_parameters(model)
+    with Collectives() as made:
+        model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    weight = model[0]._parameters["weight"]
+    return made.of("reduce"), weight.dtype, weight.grad.dtype
+
+
+def test_gradients_of_16_bit_parameters_are_reduced_in_fp32(two):
+    for dtypes, parameter, gradient in two.run(half_reduction):
+        assert dtypes == [{torch.float32}] and parameter == gradient == torch.bfloat16
+
+
+def test_settings():
+    assert bmt.config["world_size"] == 1 and bmt.config["initialized"] is False
+    bmt.init_distributed(seed=0, zero_level=2, pipe_size=-1, num_micro_batches=4, tp_size=1)
+    assert bmt.config["initialized"] and bmt.config["zero_level"] == 2 and bmt.config["tp_size"] == 1
+    assert bmt.config["topology"].get_group_rank("zero") == 0 and bmt.config["comm"] is None
+    assert bmt.config.get("tp_comm") is None and "pipe_size" in bmt.config
+    assert {key: bmt.config[key] for key in bmt.config}.keys() == set(bmt.config)
+    with pytest.raises(TypeError):
+        bmt.config["rank"] = 1
+    with pytest.raises(ValueError, match="group_name is 'dp'"):
+        bmt.config["topology"].get_group_id("dp")
+    for name in ("tp_size", "pipe_size"):
+        with pytest.raises(ValueError, match=f"{name} is 2, expected 1"):
+            bmt.init_distributed(**{name: 2})
+    with pytest.raises(ValueError, match="num_micro_batches is 0"):
+        bmt.init_distributed(num_micro_batches=0)
+    bmt.wait_loader()
+    bmt.synchronize()
+
+
+def settings_of_a_rank():
+    bmt.init_distributed()
+    keys = ("rank", "world_size", "zero_size", "zero_rank", "tp_zero_rank")
+    total = torch.tensor([bmt.config["rank"] + 1.0])
+    torch.distributed.all_reduce(total, group=bmt.config["comm"])
+    return [bmt.config[key] for key in keys], total.item()
+
+
+def test_settings_of_each_rank(two):
+    assert two.run(settings_of_a_rank) == [([0, 2, 2, 0, 0], 3.0), ([1, 2, 2, 1, 1], 3.0)]
+
+
+def test_manager_and_optimizer_take_bmtrains_arguments():
+    bmt.init_distributed()
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = bmt.optim.AdamOptimizer([parameter], lr=0.1, hold_steps=2)
+    manager = bmt.optim.OptimManager(loss_scale=8, loss_scale_factor=2, loss_scale_steps=1, grad_scale=4)
+    assert optimizer.scale == 1.0
+    manager.add_optimizer(optimizer)
+    assert optimizer.scale == 8.0
+    seen = []
+    for _ in range(3):
+        manager.zero_grad()
+        manager.backward(parameter.sum())
+        norm = manager.clip_grad_norm(optimizer.param_groups, max_norm=10.0, scale=optimizer.scale, norm_type="inf")
+        assert norm.item() == 0.25  # one process, divided by grad_scale
+        manager.step()
+        seen.append(parameter[0].item())
+    assert seen[:2] == [1.0, 1.0] and seen[2] == pytest.approx(0.9)
+    assert optimizer.scale == 64.0
+    with pytest.raises(ValueError, match="hold_steps is -1"):
+        bmt.optim.AdamOptimizer([parameter], hold_steps=-1)
+    with pytest.raises(ValueError, match="grad_scale is 0"):
+        bmt.optim.OptimManager(grad_scale=0)
+
+
+def summed_gradient():
+    bmt.init_distributed()
+    part = bmt.nn.Linear(2, 1, bias=False)
+    bmt.init_parameters(part)
+    optimizer = bmt.optim.AdamOptimizer(part.parameters())
+    manager = bmt.optim.OptimManager(grad_scale=1)
+    manager.add_optimizer(optimizer)
+    manager.backward(part(torch.full((1, 2), bmt.rank() + 1.0)).sum())
+    return toys.whole(part._parameters["weight"].grad).tolist()
+
+
+def test_grad_scale_1_sums_gradients_over_ranks(two):
+    assert two.run(summed_gradient) == [[[3.0, 3.0]]] * 2
+
+
+def test_printing(capsys):
+    bmt.init_distributed()
+    bmt.print_dict("Title", {"a": 1, "longer": "word " * 20, "none": ""})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == " Title ".center(60, "=") and max(map(len, lines)) <= 60
+    assert "".join(lines).count("word") == 20 and lines[1].startswith("a :")
+    used = bmt.see_memory("before")
+    assert 0.05 < used["resident"] <= used["peak_resident"] < 64
+    assert capsys.readouterr().out.startswith("before: resident ")
+    recorder = bmt.utils.AverageRecorder(alpha=0.5)
+    assert recorder.value == 0
+    for value in (4.0, 4.0, 8.0):
+        recorder.record(value)
+    assert recorder.value == pytest.approx((8 * 0.5 + 4 * 0.25 + 4 * 0.125) / 0.875)
+
+
+def test_debug_values():
+    value = torch.ones(2, requires_grad=True)
+    bmt.debug.set("a", value)
+    bmt.debug.append("list", 1)
+    bmt.debug.extend("list", [2, 3])
+    with torch.no_grad():
+        value.add_(1)
+    assert bmt.debug.get("a").tolist() == [1.0, 1.0] and not bmt.debug.get("a").requires_grad
+    assert bmt.debug.get("list") == [1, 2, 3]
+    bmt.debug.clear("a")
+    assert bmt.debug.get("a", 7) == 7
+    bmt.debug.clear()
+    assert bmt.debug.get("list") is None

@@ -1,0 +1,178 @@
+"""`save` and `load`: one file, the names of the plain model, any number of ranks."""
+
+import os
+import threading
+
+import bmtrain_toys as toys
+import pytest
+import torch
+from torch import nn
+
+import engine as bmt
+import engine.bmtrain.store as store
+from engine.testing import Pool
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, timeout=60) as pool:
+        yield pool
+
+
+class Tied(nn.Module):
+    """A tied weight, a persistent buffer and one that is not, a 16-bit parameter, and one smaller than the ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = toys.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.mixed = nn.ModuleList([nn.Linear(4, 4, dtype=torch.bfloat16)])
+        self.scale = nn.Parameter(torch.tensor([2.0]))
+        self.register_buffer("seen", torch.tensor(7))
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    def forward(self, ids):
+        hidden = self.mixed[0](self.embed(ids).bfloat16()).float()
+        return self.head(hidden * self.scale)
+
+
+def state(seed):
+    torch.manual_seed(seed)
+    model = Tied()
+    nn.init.normal_(model.embed.weight)
+    model.seen.fill_(seed)
+    return model.state_dict()
+
+
+def save_from(file, level):
+    bmt.init_distributed(seed=2, zero_level=level)
+    model = Tied()
+    bmt.init_parameters(model)
+    model.seen += 4
+    bmt.save(model, file)
+    return os.path.isfile(file)
+
+
+@pytest.mark.parametrize("level", [3, 0])
+def test_what_two_ranks_save_a_plain_model_loads(two, tmp_path, level):
+    file = str(tmp_path / "model.pt")
+    assert two.run(save_from, file, level) == [True, True]
+    assert os.listdir(tmp_path) == ["model.pt"]
+    found = torch.load(file, weights_only=True)
+    assert list(found) == list(Tied().state_dict())
+    assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
+    assert found["mixed.0.weight"].dtype == torch.bfloat16 and found["seen"].item() == 11
+    bmt.init_distributed(seed=2)
+    alone = Tied()
+    bmt.init_parameters(alone)
+    assert torch.equal(found["embed.weight"], alone.embed.weight)
+    plain = Tied()
+    plain.load_state_dict(found)
+    other = str(tmp_path / "other.pt")
+    bmt.save(plain, other)
+    again = torch.load(other, weights_only=True)
+    assert all(torch.equal(again[name], value) for name, value in found.items())
+
+
+def load_into(file, level, meta, strict):
+    bmt.init_distributed(zero_level=level)
+    with torch.device("meta" if meta else "cpu"):
+        model = Tied()
+    if meta:
+        model.table = torch.arange(3.0)
+    result = bmt.load(model, file, strict=strict)
+    sharded = hasattr(model._modules["embed"]._parameters["weight"], "placements")
+    assert model.head._parameters["weight"] is model.embed._parameters["weight"]
+    model(torch.tensor([0, 1])).sum().backward()
+    return {n: toys.whole(t) for n, t in store._named_tensors(model)}, tuple(result), sharded
+
+
+@pytest.mark.parametrize(("level", "meta"), [(3, False), (3, True), (0, False)])
+def test_ranks_load_what_plain_torch_saved(two, tmp_path, level, meta):
+    file = str(tmp_path / "plain.pt")
+    expected = state(5)
+    torch.save(expected, file)
+    for found, result, _ in [*two.run(load_into, file, level, meta, True), load_into(file, level, meta, True)]:
+        assert result == ([], [])
+        for name, value in expected.items():
+            assert torch.equal(found[name], value) and found[name].dtype == value.dtype, name
+    assert [sharded for _, _, sharded in two.run(load_into, file, level, meta, True)] == [True, True]
+
+
+def failing(file, strict, meta):
+    try:
+        return load_into(file, 3, meta, strict)[1]
+    except ValueError as error:
+        return str(error)
+
+
+def test_names_and_shapes_are_checked_on_every_rank(two, tmp_path):
+    file = str(tmp_path / "other.pt")
+    other = state(5)
+    del other["scale"], other["head.weight"]  # a tied tensor needs one name
+    other["extra"] = torch.ones(1)
+    torch.save(other, file)
+    strict = two.run(failing, file, True, False)
+    assert len(set(strict)) == 1 and "does not match Tied: missing: scale; unexpected: extra" in strict[0]
+    assert two.run(failing, file, False, False) == [(["scale"], ["extra"])] * 2
+    assert "parameter scale is on the meta device and" in two.run(failing, file, False, True)[1]
+    torch.save({**state(5), "scale": torch.ones(2)}, file)
+    for message in two.run(failing, file, False, False):
+        assert "tensor scale has shape (2,) in" in message and "and (1,) in the model" in message
+    for message in two.run(failing, str(tmp_path / "absent.pt"), True, False):
+        assert "absent.pt does not exist" in message
+    torch.save([1], file)
+    assert all("holds a list, expected a state dict" in m for m in two.run(failing, file, True, False))
+
+
+def test_a_file_of_the_old_format_and_other_dtypes(tmp_path):
+    bmt.init_distributed()
+    file = str(tmp_path / "old.pt")
+    expected = {name: t.half() if t.is_floating_point() else t for name, t in state(6).items()}
+    torch.save(expected, file, _use_new_zipfile_serialization=False)
+    model = Tied()
+    bmt.load(model, file)
+    assert model.scale.dtype == torch.float32 and torch.equal(model.embed.weight, expected["embed.weight"].float())
+
+
+def save_nowhere(file):
+    bmt.init_distributed()
+    model = Tied()
+    bmt.init_parameters(model)
+    try:
+        bmt.save(model, file)
+    except (OSError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(two, tmp_path):
+    (first, _), (second, text) = two.run(save_nowhere, str(tmp_path / "absent" / "model.pt"))
+    assert first == "FileNotFoundError" and second == "RuntimeError" and "rank 0 failed while writing" in text
+
+
+def test_writing_in_the_background_is_of_the_values_at_the_call(tmp_path, monkeypatch):
+    bmt.init_distributed()
+    go, write = threading.Event(), store._write
+    monkeypatch.setattr(store, "_write", lambda *a: (go.wait(10), write(*a)))
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    file = str(tmp_path / "model.pt")
+    bmt.save(model, file, non_blocking=True)
+    assert not os.path.exists(file)
+    with torch.no_grad():
+        model.weight.add_(1)
+    go.set()
+    fresh = nn.Linear(2, 2)
+    bmt.load(fresh, file)  # waits for the writing
+    assert torch.equal(fresh.weight, before)
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path):
+    bmt.init_distributed()
+    bmt.save(nn.Linear(1, 1), tmp_path / "absent" / "model.pt", non_blocking=True)
+    with pytest.raises(FileNotFoundError):
+        bmt.save(nn.Linear(1, 1), tmp_path / "model.pt")
+    bmt.save(nn.Linear(1, 1), tmp_path / "model.pt")
+    with pytest.raises(ValueError, match="parameter weight is on the meta device, so there is nothing to save"):
+        bmt.save(nn.Linear(1, 1, device="meta"), tmp_path / "model.pt")

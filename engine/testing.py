@@ -25,6 +25,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -39,6 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_LOST = re.compile(r"connection (closed|reset|was)|broken pipe|peer", re.IGNORECASE)
 _GRACE = 2.0  # seconds that ranks get to report after one of them failed
 
 
@@ -170,8 +172,8 @@ class Pool:
         if not failures:
             names = ", ".join(map(str, sorted(waiting)))
             raise TimeoutError(f"{what}: rank {names} of {self.ranks} had not ended after {timeout:g} s\n{stacks}")
-        # The first to fail is the cause; the others mostly lost the connection to it.
-        first, *others = failures
+        # The first to fail is the cause, unless what it says is that it lost another: that one's end is read later.
+        first, *others = sorted(failures, key=lambda rank: bool(_LOST.search(failures[rank])))
         text = f"{what}: rank {first} of {self.ranks} {failures[first]}"
         text += "".join(f"rank {rank} then {failures[rank].strip().splitlines()[-1]}\n" for rank in others)
         raise RuntimeError(text + stacks)

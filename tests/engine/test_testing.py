@@ -72,7 +72,7 @@ def test_a_rank_that_dies_is_named(two, what, message):
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=message):
         two.run(what)
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 30  # not the timeout of 60 s
 
 
 def test_a_rank_that_hangs_is_named_with_where_it_is(two):

@@ -26,6 +26,9 @@ _PUBLIC = {
     "shard": "engine.parallel.shard",
     "materialize": "engine.parallel.shard",
     "accumulate": "engine.accumulation",
+    "in_step": "engine.steps",
+    "describe": "engine.description",
+    "profile": "engine.profiler",
     "local_slices": "engine.checkpoint",
     # BMTrain's words
     "config": "engine.bmtrain.settings",
@@ -44,6 +47,10 @@ _PUBLIC = {
     "print_block": "engine.utils",
     "print_dict": "engine.utils",
     "see_memory": "engine.utils",
+    "save_checkpoint": "engine.checkpoint",
+    "load_checkpoint": "engine.checkpoint",
+    "latest_checkpoint": "engine.checkpoint",
+    "wait_checkpoint": "engine.checkpoint",
 }
 _SUBMODULES = (
     "accumulation",
@@ -58,6 +65,8 @@ _SUBMODULES = (
     "nn",
     "ops",
     "optim",
+    "profiler",
+    "recompute",
     "parallel",
     "precision",
     "runtime",

@@ -11,6 +11,7 @@ it. Here 16 random bits decide an element, four elements to a draw of numpy's SF
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,26 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_EAGER: dict[str, Callable[..., Any]] = {}
+
+
+def eager(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    """`function`, left out of compiled graphs: for one that draws numbers in numpy or plans in Python."""
+    key = name or f"{function.__module__}.{function.__qualname__}"
+    _EAGER[key] = function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _EAGER[key](*args, **kwargs)
+
+    return functools.update_wrapper(call, function)
+
+
+@functools.cache
+def leave_to_eager() -> None:
+    """Tell torch.compile about the functions marked `eager`; not at import, as it loads the compiler."""
+    for key, function in _EAGER.items():
+        _EAGER[key] = torch.compiler.disable(function)
 
 
 @functools.cache
@@ -82,6 +103,8 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., in) @ weight (out, in).T + bias (out,)."""
+    if torch.compiler.is_compiling():  # the compiler has its own ways with it
+        return F.linear(x, weight, bias)
     if not (onednn_linear()[0] and _plain_fp32(x, weight, bias)) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -118,15 +141,18 @@ class _DropoutAdd(torch.autograd.Function):
         return (grad * mask).mul_(ctx.scale), grad if ctx.has_residual else None, None
 
 
+_cpu_dropout = eager(_DropoutAdd.apply, "engine.ops._DropoutAdd")
+
+
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     """Zero elements with probability p and scale the rest by 1 / (1 - p)."""
     if not training or p == 0.0 or x.numel() == 0:
         return x
-    return _DropoutAdd.apply(x, None, p) if x.device.type == "cpu" else F.dropout(x, p)
+    return _cpu_dropout(x, None, p) if x.device.type == "cpu" else F.dropout(x, p)
 
 
 def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool = True) -> Tensor:
     """residual + dropout(x, p)."""
     if not training or p == 0.0 or x.numel() == 0:
         return residual + x
-    return _DropoutAdd.apply(x, residual, p) if x.device.type == "cpu" else residual + F.dropout(x, p)
+    return _cpu_dropout(x, residual, p) if x.device.type == "cpu" else residual + F.dropout(x, p)

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
+RECOMPUTE = ("none", "full", "selective", "offload")
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,17 @@ class Policy:
             "fp32": parameters are used as they are;
             "bf16", "fp16": forward and backward in 16 bits, parameters kept and gradients reduced in fp32
             (fp16 needs ``OptimManager(loss_scale=...)``);
-            "bf16-params": parameters are bf16, gradients are reduced in fp32, ``AdamOptimizer`` keeps fp32 masters.
+            "bf16-params": parameters are bf16, gradients are reduced in fp32, ``AdamOptimizer`` keeps fp32 masters;
+            "bf16-sr": the same without masters: ``AdamOptimizer`` rounds each update into the parameters at random, so
+            that its expectation is exact (``engine.optim.rounding``); another optimizer rounds to nearest.
+        recompute: of what forward computes inside a unit, for backward:
+            "none": all is kept;
+            "full": nothing but the unit's input; backward computes the rest again;
+            "selective": the outputs of matrix products and attention operators are kept, the rest is computed again;
+            "offload": all is kept, in host memory.
+            Dropout draws the same masks again, as torch's generators are restored (Python's and numpy's are not).
+            A unit of which a kept output is then changed in place cannot be "selective": torch raises in backward.
+        compile: compile the forward of each unit: True (torch's default backend) or a backend's name.
 
     Raises:
         ValueError: a value is not one of these.
@@ -31,12 +42,18 @@ class Policy:
 
     zero_level: int | None = None
     precision: str = "fp32"
+    recompute: str = "none"
+    compile: bool | str = False
 
     def __post_init__(self) -> None:
         if self.zero_level not in (None, 0, 1, 2, 3):
             raise ValueError(f"zero_level is {self.zero_level!r}, expected 0, 1, 2, 3 or None")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is {self.precision!r}, expected one of {', '.join(PRECISIONS)}")
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute is {self.recompute!r}, expected one of {', '.join(RECOMPUTE)}")
+        if not isinstance(self.compile, bool | str):
+            raise ValueError(f"compile is {self.compile!r}, expected True, False or a backend of torch.compile")
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -65,7 +82,7 @@ class Policy:
         for parameter in model.parameters():
             if not parameter.is_floating_point():
                 continue
-            if self.precision == "bf16-params":
+            if self.precision in ("bf16-params", "bf16-sr"):
                 parameter.data = parameter.data.to(torch.bfloat16)
             elif parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.float32)

@@ -32,7 +32,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -56,6 +57,31 @@ def run(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0) -
     with Pool(ranks, timeout=timeout) as pool:
         pool._start(call=(fn, args))
         return pool._collect(_name(fn), timeout)
+
+
+@contextmanager
+def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Be one of ``world_size`` ranks that do not exist: a dry run of any mesh in one process.
+
+    Collectives return at once and move nothing, so shapes, placements and memory are right and values are not. Then
+    ``engine.init_distributed(...)`` as usual. Not for a process that has a process group.
+    """
+    from engine import runtime
+
+    if dist.is_initialized():
+        raise ValueError("fake_ranks needs a process without a process group")
+    if not isinstance(world_size, int) or not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank} of world_size {world_size}, expected 0 to world_size - 1")
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    before = runtime._runtime
+    runtime._runtime = runtime.Runtime()
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+    try:
+        runtime.init_distributed(device="cpu")
+        yield
+    finally:
+        dist.destroy_process_group()
+        runtime._runtime = before
 
 
 class Pool:

@@ -23,6 +23,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` laid out as the DTensor ``tensor`` is, on whatever device it is; ``local`` itself if that is plain."""
+    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
+
+
 def local_box(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -53,3 +58,8 @@ def set_reduce_unused(root: FSDPModule, enabled: bool) -> None:
     """Make parameters that got no gradient take part in the reduction with zeros, where torch can (2.13)."""
     if HAS_REDUCE_UNUSED:
         root.set_reduce_scatter_unused_params(enabled)
+
+
+def default_store() -> dist.Store:
+    """The key-value store at which the ranks met."""
+    return dist.distributed_c10d._get_default_store()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from engine.optim.rounding import rounding_key, stochastic_round_
 from engine.torch_compat import local_tensor
 
 _CHUNK = 1 << 24  # elements of 16-bit gradients that are raised to fp32 at a time
@@ -87,10 +88,13 @@ class AdamOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             used: list[_Entry] = []
+            at_random: list[tuple[torch.Tensor, int, _Entry]] = []
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self.state[parameter] or self._init_state(parameter)
                     used.append((local_tensor(parameter), local_tensor(parameter.grad), state))
+                    if (key := rounding_key(parameter)) is not None:
+                        at_random.append((parameter, key, used[-1]))
             if not used:
                 continue
             steps = [state["step"] for _, _, state in used]
@@ -98,14 +102,22 @@ class AdamOptimizer(torch.optim.Optimizer):
                 group = {**group, "lr": 0.0}
             torch._foreach_add_(steps, 1)
             kinds: dict[tuple[torch.device, torch.dtype], list[_Entry]] = {}
+            rounded = {id(entry) for _, _, entry in at_random}
             for entry in used:
-                if entry[0].numel():  # kernels need not like empty shards
+                if entry[0].numel() and id(entry) not in rounded:  # kernels need not like empty shards
                     kinds.setdefault((entry[0].device, entry[0].dtype), []).append(entry)
             for (device, dtype), entries in kinds.items():
                 scale = None if grad_scale is None else grad_scale.to(device, non_blocking=True)
                 skip = None if found_inf is None else found_inf.to(device, non_blocking=True)
                 update = _update if dtype == torch.float32 else _update_masters
                 update(group, entries, scale, skip)
+            for parameter, key, (shard, gradient, state) in at_random:
+                if shard.numel():
+                    values = shard.float()
+                    scale = None if grad_scale is None else grad_scale.to(shard.device, non_blocking=True)
+                    skip = None if found_inf is None else found_inf.to(shard.device, non_blocking=True)
+                    _update(group, [(values, gradient.float(), state)], scale, skip)
+                    stochastic_round_(parameter, values, key, state["step"])  # exact where the step was skipped
             if found_inf is not None:
                 torch._foreach_sub_(steps, [found_inf.to(step.device, non_blocking=True) for step in steps])
         return loss
@@ -115,7 +127,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
         state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-        if parameter.dtype != torch.float32:
+        if parameter.dtype != torch.float32 and rounding_key(parameter) is None:
             state["master"] = parameter.detach().to(torch.float32)
         return state
 

@@ -13,11 +13,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from engine import runtime
 from engine.init import clean_name, init_parameters_, module_rule, on_meta, stand_in
+from engine.optim.rounding import round_at_random
 from engine.optim.stale import mark_stale
 from engine.parallel.mesh import data_mesh
 from engine.precision import Policy
+from engine.recompute import wrap_units_
 
 _levels: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_policies: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary()
 
 
 def shard(
@@ -60,6 +63,14 @@ def shard(
             raise ValueError(f"forward_methods names {method!r}, which {type(model).__name__} does not have")
     chosen = _choose_units(model, units)
     policy.cast_parameters_(model)
+    _policies[model] = policy
+    if policy.recompute != "none" or policy.compile:
+        if not chosen:
+            raise ValueError(
+                f"the policy recomputes or compiles units, but {type(model).__name__} has none that were found: name "
+                "them with units="
+            )
+        wrap_units_((m for m in model.modules() if m in chosen), policy.recompute, policy.compile)
     if runtime.world_size() == 1 and policy.precision == "fp32":
         if settings.device is not None and not any(t.is_meta for t in _tensors(model)):
             model.to(settings.device)
@@ -86,6 +97,7 @@ def shard(
         register_fsdp_forward_method(model, method)
         setattr(model, method, calls.counted(getattr(model, method)))
     mark_stale(before)
+    _mark_rounding(model)
     return model
 
 
@@ -97,6 +109,11 @@ def is_sharded(model: nn.Module) -> bool:
 def zero_level(model: nn.Module) -> int:
     """The level at which ``engine.shard`` laid out ``model``; 3 for one that its user gave to ``fully_shard``."""
     return _levels.get(model, 3)
+
+
+def policy_of(model: nn.Module) -> Policy | None:
+    """The policy that ``engine.shard`` was given for ``model``, if it was."""
+    return _policies.get(model)
 
 
 def sharded_roots(model: nn.Module) -> list[FSDPModule]:
@@ -250,9 +267,16 @@ def materialize(model: nn.Module, seed: int = 0, init: bool | Collection[str] = 
         for (first, first_name), *others in ties:
             for module, name in others:
                 module._parameters[name] = first._parameters[first_name]
+    _mark_rounding(model)
     if init is not False:
         init_parameters_(model, seed, meta if init is True else init)
     return model
+
+
+def _mark_rounding(model: nn.Module) -> None:
+    if (policy := policy_of(model)) is not None and policy.precision == "bf16-sr":
+        for name, parameter in model.named_parameters():
+            round_at_random(parameter, clean_name(name))
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.ops import keep_mask
+from engine.ops import eager, keep_mask
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.packing import Bucket, Packed
 
@@ -88,6 +88,10 @@ class _BucketedAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
+_cpu_attention = eager(_BucketedAttention.apply, "modelcenter.layers.attention._BucketedAttention")
+
+
+@eager
 def _bucketed_sdpa(q: Tensor, k: Tensor, v: Tensor, packed: Packed, heads: int, p: float) -> Tensor:
     """The same arithmetic by torch's scaled_dot_product_attention, any device; also the reference of the CPU path."""
     mixed, places = [], []
@@ -116,7 +120,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, heads: int
         (T, heads * head_dim)
     """
     if q.device.type == "cpu":
-        return _BucketedAttention.apply(q, k, v, packed, heads, p)
+        return _cpu_attention(q, k, v, packed, heads, p)
     if p == 0.0 and q.dtype in (torch.bfloat16, torch.float16) and packed.num_tokens:
         from torch.nn.attention.varlen import varlen_attn
 

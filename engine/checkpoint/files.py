@@ -1,0 +1,163 @@
+"""Directories that are complete or absent, and what all ranks do together about errors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from engine import runtime
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+@contextmanager
+def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup | None = None) -> Iterator[Path]:
+    """Yields a directory to write into, the same on all ranks; at the end it gets a manifest and becomes ``directory``.
+
+    Collective over ``group``, which holds all ranks (None: the default one). If the body raises on any rank, everything
+    written is removed and every rank raises; a rank that fails must do so before, or inside ``together`` around, what
+    the others wait for.
+    """
+    target = Path(directory).absolute()
+    place: list[str] = [""]
+    with together(f"creating {target}", group):
+        if runtime.rank() == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            for left in target.parent.glob(f".{target.name}.partial-*"):  # of a run that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            place[0] = str(target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
+            Path(place[0]).mkdir()
+    if runtime.world_size() > 1:
+        dist.broadcast_object_list(place, src=0, group=group)
+    path = Path(place[0])
+    try:
+        with together(f"writing {target}", group):
+            yield path
+        with together(f"writing {target}", group):
+            files = _hash_files(path, group)
+            if runtime.rank() == 0:
+                (path / MANIFEST).write_text(json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1))
+                _sync(path)
+                _replace(path, target)
+    finally:
+        if runtime.rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def together(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """If the body raises on one rank, every rank raises: the others a ValueError or RuntimeError that names the rank.
+
+    Collective. ValueError stays ValueError, as it is the user's to fix.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if runtime.world_size() > 1:
+        notes: list[tuple[bool, str] | None] = [None] * runtime.world_size()
+        dist.all_gather_object(
+            notes, None if error is None else (isinstance(error, ValueError), repr(error)), group=group
+        )
+        for rank, note in enumerate(notes):
+            if note is not None and error is None:
+                kind = ValueError if note[0] else RuntimeError
+                raise kind(f"rank {rank} failed while {doing}: {note[1]}")
+    if error is not None:
+        raise error
+
+
+def _hash_files(path: Path, group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
+    """{relative path: {size, sha256}}; the ranks share the work."""
+    world = runtime.world_size()
+    names: list[Any] = [sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())]
+    if world > 1:
+        dist.broadcast_object_list(names, src=0, group=group)
+    found: dict[str, dict[str, Any]] = {}
+    failure: OSError | None = None
+    try:
+        for name in names[0][runtime.rank() :: world]:
+            found[name] = {"size": (path / name).stat().st_size, "sha256": _sha256(path / name)}
+    except OSError as error:
+        failure = error
+    if world > 1:
+        parts: list[Any] = [None] * world
+        dist.all_gather_object(parts, found, group=group)
+        found = {name: entry for part in parts for name, entry in part.items()}
+    if failure is not None:
+        raise RuntimeError(
+            f"rank {runtime.rank()} does not see what rank 0 wrote ({failure}): a checkpoint must be on a file system "
+            "that all ranks share"
+        )
+    return {name: found[name] for name in sorted(found)}
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Ask the system to put all files and directories under ``path`` on the disk."""
+    for entry in [*path.rglob("*"), path]:
+        _fsync(entry)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, target: Path) -> None:
+    old = target.parent / f".{target.name}.old-{uuid.uuid4().hex[:8]}"
+    if target.exists():
+        target.rename(old)
+    path.rename(target)
+    _fsync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def check_manifest(directory: str | os.PathLike[str], hashes: bool = False) -> dict[str, Any]:
+    """Read a checkpoint's manifest and compare the files' sizes, and with ``hashes`` their sha256, with it.
+
+    Raises ValueError that names the file and the difference. Not collective.
+    """
+    path = Path(directory)
+    if not (path / MANIFEST).is_file():
+        raise ValueError(f"{path} is not a complete checkpoint: it has no {MANIFEST}")
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        version, files = manifest["format_version"], manifest["files"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path / MANIFEST} is damaged: {error!r}") from error
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{path / MANIFEST} has format_version {version!r}, this version reads {FORMAT_VERSION}")
+    for name, entry in files.items():
+        file = path / name
+        if not file.resolve().is_relative_to(path.resolve()):
+            raise ValueError(f"{path / MANIFEST} names {name}, which is outside the checkpoint")
+        if not file.is_file():
+            raise ValueError(f"checkpoint {path} is incomplete: {name} is missing")
+        if (size := file.stat().st_size) != entry["size"]:
+            raise ValueError(
+                f"checkpoint {path} is damaged: {name} has {size} bytes, its manifest says {entry['size']}"
+            )
+        if hashes and (found := _sha256(file)) != entry["sha256"]:
+            raise ValueError(
+                f"checkpoint {path} is damaged: {name} has sha256 {found}, its manifest says {entry['sha256']}"
+            )
+    return manifest

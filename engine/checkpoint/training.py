@@ -1,0 +1,375 @@
+"""Training checkpoints: model, optimizers, schedules, loss scale, random generators and the user's own state.
+
+With ``step=`` a directory holds many of them::
+
+    checkpoints/step-00000100/    complete or absent, see engine.checkpoint
+    checkpoints/last              names the newest; `best` the one that was saved with best=True
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import logging
+import os
+import pickle
+import random
+import re
+import shutil
+import threading
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engine import runtime
+from engine.checkpoint.files import MANIFEST, atomic_directory, check_manifest, together
+from engine.checkpoint.model import MODEL, load_model, named_tensors, write_tensors
+from engine.checkpoint.optimizer import OPTIM, join_state, split_state
+from engine.optim.manager import OptimManager
+from engine.torch_compat import local_tensor, with_local
+
+STATE = "state"
+_COMMON = "common.pt"
+_STEP = re.compile(r"step-(\d+)")
+_log = logging.getLogger("engine.checkpoint")
+
+
+@dataclass
+class _Job:
+    """All that is written, in memory that training does not touch (asynchronous) or does not touch yet."""
+
+    path: Path
+    tensors: dict[str, dict[str, torch.Tensor]]  # by directory
+    common: bytes
+    generators: bytes
+    extra: Callable[[Path], None] | None
+    step: int | None
+    keep: int | None
+    best: bool
+    ready: Any = None  # event of the device after which the copies are there
+
+
+class _Writer(threading.Thread):
+    def __init__(self, job: _Job, group: dist.ProcessGroup | None) -> None:
+        # Not a daemon: the interpreter waits for it before it ends.
+        super().__init__(name=f"checkpoint {job.path.name}")
+        self.job, self.group = job, group
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            if self.job.ready is not None:
+                self.job.ready.synchronize()
+            _write(self.job, self.group)
+        except Exception as error:  # raised again by wait_checkpoint
+            self.error = error
+            _log.error("checkpoint %s could not be written: %s", self.job.path, error)
+
+
+_writer: _Writer | None = None
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optim_manager: OptimManager | torch.optim.Optimizer | None = None,
+    state: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+    best: bool = False,
+    asynchronous: bool = False,
+    extra: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write all that training needs to go on: complete or absent, loadable on any mesh. Collective.
+
+    Saved are the parameters and persistent buffers, the optimizers' states and groups, schedules and loss scale (an
+    ``OptimManager``), Python's, numpy's and torch's random generators of each rank, and ``state``.
+
+    Args:
+        directory: the checkpoint, replaced if it is there; with ``step`` the directory of many. On a file system that
+            all ranks share.
+        state: the user's own: numbers, strings, tensors, lists, tuples and dicts of them. Rank 0's is saved.
+        step: write to ``directory``/step-00000100.
+        keep: with ``step``, remove the oldest of this step and earlier ones until so many are left; the best stays.
+        best: with ``step``, let ``directory``/best name this one.
+        asynchronous: return as soon as everything is copied to host memory, and write in a thread. What training does
+            then changes nothing of what is written. A failure is logged, and raised by the next call of
+            ``save_checkpoint``, ``load_checkpoint`` or ``wait_checkpoint``; one save waits for the one before it.
+        extra: called on rank 0 with the directory under construction, to add files (configuration, tokenizer).
+
+    Returns:
+        The checkpoint's path.
+
+    Raises:
+        ValueError: an argument is wrong, ``state`` holds something else, an optimizer holds parameters that are not
+            the model's, or a parameter is on meta.
+        RuntimeError or OSError: writing failed on a rank; raised on every rank, and what was there before is as it was.
+    """
+    wait_checkpoint()
+    if step is None and (keep is not None or best):
+        raise ValueError(f"{'keep' if keep is not None else 'best'} needs step=, which names one checkpoint of many")
+    if step is not None and (not isinstance(step, int) or step < 0):
+        raise ValueError(f"step is {step!r}, expected a whole number of at least 0")
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep is {keep!r}, expected a whole number of at least 1")
+    path = Path(directory).absolute()
+    path = path if step is None else path / f"step-{step:08d}"
+    with together(f"collecting the state for {path}"):
+        job = _collect(path, model, optim_manager, state)
+        job.extra, job.step, job.keep, job.best = extra, step, keep, best
+    if not asynchronous:
+        _write(job, None)
+        return path
+    job.tensors = {part: {name: _staged(t) for name, t in tensors.items()} for part, tensors in job.tensors.items()}
+    if torch.cuda.is_initialized():
+        # Later updates are later on the same stream, so they cannot overtake the copies.
+        job.ready = torch.cuda.Event()
+        job.ready.record()
+    global _writer
+    _writer = _Writer(job, _group_of(dist.group.WORLD) if runtime.world_size() > 1 else None)
+    _writer.start()
+    return path
+
+
+def wait_checkpoint() -> None:
+    """Wait for an asynchronous save to be on the disk. Raises what went wrong in it, on every rank."""
+    global _writer
+    if _writer is not None:
+        writer, _writer = _writer, None
+        writer.join()
+        if writer.error is not None:
+            raise writer.error
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optim_manager: OptimManager | torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+    verify: bool = False,
+    generators: bool = True,
+) -> dict[str, Any]:
+    """Bring model, optimizers, schedules, loss scale and random generators to where a checkpoint left them. Collective.
+
+    Each rank reads its slices, on whatever mesh. On the mesh that saved it, training goes on bit for bit. On another
+    mesh the random generators cannot go on as they were: they are seeded anew from the saved ones, the same at each
+    load.
+
+    Args:
+        directory: a checkpoint, or a directory of many, of which the newest valid one is loaded.
+        model, optim_manager: as they were given to ``save_checkpoint``, built anew. Parameter groups must hold the same
+            parameters; an optimizer that was saved may be left out (None).
+        strict: see ``load_model``.
+        verify: also compare the files' sha256, which reads them once more.
+        generators: restore the random generators.
+
+    Returns:
+        The ``state`` that was saved.
+
+    Raises:
+        ValueError: there is no valid checkpoint (each broken file is named), or it does not match model or optimizers.
+    """
+    wait_checkpoint()
+    path = latest_checkpoint(directory, verify)
+    if path is None:
+        raise ValueError(
+            f"{Path(directory).absolute()} holds no valid checkpoint: neither {MANIFEST} nor a step-... that has one"
+        )
+    load_model(path, model, strict=strict, verify=verify)
+    if not (path / STATE).is_dir():
+        if optim_manager is not None:
+            raise ValueError(f"checkpoint {path} holds a model only, no optimizer: load it without optim_manager")
+        return {}
+    with together(f"reading {path}"):
+        common = _load(path / STATE / _COMMON)
+        if optim_manager is not None and common["optim"] is None:
+            raise ValueError(f"checkpoint {path} was saved without optim_manager: load it without one")
+    if optim_manager is not None:
+        manager, optimizers = common["optim"]["manager"], common["optim"]["optimizers"]
+        if (manager is None) != (not isinstance(optim_manager, OptimManager)):
+            kinds = ("an optimizer alone", "an OptimManager")
+            raise ValueError(f"checkpoint {path} was saved with {kinds[manager is not None]}: load it with the same")
+        states = join_state(path, model, _optimizers(optim_manager), optimizers)
+        if isinstance(optim_manager, OptimManager):
+            optim_manager.load_state_dict({**manager, "optimizers": states})
+        else:
+            optim_manager.load_state_dict(states[0])
+    if generators:
+        with together(f"reading the random generators of {path}"):
+            _restore_generators(path, common["mesh"])
+    return common["state"]
+
+
+def latest_checkpoint(directory: str | os.PathLike[str], verify: bool = False) -> Path | None:
+    """The newest valid checkpoint: ``directory`` itself, or the step-... of the highest step in it; None without one.
+
+    Collective. Broken ones are passed over with a warning that says what is wrong.
+
+    Args:
+        verify: compare the files' sha256 too, not only their sizes.
+    """
+    root = Path(directory).absolute()
+    found: list[str | None] = [None]
+    with together(f"looking for checkpoints in {root}"):
+        if runtime.rank() == 0:
+            if (root / MANIFEST).exists():
+                check_manifest(root, hashes=verify)
+                found[0] = str(root)
+            for _, path in [] if found[0] else _steps(root):
+                try:
+                    check_manifest(path, hashes=verify)
+                except ValueError as error:
+                    warnings.warn(f"checkpoint passed over: {error}", stacklevel=2)
+                    continue
+                found[0] = str(path)
+                break
+    if runtime.world_size() > 1:
+        dist.broadcast_object_list(found, src=0)
+    return None if found[0] is None else Path(found[0])
+
+
+def _collect(
+    path: Path, model: nn.Module, optim_manager: OptimManager | torch.optim.Optimizer | None, state: Any
+) -> _Job:
+    tensors = {MODEL: named_tensors(model)}
+    if lost := [name for name, tensor in tensors[MODEL].items() if tensor.is_meta]:
+        raise ValueError(f"parameter {lost[0]} is on the meta device, so there is nothing to save: load weights first")
+    optim = None
+    if optim_manager is not None:
+        held, optimizers = split_state(model, _optimizers(optim_manager))
+        if held:  # none before the first step
+            tensors[OPTIM] = held
+        manager = None
+        if isinstance(optim_manager, OptimManager):
+            manager = {k: v for k, v in optim_manager.state_dict().items() if k != "optimizers"}
+        optim = {"manager": manager, "optimizers": optimizers}
+    common = {"mesh": _mesh_sizes(), "optim": optim, "state": dict(state or {})}
+    return _Job(path, tensors, _dump(common), _dump(_generators()), None, None, None, False)
+
+
+def _optimizers(given: OptimManager | torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    return list(given.optimizers) if isinstance(given, OptimManager) else [given]
+
+
+def _staged(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory; from a GPU it is under way when this returns."""
+    local = local_tensor(tensor)
+    copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+    copy.copy_(local, non_blocking=local.is_cuda)
+    return with_local(tensor, copy)
+
+
+def _write(job: _Job, group: dist.ProcessGroup | None) -> None:
+    with atomic_directory(job.path, group) as path:
+        for part, tensors in job.tensors.items():
+            write_tensors(path / part, tensors, group)
+        with together(f"writing to {job.path}", group):
+            (path / STATE).mkdir(exist_ok=True)
+            _rank_file(path, runtime.rank()).write_bytes(job.generators)
+            if runtime.rank() == 0:
+                (path / STATE / _COMMON).write_bytes(job.common)
+                if job.extra is not None:
+                    job.extra(path)
+    if job.step is not None:
+        with together(f"clearing up in {job.path.parent}", group):
+            if runtime.rank() == 0:
+                _name(job.path.parent / "last", job.path)
+                if job.best:
+                    _name(job.path.parent / "best", job.path)
+                _purge(job.path.parent, job.step, job.keep)
+
+
+def _name(link: Path, target: Path) -> None:
+    """Point ``link`` at its neighbour ``target``, at once."""
+    new = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}")
+    new.symlink_to(target.name)
+    os.replace(new, link)
+
+
+def _purge(root: Path, step: int, keep: int | None) -> None:
+    for left in [*root.glob(".step-*.partial-*"), *root.glob(".step-*.old-*")]:  # of a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    best = (root / "best").resolve()
+    earlier = [path for number, path in _steps(root) if number <= step]
+    for path in earlier[keep:] if keep is not None else []:
+        if path.resolve() != best:
+            gone = path.with_name(f".{path.name}.old-{uuid.uuid4().hex[:8]}")
+            path.rename(gone)  # so that half of it never looks like a checkpoint
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _steps(root: Path) -> list[tuple[int, Path]]:
+    """(step, path) of the checkpoints in ``root``, the highest step first, broken ones included."""
+    if not root.is_dir():
+        return []
+    found = [(match, path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()]
+    return sorted(((int(match[1]), path) for match, path in found), reverse=True)
+
+
+@functools.lru_cache(maxsize=4)
+def _group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The ranks again, for a writer's thread: its collectives must not mix with those of training. Collective."""
+    return dist.new_group(backend="gloo")
+
+
+def _dump(value: Any) -> bytes:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True, map_location="cpu")
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            "state (or a schedule's, or an optimizer's group) holds something that cannot be read back safely; give "
+            f"numbers, strings, tensors, lists, tuples and dicts: {str(error).splitlines()[0]}"
+        ) from error
+    return file.getvalue()
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+def _rank_file(path: Path, rank: int) -> Path:
+    return path / STATE / f"rank-{rank:05d}.pt"
+
+
+def _mesh_sizes() -> list[int]:
+    return list(runtime.mesh().shape) if runtime.world_size() > 1 else [1]
+
+
+def _generators() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *map(float, rest)],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
+
+
+def _restore_generators(path: Path, mesh: list[int]) -> None:
+    if mesh != _mesh_sizes():
+        first = _load(_rank_file(path, 0))["torch"]
+        seed = runtime.current().seed
+        digest = hashlib.sha256(first.numpy().tobytes()).digest()
+        runtime.set_seed(int.from_bytes(digest[:8], "little") % 2**63)  # which gives each rank its own
+        runtime.current().seed = seed
+        return
+    saved = _load(_rank_file(path, runtime.rank()))
+    random.setstate(saved["python"])
+    kind, keys, position, has_gauss, gauss = saved["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
+    torch.set_rng_state(saved["torch"])
+    if saved["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])

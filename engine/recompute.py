@@ -1,0 +1,145 @@
+"""What is done around the forward of a unit: recomputation of its activations in backward, and compilation.
+
+Both replace the ``forward`` of the unit, not the unit: parameter names stay, the hooks that gather and free sharded
+parameters stay outside, and a copy of the model has them too.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+_MARK = "_engine_recompute"
+
+Forward = Callable[..., Any]
+
+# Outputs that "selective" keeps: products with weights, and attention as one operator. Batched products are left out:
+# inside an attention that is written out, their output is the scores, larger than all else together.
+_KEPT = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.linear",
+    "mkldnn._linear_pointwise",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_attention_math",
+    "aten._flash_attention_forward",
+    "torch_attn._varlen_attn",
+)
+
+
+def wrap_units_(units: Iterable[nn.Module], recompute: str, compile: bool | str) -> None:
+    """Let each unit recompute its activations, and compile it, in place. A unit that has it already is left as it is.
+
+    Args:
+        recompute: see ``Policy``.
+        compile: False, True (torch's default backend) or the name of a backend.
+    """
+    for unit in units:
+        own = unit.__dict__.get("forward")  # somebody's patch of this one module
+        if hasattr(own, _MARK):
+            continue
+        # A unit is compiled as its class's function, so that units of one class share what was compiled.
+        forward: Forward = _ignoring_self(own) if own is not None else type(unit).forward
+        # Recomputing what is compiled works for any unit; only "selective" must be seen by the compiler, which carries
+        # it out itself: the modes that watch operators would turn compilation off.
+        if compile and recompute != "selective":
+            forward = _compiled(forward, compile)
+        forward = _WRAPPERS[recompute](forward)
+        if compile and recompute == "selective":
+            forward = _compiled(forward, compile)
+        # A bound method: copy.deepcopy binds it to the copy.
+        unit.forward = types.MethodType(_marked(forward), unit)
+
+
+def _marked(forward: Forward) -> Forward:
+    @functools.wraps(forward)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    setattr(call, _MARK, True)
+    return call
+
+
+def _ignoring_self(bound: Forward) -> Forward:
+    return lambda self, *args, **kwargs: bound(*args, **kwargs)
+
+
+def _compiled(forward: Forward, backend: bool | str) -> Forward:
+    from engine.ops import leave_to_eager
+
+    leave_to_eager()
+    return torch.compile(forward, backend=backend) if isinstance(backend, str) else torch.compile(forward)
+
+
+def _none(forward: Forward) -> Forward:
+    return forward
+
+
+def _full(forward: Forward) -> Forward:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
+        # Restores torch's generators, so dropout draws the same mask again.
+        return checkpoint(forward, self, *args, use_reentrant=False, **kwargs)
+
+    return call
+
+
+def _selective(forward: Forward) -> Forward:
+    contexts = functools.partial(create_selective_checkpoint_contexts, _keep)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
+        return checkpoint(forward, self, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return call
+
+
+@functools.cache
+def _kept(operator: Any) -> bool:
+    return any(str(operator).startswith(name + ".") for name in _KEPT)
+
+
+def _keep(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _offload(forward: Forward) -> Forward:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
+            return forward(self, *args, **kwargs)
+
+    return call
+
+
+def _to_host(tensor: torch.Tensor) -> Any:
+    # Parameters, and views of them, are in memory anyhow, or gathered again for backward.
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, nn.Parameter) or base.is_leaf and base.requires_grad:
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    copy.copy_(tensor, non_blocking=tensor.is_cuda)
+    return tensor.device, copy
+
+
+def _from_host(packed: Any) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    device, copy = packed
+    # On the stream that made the copy, so the one is there before the other.
+    return copy.to(device, non_blocking=True) if device.type == "cuda" else copy
+
+
+_WRAPPERS = {"none": _none, "full": _full, "selective": _selective, "offload": _offload}

@@ -1,0 +1,111 @@
+"""A user's own loop over batches, kept in step over the ranks: whoever falls out is named."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from engine import runtime
+from engine.torch_compat import default_store
+
+Batch = TypeVar("Batch")
+
+_MORE, _ENDED, _FAILED = 1, 0, -1
+_loops = itertools.count()
+
+
+def in_step(batches: Iterable[Batch], uneven: str = "error") -> Iterator[Batch]:
+    """Yield this rank's batches for as long as every rank has one. Collective; in one process it is ``iter``.
+
+    ::
+
+        for batch in engine.in_step(loader):
+            ...
+
+    One small message between CPUs each step: nothing waits for a GPU. Without it, a rank that runs out of batches
+    leaves the others in a collective until the timeout.
+
+    Args:
+        uneven: what happens when some ranks have a batch more than others: "error", or "stop": all stop, and the
+            batches left over are not used.
+
+    Raises:
+        ValueError: ranks have different numbers of batches ("error"); every rank raises, and names them.
+        RuntimeError: another rank's loader raised, or another rank did not come to this step within the timeout of
+            ``init_distributed`` (it raised, was killed or hangs): the ranks and the step at which each was last seen.
+    """
+    if uneven not in ("error", "stop"):
+        raise ValueError(f"uneven is {uneven!r}, expected error or stop")
+    if runtime.world_size() == 1:
+        yield from batches
+        return
+    loop = next(_loops)
+    iterator = iter(batches)
+    step = 0
+    while True:
+        failure: Exception | None = None
+        have, batch = _MORE, None
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            have = _ENDED
+        except Exception as error:  # told to the other ranks, then raised
+            have, failure = _FAILED, error
+        found = _exchange(have, loop, step)
+        if failure is not None:
+            raise failure
+        if failed := [rank for rank, other in enumerate(found) if other == _FAILED]:
+            raise RuntimeError(f"the batches of {_ranks(failed)} raised at step {step}: its own error says why")
+        if _ENDED in found:
+            more = [rank for rank, other in enumerate(found) if other == _MORE]
+            if more and uneven == "error":
+                ended = [rank for rank, other in enumerate(found) if other == _ENDED]
+                raise ValueError(
+                    f"{_ranks(ended)} ended after {step} batches while {_ranks(more)} had more. Give every rank as "
+                    "many (a sampler that drops or repeats the rest), run them by engine.accumulate(empty=...), or "
+                    "let all stop here by in_step(uneven='stop')"
+                )
+            return
+        yield batch  # type: ignore[misc]
+        step += 1
+
+
+def _exchange(have: int, loop: int, step: int) -> list[int]:
+    """``have`` of every rank."""
+    rank, size = runtime.rank(), runtime.world_size()
+    store = default_store()
+    store.set(f"engine/in_step/{loop}/{rank}", str(step))
+    mine = torch.tensor([have], dtype=torch.int64)
+    found = [torch.empty_like(mine) for _ in range(size)]
+    try:
+        dist.all_gather(found, mine)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank} waited at step {step} of its loop over batches, and not all ranks came: "
+            f"{_last_seen(loop, step)}. A rank that raised or was killed says so in its own output; one that hangs is "
+            f"shown by `py-spy dump`. torch said: {str(error).strip().splitlines()[0]}"
+        ) from error
+    return [int(other.item()) for other in found]
+
+
+def _last_seen(loop: int, step: int) -> str:
+    store = default_store()
+    behind = []
+    try:
+        for rank in range(runtime.world_size()):
+            key = f"engine/in_step/{loop}/{rank}"
+            last = int(store.get(key)) if store.check([key]) else -1
+            if last < step:
+                behind.append(f"rank {rank} was last at step {last}" if last >= 0 else f"rank {rank} never began")
+    except RuntimeError:
+        return "the store that knows where they are is gone, so the process that holds it (rank 0 or torchrun) ended"
+    return ", ".join(behind) or "all had come to it, so one ended or lost its connection just now"
+
+
+def _ranks(ranks: list[int]) -> str:
+    text = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {text}"

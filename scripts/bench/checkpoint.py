@@ -1,0 +1,112 @@
+"""How long saving holds up training, and what it costs in memory: asynchronous against synchronous, on 2 ranks.
+
+    python scripts/bench/checkpoint.py [--millions 40] [--rounds 3] [--output result.json]
+
+A model of matrices at ZeRO-3 with AdamW is saved by engine.save_checkpoint between two steps. Reported per save: the
+time for which the call holds up training, the time until the checkpoint is on the disk, the steps taken meanwhile and
+their time against that of an undisturbed one, and the peak resident memory of a rank above what training has.
+"""
+
+import ctypes
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+
+def resident(peak: bool) -> int:
+    """Bytes of this process in memory, now or at most since `forget_peak`."""
+    name = "VmHWM" if peak else "VmRSS"
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def rank(folder: str, millions: int, asynchronous: bool) -> dict[str, float]:
+    import torch
+
+    import engine
+
+    engine.init_distributed(zero_level=3)
+    width = 1024
+    blocks = [torch.nn.Linear(width, width, bias=False) for _ in range(max(1, millions * 1_000_000 // width**2))]
+    model = engine.shard(torch.nn.Sequential(*blocks), units=blocks)
+    manager = engine.optim.OptimManager()
+    manager.add_optimizer(engine.optim.AdamOptimizer(model.parameters(), lr=1e-4))
+    x = torch.randn(8, width)
+
+    def step() -> float:
+        began = time.perf_counter()
+        manager.zero_grad()
+        manager.backward(model(x).square().mean())
+        manager.step()
+        return time.perf_counter() - began
+
+    undisturbed = min(step() for _ in range(4))
+    held = sum(p.to_local().numel() for p in model.parameters()) * 4 * 3  # parameters and two moments, fp32
+    manager.zero_grad()
+    engine.synchronize()
+    ctypes.CDLL(None).malloc_trim(0)  # or what training freed hides what saving takes
+    before = resident(peak=False)
+    forget_peak()
+    began = time.perf_counter()
+    engine.save_checkpoint(Path(folder) / "checkpoint", model, manager, asynchronous=asynchronous)
+    stall = time.perf_counter() - began
+    engine.checkpoint.wait_checkpoint()
+    written = time.perf_counter() - began
+    peak = resident(peak=True) - before
+    engine.synchronize()
+    during = []
+    if asynchronous:  # once more, with training beside it
+        engine.save_checkpoint(Path(folder) / "checkpoint", model, manager, asynchronous=True)
+        began = time.perf_counter()
+        while time.perf_counter() - began < written / 2 or len(during) < 2:
+            during.append(step())
+        engine.wait_checkpoint()
+    return {
+        "stall_s": stall,
+        "written_s": written,
+        "step_s": undisturbed,
+        "step_while_writing_s": sum(during) / len(during) if during else 0.0,
+        "state_mb": held / 1e6,
+        "peak_above_training_mb": peak / 1e6,
+    }
+
+
+def main() -> None:
+    import argparse
+
+    from scripts.bench import lib
+
+    p = lib.parser(__doc__)
+    p.add_argument("--millions", type=int, default=40, help="parameters, in millions")
+    p.add_argument("--child", choices=("sync", "async"), help=argparse.SUPPRESS)
+    args = p.parse_args()
+    if args.child:
+        import engine
+
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = engine.testing.run(rank, 2, folder, args.millions, args.child == "async", timeout=600)
+        print(json.dumps({key: max(r[key] for r in ranks) for key in ranks[0]}))
+        return
+    contenders = {
+        kind: lambda _, kind=kind: lib.child([__file__, "--child", kind, "--millions", str(args.millions)], 1)
+        for kind in ("sync", "async")
+    }
+    results = lib.take_turns(contenders, args.rounds)
+    numbers = {
+        kind: {key: round(lib.median(runs, key), 4) for key in runs[0] if key != "process_seconds"}
+        for kind, runs in results.items()
+    }
+    numbers["stall_of_async_over_sync"] = round(numbers["async"]["stall_s"] / numbers["sync"]["stall_s"], 4)
+    lib.finish(args, "checkpoint", numbers, {"millions": args.millions, "ranks": 2, "rounds": args.rounds})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Recomputation, compilation and the ZeRO levels: each alone and any pair give the loss and gradients of none."""
+
+import copy
+import itertools
+
+import engine_toys as toys
+import pytest
+import torch
+import torch._dynamo  # before the ranks are forked: they all need it
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import engine
+from engine.precision import RECOMPUTE
+from engine.testing import Pool
+from modelcenter.models.bert import Bert, BertConfig
+
+SWITCHES = [s for s in itertools.product(RECOMPUTE, (False, "aot_eager")) if s != ("none", False)]
+PLAN = [[[0, 1], [2]], [[3], [0, 2]], [[1, 2], [3]]]  # steps -> ranks -> microbatches
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, timeout=120) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+def sharded(level, recompute, compiled, dropout):
+    engine.init_distributed(zero_level=level)
+    policy = engine.Policy(recompute=recompute, compile=compiled)
+    model = engine.shard(toys.build(dropout=dropout), policy=policy)
+    assert list(dict(model.named_parameters())) == list(dict(toys.build().named_parameters()))
+    return toys.train(model, PLAN)
+
+
+def all_switches(level, switches, dropout=0.0):
+    return {switch: sharded(level, *switch, dropout) for switch in switches}
+
+
+def same(found, expected, tolerance):
+    for key in ("loss", "norm", "grads", "params"):
+        torch.testing.assert_close(found[key], expected[key], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("level", [0, *(pytest.param(level, marks=pytest.mark.full) for level in (1, 2)), 3])
+def test_each_switch_at_each_level(two, level):
+    everything = [[[i for rank in step for i in rank]] for step in PLAN]
+    expected = toys.train(toys.build(), everything)
+    for rank in two.run(all_switches, level, SWITCHES):
+        for found in rank.values():
+            same(found, expected, 2e-6)
+
+
+def test_dropout_draws_the_same_masks_again(two):
+    """Sharded, each rank with masks of its own."""
+    switches = [("none", False), *((r, False) for r in RECOMPUTE[1:])]
+    for rank in two.run(all_switches, 3, switches, 0.4):
+        for switch in switches[1:]:
+            same(rank[switch], rank["none", False], 0)
+
+
+def bert(dropout):
+    config = BertConfig(
+        vocab_size=30,
+        hidden_size=12,
+        num_layers=2,
+        num_heads=3,
+        intermediate_size=20,
+        dropout=dropout,
+        attention_dropout=dropout,
+    )
+    model = Bert(config, "masked-lm")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+    return model
+
+
+def gradients(model, batches=3):
+    """Batches of several lengths with padding: attention plans each anew, in Python."""
+    found = []
+    for index in range(batches):
+        torch.manual_seed(index)
+        length = 5 + index
+        ids = torch.randint(0, 30, (3, length))
+        mask = (torch.arange(length) < torch.tensor([length, 3, 4])[:, None]).long()
+        model.zero_grad()
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids)["loss"]
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    return found
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_our_models_units(dropout):
+    """Packed contexts, custom autograd functions and dropout that draws in numpy."""
+    counters.clear()
+    expected = gradients(bert(dropout))
+    for recompute, compiled in SWITCHES:
+        model = engine.shard(bert(dropout), policy=engine.Policy(recompute=recompute, compile=compiled))
+        for found, wanted in zip(gradients(model), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5 if compiled else 0, atol=1e-6 if compiled else 0)
+    # What plans in Python or draws in numpy is left to Python, not traced for each batch anew.
+    assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])
+    assert sum(counters["graph_break"].values()) > 0
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.__name__] = self.counts.get(func.__name__, 0) + 1
+        return func(*args, **kwargs or {})
+
+
+def backward_operators(recompute):
+    model = engine.shard(toys.build(), policy=engine.Policy(recompute=recompute))
+    loss = toys.loss_of(model)(toys.microbatch(0), {"tokens": 4})
+    with Operators() as seen:
+        loss.backward()
+    return seen.counts
+
+
+def test_what_is_computed_again():
+    """In backward of three blocks of one gelu and two products with bias; the last block stops where it has enough."""
+    assert {n: c for n, c in backward_operators("none").items() if n in ("gelu.default", "addmm.default")} == {}
+    full, selective = backward_operators("full"), backward_operators("selective")
+    assert full["gelu.default"] == 3 and full["addmm.default"] >= 3
+    assert selective["gelu.default"] == 3 and "addmm.default" not in selective
+
+
+def test_what_a_unit_keeps_for_backward():
+    sizes = {}
+    for recompute in ("none", "full"):
+        model = engine.shard(toys.build(), policy=engine.Policy(recompute=recompute))
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            model(toys.microbatch(0)[0])
+        parameters = {p.data_ptr() for p in model.parameters()}
+        sizes[recompute] = sum(t.numel() for t in kept if t.data_ptr() not in parameters)
+    assert sizes["full"] < sizes["none"] / 2
+
+
+def test_offloading_leaves_parameters_where_they_are():
+    from engine.recompute import _from_host, _to_host
+
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    assert _to_host(weight) is weight and _from_host(weight) is weight
+    view = weight.t()
+    assert _to_host(view) is view
+    activation = weight * 2
+    device, held = _to_host(activation)
+    assert torch.equal(held, activation) and held.data_ptr() != activation.data_ptr()
+    assert torch.equal(_from_host((device, held)), activation)
+
+
+def test_units_are_compiled_and_share_it():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    backend = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.register_backend(backend, "engine_test_counter")
+    for recompute in RECOMPUTE:
+        torch._dynamo.reset()
+        counters.clear()
+        before = backend.frame_count
+        model = engine.shard(toys.build(), policy=engine.Policy(recompute=recompute, compile="engine_test_counter"))
+        toys.loss_of(model)(toys.microbatch(0), {"tokens": 4}).backward()
+        assert backend.frame_count - before == 1, recompute  # three blocks, one graph
+        assert not counters["graph_break"]
+
+
+def test_a_copy_and_a_second_call_and_no_grad():
+    model = engine.shard(toys.build(), policy=engine.Policy(recompute="full"))
+    forward = model.layers[0].forward
+    assert engine.shard(model, policy=engine.Policy(recompute="full")).layers[0].forward == forward
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.layers.parameters():
+            parameter.zero_()
+    ids = toys.microbatch(0)[0]
+    torch.testing.assert_close(twin(ids), toys.build()(ids))
+    with torch.no_grad():
+        torch.testing.assert_close(twin(ids), toys.build()(ids))
+    assert model.state_dict().keys() == toys.build().state_dict().keys()
+
+
+def test_wrong_values():
+    with pytest.raises(ValueError, match="recompute is 'some', expected one of none, full, selective, offload"):
+        engine.Policy(recompute="some")
+    with pytest.raises(ValueError, match="compile is 3, expected True"):
+        engine.Policy(compile=3)
+    with pytest.raises(ValueError, match="Linear has none that were found: name them with units="):
+        engine.shard(torch.nn.Linear(2, 2), policy=engine.Policy(recompute="full"))

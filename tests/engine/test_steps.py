@@ -1,0 +1,98 @@
+"""Loops that fall out of step end on every rank, with the name of the rank that did, within the timeout."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import engine
+from engine.testing import Pool
+
+
+@pytest.fixture(scope="module")
+def three():
+    with Pool(3, timeout=4) as pool:  # also of a collective
+        yield pool
+
+
+def loop(numbers, uneven):
+    return list(engine.in_step(iter(range(numbers[engine.rank()])), uneven))
+
+
+def test_as_many_batches_as_there_are(three):
+    assert three.run(loop, [2, 2, 2], "error") == [[0, 1]] * 3
+    assert three.run(loop, [0, 0, 0], "error") == [[]] * 3
+    assert three.run(loop, [4, 2, 3], "stop") == [[0, 1]] * 3
+    assert list(engine.in_step("abc")) == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="uneven is 'drop'"):
+        list(engine.in_step("abc", uneven="drop"))
+
+
+def message(fn, *args):
+    try:
+        fn(*args)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def uneven_loop():
+    return message(loop, [4, 2, 3], "error")
+
+
+def test_uneven_batches_name_the_ranks(three):
+    for text in three.run(uneven_loop):
+        assert text.startswith("ValueError: rank 1 ended after 2 batches while ranks 0, 2 had more. Give every rank")
+
+
+def failing(rank):
+    yield 0
+    if rank == 1:
+        raise OSError("bad file")
+    yield 1
+
+
+def failing_loop():
+    try:
+        list(engine.in_step(failing(engine.rank())))
+    except (OSError, RuntimeError) as error:
+        return str(error)
+
+
+def test_a_loader_that_raises(three):
+    texts = three.run(failing_loop)
+    assert texts[1] == "bad file"
+    assert texts[0] == texts[2] == "the batches of rank 1 raised at step 1: its own error says why"
+
+
+def leaves(how):
+    for step in engine.in_step(range(5)):
+        if step == 2 and engine.rank() == 1:
+            if how == "killed":
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hangs":
+                time.sleep(60)
+            if how == "raises":
+                raise ArithmeticError("in the step")
+        torch.ones(1)
+
+
+@pytest.mark.parametrize("how", ["killed", "hangs", "raises"])
+def test_a_rank_that_falls_out_is_named(how):
+    """The process that runs the ranks sees the first error; the others' say who is missing and since when."""
+    began = time.monotonic()
+    with Pool(3, timeout=2) as pool, pytest.raises(RuntimeError) as caught:
+        pool.run(leaves, how, timeout=20)
+    text = str(caught.value)
+    assert time.monotonic() - began < 15
+    if how == "killed":
+        assert "rank 1 of 3 died: killed by signal 9" in text or "rank 1 was last at step 2" in text
+    if how == "raises":
+        assert "ArithmeticError: in the step" in text
+    if how == "hangs":
+        assert "waited at step 3 of its loop over batches" in text and "rank 1 was last at step 2" in text
+        assert "rank 0 was last" not in text and "rank 2 was last" not in text
+        assert "rank 1 was still here" in text and "time.sleep" not in text.split("rank 1 was last")[0]

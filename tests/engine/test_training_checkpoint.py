@@ -1,0 +1,330 @@
+"""Training goes on from a checkpoint: bit for bit on the same mesh, within rounding on another, and never from half."""
+
+import copy
+import os
+import random
+import signal
+import time
+
+import engine_toys as toys
+import numpy as np
+import pytest
+import torch
+
+import engine
+from engine.checkpoint import check_manifest
+from engine.checkpoint import training as module
+from engine.testing import Pool
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, timeout=60) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Pool(4, timeout=60) as pool:
+        yield pool
+
+
+LAYOUTS = {"one": (1, 3, 1), "two": (2, 2, 1), "two-0": (2, 0, 1), "four": (4, 3, 1), "2x2": (4, 3, 2)}
+
+
+def on(request, layout, fn, *args):
+    ranks, level, copies = LAYOUTS[layout]
+    if ranks == 1:
+        return [fn(level, copies, *args)]
+    return request.getfixturevalue({2: "two", 4: "four"}[ranks]).run(fn, level, copies, *args)
+
+
+class Run:
+    """A training run in the engine's words; the global batch does not depend on the number of ranks."""
+
+    def __init__(self, level, copies, precision="fp32", dropout=0.0, loss_scale=None):
+        engine.init_distributed(zero_level=level, dp_replicate=copies)
+        self.model = engine.shard(toys.build(dropout=dropout), policy=engine.Policy(precision=precision))
+        self.model.register_buffer("mean", torch.zeros(3))
+        self.optimizer = engine.optim.AdamOptimizer(toys.groups(self.model), lr=1e-2)
+        self.manager = engine.optim.OptimManager(loss_scale=loss_scale, loss_scale_steps=2)
+        self.manager.add_optimizer(self.optimizer, engine.lr_scheduler.Cosine(self.optimizer, 1e-2, 1, 20))
+
+    def step(self, index):
+        own = [toys.microbatch(4 * index + i) for i in range(4)][engine.rank() :: engine.world_size()]
+        self.manager.zero_grad()
+        self.loss = engine.accumulate(
+            self.model, own, toys.loss_of(self.model), toys.counts, toys.empty, self.manager.backward
+        )
+        self.manager.clip_grad_norm(self.optimizer.param_groups, 0.5)
+        self.manager.step()
+        self.model.mean += index + 1
+
+    def everything(self):
+        engine.parallel.shard.reshard(self.model)
+        found = {n: toys.whole(p) for n, p in self.model.named_parameters()} | {"mean": self.model.mean.clone()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                found[f"{name}/{key}"] = toys.whole(value)
+        scalars = {k: v for k, v in self.manager.state_dict().items() if k != "optimizers"}
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        return found, copy.deepcopy((scalars, groups))
+
+    def draws(self):
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+def save(level, copies, path, precision="fp32", dropout=0.0, loss_scale=None, asynchronous=False):
+    run = Run(level, copies, precision, dropout, loss_scale)
+    run.step(0), run.step(1)
+    before = run.everything()
+    state = {"rows": 17, "names": ["a", "b"], "table": torch.arange(3)}
+    engine.save_checkpoint(path, run.model, run.manager, state, asynchronous=asynchronous)
+    run.step(2)
+    after = run.everything()
+    engine.wait_checkpoint()
+    return before, after, run.draws()
+
+
+def load(level, copies, path, precision="fp32", dropout=0.0, loss_scale=None):
+    run = Run(level, copies, precision, dropout, loss_scale)
+    state = engine.load_checkpoint(path, run.model, run.manager, verify=True)
+    assert state["rows"] == 17 and state["names"] == ["a", "b"] and torch.equal(state["table"], torch.arange(3))
+    assert engine.runtime.current().seed == 0
+    before = run.everything()
+    run.step(2)
+    return before, run.everything(), run.draws()
+
+
+def equal(found, expected):
+    assert found[1] == expected[1]
+    assert found[0].keys() == expected[0].keys()
+    for name, value in expected[0].items():
+        assert torch.equal(found[0][name], value), name
+
+
+def close(found, expected):
+    assert found[1] == expected[1]
+    for name, value in expected[0].items():
+        torch.testing.assert_close(found[0][name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+PAIRS = [("one", "two"), ("two", "four"), ("four", "2x2"), ("2x2", "one")]
+ALL_PAIRS = [(s, t) for s in LAYOUTS for t in LAYOUTS if s != t]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [pytest.param(*pair, marks=() if pair in PAIRS else pytest.mark.full) for pair in ALL_PAIRS],
+)
+def test_saved_on_one_mesh_goes_on_on_another(request, tmp_path, source, target):
+    before, after, _ = on(request, source, save, tmp_path / "c")[0]
+    for found in on(request, target, load, tmp_path / "c"):
+        equal(found[0], before)
+        close(found[1], after)
+
+
+@pytest.mark.parametrize(
+    ("layout", "asynchronous"),
+    [
+        ("one", True),
+        ("two", False),
+        ("2x2", True),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("one", False), ("two", True), ("2x2", False))),
+    ],
+)
+def test_the_same_mesh_goes_on_bit_for_bit(request, tmp_path, layout, asynchronous):
+    """With dropout: the generators of every rank are where they were. Asynchronous: the third step does not leak in."""
+    saved = on(request, layout, save, tmp_path / "c", "fp32", 0.3, None, asynchronous)
+    loaded = on(request, layout, load, tmp_path / "c", "fp32", 0.3)
+    for found, expected in zip(loaded, saved, strict=True):
+        equal(found[0], expected[0])
+        equal(found[1], expected[1])
+        assert found[2] == expected[2]
+    assert len({draws for _, _, draws in saved}) == len(saved)  # and each rank has its own
+
+
+def test_sixteen_bit_masters_and_the_loss_scale(request, tmp_path):
+    """Masters are fp32 beside bf16 parameters: rounded ones would be equal in the parameters, and wrong."""
+    before, after, _ = on(request, "two", save, tmp_path / "b", "bf16-params", 0.0, 8.0)[0]
+    assert before[0]["head.weight/master"].dtype == torch.float32 and before[1][0]["loss_scale"] == 16.0
+    for found in on(request, "four", load, tmp_path / "b", "bf16-params", 0.0, 8.0):
+        equal(found[0], before)
+    for found in on(request, "two", load, tmp_path / "b", "bf16-params", 0.0, 8.0):
+        equal(found[1], after)
+
+
+def other_mesh_draws(level, copies, path):
+    run = Run(level, copies)
+    draws = []
+    for _ in range(2):
+        engine.load_checkpoint(path, run.model)
+        draws.append(run.draws())
+    assert draws[0] == draws[1]
+    return draws[0]
+
+
+def test_generators_on_another_mesh_are_the_same_at_each_load_and_differ_over_ranks(request, tmp_path):
+    on(request, "two", save, tmp_path / "c")
+    draws = on(request, "four", other_mesh_draws, tmp_path / "c")
+    assert len(set(draws)) == 4
+
+
+def torch_optimizer(level, copies, path, action):
+    """A foreign optimizer, alone, before and after it has a state, with values that are no tensors."""
+    engine.init_distributed(zero_level=level, dp_replicate=copies)
+    model = engine.shard(toys.build())
+    optimizer = torch.optim.SGD([{"params": list(model.layers.parameters()), "lr": 0.1}], momentum=0.9, lr=0.5)
+    if action == "save":
+        engine.save_checkpoint(path / "early", model, optimizer)
+        model(toys.microbatch(0)[0]).sum().backward()
+        optimizer.step()
+        engine.save_checkpoint(path / "late", model, optimizer)
+    else:
+        optimizer.param_groups[0]["lr"] = 7
+        engine.load_checkpoint(path / "early", model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.1 and not optimizer.state
+        engine.load_checkpoint(path / "late", model, optimizer)
+    return {n: toys.whole(optimizer.state[p]["momentum_buffer"]) for n, p in model.layers.named_parameters()}
+
+
+def test_a_foreign_optimizer_alone(request, tmp_path):
+    expected = on(request, "two", torch_optimizer, tmp_path, "save")[0]
+    for found in on(request, "one", torch_optimizer, tmp_path, "load"):
+        assert all(torch.equal(found[n], v) for n, v in expected.items()) and found.keys() == expected.keys()
+
+
+# -- many checkpoints in one directory -----------------------------------------------------------------------------
+
+
+def names(path):
+    return sorted(p.name for p in path.iterdir())
+
+
+def test_keep_and_best_and_last(tmp_path):
+    run = Run(3, 1)
+    run.step(0)
+    (tmp_path / ".step-00000001.partial-dead").mkdir()
+    for step in range(1, 6):
+        done = engine.save_checkpoint(tmp_path, run.model, run.manager, step=step, keep=2, best=step == 2)
+        assert done == tmp_path / f"step-{step:08d}"
+    assert names(tmp_path) == ["best", "last", "step-00000002", "step-00000004", "step-00000005"]
+    assert (tmp_path / "best").resolve().name == "step-00000002" and os.readlink(tmp_path / "last") == "step-00000005"
+    assert engine.latest_checkpoint(tmp_path) == tmp_path / "step-00000005"
+    engine.load_checkpoint(tmp_path / "best", run.model, run.manager)
+    # Back to an earlier step: later ones are not this run's to remove.
+    engine.save_checkpoint(tmp_path, run.model, step=3, keep=1)
+    assert names(tmp_path) == ["best", "last", "step-00000002", "step-00000003", "step-00000004", "step-00000005"]
+
+
+def test_the_newest_valid_one_is_found_with_a_word_about_the_broken(tmp_path):
+    run = Run(3, 1)
+    assert engine.latest_checkpoint(tmp_path / "nowhere") is None
+    with pytest.raises(ValueError, match="holds no valid checkpoint"):
+        engine.load_checkpoint(tmp_path, run.model)
+    for step in (9, 10, 11):
+        engine.save_checkpoint(tmp_path, run.model, run.manager, {"step": step}, step=step)
+    next((tmp_path / "step-00000011" / "model").glob("*.distcp")).unlink()
+    with pytest.warns(UserWarning, match="passed over: .*step-00000011 is incomplete: model/.*distcp is missing"):
+        assert engine.load_checkpoint(tmp_path, run.model, run.manager) == {"step": 10}
+    data = next((tmp_path / "step-00000010" / "model").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    with pytest.warns(UserWarning) as warned:
+        assert engine.latest_checkpoint(tmp_path, verify=True) == tmp_path / "step-00000009"
+    assert "step-00000011" in str(warned[0].message) and "sha256" in str(warned[1].message)
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+def killed_in_a_save(path, asynchronous):
+    run = Run(2, 1)
+    engine.save_checkpoint(path, run.model, run.manager, {"n": 1}, step=1)
+    run.step(0)
+
+    def extra(_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    engine.save_checkpoint(path, run.model, run.manager, {"n": 2}, step=2, asynchronous=asynchronous, extra=extra)
+    time.sleep(30)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_killed_in_a_save_the_older_one_stays_valid(two, tmp_path, asynchronous):
+    with pytest.raises(RuntimeError, match="killed by signal 9"):
+        two.run(killed_in_a_save, tmp_path, asynchronous)
+    run = Run(3, 1)
+    assert engine.load_checkpoint(tmp_path, run.model, run.manager, verify=True) == {"n": 1}
+    assert [n for n in names(tmp_path) if not n.startswith(".")] == ["last", "step-00000001"]
+    engine.save_checkpoint(tmp_path, run.model, run.manager, step=3)
+    assert names(tmp_path) == ["last", "step-00000001", "step-00000003"]  # what was left of step 2 is gone
+
+
+def failing_writer(path):
+    run = Run(3, 1)
+
+    def extra(_):
+        raise OSError("disk full")
+
+    engine.save_checkpoint(path, run.model, asynchronous=True, extra=extra if engine.rank() == 0 else None)
+    run.step(0)  # training goes on
+    try:
+        engine.save_checkpoint(path, run.model)
+    except (OSError, RuntimeError) as error:
+        message = str(error)
+    engine.save_checkpoint(path, run.model, state={"after": 1})
+    return message
+
+
+def test_the_writers_error_is_raised_by_the_next_call_on_every_rank(two, tmp_path):
+    for message in two.run(failing_writer, tmp_path / "c"):
+        assert "disk full" in message
+    assert engine.load_checkpoint(tmp_path / "c", Run(3, 1).model) == {"after": 1}
+    assert names(tmp_path) == ["c"]
+
+
+def test_arguments_and_states_that_do_not_fit(tmp_path):
+    run = Run(3, 1)
+    for wrong, message in (
+        ({"keep": 2}, "keep needs step="),
+        ({"best": True}, "best needs step="),
+        ({"step": -1}, "step is -1"),
+        ({"step": 1, "keep": 0}, "keep is 0"),
+        ({"state": {"run": run}}, "cannot be read back safely"),
+        ({"state": {"f": lambda: 0}}, "cannot be read back safely"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.save_checkpoint(tmp_path / "c", run.model, **wrong)
+    foreign = torch.optim.SGD(toys.build().parameters(), lr=1.0)
+    with pytest.raises(ValueError, match=r"optimizer 0 holds a parameter of shape \(1,\) that is not in the model"):
+        engine.save_checkpoint(tmp_path / "c", run.model, foreign)
+    assert names(tmp_path) == []
+    engine.save_checkpoint(tmp_path / "c", run.model)
+    with pytest.raises(ValueError, match="was saved without optim_manager"):
+        engine.load_checkpoint(tmp_path / "c", run.model, run.manager)
+    engine.checkpoint.save_model(tmp_path / "m", run.model)
+    assert engine.load_checkpoint(tmp_path / "m", run.model) == {}
+    with pytest.raises(ValueError, match="holds a model only"):
+        engine.load_checkpoint(tmp_path / "m", run.model, run.manager)
+    run.step(0)
+    engine.save_checkpoint(tmp_path / "c", run.model, run.manager)
+    check_manifest(tmp_path / "c", hashes=True)
+    with pytest.raises(ValueError, match="saved with an OptimManager: load it with the same"):
+        engine.load_checkpoint(tmp_path / "c", run.model, run.optimizer)
+    run.optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(ValueError, match="group 0 of optimizer 0 has other parameters .* is only in the checkpoint"):
+        engine.load_checkpoint(tmp_path / "c", run.model, run.manager)
+    run.optimizer.param_groups.pop()
+    with pytest.raises(ValueError, match="has 2 parameter groups in checkpoint .* and 1 here"):
+        engine.load_checkpoint(tmp_path / "c", run.model, run.manager)
+    run.manager.optimizers.clear()
+    with pytest.raises(ValueError, match="holds 1 optimizers, but 0 were given"):
+        engine.load_checkpoint(tmp_path / "c", run.model, run.manager)
+
+
+def test_the_staged_copy_is_one_and_shares_nothing():
+    run = Run(3, 1)
+    run.step(0)
+    for tensor in module.named_tensors(run.model).values():
+        copy_ = module._staged(tensor)
+        assert torch.equal(copy_, tensor) and copy_.data_ptr() != tensor.data_ptr()

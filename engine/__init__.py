@@ -16,6 +16,8 @@ _PUBLIC = {
     "rank": "engine.runtime",
     "world_size": "engine.runtime",
     "local_rank": "engine.runtime",
+    "data_rank": "engine.runtime",
+    "data_size": "engine.runtime",
     "device": "engine.runtime",
     "set_seed": "engine.runtime",
     "synchronize": "engine.runtime",

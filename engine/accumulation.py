@@ -52,7 +52,7 @@ def accumulate(
             there are none at all, or when ranks count different terms.
         RuntimeError: ``counts`` failed on another rank, or a loss does not depend on the parameters.
     """
-    size = runtime.world_size()
+    size = runtime.data_size()
     steps, fewest, totals = _agree(list(microbatches), counts, empty)
     roots = sharded_roots(model)
     backward = backward or torch.Tensor.backward
@@ -70,12 +70,13 @@ def accumulate(
                 )
             part = loss.detach().float()
             total = part if total is None else total + part
-            # Reduction averages over the ranks; the loss is a part of a global mean already.
+            # Reduction averages over the data; the loss is a part of a global mean already.
             backward(loss * size if size > 1 else loss)
     assert total is not None
-    if size > 1:
+    if runtime.world_size() > 1:
         _average_plain_gradients(model)
         dist.all_reduce(total)
+        total /= runtime.model_ranks()  # which all have the loss of their one batch
     return total
 
 
@@ -122,7 +123,16 @@ def _agree(
         )
     if different := [rank for rank, other in enumerate(rows) if other[3] != rows[0][3]]:
         raise ValueError(f"ranks count different loss terms: rank {different[0]} and rank 0. This rank has {terms}")
-    return max(numbers), min(numbers), {term: max(1, sum(r[4 + i] for r in rows)) for i, term in enumerate(terms)}
+    together = runtime.model_ranks()
+    for first in range(0, size, together):
+        for rank in range(first + 1, first + together):
+            if rows[rank] != rows[first]:
+                raise ValueError(
+                    f"ranks {first} and {rank} compute one batch together (tp_size, cp_size) but were given other "
+                    "microbatches: split the data by engine.data_rank() and engine.data_size()"
+                )
+    sums = {term: sum(row[4 + i] for row in rows[::together]) for i, term in enumerate(terms)}
+    return max(numbers), min(numbers), {term: max(1, n) for term, n in sums.items()}
 
 
 @contextmanager

@@ -5,13 +5,15 @@ ranks. Vocabulary logits exist for one chunk of positions at a time; their gradi
 the logits still are, as the only thing that backward adds is a scalar factor.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops import matmul_nt
+from engine.ops import linear, matmul_nt
 
 IGNORE_INDEX = -100
 # Bytes of one chunk of logits. Larger gains nothing on CPU or GPU once the matrix product is efficient.
@@ -42,11 +44,64 @@ def linear_cross_entropy(
     Args:
         hidden: (n, hidden_size), labelled or not. weight: (vocab_size, hidden_size). bias: (vocab_size,) or None.
         targets: (n,) int64, -100 where there is no label; those rows cost nothing.
+
+    Under tensor parallelism weight and bias are DTensors split by rows of the vocabulary. Each rank computes its part
+    of the logits, and the ranks agree on the sums: hidden, targets and the result are the same on all of them.
     """
     labelled = (targets != IGNORE_INDEX).nonzero().flatten()
     if labelled.numel() != targets.numel():
         hidden, targets = hidden.index_select(0, labelled), targets.index_select(0, labelled)
-    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, _at_least_one(count), label_smoothing)
+    weight, bias, part = _own_vocabulary(weight, bias)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, _at_least_one(count), label_smoothing, part)
+
+
+def vocabulary_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """hidden (..., hidden_size) @ weight.T + bias, whole on every rank however weight and bias are split."""
+    weight, bias, part = _own_vocabulary(weight, bias)
+    if part is None:
+        return linear(hidden, weight, bias)
+    from engine.parallel.functional import copy_to, join_columns
+
+    return join_columns(linear(copy_to(hidden, part.group), weight, bias), part.group, part.vocab)
+
+
+@dataclass
+class _Part:
+    """Rows of the vocabulary that this rank of a tensor-parallel group has, from number `first` on."""
+
+    group: Any
+    vocab: int
+    first: int
+
+    def sum(self, x: Tensor) -> Tensor:
+        if x.numel():
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def largest(self, x: Tensor) -> Tensor:
+        if x.numel():
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
+        return x
+
+
+def _own_vocabulary(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, _Part | None]:
+    """(this rank's rows of weight, of bias, which they are), in the graph; plain tensors are whole: (..., None)."""
+    if not hasattr(weight, "to_local"):
+        return weight, bias, None
+    from torch.distributed.tensor import Shard
+
+    from engine.torch_compat import local_box
+
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tuple(getattr(tensor, "placements", ())) != (Shard(0),):
+            raise ValueError(
+                f"the {name} of the vocabulary is not split by rows over one mesh dimension: give the table, the "
+                "head's weight and its bias the style 'vocab' in tp_plan"
+            )
+    mesh = weight.device_mesh  # type: ignore[attr-defined]
+    first = local_box(weight.shape, mesh, (Shard(0),))[1][0]
+    part = _Part(mesh.get_group(), weight.shape[0], first)
+    return weight.to_local(), None if bias is None else bias.to_local(), part  # type: ignore[attr-defined]
 
 
 def _at_least_one(count: Tensor | float) -> Tensor | float:
@@ -64,9 +119,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         count: Tensor | float,
         smoothing: float,
+        part: _Part | None,
     ) -> Tensor:
-        vocab = weight.shape[0]
-        rows = max(1, _CHUNK_BYTES // (4 * vocab))
+        vocab = weight.shape[0] if part is None else part.vocab
+        held = vocab if part is None else -(-vocab // part.group.size())  # the same chunks on every rank
+        rows = max(1, _CHUNK_BYTES // (4 * held))
+        ctx.part = part
         train = any(ctx.needs_input_grad[:3])
         total = hidden.new_zeros((), dtype=torch.float32)
         dhidden = torch.empty_like(hidden) if train else None
@@ -76,22 +134,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], rows):
             h, t = hidden[start : start + rows], targets[start : start + rows, None]
             logits = matmul_nt(h, weight, bias).float()
-            lse = torch.logsumexp(logits, -1, keepdim=True)
-            at_target = logits.gather(1, t)
+            hit: Tensor | None = None
+            if part is None:
+                lse, at_target, mean = torch.logsumexp(logits, -1, keepdim=True), logits.gather(1, t), logits.mean(1)
+            else:
+                t, hit = _within(t - part.first, logits.shape[1])
+                lse, at_target, mean = _agree(logits, t, hit, part)
             total += (lse - at_target).sum() * (1 - smoothing)
             if smoothing:
-                total += (lse.squeeze(1) - logits.mean(1)).sum() * smoothing
+                total += (lse.squeeze(1) - mean).sum() * smoothing
             if not train:
                 continue
             grad = logits.sub_(lse).exp_()  # softmax, in place of the logits
             if smoothing:
                 grad.sub_(smoothing / vocab)
-            grad.scatter_add_(1, t, grad.new_full((), smoothing - 1).expand_as(t))
+            at = grad.new_full((), smoothing - 1).expand_as(t)
+            if grad.shape[1]:
+                grad.scatter_add_(1, t, at if hit is None else at * hit)
             grad = grad.div_(count).to(hidden.dtype)
             assert dhidden is not None
             dhidden[start : start + rows] = matmul_nt(grad, weight.t())
-            part = matmul_nt(grad.t(), h.t())
-            dweight = part if dweight is None else dweight.add_(part)
+            product = matmul_nt(grad.t(), h.t())
+            dweight = product if dweight is None else dweight.add_(product)
             if dbias is not None:
                 dbias += grad.sum(0)
         if train:
@@ -101,9 +165,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, dweight, dbias = ctx.saved_tensors
+        if ctx.part is not None:
+            dhidden = ctx.part.sum(dhidden.clone())
         if grad.device.type != "cpu" or grad.item() != 1.0:  # reading a scalar costs nothing on a CPU
             dhidden, dweight, dbias = (None if g is None else g * grad.to(g.dtype) for g in (dhidden, dweight, dbias))
-        return dhidden, dweight, dbias, None, None, None
+        return dhidden, dweight, dbias, None, None, None, None
+
+
+def _within(t: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """(targets as columns of this rank's logits, which of them it has); those it has not are column 0."""
+    hit = (t >= 0) & (t < columns)
+    return t.masked_fill(~hit, 0), hit
+
+
+def _agree(logits: Tensor, t: Tensor, hit: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
+    """(logsumexp (n, 1), logit at the target (n, 1), mean (n,)) over the vocabulary, of logits (n, own columns)."""
+    top = logits.new_full((logits.shape[0], 1), -torch.inf)
+    sums = logits.new_zeros(logits.shape[0], 3)
+    if logits.shape[1]:
+        top = logits.amax(1, keepdim=True)
+    part.largest(top)
+    if logits.shape[1]:
+        sums[:, 0] = (logits - top).exp_().sum(1)
+        sums[:, 1] = (logits.gather(1, t) * hit).squeeze(1)
+        sums[:, 2] = logits.sum(1)
+    part.sum(sums)
+    return sums[:, :1].log() + top, sums[:, 1:2], sums[:, 2] / part.vocab
 
 
 class FusedCrossEntropy(torch.nn.Module):
@@ -137,7 +224,10 @@ class FusedCrossEntropy(torch.nn.Module):
         if weight is not None and weight.ndim != 1:
             raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (classes,)")
         if parallel:
-            raise ValueError("parallel=True needs tensor parallelism, which this version does not have: leave it out")
+            raise ValueError(
+                "parallel=True: here logits are whole; engine.loss.linear_cross_entropy takes a weight that is split over "
+                "the vocabulary, and never makes the logits whole"
+            )
         self.register_buffer("weight", weight, persistent=False)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
 

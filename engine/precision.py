@@ -35,6 +35,8 @@ class Policy:
             Dropout draws the same masks again, as torch's generators are restored (Python's and numpy's are not).
             A unit of which a kept output is then changed in place cannot be "selective": torch raises in backward.
         compile: compile the forward of each unit: True (torch's default backend) or a backend's name.
+        sequence_parallel: with tp_size above 1, split by tokens over the same ranks what tensor parallelism computes on
+            each of them: norms, dropout and residuals of the units (Korthikanti et al. 2022, arXiv:2205.05198).
 
     Raises:
         ValueError: a value is not one of these.
@@ -44,6 +46,7 @@ class Policy:
     precision: str = "fp32"
     recompute: str = "none"
     compile: bool | str = False
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.zero_level not in (None, 0, 1, 2, 3):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import math
 import os
 import random
 import sys
@@ -36,6 +37,8 @@ class Runtime:
     seed: int = 0
     zero_level: int = 3
     dp_replicate: int = 1
+    cp_size: int = 1
+    tp_size: int = 1
     initialized: bool = False
     draws: int = 0  # calls of init_parameters since the seed was set
 
@@ -57,9 +60,10 @@ def init_distributed(
     seed: int = 0,
     zero_level: int = 3,
     dp_replicate: int = 1,
+    tp_size: int = 1,
+    cp_size: int = 1,
     device: str | torch.device | None = None,
     timeout: float | datetime.timedelta = DEFAULT_TIMEOUT,
-    tp_size: int = 1,
     pipe_size: int = 1,
     num_micro_batches: int | None = None,
 ) -> None:
@@ -70,12 +74,14 @@ def init_distributed(
         seed: of Python, numpy and torch. Ranks that hold different data draw different numbers (dropout); rank 0
             draws what one process draws.
         zero_level: 0 to 3, the level of ``engine.shard`` where a Policy names none.
-        dp_replicate: number of copies of the sharded model (hybrid sharding); divides the number of ranks.
+        dp_replicate: number of copies of the sharded model (hybrid sharding).
+        tp_size: ranks that split each layer (tensor parallelism); neighbours in rank order.
+        cp_size: ranks that split the tokens of a batch (context parallelism). dp_replicate * tp_size * cp_size divides
+            the number of ranks; ranks that differ in tp or cp only are given the same batches (see ``data_rank``).
         device: "cpu", "cuda", "cuda:1" or None: this rank's GPU if there is one, else the CPU.
         timeout: seconds (or timedelta) until ranks that do not meet, or a collective that does not end, raise.
-
-        tp_size, pipe_size: 1 (BMTrain's -1 for pipe_size is 1 too): this version has neither tensor nor pipeline
-            parallelism. num_micro_batches: without a pipeline there is nothing to cut; taken for BMTrain's scripts.
+        pipe_size: 1, or BMTrain's -1, which is 1 too: this version has no pipeline parallelism.
+        num_micro_batches: without a pipeline there is nothing to cut; taken for BMTrain's scripts.
 
     A process group that is there already, from an earlier call or by ``torch.distributed``, is kept; the other
     settings are replaced.
@@ -87,31 +93,36 @@ def init_distributed(
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
     if zero_level not in (0, 1, 2, 3):
         raise ValueError(f"zero_level is {zero_level!r}, expected 0, 1, 2 or 3")
-    if not isinstance(dp_replicate, int) or dp_replicate < 1:
-        raise ValueError(f"dp_replicate is {dp_replicate!r}, expected a whole number of at least 1")
+    sizes = {"dp_replicate": dp_replicate, "tp_size": tp_size, "cp_size": cp_size}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is {size!r}, expected a whole number of at least 1")
     if not seconds > 0:
         raise ValueError(f"timeout is {timeout!r}, expected a positive number of seconds")
-    for name, size in ("tp_size", tp_size), ("pipe_size", pipe_size):
-        if size not in (1, -1, None):
-            raise ValueError(f"{name} is {size!r}, expected 1: this version shards data-parallel ranks only")
+    if pipe_size not in (1, -1, None):
+        raise ValueError(f"pipe_size is {pipe_size!r}, expected 1: there is no pipeline parallelism in this version")
     if num_micro_batches is not None and num_micro_batches < 1:
         raise ValueError(f"num_micro_batches is {num_micro_batches!r}, expected a whole number of at least 1")
     launched = _ranks()
     if launched is None and not init_method.startswith("env://"):
         raise ValueError(f"init_method is {init_method!r} but RANK and WORLD_SIZE are not set: set both")
     rank_, world_size_, local_rank_ = launched or (0, 1, 0)
-    if world_size_ % dp_replicate:
-        raise ValueError(f"dp_replicate is {dp_replicate} but there are {world_size_} ranks: it must divide them")
+    if world_size_ % math.prod(sizes.values()):
+        what = " * ".join(name for name, size in sizes.items() if size > 1)
+        raise ValueError(
+            f"{what} is {math.prod(sizes.values())} but there are {world_size_} ranks: it must divide them"
+        )
     device_ = _choose_device(device, local_rank_)
     if launched is not None and not dist.is_initialized():
         _meet(init_method, rank_, world_size_, device_, seconds)
     _runtime.rank, _runtime.world_size, _runtime.local_rank = rank_, world_size_, local_rank_
     _runtime.device, _runtime.zero_level, _runtime.dp_replicate = device_, zero_level, dp_replicate
+    _runtime.cp_size, _runtime.tp_size = cp_size, tp_size
     _runtime.initialized = True
     if dist.is_initialized():
         from engine.parallel.mesh import build_mesh
 
-        build_mesh(device_.type, world_size_, dp_replicate)
+        build_mesh(device_.type, world_size_, dp_replicate, cp_size, tp_size)
     set_seed(seed)
 
 
@@ -231,6 +242,21 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else current().world_size
 
 
+def model_ranks() -> int:
+    """Number of ranks that compute one batch together, and so are given the same: tp_size * cp_size."""
+    return current().tp_size * current().cp_size
+
+
+def data_rank() -> int:
+    """Index of this rank's part of the data, 0 to ``data_size() - 1``; what samplers split by."""
+    return rank() // model_ranks()
+
+
+def data_size() -> int:
+    """Number of parts that the data is split into: ``world_size()`` without tensor and context parallelism."""
+    return world_size() // model_ranks()
+
+
 def local_rank() -> int:
     """Index of this process on its machine."""
     return current().local_rank
@@ -247,7 +273,7 @@ def set_seed(seed: int) -> None:
         raise ValueError(f"seed is {seed!r}, expected a whole number of at least 0")
     runtime = current()
     runtime.seed, runtime.draws = seed, 0
-    own = (seed + runtime.rank * 0x9E3779B97F4A7C15) % 2**63  # 2^64 / golden ratio: far apart for nearby ranks
+    own = (seed + data_rank() * 0x9E3779B97F4A7C15) % 2**63  # 2^64 / golden ratio: far apart for nearby ranks
     random.seed(own)
     np.random.seed(own % 2**32)
     torch.manual_seed(own)
@@ -279,7 +305,8 @@ def sum_loss(loss: torch.Tensor) -> torch.Tensor:
 def gather_result(tensor: torch.Tensor) -> torch.Tensor:
     """Concatenate ``tensor`` (n_r, ...) of every rank along dim 0, in rank order, on every rank; n_r may differ.
 
-    A 0-d tensor counts as (1,). Raises ValueError on every rank when dtypes or other dimensions differ.
+    Of ranks that are given the same batch, the first one's counts. A 0-d tensor counts as (1,). Raises ValueError on
+    every rank when dtypes or other dimensions differ.
     """
     from engine.torch_compat import all_gather_flat
 
@@ -313,7 +340,8 @@ def gather_result(tensor: torch.Tensor) -> torch.Tensor:
     if padded.numel():
         all_gather_flat(out.view(wire).view(-1), padded.view(wire).view(-1))
     parts = out.view(size, max(counts), *tensor.shape[1:])
-    return torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)]).to(home)
+    every = model_ranks()
+    return torch.cat([part[:n] for part, n in zip(parts[::every], counts[::every], strict=True)]).to(home)
 
 
 def mesh() -> DeviceMesh:
@@ -321,4 +349,5 @@ def mesh() -> DeviceMesh:
     from engine.parallel.mesh import build_mesh
 
     ensure_group()
-    return build_mesh(device().type, world_size(), current().dp_replicate)
+    settings = current()
+    return build_mesh(device().type, world_size(), settings.dp_replicate, settings.cp_size, settings.tp_size)

@@ -123,13 +123,13 @@ def groups(model: nn.Module) -> list[dict]:
 
 
 def train(model, plan, steps: int = 3, max_norm: float = 0.3) -> dict:
-    """`steps` steps of the engine on this rank's part of `plan` (steps -> ranks -> indices of microbatches)."""
+    """`steps` steps of the engine on this rank's part of `plan` (steps -> parts of the data -> microbatches)."""
     optimizer = engine.optim.AdamOptimizer(groups(model), lr=1e-2)
     manager = engine.optim.OptimManager()
     manager.add_optimizer(optimizer)
     found: dict = {"loss": [], "norm": [], "grads": []}
     for step in range(steps):
-        own = [microbatch(i) for i in plan[step][engine.rank()]]
+        own = [microbatch(i) for i in plan[step][engine.data_rank()]]
         manager.zero_grad()
         loss = engine.accumulate(model, own, loss_of(model), counts, empty)
         found["grads"].append({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})

@@ -16,12 +16,16 @@ class Topology:
     """Where this rank is in each kind of group: "pipe", "zero", "tp_zero", "tp"."""
 
     def get_group_id(self, group_name: str) -> int:
-        """Which group of this kind the rank is in. There is one for data, and one of each rank for the others."""
-        return {"pipe": runtime.rank(), "zero": 0, "tp_zero": 0, "tp": runtime.rank()}[_known(group_name)]
+        """Which group of this kind the rank is in: ranks of one "tp" group are neighbours, "tp_zero" are strides."""
+        tp = runtime.current().tp_size
+        groups = {"pipe": runtime.rank(), "zero": 0, "tp_zero": runtime.rank() % tp, "tp": runtime.rank() // tp}
+        return groups[_known(group_name)]
 
     def get_group_rank(self, group_name: str) -> int:
         """The rank's place in that group."""
-        return {"pipe": 0, "zero": runtime.rank(), "tp_zero": runtime.rank(), "tp": 0}[_known(group_name)]
+        tp = runtime.current().tp_size
+        places = {"pipe": 0, "zero": runtime.rank(), "tp_zero": runtime.rank() // tp, "tp": runtime.rank() % tp}
+        return places[_known(group_name)]
 
 
 def _known(group_name: str) -> str:
@@ -47,10 +51,10 @@ _KEYS: dict[str, Callable[[], Any]] = {
     "zero_level": lambda: runtime.current().zero_level,
     "zero_size": runtime.world_size,
     "zero_rank": runtime.rank,
-    "tp_size": lambda: 1,
-    "tp_rank": lambda: 0,
-    "tp_zero_size": runtime.world_size,
-    "tp_zero_rank": runtime.rank,
+    "tp_size": lambda: runtime.current().tp_size,
+    "tp_rank": lambda: Topology().get_group_rank("tp"),
+    "tp_zero_size": lambda: runtime.world_size() // runtime.current().tp_size,
+    "tp_zero_rank": lambda: Topology().get_group_rank("tp_zero"),
     "pipe_size": lambda: 1,
     "pipe_enabled": lambda: False,
     "micros": lambda: 1,

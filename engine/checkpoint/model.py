@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.checkpoint.files import atomic_directory, check_manifest, together
@@ -56,9 +56,18 @@ def local_slices(model: nn.Module, owned: bool = False) -> Iterator[tuple[str, t
         if isinstance(tensor, DTensor):
             _, offset = local_box(tensor.shape, tensor.device_mesh, tensor.placements)
             place = tensor.device_mesh.get_coordinate() or ()
-            first = all(isinstance(p, Shard) or c == 0 for p, c in zip(tensor.placements, place, strict=True))
+            first = all(not p.is_replicate() or c == 0 for p, c in zip(tensor.placements, place, strict=True))
+            first = first and not any(_other_coordinates(tensor))
         if local.numel() and (first or not owned):
             yield name, offset, local
+
+
+def _other_coordinates(tensor: DTensor) -> list[int]:
+    """This rank's place along the dimensions of the ranks' mesh that the tensor is not laid over."""
+    names = tensor.device_mesh.mesh_dim_names or ()
+    mesh = runtime.mesh()
+    # Along dp and cp every sharded tensor is laid, under the name of dp.
+    return [mesh[name].get_local_rank() for name in ("pp", "tp") if name not in names]
 
 
 def save_model(

@@ -1,4 +1,4 @@
-"""The device mesh: five named dimensions, of which data parallelism uses two."""
+"""The device mesh: five named dimensions, two of data parallelism, one each of context and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -11,19 +11,34 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
-def build_mesh(device_type: str, world_size: int, dp_replicate: int) -> DeviceMesh:
+def build_mesh(device_type: str, world_size: int, dp_replicate: int, cp_size: int = 1, tp_size: int = 1) -> DeviceMesh:
     """The mesh of all ranks with ``dp_replicate`` copies; made once for each layout. Collective at first use."""
-    return _build(device_type, (1, dp_replicate, world_size // dp_replicate, 1, 1), dist.group.WORLD)
+    shards = world_size // (dp_replicate * cp_size * tp_size)
+    return _build(device_type, (1, dp_replicate, shards, cp_size, tp_size), dist.group.WORLD)
+
+
+def storage_mesh(mesh: DeviceMesh, zero_level: int) -> DeviceMesh:
+    """The mesh that parameters are laid over: the ranks of ``mesh`` in the same order.
+
+    Ranks that share the tokens of a sequence (cp) share the parameters as those with other data do, so cp is a part of
+    dp_shard here. At level 0 all of it is dp_replicate: hybrid sharding over shards of one rank.
+    """
+    pipe, copies, shards, cp, tp = (mesh[name].size() for name in DIMS)
+    sizes = (pipe, copies, shards * cp, 1, tp)
+    if zero_level == 0:
+        sizes = (pipe, copies * shards * cp, 1, 1, tp)
+    if sizes == (pipe, copies, shards, cp, tp):
+        return mesh
+    return _build(mesh.device_type, sizes, dist.group.WORLD)
 
 
 def data_mesh(mesh: DeviceMesh, zero_level: int) -> DeviceMesh:
-    """The part of ``mesh`` that ``fully_shard`` works on.
+    """The part of ``storage_mesh`` that ``fully_shard`` works on.
 
-    Level 0 is hybrid sharding over shards of one rank: (dp_replicate = all, dp_shard = 1). Levels 1 to 3: (dp_shard)
-    alone, or (dp_replicate, dp_shard) where there are several copies.
+    Level 0: (dp_replicate, dp_shard) with shards of one rank. Levels 1 to 3: (dp_shard) alone, or (dp_replicate,
+    dp_shard) where there are several copies.
     """
-    if zero_level == 0 and mesh["dp_shard"].size() > 1:
-        mesh = build_mesh(mesh.device_type, mesh.size(), mesh.size())
+    mesh = storage_mesh(mesh, zero_level)
     if zero_level == 0 or mesh["dp_replicate"].size() > 1:
         return mesh["dp_replicate", "dp_shard"]
     return mesh["dp_shard"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from engine import runtime
 from engine.init import clean_name, init_parameters_, module_rule, on_meta, stand_in
 from engine.optim.rounding import round_at_random
 from engine.optim.stale import mark_stale
-from engine.parallel.mesh import data_mesh
+from engine.parallel.context import split_tokens
+from engine.parallel.mesh import data_mesh, storage_mesh
+from engine.parallel.tensor import check_inputs, parallelize
 from engine.precision import Policy
 from engine.recompute import wrap_units_
 
@@ -28,6 +30,7 @@ def shard(
     units: Sequence[nn.Module] | None = None,
     policy: Policy | None = None,
     forward_methods: Iterable[str] = (),
+    tp_plan: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Lay ``model`` over the ranks, in place, and return it. Does nothing to a model that is already sharded.
 
@@ -44,10 +47,12 @@ def shard(
             a parameter with another is left to the root.
         policy: None: ``Policy()``.
         forward_methods: methods of ``model`` other than forward that use its parameters, such as "encode".
+        tp_plan: {name of modules or parameters: style} of tensor parallelism, see ``engine.parallel.tensor``; None:
+            ``model.tp_plan()``, or ``transformers``' plan.
 
     Raises:
-        ValueError: a unit is not part of the model, a method is missing, a unit mixes trainable dtypes, or an inner
-            module is already sharded.
+        ValueError: a unit is not part of the model, a method is missing, a unit mixes trainable dtypes, an inner
+            module is already sharded, or the model cannot be split as tp_size and cp_size say.
     """
     policy = policy or Policy()
     settings = runtime.current()
@@ -80,6 +85,7 @@ def shard(
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     before = {name: p for name, p in model.named_parameters()}
+    _split_over_ranks(model, level, tp_plan, chosen if policy.sequence_parallel else None)
     mesh = data_mesh(runtime.mesh(), level)
     mixed = policy.mixed_precision()
     if policy.precision == "fp32" and any(p.itemsize < 4 for p in model.parameters() if p.requires_grad):
@@ -148,6 +154,21 @@ def find_units(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return found
+
+
+def _split_over_ranks(
+    model: nn.Module, level: int, tp_plan: Mapping[str, str] | None, sequence_units: Collection[nn.Module] | None
+) -> None:
+    """Tensor, sequence and context parallelism, as ``init_distributed`` and the policy say."""
+    mesh = runtime.mesh()
+    tensor, context = mesh["tp"].size() > 1, mesh["cp"].size() > 1
+    sequence = tensor and sequence_units is not None
+    if context or sequence:
+        split_tokens(model, mesh, sequence)
+    if tensor:
+        parallelize(model, storage_mesh(mesh, level)["tp"], tp_plan, sequence_units if sequence else None)
+    if tensor or context:
+        check_inputs(model, mesh)
 
 
 def _choose_units(model: nn.Module, units: Sequence[nn.Module] | None) -> set[nn.Module]:

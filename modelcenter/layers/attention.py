@@ -119,6 +119,30 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, heads: int
     Returns:
         (T, heads * head_dim)
     """
+    if packed.split is not None and packed.split.size > 1:
+        return _shared_attention(q, k, v, packed, heads, p)
+    return _attention(q, k, v, packed, heads, p)
+
+
+def _shared_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, heads: int, p: float) -> Tensor:
+    """Attention of this rank's tokens where several ranks share the tokens (context parallelism)."""
+    split = packed.split
+    if heads % split.size == 0:
+        parts = split.to_heads(torch.stack((q, k, v), 1)).unbind(1)
+        return split.to_tokens(_attention(*(x.contiguous() for x in parts), packed, heads // split.size, p))
+    k, v = (x.contiguous() for x in split.gather(torch.stack((k, v), 1)).unbind(1))
+    mixed = []
+    for piece in packed.own_pieces():
+        own, all_of_them = slice(*piece.rows), slice(*piece.tokens)
+        if piece.packed is not None:
+            mixed.append(_attention(q[own], k[all_of_them], v[all_of_them], piece.packed, heads, p))
+        else:
+            one = (x.unflatten(1, (heads, -1)).transpose(0, 1)[None] for x in (q[own], k[all_of_them], v[all_of_them]))
+            mixed.append(F.scaled_dot_product_attention(*one, dropout_p=p)[0].transpose(0, 1).flatten(1))
+    return torch.cat(mixed)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, heads: int, p: float) -> Tensor:
     if q.device.type == "cpu":
         return _cpu_attention(q, k, v, packed, heads, p)
     if p == 0.0 and q.dtype in (torch.bfloat16, torch.float16) and packed.num_tokens:
@@ -135,7 +159,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float):
         super().__init__()
-        self.num_heads, self.dropout = num_heads, dropout
+        self.num_heads, self.head_dim, self.dropout = num_heads, hidden_size // num_heads, dropout
         self.q = Linear(hidden_size, hidden_size)
         self.k = Linear(hidden_size, hidden_size)
         self.v = Linear(hidden_size, hidden_size)
@@ -143,4 +167,6 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         p = self.dropout if self.training else 0.0
-        return self.out(packed_attention(self.q(x), self.k(x), self.v(x), ctx, self.num_heads, p))
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        # Under tensor parallelism q, k and v are some of the heads.
+        return self.out(packed_attention(q, k, v, ctx, q.shape[1] // self.head_dim, p))

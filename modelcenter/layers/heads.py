@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy
-from engine.ops import dropout, linear
+from engine.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy, vocabulary_logits
+from engine.ops import dropout
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS
 from modelcenter.layers.packing import Packed
@@ -123,9 +123,9 @@ class TokenClassifier(Linear):
         logits = super().forward(dropout(x, self.dropout, self.training))
         out = {"logits": ctx.repad(logits)}
         if batch.get("labels") is not None:
-            labels = ctx.unpad(batch["labels"])
+            labels = ctx.unpad(batch["labels"], IGNORE_INDEX)
             check_labels(labels, self.out_features)
-            out["loss"] = cross_entropy(logits, labels, counts["loss"])
+            out["loss"] = ctx.total(cross_entropy(logits, labels, counts["loss"]))
         return out
 
 
@@ -201,12 +201,12 @@ class MaskedLM(nn.Module):
         weight = table if self.weight is None else self.weight
         out, labels = {}, batch.get("labels")
         if labels is not None:
-            labels = ctx.unpad(labels)
+            labels = ctx.unpad(labels, IGNORE_INDEX)
             check_labels(labels, weight.shape[0])
             labelled = (labels != IGNORE_INDEX).nonzero().flatten()
             hidden = self.transform(x.index_select(0, labelled))
             targets = labels.index_select(0, labelled)
-            out["loss"] = linear_cross_entropy(hidden, weight, self.bias, targets, count)
+            out["loss"] = ctx.total(linear_cross_entropy(hidden, weight, self.bias, targets, count))
         if want_logits:
-            out["logits"] = ctx.repad(linear(self.transform(x), weight, self.bias))
+            out["logits"] = ctx.repad(vocabulary_logits(self.transform(x), weight, self.bias))
         return out

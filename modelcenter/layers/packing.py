@@ -4,7 +4,7 @@ Inside a model all tokens of a batch are one axis of length T. A padded batch is
 repadded once at the output; a packed batch arrives that way. Layers that need to know where a sequence ends ask Packed.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -30,6 +30,20 @@ class Bucket:
     keep: Tensor | None = None
     tokens: Tensor | None = None
     real: Tensor | None = None
+
+
+@dataclass
+class Piece:
+    """Tokens of one rank under context parallelism: of whole sequences, or a part of one.
+
+    Attributes:
+        rows: (start, stop) among this rank's tokens. tokens: (start, stop) of their sequences among all tokens.
+        packed: of the whole sequences; None: a part of one sequence.
+    """
+
+    rows: tuple[int, int]
+    tokens: tuple[int, int]
+    packed: "Packed | None" = None
 
 
 # One bucket more costs about as much as this many padded score elements (measured on CPU, forward and backward).
@@ -76,6 +90,10 @@ class Packed:
         shape: (batch, seq) of the padded input, or (1, T) of a packed one.
         indices: (T,) place of each token in the flattened padded input; None when every place holds a token.
         packed: the caller passed cu_seqlens.
+        split: under context parallelism, which tokens are this rank's (engine.parallel.context.TokenSplit). Tensors
+            (T, ...) of the model, and `positions`, are then this rank's part; everything else here speaks of all
+            tokens, with a dummy sequence at their end.
+        dummy: the number of tokens of that sequence, 0 without it.
     """
 
     cu_seqlens: Tensor
@@ -85,6 +103,8 @@ class Packed:
     indices: Tensor | None = None
     packed: bool = False
     lengths: list[int] | None = None
+    split: Any = None
+    dummy: int = 0
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -156,13 +176,36 @@ class Packed:
             positions = (torch.arange(batch * seq, device=device) if indices is None else indices) % max(seq, 1)
         return cls(cu, max(lengths, default=0), positions, (batch, seq), indices, False, lengths)
 
+    def divided(self, split: Any) -> "Packed":
+        """The same for one rank of several that share the tokens."""
+        tokens = self.num_tokens
+        dummy = split.padding(tokens)
+        cu, lengths = self.cu_seqlens, self.lengths
+        if dummy:
+            cu = torch.cat([cu, cu[-1:] + dummy])
+            lengths = None if lengths is None else [*lengths, dummy]
+        positions = split.local(torch.nn.functional.pad(self.positions, (0, dummy)))
+        longest = max(self.max_seqlen, dummy)
+        return replace(
+            self,
+            cu_seqlens=cu,
+            max_seqlen=longest,
+            positions=positions,
+            lengths=lengths,
+            split=split,
+            dummy=dummy,
+            _cache={},
+        )
+
     @property
     def num_tokens(self) -> int:
+        """Tokens on this rank."""
         return self.positions.numel()
 
     @property
     def num_sequences(self) -> int:
-        return self.cu_seqlens.numel() - 1
+        """Sequences of the batch."""
+        return self.cu_seqlens.numel() - 1 - (self.dummy > 0)
 
     def host_lengths(self) -> list[int]:
         """Sequence lengths on the host (one device synchronisation per batch on a GPU, at most)."""
@@ -170,17 +213,32 @@ class Packed:
             self.lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
         return self.lengths
 
-    def unpad(self, x: Tensor) -> Tensor:
-        """(batch, seq, ...) or (1, T, ...) -> (T, ...)."""
+    def unpad(self, x: Tensor, fill: int = 0) -> Tensor:
+        """(batch, seq, ...) or (1, T, ...) -> (T, ...), with `fill` at dummy tokens."""
         if tuple(x.shape[:2]) != self.shape:
             raise ValueError(
                 f"got a tensor of shape {tuple(x.shape)} beside input of shape {self.shape}; they must agree"
             )
         x = x.flatten(0, 1)
-        return x if self.indices is None else x.index_select(0, self.indices)
+        x = x if self.indices is None else x.index_select(0, self.indices)
+        if self.dummy:
+            x = torch.cat([x, x.new_full((self.dummy, *x.shape[1:]), fill)])
+        return x if self.split is None else self.split.local(x)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """(T, ...) of all tokens but the dummies, from this rank's."""
+        if self.split is None:
+            return x
+        x = self.split.gather(x)
+        return x[: x.shape[0] - self.dummy]
+
+    def total(self, x: Tensor) -> Tensor:
+        """A sum over all tokens, from the sum over this rank's."""
+        return x if self.split is None else self.split.sum(x)
 
     def repad(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """(T, ...) -> (batch, seq, ...) with `fill` at padding, or (1, T, ...)."""
+        x = self.whole(x)
         if self.indices is not None:
             full = x.new_full((self.shape[0] * self.shape[1], *x.shape[1:]), fill)
             x = full.index_copy(0, self.indices, x)
@@ -188,12 +246,28 @@ class Packed:
 
     def by_sequence(self, x: Tensor, fill: float) -> Tensor:
         """(T,) -> (n, max_seqlen), left-aligned, `fill` after each end; for a softmax over each sequence."""
+        x = self.whole(x)
         if self.indices is None and not self.packed:
             return x.view(self.shape)
         n, longest = self.num_sequences, self.max_seqlen
-        seqlens = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
+        seqlens = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()[:n]
         inside = torch.arange(longest, device=x.device) < seqlens[:, None]
         return x.new_full((n, longest), fill).masked_scatter(inside, x)
+
+    def first(self, x: Tensor) -> Tensor:
+        """(T, ...) -> (n, ...), the rows of each sequence's first token, on every rank that shares the tokens.
+
+        Raises:
+            ValueError: a sequence has no token.
+        """
+        index = self.first_tokens()
+        if self.split is None:
+            return x.index_select(0, index)
+        index = index - self.split.rank * x.shape[0]
+        own = (index >= 0) & (index < x.shape[0])
+        rows = x.index_select(0, index.clamp(0, x.shape[0] - 1)).masked_fill(~own[:, None], 0.0)
+        self.split.leave()
+        return self.split.sum(rows)
 
     def first_tokens(self) -> Tensor:
         """(n,) token number of each sequence's first token.
@@ -206,7 +280,36 @@ class Packed:
                 f"row {self.host_lengths().index(0)} of the batch has no token (attention_mask is 0 everywhere); "
                 "a pooled head needs at least one token in each row"
             )
-        return self.cu_seqlens[:-1].long()
+        return self.cu_seqlens[: self.num_sequences].long()
+
+    def own_pieces(self) -> list[Piece]:
+        """This rank's tokens, in order: at most one cut sequence at each end, whole ones between them."""
+        if "pieces" not in self._cache:
+            low = self.split.rank * self.num_tokens
+            high = low + self.num_tokens
+            pieces: list[Piece] = []
+            whole: list[int] = []
+
+            def close(stop: int) -> None:
+                if whole:
+                    start = stop - sum(whole)
+                    cu = torch.tensor([0, *accumulate(whole)], dtype=torch.int32, device=self.cu_seqlens.device)
+                    inner = Packed.from_cu_seqlens(
+                        cu, max(whole), stop - start, self.positions[start - low : stop - low]
+                    )
+                    pieces.append(Piece((start - low, stop - low), (start, stop), replace(inner, lengths=[*whole])))
+                    whole.clear()
+
+            ends = list(accumulate(self.host_lengths(), initial=0))
+            for start, stop in zip(ends, ends[1:], strict=False):
+                if low <= start and stop <= high:
+                    whole.extend([stop - start] if stop > start else [])
+                elif start < high and stop > low:
+                    close(start)
+                    pieces.append(Piece((max(start, low) - low, min(stop, high) - low), (start, stop)))
+            close(high)
+            self._cache["pieces"] = pieces
+        return self._cache["pieces"]
 
     def buckets(self) -> list[Bucket]:
         """The rectangles in which attention runs where there is no variable-length kernel; planned once per batch."""

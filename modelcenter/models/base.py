@@ -60,15 +60,40 @@ class Model(nn.Module):
         """What every `forward` does with its named inputs."""
         x, ctx = self.begin(batch)
         states = [x] if batch.get("output_hidden_states") else None
+        split = self.token_split
+        x = x if split is None else split.to_units(x)
         for unit in self.units:
             x = unit(x, ctx)
             if states is not None:
-                states.append(x)
+                states.append(x if split is None else split.from_units(x, last=False))
+        x = x if split is None else split.from_units(x)
         out = self.end(x, ctx, batch)
         if states is not None:
             out["last_hidden_state"] = ctx.repad(x)
             out["hidden_states"] = tuple(ctx.repad(state) for state in states)
         return out
+
+    # Set by engine.shard where several ranks share the tokens of a batch (engine.parallel.context).
+    token_split: Any = None
+
+    def divide(self, ctx: Packed) -> Packed:
+        """What `begin` does with the Packed it made, before it looks at the tokens."""
+        if self.token_split is None:
+            return ctx
+        self.token_split.enter(self.training)
+        return ctx.divided(self.token_split)
+
+    def tp_plan(self) -> dict[str, str]:
+        """{name of modules or parameters: how tensor parallelism splits them} (engine.parallel.tensor.STYLES)."""
+        return {
+            "embed": "vocab",
+            "layers.*.attn.q": "colwise",
+            "layers.*.attn.k": "colwise",
+            "layers.*.attn.v": "colwise",
+            "layers.*.attn.out": "rowwise",
+            "layers.*.mlp.up": "colwise",
+            "layers.*.mlp.down": "rowwise",
+        }
 
     def shard_units(self) -> list[nn.Module]:
         """Modules that are gathered one at a time when parameters are sharded."""

@@ -169,6 +169,7 @@ class Bert(Model):
             ctx = Packed.from_cu_seqlens(batch["cu_seqlens"], batch.get("max_seqlen"), shape[1], position_ids)
         else:
             ctx = Packed.from_mask(shape, batch.get("attention_mask"), source.device, position_ids)
+        ctx = self.divide(ctx)
         longest = shape[1] if not ctx.packed else ctx.max_seqlen
         if position_ids is None and longest > self.config.max_positions:
             raise ValueError(
@@ -182,7 +183,7 @@ class Bert(Model):
         return dropout(x, self.config.dropout, self.training), ctx
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
-        pooled = None if self.pooler is None else torch.tanh(self.pooler(x.index_select(0, ctx.first_tokens())))
+        pooled = None if self.pooler is None else torch.tanh(self.pooler(ctx.first(x)))
         if self.task == "base":
             return ModelOutput(last_hidden_state=ctx.repad(x), pooler_output=pooled)
         supervised = batch.get("labels") is not None
@@ -205,6 +206,13 @@ class Bert(Model):
         if self.task == "question-answering":
             order = ("loss", "start_logits", "end_logits", "logits")
         return ModelOutput((name, out[name]) for name in order if name in out)
+
+    def tp_plan(self) -> dict[str, str]:
+        plan = super().tp_plan()
+        head = {"masked-lm": "head", "pretraining": "head.lm"}.get(self.task)
+        if head is not None:
+            plan |= {f"{head}.bias": "vocab"} | ({} if self.config.tie_embeddings else {f"{head}.weight": "vocab"})
+        return plan
 
     def _choices(self, ctx: Packed, batch: Batch) -> int:
         """How many consecutive sequences are the choices of one example."""

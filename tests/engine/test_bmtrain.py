@@ -10,7 +10,7 @@ from engine_toys import Collectives
 from torch import nn
 
 import engine as bmt
-from engine.testing import Pool
+from engine.testing import Pool, run
 
 
 @pytest.fixture(scope="module")
@@ -361,6 +361,23 @@ def test_gradients_of_16_bit_parameters_are_reduced_in_fp32(two):
         assert dtypes == [{torch.float32}] and parameter == gradient == torch.bfloat16
 
 
+def tensor_parallel_settings():
+    bmt.init_distributed(tp_size=2)
+    topology = bmt.config["topology"]
+    places = [(topology.get_group_id(name), topology.get_group_rank(name)) for name in ("tp", "tp_zero", "zero")]
+    keys = ("tp_size", "tp_rank", "tp_zero_size", "tp_zero_rank", "zero_size", "zero_rank")
+    return places, [bmt.config[key] for key in keys]
+
+
+@pytest.mark.full
+def test_settings_of_tensor_parallel_ranks():
+    first, second, third, last = run(tensor_parallel_settings, 4)
+    assert first == ([(0, 0), (0, 0), (0, 0)], [2, 0, 2, 0, 4, 0])
+    assert second == ([(0, 1), (1, 0), (0, 1)], [2, 1, 2, 0, 4, 1])
+    assert third == ([(1, 0), (0, 1), (0, 2)], [2, 0, 2, 1, 4, 2])
+    assert last == ([(1, 1), (1, 1), (0, 3)], [2, 1, 2, 1, 4, 3])
+
+
 def test_settings():
     assert bmt.config["world_size"] == 1 and bmt.config["initialized"] is False
     bmt.init_distributed(seed=0, zero_level=2, pipe_size=-1, num_micro_batches=4, tp_size=1)
@@ -372,9 +389,10 @@ def test_settings():
         bmt.config["rank"] = 1
     with pytest.raises(ValueError, match="group_name is 'dp'"):
         bmt.config["topology"].get_group_id("dp")
-    for name in ("tp_size", "pipe_size"):
-        with pytest.raises(ValueError, match=f"{name} is 2, expected 1"):
-            bmt.init_distributed(**{name: 2})
+    with pytest.raises(ValueError, match="pipe_size is 2, expected 1"):
+        bmt.init_distributed(pipe_size=2)
+    with pytest.raises(ValueError, match="tp_size is 2 but there are 1 ranks"):
+        bmt.init_distributed(tp_size=2)
     with pytest.raises(ValueError, match="num_micro_batches is 0"):
         bmt.init_distributed(num_micro_batches=0)
     bmt.wait_loader()

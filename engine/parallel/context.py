@@ -1,0 +1,100 @@
+"""Context and sequence parallelism: each rank of a group computes a part of the tokens of a batch.
+
+A model takes part through one object, ``token_split``, which its forward asks for this rank's tokens, for sums and for
+whole rows; see ``TokenSplit``. Tokens are rows: a batch without padding is one axis of T tokens, cut into equal parts
+(a dummy sequence fills the last one). Attention sees whole sequences again by exchanging heads for tokens (Jacobs et
+al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509) where the ranks divide the heads, else by gathering keys and values.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine.parallel import functional as f
+
+
+class TokenSplit:
+    """Which tokens are this rank's, and the collectives over the ranks that have the others.
+
+    With ``sequence``, the tokens of a rank are split once more, over the ranks of tensor parallelism, for the time of
+    the units: ``to_units`` and ``from_units``.
+
+    Attributes:
+        size, rank: of the group that shares tokens from the embedding to the head; 1 and 0 without context parallelism.
+        multiple: what the number of tokens must be a multiple of.
+    """
+
+    def __init__(self, mesh: DeviceMesh, sequence: bool = False) -> None:
+        self._group = mesh["cp"].get_group()
+        self.size, self.rank = mesh["cp"].size(), mesh["cp"].get_local_rank()
+        self._tp = mesh["tp"].get_group() if sequence else None
+        self._tp_rank = mesh["tp"].get_local_rank()
+        self.multiple = self.size * (mesh["tp"].size() if sequence else 1)
+        self._training = False
+
+    def padding(self, tokens: int) -> int:
+        """Tokens of the dummy sequence: an empty batch gets one too, so that no rank is without."""
+        return -tokens % self.multiple if tokens else self.multiple
+
+    def local(self, x: Tensor) -> Tensor:
+        """This rank's rows of x (T, ...), which every rank has and nobody differentiates."""
+        rows = x.shape[0] // self.size
+        return x.narrow(0, self.rank * rows, rows)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """(T / size, ...) of each rank -> (T, ...), differentiable."""
+        return f.gather_rows(x, self._group) if self.size > 1 else x
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of each rank's x, differentiable: for a loss over tokens."""
+        return f.sum_over(x, self._group) if self.size > 1 else x
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """(T / size, n, heads * d) -> (T, n, heads / size * d): all tokens of some heads, for some tokens of all."""
+        parts = x.unflatten(2, (self.size, -1)).movedim(2, 0)
+        return f.exchange(parts.contiguous(), self._group).flatten(0, 1)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """(T, heads / size * d) -> (T / size, heads * d): the way back."""
+        parts = f.exchange(x.unflatten(0, (self.size, -1)), self._group)
+        return parts.movedim(0, 1).flatten(1)
+
+    def enter(self, training: bool) -> None:
+        """From here on activations are this rank's tokens: random numbers differ between the ranks."""
+        self._training = training
+        if training and self.size > 1:
+            f.streams.enter("cp", self.rank)
+
+    def to_units(self, x: Tensor) -> Tensor:
+        """What the units are given: with ``sequence``, this rank's rows of x."""
+        if self._tp is None:
+            return x
+        if self._training:
+            f.streams.enter("sp", self._tp_rank)
+        return f.split_rows(x, self._tp)
+
+    def from_units(self, x: Tensor, last: bool = True) -> Tensor:
+        """The reverse, of what a unit gives; ``last``: no unit comes after it."""
+        if self._tp is None:
+            return x
+        if last:
+            f.streams.leave("sp")
+        return f.join_rows(x, self._tp)
+
+    def leave(self) -> None:
+        """From here on all ranks compute the same."""
+        f.streams.leave("cp")
+
+
+def split_tokens(model: nn.Module, mesh: DeviceMesh, sequence: bool = False) -> None:
+    """Give ``model`` its ``token_split``.
+
+    Raises ValueError if it has no such attribute: a model that does not ask it would compute something else.
+    """
+    if not hasattr(model, "token_split"):
+        raise ValueError(
+            f"cp_size is {mesh['cp'].size()} and sequence_parallel is {sequence}, but {type(model).__name__} has no "
+            "attribute token_split, by which a model lets its tokens be split: use cp_size=1 and no sequence_parallel"
+        )
+    model.token_split = TokenSplit(mesh, sequence)  # type: ignore[assignment]

@@ -1,0 +1,363 @@
+"""Tensor parallelism: each rank of a group holds a part of each layer and computes with plain tensors.
+
+Parameters are DTensors on the ``tp`` dimension of the mesh, which FSDP shards further; layers take their local tensor
+and call the few collectives themselves (Shoeybi et al. 2019, arXiv:1909.08053), so nothing is dispatched through
+DTensor in forward and backward.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from engine import runtime
+from engine.init import clean_name
+from engine.ops import linear
+from engine.parallel import functional as f
+from engine.torch_compat import all_gather_flat, local_box, local_tensor
+
+# transformers' names for what there is here.
+_ALIASES = {
+    "colwise_rep": "colwise_gather",
+    "colwise_gather_output": "colwise_gather",
+    "embedding_rowwise": "vocab",
+    "replicated_with_grad_allreduce": "partial",
+}
+STYLES = {
+    "colwise": "nn.Linear whose outputs are split over the ranks; takes whole inputs",
+    "colwise_gather": "the same, with the outputs put together again",
+    "rowwise": "nn.Linear whose inputs are split over the ranks; gives whole outputs",
+    "vocab": "nn.Embedding, or a parameter (vocabulary, ...), whose rows are split over the ranks",
+    "partial": "any module that each rank applies to its own part of the activations",
+}
+_HEAD_COUNTS = ("num_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head")
+
+
+class Tensors:
+    """What the split layers of one model share: the group, and collectives made once for several layers."""
+
+    def __init__(self, mesh: DeviceMesh, sequence: bool = False) -> None:
+        self.mesh, self.group = mesh, mesh.get_group()
+        self.size, self.rank, self.sequence = mesh.size(), mesh.get_local_rank(), sequence
+        self._once = f.Once()
+
+    def whole_input(self, x: Tensor) -> Tensor:
+        """The input of layers that split their outputs."""
+        return self._once(f.gather_rows if self.sequence else f.copy_to, x, self.group)
+
+    def forget_input(self) -> None:
+        """The layers that take the last input are through."""
+        self._once.forget()
+
+    def summed_output(self, x: Tensor) -> Tensor:
+        """The output of layers that split their inputs, from this rank's addend."""
+        return (f.scatter_sum_rows if self.sequence else f.reduce_from)(x, self.group)
+
+
+class _Layer(nn.Module):
+    """What stands before nn.Linear or nn.Embedding among the bases of a split layer."""
+
+    _tensors: Tensors
+    _first: int  # number of this rank's first row of the whole weight
+    weight: Any
+    bias: Any
+    out_features: int
+    padding_idx: int | None
+
+
+class _Colwise(_Layer):
+    _whole = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = self._tensors
+        out = linear(t.whole_input(x), local(self.weight), local(self.bias))
+        if self._whole:
+            t.forget_input()
+            return f.join_columns(out, t.group, self.out_features)
+        if self.training:
+            f.streams.enter("tp", t.rank)
+        return out
+
+
+class _ColwiseGather(_Colwise):
+    _whole = True
+
+
+class _Rowwise(_Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        f.streams.leave("tp")
+        t, bias = self._tensors, self.bias
+        t.forget_input()
+        out = t.summed_output(linear(x, local(self.weight)))
+        if isinstance(bias, DTensor):  # each rank adds it to its rows
+            bias = bias.to_local(grad_placements=[Partial()])
+        return out if bias is None else out + bias  # once, after the sum
+
+
+class _Vocab(_Layer):
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = local(self.weight)
+        own = ids - self._first
+        outside = (own < 0) | (own >= weight.shape[0])
+        if not weight.shape[0]:  # more ranks than rows
+            out = weight.sum() * weight.new_zeros(*ids.shape, weight.shape[1])
+            return f.reduce_from(out, self._tensors.group)
+        padding = None if self.padding_idx is None else self.padding_idx - self._first
+        if padding is not None and not 0 <= padding < weight.shape[0]:
+            padding = None
+        out = F.embedding(own.masked_fill(outside, 0), weight, padding).masked_fill(outside[..., None], 0.0)
+        return f.reduce_from(out, self._tensors.group)
+
+
+_CLASSES: dict[str, tuple[type[nn.Module], type[_Layer]]] = {
+    "colwise": (nn.Linear, _Colwise),
+    "colwise_gather": (nn.Linear, _ColwiseGather),
+    "rowwise": (nn.Linear, _Rowwise),
+    "vocab": (nn.Embedding, _Vocab),
+}
+_made: dict[tuple[type, type], type] = {}
+
+
+def local(parameter: Any) -> Any:
+    """What this rank computes with: the local tensor of a parameter, in the graph; anything else as it is."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def find_plan(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
+    """The styles of ``plan``, of ``model.tp_plan()`` or of ``transformers``' ``_tp_plan``, in our names.
+
+    Raises ValueError if there is none, or a style is not known.
+    """
+    if plan is None:
+        own = getattr(model, "tp_plan", None)
+        plan = own() if callable(own) else own or getattr(model, "_tp_plan", None)
+    if not plan:
+        raise ValueError(
+            f"tp_size is {runtime.current().tp_size} but {type(model).__name__} does not say how to split it: give it "
+            "a tp_plan(), or pass engine.shard(model, tp_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'})"
+        )
+    found = {pattern: _ALIASES.get(style, style) for pattern, style in plan.items()}
+    for pattern, style in found.items():
+        if style not in STYLES:
+            known = "; ".join(f"{name}: {what}" for name, what in STYLES.items())
+            raise ValueError(f"tp_plan has the style {style!r} for {pattern}, expected one of: {known}")
+    return found
+
+
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None, sequence_units: Any = None
+) -> None:
+    """Split ``model`` over the ranks of ``mesh``, one-dimensional, in place. On meta too.
+
+    Every rank starts from the same parameters and keeps its part; the rest of the model stays as it is.
+
+    Args:
+        plan: {name of modules or parameters, * for one component of it: style}, see ``STYLES``; None: what the model
+            says (``find_plan``).
+        sequence_units: modules between which activations are split by rows over the same ranks (sequence
+            parallelism): their parameters outside of split layers get gradients of a part of the rows.
+
+    Raises:
+        ValueError: no plan, an unknown style, a name that nothing has, a module the style does not fit, or a number of
+            heads that the ranks do not divide.
+    """
+    given = plan is not None or callable(getattr(model, "tp_plan", None))
+    styles = _assign(model, find_plan(model, plan), strict=given)
+    _check_heads(model, styles, mesh.size())
+    shared = Tensors(mesh, sequence=sequence_units is not None)
+    placed: _Placed = {}
+    split: set[nn.Module] = set()
+    for name, (style, module, own_name) in styles.items():
+        if style == "partial":
+            _mark_partial(module, mesh, placed)
+            continue
+        if own_name is not None:
+            _place(module, own_name, mesh, Shard(0), placed)
+            continue
+        kind, layer = _CLASSES[style]
+        if not isinstance(module, kind):
+            raise ValueError(
+                f"tp_plan gives {name} the style {style!r}, which is for {kind.__name__}, but it is a "
+                f"{type(module).__name__}"
+            )
+        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+            raise ValueError(f"embedding {name} has max_norm or scale_grad_by_freq, which style 'vocab' does not do")
+        assert isinstance(module.weight, Tensor)
+        placement = Shard(1) if style == "rowwise" else Shard(0)
+        first = local_box(module.weight.shape, mesh, [placement])[1][0]
+        _place(module, "weight", mesh, placement, placed)
+        if style in ("colwise", "colwise_gather") and module.bias is not None:
+            _place(module, "bias", mesh, Shard(0), placed)
+        module.__class__ = _made.setdefault((layer, type(module)), _subclass(layer, type(module)))
+        assert isinstance(module, _Layer)
+        module._tensors, module._first = shared, first
+        split.add(module)
+    for unit in sequence_units or ():
+        for module in unit.modules():
+            if module not in split and next(module.parameters(recurse=False), None) is not None:
+                _mark_partial(module, mesh, placed)
+            elif isinstance(module, _Rowwise) and module.bias is not None:
+                _place(module, "bias", mesh, Replicate(), placed)
+    for module in model.modules():  # places that only share a parameter
+        for own, parameter in module._parameters.items():
+            if id(parameter) in placed:
+                module._parameters[own] = placed[id(parameter)][1]
+
+
+def _subclass(layer: type[_Layer], kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (layer, kind), {"__module__": kind.__module__})
+
+
+_Placed = dict[int, tuple[nn.Parameter, nn.Parameter]]  # id of a parameter: it, what took its place
+_Target = tuple[str, nn.Module, str | None]  # style, module, name of one parameter of it
+
+
+def _assign(model: nn.Module, plan: Mapping[str, str], strict: bool) -> dict[str, _Target]:
+    """{name: what to do}; a parameter that two modules share is split in both."""
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    found: dict[str, _Target] = {}
+    for pattern, style in plan.items():
+        match = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")).fullmatch
+        names = [name for name in modules if name and match(name)]
+        found |= {name: (style, modules[name], None) for name in names}
+        for prefix, module in modules.items():
+            for own, parameter in module._parameters.items():
+                full = f"{prefix}.{own}" if prefix else own
+                if parameter is not None and match(full):
+                    if style != "vocab":
+                        raise ValueError(f"tp_plan gives parameter {full} the style {style!r}, expected 'vocab'")
+                    names.append(full)
+                    found[full] = (style, module, own)
+        if strict and not names:
+            raise ValueError(f"tp_plan names {pattern!r}, but no module or parameter of {type(model).__name__} has it")
+    tables = {
+        id(module.weight)
+        for style, module, own in found.values()
+        if own is None and style in ("vocab", "colwise", "colwise_gather") and isinstance(module.weight, nn.Parameter)
+    }
+    for name, module in modules.items():
+        if id(module._parameters.get("weight")) in tables and name not in found:
+            style = "vocab" if isinstance(module, nn.Embedding) else "colwise_gather"
+            found[name] = (style, module, None)
+    return found
+
+
+def _check_heads(model: nn.Module, styles: Mapping[str, _Target], size: int) -> None:
+    for name, (style, _, own_name) in styles.items():
+        if style != "colwise" or own_name is not None:
+            continue
+        parent = model.get_submodule(name.rpartition(".")[0])
+        for place in (parent, getattr(parent, "config", None)):
+            if place is not parent and "attention" not in type(parent).__name__.lower():
+                continue
+            for count in _HEAD_COUNTS:
+                heads = getattr(place, count, None)
+                if isinstance(heads, int) and heads % size:
+                    raise ValueError(
+                        f"{name.rpartition('.')[0] or type(model).__name__} has {count}={heads}, which tp_size={size} "
+                        f"does not divide: each rank computes whole heads. Use a tp_size that divides {heads}"
+                    )
+
+
+@torch.no_grad()
+def _place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, placed: _Placed) -> None:
+    """Replace a parameter by its part on this rank."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    done: Any = parameter
+    if isinstance(parameter, DTensor):  # shared with a module that was here before
+        pass
+    elif id(parameter) in placed:
+        done = placed[id(parameter)][1]
+    else:
+        size, offset = local_box(parameter.shape, mesh, [placement])
+        part = parameter.detach()[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+        part = part.clone(memory_format=torch.contiguous_format)
+        if not part.is_meta:
+            part = part.to(runtime.device())
+        stride = torch.empty(parameter.shape, device="meta").stride()
+        dtensor = DTensor.from_local(part, mesh, [placement], run_check=False, shape=parameter.shape, stride=stride)
+        done = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+        placed[id(parameter)] = parameter, done
+    if tuple(done.placements) != (placement,):
+        raise ValueError(f"a parameter shared by several modules is split as {done.placements} and as {placement}")
+    module._parameters[name] = done
+
+
+def _mark_partial(module: nn.Module, mesh: DeviceMesh, placed: _Placed) -> None:
+    """Give a module whole parameters whose gradients are summed over the ranks."""
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    for name in names:
+        _place(module, name, mesh, Replicate(), placed)
+
+    def show(module: nn.Module, *_: Any) -> None:
+        # An attribute hides the parameter of the same name: for the time of the call it is the local tensor.
+        for name in names:
+            parameter = module._parameters[name]
+            assert isinstance(parameter, DTensor)
+            module.__dict__[name] = parameter.to_local(grad_placements=[Partial()])
+
+    def hide(module: nn.Module, *_: Any) -> None:
+        for name in names:
+            module.__dict__.pop(name, None)
+
+    module.register_forward_pre_hook(show)
+    module.register_forward_hook(hide, always_call=True)
+
+
+def check_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make each call of ``model`` check that the ranks which compute it together were given the same inputs.
+
+    A difference would be a wrong result, or the end of the process inside a collective. Shapes are compared on every
+    device, values on the CPU alone: elsewhere that would wait for the device.
+    """
+    groups = {name: mesh[name].get_group() for name in ("tp", "cp") if mesh[name].size() > 1}
+    depths: list[int] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not depths:
+            f.streams.forget()
+        depths.append(f.streams.depth())
+        digest = zlib.crc32(repr(sorted(kwargs)).encode())
+        for x in _tensors_in((args, kwargs)):
+            digest = zlib.crc32(repr((tuple(x.shape), x.dtype)).encode(), digest)
+            if x.device.type == "cpu" and x.dtype != torch.bfloat16:
+                digest = zlib.crc32(x.detach().contiguous().numpy().tobytes(), digest)
+        for name, group in groups.items():
+            # On the CPU nothing waits for the device; a group that the user made may have no backend for it.
+            on = torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else runtime.device()
+            own, table = torch.tensor([digest], device=on), torch.empty(group.size(), dtype=torch.int64, device=on)
+            all_gather_flat(table, own, group)
+            if not bool((table == digest).all()):
+                other = int((table != digest).nonzero()[0])
+                raise ValueError(
+                    f"rank {runtime.rank()} computes one batch together with {group.size() - 1} other(s) "
+                    f"({name}_size={group.size()}), but its inputs differ from those of number {other} of them: split "
+                    "the data by engine.data_rank() and engine.data_size(), not by rank and world size"
+                )
+
+    def after(module: nn.Module, *_: Any) -> None:
+        f.streams.unwind(depths.pop() if depths else 0)
+
+    model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+    model.register_forward_hook(after, always_call=True)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield local_tensor(value)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)

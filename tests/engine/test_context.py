@@ -1,0 +1,242 @@
+"""Context parallelism against one process: ragged packed and padded rows, both forms of attention, every head."""
+
+import functools
+
+import engine_toys as toys
+import parallel_bert as bert
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import engine
+from engine.parallel import context, functional
+from engine.testing import Pool
+from modelcenter.layers.attention import _attention, packed_attention
+from modelcenter.layers.packing import Packed
+
+# Two ranks divide four heads, which they exchange for tokens; with three heads they gather keys and values.
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, timeout=30) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Pool(4, timeout=30) as pool:
+        yield pool
+
+
+def check(pool, task, plan, sizes, heads, policy=None):
+    fields = {"num_heads": heads}
+    expected = bert.train(bert.build(task, **fields), plan)
+    for found in pool.run(bert.trained, task, plan, sizes, fields, policy):
+        bert.same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("task", "heads"),
+    [(t, 4) for t in bert.TASKS]
+    + [(t, 3) for t in ("masked-lm", "sequence-classification")]
+    + [pytest.param(t, 3, marks=pytest.mark.full) for t in bert.TASKS],
+)
+def test_two_ranks_train_bert_as_one_process(two, task, heads):
+    check(two, task, bert.TWO_PLAN, {"cp_size": 2}, heads)
+
+
+@pytest.mark.parametrize(
+    ("task", "heads", "level"),
+    [("pretraining", 3, 3), ("sequence-classification", 4, 0)]
+    + [pytest.param(t, h, n, marks=pytest.mark.full) for t in bert.TASKS for h, n in ((4, 3), (3, 2), (4, 1))],
+)
+def test_with_sharded_parameters(four, task, heads, level):
+    check(four, task, bert.FOUR_PLAN, {"cp_size": 2, "zero_level": level}, heads)
+
+
+@pytest.mark.parametrize(
+    ("task", "sequence"),
+    [("masked-lm", False), ("question-answering", True)]
+    + [pytest.param(t, s, marks=pytest.mark.full) for t in bert.TASKS for s in (True, False)],
+)
+def test_with_split_layers(four, task, sequence):
+    check(four, task, bert.TWO_PLAN, {"cp_size": 2, "tp_size": 2}, 4, {"sequence_parallel": sequence})
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_four_ranks_share_the_tokens(four, heads):
+    check(four, "pretraining", bert.TWO_PLAN, {"cp_size": 4}, heads)
+
+
+# -- attention alone --------------------------------------------------------------------------------------------------
+
+
+def problem(lengths, heads):
+    rng = torch.Generator().manual_seed(sum(lengths))
+    tokens, width = sum(lengths), heads * 4
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    return cu, [torch.randn(tokens, width, generator=rng) for _ in range(4)]
+
+
+def attend(lengths, heads):
+    engine.init_distributed(cp_size=engine.world_size())
+    cu, (q, k, v, grad) = problem(lengths, heads)
+    split = context.TokenSplit(engine.runtime.mesh())
+    packed = Packed.from_cu_seqlens(cu, None, q.shape[0]).divided(split)
+
+    def own(x):
+        return split.local(torch.cat([x, x.new_ones(packed.dummy, x.shape[1])]))
+
+    q, k, v = (own(x).clone().requires_grad_() for x in (q, k, v))
+    out = packed_attention(q, k, v, packed, heads)
+    out.backward(torch.cat([grad, grad.new_zeros(packed.dummy, grad.shape[1])]).chunk(split.size)[split.rank])
+    return [packed.whole(x).detach() for x in (out, q.grad, k.grad, v.grad)]
+
+
+@pytest.mark.parametrize("heads", [4, 3], ids=["exchanged", "gathered"])
+@pytest.mark.parametrize(
+    "lengths", [(13,), (1, 1, 1), (4, 4, 4, 4), (2, 0, 9, 0), (3, 5, 1, 1, 7, 2), (0, 21, 0)], ids=str
+)
+def test_attention_of_any_lengths(four, lengths, heads):
+    cu, (q, k, v, grad) = problem(lengths, heads)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = _attention(q, k, v, Packed.from_cu_seqlens(cu, None, q.shape[0]), heads, 0.0)
+    out.backward(grad)
+    for found in four.run(attend, lengths, heads):
+        for mine, theirs in zip(found, (out.detach(), q.grad, k.grad, v.grad), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def outputs(task, index, sizes, policy):
+    engine.init_distributed(**sizes)
+    model = engine.shard(bert.build(task), policy=engine.Policy(**policy)).eval()
+    with torch.no_grad():
+        out = model(**bert.batch(task, index, model.config), output_hidden_states=True)
+    return {name: x for name, x in out.items() if isinstance(x, torch.Tensor)} | {"states": out.hidden_states}
+
+
+@pytest.mark.parametrize("index", [0, 1, 3], ids=["packed", "right", "left"])
+@pytest.mark.parametrize("task", ["masked-lm", "question-answering", "token-classification", "sequence-classification"])
+def test_outputs_are_whole_on_every_rank(two, task, index):
+    model = bert.build(task).eval()
+    expected = model(**bert.batch(task, index, model.config), output_hidden_states=True)
+    for found in two.run(outputs, task, index, {"cp_size": 2}, {}):
+        states = found.pop("states")
+        assert found.keys() == {name for name in expected if name != "hidden_states"}
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name].detach(), rtol=1e-5, atol=1e-5)
+        for mine, theirs in zip(states, expected.hidden_states, strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-5)
+
+
+# -- dropout and recomputation ----------------------------------------------------------------------------------------
+
+
+def masks(task, heads):
+    engine.init_distributed(cp_size=2, seed=3)
+    from modelcenter.layers import attention
+
+    drawn, keep_mask = [], engine.ops.keep_mask
+
+    def note(shape, p, dtype=torch.uint8):
+        mask, scale = keep_mask(shape, p, dtype)
+        drawn.append(mask)
+        return mask, scale
+
+    engine.ops.keep_mask = attention.keep_mask = note
+    try:
+        model = engine.shard(bert.build(task, dropout=0.3, attention_dropout=0.4, num_heads=heads))
+        loss = model(**bert.batch(task, 0, model.config)).loss.item()
+        return drawn, loss, torch.rand(4), functional.streams.depth()
+    finally:
+        engine.ops.keep_mask = attention.keep_mask = keep_mask
+
+
+@pytest.mark.parametrize("task", ["sequence-classification", "token-classification"])
+def test_dropout_repeats_nowhere_but_where_all_ranks_compute_the_same(two, task):
+    (a, loss, after, depth), (b, other, after_b, _) = two.run(masks, task, 4)
+    assert loss == other and torch.equal(after, after_b) and depth == 0
+    equal = [torch.equal(x, y) for x, y in zip(a, b, strict=True) if x.shape == y.shape and x.numel() > 30]
+    assert len(equal) > 4
+    # The classifier's own, over one row for each sequence, is the last.
+    assert equal[-1] == (task == "sequence-classification") and not any(equal[:-1])
+
+
+def gradients(sizes, policy, recompute):
+    engine.init_distributed(**sizes, seed=1)
+    model = bert.build("token-classification", dropout=0.2, attention_dropout=0.3)
+    if recompute:
+        for layer in model.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    model = engine.shard(model, policy=engine.Policy(**policy))
+    with set_checkpoint_early_stop(False):
+        model(**bert.batch(model.task, 0, model.config)).loss.backward()
+    return {n: toys.whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}, torch.rand(3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "policy"),
+    [({"tp_size": 2}, {}), ({"tp_size": 2}, {"sequence_parallel": True}), ({"cp_size": 2}, {})],
+    ids=["tp", "sp", "cp"],
+)
+def test_recomputed_blocks_repeat_their_dropout(two, sizes, policy):
+    kept, recomputed = two.run(gradients, sizes, policy, False), two.run(gradients, sizes, policy, True)
+    for (mine, after), (theirs, after_theirs) in zip(recomputed, kept, strict=True):
+        assert torch.equal(after, after_theirs)
+        for name, grad in theirs.items():
+            torch.testing.assert_close(mine[name], grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# -- errors, and what the comparison notices --------------------------------------------------------------------------
+
+
+def refused():
+    engine.init_distributed(cp_size=2)
+    try:
+        engine.shard(toys.build())
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_model_that_cannot_split_its_tokens_is_refused(two):
+    for message in two.run(refused):
+        assert "cp_size is 2" in message and "Toy has no attribute token_split" in message
+
+
+def mutated(mutation, heads):
+    split = context.TokenSplit
+    kept = {name: getattr(split, name) for name in ("sum", "local", "to_tokens")}
+    gather_rows = functional.gather_rows
+    if mutation == "the loss is this rank's part":
+        split.sum = lambda self, x: x
+    elif mutation == "gradients of keys and values are not summed":
+        functional.gather_rows = functional.join_rows
+    elif mutation == "ranks take each other's tokens":
+        split.local = lambda self, x: x.chunk(self.size)[1 - self.rank]
+    elif mutation == "heads come back to the wrong ranks":
+        split.to_tokens = lambda self, x: (
+            functional.exchange(x.unflatten(0, (self.size, -1)).flip(0), self._group).movedim(0, 1).flatten(1)
+        )
+    try:
+        return bert.trained("masked-lm", bert.TWO_PLAN, {"cp_size": 2}, {"num_heads": heads})
+    finally:
+        functional.gather_rows = gather_rows
+        for name, value in kept.items():
+            setattr(split, name, value)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "heads"),
+    [
+        ("the loss is this rank's part", 4),
+        ("gradients of keys and values are not summed", 3),
+        ("ranks take each other's tokens", 3),
+        ("heads come back to the wrong ranks", 4),
+    ],
+)
+def test_a_mutation_is_noticed(two, mutation, heads):
+    expected = bert.train(bert.build("masked-lm", num_heads=heads), bert.TWO_PLAN)
+    for found in two.run(mutated, mutation, heads):
+        with pytest.raises(AssertionError):
+            bert.same(found, expected)

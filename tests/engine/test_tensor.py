@@ -1,0 +1,519 @@
+"""Tensor and sequence parallelism against one process: loss, every gradient, clip norm, parameters after 3 steps."""
+
+import copy
+
+import engine_toys as toys
+import parallel_bert as bert
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import engine
+import modelcenter as mc
+from engine.loss import linear_cross_entropy, vocabulary_logits
+from engine.parallel import functional, tensor
+from engine.testing import Pool
+
+SEQUENCE = {"sequence_parallel": True}
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, timeout=20) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Pool(4, timeout=30) as pool:
+        yield pool
+
+
+def check(pool, task, plan, sizes, fields=None, policy=None):
+    expected = bert.train(bert.build(task, **fields or {}), plan)
+    for found in pool.run(bert.trained, task, plan, sizes, fields or {}, policy):
+        bert.same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("task", "policy"),
+    [(t, {}) for t in bert.TASKS]
+    + [(t, SEQUENCE) for t in ("masked-lm", "question-answering")]
+    + [pytest.param(t, SEQUENCE, marks=pytest.mark.full) for t in bert.TASKS],
+)
+def test_two_ranks_train_bert_as_one_process(two, task, policy):
+    check(two, task, bert.TWO_PLAN, {"tp_size": 2}, policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("task", "policy"),
+    [("pretraining", {}), ("masked-lm", SEQUENCE)]
+    + [pytest.param(t, p, marks=pytest.mark.full) for t in bert.TASKS for p in ({}, SEQUENCE)],
+)
+def test_with_sharded_parameters(four, task, policy):
+    check(four, task, bert.FOUR_PLAN, {"tp_size": 2}, policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("level", "policy"), [(0, SEQUENCE), (2, {})] + [pytest.param(1, SEQUENCE, marks=pytest.mark.full)]
+)
+def test_with_each_zero_level(four, level, policy):
+    check(four, "masked-lm", bert.FOUR_PLAN, {"tp_size": 2, "zero_level": level}, policy=policy)
+
+
+@pytest.mark.full
+def test_with_copies_of_sharded_parameters(four):
+    check(four, "masked-lm", bert.FOUR_PLAN, {"tp_size": 2, "dp_replicate": 2}, policy=SEQUENCE)
+
+
+@pytest.mark.parametrize("fields", [{"tie_embeddings": False, "vocab_size": 39}, {"intermediate_size": 7}])
+def test_uneven_parts_and_an_untied_head(four, fields):
+    check(four, "masked-lm", bert.TWO_PLAN, {"tp_size": 4}, fields)
+
+
+# -- what a rank computes ---------------------------------------------------------------------------------------------
+
+
+def outputs(sizes, policy, task="masked-lm"):
+    engine.init_distributed(**sizes)
+    model = engine.shard(bert.build(task), policy=engine.Policy(**policy)).eval()
+    with torch.no_grad():
+        out = model(**bert.batch(task, 1, model.config), output_hidden_states=True)
+    return out.loss, out.logits, *out.hidden_states
+
+
+@pytest.mark.parametrize("policy", [{}, SEQUENCE], ids=["tp", "sp"])
+def test_outputs_are_whole_on_every_rank(two, policy):
+    model = bert.build("masked-lm").eval()
+    out = model(**bert.batch("masked-lm", 1, model.config), output_hidden_states=True)
+    for found in two.run(outputs, {"tp_size": 2}, policy):
+        for mine, theirs in zip(found, (out.loss, out.logits, *out.hidden_states), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-5)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that are given a DTensor, and the collectives."""
+
+    def __init__(self):
+        super().__init__()
+        self.dispatched, self.collectives = set(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.collectives.append(func.__name__)
+        elif any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
+            self.dispatched.add(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+def operators(policy):
+    engine.init_distributed(tp_size=2)
+    model = engine.shard(bert.build("sequence-classification"), policy=engine.Policy(**policy))
+    batch = bert.batch(model.task, 0, model.config)
+    with Operators() as seen:
+        model(**batch).loss.backward()
+    local = model.layers[0].attn.q.weight.to_local()
+    return seen.dispatched, [name for name in seen.collectives if "reduce" in name or "alltoall" in name], local.shape
+
+
+def test_layers_compute_on_local_tensors(two):
+    for dispatched, collectives, shape in two.run(operators, {}):
+        assert shape == (12, 24)
+        assert dispatched <= {"detach.default", "split.Tensor", "view.default"}, dispatched
+        # One in forward and one in backward for each of 2 x (attention, mlp): q, k and v share theirs. The embedding's
+        # is the ninth; the rest are FSDP's, which has nothing to sum over one rank.
+        assert sum("allreduce" in name for name in collectives) == 9, collectives
+
+
+def vocabulary_loss(vocab, smoothing, rows):
+    engine.init_distributed(tp_size=engine.world_size())
+    hidden, weight, bias, targets = vocabulary_problem(vocab, rows)
+    engine.loss._CHUNK_BYTES = 4 * 3 * 3  # several chunks
+    table = nn.Linear(hidden.shape[1], vocab)
+    with torch.no_grad():
+        table.weight.copy_(weight)
+        table.bias.copy_(bias)
+    tensor.parallelize(table, engine.runtime.mesh()["tp"], {"weight": "vocab", "bias": "vocab"})
+    hidden.requires_grad_()
+    loss = linear_cross_entropy(hidden, table.weight, table.bias, targets, 4, label_smoothing=smoothing)
+    (loss * 3).backward()
+    with torch.no_grad():
+        logits = vocabulary_logits(hidden, table.weight, table.bias)
+    return loss.item(), hidden.grad, toys.whole(table.weight.grad), toys.whole(table.bias.grad), logits
+
+
+def vocabulary_problem(vocab, rows):
+    rng = torch.Generator().manual_seed(1)
+    hidden, weight, bias = (torch.randn(*s, generator=rng) for s in ((rows, 6), (vocab, 6), (vocab,)))
+    targets = torch.randint(0, vocab, (rows,), generator=rng)
+    targets[::3] = -100
+    return hidden * 3, weight * 2, bias, targets
+
+
+@pytest.mark.parametrize("vocab", [11, 5, 3])  # over 4 ranks: 3 3 3 2, 2 2 1 0, 1 1 1 0
+@pytest.mark.parametrize(("smoothing", "rows"), [(0.0, 7), (0.1, 7), (0.1, 0)])
+def test_vocabulary_parallel_cross_entropy(four, vocab, smoothing, rows):
+    hidden, weight, bias, targets = (
+        x.requires_grad_() if x.is_floating_point() else x for x in vocabulary_problem(vocab, rows)
+    )
+    logits = hidden @ weight.T + bias
+    total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing) / 4
+    (total * 3).backward()
+    for loss, *grads, got in four.run(vocabulary_loss, vocab, smoothing, rows):
+        assert loss == pytest.approx(total.item(), abs=1e-5)
+        torch.testing.assert_close(got, logits.detach(), rtol=1e-5, atol=1e-5)
+        for mine, parameter in zip(grads, (hidden, weight, bias), strict=True):
+            torch.testing.assert_close(mine, parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------------
+
+
+def masks(sizes, policy, task):
+    """Dropout masks of two forwards, told apart by their number of dimensions; and the losses."""
+    engine.init_distributed(**sizes, seed=3)
+    from modelcenter.layers import attention
+
+    drawn, whole = [], engine.ops.keep_mask
+
+    def note(shape, p, dtype=torch.uint8):
+        mask, scale = whole(shape, p, dtype)
+        drawn.append(mask)
+        return mask, scale
+
+    engine.ops.keep_mask = attention.keep_mask = note
+    try:
+        model = bert.build(task, dropout=0.3, attention_dropout=0.4)
+        model = engine.shard(model, policy=engine.Policy(**policy))
+        batch = bert.batch(task, 0, model.config)
+        losses = [model(**batch).loss.item() for _ in range(2)]
+        after = torch.rand(4)
+    finally:
+        engine.ops.keep_mask = attention.keep_mask = whole
+    assert functional.streams.depth() == 0
+    return drawn, losses, after
+
+
+def test_dropout_repeats_on_replicated_activations_and_nowhere_else(two):
+    (a, losses, after), (b, other, after_b) = two.run(masks, {"tp_size": 2}, {}, "sequence-classification")
+    assert losses == other and losses[0] != losses[1] and torch.equal(after, after_b)
+    assert {mask.dim() for mask in a} == {2, 3}
+    for mine, theirs in zip(a, b, strict=True):
+        assert torch.equal(mine, theirs) == (mine.dim() == 2)
+    # The two forwards, and the layers of one, differ too.
+    attention = [mask for mask in a if mask.dim() == 3]
+    assert not any(torch.equal(x, y) for i, x in enumerate(attention) for y in attention[:i] if x.shape == y.shape)
+
+
+def test_dropout_differs_on_rows_that_are_split(two):
+    (a, losses, _), (b, other, _) = two.run(masks, {"tp_size": 2}, SEQUENCE, "sequence-classification")
+    assert losses == other
+    hidden = [(x, y) for x, y in zip(a, b, strict=True) if x.dim() == 2]
+    tokens = hidden[0][0].shape[0]
+    for x, y in hidden:  # whole at the embedding and the head
+        assert torch.equal(x, y) == (x.shape[0] in (tokens, 6))
+
+
+@pytest.mark.parametrize("policy", [{}, SEQUENCE], ids=["tp", "sp"])
+def test_in_bf16(two, policy):
+    expected = bert.train(bert.build("masked-lm"), bert.TWO_PLAN)
+    for found in two.run(bert.trained, "masked-lm", bert.TWO_PLAN, {"tp_size": 2}, {}, {"precision": "bf16", **policy}):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=0.02)
+        assert found["norm"] == pytest.approx(expected["norm"], rel=0.1)
+        assert all(p.dtype == torch.float32 for p in found["params"].values())
+
+
+def gathered():
+    engine.init_distributed(tp_size=2)
+    rank = engine.data_rank()
+    return rank, engine.data_size(), engine.gather_result(torch.arange(2 + rank) + 10 * rank).tolist()
+
+
+def test_results_come_once_from_ranks_that_compute_together(four):
+    assert four.run(gathered) == [(rank, 2, [0, 1, 10, 11, 12]) for rank in (0, 0, 1, 1)]
+
+
+# -- other models -----------------------------------------------------------------------------------------------------
+
+LLAMA = {
+    "vocab_size": 35,
+    "hidden_size": 24,
+    "intermediate_size": 22,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+}
+HF_BERT_PLAN = {
+    "bert.embeddings.word_embeddings": "embedding_rowwise",
+    **{f"bert.encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
+    "bert.encoder.layer.*.attention.output.dense": "rowwise",
+    "bert.encoder.layer.*.intermediate.dense": "colwise",
+    "bert.encoder.layer.*.output.dense": "rowwise",
+}
+
+
+def foreign(kind):
+    torch.manual_seed(5)
+    if kind == "bert":
+        config = transformers.BertConfig(
+            vocab_size=35,
+            hidden_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=22,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        model = transformers.BertForMaskedLM(config)
+    elif kind == "qwen3":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**LLAMA, tie_word_embeddings=False))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, tie_word_embeddings=kind == "tied"))
+    return bert.randomize_(model)
+
+
+def foreign_step(model):
+    ids = torch.randint(1, 35, (2, 9), generator=torch.Generator().manual_seed(engine.data_rank()))
+    out = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
+    out.loss.backward()
+    norm = engine.optim.clip_grad_norm_(model.parameters(), 1e9).item()
+    return out.loss.item(), norm, out.logits.detach(), {n: toys.whole(p.grad) for n, p in model.named_parameters()}
+
+
+def foreign_trained(kind, plan):
+    engine.init_distributed(tp_size=2)
+    return foreign_step(engine.shard(foreign(kind), tp_plan=plan))
+
+
+@pytest.mark.parametrize(("kind", "plan"), [("untied", None), ("tied", None), ("qwen3", None), ("bert", HF_BERT_PLAN)])
+def test_models_of_transformers(two, kind, plan):
+    loss, norm, logits, grads = foreign_step(foreign(kind))
+    for mine in two.run(foreign_trained, kind, plan):
+        assert mine[0] == pytest.approx(loss, rel=1e-5) and mine[1] == pytest.approx(norm, rel=1e-5)
+        torch.testing.assert_close(mine[2], logits, rtol=1e-4, atol=1e-5)
+        assert mine[3].keys() == grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(mine[3][name], grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+TOY_PLAN = {"embed": "vocab", "layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_gather"}
+
+
+def toy_trained(plan, kwargs):
+    engine.init_distributed(tp_size=2)
+    return toys.train(engine.shard(toys.build(**kwargs), tp_plan=TOY_PLAN), plan)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"tied": True}, {"frozen": True}], ids=["plain", "tied", "frozen"])
+def test_plain_modules_by_an_argument(four, kwargs):
+    plan = [[[0], [1]], [[2, 3, 4], [5]], [[6], []]]
+    for found in four.run(toy_trained, plan, kwargs):
+        toys.assert_same(found, toys.truth(toys.build(**kwargs), plan))
+
+
+# -- initial values and checkpoints -----------------------------------------------------------------------------------
+
+
+def made(sizes, path=None, policy=None, save=(), load=None):
+    """A model that is built, loaded by name or from a checkpoint; what this rank holds of it, and the whole."""
+    engine.init_distributed(**sizes)
+    policy = engine.Policy(**policy or {})
+    if path is None:
+        model = mc.from_config("tiny/bert", "masked-lm", policy=policy, vocab_size=37)
+    else:
+        model = mc.from_pretrained(path, policy=policy)
+    if load is not None:
+        engine.checkpoint.load_model(load, model)
+    for target, kind in save:
+        if kind == "model":
+            engine.checkpoint.save_model(target, model)
+        else:
+            model.save_pretrained(target, format=kind)
+    held = [(n, o, t.clone()) for n, o, t in engine.local_slices(model)]
+    owned = [(n, o, t.clone()) for n, o, t in engine.local_slices(model, owned=True)]
+    whole = {n: toys.whole(t) for n, t in engine.checkpoint.named_tensors(model).items()}
+    read = model.load_report.bytes_read if path is not None else 0
+    return held, owned, whole, read
+
+
+def alone(**kwargs):
+    return {n: p.detach() for n, p in mc.from_config("tiny/bert", "masked-lm", vocab_size=37).named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "policy"),
+    [({"tp_size": 2}, SEQUENCE), ({"tp_size": 2, "cp_size": 2}, {})]
+    + [
+        pytest.param({"tp_size": 2, "dp_replicate": 2}, SEQUENCE, marks=pytest.mark.full),
+        pytest.param({"tp_size": 2}, {}, marks=pytest.mark.full),
+        pytest.param({"tp_size": 2, "cp_size": 2}, SEQUENCE, marks=pytest.mark.full),
+    ],
+)
+def test_initial_values_and_slices_do_not_depend_on_the_mesh(four, sizes, policy):
+    expected = alone()
+    seen = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    for held, owned, whole, _ in four.run(made, sizes, None, policy):
+        for name, tensor_ in expected.items():
+            assert torch.equal(whole[name], tensor_), name
+        for name, offset, part in held:
+            box = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+            assert torch.equal(expected[name][box], part), name
+        for name, offset, part in owned:
+            seen[name][tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))] += 1
+    assert all(bool((count == 1).all()) for count in seen.values())
+
+
+def test_checkpoints_and_exports_do_not_depend_on_the_mesh(two, four, tmp_path):
+    one = mc.from_config("tiny/bert", "masked-lm", vocab_size=37, seed=9)
+    bert.randomize_(one)
+    expected = {n: p.detach() for n, p in one.named_parameters()}
+    one.save_pretrained(tmp_path / "hf")
+    engine.checkpoint.save_model(tmp_path / "one", one)
+    total = (tmp_path / "hf" / "model.safetensors").stat().st_size
+
+    def same(results):
+        for _, _, whole, _ in results:
+            assert whole.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(whole[name], value), name
+
+    tp2, fsdp2_tp2 = {"tp_size": 2}, {"tp_size": 2}
+    # One process -> tp2, by the hub's files and by a checkpoint; there written again.
+    results = two.run(made, tp2, tmp_path / "hf", None, [(tmp_path / "hf2", "hf"), (tmp_path / "dist2", "distributed")])
+    same(results)
+    assert all(read < 0.7 * total for *_, read in results)
+    same(two.run(made, tp2, None, SEQUENCE, [(tmp_path / "two", "model")], tmp_path / "one"))
+    # tp2 -> fsdp2 x tp2 -> one process, and tp2.
+    results = four.run(made, fsdp2_tp2, None, None, [(tmp_path / "four", "model")], tmp_path / "two")
+    same(results)
+    same(two.run(made, tp2, None, None, [], tmp_path / "four"))
+    same(four.run(made, fsdp2_tp2, tmp_path / "dist2"))
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "hf2")]
+    assert files[0] == files[1]
+    back = mc.from_config("tiny/bert", "masked-lm", vocab_size=37)
+    engine.checkpoint.load_model(tmp_path / "four", back)
+    for name, parameter in back.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def refused(what):
+    try:
+        if what == "world":
+            engine.init_distributed(tp_size=3)
+        elif what == "sizes":
+            engine.init_distributed(tp_size=2, cp_size=2)
+        elif what == "zero":
+            engine.init_distributed(tp_size=0)
+        else:
+            engine.init_distributed(tp_size=2)
+        if what == "heads":
+            engine.shard(bert.build("masked-lm", num_heads=3))
+        if what == "hf-heads":
+            config = transformers.LlamaConfig(**{**LLAMA, "num_key_value_heads": 1})
+            engine.shard(transformers.LlamaForCausalLM(config))
+        if what == "no plan":
+            engine.shard(toys.build())
+        if what == "style":
+            engine.shard(toys.build(), tp_plan={"embed": "diagonal"})
+        if what == "name":
+            engine.shard(toys.build(), tp_plan={"layer.*.up": "colwise"})
+        if what == "kind":
+            engine.shard(toys.build(), tp_plan={"layers.*.norm": "rowwise"})
+        if what == "sequence":
+            engine.shard(toys.build(), tp_plan=TOY_PLAN, policy=engine.Policy(sequence_parallel=True))
+        if what in ("inputs", "shapes"):
+            model = engine.shard(bert.build("masked-lm"))
+            model(input_ids=torch.full((1, 3 + (what == "shapes") * engine.rank()), 1 + engine.rank()))
+        if what == "microbatches":
+            model = engine.shard(bert.build("masked-lm"))
+            plan = [[0]] if engine.rank() else [[0, 1]]
+            forward = lambda b, totals: model(**b, loss_counts=totals).loss  # noqa: E731
+            batches = [bert.batch(model.task, i, model.config) for i in plan[0]]
+            engine.accumulate(model, batches, forward, model.loss_counts, model.empty_batch)
+    except ValueError as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("world", "tp_size is 3 but there are 2 ranks: it must divide them"),
+        ("sizes", "tp_size * cp_size is 4 but there are 2 ranks: it must divide them"),
+        ("zero", "tp_size is 0, expected a whole number of at least 1"),
+        ("heads", "layers.0.attn has num_heads=3, which tp_size=2 does not divide"),
+        ("hf-heads", "model.layers.0.self_attn has num_key_value_heads=1, which tp_size=2 does not divide"),
+        ("no plan", "Toy does not say how to split it: give it a tp_plan()"),
+        ("style", "tp_plan has the style 'diagonal' for embed, expected one of: colwise"),
+        ("name", "tp_plan names 'layer.*.up', but no module or parameter of Toy has it"),
+        ("kind", "tp_plan gives layers.0.norm the style 'rowwise', which is for Linear, but it is a LayerNorm"),
+        ("sequence", "sequence_parallel is True, but Toy has no attribute token_split"),
+        ("inputs", "its inputs differ from those of number"),
+        ("shapes", "its inputs differ from those of number"),
+        ("microbatches", "ranks 0 and 1 compute one batch together"),
+    ],
+)
+def test_errors_say_what_to_do(two, what, words):
+    for message in two.run(refused, what):
+        assert words in message
+
+
+# -- the comparison notices -------------------------------------------------------------------------------------------
+
+
+def mutated(mutation, task, plan, sizes, policy):
+    """Trains with one thing wrong, or says how that failed."""
+    kept = {name: getattr(functional, name) for name in ("copy_to", "gather_rows")}
+    rowwise, within = tensor._Rowwise.forward, engine.loss._within
+    linear = tensor.linear
+    try:
+        if mutation == "no all-reduce of the input's gradient":
+            functional.copy_to = lambda x, group: x
+        elif mutation == "bias on every rank":
+            tensor._Rowwise.forward = lambda self, x: functional.reduce_from(
+                linear(x, tensor.local(self.weight), self.bias), self._tensors.group
+            )
+        elif mutation == "every rank takes the target":
+            engine.loss._within = lambda t, columns: (t.clamp(0, columns - 1), torch.ones_like(t, dtype=torch.bool))
+        elif mutation == "norms' gradients are not summed":
+            tensor.Partial = lambda: torch.distributed.tensor.Replicate()
+        elif mutation == "gradient of rows is not summed":
+            functional.gather_rows = functional.join_rows
+        return bert.trained(task, plan, sizes, {}, policy)
+    finally:
+        for name, value in kept.items():
+            setattr(functional, name, value)
+        tensor._Rowwise.forward, engine.loss._within = rowwise, within
+        tensor.Partial = torch.distributed.tensor.Partial
+
+
+@pytest.mark.parametrize(
+    ("mutation", "policy"),
+    [
+        ("no all-reduce of the input's gradient", {}),
+        ("bias on every rank", {}),
+        ("every rank takes the target", {}),
+        ("norms' gradients are not summed", SEQUENCE),
+        ("gradient of rows is not summed", SEQUENCE),
+    ],
+)
+def test_a_mutation_is_noticed(two, mutation, policy):
+    expected = bert.train(bert.build("masked-lm"), bert.TWO_PLAN)
+    for found in two.run(mutated, mutation, "masked-lm", bert.TWO_PLAN, {"tp_size": 2}, policy):
+        with pytest.raises(AssertionError):
+            bert.same(found, expected)
+
+
+def test_the_model_that_was_given_stays_usable_in_one_process():
+    model = bert.build("masked-lm")
+    before = copy.deepcopy(model)
+    assert engine.shard(model) is model and type(model.layers[0].attn.q) is type(before.layers[0].attn.q)

@@ -1,0 +1,71 @@
+"""The main job on sample data, as `make demo` runs it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SAMPLES = ROOT / "scripts" / "samples"
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (SAMPLES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def demo(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    import os
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "scripts" / "demo.py"), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_samples_are_balanced_and_do_not_overlap():
+    train, dev = rows("train"), rows("dev")
+    assert (len(train), len(dev)) == (320, 80)
+    for split in (train, dev):
+        assert sum(row["label"] == "positive" for row in split) == len(split) / 2
+        assert {row["label"] for row in split} == {"positive", "negative"}
+        assert sum(bool(re.search("[\u4e00-\u9fff]", row["text"])) for row in split) == len(split) / 2
+    texts = [row["text"] for row in train + dev]
+    assert len(set(texts)) == len(texts)
+
+
+@pytest.mark.full
+def test_demo(tmp_path: Path):
+    done = demo("--output_dir", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracy = float(re.search(r"accuracy (\d\.\d+) on 80 dev rows", done.stdout)[1])
+    assert accuracy >= 0.8
+    assert "logits equal" in done.stdout
+    run = tmp_path / "out" / "run"
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "curves.png",
+        "model/model.safetensors",
+        "model/config.json",
+    ):
+        assert (run / name).stat().st_size > 0
+    again = demo("--output_dir", "out", "--epochs", "1", cwd=tmp_path)  # an earlier demo is replaced
+    assert again.returncode == 0, again.stdout + again.stderr
+
+
+def test_demo_leaves_other_files_alone(tmp_path: Path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    done = demo("--output_dir", tmp_path, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "thesis" not in done.stdout and "holds files that no demo wrote" in done.stderr
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.full
+def test_demo_fails_when_a_step_fails(tmp_path: Path):
+    done = demo("--output_dir", "out", "--epochs", "-1", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "epochs" in done.stdout and "failed with exit status" in done.stderr

@@ -1,0 +1,168 @@
+"""The documentation is true: its Python runs, its commands and flags exist, its links lead somewhere."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from docs_tools import DOCUMENTS, ROOT, Block, blocks, commands, flags_in, help_of, launcher, ours, python, verbs
+
+IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
+ALL_BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
+KINDS = {"python", "python network", "python torchrun", "bash", "yaml", "json", "text", ""}
+
+
+def test_every_block_is_of_a_known_kind():
+    """A misspelt kind would not be run and nobody would notice."""
+    unknown = [f"{block}: {block.kind!r}" for block in ALL_BLOCKS if block.kind not in KINDS]
+    assert not unknown
+
+
+@pytest.mark.parametrize(
+    "document", [d for d in DOCUMENTS if blocks(d, "python")], ids=lambda d: str(d.relative_to(ROOT))
+)
+def test_python_runs(document: Path, tmp_path: Path):
+    """The blocks of a document run in order in one process, offline, in an empty folder that has the sample data."""
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    program = "".join(
+        "\n" * (block.line - 1) + f"#%% line {block.line}\n{block.text}" for block in blocks(document, "python")
+    )
+    done = python("-c", program, cwd=tmp_path)
+    assert done.returncode == 0, f"{document.name}:\n{done.stderr}"
+
+
+# The README's in the fast set, the others in the full one.
+LAUNCHED = [
+    pytest.param(b, marks=() if b.document.name == "README.md" else pytest.mark.full, id=str(b))
+    for b in ALL_BLOCKS
+    if b.kind == "python torchrun"
+]
+
+
+@pytest.mark.parametrize("block", LAUNCHED)
+def test_python_under_a_launcher_runs(block: Block, tmp_path: Path):
+    script = tmp_path / "example.py"
+    script.write_text(block.text, encoding="utf-8")
+    arguments = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script))
+    done = python(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, f"{block}:\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("block", [b for b in ALL_BLOCKS if b.kind == "python network"], ids=str)
+def test_python_that_needs_the_hub_runs(block: Block, tmp_path: Path):
+    done = subprocess.run([sys.executable, "-c", block.text], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{block}:\n{done.stderr}"
+
+
+@pytest.mark.parametrize("block", [b for b in ALL_BLOCKS if b.kind.startswith("python ")], ids=str)
+def test_names_in_python_that_does_not_run_here_exist(block: Block):
+    import engine
+    import modelcenter as mc
+
+    tree = ast.parse(block.text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("mc", "engine"):
+            assert hasattr({"mc": mc, "engine": engine}[node.value.id], node.attr), f"{block}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("block", [b for b in ALL_BLOCKS if b.kind == "bash"], ids=str)
+def test_commands_exist(block: Block):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    for words in commands(block):
+        if words[0] == "make":
+            for target in (word for word in words[1:] if "=" not in word):
+                assert target in targets, f"{block}: make {target} does not exist"
+            continue
+        program = ours(words)
+        if program is None:
+            assert words[0] in ("pip", "git", "cd", "python", "ruff", "mypy", "pytest"), (
+                f"{block}: unchecked command {words}"
+            )
+            continue
+        missing = flags_in(" ".join(program[1])) - flags_in(help_of(*program[0]))
+        assert not missing, f"{block}: {' '.join(words)} has no {', '.join(sorted(missing))}"
+        if "torchrun" in launcher(words):
+            unknown = flags_in(" ".join(launcher(words))) - flags_in(help_of("-m", "torch.distributed.run"))
+            assert not unknown, f"{block}: torchrun has no {', '.join(sorted(unknown))}"
+
+
+def test_fine_tuning_commands_parse(monkeypatch: pytest.MonkeyPatch):
+    """Not only the flags but their values: a command of the documentation is a valid configuration."""
+    from modelcenter.training.config import ClassificationConfig
+
+    parsed = 0
+    monkeypatch.chdir(ROOT)
+    for block in ALL_BLOCKS:
+        for words in commands(block) if block.kind == "bash" else ():
+            program = ours(words)
+            if program and ("finetune" in program[0] or program[0][0].endswith("finetune_classification.py")):
+                if "--help" not in program[1]:
+                    ClassificationConfig.from_args(program[1]).require("model", "train_data", "output_dir")
+                    parsed += 1
+    assert parsed >= 3
+
+
+@pytest.mark.parametrize("block", [b for b in ALL_BLOCKS if b.kind == "yaml"], ids=str)
+def test_yaml_is_a_configuration(block: Block, tmp_path: Path):
+    from modelcenter.training.config import ClassificationConfig
+
+    path = tmp_path / "run.yaml"
+    path.write_text(block.text, encoding="utf-8")
+    ClassificationConfig.from_yaml(path)
+
+
+@each_document
+def test_flags_in_the_text_exist(document: Path):
+    known = {"--help", "--editable"}
+    known |= flags_in(help_of("-m", "modelcenter")) | flags_in(help_of("-m", "torch.distributed.run"))
+    for verb in verbs():
+        program = ("-m", "modelcenter", verb, "classification") if verb == "finetune" else ("-m", "modelcenter", verb)
+        known |= flags_in(help_of(*program))
+    known |= flags_in(help_of(str(ROOT / "scripts" / "demo.py")))
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.S)
+    unknown = flags_in(" ".join(re.findall(r"`([^`\n]*)`", text))) - known
+    assert not unknown, f"{document.name} names flags that do not exist: {', '.join(sorted(unknown))}"
+
+
+@each_document
+def test_links_and_paths_lead_somewhere(document: Path):
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.S)
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if not target.startswith(("http://", "https://", "mailto:")):
+            assert (document.parent / target).exists(), f"{document.name}: the link {target} leads nowhere"
+    for path in re.findall(r"`((?:engine|modelcenter|scripts|tests|docs|csrc|model_configs)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), f"{document.name}: there is no {path}"
+
+
+def test_every_page_is_linked():
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_readme_shows_the_two_commands_first():
+    first = next(b for b in blocks(ROOT / "README.md"))
+    assert [words[:2] for words in commands(first)] == [["make", "demo"], ["make", "test"]]
+
+
+def test_changelog_has_this_version():
+    import modelcenter
+
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## [{modelcenter.__version__}]" in text or "## [Unreleased]" in text
+
+
+def test_models_page_is_the_registry():
+    import modelcenter as mc
+    from modelcenter import registry
+
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `([\w./-]+)` \| (\w+) \| ([\d,]+) \| (yes|no) \| \[(.+?)\]", text, re.M)
+    listed = [(i.name, i.family, f"{i.parameters:,}", "yes" if i.confirmed else "no", i.hub) for i in mc.list_models()]
+    assert named == listed
+    for model_type, tasks in re.findall(r"^\| ([\w-]+) \| (base[\w, -]+) \|$", text, re.M):
+        assert tuple(tasks.split(", ")) == registry.get(model_type).model_class().tasks
+    assert set(registry.ARCHITECTURES) == set(re.findall(r"^\| ([\w-]+) \| base", text, re.M))

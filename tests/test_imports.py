@@ -1,0 +1,269 @@
+"""Who may import whom, read from the source with imports inside functions included; and what an import costs."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EVERYTHING = {"*"}
+TOOLKIT = {"torch", "numpy", "engine", "modelcenter"}
+
+# Who may import what, the longest matching prefix of the importer decides. Names are prefixes too: "modelcenter.hub"
+# allows everything under it. The standard library and a module's own package are always allowed.
+RULES: dict[str, set[str]] = {
+    "engine": {"torch", "numpy"},
+    "modelcenter": {"modelcenter._version"},
+    "modelcenter._version": set(),
+    "modelcenter._paths": set(),
+    "modelcenter.registry": {"modelcenter._paths"},
+    "modelcenter.config": {"modelcenter.registry"},
+    "modelcenter.layers": {"torch", "engine.ops", "engine.loss"},
+    "modelcenter.models": {"torch", "engine.ops", "engine.loss", "modelcenter.layers", "modelcenter.config"},
+    "modelcenter.convert": {"torch", "modelcenter.config"},
+    "modelcenter.hub": {
+        "torch", "numpy", "engine", "safetensors", "huggingface_hub",
+        "modelcenter.convert", "modelcenter.registry", "modelcenter.config",
+    },
+    "modelcenter.auto": {"modelcenter.registry", "modelcenter.hub", "modelcenter.models"},
+    "modelcenter.data": {"torch", "numpy", "datasets", "pyarrow"},
+    "modelcenter.training": TOOLKIT | {"transformers", "yaml", "rich", "matplotlib"},
+    "modelcenter.compare": TOOLKIT | {"transformers"},
+    "modelcenter.testing": TOOLKIT | {"transformers", "safetensors"},
+    "modelcenter.cli": EVERYTHING,
+    "modelcenter.__main__": {"modelcenter.cli"},
+    "scripts": EVERYTHING,
+}  # fmt: skip
+
+# (importer, imported): allowed beyond the rules, inside functions only.
+LAZY_EXCEPTIONS = {
+    ("modelcenter.hub", "transformers"),  # tokenizers
+    ("modelcenter.models.base", "modelcenter.hub"),  # save_pretrained, push_to_hub: one-line bodies
+}
+# Nobody imports these, whatever the rules say.
+PRIVATE = ("modelcenter.cli", "modelcenter.scripts", "scripts", "tests")
+
+
+@dataclass(frozen=True)
+class Import:
+    importer: str
+    imported: str
+    line: int
+    lazy: bool  # inside a function
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def sources() -> list[Path]:
+    return [path for top in ("engine", "modelcenter", "scripts") for path in sorted((ROOT / top).rglob("*.py"))]
+
+
+def imports_of(source: str, importer: str, is_package: bool = False) -> Iterator[Import]:
+    """Every import statement and every importlib.import_module("literal") of a module."""
+    package = importer if is_package else importer.rpartition(".")[0]
+
+    def visit(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for child in node.orelse:
+                yield from visit(child, lazy)
+            return
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(importer, alias.name, node.lineno, lazy)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            for alias in node.names:  # `from a import b`: b may be a module
+                yield Import(importer, f"{base}.{alias.name}", node.lineno, lazy)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            if isinstance(node.args[0], ast.Constant):
+                yield Import(importer, str(node.args[0].value), node.lineno, lazy)
+        inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inside)
+
+    yield from visit(ast.parse(source), False)
+
+
+def under(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def rule_for(importer: str) -> tuple[str, set[str]]:
+    matches = [prefix for prefix in RULES if under(importer, prefix)]
+    prefix = max(matches, key=len)
+    # The bare entry "modelcenter" is for modelcenter/__init__.py alone: a new module needs a rule of its own.
+    assert prefix != "modelcenter" or importer == "modelcenter", f"{importer} has no rule: add one to RULES"
+    return prefix, RULES[prefix]
+
+
+def violation(item: Import) -> str | None:
+    owner, allowed = rule_for(item.importer)
+    where = f"{item.importer} line {item.line} imports {item.imported}"
+    if any(under(item.imported, name) for name in PRIVATE) and not item.importer.startswith(
+        ("scripts", "modelcenter.__main__")
+    ):
+        if not under(item.importer, item.imported):
+            return f"{where}: nobody imports {', '.join(PRIVATE)}"
+    top = item.imported.split(".")[0]
+    if allowed is EVERYTHING or top in sys.stdlib_module_names:
+        return None
+    if owner != "modelcenter" and under(item.imported, owner):
+        return None
+    if any(under(item.imported, name) for name in allowed):
+        return None
+    for importer, imported in LAZY_EXCEPTIONS:
+        if item.lazy and under(item.importer, importer) and under(item.imported, imported):
+            return None
+    return f"{where}: allowed are {', '.join(sorted(allowed)) or 'only the standard library'}"
+
+
+def test_nobody_imports_what_the_design_forbids():
+    found = [
+        problem
+        for path in sources()
+        for item in imports_of(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py")
+        if (problem := violation(item))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "importer, source",
+    [
+        ("engine.loss", "import modelcenter"),
+        ("engine.loss", "def f():\n    from modelcenter.layers import packing"),
+        ("engine.loss", "import transformers"),
+        ("modelcenter.layers.mlp", "from engine import runtime"),
+        ("modelcenter.layers.mlp", "from ..models import bert"),
+        ("modelcenter.models.bert", "from modelcenter.hub import load"),
+        ("modelcenter.models.bert", "def f():\n    from modelcenter.hub import load"),
+        ("modelcenter.models.base", "from modelcenter.hub import save"),
+        ("modelcenter.convert.bert", "import importlib\nimportlib.import_module('modelcenter.models.bert')"),
+        ("modelcenter.hub.tokenizer", "import transformers"),
+        ("modelcenter.data.readers", "from modelcenter.hub import tokenizer"),
+        ("modelcenter.training.loop", "from modelcenter.cli import main"),
+        ("modelcenter.training.loop", "import modelcenter.scripts.finetune_classification"),
+    ],
+)
+def test_the_rules_catch(importer: str, source: str):
+    assert any(violation(item) for item in imports_of(source, importer))
+
+
+@pytest.mark.parametrize(
+    "importer, source",
+    [
+        ("engine.loss", "import torch.nn.functional as F\nimport os\nfrom engine import ops"),
+        ("modelcenter.models.base", "def save(self):\n    from modelcenter.hub.save import save_pretrained"),
+        ("modelcenter.hub.tokenizer", "def load():\n    import transformers"),
+        ("modelcenter.layers.mlp", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers"),
+    ],
+)
+def test_the_rules_allow(importer: str, source: str):
+    assert not [violation(item) for item in imports_of(source, importer) if violation(item)]
+
+
+def test_every_foreign_import_is_a_declared_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    declared = {re.split(r"[\[<>=!~ ;]", line)[0].lower().replace("_", "-") for line in lines}
+    homes = importlib.metadata.packages_distributions()
+    for path in sources():
+        for item in imports_of(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py"):
+            top = item.imported.split(".")[0]
+            if top in sys.stdlib_module_names or top in ("engine", "modelcenter", "scripts", ""):
+                continue
+            names = {name.lower().replace("_", "-") for name in homes.get(top, [])} | {top.replace("_", "-")}
+            assert names & declared, f"{path.name} imports {top}, which pyproject.toml does not declare"
+
+
+def run_python(code: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    return subprocess.run(
+        [sys.executable, *code.split()] if code.startswith("-m") else [sys.executable, "-c", code],
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+HEAVY = ("torch", "transformers", "datasets", "huggingface_hub", "numpy", "tokenizers", "safetensors", "matplotlib")
+LOADED = f"import sys; print([name for name in {HEAVY} if name in sys.modules])"
+
+
+@pytest.mark.parametrize(
+    "statement", ["import modelcenter", "import engine", "import modelcenter as mc; dir(mc); mc.list_models()"]
+)
+def test_import_is_lazy(statement: str):
+    """Cheaper than `import torch` by construction: it loads none of the heavy packages."""
+    done = run_python(f"{statement}; {LOADED}")
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("statement", ["import modelcenter", "import engine"])
+def test_import_starts_nothing(statement: str):
+    """No thread, no child, no socket, no file written; environment and working directory as before."""
+    watched = ("socket.", "subprocess.", "os.fork", "os.posix_spawn", "os.mkdir", "os.putenv", "shutil.")
+    done = run_python(
+        "import os, sys, threading\n"
+        "events = []\n"
+        f"sys.addaudithook(lambda name, args: events.append((name, args)) if name.startswith({watched}) else None)\n"
+        "before = dict(os.environ), os.getcwd()\n"
+        f"{statement}\n"
+        "assert not events, events\n"
+        "assert threading.active_count() == 1\n"
+        "assert before == (dict(os.environ), os.getcwd())\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["--help", "list", "list --json", "finetune classification --help"])
+def test_cheap_commands_do_not_import_torch(command: str):
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['modelcenter', *{command.split()}]\n"
+        "try:\n"
+        "    runpy.run_module('modelcenter', run_name='__main__', alter_sys=False)\n"
+        "except SystemExit as stop:\n"
+        "    assert not stop.code, stop.code\n"
+        "loaded = [name for name in ('torch', 'transformers', 'datasets') if name in sys.modules]\n"
+        "assert not loaded, loaded\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_public_names_resolve():
+    import modelcenter
+
+    for name in modelcenter.__all__:
+        assert getattr(modelcenter, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        modelcenter.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize("shape", ["engine.py", "engine/__init__.py", "engine/notes.txt"])
+def test_a_foreign_engine_is_refused_with_both_paths(tmp_path: Path, shape: str):
+    foreign = tmp_path / shape
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.write_text("x = 1\n" if shape.endswith(".py") else "no module at all\n")
+    done = run_python("import modelcenter", cwd=tmp_path)
+    if shape.endswith(".txt"):  # a plain folder does not shadow a package
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode != 0
+    assert "ImportError" in done.stderr
+    assert str(foreign) in done.stderr and str(ROOT / "engine" / "__init__.py") in done.stderr
+    assert "Rename" in done.stderr

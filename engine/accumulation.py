@@ -106,7 +106,7 @@ def _agree(
         return len(microbatches), len(microbatches), {term: max(1, own[term]) for term in terms}
     row = [int(failure is not None), len(microbatches), int(empty is not None), zlib.crc32("\n".join(terms).encode())]
     row += [own[term] for term in terms] + [0] * (_TERMS - len(terms))
-    table = torch.empty(size, len(row), dtype=torch.int64, device=runtime.device())
+    table = torch.empty(size, len(row), dtype=torch.int64, device=runtime.message_device())
     all_gather_flat(table.view(-1), torch.tensor(row, dtype=torch.int64, device=table.device))
     rows = table.tolist()
     if failure is not None:

@@ -225,8 +225,8 @@ class FusedCrossEntropy(torch.nn.Module):
             raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (classes,)")
         if parallel:
             raise ValueError(
-                "parallel=True: here logits are whole; engine.loss.linear_cross_entropy takes a weight that is split over "
-                "the vocabulary, and never makes the logits whole"
+                "parallel=True: here logits are whole; engine.loss.linear_cross_entropy takes a weight that is split "
+                "over the vocabulary, and never makes the logits whole"
             )
         self.register_buffer("weight", weight, persistent=False)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing

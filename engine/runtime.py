@@ -205,6 +205,11 @@ def _backend(device_: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device_.type == "cuda" else "gloo"
 
 
+def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where numbers travel that the host reads: the CPU where the group has gloo, so that no GPU is waited for."""
+    return torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else device()
+
+
 def _leave() -> None:
     # After an uncaught exception the other ranks may never answer, so the group is left to the end of the process.
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:

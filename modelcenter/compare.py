@@ -261,7 +261,7 @@ def compare_models(
 def compare_checkpoints(
     first: str, second: str | None = None, *, data: str | None = None, task: str | None = None, tolerance: float = 1e-5
 ) -> Comparison:
-    """See the module; `data` is a text file of which each line is a sequence, else random tokens are drawn.
+    """See the module; `data` is a file of texts in any form that training reads, else random tokens are drawn.
 
     Raises:
         ValueError: a checkpoint does not load, or the data is empty.
@@ -272,9 +272,7 @@ def compare_checkpoints(
     ours = from_pretrained(first, task, dtype="float32", policy=False)
     config, ids = ours.config, None
     if data is not None:
-        lines = [line for line in Path(data).read_text(encoding="utf-8").splitlines() if line.strip()][:64]
-        if not lines:
-            raise ValueError(f"--data {data}: the file has no text")
+        lines = _texts(data)
         ids = load_tokenizer(first)(lines, truncation=True, max_length=config.max_positions)["input_ids"]
     rows = make_rows(
         ours.task,
@@ -300,6 +298,17 @@ def compare_checkpoints(
     return compare_models(ours, theirs, batch, names=(str(first), str(name)), tolerance=tolerance)
 
 
+def _texts(data: str, most: int = 64) -> list[str]:
+    """The first texts of a file: its lines, or its text column."""
+    from modelcenter.data.columns import find_columns
+    from modelcenter.data.sources import find
+
+    source = find(data)
+    table = source.read(source.splits[0])
+    texts = table.columns[find_columns(table, labelled=False).text]
+    return [str(text) for text in texts[:most]]
+
+
 def load_transformers(folder: str | Path, ours: nn.Module) -> nn.Module:
     """The transformers model of the class that fits one of ours, in fp32 and eval mode."""
     import transformers
@@ -316,7 +325,7 @@ def main(argv: Iterable[str] | None = None) -> int:
     parser.add_argument(
         "second", metavar="B", nargs="?", help="another checkpoint (default: A's export in transformers)"
     )
-    parser.add_argument("--data", help="text file, a sequence a line (default: random tokens)")
+    parser.add_argument("--data", help="file of texts: txt, json, jsonl, csv, tsv or parquet (default: random tokens)")
     parser.add_argument("--task", choices=registry.TASKS, help="the head (default: the one the checkpoint names)")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest difference (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")

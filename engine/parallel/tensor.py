@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -333,8 +332,7 @@ def check_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
             if x.device.type == "cpu" and x.dtype != torch.bfloat16:
                 digest = zlib.crc32(x.detach().contiguous().numpy().tobytes(), digest)
         for name, group in groups.items():
-            # On the CPU nothing waits for the device; a group that the user made may have no backend for it.
-            on = torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else runtime.device()
+            on = runtime.message_device(group)
             own, table = torch.tensor([digest], device=on), torch.empty(group.size(), dtype=torch.int64, device=on)
             all_gather_flat(table, own, group)
             if not bool((table == digest).all()):

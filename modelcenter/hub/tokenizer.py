@@ -17,8 +17,9 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
     """
     from transformers import AutoTokenizer
 
-    directory = Path(str(name_or_path)).expanduser()
-    if not (directory / "tokenizer_config.json").is_file():  # else a tokenizer, perhaps without a model beside it
+    folder = Path(str(name_or_path)).expanduser()
+    directory: Path | None = folder
+    if not (folder / "tokenizer_config.json").is_file():  # else a tokenizer, perhaps without a model beside it
         directory = local_directory(str(name_or_path))
     source, pinned = (str(directory), None) if directory is not None else repo_of(str(name_or_path))
     if pinned is not None:

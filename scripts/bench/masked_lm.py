@@ -8,6 +8,7 @@ and threads, in fp32. This project's side is a plain loop over `mc.training.accu
 --data: a text file; without it sentences are made up.
 """
 
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -60,7 +61,9 @@ def batches():
     window = batch * 50
     groups = []
     for start in range(0, len(rows), window):
-        part = sorted(rows[start : start + window], key=lambda r: lengths[r])
+        part = rows[start : start + window]
+        if sys.argv[4] == "grouped":
+            part.sort(key=lambda r: lengths[r])
         groups += [part[i : i + batch] for i in range(0, len(part), batch)]
     rng.shuffle(groups)
     return groups
@@ -117,7 +120,9 @@ def main() -> None:
         prepare(folder, args.data)
         common = [str(folder), str(args.steps), str(args.batch_size)]
         contenders = {
-            "modelcenter": lambda turn: child(["-c", OURS, *common], args.threads),
+            "modelcenter": lambda turn: child(["-c", OURS, *common, "grouped"], args.threads),
+            # The batches of Trainer's default: its losses are the ones to compare.
+            "modelcenter_random_batches": lambda turn: child(["-c", OURS, *common, "random"], args.threads),
             "trainer": lambda turn: child(["-c", TRAINER, *common, "default"], args.threads),
             "trainer_group_by_length": lambda turn: child(["-c", TRAINER, *common, "group_by_length"], args.threads),
         }
@@ -127,7 +132,10 @@ def main() -> None:
         "tokens_per_second": {name: round(value, 1) for name, value in speeds.items()},
         "ratio_to_trainer": round(speeds["modelcenter"] / speeds["trainer"], 3),
         "ratio_to_trainer_group_by_length": round(speeds["modelcenter"] / speeds["trainer_group_by_length"], 3),
-        "last_loss": {name: round(found[-1]["losses"][-1], 3) for name, found in results.items()},
+        "mean_loss_of_last_quarter": {
+            name: round(statistics.mean(x for r in found for x in r["losses"][-max(1, args.steps // 4) :]), 3)
+            for name, found in results.items()
+        },
     }
     finish(args, "masked_lm", numbers, {**vars(args), "data": Path(args.data).name if args.data else "synthetic"})
 

@@ -47,7 +47,7 @@ def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup
             files = _hash_files(path, group)
             if runtime.rank() == 0:
                 (path / MANIFEST).write_text(json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1))
-                _sync(path)
+                sync_to_disk(path)
                 _replace(path, target)
     finally:
         if runtime.rank() == 0:
@@ -108,7 +108,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Ask the system to put all files and directories under ``path`` on the disk."""
     for entry in [*path.rglob("*"), path]:
         _fsync(entry)

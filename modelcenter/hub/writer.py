@@ -16,6 +16,7 @@ from types import TracebackType
 
 import torch
 
+from engine.checkpoint.files import sync_to_disk
 from modelcenter.hub.readers import DTYPE_NAMES, MANIFEST_FILE
 
 Entry = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape of a tensor to write
@@ -178,22 +179,12 @@ def new_directory(target: Path) -> Iterator[Path]:
         raise ValueError(f"cannot save to {target}: {error.strerror or error} ({error.filename})") from error
     try:
         yield scratch
-        _sync(scratch)
+        sync_to_disk(scratch)
         _swap(scratch, target)
     except OSError as error:
         raise ValueError(f"saving to {target} failed: {error.strerror or error}; nothing was changed there") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _sync(directory: Path) -> None:
-    """Have the disk hold every file before its directory gets its name."""
-    for path in [*directory.rglob("*"), directory]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _swap(scratch: Path, target: Path) -> None:

@@ -5,13 +5,6 @@ import pytest
 import torch
 
 import engine
-from engine.testing import Pool
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Pool(2, timeout=30) as pool:
-        yield pool
 
 
 def ragged(with_empty):

@@ -13,12 +13,6 @@ import engine as bmt
 from engine.testing import Pool, run
 
 
-@pytest.fixture(scope="module")
-def two():
-    with Pool(2, timeout=60) as pool:
-        yield pool
-
-
 def built(**block):
     model = toys.GPT(**block)
     bmt.init_parameters(model)

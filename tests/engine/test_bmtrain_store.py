@@ -10,13 +10,6 @@ from torch import nn
 
 import engine as bmt
 import engine.bmtrain.store as store
-from engine.testing import Pool
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Pool(2, timeout=60) as pool:
-        yield pool
 
 
 class Tied(nn.Module):

@@ -12,19 +12,6 @@ import torch
 import engine
 from engine.checkpoint import atomic_directory, check_manifest, load_model, save_model, stored_tensors
 from engine.parallel.shard import reshard
-from engine.testing import Pool
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Pool(2, timeout=60) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Pool(4, timeout=60) as pool:
-        yield pool
 
 
 def prepared(level, copies, kwargs, seed=None):

@@ -10,23 +10,10 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import engine
 from engine.parallel import context, functional
-from engine.testing import Pool
 from modelcenter.layers.attention import _attention, packed_attention
 from modelcenter.layers.packing import Packed
 
 # Two ranks divide four heads, which they exchange for tokens; with three heads they gather keys and values.
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Pool(2, timeout=30) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Pool(4, timeout=30) as pool:
-        yield pool
 
 
 def check(pool, task, plan, sizes, heads, policy=None):

@@ -13,13 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import engine
 from engine.description import size
-from engine.testing import Pool, fake_ranks
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Pool(4, timeout=60) as pool:
-        yield pool
+from engine.testing import fake_ranks
 
 
 class Bytes(TorchDispatchMode):

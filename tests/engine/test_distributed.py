@@ -4,13 +4,6 @@ import pytest
 import torch
 
 import engine as bmt
-from engine.testing import Pool
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Pool(2, timeout=60) as pool:
-        yield pool
 
 
 def data(rank):

@@ -7,19 +7,6 @@ from torch import nn
 
 import engine
 from engine.init import init_parameters_
-from engine.testing import Pool
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Pool(4, timeout=60) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Pool(2, timeout=60) as pool:
-        yield pool
 
 
 def initialised(level, dp_replicate, on_meta, tied):

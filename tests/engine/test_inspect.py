@@ -12,12 +12,6 @@ import engine as bmt
 from engine.testing import Pool
 
 
-@pytest.fixture(scope="module")
-def two():
-    with Pool(2, timeout=60) as pool:
-        yield pool
-
-
 def close(found, expected):
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-9, nan_ok=True)
 

@@ -11,13 +11,6 @@ from torch import nn
 import engine
 from engine.optim import AdamOptimizer, OptimManager, clip_grad_norm_
 from engine.optim.clip import grad_norm
-from engine.testing import Pool
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Pool(2, timeout=30) as pool:
-        yield pool
 
 
 def with_gradients(model, seed=0):

@@ -5,15 +5,8 @@ import pytest
 import torch
 
 import engine
-from engine.testing import Pool
 
 PLAN = [[[0], [1]], [[2, 3], [4]], [[5], []], [[6], [7]], [[8], [9]]]
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Pool(2, timeout=60) as pool:
-        yield pool
 
 
 def trained(precision, level, plan):

@@ -7,13 +7,6 @@ import torch
 import engine
 import engine.torch_compat
 from engine.optim.rounding import _places, rounding_key, stochastic_round_
-from engine.testing import Pool
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Pool(4, timeout=60) as pool:
-        yield pool
 
 
 def rounded(values, key=5, step=1):

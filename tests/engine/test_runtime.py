@@ -13,15 +13,8 @@ import torch
 import torch.distributed as dist
 
 import engine
-from engine.testing import Pool
 
 ROOT = str(Path(__file__).parents[2])
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Pool(2, timeout=30) as pool:
-        yield pool
 
 
 def free_port():

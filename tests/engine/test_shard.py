@@ -7,23 +7,10 @@ from torch import nn
 
 import engine
 from engine.parallel.shard import find_units
-from engine.testing import Pool
 
 # steps -> ranks -> indices of microbatches: one each; ragged; and one rank with none at all
 TWO = [[[0], [1]], [[2, 3, 4, 5], [6, 7, 8]], [[9], []]]
 FOUR = [[[0], [1], [2], [3]], [[4, 5], [6], [7, 8], [9]], [[], [1], [], [2]]]
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Pool(2, timeout=60) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Pool(4, timeout=60) as pool:
-        yield pool
 
 
 def trained(level, plan, dp_replicate=1, units="found", kwargs=None):

@@ -28,12 +28,6 @@ def two():
         yield pool
 
 
-@pytest.fixture(scope="module")
-def four():
-    with Pool(4, timeout=30) as pool:
-        yield pool
-
-
 def check(pool, task, plan, sizes, fields=None, policy=None):
     expected = bert.train(bert.build(task, **fields or {}), plan)
     for found in pool.run(bert.trained, task, plan, sizes, fields or {}, policy):

@@ -14,20 +14,6 @@ import torch
 import engine
 from engine.checkpoint import check_manifest
 from engine.checkpoint import training as module
-from engine.testing import Pool
-
-
-@pytest.fixture(scope="module")
-def two():
-    with Pool(2, timeout=60) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four():
-    with Pool(4, timeout=60) as pool:
-        yield pool
-
 
 LAYOUTS = {"one": (1, 3, 1), "two": (2, 2, 1), "two-0": (2, 0, 1), "four": (4, 3, 1), "2x2": (4, 3, 2)}
 

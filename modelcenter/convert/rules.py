@@ -26,6 +26,10 @@ def _number(size: Size, config: Config) -> int:
     return size if isinstance(size, int) else int(size(config))
 
 
+def _as_tuple(templates: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (templates,) if isinstance(templates, str) else templates
+
+
 @cache
 def template_regex(template: str) -> re.Pattern[str]:
     """A pattern that matches exactly the names a template stands for, with its variables as groups."""
@@ -87,10 +91,10 @@ class Rule:
     optional: bool = False
 
     def hub_templates(self) -> tuple[str, ...]:
-        raise AssertionError(f"{type(self).__name__} names no hub tensor")
+        return _as_tuple(getattr(self, "hub", ()))
 
     def native_templates(self) -> tuple[str, ...]:
-        raise AssertionError(f"{type(self).__name__} names no parameter")
+        return _as_tuple(getattr(self, "native", ()))
 
     def build(
         self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
@@ -104,12 +108,6 @@ class Rename(Rule):
 
     hub: str
     native: str
-
-    def hub_templates(self) -> tuple[str, ...]:
-        return (self.hub,)
-
-    def native_templates(self) -> tuple[str, ...]:
-        return (self.native,)
 
     def _dims(self, rank: int) -> list[int]:
         return list(range(rank))
@@ -148,12 +146,6 @@ class Split(Rule):
     dim: int = 0
     groups: Size = 1
     transpose: bool = False
-
-    def hub_templates(self) -> tuple[str, ...]:
-        return (self.hub,)
-
-    def native_templates(self) -> tuple[str, ...]:
-        return self.native
 
     def build(
         self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
@@ -203,12 +195,6 @@ class Concat(Rule):
     sizes: tuple[Size | None, ...]
     dim: int = 0
 
-    def hub_templates(self) -> tuple[str, ...]:
-        return self.hub
-
-    def native_templates(self) -> tuple[str, ...]:
-        return (self.native,)
-
     def build(
         self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
     ) -> Built:
@@ -244,12 +230,6 @@ class Stack(Rule):
     dim: int = 0
     transpose: bool = False
 
-    def hub_templates(self) -> tuple[str, ...]:
-        return (self.hub,)
-
-    def native_templates(self) -> tuple[str, ...]:
-        return (self.native,)
-
     def build(
         self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
     ) -> Built:
@@ -279,12 +259,6 @@ class Pad(Rule):
     size: Size
     dim: int = 0
 
-    def hub_templates(self) -> tuple[str, ...]:
-        return (self.hub,)
-
-    def native_templates(self) -> tuple[str, ...]:
-        return (self.native,)
-
     def build(
         self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
     ) -> Built:
@@ -310,12 +284,6 @@ class Tied(Rule):
     to: str
     compare: bool = True
     write: bool = False
-
-    def hub_templates(self) -> tuple[str, ...]:
-        return (self.hub,)
-
-    def native_templates(self) -> tuple[str, ...]:
-        return ()
 
 
 @dataclass(frozen=True)

@@ -146,9 +146,6 @@ class Pool:
         importlib.import_module("engine.parallel.shard")
         self._modules = frozenset(sys.modules)
         self._scratch = tempfile.TemporaryDirectory(prefix="engine-ranks-")
-        # The store listens on a port that the system chose and is handed to the ranks: no two runs can collide.
-        limit = datetime.timedelta(seconds=self.timeout)
-        self._store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=limit, wait_for_workers=False)
         context = multiprocessing.get_context("fork")
         sys.stdout.flush()
         sys.stderr.flush()
@@ -159,7 +156,6 @@ class Pool:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(self.ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self._store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client of the store made above
             }
             stacks = str(Path(self._scratch.name) / f"stack-{rank}")
@@ -170,6 +166,13 @@ class Pool:
             theirs.close()
             self._pipes.append(ours)
             self._workers.append(worker)
+        # The store listens on a port that the system chose and is handed to the ranks: no two runs can collide. It
+        # comes after the forks: a rank forked while the store's thread answers another one may inherit a lock of the
+        # C library that nobody in it will ever release.
+        limit = datetime.timedelta(seconds=self.timeout)
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=limit, wait_for_workers=False)
+        for pipe in self._pipes:
+            pipe.send_bytes(str(self._store.port).encode())
 
     def _collect(self, what: str, timeout: float) -> list[Any]:
         deadline = time.monotonic() + timeout
@@ -236,6 +239,7 @@ def _worker(
         threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
         torch.set_num_threads(1)
         try:
+            os.environ["MASTER_PORT"] = pipe.recv_bytes().decode()
             _join(timeout)
             if call is not None:
                 pipe.send_bytes(_answer(*call))

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelcenter._version import __version__
+from modelcenter.registry import ARCHITECTURES
 
 _PUBLIC = {
     "modelcenter.auto": (
         "from_pretrained",
         "from_config",
         "register",
-        "Bert",
         "AutoModel",
         "AutoModelForPreTraining",
         "AutoModelForMaskedLM",
+        "AutoModelForCausalLM",
         "AutoModelForSequenceClassification",
         "AutoModelForTokenClassification",
         "AutoModelForQuestionAnswering",
@@ -30,12 +31,16 @@ _PUBLIC = {
     "modelcenter.config": ("ModelConfig",),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+# The architectures' classes: Bert, GPT2, ...
+_HOME |= {name: module for module, name in (str(spec.model).split(":") for spec in ARCHITECTURES.values())}
 _SUBMODULES = ("training", "data", "hub", "convert", "layers", "models", "compare", "testing")
 
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from modelcenter.auto import *  # noqa: F403
+    from modelcenter.models.bert import Bert as Bert
+    from modelcenter.models.gpt2 import GPT2 as GPT2
     from modelcenter.registry import ModelInfo as ModelInfo
     from modelcenter.registry import list_models as list_models
 

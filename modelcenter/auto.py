@@ -3,11 +3,11 @@
 from typing import Any, ClassVar
 
 from modelcenter.models.base import Model
-from modelcenter.models.bert import Bert
 from modelcenter.registry import register
 
 __all__ = [
     "AutoModel",
+    "AutoModelForCausalLM",
     "AutoModelForMaskedLM",
     "AutoModelForMultipleChoice",
     "AutoModelForPreTraining",
@@ -15,7 +15,6 @@ __all__ = [
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
     "AutoTokenizer",
-    "Bert",
     "from_config",
     "from_pretrained",
     "register",
@@ -77,6 +76,10 @@ class AutoModel:
 
 class AutoModelForPreTraining(AutoModel):
     task = "pretraining"
+
+
+class AutoModelForCausalLM(AutoModel):
+    task = "causal-lm"
 
 
 class AutoModelForMaskedLM(AutoModel):

@@ -21,12 +21,15 @@ from modelcenter.convert.rules import Layout, compile_layout
 from modelcenter.convert.stream import export_tensor
 
 IGNORE = -100
-TOKEN_TASKS = ("masked-lm", "token-classification", "pretraining")
+TOKEN_TASKS = ("masked-lm", "causal-lm", "token-classification", "pretraining")
 
 
 @dataclass
 class Row:
-    """One sequence: ids, token types, and its labels (for multiple choice, a label stands with each first choice)."""
+    """One sequence: ids, token types (of models that have them), and its labels.
+
+    For multiple choice a label stands with each first choice.
+    """
 
     input_ids: list[int]
     token_type_ids: list[int]
@@ -38,7 +41,7 @@ def make_rows(
     *,
     vocab_size: int,
     num_labels: int,
-    type_vocab_size: int = 1,
+    type_vocab_size: int = 0,
     lengths: Sequence[int] = (7, 3, 11, 5, 2, 8),
     choices: int = 3,
     seed: int = 0,
@@ -66,6 +69,9 @@ def make_rows(
             labels[i % n] = draw(classes, 1)[0]  # at least one is supervised
             if task == "pretraining":
                 labels = (labels, draw(2, 1)[0])
+        elif task == "causal-lm":
+            labels = [y if c else IGNORE for y, c in zip(sequence, draw(3, n), strict=True)]
+            labels[-1] = sequence[-1]
         elif task == "sequence-classification":
             labels = draw(num_labels, 1)[0]
         elif task == "question-answering":
@@ -73,7 +79,8 @@ def make_rows(
             labels = (start, start + draw(n - start, 1)[0])
         elif task == "multiple-choice":
             labels = draw(choices, 1)[0] if i % choices == 0 else None
-        rows.append(Row(sequence, draw(type_vocab_size, n), labels))
+        types = draw(type_vocab_size, n) if type_vocab_size else []
+        rows.append(Row(sequence, types, labels))
     return rows
 
 
@@ -99,9 +106,10 @@ def pad_rows(task: str, rows: Sequence[Row], side: str = "right", choices: int =
 
     batch = {
         "input_ids": torch.tensor([pad(row.input_ids, 0) for row in rows]),
-        "token_type_ids": torch.tensor([pad(row.token_type_ids, 0) for row in rows]),
         "attention_mask": torch.tensor([pad([1] * len(row.input_ids), 0) for row in rows]),
     }
+    if rows[0].token_type_ids:
+        batch["token_type_ids"] = torch.tensor([pad(row.token_type_ids, 0) for row in rows])
     columns = None
     if task in TOKEN_TASKS:
         columns = [pad(row.labels[0] if task == "pretraining" else row.labels, IGNORE) for row in rows]
@@ -111,7 +119,7 @@ def pad_rows(task: str, rows: Sequence[Row], side: str = "right", choices: int =
             shift = [longest - len(row.input_ids) if side == "left" else 0 for row in rows]
             batch[name] = torch.tensor([row.labels[i] + s for row, s in zip(rows, shift, strict=True)])
     if task == "multiple-choice":
-        for name in ("input_ids", "token_type_ids", "attention_mask"):
+        for name in {"input_ids", "token_type_ids", "attention_mask"} & batch.keys():
             batch[name] = batch[name].unflatten(0, (-1, choices))
     return batch
 
@@ -121,10 +129,11 @@ def pack_rows(task: str, rows: Sequence[Row]) -> dict[str, Any]:
     lengths = torch.tensor([len(row.input_ids) for row in rows])
     batch: dict[str, Any] = {
         "input_ids": torch.tensor([[t for row in rows for t in row.input_ids]]),
-        "token_type_ids": torch.tensor([[t for row in rows for t in row.token_type_ids]]),
         "cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
         "max_seqlen": int(lengths.max()),
     }
+    if rows[0].token_type_ids:
+        batch["token_type_ids"] = torch.tensor([[t for row in rows for t in row.token_type_ids]])
     columns = None
     if task in TOKEN_TASKS:
         columns = [[t for row in rows for t in (row.labels[0] if task == "pretraining" else row.labels)]]
@@ -278,7 +287,7 @@ def compare_checkpoints(
         ours.task,
         vocab_size=config.vocab_size,
         num_labels=config.num_labels,
-        type_vocab_size=getattr(config, "type_vocab_size", 1),
+        type_vocab_size=getattr(config, "type_vocab_size", 0),
         ids=ids,
     )
     with TemporaryDirectory() as folder:

@@ -68,10 +68,18 @@ class ModelInfo:
     confirmed: bool
 
 
+def _ours(model_type: str, model: str) -> ArchSpec:
+    """An architecture of this package: models/<model_type>.py and convert/<model_type>.py."""
+    home = f"modelcenter.models.{model_type}:{model}"
+    return ArchSpec(model_type, home, f"{home}Config", f"modelcenter.convert.{model_type}:ARCH")
+
+
 ARCHITECTURES: dict[str, ArchSpec] = {
-    "bert": ArchSpec(
-        "bert", "modelcenter.models.bert:Bert", "modelcenter.models.bert:BertConfig", "modelcenter.convert.bert:ARCH"
-    ),
+    spec.model_type: spec
+    for spec in (
+        _ours("bert", "Bert"),
+        _ours("gpt2", "GPT2"),
+    )
 }
 
 

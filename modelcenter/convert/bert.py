@@ -8,16 +8,7 @@ hold the buffer `position_ids`. The decoder of the masked-LM head is the word em
 """
 
 from modelcenter.convert.config_map import ConfigMap
-from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied
-
-
-def _tied(config: object) -> bool:
-    return bool(getattr(config, "tie_embeddings"))  # noqa: B009 - the config of any architecture with this head
-
-
-def _untied(config: object) -> bool:
-    return not _tied(config)
-
+from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, tied, untied
 
 BODY: tuple[Rule, ...] = (
     Rename("embeddings.word_embeddings.weight", "embed.weight"),
@@ -38,12 +29,12 @@ LM = Part(
     (
         Rename("cls.predictions.transform.dense.*", "dense.*"),
         Rename("cls.predictions.transform.LayerNorm.*", "norm.*"),
-        Rename("cls.predictions.bias", "bias", when=_tied),
-        Tied("cls.predictions.decoder.weight", to="embeddings.word_embeddings.weight", when=_tied),
-        Tied("cls.predictions.decoder.bias", to="cls.predictions.bias", when=_tied),
-        Rename("cls.predictions.decoder.weight", "weight", when=_untied),
-        Rename("cls.predictions.decoder.bias", "bias", when=_untied),
-        Tied("cls.predictions.bias", to="cls.predictions.decoder.bias", compare=False, write=True, when=_untied),
+        Rename("cls.predictions.bias", "bias", when=tied),
+        Tied("cls.predictions.decoder.weight", to="embeddings.word_embeddings.weight", when=tied),
+        Tied("cls.predictions.decoder.bias", to="cls.predictions.bias", when=tied),
+        Rename("cls.predictions.decoder.weight", "weight", when=untied),
+        Rename("cls.predictions.decoder.bias", "bias", when=untied),
+        Tied("cls.predictions.bias", to="cls.predictions.decoder.bias", compare=False, write=True, when=untied),
     )
 )
 

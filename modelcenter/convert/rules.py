@@ -19,6 +19,18 @@ from modelcenter.convert.config_map import ConfigMap
 from modelcenter.convert.pieces import HUB, NATIVE, Axis, Box, Piece, Shape
 
 Config = Any
+
+
+def tied(config: "Config") -> bool:
+    """A rule's condition: the vocabulary's matrix is the word embedding."""
+    return bool(config.tie_embeddings)
+
+
+def untied(config: "Config") -> bool:
+    """A rule's condition: the vocabulary has a matrix of its own."""
+    return not config.tie_embeddings
+
+
 Size = int | Callable[[Config], int]
 
 

@@ -1,172 +1,109 @@
-"""Attention over packed tokens: no T x T mask, no padding beyond what a bucket of similar lengths needs.
+"""Multi-head attention layers over packed tokens."""
 
-On a CPU sequences of similar length are attended as one rectangle (`Packed.buckets`) by one autograd function: it keeps
-the softmax and a byte mask, and writes gradients without zero-filling. On CUDA without dropout it is torch's
-variable-length flash attention; otherwise scaled_dot_product_attention per bucket.
-"""
-
-import math
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.ops import eager, keep_mask
 from modelcenter.layers.linear import Linear
-from modelcenter.layers.packing import Bucket, Packed
-
-
-def _gather(x: Tensor, bucket: Bucket, heads: int) -> Tensor:
-    """(T, heads * head_dim) -> (n, heads, length, head_dim)."""
-    rows = x[bucket.start : bucket.stop] if bucket.index is None else x.index_select(0, bucket.index)
-    return rows.view(bucket.n, bucket.length, heads, -1).transpose(1, 2)
-
-
-def _matrices(x: Tensor, bucket: Bucket, heads: int) -> Tensor:
-    """(T, heads * head_dim) -> (n * heads, length, head_dim), contiguous, for batched products."""
-    return _gather(x, bucket, heads).reshape(bucket.n * heads, bucket.length, -1)
-
-
-def _scatter(out: Tensor, x: Tensor, bucket: Bucket) -> None:
-    """Write (n * heads, length, head_dim) back to the bucket's rows of `out` (T, heads * head_dim)."""
-    rows = x.view(bucket.n, -1, bucket.length, x.shape[2]).transpose(1, 2)
-    if bucket.index is None:
-        out[bucket.start : bucket.stop].view(rows.shape).copy_(rows)
-        return
-    rows = rows.reshape(-1, out.shape[1])
-    if bucket.tokens is None:
-        out.index_copy_(0, bucket.index, rows)
-    else:
-        out.index_copy_(0, bucket.real, rows.index_select(0, bucket.tokens))
-
-
-class _BucketedAttention(torch.autograd.Function):
-    """dropout(softmax(q k^T / sqrt(head_dim))) v per bucket, on the CPU. q, k, v, out: (T, heads * head_dim)."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed, heads: int, p: float) -> Tensor:
-        ctx.packed, ctx.heads, ctx.keep_scale = packed, heads, 1.0
-        ctx.scale = 1.0 / math.sqrt(q.shape[1] // heads)
-        out = torch.empty_like(q)
-        saved: list[Tensor | None] = []
-        for bucket in packed.buckets():
-            qb, kb, vb = (_matrices(x, bucket, heads) for x in (q, k, v))
-            scores = torch.bmm(qb, kb.transpose(1, 2)).mul_(ctx.scale)
-            if bucket.keep is not None:
-                by_row = scores.view(bucket.n, heads, bucket.length, bucket.length)
-                by_row.masked_fill_(~bucket.keep[:, None, None, :], -math.inf)
-            probs, mask = torch.softmax(scores, -1), None
-            if p:
-                mask, ctx.keep_scale = keep_mask(probs.shape, p)
-                mixed = torch.bmm(probs * mask, vb).mul_(ctx.keep_scale)
-            else:
-                mixed = torch.bmm(probs, vb)
-            _scatter(out, mixed, bucket)
-            saved += [qb, kb, vb, probs, mask]
-        ctx.save_for_backward(*saved)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dq, dk, dv = (torch.empty_like(grad) for _ in range(3))
-        saved = ctx.saved_tensors
-        for i, bucket in enumerate(ctx.packed.buckets()):
-            qb, kb, vb, probs, mask = saved[5 * i : 5 * i + 5]
-            go = _matrices(grad, bucket, ctx.heads)
-            if bucket.keep is not None:  # a row of padding repeats a token, and must not send its gradient again
-                by_row = go.view(bucket.n, ctx.heads, bucket.length, -1)
-                go = (by_row * bucket.keep[:, None, :, None]).view(go.shape)
-            dprobs, dropped = torch.bmm(go, vb.transpose(1, 2)), probs
-            if mask is not None:
-                dprobs.mul_(mask)
-                dropped = probs * mask
-            _scatter(dv, torch.bmm(dropped.transpose(1, 2), go).mul_(ctx.keep_scale), bucket)
-            dscores = torch._softmax_backward_data(dprobs, probs, -1, probs.dtype).mul_(ctx.scale * ctx.keep_scale)
-            _scatter(dq, torch.bmm(dscores, kb), bucket)
-            _scatter(dk, torch.bmm(dscores.transpose(1, 2), qb), bucket)
-        return dq, dk, dv, None, None, None
-
-
-_cpu_attention = eager(_BucketedAttention.apply, "modelcenter.layers.attention._BucketedAttention")
-
-
-@eager
-def _bucketed_sdpa(q: Tensor, k: Tensor, v: Tensor, packed: Packed, heads: int, p: float) -> Tensor:
-    """The same arithmetic by torch's scaled_dot_product_attention, any device; also the reference of the CPU path."""
-    mixed, places = [], []
-    for bucket in packed.buckets():
-        mask = None if bucket.keep is None else bucket.keep[:, None, None, :]
-        qb, kb, vb = (_gather(x, bucket, heads) for x in (q, k, v))
-        rows = F.scaled_dot_product_attention(qb, kb, vb, attn_mask=mask, dropout_p=p).transpose(1, 2).flatten(0, 1)
-        rows = rows.flatten(1)
-        if bucket.tokens is not None:
-            rows = rows.index_select(0, bucket.tokens)
-        mixed.append(rows)
-        index = torch.arange(bucket.start, bucket.stop, device=q.device) if bucket.index is None else bucket.index
-        places.append(index if bucket.tokens is None else bucket.real)
-    if not mixed:
-        return torch.zeros_like(q) + 0 * (q + k + v)  # no token on this rank: keep the graph whole
-    return torch.empty_like(q).index_copy(0, torch.cat(places), torch.cat(mixed))
-
-
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, heads: int, p: float = 0.0) -> Tensor:
-    """Bidirectional attention inside each sequence.
-
-    Args:
-        q, k, v: (T, heads * head_dim). packed: where the sequences lie. p: dropout probability on the weights.
-
-    Returns:
-        (T, heads * head_dim)
-    """
-    if packed.split is not None and packed.split.size > 1:
-        return _shared_attention(q, k, v, packed, heads, p)
-    return _attention(q, k, v, packed, heads, p)
-
-
-def _shared_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, heads: int, p: float) -> Tensor:
-    """Attention of this rank's tokens where several ranks share the tokens (context parallelism)."""
-    split = packed.split
-    if heads % split.size == 0:
-        parts = split.to_heads(torch.stack((q, k, v), 1)).unbind(1)
-        return split.to_tokens(_attention(*(x.contiguous() for x in parts), packed, heads // split.size, p))
-    k, v = (x.contiguous() for x in split.gather(torch.stack((k, v), 1)).unbind(1))
-    mixed = []
-    for piece in packed.own_pieces():
-        own, all_of_them = slice(*piece.rows), slice(*piece.tokens)
-        if piece.packed is not None:
-            mixed.append(_attention(q[own], k[all_of_them], v[all_of_them], piece.packed, heads, p))
-        else:
-            one = (x.unflatten(1, (heads, -1)).transpose(0, 1)[None] for x in (q[own], k[all_of_them], v[all_of_them]))
-            mixed.append(F.scaled_dot_product_attention(*one, dropout_p=p)[0].transpose(0, 1).flatten(1))
-    return torch.cat(mixed)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, heads: int, p: float) -> Tensor:
-    if q.device.type == "cpu":
-        return _cpu_attention(q, k, v, packed, heads, p)
-    if p == 0.0 and q.dtype in (torch.bfloat16, torch.float16) and packed.num_tokens:
-        from torch.nn.attention.varlen import varlen_attn
-
-        parts = (x.unflatten(1, (heads, -1)) for x in (q, k, v))
-        ends, longest = packed.cu_seqlens, packed.max_seqlen
-        return varlen_attn(*parts, ends, ends, longest, longest).flatten(1)
-    return _bucketed_sdpa(q, k, v, packed, heads, p)
+from modelcenter.layers.packed_attention import Mask, packed_attention
+from modelcenter.layers.packing import Packed
+from modelcenter.layers.rotary import rotate
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention. x: (T, hidden_size) -> (T, hidden_size)."""
+    """Multi-head self-attention. x: (T, hidden_size) -> (T, hidden_size).
 
-    def __init__(self, hidden_size: int, num_heads: int, dropout: float):
+    Rotates queries and keys where the batch has rotary angles (`ctx.rotary`), adds the batch's relative position bias
+    (`ctx.bias`), and reads and writes `ctx.cache` in generation.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        dropout: float,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        causal: bool = False,
+        window: int | None = None,
+        scale: float | None = None,
+        interleaved: bool = False,
+    ):
+        """
+        Args:
+            num_kv_heads: heads of keys and values, each serving num_heads / num_kv_heads queries; None: num_heads.
+            head_dim: None: hidden_size / num_heads. bias: of q, k and v. out_bias: of the output, None: as `bias`.
+            causal: a token sees itself and what is before it; window: at most so many of these.
+            scale: of the scores, None: 1 / sqrt(head_dim). interleaved: rotary pairs are neighbours (GPT-J).
+        """
         super().__init__()
-        self.num_heads, self.head_dim, self.dropout = num_heads, hidden_size // num_heads, dropout
-        self.q = Linear(hidden_size, hidden_size)
-        self.k = Linear(hidden_size, hidden_size)
-        self.v = Linear(hidden_size, hidden_size)
-        self.out = Linear(hidden_size, hidden_size)
+        self.num_heads, self.head_dim, self.dropout = num_heads, head_dim or hidden_size // num_heads, dropout
+        self.causal, self.window, self.scale, self.interleaved = causal, window, scale, interleaved
+        inner, keys = num_heads * self.head_dim, (num_kv_heads or num_heads) * self.head_dim
+        self.q = Linear(hidden_size, inner, bias)
+        self.k = Linear(hidden_size, keys, bias)
+        self.v = Linear(hidden_size, keys, bias)
+        self.out = Linear(inner, hidden_size, bias if out_bias is None else out_bias)
+
+    def project(self, x: Tensor, ctx: Packed) -> tuple[Tensor, Tensor, Tensor]:
+        """q (T, heads * head_dim), k and v (T, kv_heads * head_dim); rotated."""
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if ctx.rotary is not None:
+            q, k = (rotate(y, ctx.rotary, self.head_dim, self.interleaved) for y in (q, k))
+        return q, k, v
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
+        q, k, v = self.project(x, ctx)
         p = self.dropout if self.training else 0.0
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        mask = Mask(self.causal, self.window, ctx.bias)
         # Under tensor parallelism q, k and v are some of the heads.
-        return self.out(packed_attention(q, k, v, ctx, q.shape[1] // self.head_dim, p))
+        heads, kv_heads = q.shape[1] // self.head_dim, k.shape[1] // self.head_dim
+        if ctx.bias is not None and heads != self.num_heads:
+            mask = mask.of_heads(getattr(self.q, "_first", 0) // self.head_dim, heads)
+        if ctx.cache is not None and ctx.cache.extend(self, k, v, kv_heads, ctx):
+            return self.out(ctx.cache.attend(self, q, heads, mask, self.scale))
+        return self.out(packed_attention(q, k, v, ctx, heads, p, kv_heads=kv_heads, mask=mask, scale=self.scale))
+
+
+class CrossAttention(nn.Module):
+    """Attention of a decoder's tokens to the encoder's, `ctx.memory`. x: (T, hidden_size) -> the same."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        dropout: float,
+        *,
+        head_dim: int | None = None,
+        bias: bool = True,
+        scale: float | None = None,
+    ):
+        super().__init__()
+        self.num_heads, self.head_dim, self.dropout = num_heads, head_dim or hidden_size // num_heads, dropout
+        self.scale = scale
+        inner = num_heads * self.head_dim
+        self.q = Linear(hidden_size, inner, bias)
+        self.k = Linear(hidden_size, inner, bias)
+        self.v = Linear(hidden_size, inner, bias)
+        self.out = Linear(inner, hidden_size, bias)
+
+    def forward(self, x: Tensor, ctx: Packed) -> Tensor:
+        assert ctx.memory is not None
+        states, memory = ctx.memory
+        q = self.q(x)
+        heads = q.shape[1] // self.head_dim
+        if ctx.cache is not None:
+            if not ctx.cache.has(self):
+                ctx.cache.remember(self, self.k(states), self.v(states), heads, memory)
+            return self.out(ctx.cache.attend(self, q, heads, Mask(), self.scale))
+        p = self.dropout if self.training else 0.0
+        k, v = self.k(states), self.v(states)
+        return self.out(packed_attention(q, k, v, ctx, heads, p, memory=memory, scale=self.scale))
+
+
+def attention_modules(model: nn.Module) -> list[Any]:
+    """Its self- and cross-attention layers, in order."""
+    return [module for module in model.modules() if isinstance(module, SelfAttention | CrossAttention)]

@@ -1,5 +1,7 @@
 """Transformer blocks: how attention, feed-forward, residual and norm are wired."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from engine.ops import dropout_add
@@ -20,3 +22,56 @@ class PostNormBlock(nn.Module):
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         x = self.attn_norm(dropout_add(self.attn(x, ctx), x, self.dropout, self.training))
         return self.mlp_norm(dropout_add(self.mlp(x), x, self.dropout, self.training))
+
+
+class PreNormBlock(nn.Module):
+    """x + attn(norm(x)), then x + mlp(norm(x)), as GPT-2 and most since. x: (T, hidden_size) -> the same.
+
+    `norm` makes the norms: `lambda: nn.LayerNorm(hidden_size, eps)`. With `cross`, a decoder's attention to the
+    encoder stands between the two.
+    """
+
+    def __init__(
+        self,
+        attn: nn.Module,
+        mlp: nn.Module,
+        norm: Callable[[], nn.Module],
+        dropout: float,
+        cross: nn.Module | None = None,
+    ):
+        super().__init__()
+        self.attn_norm = norm()
+        self.attn = attn
+        if cross is not None:
+            self.cross_norm = norm()
+            self.cross = cross
+        self.mlp_norm = norm()
+        self.mlp = mlp
+        self.dropout, self.crosses = dropout, cross is not None
+
+    def forward(self, x: Tensor, ctx: Packed) -> Tensor:
+        x = dropout_add(self.attn(self.attn_norm(x), ctx), x, self.dropout, self.training)
+        if self.crosses:
+            x = dropout_add(self.cross(self.cross_norm(x), ctx), x, self.dropout, self.training)
+        return dropout_add(self.mlp(self.mlp_norm(x)), x, self.dropout, self.training)
+
+
+class ParallelBlock(nn.Module):
+    """x + attn(norm(x)) + mlp(norm(x)): GPT-J's, with one norm, or with `mlp_norm` GPT-NeoX's, with two."""
+
+    def __init__(
+        self, attn: nn.Module, mlp: nn.Module, norm: Callable[[], nn.Module], dropout: float, mlp_norm: bool = False
+    ):
+        super().__init__()
+        self.attn_norm = norm()
+        self.attn = attn
+        if mlp_norm:
+            self.mlp_norm = norm()
+        self.mlp = mlp
+        self.dropout, self.two_norms = dropout, mlp_norm
+
+    def forward(self, x: Tensor, ctx: Packed) -> Tensor:
+        normed = self.attn_norm(x)
+        attended = dropout_add(self.attn(normed, ctx), x, self.dropout, self.training)
+        normed = self.mlp_norm(x) if self.two_norms else normed
+        return dropout_add(self.mlp(normed), attended, self.dropout, self.training)

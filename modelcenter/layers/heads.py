@@ -44,8 +44,8 @@ def check_labels(labels: Tensor, classes: int, name: str = "labels") -> None:
 class SequenceClassifier(Linear):
     """One vector per sequence -> (n, num_labels); regression, one label or several, as transformers' problem_type."""
 
-    def __init__(self, hidden_size: int, num_labels: int, dropout: float, problem_type: str | None):
-        super().__init__(hidden_size, num_labels)
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float, problem_type: str | None, bias: bool = True):
+        super().__init__(hidden_size, num_labels, bias)
         self.dropout, self.problem_type = dropout, problem_type
 
     def kind(self, labels: Tensor) -> str:
@@ -112,8 +112,8 @@ class MultipleChoice(Linear):
 class TokenClassifier(Linear):
     """Each token -> (batch, seq, num_labels)."""
 
-    def __init__(self, hidden_size: int, num_labels: int, dropout: float):
-        super().__init__(hidden_size, num_labels)
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float, bias: bool = True):
+        super().__init__(hidden_size, num_labels, bias)
         self.dropout = dropout
 
     def counts(self, batch: Batch) -> dict[str, int]:
@@ -174,12 +174,48 @@ class ExtractiveQA(Linear):
         return {"loss": loss / 2, **out}
 
 
-class MaskedLM(nn.Module):
-    """BERT's masked-language-model head: dense, activation, norm, then the vocabulary.
+class VocabularyHead(nn.Module):
+    """Hidden states -> the vocabulary, for labelled positions only in the loss, chunk by chunk.
 
-    It owns no output matrix while embeddings are tied: it is called with the table. The vocabulary is computed for
-    labelled positions only, chunk by chunk.
+    It owns no output matrix while embeddings are tied: it is called with the table.
     """
+
+    bias: Tensor | None
+    weight: Tensor | None
+
+    def transform(self, x: Tensor) -> Tensor:
+        """What comes before the output matrix."""
+        return x
+
+    def predict(
+        self,
+        x: Tensor,
+        ctx: Packed,
+        labels: Tensor | None,
+        count: Tensor | int,
+        table: Tensor,
+        want_logits: bool,
+        last: bool = False,
+    ) -> dict[str, Tensor]:
+        """Loss where there are labels (shaped as the input), logits where wanted; `last`: of last tokens only."""
+        weight = table if self.weight is None else self.weight
+        out = {}
+        if labels is not None:
+            labels = ctx.unpad(labels, IGNORE_INDEX)
+            check_labels(labels, weight.shape[0])
+            labelled = (labels != IGNORE_INDEX).nonzero().flatten()
+            hidden = self.transform(x.index_select(0, labelled))
+            targets = labels.index_select(0, labelled)
+            out["loss"] = ctx.total(linear_cross_entropy(hidden, weight, self.bias, targets, count))
+        if want_logits and last:
+            out["logits"] = vocabulary_logits(self.transform(ctx.last(x)), weight, self.bias)[:, None]
+        elif want_logits:
+            out["logits"] = ctx.repad(vocabulary_logits(self.transform(x), weight, self.bias))
+        return out
+
+
+class MaskedLM(VocabularyHead):
+    """BERT's masked-language-model head: dense, activation, norm, then the vocabulary."""
 
     def __init__(self, hidden_size: int, vocab_size: int, activation: str, norm_eps: float, tied: bool):
         super().__init__()
@@ -198,15 +234,46 @@ class MaskedLM(nn.Module):
     def forward(
         self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool
     ) -> dict[str, Tensor]:
-        weight = table if self.weight is None else self.weight
-        out, labels = {}, batch.get("labels")
-        if labels is not None:
-            labels = ctx.unpad(labels, IGNORE_INDEX)
-            check_labels(labels, weight.shape[0])
-            labelled = (labels != IGNORE_INDEX).nonzero().flatten()
-            hidden = self.transform(x.index_select(0, labelled))
-            targets = labels.index_select(0, labelled)
-            out["loss"] = ctx.total(linear_cross_entropy(hidden, weight, self.bias, targets, count))
-        if want_logits:
-            out["logits"] = ctx.repad(vocabulary_logits(self.transform(x), weight, self.bias))
-        return out
+        return self.predict(x, ctx, batch.get("labels"), count, table, want_logits)
+
+
+class CausalLM(VocabularyHead):
+    """The next token: labels are the input's tokens, and token t is to predict label t + 1 of its sequence."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, tied: bool, bias: bool = False, scale: float = 1.0):
+        """`scale` multiplies the hidden states before the output matrix."""
+        super().__init__()
+        self.scale = scale
+        self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=0.02))
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"loss": count_labels(next_labels(batch))}
+
+    def transform(self, x: Tensor) -> Tensor:
+        return x if self.scale == 1.0 else x * self.scale
+
+    def forward(
+        self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool
+    ) -> dict[str, Tensor]:
+        last = bool(batch.get("logits_to_keep"))
+        return self.predict(x, ctx, next_labels(batch), count, table, want_logits, last)
+
+
+def next_labels(batch: Batch) -> Tensor | None:
+    """labels moved one place to the left: at each token the label of the next one of its sequence, -100 at its last.
+
+    A token that the attention mask leaves out predicts nothing, as nothing that precedes the text can.
+    """
+    labels = batch.get("labels")
+    if labels is None:
+        return None
+    moved = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if labels.shape[1] else labels.clone()
+    if (ends := batch.get("cu_seqlens")) is not None:
+        # Sequences of no token end where another does; a batch without any has no end to mark.
+        lasts = (ends[1:].long() - 1).clamp(min=0)
+        if moved.shape[1]:
+            moved[0, lasts] = IGNORE_INDEX
+    elif (mask := batch.get("attention_mask")) is not None:
+        moved = moved.masked_fill(mask[:, -moved.shape[1] :] == 0, IGNORE_INDEX) if moved.shape[1] else moved
+    return moved

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.ops import dropout
 from modelcenter.layers.linear import Linear
 
 # Hugging Face's names. "gelu_new" and its synonyms are the tanh approximation.
@@ -22,13 +23,31 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))). x: (..., hidden_size) -> the same."""
+    """down(dropout(activation(up(x)))). x: (..., hidden_size) -> the same."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, activation: str):
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, activation: str, bias: bool = True, dropout: float = 0.0
+    ):
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
-        self.up = Linear(hidden_size, intermediate_size)
-        self.down = Linear(intermediate_size, hidden_size)
+        self.activation, self.dropout = ACTIVATIONS[activation], dropout
+        self.up = Linear(hidden_size, intermediate_size, bias)
+        self.down = Linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)))
+        return self.down(dropout(self.activation(self.up(x)), self.dropout, self.training))
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202). x: (..., hidden_size) -> the same."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, activation: str, bias: bool = False, dropout: float = 0.0
+    ):
+        super().__init__()
+        self.activation, self.dropout = ACTIVATIONS[activation], dropout
+        self.gate = Linear(hidden_size, intermediate_size, bias)
+        self.up = Linear(hidden_size, intermediate_size, bias)
+        self.down = Linear(intermediate_size, hidden_size, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(dropout(self.activation(self.gate(x)) * self.up(x), self.dropout, self.training))

@@ -38,11 +38,14 @@ class Piece:
 
     Attributes:
         rows: (start, stop) among this rank's tokens. tokens: (start, stop) of their sequences among all tokens.
+        sequences: (first, last + 1). first: place in its sequence of the first of a part.
         packed: of the whole sequences; None: a part of one sequence.
     """
 
     rows: tuple[int, int]
     tokens: tuple[int, int]
+    sequences: tuple[int, int]
+    first: int = 0
     packed: "Packed | None" = None
 
 
@@ -79,6 +82,27 @@ def plan_buckets(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
+def plan_pairs(queries: list[int], keys: list[int]) -> list[list[int]]:
+    """As `plan_buckets`, for rectangles of queries by keys: the sequences of a group are near in both lengths."""
+    rows = sorted((k, q, i) for i, (q, k) in enumerate(zip(queries, keys, strict=False)) if q)
+    step = -(-len(rows) // _MOST_LENGTHS) or 1
+    cuts = [*range(0, len(rows), step), len(rows)]
+    best: list[tuple[int, int]] = [(0, 0)]
+    for j in range(1, len(cuts)):
+        longest, costs = 0, []
+        for i in reversed(range(j)):
+            longest = max(longest, *(q for _, q, _ in rows[cuts[i] : cuts[i + 1]]))
+            area = longest * (rows[cuts[j] - 1][0] + 8)
+            costs.append((best[i][0] + (cuts[j] - cuts[i]) * area + _BUCKET_COST, i))
+        best.append(min(costs))
+    groups, j = [], len(cuts) - 1
+    while j > 0:
+        i = best[j][1]
+        groups.append(sorted(n for _, _, n in rows[cuts[i] : cuts[j]]))
+        j = i
+    return groups
+
+
 @dataclass
 class Packed:
     """Where each of n sequences lies among T tokens.
@@ -94,6 +118,9 @@ class Packed:
             (T, ...) of the model, and `positions`, are then this rank's part; everything else here speaks of all
             tokens, with a dummy sequence at their end.
         dummy: the number of tokens of that sequence, 0 without it.
+        rotary: (cos, sin) of each token, made once for all layers (layers.rotary). bias: relative position bias, as
+            layers.packed_attention.Mask has it. memory: (states, Packed) of the encoder, for cross-attention.
+        cache: keys and values of earlier tokens (layers.cache.KVCache).
     """
 
     cu_seqlens: Tensor
@@ -105,6 +132,10 @@ class Packed:
     lengths: list[int] | None = None
     split: Any = None
     dummy: int = 0
+    rotary: tuple[Tensor, Tensor] | None = None
+    bias: Tensor | None = None
+    memory: "tuple[Tensor, Packed] | None" = None
+    cache: Any = None
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -260,7 +291,10 @@ class Packed:
         Raises:
             ValueError: a sequence has no token.
         """
-        index = self.first_tokens()
+        return self._rows(x, self.first_tokens())
+
+    def _rows(self, x: Tensor, index: Tensor) -> Tensor:
+        """Rows of x (T, ...) by their number among all tokens, on every rank that shares the tokens."""
         if self.split is None:
             return x.index_select(0, index)
         index = index - self.split.rank * x.shape[0]
@@ -268,6 +302,11 @@ class Packed:
         rows = x.index_select(0, index.clamp(0, x.shape[0] - 1)).masked_fill(~own[:, None], 0.0)
         self.split.leave()
         return self.split.sum(rows)
+
+    def last(self, x: Tensor) -> Tensor:
+        """As `first`, of each sequence's last token."""
+        self.first_tokens()
+        return self._rows(x, self.cu_seqlens[1 : self.num_sequences + 1].long() - 1)
 
     def first_tokens(self) -> Tensor:
         """(n,) token number of each sequence's first token.
@@ -289,6 +328,7 @@ class Packed:
             high = low + self.num_tokens
             pieces: list[Piece] = []
             whole: list[int] = []
+            begins = 0  # number of the first of them
 
             def close(stop: int) -> None:
                 if whole:
@@ -297,19 +337,50 @@ class Packed:
                     inner = Packed.from_cu_seqlens(
                         cu, max(whole), stop - start, self.positions[start - low : stop - low]
                     )
-                    pieces.append(Piece((start - low, stop - low), (start, stop), replace(inner, lengths=[*whole])))
+                    rows, numbers = (start - low, stop - low), (begins, begins + len(whole))
+                    pieces.append(Piece(rows, (start, stop), numbers, 0, replace(inner, lengths=[*whole])))
                     whole.clear()
 
             ends = list(accumulate(self.host_lengths(), initial=0))
-            for start, stop in zip(ends, ends[1:], strict=False):
+            for number, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
                 if low <= start and stop <= high:
-                    whole.extend([stop - start] if stop > start else [])
+                    begins = begins if whole else number
+                    whole.append(stop - start)
                 elif start < high and stop > low:
                     close(start)
-                    pieces.append(Piece((max(start, low) - low, min(stop, high) - low), (start, stop)))
+                    first = max(start, low)
+                    rows = (first - low, min(stop, high) - low)
+                    pieces.append(Piece(rows, (start, stop), (number, number + 1), first - start))
             close(high)
             self._cache["pieces"] = pieces
         return self._cache["pieces"]
+
+    def some(self, first: int, last: int) -> Piece:
+        """The sequences `first` to `last - 1` without the dummy, as if they were the batch."""
+        lengths = self.host_lengths()[: self.num_sequences]
+        start = sum(lengths[:first])
+        lengths = lengths[first:last]
+        cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.cu_seqlens.device)
+        inner = Packed(cu, max(lengths, default=0), self.positions[:0], (1, sum(lengths)), None, True, lengths)
+        return Piece((0, 0), (start, start + sum(lengths)), (first, first + len(lengths)), 0, inner)
+
+    def pairs(self, memory: "Packed | None" = None) -> list[tuple[Bucket, Bucket]]:
+        """The rectangles of queries and keys in which attention runs; planned once per batch.
+
+        Raises:
+            ValueError: a sequence has tokens and its one in `memory` has none.
+        """
+        if memory is None:
+            return [(bucket, bucket) for bucket in self.buckets()]
+        key = f"pairs {id(memory)}"
+        if key not in self._cache:
+            n = min(self.num_sequences, memory.num_sequences)
+            lengths, others = self.host_lengths(), memory.host_lengths()
+            if any(a and not b for a, b in zip(lengths[:n], others[:n], strict=True)):
+                raise ValueError("a row of the batch has no token for the encoder; each needs at least one")
+            groups = plan_pairs(lengths[:n], others[:n])
+            self._cache[key] = [(self._bucket(rows), memory._bucket(rows)) for rows in groups]
+        return self._cache[key]
 
     def buckets(self) -> list[Bucket]:
         """The rectangles in which attention runs where there is no variable-length kernel; planned once per batch."""
@@ -318,25 +389,26 @@ class Packed:
         return self._cache["buckets"]
 
     def _make_buckets(self) -> list[Bucket]:
+        return [self._bucket(rows) for rows in plan_buckets(self.host_lengths())]
+
+    def _bucket(self, rows: list[int]) -> Bucket:
+        """The sequences of these numbers as one rectangle."""
         lengths = self.host_lengths()
-        starts = list(accumulate(lengths, initial=0))
+        if "starts" not in self._cache:
+            self._cache["starts"] = list(accumulate(lengths, initial=0))
+        starts = self._cache["starts"]
         device = self.cu_seqlens.device
-        buckets = []
-        for rows in plan_buckets(lengths):
-            sizes = [lengths[i] for i in rows]
-            n, length = len(rows), max(sizes)
-            same = min(sizes) == length
-            start = starts[rows[0]]
-            if same and starts[rows[-1]] - start == (n - 1) * length:
-                buckets.append(Bucket(n, length, start, start + n * length))
-                continue
-            first = torch.tensor([starts[i] for i in rows], device=device)[:, None]
-            column = torch.arange(length, device=device)
-            if same:
-                buckets.append(Bucket(n, length, -1, -1, (first + column).flatten()))
-                continue
-            keep = column < torch.tensor(sizes, device=device)[:, None]
-            index = torch.where(keep, first + column, first).flatten()
-            tokens = keep.flatten().nonzero().flatten()
-            buckets.append(Bucket(n, length, -1, -1, index, keep, tokens, index[tokens]))
-        return buckets
+        sizes = [lengths[i] for i in rows]
+        n, length = len(rows), max(sizes)
+        same = min(sizes) == length
+        start = starts[rows[0]]
+        if same and all(starts[row] - start == i * length for i, row in enumerate(rows)):
+            return Bucket(n, length, start, start + n * length)
+        first = torch.tensor([starts[i] for i in rows], device=device)[:, None]
+        column = torch.arange(length, device=device)
+        if same:
+            return Bucket(n, length, -1, -1, (first + column).flatten())
+        keep = column < torch.tensor(sizes, device=device)[:, None]
+        index = torch.where(keep, first + column, first).flatten()
+        tokens = keep.flatten().nonzero().flatten()
+        return Bucket(n, length, -1, -1, index, keep, tokens, index[tokens])

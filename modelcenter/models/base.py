@@ -3,7 +3,7 @@
     x, ctx = self.begin(batch)
     for unit in self.units:
         x = unit(x, ctx)
-    return self.end(x, ctx, batch)
+    return self.end(self.finish(x), ctx, batch)
 
 x is (T, hidden_size), the tokens of the whole batch without padding; ctx is a layers.packing.Packed. Sharding,
 recomputation, compilation and pipelining need nothing else of a model.
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from modelcenter.config import ModelConfig
+from modelcenter.layers.cache import past_of
 from modelcenter.layers.packing import Packed
 from modelcenter.models.outputs import ModelOutput
 
@@ -56,6 +57,10 @@ class Model(nn.Module):
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         raise AttributeError(f"{type(self).__name__} defines no `end`")
 
+    def finish(self, x: Tensor) -> Tensor:
+        """What follows the last unit and is part of the hidden states: a final norm."""
+        return x
+
     def run(self, batch: Batch) -> ModelOutput:
         """What every `forward` does with its named inputs."""
         x, ctx = self.begin(batch)
@@ -66,12 +71,73 @@ class Model(nn.Module):
             x = unit(x, ctx)
             if states is not None:
                 states.append(x if split is None else split.from_units(x, last=False))
-        x = x if split is None else split.from_units(x)
+        x = self.finish(x if split is None else split.from_units(x))
+        if states is not None:
+            states[-1] = x
         out = self.end(x, ctx, batch)
+        if ctx.cache is not None:
+            ctx.cache.end()
+            out["past_key_values"] = ctx.cache
         if states is not None:
             out["last_hidden_state"] = ctx.repad(x)
             out["hidden_states"] = tuple(ctx.repad(state) for state in states)
         return out
+
+    # -- what `begin` is made of --------------------------------------------------------------------------------------
+
+    def pack(self, batch: Batch, prefix: str = "") -> Packed:
+        """The shape of the tokens in `{prefix}input_ids` or `{prefix}inputs_embeds`, padded or packed.
+
+        In generation it continues what `past_key_values` holds: then every row has the same number of new tokens.
+
+        Raises:
+            ValueError: inputs that do not fit together, naming the field.
+        """
+        ids, embeds = batch.get(f"{prefix}input_ids"), batch.get(f"{prefix}inputs_embeds")
+        if (ids is None) == (embeds is None):
+            raise ValueError(f"{prefix}input_ids, {prefix}inputs_embeds: pass exactly one of them")
+        source = embeds if ids is None else ids
+        if source.dim() != (2 if ids is not None else 3):
+            name = f"{prefix}inputs_embeds" if ids is None else f"{prefix}input_ids"
+            raise ValueError(f"{name}: got shape {tuple(source.shape)}, expected (batch, seq) or packed (1, T)")
+        shape, position_ids = (source.shape[0], source.shape[1]), batch.get("position_ids")
+        cache = past_of(batch)
+        if cache is not None and self.token_split is not None:
+            raise ValueError("use_cache: not with context or sequence parallelism; load the model with cp_size=1")
+        if cache is not None and cache.lengths:
+            ctx = cache.next(*shape, source.device)
+            if position_ids is not None:
+                ctx.positions = position_ids.expand(shape).reshape(-1)
+        elif (ends := batch.get(f"{prefix}cu_seqlens")) is not None:
+            if shape[0] != 1:
+                raise ValueError(f"{prefix}cu_seqlens: packed input must be of shape (1, T), got {tuple(source.shape)}")
+            ctx = Packed.from_cu_seqlens(ends, batch.get(f"{prefix}max_seqlen"), shape[1], position_ids)
+        else:
+            ctx = Packed.from_mask(shape, batch.get(f"{prefix}attention_mask"), source.device, position_ids)
+        ctx = self.divide(ctx)
+        if cache is not None:
+            cache.begin(ctx)
+        return ctx
+
+    def embedded(self, batch: Batch, ctx: Packed, table: nn.Module, prefix: str = "") -> Tensor:
+        """(T, hidden_size): the caller's embeddings, or those of its tokens."""
+        ids = batch.get(f"{prefix}input_ids")
+        return ctx.unpad(batch[f"{prefix}inputs_embeds"]) if ids is None else table(ctx.unpad(ids))
+
+    def check_positions(self, batch: Batch, ctx: Packed, most: int) -> None:
+        """Raise ValueError for a sequence longer than the table of `most` positions."""
+        past = 0 if ctx.cache is None else len(ctx.cache)
+        longest = past + (ctx.max_seqlen if ctx.packed or past else ctx.shape[1])
+        if batch.get("position_ids") is None and longest > most:
+            raise ValueError(
+                f"input_ids: a sequence has {longest} tokens, the position table of this model has {most} "
+                "(max_positions); truncate to that"
+            )
+
+    def wants_logits(self, batch: Batch) -> bool:
+        """Whether a vocabulary-sized head is to return logits: not in training with labels, unless asked."""
+        wanted = batch.get("output_logits")
+        return not (self.training and batch.get("labels") is not None) if wanted is None else wanted
 
     # Set by engine.shard where several ranks share the tokens of a batch (engine.parallel.context).
     token_split: Any = None
@@ -85,15 +151,19 @@ class Model(nn.Module):
 
     def tp_plan(self) -> dict[str, str]:
         """{name of modules or parameters: how tensor parallelism splits them} (engine.parallel.tensor.STYLES)."""
-        return {
+        plan = {
             "embed": "vocab",
             "layers.*.attn.q": "colwise",
             "layers.*.attn.k": "colwise",
             "layers.*.attn.v": "colwise",
             "layers.*.attn.out": "rowwise",
+            "layers.*.mlp.gate": "colwise",
             "layers.*.mlp.up": "colwise",
             "layers.*.mlp.down": "rowwise",
         }
+        if not any(name.endswith(".mlp.gate") for name, _ in self.named_modules()):
+            del plan["layers.*.mlp.gate"]
+        return plan
 
     def shard_units(self) -> list[nn.Module]:
         """Modules that are gathered one at a time when parameters are sharded."""

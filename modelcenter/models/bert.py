@@ -154,31 +154,11 @@ class Bert(Model):
         return self.layers
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
-        ids, embeds = batch.get("input_ids"), batch.get("inputs_embeds")
-        if (ids is None) == (embeds is None):
-            raise ValueError("input_ids, inputs_embeds: pass exactly one of them")
-        source = embeds if ids is None else ids
-        dims = 2 if ids is not None else 3
-        if source.dim() != dims:
-            name = "inputs_embeds" if ids is None else "input_ids"
-            raise ValueError(f"{name}: got shape {tuple(source.shape)}, expected (batch, seq) or packed (1, T)")
-        shape, position_ids = (source.shape[0], source.shape[1]), batch.get("position_ids")
-        if batch.get("cu_seqlens") is not None:
-            if shape[0] != 1:
-                raise ValueError(f"cu_seqlens: packed input must be of shape (1, T), got {tuple(source.shape)}")
-            ctx = Packed.from_cu_seqlens(batch["cu_seqlens"], batch.get("max_seqlen"), shape[1], position_ids)
-        else:
-            ctx = Packed.from_mask(shape, batch.get("attention_mask"), source.device, position_ids)
-        ctx = self.divide(ctx)
-        longest = shape[1] if not ctx.packed else ctx.max_seqlen
-        if position_ids is None and longest > self.config.max_positions:
-            raise ValueError(
-                f"input_ids: a sequence has {longest} tokens, the position table of this model has "
-                f"{self.config.max_positions} (max_positions); truncate to that"
-            )
+        ctx = self.pack(batch)
+        self.check_positions(batch, ctx, self.config.max_positions)
         types = batch.get("token_type_ids")
         kinds = torch.zeros_like(ctx.positions) if types is None else ctx.unpad(types)
-        words = self.embed(ctx.unpad(ids)) if ids is not None else ctx.unpad(embeds)
+        words = self.embedded(batch, ctx, self.embed)
         x = self.embed_norm(words + self.position(ctx.positions) + self.token_type(kinds))
         return dropout(x, self.config.dropout, self.training), ctx
 
@@ -186,10 +166,7 @@ class Bert(Model):
         pooled = None if self.pooler is None else torch.tanh(self.pooler(ctx.first(x)))
         if self.task == "base":
             return ModelOutput(last_hidden_state=ctx.repad(x), pooler_output=pooled)
-        supervised = batch.get("labels") is not None
-        want_logits = batch.get("output_logits")
-        if want_logits is None:
-            want_logits = not (self.training and supervised)
+        want_logits = self.wants_logits(batch)
         counts = self.counts(batch)
         match self.task:
             case "masked-lm":

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import engine
 from engine.parallel import context, functional
-from modelcenter.layers.attention import _attention, packed_attention
+from modelcenter.layers.packed_attention import Mask, packed_attention
 from modelcenter.layers.packing import Packed
 
 # Two ranks divide four heads, which they exchange for tokens; with three heads they gather keys and values.
@@ -58,40 +58,60 @@ def test_four_ranks_share_the_tokens(four, heads):
 
 # -- attention alone --------------------------------------------------------------------------------------------------
 
+KINDS = ("plain", "causal", "window", "bias", "causal bias", "cross", "grouped")
 
-def problem(lengths, heads):
+
+def problem(lengths, heads, kind):
+    """Sequences, those they attend to, and q, k, v, bias, gradient of the output."""
     rng = torch.Generator().manual_seed(sum(lengths))
-    tokens, width = sum(lengths), heads * 4
-    cu = torch.tensor([0, *lengths]).cumsum(0).int()
-    return cu, [torch.randn(tokens, width, generator=rng) for _ in range(4)]
+    keys = [n and 1 + (3 * n) % 7 for n in lengths] if kind == "cross" else list(lengths)
+    of_keys = heads // 2 if kind == "grouped" else heads
+    shapes = [(sum(lengths), heads * 4), (sum(keys), of_keys * 4), (sum(keys), of_keys * 4), (sum(lengths), heads * 4)]
+    q, k, v, grad = (torch.randn(shape, generator=rng) for shape in shapes)
+    bias = torch.randn(heads, 2 * max(lengths) + 3, generator=rng) if "bias" in kind else None
+    return keys, of_keys, (q, k, v), bias, grad
 
 
-def attend(lengths, heads):
+def attended(lengths, heads, kind, split=None):
+    keys, of_keys, parts, bias, grad = problem(lengths, heads, kind)
+    packed, memory = (
+        Packed.from_cu_seqlens(torch.tensor([0, *n]).cumsum(0).int(), None, sum(n)) for n in (lengths, keys)
+    )
+    q, k, v = parts
+    if split is not None:
+        packed, memory = packed.divided(split), memory.divided(split)
+
+        def own(x, ctx):
+            return split.local(torch.cat([x, x.new_ones(ctx.dummy, x.shape[1])]))
+
+        q, k, v = own(q, packed), own(k, memory), own(v, memory)
+        grad = torch.cat([grad, grad.new_zeros(packed.dummy, grad.shape[1])]).chunk(split.size)[split.rank]
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    bias = None if bias is None else bias.requires_grad_()
+    mask = Mask("causal" in kind or kind in ("window", "grouped"), 3 if kind == "window" else None, bias)
+    among = memory if kind == "cross" else None
+    out = packed_attention(q, k, v, packed, heads, kv_heads=of_keys, mask=mask, memory=among)
+    out.backward(grad)
+    found = [packed.whole(out), packed.whole(q.grad), memory.whole(k.grad), memory.whole(v.grad)]
+    if bias is not None:
+        found.append(bias.grad if split is None else split.sum(bias.grad))
+    return [x.detach() for x in found]
+
+
+def attend(lengths, heads, kind):
     engine.init_distributed(cp_size=engine.world_size())
-    cu, (q, k, v, grad) = problem(lengths, heads)
-    split = context.TokenSplit(engine.runtime.mesh())
-    packed = Packed.from_cu_seqlens(cu, None, q.shape[0]).divided(split)
-
-    def own(x):
-        return split.local(torch.cat([x, x.new_ones(packed.dummy, x.shape[1])]))
-
-    q, k, v = (own(x).clone().requires_grad_() for x in (q, k, v))
-    out = packed_attention(q, k, v, packed, heads)
-    out.backward(torch.cat([grad, grad.new_zeros(packed.dummy, grad.shape[1])]).chunk(split.size)[split.rank])
-    return [packed.whole(x).detach() for x in (out, q.grad, k.grad, v.grad)]
+    return attended(lengths, heads, kind, context.TokenSplit(engine.runtime.mesh()))
 
 
-@pytest.mark.parametrize("heads", [4, 3], ids=["exchanged", "gathered"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", [8, 6], ids=["exchanged", "gathered"])
 @pytest.mark.parametrize(
     "lengths", [(13,), (1, 1, 1), (4, 4, 4, 4), (2, 0, 9, 0), (3, 5, 1, 1, 7, 2), (0, 21, 0)], ids=str
 )
-def test_attention_of_any_lengths(four, lengths, heads):
-    cu, (q, k, v, grad) = problem(lengths, heads)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = _attention(q, k, v, Packed.from_cu_seqlens(cu, None, q.shape[0]), heads, 0.0)
-    out.backward(grad)
-    for found in four.run(attend, lengths, heads):
-        for mine, theirs in zip(found, (out.detach(), q.grad, k.grad, v.grad), strict=True):
+def test_attention_of_any_lengths(four, lengths, heads, kind):
+    expected = attended(lengths, heads, kind)
+    for found in four.run(attend, lengths, heads, kind):
+        for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 

@@ -1,0 +1,330 @@
+"""Attention over packed tokens: no T x T mask, no padding beyond what a bucket of similar lengths needs.
+
+On a CPU sequences of similar length are attended as one rectangle (`Packed.buckets`) by one autograd function: it keeps
+the softmax and a byte mask, and writes gradients without zero-filling. On CUDA without dropout or bias it is torch's
+variable-length flash attention; otherwise scaled_dot_product_attention per bucket.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.ops import eager, keep_mask
+from modelcenter.layers.packing import Bucket, Packed
+
+Pairs = Sequence[tuple[Bucket, Bucket]]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a token sees of its sequence.
+
+    Attributes:
+        causal: itself and what is before it. window: no more than so many of these, itself among them.
+        bias: (heads, 2 * n - 1), added to the scores: column n - 1 + d is for a key d places after the query. n is at
+            least the length of the longest sequence.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    bias: Tensor | None = None
+
+    def hidden(self, queries: int, keys: int, first: int = 0, device: torch.device | None = None) -> Tensor | None:
+        """(queries, keys) bool, True where a query must not look; the queries start at place `first`. None: nowhere."""
+        if not self.causal:
+            return None
+        ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
+        hidden = ones.triu(first + 1)
+        if self.window is not None and first + queries > self.window:
+            hidden |= ones.tril(first - self.window)
+        return hidden
+
+    def additive(self, queries: int, keys: int, first: int = 0) -> Tensor | None:
+        """(heads, queries, keys), the bias of such a rectangle, differentiable."""
+        if self.bias is None:
+            return None
+        middle = self.bias.shape[1] // 2
+        row = torch.arange(first, first + queries, device=self.bias.device)[:, None]
+        column = torch.arange(keys, device=self.bias.device)
+        return self.bias[:, middle + column - row]
+
+    def of_heads(self, first: int, heads: int) -> "Mask":
+        """The same for some of the heads."""
+        return self if self.bias is None else replace(self, bias=self.bias.narrow(0, first, heads))
+
+
+def _gather(x: Tensor, bucket: Bucket, heads: int) -> Tensor:
+    """(T, heads * head_dim) -> (n, heads, length, head_dim)."""
+    rows = x[bucket.start : bucket.stop] if bucket.index is None else x.index_select(0, bucket.index)
+    return rows.view(bucket.n, bucket.length, heads, -1).transpose(1, 2)
+
+
+def _matrices(x: Tensor, bucket: Bucket, heads: int, groups: int) -> Tensor:
+    """(T, heads * head_dim) -> (n * groups, heads / groups * length, head_dim), contiguous, for batched products.
+
+    The query heads that share a key head are so many more rows of one matrix.
+    """
+    rows = _gather(x, bucket, heads)
+    return rows.reshape(bucket.n * groups, heads // groups * bucket.length, rows.shape[3])
+
+
+def _scatter(out: Tensor, x: Tensor, bucket: Bucket, heads: int) -> None:
+    """Write (n * groups, heads / groups * length, head_dim) to the bucket's rows of `out`."""
+    rows = x.view(bucket.n, heads, bucket.length, x.shape[2]).transpose(1, 2)
+    if bucket.index is None:
+        out[bucket.start : bucket.stop].view(rows.shape).copy_(rows)
+        return
+    rows = rows.reshape(-1, out.shape[1])
+    if bucket.tokens is None:
+        out.index_copy_(0, bucket.index, rows)
+    else:
+        out.index_copy_(0, bucket.real, rows.index_select(0, bucket.tokens))
+
+
+def _toeplitz(bias: Tensor, n: int) -> Tensor:
+    """(heads, 2 * m - 1) -> (heads, n, n), row i reversed: the bias of row n - 1 - i; a view."""
+    heads, width = bias.shape
+    return bias.as_strided((heads, n, n), (bias.stride(0), 1, 1), bias.storage_offset() + width // 2 + 1 - n)
+
+
+def _diagonal_sums(x: Tensor) -> Tensor:
+    """(heads, n, n) -> (heads, 2 * n - 1): the gradient of `_toeplitz` over its width for n."""
+    heads, n, _ = x.shape
+    skewed = F.pad(x.flip(1), (0, n)).view(heads, 2 * n * n)
+    return skewed[:, : n * (2 * n - 1)].view(heads, n, 2 * n - 1).sum(1)
+
+
+class _BucketedAttention(torch.autograd.Function):
+    """dropout(softmax(scale q k^T + bias)) v per bucket, on the CPU. q, out: (T, heads * head_dim)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        mask: Mask,
+        pairs: Pairs,
+        heads: tuple[int, int],
+        scale: float,
+        p: float,
+    ) -> Tensor:
+        ctx.mask, ctx.pairs, ctx.heads, ctx.scale, ctx.keep_scale = mask, pairs, heads, scale, 1.0
+        ctx.rows, ctx.bias = (q.shape, k.shape, v.shape), bias
+        of_queries, of_keys = heads
+        out = torch.zeros_like(q) if _partial(pairs, q.shape[0]) else torch.empty_like(q)
+        saved: list[Tensor | None] = []
+        for queries, keys in pairs:
+            qb = _matrices(q, queries, of_queries, of_keys)
+            kb, vb = (_matrices(x, keys, of_keys, of_keys) for x in (k, v))
+            scores = torch.bmm(qb, kb.transpose(1, 2)).mul_(scale)
+            by_row = scores.view(queries.n, of_queries, queries.length, keys.length)
+            if bias is not None:
+                by_row.add_(_toeplitz(bias, queries.length).flip(1))
+            hidden = mask.hidden(queries.length, keys.length)
+            if hidden is not None:  # no token sees the padding, which comes after all
+                by_row.masked_fill_(hidden, -math.inf)
+            elif keys.keep is not None:
+                by_row.masked_fill_(~keys.keep[:, None, None, :], -math.inf)
+            probs, keep = torch.softmax(scores, -1), None
+            if p:
+                keep, ctx.keep_scale = keep_mask(probs.shape, p)
+                mixed = torch.bmm(probs * keep, vb).mul_(ctx.keep_scale)
+            else:
+                mixed = torch.bmm(probs, vb)
+            _scatter(out, mixed, queries, of_queries)
+            saved += [qb, kb, vb, probs, keep]
+        ctx.save_for_backward(*saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_queries, of_keys = ctx.heads
+        dq, dk, dv = (
+            (grad.new_zeros if _partial(ctx.pairs, shape[0], side) else grad.new_empty)(shape)
+            for shape, side in zip(ctx.rows, (0, 1, 1), strict=True)
+        )
+        dbias = None if ctx.bias is None else torch.zeros_like(ctx.bias)
+        saved = ctx.saved_tensors
+        for i, (queries, keys) in enumerate(ctx.pairs):
+            qb, kb, vb, probs, keep = saved[5 * i : 5 * i + 5]
+            go = _matrices(grad, queries, of_queries, of_keys)
+            if queries.keep is not None:  # a row of padding repeats a token, and must not send its gradient again
+                by_row = go.view(queries.n, of_queries, queries.length, -1)
+                go = (by_row * queries.keep[:, None, :, None]).view(go.shape)
+            dprobs, dropped = torch.bmm(go, vb.transpose(1, 2)), probs
+            if keep is not None:
+                dprobs.mul_(keep)
+                dropped = probs * keep
+            _scatter(dv, torch.bmm(dropped.transpose(1, 2), go).mul_(ctx.keep_scale), keys, of_keys)
+            dscores = torch._softmax_backward_data(dprobs, probs, -1, probs.dtype)
+            if dbias is not None:
+                n, middle = queries.length, dbias.shape[1] // 2
+                by_head = dscores.view(queries.n, of_queries, n, n).sum(0)
+                dbias[:, middle - n + 1 : middle + n].add_(_diagonal_sums(by_head), alpha=ctx.keep_scale)
+            dscores.mul_(ctx.scale * ctx.keep_scale)
+            _scatter(dq, torch.bmm(dscores, kb), queries, of_queries)
+            _scatter(dk, torch.bmm(dscores.transpose(1, 2), qb), keys, of_keys)
+        return dq, dk, dv, dbias, None, None, None, None, None
+
+
+def _partial(pairs: Pairs, tokens: int, side: int = 0) -> bool:
+    """Whether the buckets leave out some of the tokens."""
+    return (
+        sum(b.n * b.length if b.tokens is None else b.tokens.numel() for b in (pair[side] for pair in pairs)) < tokens
+    )
+
+
+_cpu_attention = eager(_BucketedAttention.apply, "modelcenter.layers.packed_attention._BucketedAttention")
+
+
+@eager
+def _bucketed_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, pairs: Pairs, heads: tuple[int, int], scale: float, p: float
+) -> Tensor:
+    """The same arithmetic by torch's scaled_dot_product_attention, any device; also the reference of the CPU path."""
+    mixed, places = [], []
+    for queries, keys in pairs:
+        qb = _gather(q, queries, heads[0])
+        kb, vb = (_gather(x, keys, heads[1]) for x in (k, v))
+        rows = _sdpa(qb, kb, vb, mask, keys.keep, scale, p).transpose(1, 2).flatten(0, 1).flatten(1)
+        if queries.tokens is not None:
+            rows = rows.index_select(0, queries.tokens)
+        mixed.append(rows)
+        index = torch.arange(queries.start, queries.stop, device=q.device) if queries.index is None else queries.index
+        places.append(index if queries.tokens is None else queries.real)
+    if not mixed:  # no token on this rank: keep the graph whole
+        return torch.zeros_like(q) + 0 * (q.sum() + k.sum() + v.sum() + (0 if mask.bias is None else mask.bias.sum()))
+    return torch.zeros_like(q).index_copy(0, torch.cat(places), torch.cat(mixed))
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, keep: Tensor | None, scale: float, p: float, first: int = 0
+) -> Tensor:
+    """One rectangle, (n, heads, length, head_dim); `keep` (n, keys) is False at padding."""
+    hidden = mask.hidden(q.shape[2], k.shape[2], first, q.device)
+    added = mask.additive(q.shape[2], k.shape[2], first)
+    seen = None if hidden is None else ~hidden
+    if keep is not None:
+        seen = keep[:, None, None, :] if seen is None else seen & keep[:, None, None, :]
+    if added is not None:
+        seen = added.to(q.dtype) if seen is None else torch.where(seen, added.to(q.dtype), -math.inf)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=p, scale=scale, enable_gqa=grouped)
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    heads: int,
+    p: float = 0.0,
+    *,
+    kv_heads: int | None = None,
+    mask: Mask = Mask(),
+    memory: Packed | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention inside each sequence, or of each sequence to the one of the same number in `memory`.
+
+    Args:
+        q: (T, heads * head_dim). k, v: (T, kv_heads * head_dim), or of the tokens of `memory`. packed: where the
+            sequences lie. heads, kv_heads: `heads` is a multiple of `kv_heads`, None: the same. p: dropout probability
+            on the weights. scale: of the scores, None: 1 / sqrt(head_dim).
+
+    Returns:
+        (T, heads * head_dim)
+    """
+    kv_heads = kv_heads or heads
+    scale = 1.0 / math.sqrt(q.shape[1] // heads) if scale is None else scale
+    if packed.split is not None and packed.split.size > 1:
+        return _shared_attention(q, k, v, packed, (heads, kv_heads), p, mask, memory, scale)
+    return _attention(q, k, v, packed, (heads, kv_heads), p, mask, memory, scale)
+
+
+def _shared_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    heads: tuple[int, int],
+    p: float,
+    mask: Mask,
+    memory: Packed | None,
+    scale: float,
+) -> Tensor:
+    """Attention of this rank's tokens where several ranks share the tokens (context parallelism)."""
+    split = packed.split
+    both = torch.stack((k, v), 1)
+    if heads[0] % split.size == 0 and heads[1] % split.size == 0:
+        own = heads[0] // split.size, heads[1] // split.size
+        q = split.to_heads(q[:, None]).squeeze(1)
+        k, v = (x.contiguous() for x in split.to_heads(both).unbind(1))
+        mask = mask.of_heads(split.rank * own[0], own[0])
+        return split.to_tokens(_attention(q, k, v, packed, own, p, mask, memory, scale))
+    k, v = (x.contiguous() for x in split.gather(both).unbind(1))
+    mixed = []
+    for piece in packed.own_pieces():
+        rows, keys = slice(*piece.rows), slice(*piece.tokens)
+        among = None if memory is None else memory.some(*piece.sequences)
+        if among is not None:
+            keys = slice(*among.tokens)
+            if piece.packed is None and not among.packed.num_sequences:  # the dummy sequence has no memory
+                mixed.append(0 * q[rows])
+                continue
+        if piece.packed is not None:
+            inner = None if among is None else among.packed
+            mixed.append(_attention(q[rows], k[keys], v[keys], piece.packed, heads, p, mask, inner, scale))
+        else:
+            parts = ((q[rows], heads[0]), (k[keys], heads[1]), (v[keys], heads[1]))
+            one = [x.unflatten(1, (n, -1)).transpose(0, 1)[None] for x, n in parts]
+            first = piece.first if among is None else 0
+            mixed.append(_sdpa(*one, mask, None, scale, p, first)[0].transpose(0, 1).flatten(1))
+    return torch.cat(mixed)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    heads: tuple[int, int],
+    p: float,
+    mask: Mask,
+    memory: Packed | None,
+    scale: float,
+) -> Tensor:
+    low = q.dtype in (torch.bfloat16, torch.float16)
+    if q.device.type == "cuda" and p == 0.0 and low and mask.bias is None and q.shape[0] and k.shape[0]:
+        return _varlen(q, k, v, packed, heads, mask, memory or packed, scale)
+    pairs = packed.pairs(memory)
+    if q.device.type == "cpu":
+        return _cpu_attention(q, k, v, mask.bias, replace(mask, bias=None), pairs, heads, scale, p)
+    return _bucketed_sdpa(q, k, v, mask, pairs, heads, scale, p)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, heads: tuple[int, int], mask: Mask, memory: Packed, scale: float
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    parts = (x.unflatten(1, (n, -1)) for x, n in ((q, heads[0]), (k, heads[1]), (v, heads[1])))
+    window = (-1, -1) if not mask.causal else (-1 if mask.window is None else mask.window - 1, 0)
+    out = varlen_attn(
+        *parts,
+        packed.cu_seqlens,
+        memory.cu_seqlens,
+        packed.max_seqlen,
+        memory.max_seqlen,
+        scale=scale,
+        window_size=window,
+        **({"enable_gqa": True} if heads[0] != heads[1] else {}),
+    )
+    return out.flatten(1)

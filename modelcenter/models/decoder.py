@@ -1,0 +1,140 @@
+"""What decoder-only language models share: their heads, their inputs and their outputs."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from modelcenter.layers.cache import KVCache
+from modelcenter.layers.heads import CausalLM, ExtractiveQA, SequenceClassifier, TokenClassifier
+from modelcenter.layers.packing import Packed
+from modelcenter.models.base import Batch, Model
+from modelcenter.models.outputs import ModelOutput
+
+
+class Decoder(Model):
+    """Base of causal models. A subclass builds `embed`, `layers`, `final_norm` and `head`, and implements `begin`.
+
+    A pooled head reads the last token of each sequence, which alone has seen all others.
+    """
+
+    tasks = ("base", "causal-lm", "sequence-classification", "token-classification", "question-answering")
+    # Parameters of the vocabulary's matrix have a bias (GPT-J).
+    lm_bias: ClassVar[bool] = False
+
+    layers: nn.ModuleList
+    embed: nn.Embedding
+    final_norm: nn.Module
+
+    def make_head(self, task: str, dropout: float = 0.0, logit_scale: float = 1.0) -> nn.Module | None:
+        """The head of `task`. dropout: before a classifier. logit_scale: of what goes into the vocabulary."""
+        c: Any = self.config
+        match task:
+            case "causal-lm":
+                return CausalLM(c.hidden_size, c.vocab_size, c.tie_embeddings, self.lm_bias, logit_scale)
+            case "sequence-classification":
+                return SequenceClassifier(c.hidden_size, c.num_labels, 0.0, c.problem_type, bias=False)
+            case "token-classification":
+                return TokenClassifier(c.hidden_size, c.num_labels, dropout)
+            case "question-answering":
+                return ExtractiveQA(c.hidden_size)
+        return None
+
+    @property
+    def units(self) -> nn.ModuleList:
+        return self.layers
+
+    def finish(self, x: Tensor) -> Tensor:
+        return self.final_norm(x)
+
+    def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
+        if self.task == "base":
+            return ModelOutput(last_hidden_state=ctx.repad(x))
+        counts, head = self.counts(batch), self.head
+        match self.task:
+            case "causal-lm":
+                out = head(x, ctx, batch, counts["loss"], self.embed.weight, self.wants_logits(batch))
+            case "sequence-classification":
+                out = head(ctx.last(x), batch, counts)
+            case _:
+                out = head(x, ctx, batch, counts)
+        order = ("loss", "logits", "start_logits", "end_logits")
+        if self.task == "question-answering":
+            order = ("loss", "start_logits", "end_logits", "logits")
+        return ModelOutput((name, out[name]) for name in order if name in out)
+
+    def tp_plan(self) -> dict[str, str]:
+        plan = super().tp_plan()
+        if self.task == "causal-lm":
+            plan |= {f"head.{name}": "vocab" for name, p in self.head.named_parameters()}
+        return plan
+
+    def loss_counts(self, batch: Batch) -> dict[str, int]:
+        if self.head is None:
+            raise ValueError("task 'base' has no head, so no loss; load the model with a task")
+        return self.head.counts(batch)
+
+    def empty_batch(self) -> dict[str, Any]:
+        batch = super().empty_batch()
+        none = batch["input_ids"]
+        match self.task:
+            case "causal-lm" | "token-classification":
+                batch["labels"] = none
+            case "question-answering":
+                batch |= {"start_positions": none[0], "end_positions": none[0]}
+            case "sequence-classification":
+                batch["labels"] = self.head.empty_labels(none.device)
+        return batch
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        loss_counts: Mapping[str, Any] | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_logits: bool | None = None,
+        logits_to_keep: int = 0,
+        output_hidden_states: bool = False,
+    ) -> ModelOutput:
+        """Run the model.
+
+        Args:
+            input_ids: (batch, seq), or packed (1, T) with cu_seqlens.
+            attention_mask: (batch, seq), 1 at tokens and 0 at padding. position_ids: as input_ids.
+            inputs_embeds: (batch, seq, hidden_size) in place of input_ids.
+            labels: as input_ids for token tasks, -100 where there is none; a causal model is to predict label t + 1
+                from token t, the shift is made here. (batch,) for classification.
+            start_positions, end_positions: (batch,).
+            past_key_values: what an earlier forward with use_cache=True returned; input_ids are then the new tokens,
+                as many for each row.
+            cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
+            loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
+                for a loss of one term. output_logits: None leaves vocabulary logits out in training with labels.
+            logits_to_keep: 1: logits of each sequence's last token only, (batch, 1, vocab_size). 0: of all.
+
+        Raises:
+            ValueError: inputs that do not fit together or the model, naming the field.
+        """
+        batch = {name: value for name, value in locals().items() if name != "self" and value is not None}
+        if logits_to_keep not in (0, 1):
+            raise ValueError(f"logits_to_keep: got {logits_to_keep}, expected 0 (all tokens) or 1 (the last)")
+        return self.run(batch)
+
+
+def scaled_residuals(spec: dict[str, tuple[Any, ...]], num_layers: int) -> dict[str, tuple[Any, ...]]:
+    """GPT-2's start: what is added to the residual stream is smaller by the root of the number of additions."""
+    small = 1.0 / (2 * num_layers) ** 0.5
+    for name, (kind, *values) in spec.items():
+        if name.endswith(("attn.out.weight", "mlp.down.weight")):
+            spec[name] = (kind, values[0] * small)
+    return spec

@@ -18,7 +18,7 @@ from modelcenter.convert.rules import ArchMap, Layout, compile_layout
 from modelcenter.convert.stream import fill_targets
 from modelcenter.hub.distributed import StoredModel
 from modelcenter.hub.download import HubOptions
-from modelcenter.hub.readers import FileSource, open_checkpoint
+from modelcenter.hub.readers import GENERATION_FILE, FileSource, open_checkpoint
 from modelcenter.hub.resolve import Resolved, read_json, resolve
 from modelcenter.registry import TASKS, ArchSpec, get, nearest
 
@@ -159,6 +159,8 @@ def load_model(
     report.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     report.seconds = time.perf_counter() - start
     model.load_report = report
+    if found.directory is not None and (found.directory / GENERATION_FILE).is_file():
+        model.generation_config = read_json(found.directory / GENERATION_FILE)
     if not engine.is_initialized() or engine.rank() == 0:
         log.log(logging.WARNING if report.initialised or report.unknown else logging.INFO, "%s", report)
     return model

@@ -38,7 +38,7 @@ DTYPES = {
     "C64": torch.complex64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CONFIG_FILE, MANIFEST_FILE = "config.json", "manifest.json"
+CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE = "config.json", "generation_config.json", "manifest.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # each also as <name>.index.json with shards
 _HEADER_LIMIT = 100 * 2**20  # as the safetensors library
 _LEGACY_LIMIT = 4 * 10**9  # largest pickle without random access that is read whole

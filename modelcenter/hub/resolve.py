@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelcenter.hub.download import HubOptions, download_config, download_weights
-from modelcenter.hub.readers import CONFIG_FILE, MANIFEST_FILE, find_weights
+from modelcenter.hub.download import HubOptions, download_config, download_file, download_weights
+from modelcenter.hub.readers import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE, find_weights
 from modelcenter.registry import nearest, preset, preset_names
 
 
@@ -117,4 +117,6 @@ def resolve(name_or_path: Any, options: HubOptions | None = None, *, weights: bo
     commit = config.parent.name  # snapshots/<commit>/config.json: all files come from one commit
     options = replace(options, revision=commit)
     path = download_weights(repo, options) if weights else None
+    if weights:
+        download_file(repo, GENERATION_FILE, options)  # many have none
     return Resolved(name, read_json(config), config.parent, repo, commit, path)

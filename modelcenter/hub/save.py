@@ -16,7 +16,7 @@ from modelcenter.convert.rules import ArchMap, compile_layout
 from modelcenter.convert.stream import export_tensor
 from modelcenter.hub.card import make_card
 from modelcenter.hub.load import parse_dtype
-from modelcenter.hub.readers import CONFIG_FILE
+from modelcenter.hub.readers import CONFIG_FILE, GENERATION_FILE
 from modelcenter.hub.writer import (
     CARD_FILE,
     TOKENIZER_FILES,
@@ -229,6 +229,8 @@ def _write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any
     arch: ArchMap = get(model.config.model_type).arch_map()
     hf_class = arch.tasks[model.task].hf_class
     write_json(directory / CONFIG_FILE, arch.config.write(model.config, hf_class, str(dtype).removeprefix("torch.")))
+    if model.generation_config:
+        write_json(directory / GENERATION_FILE, model.generation_config)
     text = card if isinstance(card, str) else make_card(model, hf_class, card)
     (directory / CARD_FILE).write_text(text, encoding="utf-8")
     if tokenizer is not None:

@@ -148,7 +148,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 # What an earlier checkpoint leaves that would contradict the new one.
-_REPLACED = re.compile(r"(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?|config\.json|manifest\.json")
+_REPLACED = re.compile(
+    r"(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?|(generation_)?config\.json|manifest\.json"
+)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ class Model(nn.Module):
     tasks: ClassVar[tuple[str, ...]] = ("base",)
     # Parameters under these belong to heads: a checkpoint may lack them when the caller names the task.
     head_prefixes: ClassVar[tuple[str, ...]] = ("head.",)
+    is_encoder_decoder: ClassVar[bool] = False
     # HF Trainer: our loss takes num_items_in_batch, do not rescale it.
     accepts_loss_kwargs: ClassVar[bool] = True
 
@@ -44,6 +45,8 @@ class Model(nn.Module):
         if task not in self.tasks:
             raise ValueError(f"task: got {task!r}, {type(self).__name__} has {', '.join(self.tasks)}")
         self.config, self.task = config, task
+        # The checkpoint's generation_config.json: its end and padding tokens are what `generate` takes.
+        self.generation_config: dict[str, Any] = {}
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
@@ -237,6 +240,12 @@ class Model(nn.Module):
         from modelcenter.hub.load import build_model
 
         return build_model(config, task, seed=seed, architecture=cls.config_class.model_type, **kwargs)
+
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        """See modelcenter.generation.generate.generate."""
+        from modelcenter.generation.generate import generate
+
+        return generate(self, input_ids, attention_mask, *args, **kwargs)
 
     def save_pretrained(self, path: Any, format: str = "hf", **kwargs: Any) -> None:
         """See modelcenter.hub.save.save_pretrained."""

@@ -1,0 +1,36 @@
+"""Changes to the scores of the next token, in the order of transformers: penalties, then what sampling cuts off."""
+
+import torch
+from torch import Tensor
+
+from modelcenter.generation.settings import Settings
+
+
+def penalised(scores: Tensor, tokens: Tensor, s: Settings) -> Tensor:
+    """Scores (rows, vocab_size) after repetition_penalty and no_repeat_ngram_size; tokens: (rows, so far)."""
+    if s.repetition_penalty != 1.0:
+        seen = scores.gather(1, tokens)
+        seen = torch.where(seen < 0, seen * s.repetition_penalty, seen / s.repetition_penalty)
+        scores = scores.scatter(1, tokens, seen)
+    n = s.no_repeat_ngram_size
+    if n and tokens.shape[1] >= n:
+        grams = tokens.unfold(1, n, 1)
+        again = (grams[:, :, :-1] == tokens[:, None, tokens.shape[1] - n + 1 :]).all(-1)
+        row, place = again.nonzero(as_tuple=True)
+        scores = scores.index_put((row, grams[row, place, -1]), scores.new_tensor(-torch.inf))
+    return scores
+
+
+def narrowed(scores: Tensor, s: Settings, keep: int = 1) -> Tensor:
+    """Scores after temperature, top_k and top_p, with at least `keep` tokens left."""
+    if s.temperature != 1.0:
+        scores = scores / s.temperature
+    if s.top_k:
+        k = min(max(s.top_k, keep), scores.shape[1])
+        scores = scores.masked_fill(scores < scores.topk(k).values[:, -1:], -torch.inf)
+    if s.top_p < 1.0:
+        ordered, index = scores.sort(dim=1)
+        cut = ordered.softmax(-1).cumsum(-1) <= 1 - s.top_p
+        cut[:, -keep:] = False
+        scores = scores.masked_fill(torch.zeros_like(cut).scatter(1, index, cut), -torch.inf)
+    return scores

@@ -1,0 +1,80 @@
+"""The model while it generates: prompts go in once, then one token of each sequence at a time."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from modelcenter.generation.settings import Settings
+from modelcenter.layers.cache import KVCache
+
+
+class State:
+    """Sequences being generated, their cache, and the logits of their next tokens.
+
+    Attributes:
+        tokens: (rows, length) what the output begins with: the prompts, or the decoder's start token.
+        logits: (rows, vocab_size) fp32 of the next token.
+    """
+
+    def __init__(self, model: Any, input_ids: Tensor, attention_mask: Tensor | None, s: Settings):
+        self.model, self.encodes = model, bool(getattr(model, "is_encoder_decoder", False))
+        rows, length = input_ids.shape
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if tuple(mask.shape) != (rows, length):
+            raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}, expected {(rows, length)}")
+        lengths = mask.sum(1).tolist()
+        if 0 in lengths:
+            raise ValueError(f"attention_mask: row {lengths.index(0)} has no token; each prompt needs at least one")
+        longest = 1 if self.encodes else max(lengths)
+        table, most = getattr(model, "position", None), longest + s.max_new_tokens
+        if table is not None and most > model.config.max_positions:
+            raise ValueError(
+                f"max_new_tokens: a prompt of {longest} tokens and {s.max_new_tokens} new ones exceed the "
+                f"{model.config.max_positions} positions of this model; ask for fewer or shorten the prompt"
+            )
+        ends = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+        batch = {"input_ids": input_ids[mask.bool()][None], "cu_seqlens": ends, "max_seqlen": max(lengths)}
+        self.cache = KVCache(most)
+        self.tokens = input_ids
+        if self.encodes:
+            if s.start is None:
+                raise ValueError("decoder_start_token_id: this checkpoint names none, nor a pad_token_id; pass that")
+            self.tokens = input_ids.new_full((rows, 1), s.start)
+            batch["decoder_input_ids"] = self.tokens
+        self.logits = self._run(batch)
+        self.sharded = dist.is_initialized() and any(isinstance(p, DTensor) for p in model.parameters())
+
+    def _run(self, batch: dict[str, Any]) -> Tensor:
+        return self.model(**batch, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+
+    def repeat(self, times: int) -> None:
+        """Each sequence so many times over, neighbours."""
+        if times > 1:
+            index = torch.arange(len(self.tokens), device=self.tokens.device).repeat_interleave(times)
+            self.tokens, self.logits = self.tokens[index], self.logits[index]
+            self.cache.reorder(index)
+
+    def step(self, tokens: Tensor, order: Tensor | None = None) -> None:
+        """Append a token (rows,) to each sequence; `order` (rows,): each goes on from the one of that number."""
+        if order is not None:
+            self.cache.reorder(order)
+        self.logits = self._run({"decoder_input_ids" if self.encodes else "input_ids": tokens[:, None]})
+
+    def all_done(self, done: bool) -> bool:
+        """Whether all ranks that share the model are; where they do, each takes every step with the others."""
+        if not self.sharded:
+            return done
+        waiting = torch.tensor(not done, dtype=torch.int32)
+        if "gloo" not in str(dist.get_backend_config()):
+            waiting = waiting.to(self.tokens.device)
+        dist.all_reduce(waiting, dist.ReduceOp.MAX)
+        return not waiting.item()
+
+    def idle(self) -> None:
+        """A step whose result nobody reads, for a rank that is done before others. The cache stays as long as it is."""
+        self.cache.lengths = [n - 1 for n in self.cache.lengths]
+        rows = len(self.cache.lengths)
+        self._run({"decoder_input_ids" if self.encodes else "input_ids": self.tokens.new_zeros(rows, 1)})

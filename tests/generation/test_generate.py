@@ -1,0 +1,211 @@
+"""Generation against transformers' `generate`: the same tokens."""
+
+import io
+import sys
+
+import pytest
+import torch
+import transformers
+from harness import randomize_
+
+import engine
+import modelcenter as mc
+from modelcenter.generation.scores import narrowed
+from modelcenter.generation.settings import Settings
+
+VOCAB = 61
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A randomised GPT-2 of transformers, and the folder it is saved in. (Its beams mistake a padding token 0 for none.)"""
+    folder = tmp_path_factory.mktemp("gpt2")
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=6, n_positions=64, bos_token_id=1, eos_token_id=7, pad_token_id=5
+    )
+    theirs = transformers.GPT2LMHeadModel(config)
+    randomize_(theirs, 3)
+    theirs.tie_weights()
+    theirs.eval().save_pretrained(folder)
+    return theirs, str(folder)
+
+
+def prompts(side):
+    rng = torch.Generator().manual_seed(4)
+    ids = torch.randint(8, VOCAB, (4, 9), generator=rng)
+    mask = torch.ones_like(ids)
+    for row, n in enumerate((0, 5, 2, 8)):
+        columns = slice(0, n) if side == "left" else slice(9 - n, 9)
+        ids[row, columns], mask[row, columns] = 0, 0
+    return ids, mask
+
+
+MANY = [7, 9, 12, 23, 31, 36, 44, 50]  # ends, so that beams do end
+KINDS = {
+    "greedy": {},
+    "no end": {"eos_token_id": []},
+    "repetition": {"repetition_penalty": 1.7},
+    "ngrams": {"no_repeat_ngram_size": 2},
+    "beams": {"num_beams": 4},
+    "several beams": {"num_beams": 5, "num_return_sequences": 3, "length_penalty": 0.4, "eos_token_id": MANY},
+    "long beams": {"num_beams": 3, "length_penalty": 2.0, "no_repeat_ngram_size": 2, "eos_token_id": MANY},
+    "short beams": {"num_beams": 3, "length_penalty": -1.0, "repetition_penalty": 1.3, "eos_token_id": MANY},
+    "early beams": {"num_beams": 3, "num_return_sequences": 3, "early_stopping": True, "eos_token_id": MANY},
+    "many ends": {"num_beams": 4, "num_return_sequences": 4, "eos_token_id": MANY},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_tokens_as_transformers(pair, kind):
+    theirs, folder = pair
+    ours = mc.from_pretrained(folder)
+    ids, mask = prompts("left")
+    wanted = theirs.generate(ids, attention_mask=mask, max_new_tokens=25, **{**KINDS[kind], "do_sample": False})
+    found = ours.generate(ids, mask, 25, **KINDS[kind])
+    assert torch.equal(found, wanted), (found, wanted)
+
+
+def test_padding_on_the_right_gives_the_same_texts(pair):
+    ours = mc.from_pretrained(pair[1])
+    ids, mask = prompts("right")
+    found = ours.generate(ids, mask, 12, num_beams=2)[:, 9:]
+    for row, n in enumerate(mask.sum(1).tolist()):
+        alone = ours.generate(ids[row : row + 1, :n], None, 12, num_beams=2)[0, n:]
+        assert torch.equal(found[row, : len(alone)], alone) and (found[row, len(alone) :] == 5).all()
+
+
+def test_sampling_follows_the_distribution(pair):
+    """The next token of one prompt, drawn many times, against the softmax of transformers' warped logits."""
+    theirs, folder = pair
+    ours = mc.from_pretrained(folder)
+    ids = torch.tensor([[9, 14, 33]])
+    more = {"temperature": 1.4, "top_k": 9, "top_p": 0.85}
+    drawn = ours.generate(ids, None, 1, do_sample=True, num_return_sequences=4000, seed=0, **more)[:, 3]
+    warpers = [
+        transformers.TemperatureLogitsWarper(1.4),
+        transformers.TopKLogitsWarper(9),
+        transformers.TopPLogitsWarper(0.85),
+    ]
+    scores = theirs(ids).logits[:, -1]
+    for warp in warpers:
+        scores = warp(ids, scores)
+    expected = scores.softmax(-1)[0]
+    counts = torch.bincount(drawn, minlength=VOCAB) / 4000
+    assert not counts[expected == 0].any()
+    assert (counts - expected).abs().max() < 0.04
+    again = ours.generate(ids, None, 1, do_sample=True, num_return_sequences=4000, seed=0, **more)[:, 3]
+    assert torch.equal(drawn, again)
+    other = ours.generate(ids, None, 1, do_sample=True, num_return_sequences=4000, seed=1, **more)[:, 3]
+    assert not torch.equal(drawn, other)
+
+
+def test_top_p_keeps_at_least_one():
+    s = Settings.make(
+        {
+            **dict.fromkeys(("max_new_tokens", "num_beams", "num_return_sequences"), 1),
+            **dict.fromkeys(("top_k", "no_repeat_ngram_size"), 0),
+            **dict.fromkeys(("temperature", "repetition_penalty", "length_penalty"), 1.0),
+            **dict.fromkeys(("do_sample", "early_stopping", "eos_token_id", "pad_token_id")),
+            "top_p": 1e-6,
+        },
+        {},
+        5,
+    )
+    assert (narrowed(torch.tensor([[0.0, 3.0, 1.0, 2.0, 2.9]]), s) > -torch.inf).tolist() == [[0, 1, 0, 0, 0]]
+
+
+class Letters:
+    """A tokenizer of one character for each token."""
+
+    def decode(self, tokens, **_):
+        return "".join(chr(ord("A") + int(t)) for t in tokens)
+
+    def batch_decode(self, rows, **_):
+        return [self.decode(row) for row in rows]
+
+
+def test_stop_strings_end_a_row(pair):
+    ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
+    free = ours.generate(ids, None, 20, eos_token_id=[])[0, 9:]
+    text = Letters().decode(free)
+    stop = text[4:6]
+    end = text.index(stop) + 2
+    found = ours.generate(ids, None, 20, eos_token_id=[], stop_strings=stop, tokenizer=Letters())[0, 9:]
+    assert torch.equal(found, free[:end])
+    with pytest.raises(ValueError, match="stop_strings: needs tokenizer"):
+        ours.generate(ids, None, 20, stop_strings="x")
+
+
+def test_streaming(pair):
+    ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
+
+    class Tokenizer(Letters):
+        def decode(self, tokens, **_):
+            return " ".join(str(int(t)) for t in tokens) + " "
+
+    out, before = io.StringIO(), sys.stdout
+    sys.stdout = out
+    try:
+        tokens = ours.generate(ids, None, 6, streamer=transformers.TextStreamer(Tokenizer(), skip_prompt=True))
+    finally:
+        sys.stdout = before
+    assert out.getvalue().split() == [str(t) for t in tokens[0, 9:].tolist()]
+    with pytest.raises(ValueError, match="streamer: shows one sequence"):
+        ours.generate(ids, None, 6, num_beams=2, streamer=object())
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
+        ({"max_new_tokens": 56}, "9 tokens and 56 new ones exceed the 64 positions"),
+        ({"temperature": 0.0, "do_sample": True}, "temperature: got 0.0"),
+        ({"top_p": 1.5}, "top_p: got 1.5"),
+        ({"eos_token_id": VOCAB}, f"eos_token_id: got {VOCAB}"),
+        ({"num_return_sequences": 2}, "num_return_sequences: got 2"),
+        ({"attention_mask": torch.zeros(4, 9, dtype=torch.long)}, "row 0 has no token"),
+        ({"attention_mask": torch.ones(4, 8, dtype=torch.long)}, "attention_mask: got shape"),
+    ],
+)
+def test_bad_arguments(pair, more, message):
+    ours = mc.from_pretrained(pair[1])
+    ids, mask = prompts("left")
+    with pytest.raises(ValueError, match=message):
+        ours.generate(**{"input_ids": ids, "attention_mask": mask, "max_new_tokens": 4, **more})
+    with pytest.raises(ValueError, match="writes no text"):
+        mc.from_pretrained(pair[1], "base").generate(ids)
+
+
+def test_generation_config_travels(pair, tmp_path):
+    theirs, folder = pair
+    ours = mc.from_pretrained(folder)
+    assert ours.generation_config["eos_token_id"] == 7
+    ours.generation_config["eos_token_id"] = [7, 8]
+    for form in ("hf", "distributed"):
+        ours.save_pretrained(tmp_path / form, form)
+        assert mc.from_pretrained(tmp_path / form).generation_config["eos_token_id"] == [7, 8]
+    assert transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").generation_config.eos_token_id == [7, 8]
+
+
+def on_ranks(folder, beams):
+    """Ranks with prompts of their own, which end after different numbers of steps."""
+    ours = mc.from_pretrained(folder)
+    ids, mask = prompts("left")
+    rank = engine.rank()
+    return ours.generate(
+        ids[rank :: engine.world_size()], mask[rank :: engine.world_size()], 6 + 9 * rank, num_beams=beams
+    )
+
+
+def sharded(folder, beams):
+    engine.init_distributed(zero_level=3)
+    return on_ranks(folder, beams)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_two_ranks_give_what_one_does(pair, beams):
+    ours = mc.from_pretrained(pair[1])
+    ids, mask = prompts("left")
+    for rank, found in enumerate(engine.testing.run(sharded, 2, pair[1], beams)):
+        wanted = ours.generate(ids[rank::2], mask[rank::2], 6 + 9 * rank, num_beams=beams)
+        assert torch.equal(found, wanted)

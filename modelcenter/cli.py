@@ -47,6 +47,17 @@ def _evaluate(argv: Sequence[str]) -> None:
     run_evaluate(cfg, "--json" in argv)
 
 
+def _generate(argv: Sequence[str]) -> None:
+    """RUN_OR_CKPT [PROMPT ...]: continue texts, or answer them; shown as they come"""
+    from modelcenter.training.config import GenerateConfig
+
+    about = "Continue texts with a causal model, or write what an encoder-decoder makes of them."
+    cfg = GenerateConfig.from_args(argv, "modelcenter generate", about)
+    from modelcenter.training.generate import run_generate
+
+    run_generate(cfg)
+
+
 def _list(argv: Sequence[str]) -> None:
     """[--json] [--tiny]: models that can be named; --tiny adds the test-sized presets"""
     if "-h" in argv or "--help" in argv:
@@ -78,6 +89,7 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "finetune": _finetune,
     "predict": _predict,
     "evaluate": _evaluate,
+    "generate": _generate,
     "list": _list,
     "compare": _compare,
 }

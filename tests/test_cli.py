@@ -26,6 +26,7 @@ def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ["finetune", "classification", "--help"],
         ["predict", "--help"],
         ["evaluate", "-h"],
+        ["generate", "--help"],
         ["help", "list"],
         ["--version"],
     ],

@@ -32,13 +32,14 @@ def flag(
     *aliases: str,
     choices: Sequence[Any] | None = None,
     means: Mapping[str, Any] | None = None,
-    positional: bool = False,
+    positional: bool | str = False,
 ) -> Any:
     """A dataclass field with what the command line needs to know of it.
 
     Args:
         group: heading in --help. aliases: other names of the flag. choices: values allowed. means: {other spelling of a
-            value: one of choices}. positional: given by place, without its name.
+            value: one of choices}. positional: given by place, without its name;
+            "any": a list that may be left out.
     """
     metadata = {"group": group, "help": help, "aliases": aliases, "choices": choices, "means": means or {}}
     metadata["positional"] = positional
@@ -149,13 +150,15 @@ def parser(cls: type[Flags], prog: str | None = None, description: str | None = 
         if kind.of is bool:
             shape = {"nargs": "?", "const": True, "metavar": "BOOL"}
         elif kind.outer in (list, dict):
-            shape = {"nargs": "+", "metavar": "PATH" if kind.outer is list else "KEY=VALUE"}
+            paths = "PATH" if about["group"] == "data" else "VALUE"
+            shape = {"nargs": "+", "metavar": paths if kind.outer is list else "KEY=VALUE"}
         elif about["choices"]:
             shape = {"metavar": "{" + ",".join(map(str, about["choices"])) + "}"}
         default = None if field.default is dataclasses.MISSING else field.default
         shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default).lower()
         if about["positional"]:
-            result.add_argument(field.name, metavar=field.name.upper(), help=about["help"], nargs=shape.get("nargs"))
+            several = "*" if about["positional"] == "any" else shape.get("nargs")
+            result.add_argument(field.name, metavar=field.name.upper(), help=about["help"], nargs=several)
             continue
         text = f"{about['help']} (default: {shown})".replace("%", "%%")
         groups[about["group"]].add_argument(f"--{field.name}", help=text, **shape)

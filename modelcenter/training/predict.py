@@ -34,8 +34,8 @@ class Trained:
     run: ClassificationConfig | None
 
     @classmethod
-    def find(cls, name: str) -> "Trained":
-        """A run's folder, else anything that modelcenter.from_pretrained takes.
+    def find(cls, name: str, any_task: bool = False) -> "Trained":
+        """A run's folder, else anything that modelcenter.from_pretrained takes; `any_task`: its flags do not matter.
 
         Raises:
             ValueError: the folder is of a run that left no model.
@@ -45,33 +45,35 @@ class Trained:
             return cls(name, None)
         if not (folder / "model" / "config.json").is_file():
             raise ValueError(f"{folder} is a run without a model: it did not finish")
+        if any_task:
+            return cls(str(folder / "model"), None)
         return cls(str(folder / "model"), ClassificationConfig.from_yaml(folder / "config.yaml"))
 
 
 def run_predict(cfg: PredictConfig) -> None:
     """Write a JSON line for each row, in order: label, score and probabilities (several labels: labels; regression:
     score)."""
-    _check_output(cfg.output)
+    check_output(cfg.output)
     trained, table, columns = _read(cfg, labelled=False)
     model, labels, examples = _load(cfg, trained, table, columns)
     rows = _own_rows(cfg, examples)
     width = model.config.num_labels
     logits = logits_of(model, Batches(examples, rows), [torch.from_numpy(r) for r in rows], len(table), width)
     if engine.rank() == 0:
-        _write(cfg.output, (json.dumps(p, ensure_ascii=False) for p in predictions(logits, labels)))
+        write_lines(cfg.output, (json.dumps(p, ensure_ascii=False) for p in predictions(logits, labels)))
     engine.synchronize()  # no rank leaves before the result is written
 
 
 def run_evaluate(cfg: PredictConfig, as_json: bool = False) -> dict[str, float | None]:
     """Print the loss and the metrics of a model on labelled rows, and write them if there is an output."""
-    _check_output(cfg.output)
+    check_output(cfg.output)
     trained, table, columns = _read(cfg, labelled=True)
     model, labels, examples = _load(cfg, trained, table, columns)
     found = evaluate(model, Batches(examples, _own_rows(cfg, examples)), make_metrics(labels, model.device))
     if engine.rank() == 0:
         text = json.dumps({"rows": len(table), **found})
         if cfg.output is not None:
-            _write(cfg.output, [text])
+            write_lines(cfg.output, [text])
         lines = [f"{name:<10} {'undefined' if value is None else f'{value:.4f}'}" for name, value in found.items()]
         print(text if as_json else "\n".join([f"{'rows':<10} {len(table)}", *lines]))
     engine.synchronize()
@@ -143,7 +145,7 @@ def _own_rows(cfg: PredictConfig, examples: Examples) -> list[Any]:
     return evaluation_batches(examples.lengths, cfg.batch_size, engine.world_size())[engine.rank()]
 
 
-def _check_output(path: str | None) -> None:
+def check_output(path: str | None) -> None:
     """Raise OSError before the work is done if its result could not be written."""
     if path is not None and int(os.environ.get("RANK") or 0) == 0:
         try:
@@ -153,7 +155,7 @@ def _check_output(path: str | None) -> None:
             raise OSError(f"output: cannot write {path}: {error.strerror}") from None
 
 
-def _write(path: str | None, lines: Iterable[str]) -> None:
+def write_lines(path: str | None, lines: Iterable[str]) -> None:
     if path is None:
         for line in lines:
             sys.stdout.write(line + "\n")

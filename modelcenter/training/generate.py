@@ -1,0 +1,190 @@
+"""generate: texts from prompts, as they come on a terminal or a JSON line each, on any number of ranks."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import engine
+import modelcenter
+from modelcenter.training import setup
+from modelcenter.training.config import GenerateConfig
+from modelcenter.training.predict import Trained, check_output, write_lines
+
+_SEARCH = """max_new_tokens num_beams do_sample temperature top_k top_p repetition_penalty length_penalty
+no_repeat_ngram_size num_return_sequences stop_strings""".split()
+
+
+class _Terminal:
+    """A streamer that prints text as soon as it is certain: what the newest tokens decode to may still change."""
+
+    def __init__(self, tokenizer: Any, skip: int):
+        self.tokenizer, self.skip = tokenizer, skip
+        self.tokens: list[int] = []
+        self.shown = ""
+
+    def put(self, tokens: torch.Tensor) -> None:
+        new = tokens.flatten().tolist()
+        drop = min(self.skip, len(new))
+        self.skip -= drop
+        self.tokens += new[drop:]
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if text.endswith("\ufffd"):  # half a character
+            return
+        self._show(text)
+
+    def end(self) -> None:
+        self._show(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def _show(self, text: str) -> None:
+        sys.stdout.write(text[len(self.shown) :])
+        sys.stdout.flush()
+        self.shown = text
+
+
+def run_generate(cfg: GenerateConfig) -> None:
+    """Print the text of each prompt, or write a JSON line for each.
+
+    Raises:
+        ValueError: flags that do not fit together, a model that writes no text, or no prompt.
+    """
+    cfg.require("run")
+    check_output(cfg.output)
+    engine.init_distributed(zero_level=cfg.zero)
+    typed = _typed(cfg)
+    prompts = None if typed else _prompts(cfg)
+    if typed and engine.world_size() > 1:
+        raise ValueError("prompt: is read from the terminal by one process; with several, give --prompts_file")
+    writer = _Writer(cfg)
+    if typed:
+        writer.show(_lines())
+        return
+    assert prompts is not None
+    texts = writer.write(prompts)
+    if engine.rank() == 0:
+        if cfg.output is not None:
+            rows = zip(prompts, texts, strict=True)
+            write_lines(cfg.output, (json.dumps({"prompt": p, "texts": t}, ensure_ascii=False) for p, t in rows))
+        elif not writer.streamed:
+            for several in texts:
+                print("\n".join(several))
+    engine.synchronize()
+
+
+class _Writer:
+    """A model and its tokenizer."""
+
+    def __init__(self, cfg: GenerateConfig):
+        self.cfg, self.streamed = cfg, False
+        trained = Trained.find(cfg.run or "", any_task=True)
+        policy = engine.Policy(zero_level=cfg.zero, precision=setup.resolve_precision(cfg.precision))
+        self.model = modelcenter.from_pretrained(trained.source, None, revision=cfg.revision, policy=policy)
+        if self.model.task not in ("causal-lm", "seq2seq-lm"):
+            raise ValueError(
+                f"{cfg.run}: a model for {self.model.task} writes no text; expected causal-lm or seq2seq-lm"
+            )
+        revision = {"revision": cfg.revision} if cfg.revision and cfg.tokenizer is None else {}
+        self.tokenizer = modelcenter.AutoTokenizer.from_pretrained(cfg.tokenizer or trained.source, **revision)
+        size = len(self.tokenizer)
+        if size > self.model.config.vocab_size:
+            raise ValueError(
+                f"tokenizer: has {size} tokens, the model's vocabulary {self.model.config.vocab_size}; give the one "
+                "the model was trained with"
+            )
+        self.options = {name: getattr(cfg, name) for name in _SEARCH} | {"seed": cfg.seed, "tokenizer": self.tokenizer}
+
+    def encode(self, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, mask), padded on the right."""
+        if self.cfg.chat:
+            if getattr(self.tokenizer, "chat_template", None) is None:
+                raise ValueError("chat: this tokenizer has no chat template; leave --chat out")
+            turns = [[{"role": "user", "content": text}] for text in texts]
+            texts = [self.tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=True) for t in turns]
+        ids = [self.tokenizer(text, add_special_tokens=not self.cfg.chat)["input_ids"] for text in texts]
+        for text, one in zip(texts, ids, strict=True):
+            if not one:
+                raise ValueError(f"prompt: {text!r} has no token; give a text to continue")
+        rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(one) for one in ids], batch_first=True)
+        lengths = torch.tensor([len(one) for one in ids])
+        mask = (torch.arange(rows.shape[1]) < lengths[:, None]).long()
+        return rows.to(self.model.device), mask.to(self.model.device)
+
+    def texts(self, prompts: list[str], streamer: Any = None) -> list[list[str]]:
+        """What is written for each prompt."""
+        ids, mask = self.encode(prompts)
+        whole = self.model.generate(ids, mask, streamer=streamer, **self.options)
+        new = whole[:, 1:] if self.model.is_encoder_decoder else whole[:, ids.shape[1] :]
+        decoded = self.tokenizer.batch_decode(new, skip_special_tokens=True)
+        several = self.cfg.num_return_sequences
+        return [decoded[i : i + several] for i in range(0, len(decoded), several)]
+
+    def show(self, prompts: Iterator[str]) -> None:
+        """Answer one prompt at a time, as it comes where the search allows."""
+        for prompt in prompts:
+            if self.cfg.num_beams == 1 and self.cfg.num_return_sequences == 1:
+                skip = 1 if self.model.is_encoder_decoder else self.encode([prompt])[0].shape[1]
+                self.texts([prompt], _Terminal(self.tokenizer, skip))
+            else:
+                print("\n".join(self.texts([prompt])[0]))
+
+    def write(self, prompts: list[str]) -> list[list[str]]:
+        """The texts of all prompts, on rank 0. Every rank takes as many turns, for which some repeat a prompt."""
+        ranks, size = engine.data_size(), self.cfg.batch_size
+        if len(prompts) == 1 and ranks == 1 and self.cfg.output is None:
+            self.streamed = True
+            self.show(iter(prompts))
+            return [[]]
+        mine: list[tuple[int, list[str]]] = []
+        for start in range(0, len(prompts), size * ranks):
+            numbers = list(range(start, min(start + size * ranks, len(prompts))))[engine.data_rank() :: ranks]
+            texts = self.texts([prompts[i] for i in numbers] or prompts[:1])
+            mine += zip(numbers, texts, strict=False)
+        everyone: list[Any] = [mine]
+        if engine.world_size() > 1:
+            everyone = [None] * engine.world_size()
+            dist.all_gather_object(everyone, mine)
+        found = {number: texts for part in everyone for number, texts in part}
+        return [found[i] for i in range(len(prompts))]
+
+
+def _typed(cfg: GenerateConfig) -> bool:
+    """Whether prompts are typed at a terminal."""
+    return not cfg.prompt and not cfg.prompts_file and sys.stdin.isatty()
+
+
+def _prompts(cfg: GenerateConfig) -> list[str]:
+    if cfg.prompt:
+        return cfg.prompt
+    if cfg.prompts_file:
+        path = Path(cfg.prompts_file).expanduser()
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"prompts_file: {path} cannot be read as UTF-8 text: {error}") from None
+    elif int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ValueError("prompt: none was given; with several processes give texts or --prompts_file")
+    else:
+        lines = sys.stdin.read().splitlines()
+    lines = [line for line in lines if line.strip()]
+    if not lines:
+        raise ValueError(f"prompt: none was given ({cfg.prompts_file or 'standard input'} has no line with text)")
+    return lines
+
+
+def _lines() -> Iterator[str]:
+    """What a person types, until the end of input."""
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return
+        if line.strip():
+            yield line

@@ -17,6 +17,7 @@ from engine.optim.rounding import round_at_random
 from engine.optim.stale import mark_stale
 from engine.parallel.context import split_tokens
 from engine.parallel.mesh import data_mesh, storage_mesh
+from engine.parallel.reduce import exchange_gradients
 from engine.parallel.tensor import check_inputs, parallelize
 from engine.precision import Policy
 from engine.recompute import wrap_units_
@@ -95,6 +96,7 @@ def shard(
         fully_shard(unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=level == 3)
     # None: the root's own parameters stay gathered, for they are the first that backward needs.
     fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=None if level == 3 else False)
+    exchange_gradients(model, storage_mesh(runtime.mesh(), level)["dp_shard"].get_group())
     _levels[model] = level
     calls = _Calls(model)
     model.register_forward_pre_hook(calls.enter, prepend=True)

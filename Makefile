@@ -59,6 +59,8 @@ gpu-check: $(READY)  ## GPU tests and GPU benchmarks (scripts/bench/gpu_*.py), r
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "gpu-check: torch finds no GPU on this machine"; exit 1; }
 	mkdir -p "$(OUT)"
 	$(PY) -m torch.utils.collect_env > "$(OUT)/environment.txt"
+	$(PY) -m engine.ops --build --verbose > "$(OUT)/build.txt" 2>&1 || true
+	$(PY) -m engine.ops | tee "$(OUT)/operators.txt"
 	$(PY) -m pytest -m "gpu and not network" --junitxml "$(OUT)/tests.xml" $(ARGS) 2>&1 | tee "$(OUT)/tests.txt"
 	for script in $(wildcard scripts/bench/gpu_*.py); do $(PY) $$script --output "$(OUT)/$$(basename $$script .py).json"; done
 
@@ -79,6 +81,7 @@ $(VENV)/.ready: pyproject.toml setup.py | $(VENV)/bin/python
 	@$(PY) $(FIND_TORCH) >/dev/null || { echo "installing $(TORCH)"; $(PIP) $(TORCH); }
 	@echo "installing modelcenter and what its tests need into $(VENV)"
 	@$(PIP) --quiet --editable ".[test]"
+	@$(PY) -m engine.ops --build || true
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready

@@ -1,13 +1,15 @@
 """What pyproject.toml cannot say: which folders become which packages. Imports no torch and needs no compiler.
 
 `scripts/` and `model_configs/` stand at the top of a checkout, where people look for them, and inside the package
-`modelcenter` in an install, where they cannot collide with anybody else's.
+`modelcenter` in an install, where they cannot collide with anybody else's; `csrc/` likewise inside `engine`, whose
+`python -m engine.ops --build` compiles it.
 """
 
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+csrc = ["engine.csrc", *(f"engine.csrc.{name}" for name in ("core", "cpu", "cuda"))]
 families = sorted(path.name for path in Path("model_configs").iterdir() if path.is_dir())
 
 setup(
@@ -17,10 +19,16 @@ setup(
         "modelcenter.scripts.samples",
         "modelcenter.model_configs",
         *(f"modelcenter.model_configs.{family}" for family in families),
+        *csrc,
     ],
     include_package_data=False,  # what is shipped is listed below, not implied by MANIFEST.in
-    package_dir={"modelcenter.scripts": "scripts", "modelcenter.model_configs": "model_configs"},
+    package_dir={
+        "modelcenter.scripts": "scripts",
+        "modelcenter.model_configs": "model_configs",
+        "engine.csrc": "csrc",
+    },
     package_data={
+        **{name: ["*.h", "*.cpp", "*.cu"] for name in csrc},
         "modelcenter.scripts": ["recipes/*.yaml"],
         "modelcenter.scripts.samples": ["*.jsonl", "*.md"],
         **{f"modelcenter.model_configs.{family}": ["*.json"] for family in families},

@@ -1,6 +1,7 @@
 """The wheel: built, installed into a clean virtual environment and used from another folder, as a user has it."""
 
 import json
+import re
 import subprocess
 import sys
 import sysconfig
@@ -74,6 +75,9 @@ def test_wheel_is_pure_and_holds_the_data(wheel: Path):
             assert f"modelcenter/{path.relative_to(ROOT)}" in names
     for path in (ROOT / "scripts" / "recipes").glob("*.yaml"):
         assert f"modelcenter/{path.relative_to(ROOT)}" in names
+    for path in (ROOT / "csrc").rglob("*.[hc]*"):
+        if path.suffix in (".h", ".cpp", ".cu"):
+            assert f"engine/csrc/{path.relative_to(ROOT / 'csrc')}" in names
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"engine", "modelcenter"}
 
@@ -125,3 +129,17 @@ def test_editable_install_finds_everything(source: Path, tmp_path: Path):
     for path in run(python, "-c", code, cwd=tmp_path).split():
         assert path.startswith(str(source))
     assert "bert-base-uncased" in run(python.parent / "modelcenter", "list", cwd=tmp_path)
+
+
+def test_the_operators_are_built_from_the_wheel(python: Path, tmp_path: Path):
+    """The sources are in it; nothing is compiled by the install. Skipped where there is no compiler."""
+    from engine.ops import build
+
+    try:
+        build.compiler()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    built = run(python, "-m", "engine.ops", "--build", cwd=tmp_path)
+    site = python.parent.parent
+    assert re.match(rf"cpu: built {site}/.*/engine/ops/lib/fused-cpu-.*\.so", built)
+    assert f"CPU: {site}" in run(python, "-m", "engine.ops", cwd=tmp_path)

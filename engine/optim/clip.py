@@ -9,17 +9,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from engine import runtime
+from engine.ops import fused, library
+from engine.parallel.pipeline import place_of
 from engine.torch_compat import local_tensor
 
 _EPS = 1e-6
+_FUSED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
 def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """The norm of all gradients as one vector: 0-d, fp32, equal on all ranks that share the parameters. Collective.
 
-    Each distinct set of ranks that parameters are sharded over costs one all-reduce of one number; replicas of a
-    parameter are counted once. Nothing waits for the device.
+    Each distinct set of ranks that parameters are sharded over costs one all-reduce of one number, and so do the stages
+    of a pipeline; replicas of a parameter are counted once. Nothing waits for the device.
 
     Args:
         params: parameters; those without a gradient count nothing.
@@ -30,34 +34,54 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
     if not p > 0:
         raise ValueError(f"norm_type is {norm_type!r}, expected a number above 0")
     # Groups come from the parameters, not from the gradients, so that all ranks make the same collectives.
-    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...], str | None], list[torch.Tensor]] = {}
     for parameter in params:
         try:
             over = parameter._engine_sharded_over  # type: ignore[attr-defined]
         except AttributeError:  # found once for each parameter: with many small ones it costs as much as the norm
             over = parameter._engine_sharded_over = _sharded_over(parameter)  # type: ignore[attr-defined]
-        members = groups.setdefault(over, [])
+        members = groups.setdefault((*over, place_of(parameter)), [])
         if (gradient := parameter.grad) is not None:
-            if isinstance(gradient, DTensor):
-                if any(placement.is_partial() for placement in gradient.placements):
+            if type(gradient) is DTensor:
+                # FSDP gives a gradient the very layout of its parameter; looking into others takes as long as the norm.
+                if gradient._spec is not parameter._spec and any(p.is_partial() for p in gradient.placements):  # type: ignore[attr-defined]
                     gradient = parameter.grad = _summed(gradient, parameter)
                 gradient = gradient._local_tensor
             members.append(gradient)
     home = params[0].device if params else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float32, device=home)
-    largest = p == float("inf")
-    for (mesh, dims), gradients in groups.items():
+    largest, squares = p == float("inf"), p == 2.0
+    total, of_stage = torch.zeros(2, dtype=torch.float64 if squares else torch.float32, device=home).unbind()
+    for (mesh, dims, place), gradients in groups.items():
+        if place == "copy":  # counted where it belongs
+            continue
         gradients = [g for g in gradients if g.numel()]
-        part = torch.zeros((), dtype=torch.float32, device=gradients[0].device if gradients else home)
-        if gradients:
+        device = gradients[0].device if gradients else home
+        part = torch.zeros((), dtype=torch.float64 if squares else torch.float32, device=device)
+        if gradients and squares and _fit(gradients):
+            fused.grad_norm_sq(gradients, part)
+        elif gradients:
             norms = torch.stack(torch._foreach_norm(gradients, p, dtype=torch.float32))
-            part = norms.max() if largest else norms.pow(p).sum()
+            part = norms.max() if largest else norms.to(part.dtype).pow(p).sum()
         for dim in dims:
             assert mesh is not None
             dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.get_group(dim))
         part = part.to(home)
-        total = torch.maximum(total, part) if largest else total + part
+        if place == "own":
+            of_stage = torch.maximum(of_stage, part) if largest else of_stage + part
+        else:
+            total = torch.maximum(total, part) if largest else total + part
+    if runtime.stages() > 1:  # whatever this stage has of the parameters
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        of_stage = of_stage.clone()
+        dist.all_reduce(of_stage, op=op, group=runtime.mesh()["pp"].get_group())
+        total = torch.maximum(total, of_stage) if largest else total + of_stage
+    if squares:
+        return total.sqrt().float()
     return total if largest else total.pow(1.0 / p)
+
+
+def _fit(gradients: list[torch.Tensor]) -> bool:
+    return library.serves(gradients[0].device) and all(g.dtype in _FUSED and g.is_contiguous() for g in gradients)
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float, eps: float = _EPS) -> torch.Tensor:

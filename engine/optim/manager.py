@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine import runtime
-from engine.optim.adam import AdamOptimizer
+from engine.optim.base import FusedOptimizer
 from engine.optim.clip import clip_coefficient, grad_norm, scale_gradients_
 from engine.optim.stale import check_optimizer
 
@@ -144,7 +144,7 @@ class OptimManager:
         Args:
             scale: taken and ignored, as BMTrain's older versions wanted it; the loss scale is known here.
             defer: leave the gradients as they are and let ``step`` scale them inside its kernel, which saves a pass
-                over them. Takes effect for the AdamOptimizers whose parameters are all in ``param_groups``.
+                over them. Takes effect for the optimizers of this package whose parameters are all in ``param_groups``.
         """
         parameters = list(_parameters(param_groups))
         norm = grad_norm(parameters, norm_type)
@@ -156,7 +156,7 @@ class OptimManager:
             own = list(_parameters(optimizer.param_groups))
             if all(id(p) in inside for p in own):
                 self._norms[index] = norm
-                if defer and isinstance(optimizer, AdamOptimizer):
+                if defer and isinstance(optimizer, FusedOptimizer):
                     self._deferred[index] = coefficient
                     inside.difference_update(map(id, own))
         scale_gradients_((p for p in parameters if id(p) in inside), coefficient)
@@ -174,7 +174,7 @@ class OptimManager:
         found = self._found_inf()
         for index, optimizer in enumerate(self.optimizers):
             coefficient = self._deferred.get(index)
-            if isinstance(optimizer, AdamOptimizer):
+            if isinstance(optimizer, FusedOptimizer):
                 divisor = self._scale
                 if coefficient is not None:
                     divisor = (1.0 if divisor is None else divisor) / coefficient

@@ -10,16 +10,19 @@ parameter round alike, any mesh rounds as one process does, and a resumed run as
 
 from __future__ import annotations
 
+import math
 import zlib
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from engine.ops.hashing import random_bits
+from engine.ops.reference import at_random
 from engine.torch_compat import local_box, local_tensor
 
 _CHUNK = 1 << 20  # elements hashed at a time: int64 temporaries
-_MASK = 0xFFFFFFFF
 _KEY = "_engine_rounding_key"
+_PLACE = "_engine_place"
 
 
 def round_at_random(parameter: torch.Tensor, name: str) -> None:
@@ -33,6 +36,37 @@ def rounding_key(parameter: torch.Tensor) -> int | None:
     return getattr(parameter, _KEY, None)
 
 
+def place_of(parameter: torch.Tensor) -> tuple[int, int, int] | None:
+    """(inner, stride, base) of this rank's shard in the whole, as ``engine.ops.fused`` takes it; None: it has no such.
+
+    It has one unless more than two dimensions are cut, or two of which neither is the first.
+    """
+    found = getattr(parameter, _PLACE, None)
+    if found is None or found[0] != local_tensor(parameter).shape:
+        found = (local_tensor(parameter).shape, _place(*_box(parameter), tuple(parameter.shape)))
+        setattr(parameter, _PLACE, found)
+    return found[1]
+
+
+def _place(size: tuple[int, ...], offset: tuple[int, ...], whole: tuple[int, ...]) -> tuple[int, int, int] | None:
+    cut = [dim for dim, (n, w) in enumerate(zip(size, whole, strict=True)) if n != w]
+    if not cut or 0 in size:
+        return max(1, math.prod(size)), 0, 0
+    last = cut[-1]
+    if len(cut) > 2 or (len(cut) == 2 and math.prod(size[: cut[0]]) > 1):
+        return None
+    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    base = sum(o * stride for o, stride in zip(offset, strides, strict=True))
+    return math.prod(size[last:]), math.prod(whole[last:]), base
+
+
+def _box(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(size, offset) of this rank's shard."""
+    if isinstance(parameter, DTensor):
+        return local_box(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(parameter.shape), (0,) * parameter.ndim
+
+
 def stochastic_round_(target: torch.Tensor, values: torch.Tensor, key: int, step: torch.Tensor) -> None:
     """Write fp32 ``values``, this rank's shard, into the bf16 parameter ``target``. Non-finite values stay as they are.
 
@@ -41,18 +75,11 @@ def stochastic_round_(target: torch.Tensor, values: torch.Tensor, key: int, step
     """
     local = local_tensor(target).view(-1)
     values = values.reshape(-1)
-    whole, size, offset = target.shape, tuple(local_tensor(target).shape), (0,) * target.ndim
-    if isinstance(target, DTensor):
-        size, offset = local_box(whole, target.device_mesh, target.placements)
-    salt = _mix(_mix(torch.tensor(key, dtype=torch.int64, device=values.device)) ^ step.to(torch.int64))
+    size, offset = _box(target)
     for begin in range(0, local.numel(), _CHUNK):
         end = min(begin + _CHUNK, local.numel())
-        place = _places(begin, end, size, offset, tuple(whole), values.device)
-        # Both halves of the place are mixed in: a tensor may have more than 2^32 elements.
-        bits = _mix(_mix((place & _MASK) ^ salt) ^ (place >> 32)) & 0xFFFF
-        part = values[begin:end]
-        rounded = (part.view(torch.int32) + bits.to(torch.int32)) & -65536
-        local[begin:end] = torch.where(part.isfinite(), rounded.view(torch.float32), part).to(torch.bfloat16)
+        place = _places(begin, end, size, offset, tuple(target.shape), values.device)
+        local[begin:end] = at_random(values[begin:end], random_bits(place, key, step))
 
 
 def _places(
@@ -67,11 +94,3 @@ def _places(
         inside //= n
         stride *= w
     return place
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of 32-bit numbers that mixes all bits ("lowbias32", Wellons 2018), in int64."""
-    x = x & _MASK
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)

@@ -20,7 +20,8 @@ def with_gradients(model, seed=0):
     return model
 
 
-def test_adam_is_torchs_fused_adamw_bit_for_bit():
+def test_adam_is_torchs_fused_adamw(either):
+    """Bit for bit where torch's kernel does the step; the compiled one rounds in an order of its own."""
     ours, theirs = toys.build(), toys.build()
     mine = AdamOptimizer(toys.groups(ours), lr=1e-2, betas=(0.8, 0.9), eps=1e-6)
     reference = torch.optim.AdamW(toys.groups(theirs), lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0, fused=True)
@@ -29,10 +30,10 @@ def test_adam_is_torchs_fused_adamw_bit_for_bit():
         ours.scale.grad = theirs.scale.grad = None if step == 1 else ours.scale.grad  # each parameter has its own count
         mine.step(), reference.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(a, b)
+        assert torch.equal(a, b) if either == "reference" else torch.allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_adam_against_the_formula_in_float64():
+def test_adam_against_the_formula_in_float64(either):
     parameter = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
     optimizer = AdamOptimizer([parameter], lr=0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.5)
     x = parameter.detach().double()
@@ -46,7 +47,7 @@ def test_adam_against_the_formula_in_float64():
     torch.testing.assert_close(parameter.detach(), x.float(), rtol=1e-6, atol=1e-6)
 
 
-def test_adam_keeps_fp32_masters_of_16_bit_parameters():
+def test_adam_keeps_fp32_masters_of_16_bit_parameters(either):
     coarse = nn.Parameter(torch.full((4,), 1.0, dtype=torch.bfloat16))
     fine = nn.Parameter(torch.full((4,), 1.0))
     optimizers = AdamOptimizer([coarse], lr=1e-4), AdamOptimizer([fine], lr=1e-4)
@@ -84,7 +85,7 @@ def test_bad_values():
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, float("inf")])
-def test_clipping_is_torchs(norm_type):
+def test_clipping_is_torchs(either, norm_type):
     ours, theirs = with_gradients(toys.build()), with_gradients(toys.build())
     ours.scale.grad = theirs.scale.grad = None
     norm = clip_grad_norm_(ours.parameters(), 0.5, norm_type)
@@ -127,7 +128,7 @@ def test_a_norm_over_several_meshes(two, level, collectives, norm_type):
         assert made == collectives
 
 
-def test_deferred_clipping_is_the_same_step():
+def test_deferred_clipping_is_the_same_step(either):
     results = []
     for defer in (False, True):
         model = with_gradients(toys.build())
@@ -165,7 +166,7 @@ def test_two_optimizers_are_clipped_apart():
     assert all(p.grad is None for p in model.layers.parameters())
 
 
-def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run():
+def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(either):
     model = toys.build()
     optimizer = AdamOptimizer(model.parameters(), lr=1e-2)
     schedule = engine.lr_scheduler.Linear(optimizer, 1e-2, 0, 10)

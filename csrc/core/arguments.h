@@ -1,0 +1,195 @@
+// What both bindings do with the tensors of a call: check them, and lay them out for the kernels.
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "job.h"
+
+namespace modelcenter {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+
+inline int type_of(const Tensor& t, const char* name) {
+  const ScalarType type = t.scalar_type();
+  if (type == ScalarType::Float) return kFloat;
+  if (type == ScalarType::BFloat16) return kBfloat16;
+  if (type == ScalarType::Half) return kHalf;
+  STD_TORCH_CHECK(false, name, " holds a dtype that is not fp32, bf16 or fp16");
+  return -1;
+}
+
+inline void same_device(const Tensor& t, const Tensor& first, const char* name) {
+  STD_TORCH_CHECK(t.is_cpu() == first.is_cpu() && t.get_device_index() == first.get_device_index(), name,
+                  " is on another device than the rest");
+}
+
+// Memory that a call writes (or reads) must not be written by it elsewhere too.
+class Overlaps {
+ public:
+  void add(const void* data, int64_t bytes, bool written) {
+    if (bytes) ranges_.push_back({(uintptr_t)data, (uintptr_t)data + (uintptr_t)bytes, written});
+  }
+  void check() {
+    std::sort(ranges_.begin(), ranges_.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+    uintptr_t written = 0, any = 0;  // how far earlier ranges reach
+    for (const Range& r : ranges_) {
+      STD_TORCH_CHECK(r.begin >= written && (!r.written || r.begin >= any), "two of the tensors overlap in memory");
+      any = std::max(any, r.end);
+      if (r.written) written = std::max(written, r.end);
+    }
+  }
+
+ private:
+  struct Range {
+    uintptr_t begin, end;
+    bool written;
+  };
+  std::vector<Range> ranges_;
+};
+
+inline const float* scalar(const std::optional<Tensor>& t, const Tensor& like, const char* name) {
+  if (!t) return nullptr;
+  STD_TORCH_CHECK(t->numel() == 1 && t->scalar_type() == ScalarType::Float, name, " must be one fp32 number");
+  same_device(*t, like, name);
+  return (const float*)t->const_data_ptr();
+}
+
+struct Call {
+  std::vector<Slab> slabs;
+  Types types{};
+};
+
+inline Call lay_out(const Tensors& p, const Tensors& g, const Tensors& m, const Tensors& v, const Tensors& aux,
+                    const Tensors& step, int rule, int64_t mode, const std::vector<int64_t>& places) {
+  const size_t count = p.size();
+  const size_t seconds = rule == kAdamW ? count : 0, extras = mode == kMaster || mode == kRemainder ? count : 0;
+  STD_TORCH_CHECK(mode >= kPlain && mode <= kRandom, "mode must be 0 to 3");
+  STD_TORCH_CHECK(g.size() == count && m.size() == count && step.size() == count && v.size() == seconds &&
+                      aux.size() == extras && places.size() == (mode == kRandom ? 4 * count : 0),
+                  "the lists differ in length");
+  Call call;
+  call.slabs.reserve(count);
+  Overlaps overlaps;
+  for (size_t i = 0; i < count; i++) {
+    const int64_t n = p[i].numel();
+    const Types types{type_of(p[i], "p"), type_of(g[i], "g"), type_of(m[i], "m"), (int)mode};
+    if (i == 0) {
+      call.types = types;
+      const bool fits = mode == kPlain ? types.p == kFloat : mode == kMaster ? true : types.p == kBfloat16;
+      STD_TORCH_CHECK(fits, "p has a dtype that this mode does not keep");
+      STD_TORCH_CHECK(types.m != kHalf, "m must be fp32 or bf16");
+    }
+    STD_TORCH_CHECK(types.p == call.types.p && types.g == call.types.g && types.m == call.types.m,
+                    "the tensors of a list differ in dtype");
+    auto take = [&](const Tensor& t, const char* name, int bytes, bool written) {
+      STD_TORCH_CHECK(t.numel() == n, name, "[", (int64_t)i, "] has ", t.numel(), " elements, p has ", n);
+      STD_TORCH_CHECK(t.is_contiguous(), name, "[", (int64_t)i, "] is not contiguous");
+      same_device(t, p[0], name);
+      const void* data = t.const_data_ptr();
+      overlaps.add(data, n * bytes, written);
+      return (void*)data;
+    };
+    Slab slab{};
+    slab.n = n;
+    slab.p = take(p[i], "p", size_of(types.p), true);
+    slab.g = take(g[i], "g", size_of(types.g), false);
+    slab.m = take(m[i], "m", size_of(types.m), true);
+    if (seconds) {
+      STD_TORCH_CHECK(type_of(v[i], "v") == types.m, "m and v differ in dtype");
+      slab.v = take(v[i], "v", size_of(types.m), true);
+    }
+    if (extras) {
+      const ScalarType wanted = mode == kMaster ? ScalarType::Float : ScalarType::Short;
+      STD_TORCH_CHECK(aux[i].scalar_type() == wanted, "aux must be fp32 masters, or int16 remainders");
+      slab.aux = take(aux[i], "aux", mode == kMaster ? 4 : 2, true);
+    }
+    STD_TORCH_CHECK(step[i].numel() == 1 && step[i].scalar_type() == ScalarType::Float, "step must hold fp32 numbers");
+    same_device(step[i], p[0], "step");
+    slab.step = (float*)step[i].mutable_data_ptr();
+    overlaps.add(slab.step, 4, true);
+    if (mode == kRandom) {
+      slab.place = {places[4 * i], places[4 * i + 1], places[4 * i + 2], places[4 * i + 3]};
+      STD_TORCH_CHECK(slab.place.inner > 0 || n == 0, "places: the inner size must be above 0");
+    }
+    call.slabs.push_back(slab);
+  }
+  overlaps.check();
+  return call;
+}
+
+inline void check_pair(const Tensor& a, const Tensor& b, const char* names) {
+  STD_TORCH_CHECK(a.numel() == b.numel(), names, " differ in size");
+  STD_TORCH_CHECK(a.is_contiguous() && b.is_contiguous(), names, " must be contiguous");
+}
+
+inline void check_cast(const Tensors& out, const Tensors& in) {
+  STD_TORCH_CHECK(out.size() == in.size(), "the lists differ in length");
+  Overlaps overlaps;
+  for (size_t i = 0; i < out.size(); i++) {
+    check_pair(out[i], in[i], "out and input");
+    same_device(in[i], out[0], "input");
+    same_device(out[i], out[0], "out");
+    overlaps.add(out[i].const_data_ptr(), out[i].numel() * size_of(type_of(out[i], "out")), true);
+    overlaps.add(in[i].const_data_ptr(), in[i].numel() * size_of(type_of(in[i], "input")), false);
+  }
+  overlaps.check();
+}
+
+inline void check_split(const Tensors& master, const Tensors& p, const Tensors& low) {
+  STD_TORCH_CHECK(master.size() == p.size() && low.size() == p.size(), "the lists differ in length");
+  Overlaps overlaps;
+  for (size_t i = 0; i < p.size(); i++) {
+    STD_TORCH_CHECK(master[i].scalar_type() == ScalarType::Float && p[i].scalar_type() == ScalarType::BFloat16 &&
+                        low[i].scalar_type() == ScalarType::Short,
+                    "expected fp32 masters, bf16 parameters and int16 remainders");
+    check_pair(master[i], p[i], "master and p");
+    check_pair(low[i], p[i], "remainder and p");
+    same_device(master[i], p[0], "master");
+    same_device(low[i], p[0], "remainder");
+    overlaps.add(master[i].const_data_ptr(), master[i].numel() * 4, true);
+    overlaps.add(p[i].const_data_ptr(), p[i].numel() * 2, true);
+    overlaps.add(low[i].const_data_ptr(), low[i].numel() * 2, true);
+  }
+  overlaps.check();
+}
+
+// The operators' arguments, brought to those of the function that does the step on one kind of device.
+using StepFunction = void (*)(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const Tensors& v,
+                              const Tensors& aux, const Tensors& steps, const std::optional<Tensor>& gscale,
+                              const std::optional<Tensor>& found_inf, const Settings& settings, int64_t mode,
+                              const std::vector<int64_t>& places, int64_t stream);
+
+template <StepFunction kStep>
+void adamw(Tensors p, Tensors g, Tensors m, Tensors v, Tensors aux, Tensors steps, std::optional<Tensor> gscale,
+           std::optional<Tensor> found_inf, double lr, double beta1, double beta2, double eps, double weight_decay,
+           int64_t mode, std::vector<int64_t> places, int64_t stream) {
+  const Settings settings{lr, beta1, beta2, eps, weight_decay, 0};
+  kStep(kAdamW, p, g, m, v, aux, steps, gscale, found_inf, settings, mode, places, stream);
+}
+
+template <StepFunction kStep>
+void lion(Tensors p, Tensors g, Tensors m, Tensors aux, Tensors steps, std::optional<Tensor> gscale,
+          std::optional<Tensor> found_inf, double lr, double beta1, double beta2, double weight_decay, int64_t mode,
+          std::vector<int64_t> places, int64_t stream) {
+  const Settings settings{lr, beta1, beta2, 0.0, weight_decay, 0};
+  kStep(kLion, p, g, m, Tensors(), aux, steps, gscale, found_inf, settings, mode, places, stream);
+}
+
+template <StepFunction kStep>
+void momentum(Tensors p, Tensors g, Tensors m, Tensors aux, Tensors steps, std::optional<Tensor> gscale,
+              std::optional<Tensor> found_inf, double lr, double momentum, double weight_decay, bool nesterov,
+              int64_t mode, std::vector<int64_t> places, int64_t stream) {
+  const Settings settings{lr, momentum, 0.0, 0.0, weight_decay, nesterov};
+  kStep(kMomentum, p, g, m, Tensors(), aux, steps, gscale, found_inf, settings, mode, places, stream);
+}
+
+}  // namespace modelcenter

@@ -1,0 +1,112 @@
+// The update of each optimizer, written once for the CPU and the CUDA kernels.
+//
+// Every operation is a single IEEE one, in fp32, in this order: nothing may be contracted to a fused multiply-add
+// (-ffp-contract=off, -fmad=false). So all CPUs, all vector widths and GPUs give the same bits, and torch operators one
+// by one give them too (engine/ops/reference.py). Denormals are flushed to zero.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+
+#ifdef __CUDACC__
+#define MC_INLINE __host__ __device__ __forceinline__
+#else
+#define MC_INLINE inline __attribute__((always_inline))
+#endif
+
+namespace modelcenter {
+
+// What a user sets, the same for all tensors of a call.
+struct Settings {
+  double lr, beta1, beta2, eps, weight_decay;
+  int flag;  // SGD: Nesterov
+};
+
+// What the formulas need of them, at the step of one tensor.
+struct Scalars {
+  float beta1, rest1, beta2, rest2, eps, step_size, root_scale, decay;
+};
+
+namespace {
+
+// x^n by squaring: the same roundings everywhere, which pow() does not promise.
+MC_INLINE double power(double x, int64_t n) {
+  double result = 1.0;
+  for (; n > 0; n >>= 1) {
+    if (n & 1) result *= x;
+    x *= x;
+  }
+  return result;
+}
+
+MC_INLINE float root(float x) {
+#ifdef __CUDA_ARCH__
+  return __fsqrt_rn(x);
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
+// Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
+struct AdamW {
+  static constexpr int kMoments = 2;
+  MC_INLINE static Scalars scalars(const Settings& s, double step) {
+    const double rest1 = 1.0 - power(s.beta1, (int64_t)step), rest2 = 1.0 - power(s.beta2, (int64_t)step);
+    return {(float)s.beta1, (float)(1.0 - s.beta1), (float)s.beta2, (float)(1.0 - s.beta2), (float)s.eps,
+            (float)(s.lr / rest1), (float)(1.0 / sqrt(rest2)), (float)(1.0 - s.lr * s.weight_decay)};
+  }
+  MC_INLINE static void update(const Scalars& s, float g, float& w, float& m, float& v) {
+    m = s.beta1 * m + s.rest1 * g;
+    v = s.beta2 * v + (s.rest2 * g) * g;
+    w = w * s.decay - (s.step_size * m) / (root(v) * s.root_scale + s.eps);
+  }
+};
+
+// Chen et al., "Symbolic discovery of optimization algorithms", 2023.
+struct Lion {
+  static constexpr int kMoments = 1;
+  MC_INLINE static Scalars scalars(const Settings& s, double) {
+    return {(float)s.beta1, (float)(1.0 - s.beta1), (float)s.beta2, (float)(1.0 - s.beta2), 0.0f,
+            (float)s.lr,    0.0f,                   (float)(1.0 - s.lr * s.weight_decay)};
+  }
+  MC_INLINE static void update(const Scalars& s, float g, float& w, float& m, float&) {
+    const float c = s.beta1 * m + s.rest1 * g;
+    // A NaN has no sign; it must reach the parameter all the same, as it does elsewhere.
+    const float sign = c > 0.0f ? 1.0f : (c < 0.0f ? -1.0f : c);
+    w = w * s.decay - s.step_size * sign;
+    m = s.beta2 * m + s.rest2 * g;
+  }
+};
+
+// torch.optim.SGD with momentum and without dampening; beta1 is the momentum, the decay is not decoupled.
+struct Momentum {
+  static constexpr int kMoments = 1;
+  MC_INLINE static Scalars scalars(const Settings& s, double) {
+    return {(float)s.beta1, s.flag ? 1.0f : 0.0f, 0.0f, 0.0f, 0.0f, (float)s.lr, 0.0f, (float)s.weight_decay};
+  }
+  MC_INLINE static void update(const Scalars& s, float g, float& w, float& m, float&) {
+    g = g + s.decay * w;
+    m = s.beta1 * m + g;
+    w = w - s.step_size * (s.rest1 != 0.0f ? g + s.beta1 * m : m);
+  }
+};
+
+// The norm of gradients that were multiplied by loss_scale, without it; what the gradients are to be multiplied by to
+// be unscaled and clipped; and 1 where one of them is not finite, as then the sum of their squares is not.
+MC_INLINE void coefficients(double norm_sq, float loss_scale, double max_norm, double eps, float* norm, float* gscale,
+                            float* found_inf) {
+  const double value = sqrt(norm_sq) / (double)loss_scale;
+  const double ratio = max_norm / (value + eps);
+  *norm = (float)value;
+  *gscale = (float)((ratio < 1.0 ? ratio : 1.0) / (double)loss_scale);
+  *found_inf = value - value == 0.0 ? 0.0f : 1.0f;
+}
+
+// 32 bits that look random, of 32 bits: "lowbias32", Wellons 2018.
+MC_INLINE uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+
+}  // namespace
+}  // namespace modelcenter

@@ -1,0 +1,40 @@
+// What a kernel is asked to do, without torch: the same for CPU and CUDA.
+#pragma once
+#include <stdint.h>
+
+#include "formulas.h"
+
+namespace modelcenter {
+
+enum Type : int { kFloat = 0, kBfloat16 = 1, kHalf = 2 };
+
+// Where the fp32 value of a parameter is: it is the parameter; in aux; in the parameter and 16 bits in aux; nowhere
+// (rounding at random).
+enum Mode : int { kPlain = 0, kMaster = 1, kRemainder = 2, kRandom = 3 };
+
+enum Rule : int { kAdamW = 0, kLion = 1, kMomentum = 2 };
+
+// Where element i of a shard is in the whole tensor: base + (i / inner) * stride + i % inner. `key` is the tensor's.
+struct Place {
+  int64_t key, inner, stride, base;
+};
+
+struct Slab {
+  void* p;
+  const void* g;
+  void* m;
+  void* v;
+  void* aux;
+  float* step;
+  int64_t n;
+  Place place;
+};
+
+struct Types {
+  int p, g, m;
+  int mode;
+};
+
+inline int size_of(int type) { return type == kFloat ? 4 : 2; }
+
+}  // namespace modelcenter

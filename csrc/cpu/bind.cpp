@@ -1,0 +1,159 @@
+// The operators' schemas, for all devices, and their CPU side. Stable ABI: one library for torch 2.11 and later.
+#include <math.h>
+
+#include "../core/arguments.h"
+#include "kernels.h"
+
+namespace modelcenter {
+namespace {
+
+constexpr int64_t kChunk = 16384;  // elements that a thread takes at a time; also the unit of the norm's order
+
+// Cuts tensors of these sizes into chunks and runs body(tensor, begin, end) for each, in one parallel region.
+template <class Sizes, class Body>
+void for_chunks(size_t count, const Sizes& size, const Body& body) {
+  std::vector<int64_t> first(count + 1, 0);
+  for (size_t i = 0; i < count; i++) first[i + 1] = first[i] + (size(i) + kChunk - 1) / kChunk;
+  torch::stable::parallel_for(0, first[count], 2, [&](int64_t begin, int64_t end) {
+    FlushDenormals flush;
+    size_t t = std::upper_bound(first.begin(), first.end(), begin) - first.begin() - 1;
+    for (int64_t c = begin; c < end; c++) {
+      while (first[t + 1] <= c) t++;
+      const int64_t from = (c - first[t]) * kChunk;
+      body(t, from, std::min(from + kChunk, (int64_t)size(t)));
+    }
+  });
+}
+
+void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const Tensors& v, const Tensors& aux,
+          const Tensors& steps, const std::optional<Tensor>& gscale, const std::optional<Tensor>& found_inf,
+          const Settings& settings, int64_t mode, const std::vector<int64_t>& places, int64_t) {
+  if (p.empty()) return;
+  const Call call = lay_out(p, g, m, v, aux, steps, rule, mode, places);
+  const float* factor = scalar(gscale, p[0], "gscale");
+  const float* skip = scalar(found_inf, p[0], "found_inf");
+  if (skip && *skip != 0.0f) return;
+  const float scale = factor ? *factor : 1.0f;
+  const auto update = kernels().update[rule];
+  std::vector<Scalars> scalars(p.size());
+  std::vector<uint32_t> salts(p.size());
+  float last = -1.0f;
+  for (size_t i = 0; i < p.size(); i++) {
+    const Slab& slab = call.slabs[i];
+    const float now = *slab.step += 1.0f;
+    if (now == last) {
+      scalars[i] = scalars[i - 1];
+    } else if (rule == kAdamW) {
+      scalars[i] = AdamW::scalars(settings, now);
+    } else {
+      scalars[i] = rule == kLion ? Lion::scalars(settings, now) : Momentum::scalars(settings, now);
+    }
+    last = now;
+    salts[i] = mix(mix((uint32_t)slab.place.key) ^ (uint32_t)(int64_t)now);
+  }
+  for_chunks(p.size(), [&](size_t i) { return call.slabs[i].n; }, [&](size_t i, int64_t begin, int64_t end) {
+    update(call.slabs[i], call.types, scalars[i], scale, salts[i], begin, end);
+  });
+}
+
+void grad_norm_sq(Tensors g, Tensor out, int64_t) {
+  STD_TORCH_CHECK(out.numel() == 1 && out.scalar_type() == ScalarType::Double, "out must be one fp64 number");
+  std::vector<int64_t> sizes(g.size()), first(g.size() + 1, 0);
+  std::vector<int> types(g.size());
+  std::vector<const char*> data(g.size());
+  for (size_t i = 0; i < g.size(); i++) {
+    STD_TORCH_CHECK(g[i].is_contiguous(), "g[", (int64_t)i, "] is not contiguous");
+    same_device(g[i], out, "g");
+    types[i] = type_of(g[i], "g");
+    sizes[i] = g[i].numel();
+    data[i] = (const char*)g[i].const_data_ptr();
+    first[i + 1] = first[i] + (sizes[i] + kChunk - 1) / kChunk;
+  }
+  // One sum for each chunk, added up in order: the threads do not show.
+  std::vector<double> sums((size_t)first[g.size()], 0.0);
+  for_chunks(g.size(), [&](size_t i) { return sizes[i]; }, [&](size_t i, int64_t begin, int64_t end) {
+    const char* from = data[i] + begin * size_of(types[i]);
+    sums[(size_t)(first[i] + begin / kChunk)] = kernels().squares(from, types[i], end - begin);
+  });
+  double total = 0.0;
+  for (double sum : sums) total += sum;
+  *(double*)out.mutable_data_ptr() = total;
+}
+
+void clip_coef(Tensor norm_sq, std::optional<Tensor> loss_scale, double max_norm, double eps, Tensor norm,
+               Tensor gscale, Tensor found_inf, int64_t) {
+  STD_TORCH_CHECK(norm_sq.numel() == 1 && norm_sq.scalar_type() == ScalarType::Double,
+                  "norm_sq must be one fp64 number");
+  const float* scale = scalar(loss_scale, norm_sq, "loss_scale");
+  float* out[3];
+  const Tensor* outs[3] = {&norm, &gscale, &found_inf};
+  for (int i = 0; i < 3; i++) out[i] = (float*)scalar(*outs[i], norm_sq, "an output");
+  coefficients(*(const double*)norm_sq.const_data_ptr(), scale ? *scale : 1.0f, max_norm, eps, out[0], out[1], out[2]);
+}
+
+void cast_scale_copy(Tensors out, Tensors in, std::optional<Tensor> scale, int64_t) {
+  if (out.empty() && in.empty()) return;
+  check_cast(out, in);
+  const float* factor = scalar(scale, out[0], "scale");
+  for_chunks(out.size(), [&](size_t i) { return out[i].numel(); }, [&](size_t i, int64_t begin, int64_t end) {
+    const int to = type_of(out[i], "out"), from = type_of(in[i], "in");
+    kernels().cast((char*)out[i].mutable_data_ptr() + begin * size_of(to), to,
+                   (const char*)in[i].const_data_ptr() + begin * size_of(from), from, factor ? *factor : 1.0f,
+                   end - begin);
+  });
+}
+
+void split_master(Tensors master, Tensors p, Tensors low, int64_t) {
+  check_split(master, p, low);
+  for_chunks(p.size(), [&](size_t i) { return p[i].numel(); }, [&](size_t i, int64_t begin, int64_t end) {
+    kernels().split((const float*)master[i].const_data_ptr() + begin, (uint16_t*)p[i].mutable_data_ptr() + begin,
+                    (int16_t*)low[i].mutable_data_ptr() + begin, end - begin);
+  });
+}
+
+void merge_master(Tensors p, Tensors low, Tensors master, int64_t) {
+  check_split(master, p, low);
+  for_chunks(p.size(), [&](size_t i) { return p[i].numel(); }, [&](size_t i, int64_t begin, int64_t end) {
+    kernels().merge((const uint16_t*)p[i].const_data_ptr() + begin, (const int16_t*)low[i].const_data_ptr() + begin,
+                    (float*)master[i].mutable_data_ptr() + begin, end - begin);
+  });
+}
+
+}  // namespace
+}  // namespace modelcenter
+
+// The name of the instruction set in use; plain C, for Python's ctypes.
+extern "C" __attribute__((visibility("default"))) const char* modelcenter_isa() { return modelcenter::kernels().name; }
+
+STABLE_TORCH_LIBRARY(modelcenter, m) {
+  m.def(
+      "adamw_(Tensor(a!)[] p, Tensor[] g, Tensor(b!)[] m, Tensor(c!)[] v, Tensor(d!)[] aux, Tensor(e!)[] step, "
+      "Tensor? gscale, Tensor? found_inf, float lr, float beta1, float beta2, float eps, float weight_decay, "
+      "int mode, int[] places, int stream) -> ()");
+  m.def(
+      "lion_(Tensor(a!)[] p, Tensor[] g, Tensor(b!)[] m, Tensor(d!)[] aux, Tensor(e!)[] step, Tensor? gscale, "
+      "Tensor? found_inf, float lr, float beta1, float beta2, float weight_decay, int mode, int[] places, "
+      "int stream) -> ()");
+  m.def(
+      "sgdm_(Tensor(a!)[] p, Tensor[] g, Tensor(b!)[] m, Tensor(d!)[] aux, Tensor(e!)[] step, Tensor? gscale, "
+      "Tensor? found_inf, float lr, float momentum, float weight_decay, bool nesterov, int mode, int[] places, "
+      "int stream) -> ()");
+  m.def("grad_norm_sq(Tensor[] g, Tensor(a!) out, int stream) -> ()");
+  m.def(
+      "clip_coef_(Tensor norm_sq, Tensor? loss_scale, float max_norm, float eps, Tensor(a!) norm, Tensor(b!) gscale, "
+      "Tensor(c!) found_inf, int stream) -> ()");
+  m.def("cast_scale_copy_(Tensor(a!)[] out, Tensor[] input, Tensor? scale, int stream) -> ()");
+  m.def("split_master_(Tensor[] master, Tensor(a!)[] p, Tensor(b!)[] remainder, int stream) -> ()");
+  m.def("merge_master_(Tensor[] p, Tensor[] remainder, Tensor(a!)[] master, int stream) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
+  m.impl("adamw_", TORCH_BOX(&modelcenter::adamw<modelcenter::step>));
+  m.impl("lion_", TORCH_BOX(&modelcenter::lion<modelcenter::step>));
+  m.impl("sgdm_", TORCH_BOX(&modelcenter::momentum<modelcenter::step>));
+  m.impl("grad_norm_sq", TORCH_BOX(&modelcenter::grad_norm_sq));
+  m.impl("clip_coef_", TORCH_BOX(&modelcenter::clip_coef));
+  m.impl("cast_scale_copy_", TORCH_BOX(&modelcenter::cast_scale_copy));
+  m.impl("split_master_", TORCH_BOX(&modelcenter::split_master));
+  m.impl("merge_master_", TORCH_BOX(&modelcenter::merge_master));
+}

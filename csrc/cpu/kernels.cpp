@@ -1,0 +1,178 @@
+// Compiled once for each instruction set, with its flags and MC_ISA as its name. Includes nothing that could leave
+// inline functions of this instruction set in other code, so everything but one table is internal.
+#include "kernels.h"
+
+#include "../core/numbers.h"
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#define MC_JOIN(a, b) a##b
+#define MC_NAME(isa) MC_JOIN(kernels_, isa)
+#define MC_TEXT(x) #x
+#define MC_STRING(x) MC_TEXT(x)
+
+namespace modelcenter {
+namespace {
+
+// Numbers that are worked on together: their fp32 values stay in the first cache.
+constexpr int64_t kBlock = 512;
+template <class F>
+MC_INLINE void each(int64_t n, const F& body) {
+  if (n == kBlock) {
+    for (int64_t i = 0; i < kBlock; i++) body(i);
+  } else {
+    for (int64_t i = 0; i < n; i++) body(i);
+  }
+}
+
+MC_INLINE void halves_to_floats(const uint16_t* __restrict in, float* __restrict out, int64_t n) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16)
+    _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(in + i))));
+#elif defined(__F16C__)
+  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(in + i))));
+#endif
+  for (; i < n; i++) out[i] = from_fp16(in[i]);
+}
+
+MC_INLINE void floats_to_halves(const float* __restrict in, uint16_t* __restrict out, int64_t n) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16)
+    _mm256_storeu_si256((__m256i*)(out + i), _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128((__m128i*)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+  for (; i < n; i++) out[i] = to_fp16(in[i]);
+}
+
+MC_INLINE void to_floats(const void* in, int type, float* __restrict out, int64_t n) {
+  if (type == kHalf) return halves_to_floats((const uint16_t*)in, out, n);
+  const uint16_t* __restrict b = (const uint16_t*)in;
+  if (type == kBfloat16) return each(n, [=](int64_t i) { out[i] = from_bf16(b[i]); });
+  memcpy(out, in, 4 * n);
+}
+
+MC_INLINE void from_floats(const float* __restrict in, void* out, int type, int64_t n) {
+  if (type == kHalf) return floats_to_halves(in, (uint16_t*)out, n);
+  uint16_t* __restrict b = (uint16_t*)out;
+  if (type == kBfloat16) return each(n, [=](int64_t i) { b[i] = to_bf16(in[i]); });
+  memcpy(out, in, 4 * n);
+}
+
+MC_INLINE char* at(const void* base, int type, int64_t i) {
+  return (char*)base + i * (type == kFloat ? 4 : 2);
+}
+
+// fp32 numbers where they are, others in `room`.
+MC_INLINE float* floats(const void* base, int type, int64_t i, float* room, int64_t n) {
+  if (type == kFloat) return (float*)base + i;
+  to_floats(at(base, type, i), type, room, n);
+  return room;
+}
+
+template <class Formula>
+MC_INLINE void formula(const Scalars s, float scale, const float* __restrict g, float* __restrict w,
+                       float* __restrict m, float* __restrict v, int64_t n) {
+  if (Formula::kMoments == 2) {
+    each(n, [=](int64_t i) { Formula::update(s, g[i] * scale, w[i], m[i], v[i]); });
+  } else {
+    each(n, [=](int64_t i) {
+      float none = 0.0f;
+      Formula::update(s, g[i] * scale, w[i], m[i], none);
+    });
+  }
+}
+
+void round_at_random(const float* __restrict w, uint16_t* __restrict p, const Place& place, uint32_t salt,
+                     int64_t first, int64_t n) {
+  for (int64_t i = 0; i < n;) {
+    const int64_t row = (first + i) / place.inner, column = (first + i) % place.inner;
+    const int64_t run = n - i < place.inner - column ? n - i : place.inner - column;
+    const uint64_t start = (uint64_t)(place.base + row * place.stride + column);
+    const float* __restrict x = w + i;
+    uint16_t* __restrict out = p + i;
+    for (int64_t k = 0; k < run; k++) {
+      const uint64_t here = start + (uint64_t)k;
+      out[k] = to_bf16_at_random(x[k], salt, (uint32_t)here, (uint32_t)(here >> 32));
+    }
+    i += run;
+  }
+}
+
+template <class Formula>
+void update(const Slab& slab, const Types& types, const Scalars& s, float scale, uint32_t salt, int64_t begin,
+            int64_t end) {
+  alignas(64) float room_g[kBlock], room_w[kBlock], room_m[kBlock], room_v[kBlock];
+  const bool second = Formula::kMoments == 2;
+  const bool whole = types.mode == kPlain || types.mode == kMaster;  // the fp32 value is somewhere
+  const void* master = types.mode == kPlain ? slab.p : slab.aux;
+  for (int64_t i = begin; i < end; i += kBlock) {
+    const int64_t n = end - i < kBlock ? end - i : kBlock;
+
+    const float* g = floats(slab.g, types.g, i, room_g, n);
+    float* m = floats(slab.m, types.m, i, room_m, n);
+    float* v = second ? floats(slab.v, types.m, i, room_v, n) : room_v;
+    uint16_t* __restrict p = (uint16_t*)slab.p + i;
+    int16_t* __restrict low = (int16_t*)slab.aux + i;
+    float* __restrict w = whole ? (float*)master + i : room_w;
+    if (types.mode == kRemainder) each(n, [=](int64_t k) { w[k] = merge(p[k], low[k]); });
+    if (types.mode == kRandom) to_floats(p, kBfloat16, w, n);
+
+    formula<Formula>(s, scale, g, w, m, v, n);
+
+    if (types.m != kFloat) {
+      from_floats(m, at(slab.m, types.m, i), types.m, n);
+      if (second) from_floats(v, at(slab.v, types.m, i), types.m, n);
+    }
+    if (types.mode == kMaster) from_floats(w, at(slab.p, types.p, i), types.p, n);
+    if (types.mode == kRemainder) each(n, [=](int64_t k) { split(w[k], p[k], low[k]); });
+    if (types.mode == kRandom) round_at_random(w, p, slab.place, salt, i, n);
+  }
+}
+
+double squares(const void* x, int type, int64_t n) {
+  alignas(64) float room[kBlock];
+  double lanes[16] = {};
+  for (int64_t i = 0; i < n; i += kBlock) {
+    const int64_t count = n - i < kBlock ? n - i : kBlock;
+    const float* g = floats(x, type, i, room, count);
+    int64_t k = 0;
+    for (; k + 16 <= count; k += 16)
+      for (int lane = 0; lane < 16; lane++) lanes[lane] += (double)g[k + lane] * (double)g[k + lane];
+    for (; k < count; k++) lanes[k % 16] += (double)g[k] * (double)g[k];
+  }
+  for (int width = 8; width; width /= 2)
+    for (int lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
+  return lanes[0];
+}
+
+void cast(void* out, int out_type, const void* in, int in_type, float scale, int64_t n) {
+  alignas(64) float room[kBlock];
+  for (int64_t i = 0; i < n; i += kBlock) {
+    const int64_t count = n - i < kBlock ? n - i : kBlock;
+    to_floats(at(in, in_type, i), in_type, room, count);
+    if (scale != 1.0f) each(count, [&](int64_t k) { room[k] *= scale; });
+    from_floats(room, at(out, out_type, i), out_type, count);
+  }
+}
+
+void split_all(const float* x, uint16_t* __restrict high, int16_t* __restrict low, int64_t n) {
+  for (int64_t i = 0; i < n; i++) split(x[i], high[i], low[i]);
+}
+
+void merge_all(const uint16_t* high, const int16_t* low, float* __restrict x, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] = merge(high[i], low[i]);
+}
+
+const CpuKernels kTable = {MC_STRING(MC_ISA), {update<AdamW>, update<Lion>, update<Momentum>}, squares, cast,
+                           split_all, merge_all};
+
+}  // namespace
+
+const CpuKernels& MC_NAME(MC_ISA)() { return kTable; }
+
+}  // namespace modelcenter

@@ -1,0 +1,37 @@
+// The kernels of one instruction set. cpu/kernels.cpp is compiled once for each of them.
+#pragma once
+#include <stdint.h>
+
+#include "../core/job.h"
+
+namespace modelcenter {
+
+struct CpuKernels {
+  const char* name;
+  // Steps elements [begin, end) of a slab; gradients are multiplied by `scale` first.
+  void (*update[3])(const Slab&, const Types&, const Scalars&, float scale, uint32_t salt, int64_t begin, int64_t end);
+  // The sum of squares of n numbers, in double, in an order that depends on n alone.
+  double (*squares)(const void* x, int type, int64_t n);
+  void (*cast)(void* out, int out_type, const void* in, int in_type, float scale, int64_t n);
+  void (*split)(const float* x, uint16_t* high, int16_t* low, int64_t n);
+  void (*merge)(const uint16_t* high, const int16_t* low, float* x, int64_t n);
+};
+
+const CpuKernels& kernels_plain();
+const CpuKernels& kernels_avx2();
+const CpuKernels& kernels_avx512();
+
+// The widest that this CPU has and this library was compiled for; MODELCENTER_ISA=plain, avx2 or avx512 lowers it.
+const CpuKernels& kernels();
+
+// Denormals are zero on this thread while it lives: with them a moment that dies away costs 20 times the time.
+class FlushDenormals {
+ public:
+  FlushDenormals();
+  ~FlushDenormals();
+
+ private:
+  uint64_t before_;
+};
+
+}  // namespace modelcenter

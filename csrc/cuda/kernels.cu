@@ -1,0 +1,345 @@
+// The same operators on CUDA. Compiled with -fmad=false -ftz=true, so that they give the CPU's bits.
+//
+// A launch takes the table of its tensors as an argument, so nothing is copied to the device first; blocks stride over
+// chunks of all tensors, so that a list of many small ones fills the device as one large one does. Dtypes and modes are
+// branches that all threads take alike: the kernels wait for memory, and one kernel for each formula compiles fast.
+#include "kernels.h"
+
+#include <cuda_runtime.h>
+
+#include "../core/numbers.h"
+
+namespace modelcenter {
+namespace {
+
+constexpr int kTensors = 256;  // of a table: the arguments of a launch end at 32,764 bytes
+constexpr int kThreads = 256;
+constexpr int kVector = 4;  // elements of a thread at a time: 16 bytes in fp32
+constexpr int64_t kChunk = 16384;
+
+struct Table {
+  Slab slab[kTensors];
+  uint8_t first_type[kTensors], second_type[kTensors];
+  int64_t first[kTensors + 1];  // chunk of each tensor
+  int count;
+};
+static_assert(sizeof(Table) < 32000, "the arguments of a launch are limited");
+
+__device__ __forceinline__ int tensor_of(const Table& t, int64_t chunk) {
+  int low = 0, high = t.count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (t.first[middle] <= chunk) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+__device__ __forceinline__ void load(const void* base, int type, int64_t i, int n, float (&x)[kVector]) {
+  if (type == kFloat) {
+    const float* p = (const float*)base + i;
+    if (n == kVector && (uintptr_t)p % 16 == 0) {
+      const float4 all = *(const float4*)p;
+      x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kVector; k++) x[k] = k < n ? p[k] : 0.0f;
+    }
+    return;
+  }
+  const uint16_t* p = (const uint16_t*)base + i;
+  uint16_t h[kVector] = {};
+  if (n == kVector && (uintptr_t)p % 8 == 0) {
+    const ushort4 all = *(const ushort4*)p;
+    h[0] = all.x, h[1] = all.y, h[2] = all.z, h[3] = all.w;
+  } else {
+#pragma unroll
+    for (int k = 0; k < kVector; k++)
+      if (k < n) h[k] = p[k];
+  }
+#pragma unroll
+  for (int k = 0; k < kVector; k++) x[k] = type == kBfloat16 ? from_bf16(h[k]) : from_fp16(h[k]);
+}
+
+__device__ __forceinline__ void store_bits(void* base, int64_t i, int n, const uint16_t (&h)[kVector]) {
+  uint16_t* p = (uint16_t*)base + i;
+  if (n == kVector && (uintptr_t)p % 8 == 0) {
+    *(ushort4*)p = make_ushort4(h[0], h[1], h[2], h[3]);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kVector; k++)
+      if (k < n) p[k] = h[k];
+  }
+}
+
+__device__ __forceinline__ void load_bits(const void* base, int64_t i, int n, uint16_t (&h)[kVector]) {
+  const uint16_t* p = (const uint16_t*)base + i;
+#pragma unroll
+  for (int k = 0; k < kVector; k++) h[k] = k < n ? p[k] : 0;
+}
+
+__device__ __forceinline__ void store(void* base, int type, int64_t i, int n, const float (&x)[kVector]) {
+  if (type == kFloat) {
+    float* p = (float*)base + i;
+    if (n == kVector && (uintptr_t)p % 16 == 0) {
+      *(float4*)p = make_float4(x[0], x[1], x[2], x[3]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kVector; k++)
+        if (k < n) p[k] = x[k];
+    }
+    return;
+  }
+  uint16_t h[kVector];
+#pragma unroll
+  for (int k = 0; k < kVector; k++) h[k] = type == kBfloat16 ? to_bf16(x[k]) : to_fp16(x[k]);
+  store_bits(base, i, n, h);
+}
+
+// Calls body(table index, slab, first element, count of at most kVector) for all elements of all tensors; before(index)
+// on all threads of a block whenever it comes to another tensor.
+template <class Before, class Body>
+__device__ __forceinline__ void for_elements(const Table& t, const Before& before, const Body& body) {
+  int last = -1;
+  for (int64_t c = blockIdx.x; c < t.first[t.count]; c += gridDim.x) {
+    const int index = tensor_of(t, c);
+    if (index != last) before(index);
+    last = index;
+    const Slab& slab = t.slab[index];
+    const int64_t begin = (c - t.first[index]) * kChunk;
+    const int64_t end = begin + kChunk < slab.n ? begin + kChunk : slab.n;
+    for (int64_t i = begin + (int64_t)threadIdx.x * kVector; i < end; i += kThreads * kVector)
+      body(index, slab, i, end - i < kVector ? (int)(end - i) : kVector);
+  }
+}
+
+__global__ void count_up(const __grid_constant__ Table t, const float* skip) {
+  if (skip && *skip != 0.0f) return;
+  const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+  if (i < t.count) *t.slab[i].step += 1.0f;
+}
+
+template <class Formula>
+__global__ void __launch_bounds__(kThreads)
+    step(const __grid_constant__ Table t, const Types types, const Settings settings, const float* gscale,
+         const float* skip) {
+  if (skip && *skip != 0.0f) return;
+  __shared__ Scalars scalars;
+  __shared__ uint32_t salt;
+  const float scale = gscale ? *gscale : 1.0f;
+  const auto before = [&](int index) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const double now = *t.slab[index].step;
+      scalars = Formula::scalars(settings, now);
+      salt = mix(mix((uint32_t)t.slab[index].place.key) ^ (uint32_t)(int64_t)now);
+    }
+    __syncthreads();
+  };
+  for_elements(t, before, [&](int, const Slab& slab, int64_t i, int n) {
+    float g[kVector], w[kVector], m[kVector], v[kVector] = {};
+    uint16_t high[kVector], low[kVector];
+    load(slab.g, types.g, i, n, g);
+    load(slab.m, types.m, i, n, m);
+    if (Formula::kMoments == 2) load(slab.v, types.m, i, n, v);
+    if (types.mode == kRemainder) {
+      load_bits(slab.p, i, n, high);
+      load_bits(slab.aux, i, n, low);
+#pragma unroll
+      for (int k = 0; k < kVector; k++) w[k] = merge(high[k], (int16_t)low[k]);
+    } else {
+      load(types.mode == kMaster ? slab.aux : slab.p, types.mode == kRandom ? kBfloat16 : kFloat, i, n, w);
+    }
+#pragma unroll
+    for (int k = 0; k < kVector; k++) Formula::update(scalars, g[k] * scale, w[k], m[k], v[k]);
+    store(slab.m, types.m, i, n, m);
+    if (Formula::kMoments == 2) store(slab.v, types.m, i, n, v);
+    if (types.mode == kRemainder) {
+#pragma unroll
+      for (int k = 0; k < kVector; k++) {
+        int16_t rest;
+        split(w[k], high[k], rest);
+        low[k] = (uint16_t)rest;
+      }
+      store_bits(slab.p, i, n, high);
+      store_bits(slab.aux, i, n, low);
+    } else if (types.mode == kRandom) {
+      int64_t row = i / slab.place.inner, column = i % slab.place.inner;
+      for (int k = 0; k < n; k++) {
+        const uint64_t here = (uint64_t)(slab.place.base + row * slab.place.stride + column);
+        high[k] = to_bf16_at_random(w[k], salt, (uint32_t)here, (uint32_t)(here >> 32));
+        if (++column == slab.place.inner) column = 0, row++;
+      }
+      store_bits(slab.p, i, n, high);
+    } else {
+      if (types.mode == kMaster) store(slab.aux, kFloat, i, n, w);
+      store(slab.p, types.p, i, n, w);
+    }
+  });
+}
+
+__global__ void __launch_bounds__(kThreads) squares(const __grid_constant__ Table t, double* partial) {
+  __shared__ double sums[kThreads];
+  for (int64_t c = blockIdx.x; c < t.first[t.count]; c += gridDim.x) {
+    const int index = tensor_of(t, c);
+    const Slab& slab = t.slab[index];
+    const int64_t begin = (c - t.first[index]) * kChunk;
+    const int64_t end = begin + kChunk < slab.n ? begin + kChunk : slab.n;
+    double sum = 0.0;
+    for (int64_t i = begin + (int64_t)threadIdx.x * kVector; i < end; i += kThreads * kVector) {
+      float g[kVector];
+      load(slab.g, t.first_type[index], i, end - i < kVector ? (int)(end - i) : kVector, g);
+#pragma unroll
+      for (int k = 0; k < kVector; k++) sum += (double)g[k] * (double)g[k];
+    }
+    sums[threadIdx.x] = sum;
+    for (int width = kThreads / 2; width; width /= 2) {
+      __syncthreads();
+      if ((int)threadIdx.x < width) sums[threadIdx.x] += sums[threadIdx.x + width];
+    }
+    if (threadIdx.x == 0) partial[c] = sums[0];
+    __syncthreads();
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) add_up(const double* partial, int64_t count, double* out) {
+  __shared__ double sums[kThreads];
+  double sum = 0.0;
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) sum += partial[i];
+  sums[threadIdx.x] = sum;
+  for (int width = kThreads / 2; width; width /= 2) {
+    __syncthreads();
+    if ((int)threadIdx.x < width) sums[threadIdx.x] += sums[threadIdx.x + width];
+  }
+  if (threadIdx.x == 0) *out = sums[0];
+}
+
+__global__ void coefficients_of(const double* norm_sq, const float* loss_scale, double max_norm, double eps,
+                                float* norm, float* gscale, float* found_inf) {
+  coefficients(*norm_sq, loss_scale ? *loss_scale : 1.0f, max_norm, eps, norm, gscale, found_inf);
+}
+
+__global__ void __launch_bounds__(kThreads) cast(const __grid_constant__ Table t, const float* scale) {
+  const float factor = scale ? *scale : 1.0f;
+  for_elements(t, [](int) {}, [&](int index, const Slab& slab, int64_t i, int n) {
+    float x[kVector];
+    load(slab.g, t.second_type[index], i, n, x);
+#pragma unroll
+    for (int k = 0; k < kVector; k++) x[k] *= factor;
+    store(slab.p, t.first_type[index], i, n, x);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads) take_apart(const __grid_constant__ Table t) {
+  for_elements(t, [](int) {}, [&](int, const Slab& slab, int64_t i, int n) {
+    float w[kVector];
+    uint16_t high[kVector], low[kVector];
+    load(slab.aux, kFloat, i, n, w);
+#pragma unroll
+    for (int k = 0; k < kVector; k++) {
+      int16_t rest;
+      split(w[k], high[k], rest);
+      low[k] = (uint16_t)rest;
+    }
+    store_bits(slab.p, i, n, high);
+    store_bits(slab.m, i, n, low);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads) put_together(const __grid_constant__ Table t) {
+  for_elements(t, [](int) {}, [&](int, const Slab& slab, int64_t i, int n) {
+    float w[kVector];
+    uint16_t high[kVector], low[kVector];
+    load_bits(slab.p, i, n, high);
+    load_bits(slab.m, i, n, low);
+#pragma unroll
+    for (int k = 0; k < kVector; k++) w[k] = merge(high[k], (int16_t)low[k]);
+    store(slab.aux, kFloat, i, n, w);
+  });
+}
+
+int blocks(int64_t chunks) {
+  int device = 0, processors = 1;
+  if (cudaGetDevice(&device) == cudaSuccess)
+    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  const int64_t most = (int64_t)processors * 8;
+  return (int)(chunks < most ? chunks : most);
+}
+
+// Cuts the list into tables and calls launch(table, index of its first tensor) for each that has elements.
+template <class Launch>
+int for_tables(const Slab* slabs, const int* first_type, const int* second_type, int64_t count, const Launch& launch) {
+  for (int64_t begin = 0; begin < count; begin += kTensors) {
+    Table t;
+    t.count = (int)(count - begin < kTensors ? count - begin : kTensors);
+    t.first[0] = 0;
+    for (int i = 0; i < t.count; i++) {
+      t.slab[i] = slabs[begin + i];
+      t.first_type[i] = (uint8_t)(first_type ? first_type[begin + i] : 0);
+      t.second_type[i] = (uint8_t)(second_type ? second_type[begin + i] : 0);
+      t.first[i + 1] = t.first[i] + (slabs[begin + i].n + kChunk - 1) / kChunk;
+    }
+    launch(t);
+    if (const int error = (int)cudaGetLastError()) return error;
+  }
+  return 0;
+}
+
+}  // namespace
+
+int cuda_step(int rule, const Slab* slabs, int64_t count, Types types, Settings settings, const float* gscale,
+              const float* skip, void* stream) {
+  const auto s = (cudaStream_t)stream;
+  return for_tables(slabs, nullptr, nullptr, count, [&](const Table& t) {
+    count_up<<<(t.count + 127) / 128, 128, 0, s>>>(t, skip);
+    const int grid = blocks(t.first[t.count]);
+    if (!grid) return;
+    if (rule == kAdamW) step<AdamW><<<grid, kThreads, 0, s>>>(t, types, settings, gscale, skip);
+    if (rule == kLion) step<Lion><<<grid, kThreads, 0, s>>>(t, types, settings, gscale, skip);
+    if (rule == kMomentum) step<Momentum><<<grid, kThreads, 0, s>>>(t, types, settings, gscale, skip);
+  });
+}
+
+int64_t cuda_chunks(const int64_t* sizes, int64_t count) {
+  int64_t chunks = 0;
+  for (int64_t i = 0; i < count; i++) chunks += (sizes[i] + kChunk - 1) / kChunk;
+  return chunks;
+}
+
+int cuda_squares(const Slab* slabs, const int* types, int64_t count, double* partial, double* out, void* stream) {
+  const auto s = (cudaStream_t)stream;
+  int64_t done = 0;
+  const int error = for_tables(slabs, types, nullptr, count, [&](const Table& t) {
+    if (const int grid = blocks(t.first[t.count])) squares<<<grid, kThreads, 0, s>>>(t, partial + done);
+    done += t.first[t.count];
+  });
+  if (error) return error;
+  add_up<<<1, kThreads, 0, s>>>(partial, done, out);
+  return (int)cudaGetLastError();
+}
+
+int cuda_coefficients(const double* norm_sq, const float* loss_scale, double max_norm, double eps, float* norm,
+                      float* gscale, float* found_inf, void* stream) {
+  coefficients_of<<<1, 1, 0, (cudaStream_t)stream>>>(norm_sq, loss_scale, max_norm, eps, norm, gscale, found_inf);
+  return (int)cudaGetLastError();
+}
+
+int cuda_cast(const Slab* slabs, const int* to, const int* from, int64_t count, const float* scale, void* stream) {
+  return for_tables(slabs, to, from, count, [&](const Table& t) {
+    if (const int grid = blocks(t.first[t.count])) cast<<<grid, kThreads, 0, (cudaStream_t)stream>>>(t, scale);
+  });
+}
+
+int cuda_split(const Slab* slabs, int64_t count, void* stream) {
+  return for_tables(slabs, nullptr, nullptr, count, [&](const Table& t) {
+    if (const int grid = blocks(t.first[t.count])) take_apart<<<grid, kThreads, 0, (cudaStream_t)stream>>>(t);
+  });
+}
+
+int cuda_merge(const Slab* slabs, int64_t count, void* stream) {
+  return for_tables(slabs, nullptr, nullptr, count, [&](const Table& t) {
+    if (const int grid = blocks(t.first[t.count])) put_together<<<grid, kThreads, 0, (cudaStream_t)stream>>>(t);
+  });
+}
+
+}  // namespace modelcenter

@@ -1,0 +1,57 @@
+"""`python -m engine.ops` says which compiled operators are in use and why others are not; `--build` compiles them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from engine.ops import build
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.ops", description=__doc__)
+    parser.add_argument("--build", action="store_true", help="compile for the CPU, and for CUDA if it is here")
+    parser.add_argument("--cuda", action="store_true", help="with --build: CUDA's also where torch has no CUDA")
+    parser.add_argument("--verbose", action="store_true", help="with --build: print what the compilers report")
+    args = parser.parse_args(arguments)
+    if not args.build:
+        if args.cuda or args.verbose:
+            parser.error("--cuda and --verbose go with --build")
+        return _report()
+    kinds = ["cpu"]
+    if args.cuda or (build.nvcc() and _torch_has_cuda()):
+        kinds.append("cuda")
+    failed = False
+    for kind in kinds:
+        began = time.perf_counter()
+        try:
+            path, report = build.build(kind)
+        except build.BuildError as error:
+            print(f"{kind}: not built, torch's operators are used instead: {error}", file=sys.stderr)
+            failed = True
+            continue
+        print(f"{kind}: built {path} in {time.perf_counter() - began:.0f} s")
+        if args.verbose and report:
+            print(report)
+    return int(failed)
+
+
+def _torch_has_cuda() -> bool:
+    import torch
+
+    return torch.version.cuda is not None
+
+
+def _report() -> int:
+    from engine.ops import library, onednn_linear
+
+    for name, status in (("fused operators, CPU", library.cpu()), ("fused operators, CUDA", library.cuda())):
+        print(f"{name}: {status.what}" if status.loaded else f"{name}: not loaded: {status.what}")
+    used, why = onednn_linear()
+    print(f"linear on the CPU: {'oneDNN' if used else 'torch'}: {why}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""Fused operators on lists of local tensors: compiled (csrc/) where the library is there, else their torch reference.
+
+All take contiguous fp32, bf16 or fp16 tensors of one device, of any size and alignment, empty ones too; a list holds
+one dtype. Nothing here waits for a GPU. A DTensor is passed as its local tensor.
+
+The optimizer steps share their first arguments:
+
+    p, g: parameters and gradients. m, v: moments, fp32 or bf16. step: an fp32 number for each parameter, on its device,
+        how often it was stepped; counted up here.
+    aux, mode: where the fp32 value of a parameter is kept, so that small updates are not lost:
+        "plain": p is fp32; aux is empty.
+        "master": aux holds fp32 copies, which are rounded into p (fp32, bf16 or fp16).
+        "remainder": p is bf16 and aux holds the 16 bits (int16) that it lacks: the same values as "master" in 2 bytes
+            less; p is rounded to nearest with ties away from zero.
+        "random": p is bf16 and nothing else is kept: updates are rounded at random, exactly in expectation. `places`
+            gives (key, inner, stride, base) of each parameter: element i is element base + i // inner * stride +
+            i % inner of the whole tensor, so that every mesh rounds alike.
+    gscale: an fp32 number that gradients are multiplied by (unscaling and clipping). found_inf: an fp32 number; where
+        it is not 0, nothing changes, nor do steps count up.
+
+CPUs of all kinds and GPUs compute the same bits, and so does the reference. Denormals become zero.
+
+Raises ValueError (all of them) for lists that differ in length, tensors that differ in size or device, dtypes that an
+operator does not take, tensors that are not contiguous or that overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.ops import library, reference
+
+Tensors = Sequence[Tensor]
+
+MODES = {"plain": 0, "master": 1, "remainder": 2, "random": 3}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def adamw_(
+    p: Tensors,
+    g: Tensors,
+    m: Tensors,
+    v: Tensors,
+    step: Tensors,
+    aux: Tensors = (),
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    mode: str = "plain",
+    gscale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    places: Sequence[int] = (),
+) -> None:
+    """One step of AdamW with decoupled decay; in place. See the module for the arguments."""
+    number = _mode(mode)
+    numbers = (lr, betas[0], betas[1], eps, weight_decay)
+    tensors = (p, g, m, v, aux, step)
+    if compiled := _compiled(p):
+        call = torch.ops.modelcenter.adamw_
+        _call(call, lambda: _check(*tensors, gscale, found_inf, number, places, 2), *tensors, gscale, found_inf,
+              *numbers, number, places, compiled[0])  # fmt: skip
+        return
+    _check(*tensors, gscale, found_inf, number, places, 2)
+    reference.step(reference.adamw(*numbers), *tensors, gscale, found_inf, number, places)
+
+
+def lion_(
+    p: Tensors,
+    g: Tensors,
+    m: Tensors,
+    step: Tensors,
+    aux: Tensors = (),
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    mode: str = "plain",
+    gscale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    places: Sequence[int] = (),
+) -> None:
+    """One step of Lion (Chen et al. 2023) with decoupled decay; in place. See the module for the arguments."""
+    number = _mode(mode)
+    numbers = (lr, betas[0], betas[1], weight_decay)
+    if compiled := _compiled(p):
+        call = torch.ops.modelcenter.lion_
+        _call(call, lambda: _check(p, g, m, (), aux, step, gscale, found_inf, number, places, 1), p, g, m, aux, step,
+              gscale, found_inf, *numbers, number, places, compiled[0])  # fmt: skip
+        return
+    _check(p, g, m, (), aux, step, gscale, found_inf, number, places, 1)
+    reference.step(reference.lion(*numbers), p, g, m, (), aux, step, gscale, found_inf, number, places)
+
+
+def sgdm_(
+    p: Tensors,
+    g: Tensors,
+    m: Tensors,
+    step: Tensors,
+    aux: Tensors = (),
+    *,
+    lr: float,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    mode: str = "plain",
+    gscale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    places: Sequence[int] = (),
+) -> None:
+    """One step of torch.optim.SGD with momentum; the decay is added to the gradient. See the module."""
+    number = _mode(mode)
+    numbers = (lr, momentum, weight_decay, nesterov)
+    if compiled := _compiled(p):
+        call = torch.ops.modelcenter.sgdm_
+        _call(call, lambda: _check(p, g, m, (), aux, step, gscale, found_inf, number, places, 1), p, g, m, aux, step,
+              gscale, found_inf, *numbers, number, places, compiled[0])  # fmt: skip
+        return
+    _check(p, g, m, (), aux, step, gscale, found_inf, number, places, 1)
+    reference.step(reference.sgdm(*numbers), p, g, m, (), aux, step, gscale, found_inf, number, places)
+
+
+def grad_norm_sq(g: Tensors, out: Tensor) -> None:
+    """Write the sum of the squares of all gradients into `out` (one fp64 number).
+
+    Added up in an order that depends on the sizes alone, so that it repeats bit for bit with any number of threads. It
+    is not finite exactly if a gradient is not.
+    """
+
+    def check() -> None:
+        _one("out", out, torch.float64, out.device)
+        _floats("g", g, out.device)
+
+    if compiled := _compiled([out]):
+        _call(torch.ops.modelcenter.grad_norm_sq, check, g, out, compiled[0])
+        return
+    check()
+    reference.grad_norm_sq(g, out)
+
+
+def clip_coef_(
+    norm_sq: Tensor,
+    max_norm: float,
+    norm: Tensor,
+    gscale: Tensor,
+    found_inf: Tensor,
+    *,
+    loss_scale: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """What a step needs of the sum of squares (one fp64 number) of gradients that were multiplied by `loss_scale`.
+
+    Writes, one fp32 number each: the `norm` without the loss scale; `gscale`, what the gradients are to be multiplied
+    by, min(1, max_norm / (norm + eps)) / loss_scale; `found_inf`, 1 if the norm is not finite, else 0.
+    """
+
+    def check() -> None:
+        _one("norm_sq", norm_sq, torch.float64, norm_sq.device)
+        for name, tensor in (("norm", norm), ("gscale", gscale), ("found_inf", found_inf), ("loss_scale", loss_scale)):
+            if tensor is not None:
+                _one(name, tensor, torch.float32, norm_sq.device)
+
+    if compiled := _compiled([norm_sq]):
+        _call(torch.ops.modelcenter.clip_coef_, check, norm_sq, loss_scale, max_norm, eps, norm, gscale, found_inf,
+              compiled[0])  # fmt: skip
+        return
+    check()
+    reference.clip_coef(norm_sq, loss_scale, max_norm, eps, norm, gscale, found_inf)
+
+
+def cast_scale_copy_(out: Tensors, input: Tensors, scale: Tensor | None = None) -> None:
+    """out = input * scale, each rounded to the dtype of its `out`. scale: one fp32 number."""
+
+    def check() -> None:
+        _pairs(out, input, "out", "input")
+        if out:
+            _floats("out", out, out[0].device)
+            _floats("input", input, out[0].device)
+            if scale is not None:
+                _one("scale", scale, torch.float32, out[0].device)
+        _overlap(out, input)
+
+    if compiled := _compiled(out):
+        _call(torch.ops.modelcenter.cast_scale_copy_, check, out, input, scale, compiled[0])
+        return
+    check()
+    for target, source in zip(out, input, strict=True):
+        values = source.float().view(-1)
+        target.view(-1).copy_(values if scale is None else values * scale)
+
+
+def split_master_(master: Tensors, p: Tensors, remainder: Tensors) -> None:
+    """Take fp32 numbers apart, without loss: into bf16 ones, rounded, and the 16 bits (int16) that are missing."""
+    if compiled := _compiled(p):
+        check = lambda: _check_split(master, p, remainder)  # noqa: E731
+        _call(torch.ops.modelcenter.split_master_, check, master, p, remainder, compiled[0])
+        return
+    _check_split(master, p, remainder)
+    for whole, high, low in zip(master, p, remainder, strict=True):
+        reference.split_into(whole.view(-1), high.view(-1), low.view(-1))
+
+
+def merge_master_(p: Tensors, remainder: Tensors, master: Tensors) -> None:
+    """Put together what `split_master_` has taken apart, bit for bit (a NaN becomes the standard one)."""
+    if compiled := _compiled(p):
+        check = lambda: _check_split(master, p, remainder)  # noqa: E731
+        _call(torch.ops.modelcenter.merge_master_, check, p, remainder, master, compiled[0])
+        return
+    _check_split(master, p, remainder)
+    for whole, high, low in zip(master, p, remainder, strict=True):
+        whole.view(-1).copy_(reference.merged(high.view(-1), low.view(-1)))
+
+
+def _compiled(tensors: Tensors) -> tuple[int] | None:
+    """(the stream to run on,) if the compiled operators take these tensors, else None."""
+    if not len(tensors):
+        return None
+    device = tensors[0].device
+    if not library.serves(device):
+        return None
+    return (torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,)
+
+
+def _call(operator: Callable[..., None], check: Callable[[], None], *arguments: object) -> None:
+    """Call a compiled operator, which checks its arguments fast and in few words; if it refuses, say it in ours."""
+    try:
+        operator(*arguments)
+    except RuntimeError as error:
+        check()
+        raise ValueError(str(error).partition("\n")[0]) from error
+
+
+def _mode(mode: str) -> int:
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(MODES)}")
+    return MODES[mode]
+
+
+def _check(
+    p: Tensors,
+    g: Tensors,
+    m: Tensors,
+    v: Tensors,
+    aux: Tensors,
+    step: Tensors,
+    gscale: Tensor | None,
+    found_inf: Tensor | None,
+    mode: int,
+    places: Sequence[int],
+    moments: int,
+) -> None:
+    lists = {"p": p, "g": g, "m": m}
+    if moments == 2:
+        lists["v"] = v
+    if mode in (1, 2):
+        lists["aux"] = aux
+    elif len(aux):
+        raise ValueError(f"aux has {len(aux)} tensors, this mode takes none")
+    for name, tensors in {**lists, "step": step}.items():
+        if len(tensors) != len(p):
+            raise ValueError(f"the lists differ in length: {name} has {len(tensors)} tensors, p has {len(p)}")
+    if len(places) != (4 * len(p) if mode == 3 else 0):
+        raise ValueError(f"places has {len(places)} numbers, expected 4 for each parameter in mode random, else none")
+    if not len(p):
+        return
+    device = p[0].device
+    for name in ("p", "g", "m"):
+        _floats(name, lists[name], device)
+        if len({t.dtype for t in lists[name]}) > 1:
+            raise ValueError(f"{name} holds several dtypes: call once for each")
+    wanted = {0: (torch.float32,), 1: _FLOATS}.get(mode, (torch.bfloat16,))
+    _dtypes("p", p, wanted)
+    _dtypes("m", m, (torch.float32, torch.bfloat16))
+    if moments == 2:
+        _floats("v", v, device)
+        _dtypes("v", v, (m[0].dtype,))
+    if mode in (1, 2):
+        _dtypes("aux", aux, (torch.float32 if mode == 1 else torch.int16,))
+    for name, tensors in lists.items():
+        _pairs(tensors, p, name, "p")
+    for one in step:
+        _one("step", one, torch.float32, device)
+    for name, tensor in (("gscale", gscale), ("found_inf", found_inf)):
+        if tensor is not None:
+            _one(name, tensor, torch.float32, device)
+    _overlap([*p, *m, *v, *aux, *step], g)
+
+
+def _check_split(master: Tensors, p: Tensors, remainder: Tensors) -> None:
+    for name, tensors, dtype in (
+        ("master", master, torch.float32), ("p", p, torch.bfloat16), ("remainder", remainder, torch.int16)
+    ):  # fmt: skip
+        _pairs(tensors, p, name, "p")
+        _dtypes(name, tensors, (dtype,))
+    _overlap([*master, *p, *remainder], ())
+
+
+def _floats(name: str, tensors: Tensors, device: torch.device) -> None:
+    _dtypes(name, tensors, _FLOATS)
+    for index, tensor in enumerate(tensors):
+        if tensor.device != device:
+            raise ValueError(f"{name}[{index}] is on {tensor.device}, expected {device}")
+        if not tensor.is_contiguous():
+            raise _not_contiguous(f"{name}[{index}]", tensor)
+
+
+def _not_contiguous(name: str, tensor: Tensor) -> ValueError:
+    return ValueError(f"{name} is not contiguous (strides {tuple(tensor.stride())}): pass .contiguous()")
+
+
+def _dtypes(name: str, tensors: Tensors, wanted: tuple[torch.dtype, ...]) -> None:
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype not in wanted:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in wanted)
+            raise ValueError(f"{name}[{index}] is {str(tensor.dtype).removeprefix('torch.')}, expected {names}")
+
+
+def _pairs(a: Tensors, b: Tensors, name_a: str, name_b: str) -> None:
+    if len(a) != len(b):
+        raise ValueError(f"the lists differ in length: {name_a} has {len(a)} tensors, {name_b} has {len(b)}")
+    for index, (one, other) in enumerate(zip(a, b, strict=True)):
+        if one.numel() != other.numel():
+            raise ValueError(f"{name_a}[{index}] has {one.numel()} elements, {name_b}[{index}] has {other.numel()}")
+        if one.device != other.device:
+            raise ValueError(f"{name_a}[{index}] is on {one.device}, {name_b}[{index}] on {other.device}")
+        if not one.is_contiguous():
+            raise _not_contiguous(f"{name_a}[{index}]", one)
+
+
+def _one(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    if tensor.numel() != 1 or tensor.dtype != dtype or tensor.device != device:
+        raise ValueError(
+            f"{name} has {tensor.numel()} elements, {tensor.dtype}, on {tensor.device}: expected one, {dtype}, {device}"
+        )
+
+
+def _overlap(written: Tensors, read: Tensors) -> None:
+    """Raises ValueError if memory that is written is also another tensor's."""
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), writes)
+        for tensors, writes in ((written, True), (read, False))
+        for t in tensors
+        if t.numel()
+    )
+    end_written = end_any = 0
+    for begin, end, writes in spans:
+        if begin < end_written or (writes and begin < end_any):
+            raise ValueError("two of the tensors overlap in memory")
+        end_any = max(end_any, end)
+        end_written = max(end_written, end) if writes else end_written

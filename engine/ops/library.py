@@ -1,0 +1,89 @@
+"""Finds and loads the compiled operators, once, and knows why there are none where there are none."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from engine.ops import build
+
+_OLDEST = (7, 5)  # compute capability that the CUDA library is compiled for
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether a library is loaded, and its file and instruction set, or why not."""
+
+    loaded: bool
+    what: str
+
+
+@functools.cache
+def cpu() -> Status:
+    """The CPU library, loaded if it can be. MODELCENTER_FUSED=0 leaves it out."""
+    if os.environ.get("MODELCENTER_FUSED") == "0":
+        return Status(False, "MODELCENTER_FUSED=0")
+    path = build.find("cpu")
+    if path is None:
+        return Status(False, _why_not_found("cpu"))
+    try:
+        torch.ops.load_library(str(path))
+        isa = ctypes.CDLL(str(path)).modelcenter_isa
+    except (OSError, RuntimeError, AttributeError) as error:
+        return Status(False, f"{path} does not load on torch {torch.__version__}: {str(error).splitlines()[0]}")
+    isa.restype = ctypes.c_char_p
+    return Status(True, f"{path} ({isa().decode()})")
+
+
+@functools.cache
+def cuda() -> Status:
+    """The CUDA library, loaded if it can be. Needs the CPU library, which declares the operators."""
+    if not cpu().loaded:
+        return Status(False, "it needs the CPU library")
+    if not torch.cuda.is_available():
+        return Status(False, "torch finds no GPU")
+    path = build.find("cuda")
+    if path is None:
+        return Status(False, _why_not_found("cuda"))
+    return load_cuda(str(path))
+
+
+def load_cuda(path: str) -> Status:
+    """Load this CUDA library; also where there is no GPU, to see that it loads."""
+    try:
+        torch.ops.load_library(path)
+    except (OSError, RuntimeError) as error:
+        return Status(False, f"{path} does not load on torch {torch.__version__}: {str(error).splitlines()[0]}")
+    return Status(True, path)
+
+
+@functools.cache
+def serves(device: torch.device) -> bool:
+    """Whether the compiled operators take tensors on this device. Says once, in one line, where they do not."""
+    if device.type == "cpu":
+        status, name = cpu(), "CPU"
+    elif device.type == "cuda":
+        status, name = cuda(), "CUDA"
+        if status.loaded and torch.cuda.get_device_capability(device) < _OLDEST:
+            status = Status(False, f"{torch.cuda.get_device_name(device)} is older than compute capability 7.5")
+    else:
+        return False
+    if not status.loaded and os.environ.get("MODELCENTER_FUSED") != "0" and os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn(f"the fused {name} operators are not in use, torch's are: {status.what}", stacklevel=2)
+    return status.loaded
+
+
+def _why_not_found(kind: str) -> str:
+    others = sorted(path for folder in build.folders() for path in folder.glob(f"fused-{kind}-*.so"))
+    here = f"-{platform.machine()}-"
+    if foreign := next((path for path in others if here not in path.name), None):
+        return f"{foreign} was built for another CPU; build one for this: python -m engine.ops --build"
+    if others:
+        return f"{others[-1]} was built from other sources; build it anew: python -m engine.ops --build"
+    return "not built; python -m engine.ops --build builds it"

@@ -1,0 +1,212 @@
+"""What optimizers with a fused step share: states beside the shards, masters of 16-bit parameters, step, load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from engine.ops import fused
+from engine.optim.rounding import place_of, rounding_key
+from engine.torch_compat import local_tensor
+
+_FUSED = (torch.float32, torch.bfloat16, torch.float16)
+MASTERS = ("fp32", "remainder")
+
+
+@dataclass
+class Batch:
+    """Shards of one device, dtype and mode, which one call of an operator steps."""
+
+    mode: str  # of engine.ops.fused
+    fits: bool  # whether the operators take them
+    p: list[torch.Tensor] = field(default_factory=list)
+    g: list[torch.Tensor] = field(default_factory=list)
+    m: list[torch.Tensor] = field(default_factory=list)
+    v: list[torch.Tensor] = field(default_factory=list)
+    aux: list[torch.Tensor] = field(default_factory=list)
+    steps: list[torch.Tensor] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    whole: list[torch.Tensor] = field(default_factory=list)  # the parameters, where they round at random
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """An optimizer that steps the shards of this rank in one pass; see ``AdamOptimizer`` for the arguments.
+
+    A subclass names its moments and does a step on a ``Batch``.
+    """
+
+    moments: tuple[str, ...]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        hold_steps: int,
+        master: str,
+        moment_dtype: torch.dtype,
+    ) -> None:
+        if not isinstance(hold_steps, int) or hold_steps < 0:
+            raise ValueError(f"hold_steps is {hold_steps!r}, expected a whole number of at least 0")
+        if master not in MASTERS:
+            raise ValueError(f"master is {master!r}, expected one of {', '.join(MASTERS)}")
+        if moment_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"moment_dtype is {moment_dtype}, expected torch.float32 or torch.bfloat16")
+        self._hold_steps, self._master, self._moment_dtype = hold_steps, master, moment_dtype
+        super().__init__(params, defaults)
+
+    def update(
+        self, group: dict[str, Any], batch: Batch, gscale: torch.Tensor | None, found_inf: torch.Tensor | None
+    ) -> None:
+        """Step the shards of ``batch`` by the values of ``group``."""
+        raise TypeError(f"{type(self).__name__} has no update")
+
+    @property
+    def scale(self) -> float:
+        """The loss scale of the OptimManager that has this optimizer, 1 without one. Reads the device."""
+        manager = getattr(self, "_engine_manager", None)
+        return 1.0 if manager is None or manager() is None else manager().loss_scale
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; checks the group's values and parameters."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name in ("lr", "eps", "weight_decay"):
+            if name in group and not group[name] >= 0:
+                raise ValueError(f"{name} is {group[name]!r}, expected at least 0")
+        if not all(0 <= beta < 1 for beta in group["betas"]):
+            raise ValueError(f"betas is {group['betas']!r}, expected two numbers of at least 0 and below 1")
+        if any(p.is_meta for p in group["params"]):
+            raise ValueError("a parameter is on the meta device: call engine.materialize(model) before the optimizer")
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], torch.Tensor] | None = None,
+        *,
+        grad_scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """One step, without a host synchronisation.
+
+        Args:
+            closure: recomputes the loss, as in torch.
+            grad_scale: 0-d fp32; gradients are divided by it, inside the kernel (clipping and loss scaling).
+            found_inf: 0-d fp32; where it is 1 the step changes nothing.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        factor = None if grad_scale is None else grad_scale.reciprocal()
+        for group in self.param_groups:
+            for device, batch in self._batches(group):
+                held = self._hold_steps and batch.steps[0].item() < self._hold_steps
+                scale = None if factor is None else factor.to(device, non_blocking=True)
+                skip = None if found_inf is None else found_inf.to(device, non_blocking=True)
+                self.update({**group, "lr": 0.0} if held else group, batch, scale, skip)
+                torch.autograd.graph.increment_version(batch.p)  # as torch's own in-place operators do
+        return loss
+
+    def _batches(self, group: dict[str, Any]) -> list[tuple[torch.device, Batch]]:
+        """The shards of a group that have gradients. Called each step: for many small ones it is the step's cost."""
+        batches: dict[tuple[Any, ...], Batch] = {}
+        first, second = self.moments[0], self.moments[1] if len(self.moments) > 1 else None
+        states = self.state
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            state: dict[str, Any] = states[parameter] or self._init_state(parameter)
+            m = state[first]
+            v = state[second] if second is not None else None
+            aux = state.get("master")
+            mode = "plain" if aux is None else "master"
+            if aux is None and (aux := state.get("remainder")) is not None:
+                mode = "remainder"
+            shard = parameter
+            if type(parameter) is DTensor:
+                shard, m = parameter._local_tensor, m._local_tensor
+                v = v if v is None else v._local_tensor
+                aux = aux if aux is None else aux._local_tensor
+            if type(gradient) is DTensor:
+                gradient = gradient._local_tensor
+            place: tuple[int, int, int] | None = None
+            if aux is None and shard.dtype == torch.bfloat16:
+                mode, place = "random", place_of(parameter)
+            dense = shard.is_contiguous() and m.is_contiguous()
+            if dense and not gradient.is_contiguous():
+                gradient = gradient.contiguous()
+            elif not dense and gradient.stride() != shard.stride():  # kernels go through memory, not through indices
+                gradient = torch.empty_like(shard, dtype=gradient.dtype).copy_(gradient)
+            fits = dense and (mode != "random" or place is not None)
+            key = (shard.device, shard.dtype, gradient.dtype, mode, fits)
+            batch = batches.get(key)
+            if batch is None:
+                fits = fits and shard.dtype in _FUSED and gradient.dtype in _FUSED
+                batch = batches[key] = Batch(mode, fits)
+            batch.p.append(shard)
+            batch.g.append(gradient)
+            batch.m.append(m)
+            if v is not None:
+                batch.v.append(v)
+            if aux is not None:
+                batch.aux.append(aux)
+            batch.steps.append(state["step"])
+            if mode == "random":
+                batch.places += (rounding_key(parameter) or 0, *(place or ()))
+                batch.whole.append(parameter)
+        return [(key[0], batch) for key, batch in batches.items()]
+
+    def _init_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self.state[parameter]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        for name in self.moments:
+            state[name] = torch.zeros_like(parameter, dtype=self._moment_dtype)
+        if parameter.dtype != torch.float32 and rounding_key(parameter) is None:
+            if self._master == "remainder" and parameter.dtype == torch.bfloat16:
+                state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+            else:
+                state["master"] = parameter.detach().to(torch.float32)
+        return state
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        if name in self.moments:
+            return self._moment_dtype
+        return torch.int16 if name == "remainder" else torch.float32
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, but states keep their dtypes, which torch would change to the parameter's.
+
+        Masters kept one way ("fp32", "remainder") are brought to the other, without loss.
+        """
+        super().load_state_dict(state_dict)
+        ours = [p for group in self.param_groups for p in group["params"]]
+        theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for parameter, index in zip(ours, theirs, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, torch.Tensor) and name != "step":
+                    if parameter.dtype != self._dtype_of(name):
+                        keep = value.detach().to(dtype=self._dtype_of(name), copy=True)
+                        self.state[parameter][name] = keep if isinstance(keep, DTensor) else keep.to(parameter.device)
+            state = self.state.get(parameter, {})
+            if "step" in state:
+                state["step"] = state["step"].to(parameter.device, torch.float32)
+                self._change_masters(parameter, state)
+
+    @torch.no_grad()
+    def _change_masters(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        remainder = self._master == "remainder" and parameter.dtype == torch.bfloat16
+        shard = local_tensor(parameter.detach())
+        if remainder and "master" in state:
+            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+            master = local_tensor(state.pop("master"))
+            fused.split_master_([master], [shard], [local_tensor(state["remainder"])])
+        elif not remainder and "remainder" in state:
+            state["master"] = torch.zeros_like(parameter, dtype=torch.float32)
+            low, master = local_tensor(state.pop("remainder")), local_tensor(state["master"])
+            fused.merge_master_([shard], [low], [master])
+            shard.copy_(master)

@@ -1,0 +1,184 @@
+"""Muon on sharded matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from engine.torch_compat import local_box, local_tensor, with_local
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_EPS = 1e-7
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised by Newton-Schulz (Jordan et al., "Muon", 2024): torch.optim.Muon on sharded matrices.
+
+    Momentum and parameters stay sharded. Each matrix is orthogonalised whole, by one rank: its parts come to the owner
+    and go back by all-to-all, so that ranks share the work, and each computes what a single process would, bit for bit.
+    Of a matrix that is cut along two dimensions of the mesh, every rank makes the whole.
+
+    For hidden matrices; embeddings, heads, norms and biases belong into an ``AdamOptimizer`` beside it (an
+    ``OptimManager`` runs both).
+
+    Args:
+        params: fp32 matrices or groups of them; from a model that is already sharded. Every rank has the same ones.
+        lr, weight_decay, momentum, nesterov: as in torch.optim.Muon; weight decay is decoupled.
+        ns_steps: Newton-Schulz iterations, in bf16.
+        adjust_lr: "original": lr is multiplied by sqrt(max(1, rows / columns)); "match_rms_adamw": by
+            0.2 * sqrt(max(rows, columns)), so that AdamW's lr and weight decay can be taken over (Liu et al. 2025,
+            arXiv:2502.16982).
+
+    Raises:
+        ValueError: a value is out of its range, or a parameter is not an fp32 matrix or is on meta.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr: str = "original",
+    ) -> None:
+        if ns_steps < 1:
+            raise ValueError(f"ns_steps is {ns_steps!r}, expected at least 1")
+        if adjust_lr not in ("original", "match_rms_adamw"):
+            raise ValueError(f"adjust_lr is {adjust_lr!r}, expected original or match_rms_adamw")
+        self._ns_steps, self._adjust = ns_steps, adjust_lr
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; checks the group's values and parameters."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name in ("lr", "weight_decay"):
+            if not group[name] >= 0:
+                raise ValueError(f"{name} is {group[name]!r}, expected at least 0")
+        if not 0 <= group["momentum"] < 1:
+            raise ValueError(f"momentum is {group['momentum']!r}, expected at least 0 and below 1")
+        for parameter in group["params"]:
+            if parameter.is_meta:
+                raise ValueError(
+                    "a parameter is on the meta device: call engine.materialize(model) before the optimizer"
+                )
+            if parameter.ndim != 2 or parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} is not an fp32 matrix: "
+                    "give it to an AdamOptimizer beside this one"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]
+        """One step. Collective: on all ranks the same parameters have gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            used = [p for p in group["params"] if p.grad is not None]
+            updates = [self._momentum(parameter, group) for parameter in used]
+            for parameter, update in zip(used, self._orthogonal(used, updates), strict=True):
+                rows, columns = parameter.shape
+                ratio = math.sqrt(max(1, rows / columns))
+                if self._adjust == "match_rms_adamw":
+                    ratio = 0.2 * math.sqrt(max(rows, columns))
+                shard = local_tensor(parameter)
+                shard.mul_(1 - group["lr"] * group["weight_decay"])
+                shard.add_(update, alpha=-group["lr"] * ratio)
+        return loss
+
+    def _momentum(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """What is to be made orthogonal: this rank's part of it."""
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        assert parameter.grad is not None
+        gradient, buffer = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+
+    def _orthogonal(self, parameters: list[torch.Tensor], updates: list[torch.Tensor]) -> list[torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        # By the ranks that share them: their parameters go through the all-to-all together.
+        shared: dict[dist.ProcessGroup, list[int]] = {}
+        for index, parameter in enumerate(parameters):
+            group = _rows_over(parameter)
+            if group is not None:
+                shared.setdefault(group, []).append(index)
+                continue
+            whole = with_local(parameter, updates[index])
+            if isinstance(whole, DTensor):
+                size, offset = local_box(parameter.shape, whole.device_mesh, whole.placements)
+                result = self._newton_schulz(whole.full_tensor())
+                found[index] = result[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+            else:
+                found[index] = self._newton_schulz(whole)
+        for group, members in shared.items():
+            ranks = dist.get_world_size(group)
+            # The largest first, so that those which are done at a time are of a size.
+            members.sort(key=lambda index: (-parameters[index].numel(), index))
+            for first in range(0, len(members), ranks):
+                turn = members[first : first + ranks]
+                shapes = [tuple(parameters[index].shape) for index in turn]
+                parts = self._through_owners([updates[index] for index in turn], shapes, group)
+                found.update(zip(turn, parts, strict=True))
+        return [found[index] for index in range(len(parameters))]
+
+    def _through_owners(
+        self, parts: list[torch.Tensor], shapes: list[tuple[int, ...]], group: dist.ProcessGroup
+    ) -> list[torch.Tensor]:
+        """Matrix i goes to rank i of the group, is made orthogonal there and comes back in parts."""
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        mine = [part.numel() for part in parts] + [0] * (ranks - len(parts))
+        own = shapes[rank] if rank < len(shapes) else (0, 0)
+        theirs = [_rows(own[0], ranks, other) * own[1] for other in range(ranks)]
+        sent = torch.cat([part.reshape(-1) for part in parts])
+        whole = sent.new_empty(sum(theirs))
+        dist.all_to_all_single(whole, sent, theirs, mine, group=group)
+        if whole.numel():
+            whole = self._newton_schulz(whole.view(own)).reshape(-1)
+        back = torch.empty_like(sent)
+        dist.all_to_all_single(back, whole, mine, theirs, group=group)
+        return [flat.view(part.shape) for flat, part in zip(back.split(mine[: len(parts)]), parts, strict=True)]
+
+    def _newton_schulz(self, x: torch.Tensor) -> torch.Tensor:
+        """The orthogonal matrix next to ``x``, roughly: singular values between about 0.7 and 1.2."""
+        a, b, c = _COEFFICIENTS
+        y = x.bfloat16()
+        if tall := y.size(0) > y.size(1):
+            y = y.T
+        y = y / y.norm().clamp(min=_EPS)
+        for _ in range(self._ns_steps):
+            gram = y @ y.T
+            y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+        return (y.T if tall else y).to(x.dtype)
+
+
+def _rows_over(parameter: torch.Tensor) -> dist.ProcessGroup | None:
+    """The ranks that have the rows of a matrix in parts; None: it is whole, or cut in another way."""
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    cut = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    cut = [dim for dim in cut if mesh.size(dim) > 1]
+    if len(cut) != 1:
+        return None
+    placement = parameter.placements[cut[0]]
+    if type(placement) is not Shard or placement.dim != 0:
+        return None
+    return mesh.get_group(cut[0])
+
+
+def _rows(total: int, ranks: int, rank: int) -> int:
+    """How many of ``total`` rows DTensor gives to a rank."""
+    each = -(-total // ranks)
+    return max(0, min(each, total - each * rank))

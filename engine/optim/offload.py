@@ -1,0 +1,242 @@
+"""AdamW whose states are in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.optim.adam import AdamOptimizer
+from engine.optim.base import Batch
+from engine.torch_compat import local_tensor, with_local
+
+_ALIGN = 64  # bytes
+
+
+@dataclass
+class _Piece:
+    """A run of elements of one parameter's shard, all of it if it is small."""
+
+    group: dict[str, Any]
+    shard: torch.Tensor  # flat, on the parameter's device
+    gradient: torch.Tensor
+    master: torch.Tensor  # flat, on the host
+    moments: tuple[torch.Tensor, torch.Tensor]
+    step: torch.Tensor
+
+
+class _Slot:
+    """Host memory for the gradients and the 16-bit parameters of one bucket, and what is on its way there."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+        self.pieces: list[_Piece] = []
+        self.gradients: list[torch.Tensor] = []
+        self.arrived: torch.cuda.Event | None = None
+        self.left: torch.cuda.Event | None = None
+
+    def begin(self, pieces: list[_Piece]) -> None:
+        needed = sum(-(-t.numel() * t.element_size() // _ALIGN) * _ALIGN for p in pieces for t in (p.gradient, p.shard))
+        if self.left is not None:
+            self.left.synchronize()  # before the memory is written again
+        if needed > self._room.numel():
+            self._room = torch.empty(needed, dtype=torch.uint8, pin_memory=self._pinned)
+        self._used, self.pieces = 0, pieces
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        size = like.numel() * like.element_size()
+        part = self._room[self._used : self._used + size].view(like.dtype)
+        self._used += -(-size // _ALIGN) * _ALIGN
+        return part
+
+
+class AdamOffloadOptimizer(AdamOptimizer):
+    """``AdamOptimizer`` with moments and fp32 masters in host memory, where the step is computed too.
+
+    The device keeps parameters and gradients alone: for bf16 parameters 4 bytes each in place of 16. Gradients come to
+    the host and parameters go back in buckets of bounded size, on a stream of their own: while one bucket is stepped,
+    the gradients of the next arrive and the parameters of the one before leave. On a CPU the same code runs with
+    ordinary memory. The parameters are those that ``AdamOptimizer`` computes, bit for bit (with
+    torch's kernel, where the operators are not compiled, within rounding); those of
+    "bf16-sr" too have masters here. Under torchrun give the step its threads: ``OMP_NUM_THREADS``.
+
+    Args:
+        params, lr, betas, eps, weight_decay, hold_steps: as in ``AdamOptimizer``.
+        bucket: elements that are on their way at a time; the host memory beside the states is about 8 bytes for each.
+
+    Raises:
+        ValueError: a value is out of its range, or a parameter is on meta or not contiguous.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        hold_steps: int = 0,
+        *,
+        bucket: int = 1 << 24,
+    ) -> None:
+        if not isinstance(bucket, int) or bucket < 1:
+            raise ValueError(f"bucket is {bucket!r}, expected a whole number of at least 1")
+        self._bucket = bucket
+        self._slots: list[_Slot] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        super().__init__(params, lr, betas, eps, weight_decay, hold_steps)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in ``AdamOptimizer``."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if not local_tensor(parameter).is_contiguous():
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} and strides {tuple(parameter.stride())} is not "
+                    "contiguous: assign parameter.data = parameter.data.contiguous() first"
+                )
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], torch.Tensor] | None = None,
+        *,
+        grad_scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """One step; waits for the gradients, as they have to come to the host. Arguments as in ``AdamOptimizer``."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if found_inf is not None and found_inf.item() != 0:
+            return loss
+        scale = None if grad_scale is None else grad_scale.to("cpu").reciprocal()
+        stepped: list[torch.Tensor] = []
+        waiting: _Slot | None = None
+        turn = 0
+        for bucket in self._buckets(stepped):
+            slot = self._slot(turn, bucket[0].shard.is_cuda)
+            turn += 1
+            self._fetch(slot, bucket)
+            if waiting is not None:
+                self._step_on_host(waiting, scale)
+            waiting = slot
+        if waiting is not None:
+            self._step_on_host(waiting, scale)
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+        for count in stepped:
+            count.add_(1.0)
+        return loss
+
+    def _slot(self, turn: int, pinned: bool) -> _Slot:
+        if len(self._slots) < 2:
+            self._slots.append(_Slot(pinned))
+        return self._slots[turn % 2]
+
+    def _buckets(self, stepped: list[torch.Tensor]) -> Iterator[list[_Piece]]:
+        """Pieces of at most ``bucket`` elements together; notes the step counts of the parameters they are of."""
+        bucket: list[_Piece] = []
+        room = self._bucket
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter] or self._init_state(parameter)
+                flat = [
+                    local_tensor(t).reshape(-1)
+                    for t in (parameter, parameter.grad, state["master"], state["exp_avg"], state["exp_avg_sq"])
+                ]
+                stepped.append(state["step"])
+                begin = 0
+                while begin < flat[0].numel():
+                    end = min(flat[0].numel(), begin + room)
+                    shard, gradient, master, m, v = (t[begin:end] for t in flat)
+                    # A count of its own for each piece: the step counts it up.
+                    bucket.append(_Piece(group, shard, gradient, master, (m, v), state["step"].clone()))
+                    room -= end - begin
+                    begin = end
+                    if not room:
+                        yield bucket
+                        bucket, room = [], self._bucket
+        if bucket:
+            yield bucket
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        if device.type != "cuda":
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def _fetch(self, slot: _Slot, pieces: list[_Piece]) -> None:
+        """Set the gradients on their way to the host."""
+        slot.begin(pieces)
+        slot.gradients = [slot.take(piece.gradient) for piece in pieces]
+        stream = self._stream(pieces[0].shard.device)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            for target, piece in zip(slot.gradients, pieces, strict=True):
+                target.copy_(piece.gradient, non_blocking=True)
+        if stream is not None:
+            slot.arrived = stream.record_event()
+
+    def _step_on_host(self, slot: _Slot, scale: torch.Tensor | None) -> None:
+        """Step the pieces of a slot and set their parameters on their way back."""
+        if slot.arrived is not None:
+            slot.arrived.synchronize()
+        batches: dict[tuple[Any, ...], tuple[dict[str, Any], Batch]] = {}
+        back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for piece, gradient in zip(slot.pieces, slot.gradients, strict=True):
+            mode = "plain" if piece.shard.dtype == torch.float32 else "master"
+            key = (id(piece.group), piece.shard.dtype, gradient.dtype)
+            _, batch = batches.setdefault(key, (piece.group, Batch(mode, True)))
+            source = piece.master if mode == "plain" else slot.take(piece.shard)
+            batch.p.append(source)
+            batch.g.append(gradient)
+            batch.m.append(piece.moments[0])
+            batch.v.append(piece.moments[1])
+            if mode == "master":
+                batch.aux.append(piece.master)
+            batch.steps.append(piece.step)
+            back.append((piece.shard, source))
+        for group, batch in batches.values():
+            held = self._hold_steps and batch.steps[0].item() < self._hold_steps
+            self.update({**group, "lr": 0.0} if held else group, batch, scale, None)
+        stream = self._stream(slot.pieces[0].shard.device)
+        with torch.cuda.stream(stream):
+            for target, source in back:
+                target.copy_(source, non_blocking=True)
+        if stream is not None:
+            slot.left = stream.record_event()
+
+    def _init_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self.state[parameter]
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        for name in self.moments:
+            state[name] = self._on_host(parameter, torch.zeros_like(local_tensor(parameter.detach()), device="cpu"))
+        state["master"] = self._on_host(parameter, local_tensor(parameter.detach()))
+        return state
+
+    def _on_host(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """A copy of ``value`` in fp32, placed as the parameter is."""
+        host = torch.empty(value.shape, dtype=torch.float32, pin_memory=parameter.is_cuda)
+        return with_local(parameter, host.copy_(value))
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in ``AdamOptimizer``, whose states it takes too; all goes to the host."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if state := self.state.get(parameter):
+                    for name in self.moments:
+                        state[name] = self._on_host(parameter, local_tensor(state[name]))
+                    state["master"] = self._on_host(parameter, local_tensor(state.get("master", parameter.detach())))
+                    state["step"] = state["step"].to("cpu")

@@ -1,0 +1,158 @@
+"""Building and finding the compiled operators, and what is said where there are none."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.ops import build, library
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def ops(*arguments, **variables):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in variables.items()}}
+    command = [sys.executable, "-m", "engine.ops", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=300)
+
+
+def test_what_is_loaded_is_printed(compiled):
+    done = ops()
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"fused operators, CPU: /.*\.so \((plain|avx2|avx512)\)", lines[0])
+    assert lines[1].startswith("fused operators, CUDA: ")
+    assert lines[2].startswith("linear on the CPU: ")
+
+
+def test_without_a_library_one_line_says_so_and_all_works(tmp_path):
+    assert "not loaded: not built; python -m engine.ops --build" in ops(MODELCENTER_LIBRARY_DIR=tmp_path).stdout
+    assert "not loaded: MODELCENTER_FUSED=0" in ops(MODELCENTER_FUSED=0).stdout
+    code = (
+        "import torch, engine\np = torch.nn.Parameter(torch.ones(3))\no = engine.optim.AdamOptimizer([p], lr=0.1)\n"
+        "for _ in range(3):\n    p.grad = torch.ones(3)\n    o.step()\nassert (p < 0.8).all()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MODELCENTER_LIBRARY_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the fused CPU operators are not in use") == 1
+
+
+def test_a_build_that_cannot_be_says_why_and_leaves_nothing(tmp_path):
+    no_tools = ops("--build", MODELCENTER_LIBRARY_DIR=tmp_path, PATH=tmp_path)
+    assert no_tools.returncode == 1 and "no C++ compiler" in no_tools.stderr and not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    no_room = ops("--build", MODELCENTER_LIBRARY_DIR=tmp_path / "file" / "folder")
+    assert no_room.returncode == 1 and ("no folder to build into" in no_room.stderr or "no C++" in no_room.stderr)
+
+
+def test_a_compiler_that_fails(monkeypatch, tmp_path):
+    bad = tmp_path / "cxx"
+    bad.write_text("#!/bin/sh\necho this compiler is broken >&2\nexit 3\n")
+    bad.chmod(0o755)
+    monkeypatch.setenv("CXX", str(bad))
+    monkeypatch.setenv("MODELCENTER_LIBRARY_DIR", str(tmp_path / "out"))
+    with pytest.raises(build.BuildError, match=r"(?s)cxx failed with exit code 3.*this compiler is broken"):
+        build.build("cpu")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_read_only_folder_sends_the_build_to_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv("MODELCENTER_LIBRARY_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, cache = build.folders()
+    assert first == ROOT / "build" / "csrc" and cache == tmp_path / "modelcenter" / "csrc"
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(build, "folders", lambda: [tmp_path / "file" / "never", cache])
+    assert build._writable() == cache
+
+
+@pytest.fixture
+def forgotten():
+    cached = (library.cpu, library.cuda, library.serves)
+    for one in cached:
+        one.cache_clear()
+    yield
+    for one in cached:
+        one.cache_clear()
+
+
+def test_a_library_of_other_sources_or_another_cpu_is_not_loaded(monkeypatch, tmp_path, forgotten):
+    monkeypatch.setenv("MODELCENTER_LIBRARY_DIR", str(tmp_path))
+    other = tmp_path / build.file_name("cpu").replace(build.key(), "0123456789ab")
+    other.touch()
+    assert "other sources; build it anew" in library.cpu().what
+    other.rename(tmp_path / "fused-cpu-linux-sparc-0123456789ab.so")
+    library.cpu.cache_clear()
+    assert "another CPU; build one for this" in library.cpu().what
+
+
+def test_a_file_that_does_not_load_is_named(monkeypatch, tmp_path, forgotten):
+    monkeypatch.setenv("MODELCENTER_LIBRARY_DIR", str(tmp_path))
+    path = tmp_path / build.file_name("cpu")
+    path.write_bytes(b"\x7fELF but not quite")
+    assert not library.cpu().loaded and str(path) in library.cpu().what and torch.__version__ in library.cpu().what
+    with pytest.warns(UserWarning, match="fused CPU operators are not in use"):
+        assert not library.serves(torch.device("cpu"))
+
+
+def test_the_name_changes_with_the_sources(monkeypatch, tmp_path):
+    before = build.key()
+    copy = tmp_path / "csrc"
+    shutil.copytree(build.sources(), copy)
+    monkeypatch.setattr(build, "sources", lambda: copy)
+    build.key.cache_clear()
+    assert build.key() == before
+    with (copy / "core" / "formulas.h").open("a") as file:
+        file.write("\n")
+    build.key.cache_clear()
+    assert build.key() != before
+    build.key.cache_clear()
+
+
+def test_only_the_stable_interface_of_torch_is_used(compiled):
+    """Its C++ symbols change from version to version; those of C do not."""
+    if shutil.which("nm") is None:
+        pytest.skip("nm, of binutils, is not here")
+    names = subprocess.run(["nm", "-D", "--undefined-only", compiled], capture_output=True, text=True, check=True)
+    assert not re.findall(r"\b_Z\S*(?:2at|3c10|5torch)\S*", names.stdout)
+    assert "aoti_torch" in names.stdout
+    bind = (build.sources() / "core" / "arguments.h").read_text()
+    assert "torch/extension.h" not in bind and "ATen" not in bind
+
+
+def test_kernels_know_nothing_of_torch():
+    found = 0
+    for path in build.sources().rglob("*.*"):
+        if path.name not in ("bind.cpp", "arguments.h", "README.md"):
+            assert "torch/" not in path.read_text(), path
+            found += 1
+    assert found >= 7
+
+
+@pytest.mark.full
+def test_the_cuda_library_compiles_without_spills_and_loads_here(compiled, tmp_path):
+    """Where there is nvcc; a GPU is not needed. Loaded in a process of its own: it registers its operators for good."""
+    if build.nvcc() is None:
+        pytest.skip("nvcc is not here, so the CUDA operators cannot be compiled")
+    done = ops("--build", "--cuda", "--verbose", MODELCENTER_LIBRARY_DIR=tmp_path)
+    assert done.returncode == 0, done.stderr
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", done.stdout)]
+    assert len(spills) >= 10 and set(spills) == {("0", "0")}, "a kernel spills registers"
+    assert max(registers) <= 64
+    code = (
+        "import torch\nfrom engine.ops import build, library\nassert library.cpu().loaded\n"
+        "print(library.load_cuda(str(build.find('cuda'))))\n"
+        "names = 'adamw_ lion_ sgdm_ grad_norm_sq clip_coef_ cast_scale_copy_ split_master_ merge_master_'\n"
+        "for name in names.split():\n"
+        "    assert torch._C._dispatch_has_kernel_for_dispatch_key('modelcenter::' + name, 'CUDA'), name\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MODELCENTER_LIBRARY_DIR": str(tmp_path)}
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert loaded.returncode == 0 and "loaded=True" in loaded.stdout, loaded.stdout + loaded.stderr

@@ -1,0 +1,290 @@
+"""Every optimizer: the same parameters on one process and on any mesh, in every mode, saved, loaded and resharded."""
+
+import copy
+
+import engine_toys as toys
+import pytest
+import torch
+from torch import nn
+
+import engine
+import engine.torch_compat
+from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion, Muon, OptimManager
+
+KINDS = {
+    "adam": (AdamOptimizer, {"weight_decay": 0.1}),
+    "adam-remainder": (AdamOptimizer, {"weight_decay": 0.1, "master": "remainder"}),
+    "adam-bf16-moments": (AdamOptimizer, {"moment_dtype": torch.bfloat16}),
+    "offload": (AdamOffloadOptimizer, {"weight_decay": 0.1, "bucket": 50}),
+    "lion": (Lion, {"weight_decay": 0.1}),
+    "lion-remainder": (Lion, {"master": "remainder"}),
+    "muon": (Muon, {}),
+}
+
+
+def make(kind, model, **kwargs):
+    cls, settings = KINDS[kind]
+    parameters = [p for p in model.parameters() if p.ndim == 2] if cls is Muon else list(model.parameters())
+    return cls(parameters, lr=1e-2, **settings, **kwargs)
+
+
+def give_gradients(model, step):
+    """The same on any mesh, so that only the optimizer counts."""
+    for index, parameter in enumerate(model.parameters()):
+        whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + index))
+        parameter.grad = torch.zeros_like(parameter)
+        if hasattr(parameter, "placements"):
+            size, offset = engine.torch_compat.local_box(parameter.shape, parameter.device_mesh, parameter.placements)
+            part = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+            parameter.grad._local_tensor.copy_(part)
+        else:
+            parameter.grad.copy_(whole)
+
+
+def stepped(kind, precision="fp32", level=None, copies=1, steps=3):
+    model = toys.build()
+    if level is None:
+        engine.Policy(precision=precision).cast_parameters_(model)
+    else:
+        engine.init_distributed(zero_level=level, dp_replicate=copies)
+        model = engine.shard(model, policy=engine.Policy(precision=precision))
+    optimizer = make(kind, model)
+    for step in range(steps):
+        give_gradients(model, step)
+        optimizer.step()
+    return {name: toys.whole(p) for name, p in model.named_parameters()}
+
+
+CASES = [(kind, "fp32") for kind in ("adam", "adam-bf16-moments", "offload", "lion", "muon")] + [
+    (kind, "bf16-params") for kind in ("adam", "adam-remainder", "offload", "lion", "lion-remainder")
+]
+
+
+@pytest.mark.parametrize(("kind", "precision"), CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(("level", "copies"), [(3, 1), (2, 2)])
+def test_every_mesh_makes_the_same_parameters(compiled, four, level, copies, kind, precision):
+    ranks = four.run(stepped, kind, precision, level, copies)
+    expected = stepped(kind, precision)
+    assert not torch.equal(expected["head.weight"], toys.build().head.weight)
+    for values in ranks:
+        for name, value in expected.items():
+            assert torch.equal(values[name], value), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
+def test_offloading_does_not_change_the_parameters(either, precision):
+    expected, found = stepped("adam", precision), stepped("offload", precision)
+    for name, value in expected.items():
+        # torch's kernel computes the ends of a tensor, and so of a piece, in another way than its middle.
+        assert torch.equal(found[name], value) if either == "library" else torch.allclose(found[name], value, atol=1e-6)
+
+
+def test_remainders_hold_what_masters_hold(compiled):
+    """The parameters themselves differ by a rounding of ties; the fp32 values do not."""
+    models = [nn.Linear(33, 9).bfloat16() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    masters = AdamOptimizer(models[0].parameters(), lr=1e-3)
+    remainders = AdamOptimizer(models[1].parameters(), lr=1e-3, master="remainder")
+    for step in range(20):
+        for model, optimizer in zip(models, (masters, remainders), strict=True):
+            give_gradients(model, step)
+            optimizer.step()
+    assert {k: v.dtype for k, v in remainders.state[models[1].weight].items()}["remainder"] == torch.int16
+    # Loading the one into the other, both ways, is without loss.
+    other = AdamOptimizer(copy.deepcopy(models[1]).parameters(), lr=1e-3)
+    other.load_state_dict(remainders.state_dict())
+    weight = other.param_groups[0]["params"][0]
+    assert torch.equal(other.state[weight]["master"], masters.state[models[0].weight]["master"])
+    assert torch.equal(weight, models[0].weight) and "remainder" not in other.state[weight]
+    back = AdamOptimizer(copy.deepcopy(models[0]).parameters(), lr=1e-3, master="remainder")
+    back.load_state_dict(masters.state_dict())
+    weight = back.param_groups[0]["params"][0]
+    assert torch.equal(back.state[weight]["remainder"], remainders.state[models[1].weight]["remainder"])
+    assert torch.equal(weight, models[1].weight) and "master" not in back.state[weight]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_state_continues_bit_for_bit(kind):
+    precision = "fp32" if kind == "muon" else "bf16-params"
+    first, second = toys.build(), toys.build()
+    for model in (first, second):
+        engine.Policy(precision=precision).cast_parameters_(model)
+    one = make(kind, first)
+    for step in range(2):
+        give_gradients(first, step)
+        one.step()
+    two = make(kind, second)
+    second.load_state_dict(first.state_dict())
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    for model, optimizer in ((first, one), (second, two)):
+        give_gradients(model, 2)
+        optimizer.step()
+        for parameter, state in optimizer.state.items():
+            assert all(v.device == parameter.device for v in state.values())
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(one.state.values(), two.state.values(), strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+def save(kind, precision, folder):
+    engine.init_distributed(zero_level=3)
+    model = engine.shard(toys.build(), policy=engine.Policy(precision=precision))
+    optimizer = make(kind, model)
+    for step in range(2):
+        give_gradients(model, step)
+        optimizer.step()
+    engine.save_checkpoint(folder, model, optimizer)
+
+
+def resume(kind, precision, folder):
+    engine.init_distributed(zero_level=3)
+    model = engine.shard(toys.build(), policy=engine.Policy(precision=precision))
+    optimizer = make(kind, model)
+    engine.load_checkpoint(folder, model, optimizer)
+    give_gradients(model, 2)
+    optimizer.step()
+    return {name: toys.whole(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["adam-remainder", "offload", "lion", "muon", "adam-bf16-moments"])
+def test_a_checkpoint_reshards(compiled, two, four, tmp_path, kind):
+    precision = "fp32" if kind == "muon" else "bf16-params"
+    two.run(save, kind, precision, tmp_path / "checkpoint")
+    expected = stepped(kind, precision)
+    found = four.run(resume, kind, precision, tmp_path / "checkpoint")
+    for values in (*found, resume(kind, precision, tmp_path / "checkpoint")):
+        assert all(torch.equal(values[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_manager_clips_unscales_and_skips(either, kind):
+    results = []
+    for scale in (None, 256.0):
+        model = toys.build()
+        optimizer = make(kind, model)
+        manager = OptimManager(loss_scale=scale)
+        manager.add_optimizer(optimizer)
+        for step in range(2):
+            give_gradients(model, step)
+            torch._foreach_mul_([p.grad for p in model.parameters()], scale or 1.0)
+            norm = manager.clip_grad_norm(optimizer.param_groups, 0.5, defer=True)
+            manager.step()
+        results.append([norm, *(p.detach().clone() for p in model.parameters())])
+        give_gradients(model, 3)
+        model.head.weight.grad[0, 0] = float("inf")
+        manager.clip_grad_norm(optimizer.param_groups, 0.5, defer=True)
+        manager.step()
+        for a, b in zip(model.parameters(), results[-1][1:], strict=True):
+            assert torch.equal(a, b)
+        assert manager.skipped == 1
+        counts = {state["step"].item() for state in optimizer.state.values() if "step" in state}
+        assert counts in ({2.0}, set())
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torchs(adjust, nesterov):
+    torch.manual_seed(0)
+    starts = [torch.randn(12, 30), torch.randn(30, 12), torch.randn(7, 7)]
+    ours, theirs = ([nn.Parameter(x.clone()) for x in starts] for _ in range(2))
+    settings = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9, "nesterov": nesterov}
+    mine = Muon(ours, adjust_lr=adjust, **settings)
+    reference = torch.optim.Muon(theirs, adjust_lr_fn=adjust, **settings)
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        mine.step(), reference.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_hold_steps_gathers_moments_only(either):
+    for kind in ("adam", "offload", "lion"):
+        model = toys.build()
+        before = model.head.weight.detach().clone()
+        optimizer = make(kind, model, hold_steps=2)
+        for step in range(3):
+            give_gradients(model, step)
+            optimizer.step()
+            assert torch.equal(model.head.weight, before) == (step < 2)
+        assert optimizer.state[model.head.weight]["exp_avg"].abs().sum() > 0
+
+
+def test_offloaded_steps_go_through_bounded_memory():
+    """No bucket holds more than it may, and a parameter larger than a bucket goes in pieces."""
+    parameter = nn.Parameter(torch.randn(1000).bfloat16())
+    optimizer = AdamOffloadOptimizer([parameter], bucket=300)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert len(optimizer._slots) == 2
+    assert all(slot._room.numel() <= 300 * 4 + 128 for slot in optimizer._slots)
+    assert optimizer.state[parameter]["step"] == 1
+
+
+def test_bad_values():
+    matrix = nn.Parameter(torch.ones(2, 3))
+    for make_it, message in (
+        (lambda: Lion([matrix], lr=-1), "lr is -1"),
+        (lambda: Lion([matrix], betas=(1.0, 0.5)), "betas"),
+        (lambda: AdamOptimizer([matrix], master="half"), "master is 'half', expected one of fp32, remainder"),
+        (lambda: AdamOptimizer([matrix], moment_dtype=torch.float16), "moment_dtype is torch.float16"),
+        (lambda: AdamOffloadOptimizer([matrix], bucket=0), "bucket is 0"),
+        (lambda: AdamOffloadOptimizer([nn.Parameter(torch.ones(2, 3).t())]), "not contiguous"),
+        (lambda: Muon([nn.Parameter(torch.ones(3))]), "not an fp32 matrix: give it to an AdamOptimizer"),
+        (lambda: Muon([nn.Parameter(torch.ones(3, 2).bfloat16())]), "not an fp32 matrix"),
+        (lambda: Muon([matrix], momentum=1.0), "momentum is 1.0"),
+        (lambda: Muon([matrix], adjust_lr="no"), "adjust_lr is 'no'"),
+        (lambda: Muon([matrix], ns_steps=0), "ns_steps is 0"),
+        (lambda: Muon([nn.Parameter(torch.ones(2, 2, device="meta"))]), "meta device"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_it()
+
+
+def test_parameters_that_the_kernels_do_not_take_go_to_torchs(either):
+    """Strides that are not the usual ones, also of the gradient."""
+    torch.manual_seed(0)
+    start = torch.randn(6, 5)
+    ours, theirs = nn.Parameter(start.t().contiguous().t()), nn.Parameter(start.clone())
+    assert not ours.is_contiguous()
+    mine, reference = AdamOptimizer([ours], lr=0.1), torch.optim.AdamW([theirs], lr=0.1, weight_decay=0)
+    for _ in range(2):
+        theirs.grad = torch.randn(6, 5)
+        ours.grad = theirs.grad.clone()
+        mine.step(), reference.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="contiguous"):
+        lion = Lion([ours])
+        lion.step()
+
+
+@pytest.mark.parametrize(
+    ("make_it", "precision", "resident"),
+    [
+        (lambda p: AdamOptimizer(p), "fp32", 16),
+        (lambda p: AdamOptimizer(p), "bf16-params", 16),
+        (lambda p: AdamOptimizer(p, master="remainder"), "bf16-params", 14),
+        (lambda p: AdamOptimizer(p, master="remainder", moment_dtype=torch.bfloat16), "bf16-params", 10),
+        (lambda p: AdamOptimizer(p), "bf16-sr", 12),
+        (lambda p: AdamOptimizer(p, moment_dtype=torch.bfloat16), "bf16-sr", 8),
+        (lambda p: AdamOffloadOptimizer(p), "bf16-params", 16),
+        (lambda p: Lion(p), "fp32", 12),
+        (lambda p: Lion(p, master="remainder"), "bf16-params", 10),
+        (lambda p: Muon(p), "fp32", 12),
+    ],
+)
+def test_resident_bytes_are_those_of_the_documentation(make_it, precision, resident):
+    model = nn.Linear(64, 48, bias=False)
+    engine.Policy(precision=precision).cast_parameters_(model)
+    if precision == "bf16-sr":
+        engine.optim.rounding.round_at_random(model.weight, "weight")
+    optimizer = make_it(model.parameters())
+    give_gradients(model, 0)
+    optimizer.step()
+    kept = [model.weight, model.weight.grad, *optimizer.state[model.weight].values()]
+    assert sum(t.untyped_storage().nbytes() for t in kept if t.ndim) == resident * model.weight.numel()

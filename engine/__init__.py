@@ -44,6 +44,7 @@ _PUBLIC = {
     "Block": "engine.bmtrain.block",
     "CheckpointBlock": "engine.bmtrain.block",
     "TransformerBlockList": "engine.bmtrain.block",
+    "PipelineTransformerBlockList": "engine.bmtrain.pipeline",
     "save": "engine.bmtrain.store",
     "load": "engine.bmtrain.store",
     "print_block": "engine.utils",

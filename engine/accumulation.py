@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
+from engine.parallel.pipeline import pipeline_of
 from engine.parallel.shard import sharded_roots, zero_level
 from engine.torch_compat import all_gather_flat, set_reduce_unused
 
@@ -32,7 +33,9 @@ def accumulate(
 
     Afterwards the gradients are those of the mean over all supervised items of all microbatches on all ranks, however
     the global batch was cut. Works on plain and sharded models, in one process and on many ranks (collective there).
-    Gradients are reduced once at levels 0 and 1, at each microbatch at levels 2 and 3.
+    Gradients are reduced once at levels 0 and 1, at each microbatch at levels 2 and 3. A model that is split into the
+    stages of a pipeline (pp_size) runs them in the order of 1F1B; what ``forward`` does after its call of the model,
+    and ``backward``, then happen on the last stage alone.
 
     Args:
         model: the module whose parameters get the gradients.
@@ -49,35 +52,64 @@ def accumulate(
 
     Raises:
         ValueError: on every rank, when ranks have different numbers of microbatches and one has no ``empty``, when
-            there are none at all, or when ranks count different terms.
+            there are none at all, when ranks count different terms, or when ranks of one pipeline, or of one batch,
+            are given different ones.
         RuntimeError: ``counts`` failed on another rank, or a loss does not depend on the parameters.
     """
     size = runtime.data_size()
+    pipeline = pipeline_of(model)
+    if pipeline is None and runtime.current().pp_size > 1:
+        raise ValueError(
+            f"pp_size is {runtime.current().pp_size}, but this {type(model).__name__} is not split into stages: call "
+            "engine.shard(model) first (a PipelineTransformerBlockList trains in a loop of its own, by loss.backward())"
+        )
     steps, fewest, totals = _agree(list(microbatches), counts, empty)
+    needed = steps if pipeline is None else pipeline.rounded(steps)
+    if needed > steps and empty is None:
+        raise ValueError(
+            f"the interleaved schedule (pp_chunks above 1) runs a multiple of pp_size={runtime.current().pp_size} "
+            f"microbatches, there are {steps}: pass empty= so that they can be filled up"
+        )
     roots = sharded_roots(model)
-    backward = backward or torch.Tensor.backward
-    total: torch.Tensor | None = None
-    with _reduce_lazily(roots, unequal=fewest < steps) as set_last:
-        for step in range(steps):
-            set_last(step == steps - 1)
-            microbatch = microbatches[step] if step < len(microbatches) else empty()  # type: ignore[misc]
-            loss = forward(microbatch, totals)
-            if not loss.requires_grad:
-                raise RuntimeError(
-                    f"the loss of microbatch {step} on rank {runtime.rank()} does not depend on the parameters, so "
-                    "this rank cannot take part in the reduction of the gradients: a loss over no items must be a sum "
-                    "over nothing, not a constant"
-                )
-            part = loss.detach().float()
-            total = part if total is None else total + part
-            # Reduction averages over the data; the loss is a part of a global mean already.
-            backward(loss * size if size > 1 else loss)
-    assert total is not None
+
+    def loss_of(microbatch: Any, step: int) -> torch.Tensor:
+        loss = forward(microbatch, totals)
+        if not loss.requires_grad:
+            raise RuntimeError(
+                f"the loss of microbatch {step} on rank {runtime.rank()} does not depend on the parameters, so "
+                "this rank cannot take part in the reduction of the gradients: a loss over no items must be a sum "
+                "over nothing, not a constant"
+            )
+        return loss
+
+    def descend(loss: torch.Tensor) -> None:
+        # Reduction averages over the data; the loss is a part of a global mean already.
+        (backward or torch.Tensor.backward)(loss * size if size > 1 else loss)
+
+    with _reduce_lazily(roots, unequal=fewest < needed) as set_last:
+        if pipeline is not None:
+            batches = list(_filled(microbatches, needed, empty))
+            pipeline.check_same(batches)
+            total = pipeline.train(model, batches, loss_of, descend, set_last)
+        else:
+            total = torch.zeros(())
+            for step, microbatch in enumerate(_filled(microbatches, needed, empty)):
+                set_last(step == needed - 1)
+                loss = loss_of(microbatch, step)
+                total = total.to(loss.device) + loss.detach().float()
+                descend(loss)
     if runtime.world_size() > 1:
         _average_plain_gradients(model)
         dist.all_reduce(total)
         total /= runtime.model_ranks()  # which all have the loss of their one batch
     return total
+
+
+def _filled(microbatches: Sequence[Any], needed: int, empty: Callable[[], Any] | None) -> Iterator[Any]:
+    yield from microbatches
+    for _ in range(len(microbatches), needed):
+        assert empty is not None
+        yield empty()
 
 
 def _agree(
@@ -123,28 +155,32 @@ def _agree(
         )
     if different := [rank for rank, other in enumerate(rows) if other[3] != rows[0][3]]:
         raise ValueError(f"ranks count different loss terms: rank {different[0]} and rank 0. This rank has {terms}")
-    together = runtime.model_ranks()
-    for first in range(0, size, together):
-        for rank in range(first + 1, first + together):
-            if rows[rank] != rows[first]:
-                raise ValueError(
-                    f"ranks {first} and {rank} compute one batch together (tp_size, cp_size) but were given other "
-                    "microbatches: split the data by engine.data_rank() and engine.data_size()"
-                )
-    sums = {term: sum(row[4 + i] for row in rows[::together]) for i, term in enumerate(terms)}
+    together, pipes = runtime.model_ranks(), size // runtime.current().pp_size
+    for rank in range(size):
+        first = rank % pipes // together * together
+        if rows[rank] != rows[first]:
+            raise ValueError(
+                f"ranks {first} and {rank} compute one batch together (pp_size, tp_size, cp_size) but were given other "
+                "microbatches: split the data by engine.data_rank() and engine.data_size()"
+            )
+    sums = {term: sum(row[4 + i] for row in rows[:pipes:together]) for i, term in enumerate(terms)}
     return max(numbers), min(numbers), {term: max(1, n) for term, n in sums.items()}
 
 
 @contextmanager
-def _reduce_lazily(roots: list[Any], unequal: bool) -> Iterator[Callable[[bool], None]]:
-    """Yields a function to call before each microbatch with whether it is the last; leaves the usual state behind."""
+def _reduce_lazily(roots: list[Any], unequal: bool) -> Iterator[Callable[..., None]]:
+    """Yields a function to call before each backward with whether it is the last, of all or of some modules of the one
+    root; leaves the usual state behind."""
 
-    def set_last(last: bool) -> None:
+    def set_last(last: bool, modules: list[Any] | None = None) -> None:
         for root in roots:
-            level = zero_level(root)
-            root.set_requires_gradient_sync(last or level >= 2)
-            root.set_requires_all_reduce(last)  # of the copies' shards, in hybrid sharding
-            root.set_reshard_after_backward(last or level == 3)  # gathered parameters stay over microbatches
+            level, all_of_it = zero_level(root), modules is None
+            for module in modules or [root]:
+                module.set_requires_gradient_sync(last or level >= 2, recurse=all_of_it)
+                # of the copies' shards, in hybrid sharding
+                module.set_requires_all_reduce(last, recurse=all_of_it)
+                # gathered parameters stay over microbatches
+                module.set_reshard_after_backward(last or level == 3, recurse=all_of_it)
 
     try:
         for root in roots:

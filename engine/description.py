@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.init import clean_name
+from engine.parallel.pipeline import stages_of
 from engine.parallel.shard import _groups, policy_of, reshard, zero_level
 from engine.torch_compat import local_tensor
 
@@ -121,6 +122,9 @@ def describe(model: nn.Module, show: bool = True) -> Description:
     if policy is not None:
         how += f", precision {policy.precision}, recompute {policy.recompute}, compile {policy.compile}"
     total = sum(unit.elements for unit in found)
+    if (stages := stages_of(model)) is not None:
+        how += f", stage {stages.rank} of {stages.size} with {total:,} of them"
+        total = sum(stages.whole[name].numel() for name in stages.parameters)
     title = (
         f"{type(model).__name__.removeprefix('FSDP')}: {total:,} parameters on {ranks} rank{'s' * (ranks > 1)}, {how}"
     )

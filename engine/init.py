@@ -53,9 +53,11 @@ def init_parameters_(model: nn.Module, seed: int, names: Collection[str] | None 
     """
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed is {seed!r}, expected a whole number of at least 0")
+    from engine.parallel.pipeline import elsewhere
+
     owners = dict(_owners(model))
     wanted = set(owners) if names is None else set(names)
-    if unknown := sorted(wanted - set(owners)):
+    if unknown := sorted(wanted - set(owners) - elsewhere(model)):
         raise ValueError(f"not parameters of {type(model).__name__}: {', '.join(unknown[:5])}")
     rules = _declared_rules(model)
     whole_modules: dict[str, tuple[nn.Module, dict[str, str]]] = {}

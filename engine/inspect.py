@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.init import clean_name
+from engine.parallel.pipeline import place_of, stages_of
 from engine.parallel.shard import reshard
 from engine.torch_compat import all_gather_flat, in_backward, local_tensor
 
@@ -49,14 +50,18 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> Summar
         ``torch.std``), grad_mean and grad_std (0.0 without a gradient).
     """
     reshard(model)
-    chosen = [
-        (name, parameter)
-        for name, parameter in ((prefix + clean_name(n), p) for n, p in model.named_parameters())
-        if fnmatch.fnmatchcase(name, param_name)
-    ]
+    held = {clean_name(name): p for name, p in model.named_parameters()}
+    stages = stages_of(model)
+    everything: dict[str, torch.Tensor] = dict(held)
+    if stages is not None:
+        everything = {name: stages.whole[name] for name in stages.parameters}
+    chosen = [(prefix + n, p) for n, p in everything.items() if fnmatch.fnmatchcase(prefix + n, param_name)]
     rows = []
-    for _, parameter in chosen:
-        for tensor in (parameter, parameter.grad):
+    for name, _ in chosen:
+        own = held.get(name.removeprefix(prefix))  # or it is on another stage of a pipeline
+        if own is not None and place_of(own) == "copy":
+            own = None
+        for tensor in (own, None if own is None else own.grad):
             rows.append(_reduce(local_tensor(tensor)) if tensor is not None and _owned(tensor) else _count_zero())
     merged = _merge(rows, [name for name, _ in chosen])
     summary: Summary = []

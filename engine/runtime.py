@@ -39,7 +39,11 @@ class Runtime:
     dp_replicate: int = 1
     cp_size: int = 1
     tp_size: int = 1
+    pp_size: int = 1
+    pp_chunks: int = 1
+    num_micro_batches: int | None = None
     initialized: bool = False
+    timeout: float = DEFAULT_TIMEOUT  # seconds
     draws: int = 0  # calls of init_parameters since the seed was set
 
 
@@ -64,8 +68,10 @@ def init_distributed(
     cp_size: int = 1,
     device: str | torch.device | None = None,
     timeout: float | datetime.timedelta = DEFAULT_TIMEOUT,
-    pipe_size: int = 1,
+    pp_size: int = 1,
     num_micro_batches: int | None = None,
+    pp_chunks: int = 1,
+    pipe_size: int | None = None,
 ) -> None:
     """Start this rank: process group (under a launcher), device mesh, device, seeds.
 
@@ -76,12 +82,17 @@ def init_distributed(
         zero_level: 0 to 3, the level of ``engine.shard`` where a Policy names none.
         dp_replicate: number of copies of the sharded model (hybrid sharding).
         tp_size: ranks that split each layer (tensor parallelism); neighbours in rank order.
-        cp_size: ranks that split the tokens of a batch (context parallelism). dp_replicate * tp_size * cp_size divides
-            the number of ranks; ranks that differ in tp or cp only are given the same batches (see ``data_rank``).
+        cp_size: ranks that split the tokens of a batch (context parallelism).
+        pp_size: stages of a pipeline, each of which has a part of the model's units (``engine.parallel.pipeline``); far
+            apart in rank order. pp_size * dp_replicate * cp_size * tp_size divides the number of ranks; ranks that
+            differ in pp, cp or tp only are given the same batches (see ``data_rank``).
         device: "cpu", "cuda", "cuda:1" or None: this rank's GPU if there is one, else the CPU.
         timeout: seconds (or timedelta) until ranks that do not meet, or a collective that does not end, raise.
-        pipe_size: 1, or BMTrain's -1, which is 1 too: this version has no pipeline parallelism.
-        num_micro_batches: without a pipeline there is nothing to cut; taken for BMTrain's scripts.
+        num_micro_batches: parts into which a ``PipelineTransformerBlockList`` cuts a batch; None: pp_size.
+            ``engine.accumulate`` is given microbatches, and needs no number.
+        pp_chunks: parts of the model that each stage has: 1, or more for the interleaved schedule, which waits less and
+            sends more.
+        pipe_size: BMTrain's name of pp_size; -1 is 1.
 
     A process group that is there already, from an earlier call or by ``torch.distributed``, is kept; the other
     settings are replaced.
@@ -93,14 +104,20 @@ def init_distributed(
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
     if zero_level not in (0, 1, 2, 3):
         raise ValueError(f"zero_level is {zero_level!r}, expected 0, 1, 2 or 3")
-    sizes = {"dp_replicate": dp_replicate, "tp_size": tp_size, "cp_size": cp_size}
-    for name, size in sizes.items():
+    if pipe_size is not None:
+        if pp_size not in (1, pipe_size):
+            raise ValueError(
+                f"pp_size is {pp_size} and pipe_size is {pipe_size}: they are one setting, pass one of them"
+            )
+        pp_size = 1 if pipe_size == -1 else pipe_size
+    sizes = {"pp_size": pp_size, "dp_replicate": dp_replicate, "tp_size": tp_size, "cp_size": cp_size}
+    for name, size in {**sizes, "pp_chunks": pp_chunks}.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} is {size!r}, expected a whole number of at least 1")
     if not seconds > 0:
         raise ValueError(f"timeout is {timeout!r}, expected a positive number of seconds")
-    if pipe_size not in (1, -1, None):
-        raise ValueError(f"pipe_size is {pipe_size!r}, expected 1: there is no pipeline parallelism in this version")
+    if pp_chunks > 1 and pp_size == 1:
+        raise ValueError(f"pp_chunks is {pp_chunks} but pp_size is 1: there is no pipeline to interleave")
     if num_micro_batches is not None and num_micro_batches < 1:
         raise ValueError(f"num_micro_batches is {num_micro_batches!r}, expected a whole number of at least 1")
     launched = _ranks()
@@ -117,12 +134,13 @@ def init_distributed(
         _meet(init_method, rank_, world_size_, device_, seconds)
     _runtime.rank, _runtime.world_size, _runtime.local_rank = rank_, world_size_, local_rank_
     _runtime.device, _runtime.zero_level, _runtime.dp_replicate = device_, zero_level, dp_replicate
-    _runtime.cp_size, _runtime.tp_size = cp_size, tp_size
-    _runtime.initialized = True
+    _runtime.cp_size, _runtime.tp_size, _runtime.pp_size = cp_size, tp_size, pp_size
+    _runtime.pp_chunks, _runtime.num_micro_batches = pp_chunks, num_micro_batches
+    _runtime.timeout, _runtime.initialized = seconds, True
     if dist.is_initialized():
         from engine.parallel.mesh import build_mesh
 
-        build_mesh(device_.type, world_size_, dp_replicate, cp_size, tp_size)
+        build_mesh(device_.type, world_size_, dp_replicate, cp_size, tp_size, pp_size)
     set_seed(seed)
 
 
@@ -248,18 +266,28 @@ def world_size() -> int:
 
 
 def model_ranks() -> int:
-    """Number of ranks that compute one batch together, and so are given the same: tp_size * cp_size."""
+    """Number of ranks of one stage that compute one batch together, neighbours in rank order: tp_size * cp_size."""
     return current().tp_size * current().cp_size
+
+
+def stage() -> int:
+    """Index of this rank's stage in its pipeline; 0 without one."""
+    return rank() // (world_size() // current().pp_size)
+
+
+def stages() -> int:
+    """Number of stages of a pipeline; 1 without one."""
+    return _runtime.pp_size
 
 
 def data_rank() -> int:
     """Index of this rank's part of the data, 0 to ``data_size() - 1``; what samplers split by."""
-    return rank() // model_ranks()
+    return rank() % (world_size() // current().pp_size) // model_ranks()
 
 
 def data_size() -> int:
-    """Number of parts that the data is split into: ``world_size()`` without tensor and context parallelism."""
-    return world_size() // model_ranks()
+    """Number of parts that the data is split into: the ranks, over tp_size * cp_size * pp_size."""
+    return world_size() // (model_ranks() * current().pp_size)
 
 
 def local_rank() -> int:
@@ -273,12 +301,13 @@ def device() -> torch.device:
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python, numpy and torch. Ranks with different data get different streams; rank 0 gets ``seed`` itself."""
+    """Seed Python, numpy and torch. Ranks with other data or layers get other streams; rank 0 gets ``seed`` itself."""
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"seed is {seed!r}, expected a whole number of at least 0")
     runtime = current()
     runtime.seed, runtime.draws = seed, 0
-    own = (seed + data_rank() * 0x9E3779B97F4A7C15) % 2**63  # 2^64 / golden ratio: far apart for nearby ranks
+    stream = stage() * data_size() + data_rank()
+    own = (seed + stream * 0x9E3779B97F4A7C15) % 2**63  # 2^64 / golden ratio: far apart for nearby ranks
     random.seed(own)
     np.random.seed(own % 2**32)
     torch.manual_seed(own)
@@ -310,7 +339,7 @@ def sum_loss(loss: torch.Tensor) -> torch.Tensor:
 def gather_result(tensor: torch.Tensor) -> torch.Tensor:
     """Concatenate ``tensor`` (n_r, ...) of every rank along dim 0, in rank order, on every rank; n_r may differ.
 
-    Of ranks that are given the same batch, the first one's counts. A 0-d tensor counts as (1,). Raises ValueError on
+    Of ranks that differ in tp or cp only, the first one's counts. A 0-d tensor counts as (1,). Raises ValueError on
     every rank when dtypes or other dimensions differ.
     """
     from engine.torch_compat import all_gather_flat
@@ -355,4 +384,5 @@ def mesh() -> DeviceMesh:
 
     ensure_group()
     settings = current()
-    return build_mesh(device().type, world_size(), settings.dp_replicate, settings.cp_size, settings.tp_size)
+    sizes = settings.dp_replicate, settings.cp_size, settings.tp_size, settings.pp_size
+    return build_mesh(device().type, world_size(), *sizes)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -142,6 +143,11 @@ class Pool:
     def _start(self, call: tuple[Callable[..., Any], tuple[Any, ...]] | None = None) -> None:
         if torch.cuda.is_initialized():
             raise RuntimeError("engine.testing forks its ranks, which CUDA forbids once this process has used it")
+        if dist.is_initialized():
+            raise RuntimeError(
+                "engine.testing forks its ranks, which would have the process group of this process: end it with "
+                "torch.distributed.destroy_process_group() before"
+            )
         # FSDP is imported before the fork, once for all ranks and all later pools.
         importlib.import_module("engine.parallel.shard")
         self._modules = frozenset(sys.modules)
@@ -231,6 +237,7 @@ def _worker(
     call: tuple[Callable[..., Any], tuple[Any, ...]] | None,
 ) -> None:
     """A rank's whole life. Leaves with ``os._exit``: what the parent registered to run at its exit is not ours."""
+    gc.freeze()  # what the parent left to its collector may be process groups, whose threads are not here to be ended
     parent = os.getppid()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

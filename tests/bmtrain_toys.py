@@ -54,11 +54,11 @@ class Layer(bmt.DistributedModule):
 
 
 class GPT(bmt.DistributedModule):
-    def __init__(self, layers: int = 2, **block: object) -> None:
+    def __init__(self, layers: int = 2, blocks: type = bmt.TransformerBlockList, **block: object) -> None:
         super().__init__()
         self.word = Embedding(VOCAB, WIDTH)
         self.place = Embedding(LENGTH, WIDTH)
-        self.layers = bmt.TransformerBlockList([bmt.CheckpointBlock(Layer(), **block) for _ in range(layers)])
+        self.layers = blocks([bmt.CheckpointBlock(Layer(), **block) for _ in range(layers)])
         self.norm = Layernorm(WIDTH)
 
     def forward(self, ids: torch.Tensor, pos: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

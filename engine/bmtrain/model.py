@@ -12,7 +12,7 @@ from engine import runtime
 from engine.bmtrain.block import Block, settle
 from engine.bmtrain.parameter import DistributedParameter, marks_of, put_marks
 from engine.init import clean_name, draw_, init_parameters_
-from engine.parallel.shard import find_units, is_sharded, materialize, shard, sharded_roots
+from engine.parallel.shard import find_units, is_sharded, lay_over_ranks, materialize, sharded_roots
 from engine.precision import Policy
 
 
@@ -41,8 +41,9 @@ def init_parameters(model: nn.Module, policy: Policy | None = None, forward_meth
         if name in methods:
             draw_(parameter, prefix + clean_name(name), settings.seed, methods[name])
             lost.discard(name)
-    if lost:
-        init_parameters_(model, settings.seed, [clean_name(name) for name in lost])
+    held = {name for name, _ in model.named_parameters()}  # the rest is on other stages of a pipeline
+    if lost & held:
+        init_parameters_(model, settings.seed, [clean_name(name) for name in lost & held])
 
 
 def lay_out(
@@ -63,7 +64,8 @@ def lay_out(
         inside = set(root.modules())
         blocks = [m for m in inside if isinstance(m, Block)] if units is None else units
         chosen = [m for m in blocks if m in inside] or None
-        shard(root, units=chosen, policy=policy, forward_methods=forward_methods if root is model else ())
+        methods = forward_methods if root is model else ()
+        lay_over_ranks(root, units=chosen, policy=policy, forward_methods=methods, over_stages=True)
     materialize(model)
     put_marks(model, marks)
     for module in model.modules():

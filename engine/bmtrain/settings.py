@@ -18,13 +18,24 @@ class Topology:
     def get_group_id(self, group_name: str) -> int:
         """Which group of this kind the rank is in: ranks of one "tp" group are neighbours, "tp_zero" are strides."""
         tp = runtime.current().tp_size
-        groups = {"pipe": runtime.rank(), "zero": 0, "tp_zero": runtime.rank() % tp, "tp": runtime.rank() // tp}
+        pipes = runtime.world_size() // runtime.current().pp_size
+        groups = {
+            "pipe": runtime.rank() % pipes,
+            "zero": 0,
+            "tp_zero": runtime.rank() % tp,
+            "tp": runtime.rank() // tp,
+        }
         return groups[_known(group_name)]
 
     def get_group_rank(self, group_name: str) -> int:
         """The rank's place in that group."""
         tp = runtime.current().tp_size
-        places = {"pipe": 0, "zero": runtime.rank(), "tp_zero": runtime.rank() // tp, "tp": runtime.rank() % tp}
+        places = {
+            "pipe": runtime.stage(),
+            "zero": runtime.rank(),
+            "tp_zero": runtime.rank() // tp,
+            "tp": runtime.rank() % tp,
+        }
         return places[_known(group_name)]
 
 
@@ -55,9 +66,10 @@ _KEYS: dict[str, Callable[[], Any]] = {
     "tp_rank": lambda: Topology().get_group_rank("tp"),
     "tp_zero_size": lambda: runtime.world_size() // runtime.current().tp_size,
     "tp_zero_rank": lambda: Topology().get_group_rank("tp_zero"),
-    "pipe_size": lambda: 1,
-    "pipe_enabled": lambda: False,
-    "micros": lambda: 1,
+    "pipe_size": lambda: runtime.current().pp_size,
+    "pipe_rank": runtime.stage,
+    "pipe_enabled": lambda: runtime.current().pp_size > 1,
+    "micros": lambda: runtime.current().num_micro_batches or runtime.current().pp_size,
     "topology": Topology,
     "comm": _world,
     "zero_comm": _world,

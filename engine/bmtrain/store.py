@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.bmtrain.model import broadcast_, lay_out
 from engine.checkpoint import together
 from engine.init import clean_name, write_
+from engine.parallel.pipeline import stages_of, whole_tensor
 from engine.parallel.shard import reshard
 from engine.precision import Policy
 
@@ -56,11 +56,14 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     state: OrderedDict[str, torch.Tensor] = OrderedDict()
     collected: dict[int, torch.Tensor] = {}  # a tied tensor is gathered and stored once
     with torch.no_grad():
-        for name, tensor in _named_tensors(model):
-            if tensor.is_meta:
-                raise ValueError(f"parameter {name} is on the meta device, so there is nothing to save")
+        held = dict(_named_tensors(model))
+        if lost := next((name for name, tensor in held.items() if tensor.is_meta), None):
+            raise ValueError(f"parameter {lost} is on the meta device, so there is nothing to save")
+        everything = held if (stages := stages_of(model)) is None else stages.whole
+        for name, tensor in ((name, held.get(name, other)) for name, other in everything.items()):
             if id(tensor) not in collected:
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+                gathered = whole_tensor(model, held, name)
+                whole = tensor.new_empty(0, device="cpu") if gathered is None else gathered.detach()
                 # A thread must not see what later steps write.
                 copied = whole.to("cpu", copy=non_blocking or whole.device.type == "cpu")
                 collected[id(tensor)] = copied if runtime.rank() == 0 else copied.new_empty(0)
@@ -110,9 +113,11 @@ def load(
     by_name, home = dict(_named_tensors(model)), runtime.device()
     for name, source in sources.items():
         shape, dtype = shapes[source]
+        # Every rank takes part; what is on another stage of a pipeline goes by.
         whole = stored[source].to(home).contiguous() if first else torch.empty(shape, dtype=dtype, device=home)
         broadcast_(whole)
-        write_(by_name[name], whole)
+        if name in by_name:
+            write_(by_name[name], whole)
     return LoadResult(missing, unexpected)
 
 
@@ -132,7 +137,8 @@ def _match(
     """({name in the model: name in the file}, missing, unexpected); each tensor once."""
     names: dict[int, list[str]] = {}
     tensors = {}
-    for name, tensor in _named_tensors(model):
+    stages = stages_of(model)
+    for name, tensor in _named_tensors(model) if stages is None else stages.whole.items():
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     sources: dict[str, str] = {}
@@ -141,7 +147,7 @@ def _match(
         found = [alias for alias in aliases if alias in shapes]
         if not found:
             missing += aliases
-            if tensors[key].is_meta:
+            if tensors[key].is_meta and stages is None:
                 raise ValueError(f"parameter {aliases[0]} is on the meta device and {file_name} does not have it")
             continue
         sources[aliases[0]] = found[0]

@@ -11,6 +11,7 @@
 
 from engine.checkpoint.files import FORMAT_VERSION, MANIFEST, atomic_directory, check_manifest, together
 from engine.checkpoint.model import (
+    all_tensors,
     load_model,
     local_slices,
     named_tensors,
@@ -24,10 +25,12 @@ from engine.checkpoint.training import (
     save_checkpoint,
     wait_checkpoint,
 )
+from engine.parallel.pipeline import whole_tensor
 
 __all__ = [
     "FORMAT_VERSION",
     "MANIFEST",
+    "all_tensors",
     "atomic_directory",
     "check_manifest",
     "latest_checkpoint",
@@ -40,5 +43,6 @@ __all__ = [
     "stored_tensors",
     "together",
     "wait_checkpoint",
+    "whole_tensor",
     "write_model",
 ]

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from engine import runtime
 from engine.checkpoint.files import atomic_directory, check_manifest, together
 from engine.init import clean_name
+from engine.parallel.pipeline import stages_of
 from engine.parallel.shard import reshard
 from engine.torch_compat import local_box, local_tensor
 
@@ -29,7 +30,8 @@ MODEL = "model"
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What a checkpoint of ``model`` holds: parameters (tied ones once) and persistent buffers, by clean name.
 
-    Sharded parameters are DTensors; all are detached and share the model's memory.
+    Sharded parameters are DTensors; all are detached and share the model's memory. Of a model that is split into
+    stages, those of this rank's stage.
     """
     reshard(model)  # after an evaluation the model may still show gathered parameters
     found = {clean_name(name): parameter.detach() for name, parameter in model.named_parameters()}
@@ -38,6 +40,12 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[clean_name(f"{prefix}.{name}" if prefix else name)] = buffer.detach()
     return found
+
+
+def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """``named_tensors`` of the whole model: where stages have different ones, meta tensors of the same shapes."""
+    stages = stages_of(model)
+    return named_tensors(model) if stages is None else dict(stages.whole)
 
 
 def local_slices(model: nn.Module, owned: bool = False) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
@@ -49,25 +57,27 @@ def local_slices(model: nn.Module, owned: bool = False) -> Iterator[tuple[str, t
     Args:
         owned: leave out what a lower rank holds too, so that over all ranks each element comes exactly once.
     """
+    stages = stages_of(model)
+    # Without a process group the ranks of a launcher may be another library's.
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for name, tensor in named_tensors(model).items():
+        if owned and stages is not None and name in stages.copies:
+            continue
         local = local_tensor(tensor)
         offset = (0,) * tensor.ndim
-        first = not owned or runtime.rank() == 0
+        holders = ranks // (1 if stages is None or name not in stages.spread else stages.size)
+        first = rank % holders == 0
         if isinstance(tensor, DTensor):
             _, offset = local_box(tensor.shape, tensor.device_mesh, tensor.placements)
             place = tensor.device_mesh.get_coordinate() or ()
             first = all(not p.is_replicate() or c == 0 for p, c in zip(tensor.placements, place, strict=True))
-            first = first and not any(_other_coordinates(tensor))
+            first = first and ("tp" in (tensor.device_mesh.mesh_dim_names or ()) or not _tp_rank())
         if local.numel() and (first or not owned):
             yield name, offset, local
 
 
-def _other_coordinates(tensor: DTensor) -> list[int]:
-    """This rank's place along the dimensions of the ranks' mesh that the tensor is not laid over."""
-    names = tensor.device_mesh.mesh_dim_names or ()
-    mesh = runtime.mesh()
-    # Along dp and cp every sharded tensor is laid, under the name of dp.
-    return [mesh[name].get_local_rank() for name in ("pp", "tp") if name not in names]
+def _tp_rank() -> int:
+    return runtime.mesh()["tp"].get_local_rank()
 
 
 def save_model(
@@ -139,7 +149,8 @@ def load_model(
             check_manifest(directory, hashes=verify)
     stored = stored_tensors(directory)
     tensors = named_tensors(model)
-    missing, unexpected = sorted(set(tensors) - set(stored)), sorted(set(stored) - set(tensors))
+    whole = all_tensors(model)
+    missing, unexpected = sorted(set(whole) - set(stored)), sorted(set(stored) - set(whole))
     if strict and (missing or unexpected):
         text = "; ".join(
             f"{what}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
@@ -151,7 +162,8 @@ def load_model(
     for name, tensor in wanted.items():
         if tensor.is_meta:
             raise ValueError(f"parameter {name} is on the meta device: call engine.materialize(model) before loading")
-        if tuple(tensor.shape) != stored[name][0]:
+    for name, tensor in whole.items():
+        if name in stored and tuple(tensor.shape) != stored[name][0]:
             raise ValueError(
                 f"tensor {name} has shape {stored[name][0]} in checkpoint {directory} and {tuple(tensor.shape)} in the "
                 "model"

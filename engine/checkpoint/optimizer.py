@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.checkpoint.model import read_tensors, stored_tensors
 from engine.init import clean_name
+from engine.parallel.pipeline import elsewhere, of_all_stages
 from engine.torch_compat import local_tensor, with_local
 
 OPTIM = "optim"
@@ -19,10 +20,10 @@ OPTIM = "optim"
 def split_state(
     model: nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """({"<optimizer>/<parameter>/<key>": tensor}, for each optimizer its groups and what is no tensor).
+    """({"<optimizer>/<parameter>/<key>": tensor}, for each optimizer its groups and what is no tensor). Collective.
 
-    The tensors share the optimizers' memory. Raises ValueError if an optimizer holds a parameter that is not the
-    model's.
+    Of a model that is split into stages: the tensors of this stage, and the groups of all. The tensors share the
+    optimizers' memory. Raises ValueError if an optimizer holds a parameter that is not the model's.
     """
     names = _names(model)
     tensors: dict[str, torch.Tensor] = {}
@@ -40,7 +41,18 @@ def split_state(
                     else:
                         values.setdefault(name, {})[key] = value
         rest.append({"param_groups": groups, "values": values})
-    return tensors, rest
+    return tensors, _joined(of_all_stages(model, rest))
+
+
+def _joined(stages: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One description of the optimizers from that of each stage; what two stages hold comes once."""
+    first, *others = stages
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            for group, more in zip(mine["param_groups"], theirs["param_groups"], strict=True):
+                group["params"] += [name for name in more["params"] if name not in group["params"]]
+            mine["values"] |= theirs["values"]
+    return first
 
 
 def join_state(
@@ -52,7 +64,7 @@ def join_state(
     """
     if len(rest) != len(optimizers):
         raise ValueError(f"checkpoint {directory} holds {len(rest)} optimizers, but {len(optimizers)} were given")
-    names = _names(model)
+    names, others = _names(model), elsewhere(model)
     tensors: dict[str, torch.Tensor] = {}
     states: list[dict[str, Any]] = []
     places: list[dict[str, tuple[int, nn.Parameter]]] = []
@@ -66,8 +78,9 @@ def join_state(
         groups = []
         for number, (group, old) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
             members = [_name_of(names, p, index) for p in group["params"]]
-            if different := sorted(set(members) ^ set(old["params"])):
-                where = "only here" if different[0] in members else "only in the checkpoint"
+            everywhere = {name for part in of_all_stages(model, members) for name in part}
+            if different := sorted(everywhere ^ set(old["params"])):
+                where = "only here" if different[0] in everywhere else "only in the checkpoint"
                 raise ValueError(
                     f"group {number} of optimizer {index} has other parameters than in checkpoint {directory}: "
                     f"{different[0]} is {where}"
@@ -78,10 +91,13 @@ def join_state(
         places.append(place)
         states.append({"state": {}, "param_groups": groups})
         for name, values in saved["values"].items():
-            states[index]["state"].setdefault(place[name][0], {}).update(values)
+            if name in place:  # and not on another stage
+                states[index]["state"].setdefault(place[name][0], {}).update(values)
     if (directory / OPTIM).exists():
         for key, (shape, dtype) in stored_tensors(directory, OPTIM).items():
             number_text, name, key_of_state = _split(key)
+            if name not in places[int(number_text)] and name in others:
+                continue
             position, parameter = places[int(number_text)][name]
             tensor = _empty(parameter, shape, dtype)
             tensors[key] = tensor

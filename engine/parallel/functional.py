@@ -77,10 +77,10 @@ def _function(name: str, forward: Callable[..., Tensor], backward: Callable[...,
     return apply
 
 
-# Over tp. `reduce_from` works in the memory of x, which must be an output that nobody else reads (a matrix product's).
+# Over tp. No collective works in the memory of x: recomputation may have kept it (a matrix product's output).
 copy_to = _function("copy_to", lambda x, g: x.view_as(x), lambda x, g: _all_reduce(_fresh(x), g), "x; sums gradients.")
 reduce_from = _function(
-    "reduce_from", lambda x, g: _all_reduce(x.detach().contiguous(), g), lambda x, g: x, "The sum of each rank's x."
+    "reduce_from", lambda x, g: _all_reduce(_fresh(x.detach()), g), lambda x, g: x, "The sum of each rank's x."
 )
 split_rows = _function("split_rows", _own_rows, _gather, "This rank's rows of x, which all ranks have.")
 join_rows = _function("join_rows", _gather, _own_rows, "All rows, for a part of the model that all ranks compute.")

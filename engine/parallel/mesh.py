@@ -1,8 +1,8 @@
-"""The device mesh: five named dimensions, two of data parallelism, one each of context and tensor parallelism."""
+"""The device mesh: five named dimensions, of pipelines, data (two), context and tensor parallelism."""
 
 from __future__ import annotations
 
-import functools
+import os
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -11,40 +11,65 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
-def build_mesh(device_type: str, world_size: int, dp_replicate: int, cp_size: int = 1, tp_size: int = 1) -> DeviceMesh:
+def build_mesh(
+    device_type: str, world_size: int, dp_replicate: int, cp_size: int = 1, tp_size: int = 1, pp_size: int = 1
+) -> DeviceMesh:
     """The mesh of all ranks with ``dp_replicate`` copies; made once for each layout. Collective at first use."""
-    shards = world_size // (dp_replicate * cp_size * tp_size)
-    return _build(device_type, (1, dp_replicate, shards, cp_size, tp_size), dist.group.WORLD)
+    shards = world_size // (pp_size * dp_replicate * cp_size * tp_size)
+    return _build(device_type, (pp_size, dp_replicate, shards, cp_size, tp_size), dist.group.WORLD)
 
 
-def storage_mesh(mesh: DeviceMesh, zero_level: int) -> DeviceMesh:
+def storage_mesh(mesh: DeviceMesh, zero_level: int, over_stages: bool = False) -> DeviceMesh:
     """The mesh that parameters are laid over: the ranks of ``mesh`` in the same order.
 
     Ranks that share the tokens of a sequence (cp) share the parameters as those with other data do, so cp is a part of
-    dp_shard here. At level 0 all of it is dp_replicate: hybrid sharding over shards of one rank.
+    dp_shard here. At level 0 all of it is dp_replicate: hybrid sharding over shards of one rank. With ``over_stages``
+    so are the stages of a pipeline (pp), for parameters that all of them use.
     """
     pipe, copies, shards, cp, tp = (mesh[name].size() for name in DIMS)
+    if over_stages:
+        pipe, shards = 1, shards * pipe
     sizes = (pipe, copies, shards * cp, 1, tp)
     if zero_level == 0:
         sizes = (pipe, copies * shards * cp, 1, 1, tp)
-    if sizes == (pipe, copies, shards, cp, tp):
+    if sizes == tuple(mesh[name].size() for name in DIMS):
         return mesh
     return _build(mesh.device_type, sizes, dist.group.WORLD)
 
 
-def data_mesh(mesh: DeviceMesh, zero_level: int) -> DeviceMesh:
+def data_mesh(mesh: DeviceMesh, zero_level: int, over_stages: bool = False) -> DeviceMesh:
     """The part of ``storage_mesh`` that ``fully_shard`` works on.
 
     Level 0: (dp_replicate, dp_shard) with shards of one rank. Levels 1 to 3: (dp_shard) alone, or (dp_replicate,
     dp_shard) where there are several copies.
     """
-    mesh = storage_mesh(mesh, zero_level)
+    mesh = storage_mesh(mesh, zero_level, over_stages)
     if zero_level == 0 or mesh["dp_replicate"].size() > 1:
         return mesh["dp_replicate", "dp_shard"]
     return mesh["dp_shard"]
 
 
-@functools.lru_cache(maxsize=8)
+_meshes: dict[tuple[str, tuple[int, ...]], DeviceMesh] = {}
+_made_in: dist.ProcessGroup | None = None
+_inherited: list[object] = []
+
+
 def _build(device_type: str, sizes: tuple[int, ...], group: dist.ProcessGroup | None) -> DeviceMesh:
-    # A mesh dies with the process group it was made in, so the group is part of the key.
-    return init_device_mesh(device_type, sizes, mesh_dim_names=DIMS)
+    # A mesh lives as long as the process group it was made in.
+    global _made_in
+    if _made_in is not group:
+        _meshes.clear()
+        _made_in = group
+    if (device_type, sizes) not in _meshes:
+        _meshes[device_type, sizes] = init_device_mesh(device_type, sizes, mesh_dim_names=DIMS)
+    return _meshes[device_type, sizes]
+
+
+def _set_aside() -> None:
+    """A forked process has the groups of its parent without their threads, for which their end would wait for ever."""
+    global _meshes, _made_in
+    _inherited.append((_meshes, _made_in))
+    _meshes, _made_in = {}, None
+
+
+os.register_at_fork(after_in_child=_set_aside)

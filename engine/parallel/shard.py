@@ -17,6 +17,7 @@ from engine.optim.rounding import round_at_random
 from engine.optim.stale import mark_stale
 from engine.parallel.context import split_tokens
 from engine.parallel.mesh import data_mesh, storage_mesh
+from engine.parallel.pipeline import absent_names, mark, pipeline_of, split, split_lists
 from engine.parallel.reduce import exchange_gradients
 from engine.parallel.tensor import check_inputs, parallelize
 from engine.precision import Policy
@@ -55,6 +56,19 @@ def shard(
         ValueError: a unit is not part of the model, a method is missing, a unit mixes trainable dtypes, an inner
             module is already sharded, or the model cannot be split as tp_size and cp_size say.
     """
+    return lay_over_ranks(model, units, policy, forward_methods, tp_plan, over_stages=bool(_pipelined_lists(model)))
+
+
+def lay_over_ranks(
+    model: nn.Module,
+    units: Sequence[nn.Module] | None = None,
+    policy: Policy | None = None,
+    forward_methods: Iterable[str] = (),
+    tp_plan: Mapping[str, str] | None = None,
+    over_stages: bool = False,
+) -> nn.Module:
+    """``shard``; with ``over_stages``, as BMTrain does it under pp_size: every rank has data of its own, and only lists
+    that pipeline their blocks themselves are split into stages."""
     policy = policy or Policy()
     settings = runtime.current()
     level = settings.zero_level if policy.zero_level is None else policy.zero_level
@@ -67,8 +81,14 @@ def shard(
     for method in methods:
         if not callable(getattr(model, method, None)):
             raise ValueError(f"forward_methods names {method!r}, which {type(model).__name__} does not have")
-    chosen = _choose_units(model, units)
     policy.cast_parameters_(model)
+    lists = _pipelined_lists(model) if settings.pp_size > 1 else []
+    if settings.pp_size > 1 and over_stages:
+        _check_stages(lists)
+        split_lists(model, lists, runtime.mesh())
+    elif settings.pp_size > 1:
+        split(model, runtime.mesh(), settings.pp_chunks)
+    chosen = _choose_units(model, units)
     _policies[model] = policy
     if policy.recompute != "none" or policy.compile:
         if not chosen:
@@ -87,18 +107,27 @@ def shard(
             parameter.data = parameter.data.contiguous()
     before = {name: p for name, p in model.named_parameters()}
     _split_over_ranks(model, level, tp_plan, chosen if policy.sequence_parallel else None)
-    mesh = data_mesh(runtime.mesh(), level)
+    of_stage, mesh = data_mesh(runtime.mesh(), level), data_mesh(runtime.mesh(), level, over_stages)
+    in_lists = {m for blocks in lists for m in blocks.modules()}
     mixed = policy.mixed_precision()
     if policy.precision == "fp32" and any(p.itemsize < 4 for p in model.parameters() if p.requires_grad):
         mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # a sum in 16 bits loses what the ranks agree on
     # Inner units first: each takes the parameters below it that no unit has taken.
     for unit in reversed([m for m in model.modules() if m in chosen]):
-        fully_shard(unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=level == 3)
+        where = of_stage if unit in in_lists else mesh
+        fully_shard(unit, mesh=where, mp_policy=mixed, reshard_after_forward=level == 3)
+        if unit in in_lists:
+            # Gathering ahead what comes before the list would wait, on a CPU, for stages that wait for this one.
+            assert isinstance(unit, FSDPModule)
+            unit.set_modules_to_backward_prefetch([unit])
     # None: the root's own parameters stay gathered, for they are the first that backward needs.
     fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=None if level == 3 else False)
-    exchange_gradients(model, storage_mesh(runtime.mesh(), level)["dp_shard"].get_group())
+    exchange_gradients(model, storage_mesh(runtime.mesh(), level, over_stages)["dp_shard"].get_group())
     _levels[model] = level
     calls = _Calls(model)
+    if (pipeline := pipeline_of(model)) is not None:
+        pipeline.dtype = policy.compute_dtype or next(model.parameters()).dtype
+        pipeline.watch(model)
     model.register_forward_pre_hook(calls.enter, prepend=True)
     model.register_forward_hook(calls.leave, always_call=True)
     for method in methods:
@@ -106,6 +135,7 @@ def shard(
         setattr(model, method, calls.counted(getattr(model, method)))
     mark_stale(before)
     _mark_rounding(model)
+    mark(model)
     return model
 
 
@@ -158,17 +188,37 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _pipelined_lists(model: nn.Module) -> list[nn.ModuleList]:
+    return [m for m in model.modules() if isinstance(m, nn.ModuleList) and getattr(m, "pipelines_blocks", False)]
+
+
+def _check_stages(lists: list[nn.ModuleList]) -> None:
+    settings = runtime.current()
+    if settings.tp_size * settings.cp_size * settings.pp_chunks > 1:
+        raise ValueError(
+            f"PipelineTransformerBlockList (pp_size={settings.pp_size}) works without tp_size, cp_size and pp_chunks, "
+            f"which are {settings.tp_size}, {settings.cp_size} and {settings.pp_chunks}: set them to 1"
+        )
+    for blocks in lists:
+        if len(blocks) < settings.pp_size:
+            raise ValueError(
+                f"a PipelineTransformerBlockList has {len(blocks)} blocks, which are fewer than the {settings.pp_size} "
+                "stages of the pipeline (pp_size): use fewer"
+            )
+
+
 def _split_over_ranks(
     model: nn.Module, level: int, tp_plan: Mapping[str, str] | None, sequence_units: Collection[nn.Module] | None
 ) -> None:
-    """Tensor, sequence and context parallelism, as ``init_distributed`` and the policy say."""
+    """Tensor, sequence and context parallelism, as ``init_distributed`` and the policy say; after the pipeline's."""
     mesh = runtime.mesh()
     tensor, context = mesh["tp"].size() > 1, mesh["cp"].size() > 1
     sequence = tensor and sequence_units is not None
     if context or sequence:
         split_tokens(model, mesh, sequence)
     if tensor:
-        parallelize(model, storage_mesh(mesh, level)["tp"], tp_plan, sequence_units if sequence else None)
+        units = sequence_units if sequence else None
+        parallelize(model, storage_mesh(mesh, level)["tp"], tp_plan, units, absent_names(model))
     if tensor or context:
         check_inputs(model, mesh)
 
@@ -291,6 +341,7 @@ def materialize(model: nn.Module, seed: int = 0, init: bool | Collection[str] = 
             for module, name in others:
                 module._parameters[name] = first._parameters[first_name]
     _mark_rounding(model)
+    mark(model)
     if init is not False:
         init_parameters_(model, seed, meta if init is True else init)
     return model

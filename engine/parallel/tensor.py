@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -153,7 +153,11 @@ def find_plan(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None, sequence_units: Any = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, str] | None = None,
+    sequence_units: Any = None,
+    absent: Collection[str] = (),
 ) -> None:
     """Split ``model`` over the ranks of ``mesh``, one-dimensional, in place. On meta too.
 
@@ -164,13 +168,14 @@ def parallelize(
             says (``find_plan``).
         sequence_units: modules between which activations are split by rows over the same ranks (sequence
             parallelism): their parameters outside of split layers get gradients of a part of the rows.
+        absent: names of modules and parameters that are on other stages of a pipeline.
 
     Raises:
         ValueError: no plan, an unknown style, a name that nothing has, a module the style does not fit, or a number of
             heads that the ranks do not divide.
     """
     given = plan is not None or callable(getattr(model, "tp_plan", None))
-    styles = _assign(model, find_plan(model, plan), strict=given)
+    styles = _assign(model, find_plan(model, plan), given, absent)
     _check_heads(model, styles, mesh.size())
     shared = Tensors(mesh, sequence=sequence_units is not None)
     placed: _Placed = {}
@@ -220,9 +225,9 @@ _Placed = dict[int, tuple[nn.Parameter, nn.Parameter]]  # id of a parameter: it,
 _Target = tuple[str, nn.Module, str | None]  # style, module, name of one parameter of it
 
 
-def _assign(model: nn.Module, plan: Mapping[str, str], strict: bool) -> dict[str, _Target]:
+def _assign(model: nn.Module, plan: Mapping[str, str], strict: bool, absent: Collection[str]) -> dict[str, _Target]:
     """{name: what to do}; a parameter that two modules share is split in both."""
-    modules = {clean_name(name): module for name, module in model.named_modules()}
+    modules = {clean_name(n): module for n, module in model.named_modules() if n not in absent}
     found: dict[str, _Target] = {}
     for pattern, style in plan.items():
         match = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")).fullmatch
@@ -236,7 +241,7 @@ def _assign(model: nn.Module, plan: Mapping[str, str], strict: bool) -> dict[str
                         raise ValueError(f"tp_plan gives parameter {full} the style {style!r}, expected 'vocab'")
                     names.append(full)
                     found[full] = (style, module, own)
-        if strict and not names:
+        if strict and not names and not any(match(name) for name in absent):
             raise ValueError(f"tp_plan names {pattern!r}, but no module or parameter of {type(model).__name__} has it")
     tables = {
         id(module.weight)
@@ -326,17 +331,13 @@ def check_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
         if not depths:
             f.streams.forget()
         depths.append(f.streams.depth())
-        digest = zlib.crc32(repr(sorted(kwargs)).encode())
-        for x in _tensors_in((args, kwargs)):
-            digest = zlib.crc32(repr((tuple(x.shape), x.dtype)).encode(), digest)
-            if x.device.type == "cpu" and x.dtype != torch.bfloat16:
-                digest = zlib.crc32(x.detach().contiguous().numpy().tobytes(), digest)
+        mine = zlib.crc32(repr(sorted(kwargs)).encode(), digest((args, kwargs)))
         for name, group in groups.items():
             on = runtime.message_device(group)
-            own, table = torch.tensor([digest], device=on), torch.empty(group.size(), dtype=torch.int64, device=on)
+            own, table = torch.tensor([mine], device=on), torch.empty(group.size(), dtype=torch.int64, device=on)
             all_gather_flat(table, own, group)
-            if not bool((table == digest).all()):
-                other = int((table != digest).nonzero()[0])
+            if not bool((table == mine).all()):
+                other = int((table != mine).nonzero()[0])
                 raise ValueError(
                     f"rank {runtime.rank()} computes one batch together with {group.size() - 1} other(s) "
                     f"({name}_size={group.size()}), but its inputs differ from those of number {other} of them: split "
@@ -350,12 +351,22 @@ def check_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
     model.register_forward_hook(after, always_call=True)
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def digest(value: Any) -> int:
+    """A number that tells inputs apart: by names and shapes, and on the CPU by values."""
+    found = 0
+    for name, x in _tensors_in(value):
+        found = zlib.crc32(repr((name, tuple(x.shape), x.dtype)).encode(), found)
+        if x.device.type == "cpu" and x.dtype != torch.bfloat16:
+            found = zlib.crc32(x.detach().contiguous().numpy().tobytes(), found)
+    return found
+
+
+def _tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
-        yield local_tensor(value)
+        yield name, local_tensor(value)
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
+        for key in sorted(value, key=str):
+            yield from _tensors_in(value[key], f"{name}.{key}")
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors_in(item)
+            yield from _tensors_in(item, name)

@@ -1,10 +1,38 @@
-"""Ranks that the tests of a file share."""
+"""Ranks that the tests of a file share, and the compiled operators."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from engine.ops import build, library
 from engine.testing import Pool
+
+
+@pytest.fixture(scope="session")
+def compiled() -> str:
+    """The CPU library, built if it is not there yet; without a compiler there is nothing to test."""
+    try:
+        return str(build.find("cpu") or build.build("cpu")[0])
+    except build.BuildError as error:
+        pytest.skip(f"the compiled operators cannot be built here: {error}")
+
+
+def forget_library() -> None:
+    for cached in (library.cpu, library.cuda, library.serves):
+        cached.cache_clear()
+
+
+@pytest.fixture(params=["library", "reference"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The test runs on the compiled operators and on their torch reference."""
+    if request.param == "library":
+        request.getfixturevalue("compiled")
+    else:
+        monkeypatch.setenv("MODELCENTER_FUSED", "0")
+    forget_library()
+    assert library.cpu().loaded == (request.param == "library"), library.cpu().what
+    yield request.param
+    forget_library()
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,7 @@ def check(pool, task, plan, sizes, fields=None, policy=None):
     ("task", "policy"),
     [(t, {}) for t in bert.TASKS]
     + [(t, SEQUENCE) for t in ("masked-lm", "question-answering")]
+    + [("masked-lm", {"recompute": "selective"})]  # keeps outputs of products, which a sum must not overwrite
     + [pytest.param(t, SEQUENCE, marks=pytest.mark.full) for t in bert.TASKS],
 )
 def test_two_ranks_train_bert_as_one_process(two, task, policy):
@@ -171,7 +172,7 @@ def test_vocabulary_parallel_cross_entropy(four, vocab, smoothing, rows):
 def masks(sizes, policy, task):
     """Dropout masks of two forwards, told apart by their number of dimensions; and the losses."""
     engine.init_distributed(**sizes, seed=3)
-    from modelcenter.layers import attention
+    from modelcenter.layers import packed_attention
 
     drawn, whole = [], engine.ops.keep_mask
 
@@ -180,7 +181,7 @@ def masks(sizes, policy, task):
         drawn.append(mask)
         return mask, scale
 
-    engine.ops.keep_mask = attention.keep_mask = note
+    engine.ops.keep_mask = packed_attention.keep_mask = note
     try:
         model = bert.build(task, dropout=0.3, attention_dropout=0.4)
         model = engine.shard(model, policy=engine.Policy(**policy))
@@ -188,7 +189,7 @@ def masks(sizes, policy, task):
         losses = [model(**batch).loss.item() for _ in range(2)]
         after = torch.rand(4)
     finally:
-        engine.ops.keep_mask = attention.keep_mask = whole
+        engine.ops.keep_mask = packed_attention.keep_mask = whole
     assert functional.streams.depth() == 0
     return drawn, losses, after
 

@@ -1,6 +1,8 @@
 """A rank that raises, dies or hangs ends the call with an error that names it, in time."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -102,3 +104,34 @@ def threads():
 
 def test_ranks_use_one_thread(two):
     assert two.run(threads) == [1, 1]
+
+
+def test_ranks_of_a_process_that_had_groups():
+    """Groups that the parent dropped, or keeps in a cache, are not ended in its ranks, where their threads are not."""
+    code = """
+import gc, torch.distributed as dist, engine.testing
+from engine import runtime
+from engine.parallel import mesh
+gc.disable()
+def layout():
+    engine.init_distributed()
+    gc.collect()
+    return engine.rank()
+runtime.ensure_group()
+try:
+    engine.testing.run(layout, 2)
+except RuntimeError as error:
+    assert "process group of this process" in str(error), error
+else:
+    raise AssertionError("ranks of a process with a group")
+cycle = [dist.group.WORLD]
+cycle.append(cycle)
+del cycle
+dist.destroy_process_group()
+runtime.ensure_group()
+mesh.build_mesh("cpu", 1, 1)
+dist.destroy_process_group()
+assert engine.testing.run(layout, 2, timeout=20) == [0, 1]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

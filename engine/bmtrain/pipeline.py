@@ -1,0 +1,221 @@
+"""``PipelineTransformerBlockList``: blocks on several stages of ranks, inside a loop of the user's own."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine import runtime
+from engine.bmtrain.block import Block, TransformerBlockList
+from engine.parallel.pipeline import Neighbours, is_absent, parts
+from engine.torch_compat import all_gather_flat
+
+
+class PipelineTransformerBlockList(TransformerBlockList):
+    """A ``TransformerBlockList`` of which each stage (``init_distributed(pipe_size=2)``) keeps its part of the blocks.
+
+    As in BMTrain, every rank has a batch of its own, and everything but the list is computed for it by that rank. The
+    list collects the batches of the ranks of a pipeline, cuts them along dimension 0 into ``num_micro_batches`` and
+    sends each of them through the stages; each rank gets the hidden states of its own batch back. Forward of all
+    microbatches comes before backward of the first, whenever ``loss.backward()`` comes. Gradients are averages over
+    ranks, as everywhere. Without a pipeline it is a ``TransformerBlockList``.
+
+    Args:
+        modules: blocks; at least as many as stages. The first stages have one more where it does not divide.
+        num_hidden: 1.
+
+    Raises:
+        ValueError: num_hidden is not 1.
+    """
+
+    pipelines_blocks = True  # engine.shard leaves one stage of it
+
+    def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
+        if num_hidden != 1:
+            raise ValueError(f"num_hidden of a PipelineTransformerBlockList is {num_hidden!r}, expected 1")
+        super().__init__(modules)
+        self._neighbours: Neighbours | None = None
+        if runtime.stages() > 1:
+            for block in self:
+                # Gathered parameters stay over the microbatches, as in BMTrain.
+                assert isinstance(block, Block)
+                block._block_level = block._block_level or 2
+
+    def forward(
+        self, *args: Any, batch_related: Collection[int] | None = None, return_hidden_states: bool = False
+    ) -> Any:
+        """The hidden states (batch, ...) after the last block. Collective over the ranks of a pipeline.
+
+        Args:
+            args: the hidden states, then what every block is given: tensors whose dimension 0 is the batch are cut as
+                the hidden states are, other values are given whole, this rank's to all microbatches.
+            batch_related: numbers of the arguments after the hidden states that are cut; None (or none): as above.
+            return_hidden_states: as a ``TransformerBlockList`` does; not with a pipeline.
+
+        Raises:
+            ValueError: on every rank, if the ranks of a pipeline give other shapes; return_hidden_states with a
+                pipeline; the list is not sharded; a block returns another shape than it was given.
+        """
+        if runtime.stages() == 1:
+            return super().forward(*args, return_hidden_states=return_hidden_states)
+        if return_hidden_states:
+            raise ValueError("return_hidden_states: under pipe_size they are on several ranks; leave it out")
+        mine = parts(len(self), runtime.stages())[runtime.stage()]
+        if not all(is_absent(block) for i, block in enumerate(self) if i not in mine):
+            raise ValueError(
+                "the list has all its blocks on this rank: call init_parameters, load or engine.shard first"
+            )
+        hidden, *rest = args
+        cut = [
+            isinstance(x, Tensor) and (i in batch_related if batch_related else x.dim() > 0 and len(x) == len(hidden))
+            for i, x in enumerate(rest)
+        ]
+        group = runtime.mesh()["pp"].get_group()
+        _check_shapes([hidden, *rest], group)
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden = hidden.detach().requires_grad_()  # so that every stage has a backward
+        tensors = [i for i, x in enumerate(rest) if isinstance(x, Tensor)]
+        kinds = (True, *(cut[i] for i in tensors))
+        whole, *moved = _Collect.apply(group, kinds, hidden, *(rest[i] for i in tensors))
+        for i, x in zip(tensors, moved, strict=True):
+            rest[i] = x
+        micros = runtime.current().num_micro_batches or runtime.stages()
+        pieces = [x.chunk(micros) if is_cut else None for x, is_cut in zip(rest, cut, strict=True)]
+        outputs = []
+        neighbours = self._ring()
+        for number, x in enumerate(whole.chunk(micros)):
+            given = [x if piece is None else piece[number] for x, piece in zip(rest, pieces, strict=True)]
+            x = _FromStageBefore.apply(x, neighbours)
+            shape = x.shape
+            for index in mine:
+                x = self[index](x, *given)
+                x = x[0] if isinstance(x, tuple) and len(x) == 1 else x
+                if not isinstance(x, Tensor) or x.shape != shape:
+                    raise ValueError(
+                        f"block {index} must return hidden states of the shape {tuple(shape)} it was given"
+                    )
+            outputs.append(_ToNextStage.apply(x, neighbours))
+        return _Deal.apply(torch.cat(outputs), group)
+
+    def _ring(self) -> Neighbours:
+        if self._neighbours is None:
+            self._neighbours = Neighbours(runtime.mesh())
+        self._neighbours.flush()
+        return self._neighbours
+
+
+def _check_shapes(values: list[Any], group: dist.ProcessGroup) -> None:
+    shapes = [(tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else None for x in values]
+    mine, on = zlib.crc32(repr(shapes).encode()), runtime.message_device(group)
+    table = torch.empty(group.size(), dtype=torch.int64, device=on)
+    all_gather_flat(table, torch.tensor([mine], device=on), group)
+    if not bool((table == mine).all()):
+        other = int((table != mine).nonzero()[0])
+        raise ValueError(
+            f"stage {group.rank()} of a pipeline gives its PipelineTransformerBlockList {shapes} but stage {other} "
+            "gives other shapes: their batches must have the same size; pad them"
+        )
+
+
+class _Collect(torch.autograd.Function):
+    """The batches of all ranks of a pipeline; of what is no batch, this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, cut: tuple[bool, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.cut, ctx.shapes = group, cut, [(x.shape, x.dtype, x.device) for x in tensors]
+        found = []
+        for x, is_cut in zip(tensors, cut, strict=True):
+            out = x.view_as(x)
+            if is_cut:
+                out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+                wire = torch.uint8 if x.dtype == torch.bool else x.dtype
+                if out.numel():
+                    all_gather_flat(out.view(wire).view(-1), x.contiguous().view(wire).view(-1), group)
+            if not x.is_floating_point():
+                ctx.mark_non_differentiable(out)
+            found.append(out)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        size, rank = ctx.group.size(), ctx.group.rank()
+        found: list[Tensor | None] = []
+        for grad, is_cut, (shape, dtype, device), needed in zip(
+            grads, ctx.cut, ctx.shapes, ctx.needs_input_grad[2:], strict=True
+        ):
+            if not needed:
+                found.append(None)
+                continue
+            rows = shape[0] * size if is_cut else shape[0]
+            total = torch.zeros(rows, *shape[1:], dtype=dtype, device=device) if grad is None else grad.clone()
+            total = total.contiguous()
+            dist.all_reduce(total, group=ctx.group)  # each stage has the part of its blocks
+            # In the list losses count 1 / size (see _Deal); this batch's own loss counts whole.
+            found.append(total.chunk(size)[rank] * size if is_cut else total)
+        return None, None, *found
+
+
+class _FromStageBefore(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, neighbours: Neighbours) -> Tensor:
+        ctx.neighbours = neighbours
+        if runtime.stage() == 0:
+            return x.view_as(x)
+        x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        neighbours.receive(x, forward=True)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if runtime.stage() == 0:
+            return grad, None
+        ctx.neighbours.send(grad, forward=False)
+        return torch.zeros_like(grad), None
+
+
+class _ToNextStage(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, neighbours: Neighbours) -> Tensor:
+        ctx.neighbours = neighbours
+        if runtime.stage() < runtime.stages() - 1:
+            neighbours.send(x.detach(), forward=True)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if runtime.stage() < runtime.stages() - 1:
+            grad = torch.empty_like(grad, memory_format=torch.contiguous_format)
+            ctx.neighbours.receive(grad, forward=False)
+        return grad, None
+
+
+class _Deal(torch.autograd.Function):
+    """What the last stage has made, to each rank its own batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        last = group.size() - 1
+        out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+        pieces = [piece.contiguous() for piece in x.chunk(group.size())] if group.rank() == last else None
+        dist.scatter(out, pieces, group=group, group_src=last)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        size, rank = ctx.group.size(), ctx.group.rank()
+        whole = grad.new_empty(size * grad.shape[0], *grad.shape[1:])
+        dist.gather(
+            grad.contiguous(),
+            list(whole.chunk(size)) if rank == size - 1 else None,
+            group=ctx.group,
+            group_dst=size - 1,
+        )
+        # The blocks see the losses of size ranks, but FSDP averages their gradients over one stage only. Other stages
+        # wait for the next one's gradient and do not look at this.
+        return whole / size if rank == size - 1 else whole.zero_(), None

@@ -1,0 +1,180 @@
+"""PipelineTransformerBlockList in BMTrain's own loop, against plain torch in one process."""
+
+import bmtrain_toys as toys
+import pytest
+import torch
+
+import engine as bmt
+
+
+def joined(results):
+    """What the stages have together; what several ranks have must be equal."""
+    found = {key: results[0][key] for key in ("loss", "norm", "lr")}
+    assert all(other[key] == found[key] for other in results for key in found)
+    found["grads"] = [union([r["grads"][step] for r in results]) for step in range(toys.STEPS)]
+    found["params"] = union([r["params"] for r in results])
+    return found
+
+
+def union(parts):
+    whole = {}
+    for part in parts:
+        for name, tensor in part.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), name
+    return whole
+
+
+def build(layers, **block):
+    return toys.GPT(layers, bmt.PipelineTransformerBlockList, **block)
+
+
+def trained(sizes, layers, save=None, load=None, loss_scale=None, **block):
+    bmt.init_distributed(seed=5, **sizes)
+    model = build(layers, **block)
+    if load is None:
+        bmt.init_parameters(model)
+    else:
+        bmt.load(model, load)
+    blocks = sum(any(p is not None for p in block.norm.parameters()) for block in model.layers)
+    found = toys.train(model, loss_scale)
+    if save is not None:
+        bmt.save(model, save / "model.pt")
+        bmt.checkpoint.save_model(save / "distributed", model)
+    return {**found, "blocks": blocks}
+
+
+def expected(layers, ranks):
+    bmt.init_distributed(seed=5)
+    model = build(layers)
+    bmt.init_parameters(model)
+    return toys.truth(model, ranks)
+
+
+def check(results, layers, stages):
+    assert sum(r["blocks"] for r in results) == layers * len(results) // stages
+    found, truth = joined(results), expected(layers, len(results))
+    assert found["params"].keys() == truth["params"].keys()
+    found["params"] = {name: found["params"][name] for name in truth["params"]}
+    toys.assert_same(found, truth)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_micro_batches": 4}, {"num_micro_batches": 3, "zero_level": 2}])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_two_stages_train_as_plain_torch(two, sizes, recompute):
+    check(two.run(run, {"pipe_size": 2, **sizes}, 3, {"use_checkpoint": recompute}), 3, 2)
+
+
+def run(sizes, layers, kwargs):
+    return trained(sizes, layers, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kwargs"),
+    [({"pipe_size": 2, "num_micro_batches": 4}, {"loss_scale": 1024.0}), ({"pipe_size": 4}, {})]
+    + [
+        pytest.param({"pipe_size": 2, "zero_level": level, **more}, {}, marks=pytest.mark.full)
+        for level in range(4)
+        for more in ({}, {"num_micro_batches": 8}, {"dp_replicate": 2})
+    ],
+)
+def test_four_ranks_train_as_plain_torch(four, sizes, kwargs):
+    check(four.run(run, sizes, 5, kwargs), 5, sizes["pipe_size"])
+
+
+def test_files_do_not_depend_on_the_stages(two, tmp_path):
+    results = two.run(run, {"pipe_size": 2}, 3, {"save": tmp_path})
+    params = joined(results)["params"]
+    stored = torch.load(tmp_path / "model.pt")
+    bmt.init_distributed(seed=1)
+    alone = build(3)
+    bmt.init_parameters(alone)
+    bmt.checkpoint.load_model(tmp_path / "distributed", alone)
+    assert stored.keys() == params.keys() == {n for n, _ in alone.named_parameters()}
+    for name, parameter in alone.named_parameters():
+        assert torch.equal(stored[name], params[name]) and torch.equal(parameter, params[name]), name
+    bmt.save(alone, tmp_path / "alone.pt")
+    loaded = two.run(run, {"pipe_size": 2}, 3, {"load": tmp_path / "alone.pt"})
+    toys.assert_same({**joined(loaded), "params": {}}, {**toys.truth(alone, 2), "params": {}})
+
+
+class Biased(torch.nn.Module):
+    """A block with a bias of its batch and one of all batches, both of which are trained outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(4))
+
+    def forward(self, hidden, own, shared, factor):
+        return hidden @ self.weight + own * shared * factor
+
+
+class Outside(torch.nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = bmt.Block(torch.nn.Linear(4, 4))
+        self.shared = torch.nn.Parameter(torch.rand(4))
+        self.layers = blocks([bmt.Block(Biased()) for _ in range(3)])
+
+    def forward(self, x, frozen):
+        hidden, own = (x if frozen else self.embed(x)), self.embed(x.cos())
+        return self.layers(hidden, own, self.shared, 0.5)
+
+
+def gradients(frozen):
+    bmt.init_distributed(pipe_size=2, num_micro_batches=4)
+    model = Outside(bmt.PipelineTransformerBlockList)
+    bmt.init_parameters(model)
+    data = torch.randn(3, 4, generator=torch.Generator().manual_seed(bmt.rank()))
+    out = model(data, frozen)
+    out.square().sum().backward()
+    with torch.no_grad():
+        assert torch.equal(model(data, frozen), out)
+    return out.detach(), {n: toys.whole(p.grad) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_of_other_arguments(two, frozen):
+    results = two.run(gradients, frozen)
+    model = Outside(bmt.TransformerBlockList)
+    data = [torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    out = model(torch.cat(data), frozen)
+    (out.square().sum() / 2).backward()
+    torch.testing.assert_close(torch.cat([r[0] for r in results]), out.detach())
+    found = union([r[1] for r in results])
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def refused(what):
+    try:
+        bmt.init_distributed(pipe_size=2, **({"pp_chunks": 2} if what == "chunks" else {}))
+        model = build(1 if what == "blocks" else 2)
+        ids, pos, mask, _ = toys.batch(0, bmt.rank())
+        if what != "unsharded":
+            bmt.init_parameters(model)
+        if what == "shapes" and bmt.rank():
+            ids, pos, mask = ids[:1], pos[:1], mask[:1]
+        if what == "hidden":
+            model.layers(torch.rand(2, 6, 8), mask, return_hidden_states=True)
+        if what == "accumulate":
+            bmt.accumulate(model, [ids], lambda b, t: model(b, pos, mask).sum(), lambda b: {"n": 1})
+        model(ids, pos, mask)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("chunks", "works without tp_size, cp_size and pp_chunks"),
+        ("blocks", "has 1 blocks, which are fewer than the 2 stages"),
+        ("unsharded", "has all its blocks on this rank"),
+        ("shapes", "their batches must have the same size"),
+        ("hidden", "return_hidden_states: under pipe_size"),
+        ("accumulate", "trains in a loop of its own, by loss.backward()"),
+    ],
+)
+def test_errors_name_what_is_wrong(two, what, message):
+    for found in two.run(refused, what):
+        assert found is not None and message in found

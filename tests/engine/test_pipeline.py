@@ -1,0 +1,423 @@
+"""Pipelines against one process: loss, every gradient, clip norm, parameters after 3 steps."""
+
+import engine_toys as toys
+import parallel_bert as bert
+import pytest
+import torch
+
+import engine
+import modelcenter as mc
+from engine.parallel import pipeline
+from engine.testing import Pool
+from modelcenter.models.gpt2 import GPT2, GPT2Config
+from modelcenter.training import evaluation, metrics
+
+FIELDS = {"num_layers": 4}
+# Other token counts in each step; with two parts of the data, other numbers of microbatches too.
+ONE_PART = [[[0, 1, 2]], [[3]], [[4, 2, 1, 0, 3]]]
+TWO_PARTS = [[[0, 1], [2]], [[3], [4, 1]], [[2, 0, 1], []]]
+PP, INTERLEAVED = {"pp_size": 2}, {"pp_size": 2, "pp_chunks": 2}
+
+
+@pytest.fixture(scope="module")
+def eight():
+    with Pool(8, timeout=120) as pool:
+        yield pool
+
+
+def joined(results):
+    """What the stages have together; what several ranks have must be equal."""
+    found = {key: results[0][key] for key in ("loss", "norm")}
+    for other in results:
+        assert other["loss"] == found["loss"] and other["norm"] == found["norm"]
+    steps = [r["grads"] for r in results]
+    found["grads"] = [union([r[i] for r in steps]) for i in range(len(steps[0]))]
+    found["params"] = union([r["params"] for r in results])
+    return found
+
+
+def union(parts):
+    whole = {}
+    for part in parts:
+        for name, tensor in part.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), name
+    return whole
+
+
+def check(pool, task, plan, sizes, policy=None, **fields):
+    fields = {**FIELDS, **fields}
+    expected = bert.train(bert.build(task, **fields), plan)
+    results = pool.run(bert.trained, task, plan, sizes, fields, policy)
+    assert all(len(r["params"]) < len(expected["params"]) for r in results)
+    bert.same(joined(results), expected)
+
+
+@pytest.mark.parametrize("sizes", [PP, INTERLEAVED], ids=["1f1b", "interleaved"])
+@pytest.mark.parametrize("task", ["masked-lm", "pretraining"])
+def test_two_stages_train_as_one_process(two, task, sizes):
+    check(two, task, ONE_PART, sizes)
+
+
+@pytest.mark.parametrize(
+    "task", [pytest.param(t, marks=() if t == "question-answering" else pytest.mark.full) for t in bert.TASKS]
+)
+def test_every_head(two, task):
+    check(two, task, ONE_PART, PP)
+
+
+@pytest.mark.parametrize("sizes", [PP, INTERLEAVED], ids=["1f1b", "interleaved"])
+def test_an_untied_head(two, sizes):
+    check(two, "masked-lm", ONE_PART, sizes, tie_embeddings=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "policy"),
+    [
+        ({**PP, "zero_level": 3}, {}),
+        ({**INTERLEAVED, "zero_level": 1}, {}),
+        ({**INTERLEAVED, "zero_level": 2, "dp_replicate": 2}, {}),
+    ]
+    + [
+        pytest.param({**s, "zero_level": level}, p, marks=pytest.mark.full)
+        for s in (PP, INTERLEAVED, {**INTERLEAVED, "dp_replicate": 2})
+        for level in range(4)
+        for p in ({}, {"recompute": "full"})
+    ],
+)
+def test_with_sharded_parameters(four, sizes, policy):
+    check(four, "pretraining", TWO_PARTS, sizes, policy)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "policy"),
+    [({**PP, "tp_size": 2}, {}), ({**INTERLEAVED, "tp_size": 2}, {"sequence_parallel": True})]
+    + [
+        pytest.param({**s, **other}, p, marks=pytest.mark.full)
+        for s in (PP, INTERLEAVED)
+        for other, p in (({"tp_size": 2}, {}), ({"tp_size": 2}, {"sequence_parallel": True}), ({"cp_size": 2}, {}))
+    ],
+)
+def test_with_split_layers_and_tokens(four, sizes, policy):
+    check(four, "masked-lm", ONE_PART, sizes, policy)
+
+
+@pytest.mark.parametrize("sizes", [{"pp_size": 4}, {"pp_size": 4, "pp_chunks": 2}], ids=["1f1b", "interleaved"])
+def test_four_stages(four, sizes):
+    check(four, "masked-lm", ONE_PART, sizes, num_layers=9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", [{}, {"sequence_parallel": True}, {"recompute": "selective"}])
+@pytest.mark.parametrize("sizes", [PP, INTERLEAVED], ids=["1f1b", "interleaved"])
+def test_in_three_dimensions(eight, sizes, policy):
+    check(eight, "pretraining", TWO_PARTS, {**sizes, "tp_size": 2}, policy)
+
+
+def twice(sizes):
+    """Gradients of two calls of accumulate, the first one's with a loss_fn of the caller's."""
+    if sizes:
+        engine.init_distributed(**sizes)
+    model = engine.shard(bert.build("masked-lm", **FIELDS))
+    batches = [bert.batch("masked-lm", i, model.config) for i in range(4)]
+    calls = []
+
+    def loss_fn(output, batch, totals):
+        calls.append(totals)
+        return output.loss * 2
+
+    first = mc.training.accumulate(model, batches[:3], loss_fn)
+    second = mc.training.accumulate(model, batches[3:])
+    grads = {n: toys.whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return [first.item(), second.item()], grads, len(calls)
+
+
+@pytest.mark.parametrize("sizes", [PP, {**INTERLEAVED, "zero_level": 1}], ids=["1f1b", "interleaved"])
+def test_gradients_of_several_calls_add_up(two, sizes):
+    losses, expected, calls = twice({})
+    results = two.run(twice, sizes)
+    assert [r[2] for r in results] == [0, calls + sizes.get("pp_chunks", 1) - 1]  # filled up by an empty one
+    grads = union([r[1] for r in results])
+    assert grads.keys() == expected.keys()
+    for result in results:
+        assert result[0] == pytest.approx(losses, rel=1e-5)
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def decoder_step(sizes):
+    if sizes:
+        engine.init_distributed(**sizes)
+    config = GPT2Config(vocab_size=61, hidden_size=24, num_layers=4, num_heads=4, max_positions=64)
+    model = engine.shard(bert.randomize_(GPT2(config, "causal-lm"))).eval()
+    ids = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": part, "labels": part} for part in (ids[:1], ids[:, :7], ids[1:, 3:])]
+    loss = mc.training.accumulate(model, batches)
+    norm = engine.optim.clip_grad_norm_(model.parameters(), 1e9)
+    return loss.item(), norm.item(), {n: toys.whole(p.grad) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("sizes", [PP, INTERLEAVED], ids=["1f1b", "interleaved"])
+def test_a_decoder(two, sizes):
+    loss, norm, expected = decoder_step({})
+    results = two.run(decoder_step, sizes)
+    grads = union([r[2] for r in results])
+    assert grads.keys() == expected.keys()
+    for result in results:
+        assert result[:2] == pytest.approx((loss, norm), rel=1e-5)
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def drawn():
+    engine.init_distributed(pp_size=2, tp_size=2)
+    return engine.runtime.stage(), engine.data_rank(), engine.data_size(), torch.rand(3).tolist()
+
+
+def test_stages_draw_different_numbers_and_have_the_same_data(four):
+    (a, *first), (b, *second), (c, *third), (d, *fourth) = four.run(drawn)
+    assert (a, b, c, d) == (0, 0, 1, 1)
+    assert first == second and third == fourth and first[:2] == third[:2] == [0, 1] and first[2] != third[2]
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("bf16-params", marks=pytest.mark.full)])
+def test_in_16_bits(two, precision):
+    fields, policy = FIELDS, {"precision": precision}
+    expected = bert.train(bert.build("masked-lm", **fields), ONE_PART)
+    found = joined(two.run(bert.trained, "masked-lm", ONE_PART, PP, fields, policy))
+    assert found["loss"] == pytest.approx(expected["loss"], rel=0.03)
+    assert found["norm"] == pytest.approx(expected["norm"], rel=0.15)
+
+
+# -- values in and out -------------------------------------------------------------------------------------------------
+
+
+def made(sizes, path=None, save=(), load=None):
+    """A model of these ranks, made, loaded by name or from a checkpoint; what it holds, and what it read."""
+    engine.init_distributed(**sizes)
+    if path is None:
+        model = mc.from_config("tiny/bert", "masked-lm", num_layers=5, vocab_size=37)
+    else:
+        model = mc.from_pretrained(path)
+    if load is not None:
+        engine.checkpoint.load_model(load, model)
+    for target, kind in save:
+        if kind == "model":
+            engine.checkpoint.save_model(target, model)
+        elif kind == "pt":
+            engine.save(model, target)
+        else:
+            model.save_pretrained(target, format=kind)
+    owned = [(n, o, t.clone()) for n, o, t in engine.local_slices(model, owned=True)]
+    whole = {n: toys.whole(t) for n, t in engine.checkpoint.named_tensors(model).items()}
+    read = model.load_report.bytes_read if path is not None else 0
+    assert f"stage {engine.runtime.stage()} of {engine.runtime.stages()}" in engine.describe(model, show=False).title
+    return owned, whole, read, model.num_parameters(), engine.inspect.inspect_model(model, "*embed*")
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"pp_size": 4}, {**INTERLEAVED, "tp_size": 2}, pytest.param({**PP, "dp_replicate": 2}, marks=pytest.mark.full)],
+)
+def test_initial_values_and_slices_do_not_depend_on_the_mesh(four, sizes):
+    one = mc.from_config("tiny/bert", "masked-lm", num_layers=5, vocab_size=37)
+    expected = {n: p.detach() for n, p in one.named_parameters()}
+    seen = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    results = four.run(made, sizes)
+    for name, tensor in union([whole for _, whole, *_ in results]).items():
+        assert torch.equal(expected[name], tensor), name
+    summary = engine.inspect.inspect_model(one, "*embed*")
+    for owned, _, _, parameters, inspected in results:
+        assert parameters == one.num_parameters()
+        for mine, theirs in zip(inspected, summary, strict=True):
+            assert mine["name"] == theirs["name"] and mine["std"] == pytest.approx(theirs["std"], rel=1e-5)
+        for name, offset, part in owned:
+            seen[name][tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))] += 1
+    assert all(bool((count == 1).all()) for count in seen.values())
+
+
+def test_checkpoints_and_exports_do_not_depend_on_the_mesh(two, four, tmp_path):
+    one = bert.randomize_(mc.from_config("tiny/bert", "masked-lm", num_layers=5, vocab_size=37))
+    expected = {n: p.detach() for n, p in one.named_parameters()}
+    one.save_pretrained(tmp_path / "hf")
+    engine.checkpoint.save_model(tmp_path / "one", one)
+    total = (tmp_path / "hf" / "model.safetensors").stat().st_size
+
+    def same(results):
+        whole = union([whole for _, whole, *_ in results])
+        assert whole.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(whole[name], value), name
+        return results
+
+    # One process -> two stages, by the hub's files and by a checkpoint; there written again.
+    files = [(tmp_path / f"{kind}2", kind) for kind in ("hf", "distributed", "pt")]
+    results = same(two.run(made, PP, tmp_path / "hf", files))
+    assert all(read < 0.7 * total for _, _, read, *_ in results)
+    same(two.run(made, INTERLEAVED, None, [(tmp_path / "two", "model")], tmp_path / "one"))
+    # Two stages -> two stages of two ranks -> one process.
+    same(four.run(made, {**PP, "tp_size": 2}, None, [(tmp_path / "four", "model")], tmp_path / "two"))
+    same(four.run(made, {"pp_size": 4}, tmp_path / "distributed2", [(tmp_path / "hf4", "hf")]))
+    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "hf2", "hf4")]
+    assert written[0] == written[1] == written[2]
+    back = mc.from_config("tiny/bert", "masked-lm", num_layers=5, vocab_size=37)
+    engine.checkpoint.load_model(tmp_path / "four", back)
+    stored = torch.load(tmp_path / "pt2")
+    assert set(stored) == set(expected)
+    for name, parameter in back.named_parameters():
+        assert torch.equal(parameter, expected[name]) and torch.equal(stored[name], expected[name]), name
+
+
+def continued(sizes, steps, save=None, load=None):
+    """Train these steps, from and to a checkpoint; the losses and parameters."""
+    if sizes:
+        engine.init_distributed(**sizes)
+    model = engine.shard(bert.build("masked-lm", **FIELDS))
+    manager = engine.optim.OptimManager(loss_scale=8.0)
+    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is wide]} for wide in (True, False)]
+    manager.add_optimizer(engine.optim.AdamOptimizer(groups, lr=1e-2, eps=1e-4))
+    if load is not None:
+        engine.load_checkpoint(load, model, manager)
+    losses = []
+    for step in steps:
+        manager.zero_grad()
+        batches = [bert.batch("masked-lm", i, model.config) for i in ONE_PART[step][0]]
+        losses.append(mc.training.accumulate(model, batches, backward=manager.backward).item())
+        manager.clip_grad_norm(manager.optimizers[0].param_groups, 0.5)
+        manager.step()
+    if save is not None:
+        engine.save_checkpoint(save, model, manager)
+    return losses, {n: toys.whole(p) for n, p in model.named_parameters()}
+
+
+def test_training_goes_on_with_other_stages(two, tmp_path):
+    losses, expected = continued({}, range(3))
+    continued({}, range(2), save=tmp_path / "one")
+    for load, save, sizes in ((None, "two", PP), ("two", None, INTERLEAVED), ("one", None, PP)):
+        steps = range(2) if load is None else range(2, 3)
+        load, save = load and tmp_path / load, save and tmp_path / save
+        results = two.run(continued, sizes, steps, save, load)
+        assert results[0][0] == results[1][0] == pytest.approx([losses[step] for step in steps], rel=1e-5)
+    found = continued({}, range(2, 3), load=tmp_path / "two")
+    for params in (union([r[1] for r in results]), found[1]):
+        assert params.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(params[name], value, rtol=2e-5, atol=2e-5)
+
+
+def evaluated(sizes):
+    if sizes:
+        engine.init_distributed(**sizes)
+    model = engine.shard(bert.build("sequence-classification", **FIELDS))
+    batches = [bert.batch(model.task, i, model.config) for i in (0, 1, 2)[engine.data_rank() :: engine.data_size()]]
+    scores = metrics.SingleLabel(5)
+    result = mc.training.evaluate(model, batches, scores)
+    where = range(0, 30, 10)[engine.data_rank() :: engine.data_size()]
+    places = [torch.arange(len(b["labels"])) + at for at, b in zip(where, batches, strict=True)]
+    return result, evaluation.logits_of(model, batches, places, 30, 5), model.training
+
+
+@pytest.mark.parametrize("sizes", [{**PP, "tp_size": 2}, INTERLEAVED, {"tp_size": 2}], ids=["tp", "interleaved", "no"])
+def test_evaluation(four, sizes):
+    expected, logits, _ = evaluated({})
+    for result, found, training in four.run(evaluated, sizes):
+        assert result == pytest.approx(expected, rel=1e-5) and training
+        torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
+
+
+# -- order and errors --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_stage_finds_what_it_waits_for(size, chunks):
+    """Played through: each action has what it needs, and what goes one way comes in the order it was sent."""
+    microbatches = 2 * size
+    left = [pipeline.order(rank, size, chunks, microbatches) for rank in range(size)]
+    assert all(len(set(actions)) == len(actions) == 2 * chunks * microbatches for actions in left)
+    last, done, sent = size * chunks - 1, set(), {}
+    while any(left):
+        before = len(done)
+        for rank, actions in enumerate(left):
+            while actions:
+                forward, chunk, number = actions[0]
+                stage = chunk * size + rank
+                source = stage - 1 if forward else stage + 1
+                if 0 <= source <= last:
+                    if (forward, source, number) not in done:
+                        break
+                    kind = source % size, rank, forward
+                    assert sent[kind].pop(0) == (source, number)
+                assert forward or (True, stage, number) in done
+                target = stage + 1 if forward else stage - 1
+                sent.setdefault((rank, target % size, forward), []).extend([(stage, number)] * (0 <= target <= last))
+                actions.pop(0)
+                done.add((forward, stage, number))
+        assert len(done) > before
+    in_flight = 0
+    for forward, _, _ in pipeline.order(0, size, 1, 4 * size):
+        in_flight += 1 if forward else -1
+        assert in_flight <= size  # 1F1B holds no more activations than there are stages
+
+
+def refused(what):
+    try:
+        if what == "ranks":
+            engine.init_distributed(pp_size=3)
+        elif what == "chunks":
+            engine.init_distributed(pp_chunks=2)
+        elif what == "twice":
+            engine.init_distributed(pp_size=2, pipe_size=1)
+        elif what == "interleaved":
+            engine.init_distributed(**INTERLEAVED)
+        else:
+            engine.init_distributed(**PP)
+        if what == "plain":
+            engine.shard(toys.build())
+        model = bert.build("masked-lm", num_layers=1 if what == "units" else 2)
+        if what == "lists":
+            model.decoder = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+        if what == "begin":
+            begin = model.begin
+
+            def biased(batch):
+                x, ctx = begin(batch)
+                ctx.cached = {"bias": x.sum()}
+                return x, ctx
+
+            model.begin = biased
+        if what == "unsplit":
+            mc.training.accumulate(model, [bert.batch(model.task, 0, model.config)])
+        engine.shard(model)
+        batches = [bert.batch(model.task, i, model.config) for i in (0, 2)]
+        if what == "call":
+            model(**batches[0])
+        if what == "hidden":
+            forward = lambda b, totals: model(**b, loss_counts=totals, output_hidden_states=True).loss  # noqa: E731
+            engine.accumulate(model, batches, forward, model.loss_counts)
+        batches[0]["input_ids"] = batches[0]["input_ids"] + (engine.rank() if what == "other batches" else 0)
+        mc.training.accumulate(model, batches[: 1 + (what == "other number" and engine.rank())])
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("ranks", "pp_size is 3 but there are 2 ranks"),
+        ("chunks", "pp_chunks is 2 but pp_size is 1"),
+        ("twice", "pp_size is 2 and pipe_size is 1"),
+        ("plain", "Toy cannot be split into stages"),
+        ("units", "Bert has 1 units, which are fewer than the 2 parts"),
+        ("lists", "Bert cannot be split into stages: its units are not one list"),
+        ("begin", "its begin computes more than the first hidden states from its parameters (embed, position"),
+        ("interleaved", "Bert has 2 units, which are fewer than the 4 parts"),
+        ("unsplit", "this Bert is not split into stages: call engine.shard"),
+        ("call", "no rank can call it alone: use engine.accumulate"),
+        ("hidden", "output_hidden_states: under pp_size"),
+        ("other batches", "its pipeline (pp_size=2) were given other microbatches"),
+        ("other number", "compute one batch together (pp_size, tp_size, cp_size) but were given other"),
+    ],
+)
+def test_errors_name_what_is_wrong(two, what, message):
+    for found in two.run(refused, what):
+        assert found is not None and message in found

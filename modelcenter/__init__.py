@@ -19,6 +19,7 @@ _PUBLIC = {
         "register",
         "AutoModel",
         "AutoModelForPreTraining",
+        "AutoModelForSeq2SeqLM",
         "AutoModelForMaskedLM",
         "AutoModelForCausalLM",
         "AutoModelForSequenceClassification",
@@ -40,7 +41,22 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from modelcenter.auto import *  # noqa: F403
     from modelcenter.models.bert import Bert as Bert
+    from modelcenter.models.cpmant import CPMAnt as CPMAnt
     from modelcenter.models.gpt2 import GPT2 as GPT2
+    from modelcenter.models.gpt_neox import GPTNeoX as GPTNeoX
+    from modelcenter.models.gptj import GPTJ as GPTJ
+    from modelcenter.models.llama import Llama as Llama
+    from modelcenter.models.minicpm import MiniCPM as MiniCPM
+    from modelcenter.models.minicpm3 import MiniCPM3 as MiniCPM3
+    from modelcenter.models.mistral import Mistral as Mistral
+    from modelcenter.models.opt import OPT as OPT
+    from modelcenter.models.qwen import Qwen2 as Qwen2
+    from modelcenter.models.qwen import Qwen3 as Qwen3
+    from modelcenter.models.roberta import Roberta as Roberta
+    from modelcenter.models.roberta import XLMRoberta as XLMRoberta
+    from modelcenter.models.t5 import MT5 as MT5
+    from modelcenter.models.t5 import T5 as T5
+    from modelcenter.models.t5 import UMT5 as UMT5
     from modelcenter.registry import ModelInfo as ModelInfo
     from modelcenter.registry import list_models as list_models
 

@@ -12,6 +12,7 @@ __all__ = [
     "AutoModelForMultipleChoice",
     "AutoModelForPreTraining",
     "AutoModelForQuestionAnswering",
+    "AutoModelForSeq2SeqLM",
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
     "AutoTokenizer",
@@ -80,6 +81,10 @@ class AutoModelForPreTraining(AutoModel):
 
 class AutoModelForCausalLM(AutoModel):
     task = "causal-lm"
+
+
+class AutoModelForSeq2SeqLM(AutoModel):
+    task = "seq2seq-lm"
 
 
 class AutoModelForMaskedLM(AutoModel):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from modelcenter import registry
+from modelcenter.convert.match import to_key
 from modelcenter.convert.rules import Layout, compile_layout
 from modelcenter.convert.stream import export_tensor
 
@@ -28,12 +29,14 @@ TOKEN_TASKS = ("masked-lm", "causal-lm", "token-classification", "pretraining")
 class Row:
     """One sequence: ids, token types (of models that have them), and its labels.
 
-    For multiple choice a label stands with each first choice.
+    For multiple choice a label stands with each first choice. `decoder_ids` are what a decoder is given beside it,
+    where they are not made of the labels or the input.
     """
 
     input_ids: list[int]
     token_type_ids: list[int]
     labels: Any = None
+    decoder_ids: list[int] | None = None
 
 
 def make_rows(
@@ -46,10 +49,13 @@ def make_rows(
     choices: int = 3,
     seed: int = 0,
     ids: Sequence[Sequence[int]] | None = None,
+    decodes: bool = False,
+    end: int | None = None,
 ) -> list[Row]:
     """Random supervised rows for a task; `ids` gives the tokens instead of drawing them.
 
-    Token 0 is never drawn: many models treat it as padding.
+    Token 0 is never drawn: many models treat it as padding. `decodes`: of an encoder-decoder, whose other side has rows
+    of other lengths. `end`: the token that ends each row, and stands nowhere else.
     """
     rng = torch.Generator().manual_seed(seed)
 
@@ -57,11 +63,14 @@ def make_rows(
         return torch.randint(low, high, (count,), generator=rng).tolist()
 
     tokens = [list(x) for x in ids] if ids is not None else [draw(vocab_size, n, 1) for n in lengths]
+    if end is not None:
+        inner = [row[:-1] if ids is None else row for row in tokens]
+        tokens = [[*(t if t != end else vocab_size - 1 for t in row), end] for row in inner]
     if task == "multiple-choice":
         tokens = tokens[: len(tokens) // choices * choices]
     rows = []
     for i, sequence in enumerate(tokens):
-        n, labels = len(sequence), None
+        n, labels, decoder_ids = len(sequence), None, None
         if task in ("masked-lm", "pretraining", "token-classification"):
             classes = num_labels if task == "token-classification" else vocab_size
             chosen = draw(3, n)
@@ -72,6 +81,12 @@ def make_rows(
         elif task == "causal-lm":
             labels = [y if c else IGNORE for y, c in zip(sequence, draw(3, n), strict=True)]
             labels[-1] = sequence[-1]
+        elif task == "seq2seq-lm":
+            length = 1 + (3 * i + 1) % 7
+            labels = [y if c else IGNORE for y, c in zip(draw(vocab_size, length), draw(4, length), strict=True)]
+            labels[-1] = draw(vocab_size, 1)[0]
+        elif task == "base" and decodes:
+            decoder_ids = draw(vocab_size, 1 + (3 * i + 1) % 7)
         elif task == "sequence-classification":
             labels = draw(num_labels, 1)[0]
         elif task == "question-answering":
@@ -80,8 +95,21 @@ def make_rows(
         elif task == "multiple-choice":
             labels = draw(choices, 1)[0] if i % choices == 0 else None
         types = draw(type_vocab_size, n) if type_vocab_size else []
-        rows.append(Row(sequence, types, labels))
+        rows.append(Row(sequence, types, labels, decoder_ids))
     return rows
+
+
+def rows_for(task: str, config: Any, **how: Any) -> list[Row]:
+    """`make_rows` with what a model's config says of its rows."""
+    return make_rows(
+        task,
+        vocab_size=config.vocab_size,
+        num_labels=config.num_labels,
+        type_vocab_size=getattr(config, "type_vocab_size", 0),
+        decodes=config.is_encoder_decoder,
+        end=config.eos_token_id if config.is_encoder_decoder else None,
+        **how,
+    )
 
 
 def _labels(task: str, rows: Sequence[Row], columns: list[list[int]] | None) -> dict[str, Tensor]:
@@ -100,7 +128,7 @@ def pad_rows(task: str, rows: Sequence[Row], side: str = "right", choices: int =
     """A padded batch with attention_mask, in transformers' shapes; side: "right" or "left"."""
     longest = max(len(row.input_ids) for row in rows)
 
-    def pad(values: list[int], fill: int) -> list[int]:
+    def pad(values: list[int], fill: int, longest: int = longest) -> list[int]:
         extra = [fill] * (longest - len(values))
         return extra + values if side == "left" else values + extra
 
@@ -113,6 +141,14 @@ def pad_rows(task: str, rows: Sequence[Row], side: str = "right", choices: int =
     columns = None
     if task in TOKEN_TASKS:
         columns = [pad(row.labels[0] if task == "pretraining" else row.labels, IGNORE) for row in rows]
+    if (targets := decoder_rows(task, rows)) is not None:
+        most = max(map(len, targets))
+        if task == "seq2seq-lm":
+            columns = [pad(row, IGNORE, most) for row in targets]
+        else:
+            batch["decoder_input_ids"] = torch.tensor([pad(row, 0, most) for row in targets])
+        if side == "left" or task != "seq2seq-lm":
+            batch["decoder_attention_mask"] = torch.tensor([pad([1] * len(row), 0, most) for row in targets])
     batch |= _labels(task, rows, columns)
     if task == "question-answering":
         for i, name in enumerate(("start_positions", "end_positions")):
@@ -122,6 +158,13 @@ def pad_rows(task: str, rows: Sequence[Row], side: str = "right", choices: int =
         for name in {"input_ids", "token_type_ids", "attention_mask"} & batch.keys():
             batch[name] = batch[name].unflatten(0, (-1, choices))
     return batch
+
+
+def decoder_rows(task: str, rows: Sequence[Row]) -> list[list[int]] | None:
+    """What stands on the decoder's side: labels, or its inputs. None: nothing of its own."""
+    if task == "seq2seq-lm":
+        return [row.labels for row in rows]
+    return None if rows[0].decoder_ids is None else [row.decoder_ids or [] for row in rows]
 
 
 def pack_rows(task: str, rows: Sequence[Row]) -> dict[str, Any]:
@@ -137,6 +180,15 @@ def pack_rows(task: str, rows: Sequence[Row]) -> dict[str, Any]:
     columns = None
     if task in TOKEN_TASKS:
         columns = [[t for row in rows for t in (row.labels[0] if task == "pretraining" else row.labels)]]
+    if (targets := decoder_rows(task, rows)) is not None:
+        ends = torch.tensor([len(row) for row in targets]).cumsum(0)
+        batch["decoder_cu_seqlens"] = torch.nn.functional.pad(ends, (1, 0)).int()
+        batch["decoder_max_seqlen"] = max(map(len, targets))
+        flat = [[t for row in targets for t in row]]
+        if task == "seq2seq-lm":
+            columns = flat
+        else:
+            batch["decoder_input_ids"] = torch.tensor(flat)
     batch |= _labels(task, rows, columns)
     if task == "question-answering":
         batch["start_positions"] = torch.tensor([row.labels[0] for row in rows])
@@ -164,6 +216,19 @@ def hub_gradients(model: nn.Module, grads: Mapping[str, Tensor] | None = None) -
         layout.written[key]: export_tensor(layout, key, {name: grads[name] for name in layout.natives(key)})
         for key in layout.pieces
     }
+
+
+def parameters_by_file_name(theirs: nn.Module, ours: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a transformers model under the names of its checkpoint, which its modules may not have."""
+    layout, arch = layout_of(ours), registry.get(ours.config.model_type).arch_map()
+    found = {}
+    for name, p in theirs.named_parameters():
+        key = to_key(arch, name)
+        key = layout.aliases.get(key, key)
+        if key in layout.ties and not layout.ties[key].write:
+            key = layout.ties[key].to
+        found[layout.written.get(key, name)] = p
+    return found
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
@@ -233,20 +298,22 @@ def compare_models(
         model.zero_grad()
     a = ours(**batch, output_hidden_states=True)
     b = theirs(**batch, output_hidden_states=True)
+    outer = output_mask(ours, batch)
     for name, value in b.items():
         # transformers names the masked-LM logits of BertForPreTraining differently
         own = {"prediction_logits": "logits"}.get(name, name)
         if not isinstance(value, Tensor) or own not in a:
             continue
-        pair = (a[own].detach(), value.detach())
-        if pair[1].shape[: mask.dim()] == mask.shape and pair[1].dim() >= mask.dim() and mask.dim() == 2:
-            pair = (pair[0][mask], pair[1][mask])
+        pair, real = (a[own].detach(), value.detach()), mask if name.startswith("encoder_") else outer
+        if pair[1].shape[: real.dim()] == real.shape and pair[1].dim() >= real.dim() and real.dim() == 2:
+            pair = (pair[0][real], pair[1][real])
         result.values[name] = difference(*pair)
     flat = mask.flatten(0, -2) if mask.dim() == 3 else mask
-    layers = [
-        difference(x.detach()[flat], y.detach()[flat])
-        for x, y in zip(a["hidden_states"], b["hidden_states"], strict=True)
-    ]
+    layers = []
+    for name in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
+        real = outer if name.startswith("decoder_") else flat
+        if name in a or name in b:
+            layers += [difference(x.detach()[real], y.detach()[real]) for x, y in zip(a[name], b[name], strict=True)]
     result.values["layers"] = max(layers)
     result.first_layer = next((i for i, gap in enumerate(layers) if gap > tolerance), None)
     if a.get("loss") is not None and b.get("loss") is not None:
@@ -257,7 +324,10 @@ def compare_models(
         other = (
             hub_gradients(theirs)
             if native
-            else {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in theirs.named_parameters()}
+            else {
+                n: torch.zeros_like(p) if p.grad is None else p.grad
+                for n, p in parameters_by_file_name(theirs, ours).items()
+            }
         )
         gaps = {name: difference(mine[name], grad) for name, grad in other.items() if name in mine}
         if missing := sorted(set(other) ^ set(mine)):
@@ -265,6 +335,15 @@ def compare_models(
         result.worst_gradient = max(gaps, key=gaps.__getitem__)
         result.values["gradients"] = gaps[result.worst_gradient]
     return result
+
+
+def output_mask(ours: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Where the outputs of a model have tokens: those of its decoder where that has other rows."""
+    if not ours.config.is_encoder_decoder or ours.task not in ("base", "seq2seq-lm"):
+        return batch["attention_mask"].bool()
+    if "decoder_attention_mask" in batch:
+        return batch["decoder_attention_mask"].bool()
+    return (batch["labels"] != IGNORE).flip(1).cumsum(1).flip(1) > 0
 
 
 def compare_checkpoints(
@@ -282,14 +361,8 @@ def compare_checkpoints(
     config, ids = ours.config, None
     if data is not None:
         lines = _texts(data)
-        ids = load_tokenizer(first)(lines, truncation=True, max_length=config.max_positions)["input_ids"]
-    rows = make_rows(
-        ours.task,
-        vocab_size=config.vocab_size,
-        num_labels=config.num_labels,
-        type_vocab_size=getattr(config, "type_vocab_size", 0),
-        ids=ids,
-    )
+        ids = load_tokenizer(first)(lines, truncation=True, max_length=config.max_tokens or 512)["input_ids"]
+    rows = rows_for(ours.task, config, ids=ids)
     with TemporaryDirectory() as folder:
         if second is not None:
             theirs, name = from_pretrained(second, ours.task, dtype="float32", policy=False), second

@@ -26,6 +26,7 @@ class ModelConfig:
     """
 
     model_type: ClassVar[str] = ""
+    is_encoder_decoder: ClassVar[bool] = False
 
     num_labels: int = 2
     id2label: dict[int, str] | None = None
@@ -57,6 +58,11 @@ class ModelConfig:
         """Raise one clear error about the field `name` unless `condition` holds."""
         if not condition:
             raise ValueError(f"{self.model_type} config: {name} is {getattr(self, name)!r}, expected {expected}")
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of the longest sequence that the model is made for; None: any."""
+        return getattr(self, "max_positions", None)
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

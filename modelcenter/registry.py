@@ -68,17 +68,33 @@ class ModelInfo:
     confirmed: bool
 
 
-def _ours(model_type: str, model: str) -> ArchSpec:
-    """An architecture of this package: models/<model_type>.py and convert/<model_type>.py."""
-    home = f"modelcenter.models.{model_type}:{model}"
-    return ArchSpec(model_type, home, f"{home}Config", f"modelcenter.convert.{model_type}:ARCH")
+def _ours(model_type: str, model: str, file: str | None = None, rules: str | None = None) -> ArchSpec:
+    """An architecture of this package: models/<file>.py, convert/<file>.py:ARCH, by default named as `model_type`."""
+    file = file or model_type
+    home = f"modelcenter.models.{file}:{model}"
+    return ArchSpec(model_type, home, f"{home}Config", f"modelcenter.convert.{rules or f'{file}:ARCH'}")
 
 
 ARCHITECTURES: dict[str, ArchSpec] = {
     spec.model_type: spec
     for spec in (
         _ours("bert", "Bert"),
+        _ours("cpmant", "CPMAnt"),
         _ours("gpt2", "GPT2"),
+        _ours("roberta", "Roberta"),
+        _ours("xlm-roberta", "XLMRoberta", "roberta", "roberta:XLM_ROBERTA"),
+        _ours("llama", "Llama"),
+        _ours("qwen2", "Qwen2", "qwen", "llama:QWEN2"),
+        _ours("qwen3", "Qwen3", "qwen", "llama:QWEN3"),
+        _ours("mistral", "Mistral", rules="llama:MISTRAL"),
+        _ours("minicpm", "MiniCPM"),
+        _ours("minicpm3", "MiniCPM3", rules="minicpm:MINICPM3"),
+        _ours("gpt_neox", "GPTNeoX"),
+        _ours("gptj", "GPTJ"),
+        _ours("opt", "OPT"),
+        _ours("t5", "T5"),
+        _ours("mt5", "MT5", "t5", "t5:MT5"),
+        _ours("umt5", "UMT5", "t5", "t5:UMT5"),
     )
 }
 
@@ -142,7 +158,10 @@ def preset_names() -> list[str]:
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The JSON of a preset, by its name or by the hub id it stands for: {hub, revision, parameters, confirmed, config}.
+    """The JSON of a preset: {hub, revision, parameters, confirmed, config}.
+
+    Args:
+        name: its name, or the hub id that it stands for, with or without the owner ("gpt2").
 
     Raises:
         KeyError: no preset of that name.
@@ -152,7 +171,8 @@ def preset(name: str) -> dict[str, Any]:
         return json.loads(files[name].read_text(encoding="utf-8"))
     for path in files.values():
         entry = json.loads(path.read_text(encoding="utf-8"))
-        if entry.get("hub") == name:
+        hub = entry.get("hub") or ""
+        if name and name in (hub, hub.rpartition("/")[2]):
             return entry
     raise KeyError(name)
 

@@ -25,22 +25,26 @@ BODY: tuple[Rule, ...] = (
     Rename("encoder.layer.{i}.output.LayerNorm.*", "layers.{i}.mlp_norm.*"),
 )
 
-LM = Part(
-    (
-        Rename("cls.predictions.transform.dense.*", "dense.*"),
-        Rename("cls.predictions.transform.LayerNorm.*", "norm.*"),
-        Rename("cls.predictions.bias", "bias", when=tied),
-        Tied("cls.predictions.decoder.weight", to="embeddings.word_embeddings.weight", when=tied),
-        Tied("cls.predictions.decoder.bias", to="cls.predictions.bias", when=tied),
-        Rename("cls.predictions.decoder.weight", "weight", when=untied),
-        Rename("cls.predictions.decoder.bias", "bias", when=untied),
-        Tied("cls.predictions.bias", to="cls.predictions.decoder.bias", compare=False, write=True, when=untied),
+
+def masked_lm(head: str, dense: str, norm: str) -> Part:
+    """The head called `head`, whose dense layer and norm have these names in it."""
+    return Part(
+        (
+            Rename(f"{head}.{dense}.*", "dense.*"),
+            Rename(f"{head}.{norm}.*", "norm.*"),
+            Rename(f"{head}.bias", "bias", when=tied),
+            Tied(f"{head}.decoder.weight", to="embeddings.word_embeddings.weight", when=tied),
+            Tied(f"{head}.decoder.bias", to=f"{head}.bias", when=tied),
+            Rename(f"{head}.decoder.weight", "weight", when=untied),
+            Rename(f"{head}.decoder.bias", "bias", when=untied),
+            Tied(f"{head}.bias", to=f"{head}.decoder.bias", compare=False, write=True, when=untied),
+        )
     )
-)
+
 
 PARTS = {
     "pooler": Part((Rename("pooler.dense.*", "*"),), prefixed=True),
-    "lm": LM,
+    "lm": masked_lm("cls.predictions", "transform.dense", "transform.LayerNorm"),
     "nsp": Part((Rename("cls.seq_relationship.*", "*"),)),
     # Three heads of one name: which one a file holds, its `architectures` say.
     "classifier": Part((Rename("classifier.*", "*"),)),
@@ -83,6 +87,9 @@ CONFIG = ConfigMap(
     ),
 )
 
+IGNORE = (r"embeddings\.position_ids", r"embeddings\.token_type_ids")
+LEGACY = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
+
 ARCH = ArchMap(
     model_type="bert",
     prefix="bert.",
@@ -90,7 +97,7 @@ ARCH = ArchMap(
     parts=PARTS,
     tasks=TASKS,
     config=CONFIG,
-    ignore=(r"embeddings\.position_ids", r"embeddings\.token_type_ids"),
-    legacy=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
+    ignore=IGNORE,
+    legacy=LEGACY,
     other_classes={"BertForNextSentencePrediction": ("pooler", "nsp"), "BertLMHeadModel": ("lm",)},
 )

@@ -7,7 +7,7 @@ is not None, False or empty) is an error that names the field.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from modelcenter.config import ModelConfig, nearest
 
@@ -42,6 +42,14 @@ _EMPTY: tuple[Any, ...] = (None, False, "", [], {}, ())
 _HANDLED = ("model_type", "dtype", "torch_dtype", "id2label", "label2id", "num_labels", "extra")
 
 
+class Form(Protocol):
+    """Another form in which a file may say the same: `read` brings it to the one of `fields`, `write` adds it."""
+
+    def read(self, values: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def write(self, values: Mapping[str, Any]) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True)
 class ConfigMap:
     """The fields of one architecture, added to those that all have.
@@ -50,11 +58,13 @@ class ConfigMap:
         fields: Hugging Face's name -> ours.
         required: Hugging Face's name -> values that our model implements.
         ignored: Hugging Face's names without effect here.
+        form: for fields that files nest in another (convert.rope).
     """
 
     fields: Mapping[str, str]
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
+    form: Form | None = None
 
     def read(
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
@@ -103,6 +113,7 @@ class ConfigMap:
         names = config_class.field_names()
         required, ignored = {**REQUIRED, **self.required}, IGNORED | self.ignored
         extra.update(given.pop("extra", None) or {})
+        given = given if self.form is None else self.form.read(given)
         for key, value in given.items():
             if key in ("dtype", "torch_dtype"):
                 key, value = "dtype", None if value is None else str(value).removeprefix("torch.")
@@ -151,6 +162,7 @@ class ConfigMap:
             out["id2label"] = {str(i): name for i, name in names.items()}
             out["label2id"] = {name: i for i, name in names.items()}
         out |= {"model_type": config.model_type, "architectures": [hf_class], "dtype": dtype}
+        out = out if self.form is None else self.form.write(out)
         return dict(sorted(out.items()))
 
 

@@ -72,7 +72,7 @@ def match_names(
                 match.found[key] = name
         elif key in layout.ties:
             ties[key] = name
-        elif any(_names_of(arch, part, key) for part in arch.parts):
+        elif any(_names_of(arch, part, key) for part in arch.parts) or re.fullmatch(layout.without or "", key):
             match.skipped.append(name)
         else:
             match.unknown.append(name)

@@ -10,7 +10,7 @@ them. `compile_layout` turns it into pieces for one model.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -319,12 +319,17 @@ class Task:
         parts: name of the part -> prefix of its parameters in our model.
         prefix: what precedes body names in a file of this class; None: the architecture's.
         labels: the number of outputs that the task fixes, whatever labels a checkpoint had; None: the config's.
+        also: other spellings of the class that published configs have.
+        without: a pattern of the tensors of the body, the hub's and ours, that a model of this task lacks (a decoder);
+            skipped when loaded.
     """
 
     hf_class: str
     parts: Mapping[str, str] = field(default_factory=dict)
     prefix: str | None = None
     labels: int | None = None
+    also: tuple[str, ...] = ()
+    without: str | None = None
 
 
 @dataclass(frozen=True)
@@ -339,6 +344,7 @@ class ArchMap:
         ignore: patterns of hub tensors that hold nothing to learn; dropped when loaded, never written.
         legacy: (pattern, replacement) applied to the names of a file before anything else.
         other_classes: transformers classes that are no task of ours -> the parts their files hold.
+        settle: (config.json, names of the tensors beside it) -> what these say of the config that it does not.
     """
 
     model_type: str
@@ -350,12 +356,13 @@ class ArchMap:
     ignore: tuple[str, ...] = ()
     legacy: tuple[tuple[str, str], ...] = ()
     other_classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    settle: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
 
     def declared_task(self, architectures: Sequence[str] | None) -> str | None:
         """The task of the class a checkpoint declares, or None where it declares none of ours."""
         for name in architectures or ():
             for task, entry in self.tasks.items():
-                if entry.hf_class == name:
+                if name in (entry.hf_class, *entry.also):
                     return task
         return None
 
@@ -390,6 +397,7 @@ class Layout:
         optional: keys that a file may lack.
         pads: native name -> boxes that are zero.
         native_shapes: native name -> shape.
+        without: see Task.
     """
 
     shapes: dict[str, Shape] = field(default_factory=dict)
@@ -402,6 +410,7 @@ class Layout:
     optional: set[str] = field(default_factory=set)
     pads: dict[str, list[Box]] = field(default_factory=dict)
     native_shapes: dict[str, Shape] = field(default_factory=dict)
+    without: str | None = None
 
     def all_pieces(self) -> list[Piece]:
         return [piece for found in self.pieces.values() for piece in found]
@@ -424,7 +433,7 @@ def compile_layout(arch: ArchMap, task: str, config: Config, native_shapes: Mapp
         raise ValueError(f"{arch.model_type} has no task {task!r}; it has {', '.join(arch.tasks)}")
     entry = arch.tasks[task]
     prefix = arch.prefix if entry.prefix is None else entry.prefix
-    layout = Layout(native_shapes={name: tuple(shape) for name, shape in native_shapes.items()})
+    layout = Layout(native_shapes={name: tuple(shape) for name, shape in native_shapes.items()}, without=entry.without)
     _compile_rules(layout, arch.body, "", "", prefix, config)
     for name, place in entry.parts.items():
         part = arch.parts[name]

@@ -11,6 +11,8 @@ from modelcenter.generation.settings import Settings
 from modelcenter.generation.state import State
 from modelcenter.generation.stopping import StopStrings
 
+_TOKENS = ("eos_token_id", "pad_token_id", "decoder_start_token_id")
+
 
 @torch.no_grad()
 def generate(
@@ -68,7 +70,9 @@ def generate(
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected (batch, seq), none of them 0")
     given = {k: v for k, v in locals().items() if k not in ("model", "input_ids", "attention_mask")}
-    s = Settings.make(given, {**model.config.extra, **model.generation_config}, model.config.vocab_size)
+    config = model.config
+    fields = {name: value for name in _TOKENS if (value := getattr(config, name, None)) is not None}
+    s = Settings.make(given, {**config.extra, **fields, **model.generation_config}, config.vocab_size)
     stop = StopStrings(stop_strings, tokenizer)
     if streamer is not None and (num_beams > 1 or len(input_ids) * num_return_sequences > 1):
         raise ValueError("streamer: shows one sequence as it grows; use one row, num_beams=1, num_return_sequences=1")

@@ -1,5 +1,6 @@
 """Load a distributed checkpoint: parameters under our names, saved by any task on any number of ranks."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +38,8 @@ class StoredModel:
                 self._name_of[name] = there[part] + name.removeprefix(here[part])
         used = set(self._name_of.values())
         rest = [name for name in self._stored if name not in used]
-        self.skipped = [name for name in rest if name.startswith(tuple(there.values()))]
+        heads, lacks = tuple(there.values()), re.compile(layout.without or "")
+        self.skipped = [name for name in rest if name.startswith(heads) or lacks.fullmatch(name)]
         self.unknown = [name for name in rest if name not in self.skipped]
         self.fresh = [name for name in layout.native_shapes if self._name_of.get(name) not in self._stored]
 
@@ -77,7 +79,9 @@ class StoredModel:
     def fill(self, model: Any) -> None:
         """Fill a model that has its memory, plain or sharded; each rank reads its slices. Collective."""
         tensors = checkpoint.named_tensors(model)
-        names = {stored: tensors[name] for name, stored in self._name_of.items() if name not in self.fresh}
+        wanted = {name: stored for name, stored in self._name_of.items() if name not in self.fresh}
+        # What is not here is on another stage of a pipeline.
+        names = {stored: tensors[name] for name, stored in wanted.items() if name in tensors}
         checkpoint.load_model(self.directory, _tree(names), strict=False)
 
 

@@ -129,6 +129,9 @@ def load_model(
     arch: ArchMap = spec.arch_map()
     overrides = _overrides(config_overrides, num_labels, id2label)
     chosen = _task(arch, task, found.config, found.origin)
+    if arch.settle is not None and found.weights is not None:
+        with open_checkpoint(found.weights) as source:
+            overrides = {**arch.settle(found.config, source.tensors), **overrides}
     config = _config(spec, arch, found.config, chosen, overrides, found.origin)
     model = _on_meta(spec, config, chosen)
     layout = compile_layout(arch, chosen, config, {n: tuple(p.shape) for n, p in model.named_parameters()})

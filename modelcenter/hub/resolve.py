@@ -7,7 +7,7 @@ from typing import Any
 
 from modelcenter.hub.download import HubOptions, download_config, download_file, download_weights
 from modelcenter.hub.readers import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE, find_weights
-from modelcenter.registry import nearest, preset, preset_names
+from modelcenter.registry import nearest, preset
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,15 @@ def repo_of(name: str) -> tuple[str, str | None]:
     return entry["hub"], entry.get("revision")
 
 
+def _named(name: str) -> dict[str, Any] | None:
+    """The preset of a name of ours (not of a Hub id with its owner), if it is one."""
+    try:
+        entry = preset(name)
+    except KeyError:
+        return None
+    return None if entry.get("hub") == name else entry
+
+
 def local_directory(name: str) -> Path | None:
     """The checkpoint directory that `name` is, if it is one.
 
@@ -78,7 +87,7 @@ def local_directory(name: str) -> Path | None:
     if path.is_dir():
         if (path / CONFIG_FILE).is_file() or (path / MANIFEST_FILE).is_file():
             return path
-        if name in preset_names():
+        if _named(name) is not None:
             return None
         inner = next((p.parent for p in sorted(path.glob("*/" + CONFIG_FILE))), None)
         hint = f" Did you mean {str(inner)!r}?" if inner is not None else ""
@@ -109,8 +118,8 @@ def resolve(name_or_path: Any, options: HubOptions | None = None, *, weights: bo
             raise ValueError(f"{directory} is a distributed checkpoint without {CONFIG_FILE}")
         found = find_weights(directory) if weights and not distributed else None
         return Resolved(name, read_json(directory / CONFIG_FILE), directory, weights=found, distributed=distributed)
-    if not weights and name in preset_names():
-        return Resolved(name, preset(name)["config"], repo=preset(name).get("hub"))
+    if not weights and (entry := _named(name)) is not None:
+        return Resolved(name, entry["config"], repo=entry.get("hub"))
     repo, pinned = repo_of(name)
     options = replace(options, revision=options.revision or pinned)
     config = download_config(repo, options)

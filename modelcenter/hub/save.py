@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import engine
-from engine.checkpoint import named_tensors, save_model, together
+from engine.checkpoint import all_tensors, named_tensors, save_model, together, whole_tensor
 from modelcenter.convert.rules import ArchMap, compile_layout
 from modelcenter.convert.stream import export_tensor
 from modelcenter.hub.card import make_card
@@ -178,7 +178,7 @@ class _Export:
 
     def __init__(self, model: Any, dtype: torch.dtype | None, max_bytes: int):
         arch: ArchMap = get(model.config.model_type).arch_map()
-        self.parameters = named_tensors(model)
+        self.model, self.held, self.parameters = model, named_tensors(model), all_tensors(model)
         self.dtype = dtype or next(iter(self.parameters.values())).dtype
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.layout = layout = compile_layout(arch, model.task, model.config, shapes)
@@ -197,7 +197,7 @@ class _Export:
         for file in self.files:
             for name, _, _ in file.entries:
                 natives = self.layout.natives(self.key_of[name])
-                held = {n: held[n] if n in held else _whole(self.parameters[n]) for n in natives}
+                held = {n: held[n] if n in held else self._whole(n) for n in natives}
                 yield held
 
     @torch.no_grad()
@@ -218,10 +218,9 @@ class _Export:
     def take_part(self) -> None:
         deque(self._gathered(), maxlen=0)
 
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return full.detach().cpu()
+    def _whole(self, name: str) -> torch.Tensor:
+        full = whole_tensor(self.model, self.held, name)
+        return self.parameters[name] if full is None else full.detach().cpu()  # on other stages nobody reads it
 
 
 def _write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any, card: Any) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from modelcenter.layers.linear import Linear
+from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packed_attention import Mask, packed_attention
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import rotate
@@ -31,6 +32,7 @@ class SelfAttention(nn.Module):
         window: int | None = None,
         scale: float | None = None,
         interleaved: bool = False,
+        norm_eps: float | None = None,
     ):
         """
         Args:
@@ -38,34 +40,46 @@ class SelfAttention(nn.Module):
             head_dim: None: hidden_size / num_heads. bias: of q, k and v. out_bias: of the output, None: as `bias`.
             causal: a token sees itself and what is before it; window: at most so many of these.
             scale: of the scores, None: 1 / sqrt(head_dim). interleaved: rotary pairs are neighbours (GPT-J).
+            norm_eps: each head of q and k goes through an RMSNorm first (Qwen3).
         """
         super().__init__()
         self.num_heads, self.head_dim, self.dropout = num_heads, head_dim or hidden_size // num_heads, dropout
         self.causal, self.window, self.scale, self.interleaved = causal, window, scale, interleaved
-        inner, keys = num_heads * self.head_dim, (num_kv_heads or num_heads) * self.head_dim
+        self.num_kv_heads = num_kv_heads or num_heads
+        inner, keys = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q = Linear(hidden_size, inner, bias)
         self.k = Linear(hidden_size, keys, bias)
         self.v = Linear(hidden_size, keys, bias)
         self.out = Linear(inner, hidden_size, bias if out_bias is None else out_bias)
+        self.norms = norm_eps is not None
+        if norm_eps is not None:
+            self.q_norm = RMSNorm(self.head_dim, norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, norm_eps)
 
     def project(self, x: Tensor, ctx: Packed) -> tuple[Tensor, Tensor, Tensor]:
         """q (T, heads * head_dim), k and v (T, kv_heads * head_dim); rotated."""
         q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.norms:
+            q = self.q_norm(q.unflatten(1, (-1, self.head_dim))).flatten(1)
+            k = self.k_norm(k.unflatten(1, (-1, self.head_dim))).flatten(1)
         if ctx.rotary is not None:
             q, k = (rotate(y, ctx.rotary, self.head_dim, self.interleaved) for y in (q, k))
         return q, k, v
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        q, k, v = self.project(x, ctx)
+        return self.out(self.mix(*self.project(x, ctx), ctx))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, ctx: Packed) -> Tensor:
+        """What `project` gave -> (T, heads * head_dim), each head's values under its attention."""
         p = self.dropout if self.training else 0.0
-        mask = Mask(self.causal, self.window, ctx.bias)
+        mask = Mask(self.causal, self.window, ctx.bias, ctx.marks, ctx.others)
         # Under tensor parallelism q, k and v are some of the heads.
         heads, kv_heads = q.shape[1] // self.head_dim, k.shape[1] // self.head_dim
         if ctx.bias is not None and heads != self.num_heads:
             mask = mask.of_heads(getattr(self.q, "_first", 0) // self.head_dim, heads)
         if ctx.cache is not None and ctx.cache.extend(self, k, v, kv_heads, ctx):
-            return self.out(ctx.cache.attend(self, q, heads, mask, self.scale))
-        return self.out(packed_attention(q, k, v, ctx, heads, p, kv_heads=kv_heads, mask=mask, scale=self.scale))
+            return ctx.cache.attend(self, q, heads, mask, self.scale)
+        return packed_attention(q, k, v, ctx, heads, p, kv_heads=kv_heads, mask=mask, scale=self.scale)
 
 
 class CrossAttention(nn.Module):
@@ -91,16 +105,16 @@ class CrossAttention(nn.Module):
         self.out = Linear(inner, hidden_size, bias)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        assert ctx.memory is not None
-        states, memory = ctx.memory
         q = self.q(x)
         heads = q.shape[1] // self.head_dim
-        if ctx.cache is not None:
-            if not ctx.cache.has(self):
-                ctx.cache.remember(self, self.k(states), self.v(states), heads, memory)
+        if ctx.cache is not None and ctx.cache.has(self):
             return self.out(ctx.cache.attend(self, q, heads, Mask(), self.scale))
-        p = self.dropout if self.training else 0.0
+        assert ctx.memory is not None
+        states, memory = ctx.memory
         k, v = self.k(states), self.v(states)
+        if ctx.cache is not None:
+            ctx.cache.remember(self, k, v, heads, memory)
+        p = self.dropout if self.training else 0.0
         return self.out(packed_attention(q, k, v, ctx, heads, p, memory=memory, scale=self.scale))
 
 

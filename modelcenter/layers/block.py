@@ -28,7 +28,7 @@ class PreNormBlock(nn.Module):
     """x + attn(norm(x)), then x + mlp(norm(x)), as GPT-2 and most since. x: (T, hidden_size) -> the same.
 
     `norm` makes the norms: `lambda: nn.LayerNorm(hidden_size, eps)`. With `cross`, a decoder's attention to the
-    encoder stands between the two.
+    encoder stands between the two. `scale` multiplies what is added to x.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class PreNormBlock(nn.Module):
         norm: Callable[[], nn.Module],
         dropout: float,
         cross: nn.Module | None = None,
+        scale: float = 1.0,
     ):
         super().__init__()
         self.attn_norm = norm()
@@ -47,13 +48,17 @@ class PreNormBlock(nn.Module):
             self.cross = cross
         self.mlp_norm = norm()
         self.mlp = mlp
-        self.dropout, self.crosses = dropout, cross is not None
+        self.dropout, self.crosses, self.scale = dropout, cross is not None, scale
+
+    def _add(self, branch: Tensor, x: Tensor) -> Tensor:
+        branch = branch if self.scale == 1.0 else branch * self.scale
+        return dropout_add(branch, x, self.dropout, self.training)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        x = dropout_add(self.attn(self.attn_norm(x), ctx), x, self.dropout, self.training)
+        x = self._add(self.attn(self.attn_norm(x), ctx), x)
         if self.crosses:
-            x = dropout_add(self.cross(self.cross_norm(x), ctx), x, self.dropout, self.training)
-        return dropout_add(self.mlp(self.mlp_norm(x)), x, self.dropout, self.training)
+            x = self._add(self.cross(self.cross_norm(x), ctx), x)
+        return self._add(self.mlp(self.mlp_norm(x)), x)
 
 
 class ParallelBlock(nn.Module):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelcenter.layers.marks import Marks, by_pair
 from modelcenter.layers.packed_attention import Mask
 from modelcenter.layers.packing import Packed
 
@@ -24,7 +25,8 @@ class KVCache:
         """`capacity`: tokens per sequence to reserve room for; it grows as needed."""
         self.lengths: list[int] = []
         self._capacity = capacity
-        self._own: dict[nn.Module, list[Tensor]] = {}  # k, v: (n, kv_heads, capacity, head_dim)
+        # k, v: (n, kv_heads, capacity, head_dim); under None the tokens' marks, (n, 1, capacity, 3)
+        self._own: dict[nn.Module | None, list[Tensor]] = {}
         self._memory: dict[nn.Module, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._step: Packed | None = None
         self._places: dict[str, Tensor | None] = {}
@@ -66,30 +68,38 @@ class KVCache:
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor, kv_heads: int, ctx: Packed) -> bool:
         """Add k, v (T, kv_heads * head_dim) of the current batch; whether there was a past to attend to."""
+        self._append(layer, (k, v), kv_heads, ctx)
+        if ctx.marks is not None and "marks" not in self._places:
+            self._append(None, (ctx.marks.values,), 1, ctx)
+            self._places["marks"] = None
+        return bool(self.lengths)
+
+    def _append(self, layer: nn.Module | None, new_ones: tuple[Tensor, ...], kv_heads: int, ctx: Packed) -> None:
+        """Add tensors (T, kv_heads * head_dim) of the current batch; `layer` None: its marks."""
+        k = new_ones[0]
         new, n = ctx.host_lengths(), ctx.num_sequences
         past = self.lengths or [0] * n
         most = max((a + b for a, b in zip(past, new, strict=True)), default=0)
         kept = self._own.get(layer)
         if kept is None or kept[0].shape[2] < most:
             room = max(self._capacity, most if kept is None else 2 * kept[0].shape[2], most)
-            fresh = [x.new_zeros(n, kv_heads, room, x.shape[1] // kv_heads) for x in (k, v)]
+            fresh = [x.new_zeros(n, kv_heads, room, x.shape[1] // kv_heads) for x in new_ones]
             if kept is not None:
                 for whole, part in zip(fresh, kept, strict=True):
                     whole[:, :, : part.shape[2]] = part
             self._own[layer] = kept = fresh
         if min(past) == max(past) and min(new) == max(new):
-            for whole, x in zip(kept, (k, v), strict=True):
+            for whole, x in zip(kept, new_ones, strict=True):
                 whole[:, :, past[0] : most] = x.view(n, new[0], kv_heads, -1).transpose(1, 2)
-            return bool(self.lengths)
+            return
         if "row" not in self._places:
             counts = torch.tensor(new, device=k.device)
             first = ctx.cu_seqlens[:-1].long() - torch.tensor(past, device=k.device)
             row = torch.repeat_interleave(torch.arange(n, device=k.device), counts, output_size=k.shape[0])
             self._places |= {"row": row, "column": torch.arange(k.shape[0], device=k.device) - first[row]}
         row, column = self._places["row"], self._places["column"]
-        for whole, x in zip(kept, (k, v), strict=True):
+        for whole, x in zip(kept, new_ones, strict=True):
             whole[row, :, column] = x.view(x.shape[0], kv_heads, -1)
-        return bool(self.lengths)
 
     def remember(self, layer: nn.Module, k: Tensor, v: Tensor, kv_heads: int, memory: Packed) -> None:
         """Keep the keys and values (T, kv_heads * head_dim) of the encoder's tokens."""
@@ -113,7 +123,7 @@ class KVCache:
         else:
             whole = self._own[layer]
             k, v = (x[:, :, : self._reach()] for x in whole)
-            hidden = self._hidden(mask, q.device)
+            hidden = self._hidden(mask, q.device) if mask.marks is None else self._unseen(*self._marks(mask.marks))
         rows, groups = k.shape[0], k.shape[1]
         n = self._step.num_sequences
         new = q.shape[0] // n
@@ -125,7 +135,10 @@ class KVCache:
         scores = scores.mul_(1.0 / math.sqrt(head_dim) if scale is None else scale)
         view = scores.view(rows, groups * (n // rows) * (heads // groups), new, -1)
         if mask.bias is not None:
-            view.add_(self._biased(mask.bias))
+            added = self._biased(mask.bias)
+            if mask.others is not None and mask.marks is not None:
+                added = by_pair(mask.others, added, *self._marks(mask.marks))
+            view.add_(added)
         if hidden is not None:
             view.masked_fill_(hidden, -math.inf)
         out = torch.softmax(scores, -1).to(v.dtype) @ v
@@ -175,6 +188,14 @@ class KVCache:
                     hidden = hidden | (distance <= -mask.window)
             self._places[key] = hidden
         return self._places[key]
+
+    def _marks(self, new: Marks) -> tuple[Marks, Marks]:
+        """Of the new tokens (n, m) and of all (n, keys)."""
+        return new.view(len(self.lengths), -1), Marks(self._own[None][0][:, 0, : self._reach()])
+
+    def _unseen(self, queries: Marks, keys: Marks) -> Tensor:
+        """(n, 1, m, keys). Places without a token come after every query and are of no context, so nobody sees them."""
+        return queries.hidden(keys, torch.tensor(self.lengths, device=keys.values.device))
 
     def _biased(self, bias: Tensor) -> Tensor:
         """(n, heads, m, keys)"""

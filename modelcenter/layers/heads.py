@@ -90,6 +90,18 @@ class SequenceClassifier(Linear):
         return {"loss": loss, "logits": logits}
 
 
+class DenseClassifier(SequenceClassifier):
+    """As SequenceClassifier, after a dense layer with tanh."""
+
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float, problem_type: str | None):
+        super().__init__(hidden_size, num_labels, dropout, problem_type)
+        self.dense = Linear(hidden_size, hidden_size)
+
+    def forward(self, pooled: Tensor, batch: Batch, counts: Counts) -> dict[str, Tensor]:
+        pooled = torch.tanh(self.dense(dropout(pooled, self.dropout, self.training)))
+        return super().forward(pooled, batch, counts)
+
+
 class MultipleChoice(Linear):
     """One vector per choice -> (batch, choices); the choices of an example are consecutive sequences."""
 
@@ -258,6 +270,22 @@ class CausalLM(VocabularyHead):
     ) -> dict[str, Tensor]:
         last = bool(batch.get("logits_to_keep"))
         return self.predict(x, ctx, next_labels(batch), count, table, want_logits, last)
+
+
+class Seq2SeqLM(CausalLM):
+    """The next token of a decoder, whose labels stand at the token before it already."""
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        labels, mask = batch.get("labels"), batch.get("decoder_attention_mask")
+        if labels is not None and mask is not None:  # where there is no token, nothing is predicted
+            labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
+        return {"loss": count_labels(labels)}
+
+    def forward(
+        self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool
+    ) -> dict[str, Tensor]:
+        last = bool(batch.get("logits_to_keep"))
+        return self.predict(x, ctx, batch.get("labels"), count, table, want_logits, last)
 
 
 def next_labels(batch: Batch) -> Tensor | None:

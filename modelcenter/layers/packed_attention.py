@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import eager, keep_mask
+from modelcenter.layers.marks import Marks, by_pair
 from modelcenter.layers.packing import Bucket, Packed
 
 Pairs = Sequence[tuple[Bucket, Bucket]]
@@ -28,11 +29,15 @@ class Mask:
         causal: itself and what is before it. window: no more than so many of these, itself among them.
         bias: (heads, 2 * n - 1), added to the scores: column n - 1 + d is for a key d places after the query. n is at
             least the length of the longest sequence.
+        marks: of all tokens, which say who sees whom in place of the rest (layers.marks). others: (heads, kinds,
+            kinds), added in place of `bias` where query and key are of different segments; not without those two.
     """
 
     causal: bool = False
     window: int | None = None
     bias: Tensor | None = None
+    marks: Marks | None = None
+    others: Tensor | None = None
 
     def hidden(self, queries: int, keys: int, first: int = 0, device: torch.device | None = None) -> Tensor | None:
         """(queries, keys) bool, True where a query must not look; the queries start at place `first`. None: nowhere."""
@@ -55,7 +60,22 @@ class Mask:
 
     def of_heads(self, first: int, heads: int) -> "Mask":
         """The same for some of the heads."""
-        return self if self.bias is None else replace(self, bias=self.bias.narrow(0, first, heads))
+        if self.bias is None:
+            return self
+        others = None if self.others is None else self.others.narrow(0, first, heads)
+        return replace(self, bias=self.bias.narrow(0, first, heads), others=others)
+
+    def of_tokens(self, start: int, stop: int) -> "Mask":
+        """The same for the tokens start to stop - 1 as if they were all."""
+        return self if self.marks is None else replace(self, marks=self.marks[start:stop])
+
+    def rows(self, bucket: Bucket) -> Marks | None:
+        """Marks (n, length) of a bucket's tokens, padding included."""
+        if self.marks is None:
+            return None
+        return (self.marks[bucket.start : bucket.stop] if bucket.index is None else self.marks[bucket.index]).view(
+            bucket.n, bucket.length
+        )
 
 
 def _gather(x: Tensor, bucket: Bucket, heads: int) -> Tensor:
@@ -109,6 +129,7 @@ class _BucketedAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
+        others: Tensor | None,
         mask: Mask,
         pairs: Pairs,
         heads: tuple[int, int],
@@ -116,7 +137,7 @@ class _BucketedAttention(torch.autograd.Function):
         p: float,
     ) -> Tensor:
         ctx.mask, ctx.pairs, ctx.heads, ctx.scale, ctx.keep_scale = mask, pairs, heads, scale, 1.0
-        ctx.rows, ctx.bias = (q.shape, k.shape, v.shape), bias
+        ctx.rows, ctx.bias, ctx.others = (q.shape, k.shape, v.shape), bias, others
         of_queries, of_keys = heads
         out = torch.zeros_like(q) if _partial(pairs, q.shape[0]) else torch.empty_like(q)
         saved: list[Tensor | None] = []
@@ -125,10 +146,15 @@ class _BucketedAttention(torch.autograd.Function):
             kb, vb = (_matrices(x, keys, of_keys, of_keys) for x in (k, v))
             scores = torch.bmm(qb, kb.transpose(1, 2)).mul_(scale)
             by_row = scores.view(queries.n, of_queries, queries.length, keys.length)
+            marks = mask.rows(queries)
             if bias is not None:
-                by_row.add_(_toeplitz(bias, queries.length).flip(1))
-            hidden = mask.hidden(queries.length, keys.length)
-            if hidden is not None:  # no token sees the padding, which comes after all
+                added = _toeplitz(bias, queries.length).flip(1)
+                by_row.add_(added if others is None or marks is None else by_pair(others, added, marks, marks))
+            if marks is not None:
+                hidden = marks.hidden(marks)
+                by_row.masked_fill_(hidden if keys.keep is None else hidden | ~keys.keep[:, None, None, :], -math.inf)
+            elif (hidden := mask.hidden(queries.length, keys.length)) is not None:
+                # no token sees the padding, which comes after all
                 by_row.masked_fill_(hidden, -math.inf)
             elif keys.keep is not None:
                 by_row.masked_fill_(~keys.keep[:, None, None, :], -math.inf)
@@ -150,7 +176,7 @@ class _BucketedAttention(torch.autograd.Function):
             (grad.new_zeros if _partial(ctx.pairs, shape[0], side) else grad.new_empty)(shape)
             for shape, side in zip(ctx.rows, (0, 1, 1), strict=True)
         )
-        dbias = None if ctx.bias is None else torch.zeros_like(ctx.bias)
+        dbias, dothers = (None if x is None else torch.zeros_like(x) for x in (ctx.bias, ctx.others))
         saved = ctx.saved_tensors
         for i, (queries, keys) in enumerate(ctx.pairs):
             qb, kb, vb, probs, keep = saved[5 * i : 5 * i + 5]
@@ -166,12 +192,17 @@ class _BucketedAttention(torch.autograd.Function):
             dscores = torch._softmax_backward_data(dprobs, probs, -1, probs.dtype)
             if dbias is not None:
                 n, middle = queries.length, dbias.shape[1] // 2
-                by_head = dscores.view(queries.n, of_queries, n, n).sum(0)
+                by_row, marks = dscores.view(queries.n, of_queries, n, n), ctx.mask.rows(queries)
+                if dothers is not None and marks is not None:
+                    apart = marks.apart(marks)
+                    marks.add_pairs_(dothers, by_row * apart, ctx.keep_scale)
+                    by_row = by_row.masked_fill(apart, 0.0)
+                by_head = by_row.sum(0)
                 dbias[:, middle - n + 1 : middle + n].add_(_diagonal_sums(by_head), alpha=ctx.keep_scale)
             dscores.mul_(ctx.scale * ctx.keep_scale)
             _scatter(dq, torch.bmm(dscores, kb), queries, of_queries)
             _scatter(dk, torch.bmm(dscores.transpose(1, 2), qb), keys, of_keys)
-        return dq, dk, dv, dbias, None, None, None, None, None
+        return dq, dk, dv, dbias, dothers, None, None, None, None, None
 
 
 def _partial(pairs: Pairs, tokens: int, side: int = 0) -> bool:
@@ -181,10 +212,6 @@ def _partial(pairs: Pairs, tokens: int, side: int = 0) -> bool:
     )
 
 
-_cpu_attention = eager(_BucketedAttention.apply, "modelcenter.layers.packed_attention._BucketedAttention")
-
-
-@eager
 def _bucketed_sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, pairs: Pairs, heads: tuple[int, int], scale: float, p: float
 ) -> Tensor:
@@ -193,23 +220,36 @@ def _bucketed_sdpa(
     for queries, keys in pairs:
         qb = _gather(q, queries, heads[0])
         kb, vb = (_gather(x, keys, heads[1]) for x in (k, v))
-        rows = _sdpa(qb, kb, vb, mask, keys.keep, scale, p).transpose(1, 2).flatten(0, 1).flatten(1)
+        marks = mask.rows(queries), mask.rows(keys)
+        rows = _sdpa(qb, kb, vb, mask, keys.keep, scale, p, marks=marks).transpose(1, 2).flatten(0, 1).flatten(1)
         if queries.tokens is not None:
             rows = rows.index_select(0, queries.tokens)
         mixed.append(rows)
         index = torch.arange(queries.start, queries.stop, device=q.device) if queries.index is None else queries.index
         places.append(index if queries.tokens is None else queries.real)
     if not mixed:  # no token on this rank: keep the graph whole
-        return torch.zeros_like(q) + 0 * (q.sum() + k.sum() + v.sum() + (0 if mask.bias is None else mask.bias.sum()))
+        return torch.zeros_like(q) + 0 * sum(x.sum() for x in (q, k, v, mask.bias, mask.others) if x is not None)
     return torch.zeros_like(q).index_copy(0, torch.cat(places), torch.cat(mixed))
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, keep: Tensor | None, scale: float, p: float, first: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    keep: Tensor | None,
+    scale: float,
+    p: float,
+    first: int = 0,
+    marks: tuple[Marks | None, Marks | None] = (None, None),
 ) -> Tensor:
-    """One rectangle, (n, heads, length, head_dim); `keep` (n, keys) is False at padding."""
+    """One rectangle, (n, heads, length, head_dim); `keep` (n, keys) is False at padding. marks: of queries and keys."""
     hidden = mask.hidden(q.shape[2], k.shape[2], first, q.device)
     added = mask.additive(q.shape[2], k.shape[2], first)
+    if marks[0] is not None and marks[1] is not None:
+        hidden = marks[0].hidden(marks[1], first)
+        if added is not None and mask.others is not None:
+            added = by_pair(mask.others, added, *marks)
     seen = None if hidden is None else ~hidden
     if keep is not None:
         seen = keep[:, None, None, :] if seen is None else seen & keep[:, None, None, :]
@@ -280,13 +320,15 @@ def _shared_attention(
                 mixed.append(0 * q[rows])
                 continue
         if piece.packed is not None:
-            inner = None if among is None else among.packed
-            mixed.append(_attention(q[rows], k[keys], v[keys], piece.packed, heads, p, mask, inner, scale))
+            inner, part = None if among is None else among.packed, mask.of_tokens(*piece.tokens)
+            mixed.append(_attention(q[rows], k[keys], v[keys], piece.packed, heads, p, part, inner, scale))
         else:
             parts = ((q[rows], heads[0]), (k[keys], heads[1]), (v[keys], heads[1]))
             one = [x.unflatten(1, (n, -1)).transpose(0, 1)[None] for x, n in parts]
             first = piece.first if among is None else 0
-            mixed.append(_sdpa(*one, mask, None, scale, p, first)[0].transpose(0, 1).flatten(1))
+            marks = None if mask.marks is None else mask.marks[keys][None]
+            both_marks = None if marks is None else marks[:, first : first + one[0].shape[2]], marks
+            mixed.append(_sdpa(*one, mask, None, scale, p, first, marks=both_marks)[0].transpose(0, 1).flatten(1))
     return torch.cat(mixed)
 
 
@@ -302,11 +344,28 @@ def _attention(
     scale: float,
 ) -> Tensor:
     low = q.dtype in (torch.bfloat16, torch.float16)
-    if q.device.type == "cuda" and p == 0.0 and low and mask.bias is None and q.shape[0] and k.shape[0]:
+    plain = mask.bias is None and mask.marks is None
+    if q.device.type == "cuda" and p == 0.0 and low and plain and q.shape[0] and k.shape[0]:
         return _varlen(q, k, v, packed, heads, mask, memory or packed, scale)
+    return _in_buckets(q, k, v, packed, heads, p, mask, memory, scale)
+
+
+@eager
+def _in_buckets(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    heads: tuple[int, int],
+    p: float,
+    mask: Mask,
+    memory: Packed | None,
+    scale: float,
+) -> Tensor:
     pairs = packed.pairs(memory)
     if q.device.type == "cpu":
-        return _cpu_attention(q, k, v, mask.bias, replace(mask, bias=None), pairs, heads, scale, p)
+        rest = replace(mask, bias=None, others=None)
+        return _BucketedAttention.apply(q, k, v, mask.bias, mask.others, rest, pairs, heads, scale, p)
     return _bucketed_sdpa(q, k, v, mask, pairs, heads, scale, p)
 
 

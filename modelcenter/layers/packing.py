@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelcenter.layers.marks import Marks
+
 
 @dataclass
 class Bucket:
@@ -119,8 +121,11 @@ class Packed:
             tokens, with a dummy sequence at their end.
         dummy: the number of tokens of that sequence, 0 without it.
         rotary: (cos, sin) of each token, made once for all layers (layers.rotary). bias: relative position bias, as
-            layers.packed_attention.Mask has it. memory: (states, Packed) of the encoder, for cross-attention.
+            layers.packed_attention.Mask has it, as it has marks and others. memory: (states, Packed) of the encoder,
+            for cross-attention.
         cache: keys and values of earlier tokens (layers.cache.KVCache).
+        inner: (T',) places among all tokens of those that the caller gave, where the model put some of its own before
+            each sequence (`prefixed`), and own: the places of these; None: all are the caller's.
     """
 
     cu_seqlens: Tensor
@@ -136,6 +141,10 @@ class Packed:
     bias: Tensor | None = None
     memory: "tuple[Tensor, Packed] | None" = None
     cache: Any = None
+    marks: Marks | None = None
+    others: Tensor | None = None
+    inner: Tensor | None = None
+    own: Tensor | None = None
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -175,8 +184,12 @@ class Packed:
         attention_mask: Tensor | None,
         device: torch.device,
         position_ids: Tensor | None = None,
+        count: bool = False,
     ) -> "Packed":
-        """A padded batch, ids of shape (batch, seq); attention_mask (batch, seq) is 1 at tokens and 0 at padding."""
+        """A padded batch, ids of shape (batch, seq); attention_mask (batch, seq) is 1 at tokens and 0 at padding.
+
+        Positions are columns, or with `count` the number of tokens of the row before each.
+        """
         batch, seq = shape
         if attention_mask is None:
             positions = torch.arange(seq, device=device).repeat(batch)
@@ -203,9 +216,32 @@ class Packed:
         if position_ids is not None:
             positions = position_ids.expand(batch, seq).reshape(-1)
             positions = positions if indices is None else positions[indices]
+        elif count and indices is not None:
+            starts = torch.repeat_interleave(cu[:-1], seqlens, output_size=indices.numel())
+            positions = torch.arange(indices.numel(), device=device) - starts
         else:
             positions = (torch.arange(batch * seq, device=device) if indices is None else indices) % max(seq, 1)
         return cls(cu, max(lengths, default=0), positions, (batch, seq), indices, False, lengths)
+
+    def prefixed(self, count: int) -> "Packed":
+        """The same with `count` tokens of the model's own before each sequence."""
+        n, tokens, device = self.num_sequences, self.num_tokens, self.cu_seqlens.device
+        seqlens = self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+        number = torch.repeat_interleave(torch.arange(n, device=device), seqlens, output_size=tokens)
+        inner = torch.arange(tokens, device=device) + (number + 1) * count
+        place = torch.arange(count, device=device).repeat(n)
+        positions = place.new_zeros(tokens + n * count).index_copy(0, inner, self.positions + count)
+        before = (self.cu_seqlens[:-1] + torch.arange(n, device=device) * count).repeat_interleave(count) + place
+        return replace(
+            self,
+            cu_seqlens=self.cu_seqlens + torch.arange(n + 1, dtype=torch.int32, device=device) * count,
+            max_seqlen=self.max_seqlen + count if n else 0,
+            positions=positions.index_copy(0, before, place),
+            lengths=None if self.lengths is None else [length + count for length in self.lengths],
+            inner=inner,
+            own=before,
+            _cache={},
+        )
 
     def divided(self, split: Any) -> "Packed":
         """The same for one rank of several that share the tokens."""
@@ -244,14 +280,24 @@ class Packed:
             self.lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
         return self.lengths
 
-    def unpad(self, x: Tensor, fill: int = 0) -> Tensor:
-        """(batch, seq, ...) or (1, T, ...) -> (T, ...), with `fill` at dummy tokens."""
+    def unpad(self, x: Tensor, fill: int = 0, prefix: Tensor | None = None) -> Tensor:
+        """(batch, seq, ...) or (1, T, ...) -> (T, ...), with `fill` at dummy tokens and at those of the model's own.
+
+        prefix: (count, ...) of the model's own before each sequence, in place of `fill`.
+        """
         if tuple(x.shape[:2]) != self.shape:
             raise ValueError(
                 f"got a tensor of shape {tuple(x.shape)} beside input of shape {self.shape}; they must agree"
             )
         x = x.flatten(0, 1)
         x = x if self.indices is None else x.index_select(0, self.indices)
+        if self.inner is not None:
+            total = sum(self.host_lengths()) - self.dummy
+            whole = x.new_full((total, *x.shape[1:]), fill).index_copy(0, self.inner, x)
+            if prefix is not None and self.own is not None:
+                rows = prefix.to(x.dtype).repeat(self.num_sequences, *([1] * (x.dim() - 1)))
+                whole = whole.index_copy(0, self.own, rows)
+            x = whole
         if self.dummy:
             x = torch.cat([x, x.new_full((self.dummy, *x.shape[1:]), fill)])
         return x if self.split is None else self.split.local(x)
@@ -270,6 +316,7 @@ class Packed:
     def repad(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """(T, ...) -> (batch, seq, ...) with `fill` at padding, or (1, T, ...)."""
         x = self.whole(x)
+        x = x if self.inner is None else x.index_select(0, self.inner)
         if self.indices is not None:
             full = x.new_full((self.shape[0] * self.shape[1], *x.shape[1:]), fill)
             x = full.index_copy(0, self.indices, x)
@@ -291,9 +338,9 @@ class Packed:
         Raises:
             ValueError: a sequence has no token.
         """
-        return self._rows(x, self.first_tokens())
+        return self.at(x, self.first_tokens())
 
-    def _rows(self, x: Tensor, index: Tensor) -> Tensor:
+    def at(self, x: Tensor, index: Tensor) -> Tensor:
         """Rows of x (T, ...) by their number among all tokens, on every rank that shares the tokens."""
         if self.split is None:
             return x.index_select(0, index)
@@ -306,7 +353,7 @@ class Packed:
     def last(self, x: Tensor) -> Tensor:
         """As `first`, of each sequence's last token."""
         self.first_tokens()
-        return self._rows(x, self.cu_seqlens[1 : self.num_sequences + 1].long() - 1)
+        return self.at(x, self.cu_seqlens[1 : self.num_sequences + 1].long() - 1)
 
     def first_tokens(self) -> Tensor:
         """(n,) token number of each sequence's first token.

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of channels turned by position * frequency."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,21 +13,60 @@ class Rotary:
     Args:
         dim: channels of a head that turn (the first ones); even. theta: base of the frequencies.
         scaling: Hugging Face's rope parameters: {"rope_type": "default" | "linear" | "dynamic" | "llama3" | "yarn" ...}
-            Supported: "default", "linear" (factor) and "llama3" (factor, low_freq_factor, high_freq_factor,
-            original_max_position_embeddings).
+            Supported are the keys of KINDS, with the fields that each needs. "dynamic" and "longrope" give long
+            sequences other frequencies: those are refused (check_length).
+        max_positions: tokens the model is made for; the original number where `scaling` does not say.
+
+    Attributes:
+        limit: tokens beyond which the frequencies would change; None: they never do.
 
     Raises:
-        ValueError: a kind of scaling that is not supported, naming those that are.
+        ValueError: a kind of scaling that is not supported, or a field that it lacks, naming what is expected.
     """
 
-    KINDS = ("default", "linear", "llama3")
+    KINDS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "dynamic": ("factor",),
+        "longrope": ("short_factor", "long_factor"),
+    }
 
-    def __init__(self, dim: int, theta: float, scaling: dict[str, Any] | None = None):
+    def __init__(self, dim: int, theta: float, scaling: dict[str, Any] | None = None, max_positions: int | None = None):
         scaling = scaling or {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in self.KINDS:
             raise ValueError(f"rope_scaling: rope_type is {kind!r}, expected one of {', '.join(self.KINDS)}")
+        if missing := [name for name in self.KINDS[kind] if scaling.get(name) is None]:
+            raise ValueError(f"rope_scaling: rope_type {kind!r} needs {', '.join(missing)}; got {scaling}")
         self.dim, self.theta, self.kind, self.scaling = dim, theta, kind, scaling
+        self.original, self.amplitude = scaling.get("original_max_position_embeddings") or max_positions, 1.0
+        self.limit = max_positions if kind == "dynamic" else None
+        if kind in ("llama3", "longrope") and self.original is None:
+            raise ValueError(f"rope_scaling: rope_type {kind!r} needs original_max_position_embeddings; got {scaling}")
+        if kind == "longrope":
+            self._start_longrope(max_positions)
+
+    def _start_longrope(self, max_positions: int | None) -> None:
+        """Factors of each pair, and the amplitude that makes up for a longer context (arXiv:2402.13753)."""
+        s, original = self.scaling, self.original
+        assert original is not None
+        for name in ("short_factor", "long_factor"):
+            if len(s[name]) != self.dim // 2:
+                raise ValueError(f"rope_scaling: {name} has {len(s[name])} numbers, expected {self.dim // 2}")
+        if list(s["short_factor"]) != list(s["long_factor"]):
+            self.limit = original
+        longer = s.get("factor") or (max_positions or original) / original
+        amplitude = 1.0 if longer <= 1 else math.sqrt(1 + math.log(longer) / math.log(original))
+        self.amplitude = amplitude if s.get("attention_factor") is None else s["attention_factor"]
+
+    def check_length(self, longest: int) -> None:
+        """Raise ValueError for a sequence that would need other frequencies than the others of its batch."""
+        if self.limit is not None and longest > self.limit:
+            raise ValueError(
+                f"input_ids: a sequence has {longest} tokens, but beyond {self.limit} the rotary frequencies of this "
+                f"model change with the length (rope_scaling {self.kind!r}), which is not supported; truncate to that"
+            )
 
     def frequencies(self, device: torch.device) -> Tensor:
         """(dim / 2,) fp32, radians per place."""
@@ -37,12 +76,15 @@ class Rotary:
             return turns / self.scaling["factor"]
         if self.kind == "llama3":
             return self._llama3(turns)
+        if self.kind == "longrope":
+            factors = torch.tensor(self.scaling["short_factor"], dtype=torch.float32, device=device)
+            return 1.0 / (factors * self.theta ** (steps / self.dim))
         return turns
 
     def _llama3(self, turns: Tensor) -> Tensor:
         """Slow pairs are slowed further, fast ones are not, those between are blended (Llama 3.1)."""
         s = self.scaling
-        low, high, length = s["low_freq_factor"], s["high_freq_factor"], s["original_max_position_embeddings"]
+        low, high, length = s["low_freq_factor"], s["high_freq_factor"], self.original
         waves = 2 * math.pi / turns
         blend = ((length / waves - low) / (high - low)).clamp(0, 1)
         return (1 - blend) * turns / s["factor"] + blend * turns
@@ -51,7 +93,7 @@ class Rotary:
         """positions (T,) -> cos and sin, each (T, 1, dim / 2)."""
         with torch.autocast(positions.device.type, enabled=False):
             angles = (positions.float()[:, None] * self.frequencies(positions.device))[:, None]
-            return angles.cos().to(dtype), angles.sin().to(dtype)
+            return (self.amplitude * angles.cos()).to(dtype), (self.amplitude * angles.sin()).to(dtype)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], head_dim: int, interleaved: bool = False) -> Tensor:
@@ -61,7 +103,7 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], head_dim: int, interleaved:
     """
     cos, sin = rotary
     dim = 2 * cos.shape[2]
-    heads = x.view(x.shape[0], -1, head_dim)
+    heads = x.unflatten(1, (-1, head_dim))
     turning = heads[..., :dim]
     a, b = turning.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turning.chunk(2, -1)
     turned = (a * cos - b * sin, b * cos + a * sin)

@@ -9,7 +9,7 @@ x is (T, hidden_size), the tokens of the whole batch without padding; ctx is a l
 recomputation, compilation and pipelining need nothing else of a model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -21,6 +21,7 @@ from modelcenter.layers.packing import Packed
 from modelcenter.models.outputs import ModelOutput
 
 Batch = Mapping[str, Any]
+VOCABULARY_TASKS = ("masked-lm", "causal-lm", "seq2seq-lm", "pretraining")  # their heads may be tied to the embedding
 
 
 class Model(nn.Module):
@@ -35,8 +36,18 @@ class Model(nn.Module):
     # Parameters under these belong to heads: a checkpoint may lack them when the caller names the task.
     head_prefixes: ClassVar[tuple[str, ...]] = ("head.",)
     is_encoder_decoder: ClassVar[bool] = False
+    # Pipelines: only hidden states go from unit to unit; nothing else that `begin` makes needs parameters.
+    splits_into_stages: ClassVar[bool] = True
     # HF Trainer: our loss takes num_items_in_batch, do not rescale it.
     accepts_loss_kwargs: ClassVar[bool] = True
+    # Positions of a padded batch number the tokens of a row, not its columns.
+    counts_positions: ClassVar[bool] = False
+    # Tokens that the model puts before each sequence.
+    prefix_tokens: int = 0
+
+    is_encoder_decoder: ClassVar[bool] = False
+    # Pipelines: only hidden states go from unit to unit; nothing else that `begin` makes needs parameters.
+    splits_into_stages: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, task: str = "base"):
         super().__init__()
@@ -66,15 +77,20 @@ class Model(nn.Module):
 
     def run(self, batch: Batch) -> ModelOutput:
         """What every `forward` does with its named inputs."""
-        x, ctx = self.begin(batch)
+        stage = self.pipeline
+        if stage is not None and batch.get("output_hidden_states"):
+            raise ValueError("output_hidden_states: under pp_size they are on several ranks; leave it out")
+        if stage is None or stage.first:
+            x, ctx = self.begin(batch)
+        else:
+            ctx = stage.context(self, batch)
+            x = stage.receive(ctx.positions.shape[0], self.config.hidden_size)
         states = [x] if batch.get("output_hidden_states") else None
-        split = self.token_split
-        x = x if split is None else split.to_units(x)
-        for unit in self.units:
-            x = unit(x, ctx)
-            if states is not None:
-                states.append(x if split is None else split.from_units(x, last=False))
-        x = self.finish(x if split is None else split.from_units(x))
+        units = self.units if stage is None else stage.units(self.units)
+        x = self.through(units, x, ctx, states)
+        if stage is not None and not stage.last:
+            return stage.hand_over(x, ctx.positions.shape[0], self.config.hidden_size)
+        x = self.finish(x)
         if states is not None:
             states[-1] = x
         out = self.end(x, ctx, batch)
@@ -85,6 +101,16 @@ class Model(nn.Module):
             out["last_hidden_state"] = ctx.repad(x)
             out["hidden_states"] = tuple(ctx.repad(state) for state in states)
         return out
+
+    def through(self, units: Iterable[nn.Module], x: Tensor, ctx: Packed, states: list[Tensor] | None) -> Tensor:
+        """x (T, hidden_size) after the units; what each gives is added to `states`."""
+        split = self.token_split
+        x = x if split is None else split.to_units(x)
+        for unit in units:
+            x = unit(x, ctx)
+            if states is not None:
+                states.append(x if split is None else split.from_units(x, last=False))
+        return x if split is None else split.from_units(x)
 
     # -- what `begin` is made of --------------------------------------------------------------------------------------
 
@@ -116,7 +142,11 @@ class Model(nn.Module):
                 raise ValueError(f"{prefix}cu_seqlens: packed input must be of shape (1, T), got {tuple(source.shape)}")
             ctx = Packed.from_cu_seqlens(ends, batch.get(f"{prefix}max_seqlen"), shape[1], position_ids)
         else:
-            ctx = Packed.from_mask(shape, batch.get(f"{prefix}attention_mask"), source.device, position_ids)
+            # What a cache holds is continued at the number of its tokens.
+            count = self.counts_positions or cache is not None
+            ctx = Packed.from_mask(shape, batch.get(f"{prefix}attention_mask"), source.device, position_ids, count)
+        if self.prefix_tokens and (cache is None or not cache.lengths):
+            ctx = ctx.prefixed(self.prefix_tokens)
         ctx = self.divide(ctx)
         if cache is not None:
             cache.begin(ctx)
@@ -130,7 +160,8 @@ class Model(nn.Module):
     def check_positions(self, batch: Batch, ctx: Packed, most: int) -> None:
         """Raise ValueError for a sequence longer than the table of `most` positions."""
         past = 0 if ctx.cache is None else len(ctx.cache)
-        longest = past + (ctx.max_seqlen if ctx.packed or past else ctx.shape[1])
+        columns = not (ctx.packed or past or self.counts_positions)
+        longest = past + (ctx.shape[1] if columns else ctx.max_seqlen)
         if batch.get("position_ids") is None and longest > most:
             raise ValueError(
                 f"input_ids: a sequence has {longest} tokens, the position table of this model has {most} "
@@ -144,6 +175,26 @@ class Model(nn.Module):
 
     # Set by engine.shard where several ranks share the tokens of a batch (engine.parallel.context).
     token_split: Any = None
+
+    # Set by engine.shard where this rank is a stage of a pipeline (engine.parallel.pipeline).
+    pipeline: Any = None
+
+    def stage_ends(self) -> tuple[list[str], list[str]]:
+        """Names of the modules that `begin` calls, and of those that `end` uses, which a pipeline keeps on its first
+        and its last stage: those defined before the units, and those after them. `end` of a tied vocabulary head reads
+        the table, too. `begin` must not do anything with these modules but call them.
+
+        Raises ValueError if the units are not one list.
+        """
+        names = [name for name, module in self._modules.items() if module is not None]
+        lists = [i for i, name in enumerate(names) if isinstance(self._modules[name], nn.ModuleList)]
+        if len(lists) != 1 or self._modules[names[lists[0]]] is not self.units:
+            raise ValueError(
+                f"{type(self).__name__} cannot be split into stages: its units are not one list; use pp_size=1"
+            )
+        at = lists[0]
+        tied = getattr(self.config, "tie_embeddings", False) and self.task in VOCABULARY_TASKS
+        return names[:at], names[at + 1 :] + (["embed"] if tied else [])
 
     def divide(self, ctx: Packed) -> Packed:
         """What `begin` does with the Packed it made, before it looks at the tokens."""
@@ -221,6 +272,8 @@ class Model(nn.Module):
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Parameters of the whole model, however it is sharded."""
+        if self.pipeline is not None:
+            return self.pipeline.num_parameters(only_trainable)
         return sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
 
     def is_head(self, name: str) -> bool:

@@ -4,61 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from engine.loss import cross_entropy
-from engine.ops import dropout
-from modelcenter.config import ModelConfig
-from modelcenter.layers.attention import SelfAttention
-from modelcenter.layers.block import PostNormBlock
-from modelcenter.layers.heads import (
-    ExtractiveQA,
-    MaskedLM,
-    MultipleChoice,
-    SequenceClassifier,
-    TokenClassifier,
-    check_labels,
-    count_labels,
-)
+from modelcenter.layers.heads import MaskedLM, check_labels, count_labels
 from modelcenter.layers.linear import Linear
-from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch, Model
-from modelcenter.models.outputs import ModelOutput
+from modelcenter.models.base import Batch
+from modelcenter.models.encoder import Encoder, EncoderConfig
 
 
 @dataclass(kw_only=True)
-class BertConfig(ModelConfig):
+class BertConfig(EncoderConfig):
     """Fields of BERT; sizes count elements, dropouts are probabilities."""
 
     model_type: ClassVar[str] = "bert"
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    intermediate_size: int
-    hidden_act: str = "gelu"
-    max_positions: int = 512
-    type_vocab_size: int = 2
-    norm_eps: float = 1e-12
-    dropout: float = 0.1
-    attention_dropout: float = 0.1
-    classifier_dropout: float | None = None
-    pad_token_id: int | None = 0
-    initializer_range: float = 0.02
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.hidden_size % self.num_heads == 0, "hidden_size", f"a multiple of num_heads={self.num_heads}")
-        self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
-        for name in ("dropout", "attention_dropout"):
-            self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
-
-    @property
-    def head_dropout(self) -> float:
-        return self.dropout if self.classifier_dropout is None else self.classifier_dropout
 
 
 class Pretraining(nn.Module):
@@ -93,181 +53,35 @@ class Pretraining(nn.Module):
         return out
 
 
-class Bert(Model):
-    """BERT with the head of `task`. Body names do not depend on the task."""
+class Bert(Encoder):
+    """BERT with the head of `task`, next-sentence pretraining among them."""
 
     config_class = BertConfig
-    tasks = (
-        "base",
-        "masked-lm",
-        "sequence-classification",
-        "token-classification",
-        "question-answering",
-        "multiple-choice",
-        "pretraining",
-    )
-    head_prefixes = ("head.", "pooler.")
+    tasks = (*Encoder.tasks, "pretraining")
+    pooled_tasks = (*Encoder.pooled_tasks, "pretraining")
 
-    def __init__(self, config: BertConfig, task: str = "base"):
-        super().__init__(config, task)
-        c, width = config, config.hidden_size
-        self.embed = nn.Embedding(c.vocab_size, width, padding_idx=c.pad_token_id)
-        self.position = nn.Embedding(c.max_positions, width)
-        self.token_type = nn.Embedding(c.type_vocab_size, width)
-        self.embed_norm = nn.LayerNorm(width, c.norm_eps)
-        self.layers = nn.ModuleList(
-            PostNormBlock(
-                SelfAttention(width, c.num_heads, c.attention_dropout),
-                MLP(width, c.intermediate_size, c.hidden_act),
-                width,
-                c.norm_eps,
-                c.dropout,
-            )
-            for _ in range(c.num_layers)
-        )
-        pooled = ("base", "sequence-classification", "multiple-choice", "pretraining")
-        self.pooler = Linear(width, width) if task in pooled else None
-        self.head = self._make_head(config, task)
+    def make_head(self, task: str) -> nn.Module | None:
+        if task != "pretraining":
+            return super().make_head(task)
+        lm = super().make_head("masked-lm")
+        assert isinstance(lm, MaskedLM)
+        return Pretraining(lm, self.config.hidden_size)
 
-    @staticmethod
-    def _make_head(c: BertConfig, task: str) -> nn.Module | None:
-        def lm() -> MaskedLM:
-            return MaskedLM(c.hidden_size, c.vocab_size, c.hidden_act, c.norm_eps, c.tie_embeddings)
-
-        match task:
-            case "masked-lm":
-                return lm()
-            case "pretraining":
-                return Pretraining(lm(), c.hidden_size)
-            case "sequence-classification":
-                return SequenceClassifier(c.hidden_size, c.num_labels, c.head_dropout, c.problem_type)
-            case "token-classification":
-                return TokenClassifier(c.hidden_size, c.num_labels, c.head_dropout)
-            case "question-answering":
-                return ExtractiveQA(c.hidden_size)
-            case "multiple-choice":
-                return MultipleChoice(c.hidden_size, c.head_dropout)
-        return None
+    def run_head(
+        self, x: Tensor, pooled: Tensor | None, ctx: Packed, batch: Batch, counts: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        if self.task != "pretraining":
+            return super().run_head(x, pooled, ctx, batch, counts)
+        head: Any = self.head
+        return head(x, pooled, ctx, batch, counts, self.embed.weight, self.wants_logits(batch))
 
     @property
-    def units(self) -> nn.ModuleList:
-        return self.layers
-
-    def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
-        ctx = self.pack(batch)
-        self.check_positions(batch, ctx, self.config.max_positions)
-        types = batch.get("token_type_ids")
-        kinds = torch.zeros_like(ctx.positions) if types is None else ctx.unpad(types)
-        words = self.embedded(batch, ctx, self.embed)
-        x = self.embed_norm(words + self.position(ctx.positions) + self.token_type(kinds))
-        return dropout(x, self.config.dropout, self.training), ctx
-
-    def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
-        pooled = None if self.pooler is None else torch.tanh(self.pooler(ctx.first(x)))
-        if self.task == "base":
-            return ModelOutput(last_hidden_state=ctx.repad(x), pooler_output=pooled)
-        want_logits = self.wants_logits(batch)
-        counts = self.counts(batch)
-        match self.task:
-            case "masked-lm":
-                out = self.head(x, ctx, batch, counts["loss"], self.embed.weight, want_logits)
-            case "pretraining":
-                out = self.head(x, pooled, ctx, batch, counts, self.embed.weight, want_logits)
-            case "sequence-classification":
-                out = self.head(pooled, batch, counts)
-            case "multiple-choice":
-                out = self.head(pooled, batch, counts, self._choices(ctx, batch))
-            case _:
-                out = self.head(x, ctx, batch, counts)
-        order = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits")
-        if self.task == "question-answering":
-            order = ("loss", "start_logits", "end_logits", "logits")
-        return ModelOutput((name, out[name]) for name in order if name in out)
-
-    def tp_plan(self) -> dict[str, str]:
-        plan = super().tp_plan()
-        head = {"masked-lm": "head", "pretraining": "head.lm"}.get(self.task)
-        if head is not None:
-            plan |= {f"{head}.bias": "vocab"} | ({} if self.config.tie_embeddings else {f"{head}.weight": "vocab"})
-        return plan
-
-    def _choices(self, ctx: Packed, batch: Batch) -> int:
-        """How many consecutive sequences are the choices of one example."""
-        if batch.get("num_choices") is not None:
-            return batch["num_choices"]
-        labels = batch.get("labels")
-        if labels is None or not labels.numel():
-            if ctx.num_sequences == 0:
-                return 1
-            raise ValueError("packed multiple-choice input needs labels: they tell how many choices an example has")
-        if ctx.num_sequences % labels.numel():
-            raise ValueError(
-                f"got {ctx.num_sequences} sequences for {labels.numel()} labels; every example needs as many"
-            )
-        return ctx.num_sequences // labels.numel()
-
-    def loss_counts(self, batch: Batch) -> dict[str, int]:
-        if self.head is None:
-            raise ValueError("task 'base' has no head, so no loss; load the model with a task")
-        return self.head.counts(batch)
+    def lm_prefix(self) -> str | None:
+        return "head.lm" if self.task == "pretraining" else super().lm_prefix
 
     def empty_batch(self) -> dict[str, Any]:
         batch = super().empty_batch()
-        none = batch["input_ids"]
-        match self.task:
-            case "masked-lm" | "token-classification":
-                batch["labels"] = none
-            case "pretraining":
-                batch |= {"labels": none, "next_sentence_label": none[0]}
-            case "question-answering":
-                batch |= {"start_positions": none[0], "end_positions": none[0]}
-            case "sequence-classification":
-                batch["labels"] = self.head.empty_labels(none.device)
-            case "multiple-choice":
-                batch["labels"] = none[0]
+        if self.task == "pretraining":
+            none = batch["input_ids"]
+            batch |= {"labels": none, "next_sentence_label": none[0]}
         return batch
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        next_sentence_label: Tensor | None = None,
-        start_positions: Tensor | None = None,
-        end_positions: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        loss_counts: Mapping[str, Any] | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        output_logits: bool | None = None,
-        output_hidden_states: bool = False,
-    ) -> ModelOutput:
-        """Run the model.
-
-        Args:
-            input_ids: (batch, seq), or packed (1, T) with cu_seqlens; multiple choice: (batch, choices, seq).
-            attention_mask: (batch, seq), 1 at tokens and 0 at padding. token_type_ids, position_ids: as input_ids.
-            inputs_embeds: (batch, seq, hidden_size) in place of input_ids.
-            labels: (batch, seq) for token tasks, (batch,) for classification, -100 where there is none.
-            start_positions, end_positions, next_sentence_label: (batch,).
-            cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
-            loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
-                for a loss of one term. output_logits: None leaves vocabulary logits out in training with labels.
-
-        Raises:
-            ValueError: inputs that do not fit together or the model, naming the field.
-        """
-        batch = {name: value for name, value in locals().items() if name != "self" and value is not None}
-        if self.task == "multiple-choice" and cu_seqlens is None:
-            given = input_ids if input_ids is not None else inputs_embeds
-            if given is not None and given.dim() < (3 if input_ids is not None else 4):
-                raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (batch, choices, seq)")
-            batch["num_choices"] = given.shape[1] if given is not None else 1
-            for name in ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds"):
-                if name in batch:
-                    batch[name] = batch[name].flatten(0, 1)
-        return self.run(batch)

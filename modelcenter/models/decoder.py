@@ -26,18 +26,24 @@ class Decoder(Model):
     embed: nn.Embedding
     final_norm: nn.Module
 
-    def make_head(self, task: str, dropout: float = 0.0, logit_scale: float = 1.0) -> nn.Module | None:
-        """The head of `task`. dropout: before a classifier. logit_scale: of what goes into the vocabulary."""
+    def make_head(
+        self, task: str, dropout: float = 0.0, logit_scale: float = 1.0, width: int | None = None
+    ) -> nn.Module | None:
+        """The head of `task`. dropout: before a classifier. logit_scale: of what goes into the vocabulary.
+
+        width: of the hidden states it reads, None: hidden_size.
+        """
         c: Any = self.config
+        width = width or c.hidden_size
         match task:
             case "causal-lm":
-                return CausalLM(c.hidden_size, c.vocab_size, c.tie_embeddings, self.lm_bias, logit_scale)
+                return CausalLM(width, c.vocab_size, c.tie_embeddings, self.lm_bias, logit_scale)
             case "sequence-classification":
-                return SequenceClassifier(c.hidden_size, c.num_labels, 0.0, c.problem_type, bias=False)
+                return SequenceClassifier(width, c.num_labels, 0.0, c.problem_type, bias=False)
             case "token-classification":
-                return TokenClassifier(c.hidden_size, c.num_labels, dropout)
+                return TokenClassifier(width, c.num_labels, dropout)
             case "question-answering":
-                return ExtractiveQA(c.hidden_size)
+                return ExtractiveQA(width)
         return None
 
     @property

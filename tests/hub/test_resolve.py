@@ -5,9 +5,8 @@ import torch
 import transformers
 
 import modelcenter as mc
-from modelcenter.convert.bert import ARCH, CONFIG
+from modelcenter import registry
 from modelcenter.hub.resolve import resolve
-from modelcenter.models.bert import Bert, BertConfig
 from modelcenter.registry import list_models, preset, preset_names
 
 
@@ -59,18 +58,40 @@ def test_a_folder_without_a_checkpoint_does_not_hide_a_name(tmp_path, monkeypatc
     assert resolve("bert-base-cased", weights=False).repo == "google-bert/bert-base-cased"
 
 
-@pytest.mark.parametrize("name", [n for n in preset_names() if preset(n)["config"]["model_type"] == "bert"])
+@pytest.mark.parametrize("name", preset_names())
 def test_presets(name):
     """Each has fields that we and transformers understand alike, and the number of parameters that it says."""
     entry = preset(name)
-    assert entry["confirmed"] and set(entry) == {"hub", "revision", "parameters", "confirmed", "config"}
-    config = CONFIG.read(entry["config"], BertConfig)
+    assert set(entry) == {"hub", "revision", "parameters", "confirmed", "config"}
+    kind = entry["config"]["model_type"]
+    spec = registry.get(kind, entry["config"].get("architectures"))
+    config = spec.arch_map().config.read(entry["config"], spec.config_class())
     with torch.device("meta"):
-        ours = Bert(config, "base")
-        theirs = transformers.AutoModel.from_config(transformers.BertConfig.from_dict(dict(entry["config"])))
+        ours = spec.model_class()(config, "base")
     assert sum(p.numel() for p in ours.parameters()) == entry["parameters"]
-    assert sum(p.numel() for p in theirs.parameters()) == entry["parameters"]
-    assert ARCH.declared_task(config.architectures) in ("masked-lm", "base")
+    assert spec.arch_map().declared_task(config.architectures) is not None
+    if kind in transformers.CONFIG_MAPPING:
+        with torch.device("meta"):
+            theirs = transformers.AutoModel.from_config(transformers.CONFIG_MAPPING[kind](**entry["config"]))
+        assert sum(p.numel() for p in theirs.parameters()) == entry["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hub"),
+    [
+        ("gpt2", "openai-community/gpt2"),
+        ("gpt2-base", "openai-community/gpt2"),
+        ("gpt-j-6b", "EleutherAI/gpt-j-6b"),
+        ("CPM-Generate", "TsinghuaAI/CPM-Generate"),
+        ("bert-base-cased", "google-bert/bert-base-cased"),
+        ("facebook/opt-125m", "facebook/opt-125m"),
+    ],
+)
+def test_names_of_presets(name, hub):
+    """Our name, the Hub id, or that without its owner."""
+    assert preset(name)["hub"] == hub
+    if "/" not in name:
+        assert resolve(name, weights=False).repo == hub
 
 
 def test_names_of_the_bert_family():

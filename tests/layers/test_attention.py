@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine import ops
+from modelcenter.layers.marks import Marks
 from modelcenter.layers.packed_attention import Mask, _bucketed_sdpa, packed_attention
 from modelcenter.layers.packing import Packed
 
@@ -23,7 +24,8 @@ def packed(request):
     return Packed.from_cu_seqlens(ends, None, int(ends[-1]))
 
 
-KINDS = ("plain", "causal", "window", "bias", "causal bias", "grouped", "cross")
+KINDS = ("plain", "causal", "window", "bias", "causal bias", "grouped", "cross", "marks with bias")
+KINDS_OF_SEGMENTS = 3
 
 
 class Problem:
@@ -43,11 +45,18 @@ class Problem:
         self.inputs += [torch.randn(sum(keys), self.kv_heads * 3) for _ in range(2)]
         if "bias" in kind:
             self.inputs.append(torch.randn(heads, 2 * packed.max_seqlen + 3))
+        self.marks = None
+        if "marks" in kind:
+            context, span, segment = (torch.randint(0, n, (packed.num_tokens,)) for n in (2, 2, KINDS_OF_SEGMENTS))
+            self.marks = Marks.of(context, span, segment)
+            self.inputs.append(torch.randn(heads, KINDS_OF_SEGMENTS, KINDS_OF_SEGMENTS))
         self.scale = 0.7
 
     def ours(self, path, *inputs):
         q, k, v, *bias = inputs
-        mask = Mask(self.causal, self.window, *bias)
+        mask = Mask(self.causal, self.window, *bias[:1])
+        if self.marks is not None:
+            mask = Mask(bias=bias[0], marks=self.marks, others=bias[1])
         memory = self.memory if self.kind == "cross" else None
         if path == "sdpa":
             heads = self.heads, self.kv_heads
@@ -55,7 +64,7 @@ class Problem:
         more = {"kv_heads": self.kv_heads, "mask": mask, "memory": memory, "scale": self.scale}
         return packed_attention(q, k, v, self.packed, self.heads, **more)
 
-    def truth(self, q, k, v, bias=None):
+    def truth(self, q, k, v, bias=None, others=None):
         outs, at = [], 0
         for s, n in enumerate(self.packed.host_lengths()):
             a, b = self.memory.cu_seqlens[s : s + 2].tolist()
@@ -70,7 +79,10 @@ class Problem:
             scores = self.scale * one @ keys.transpose(1, 2)
             for i in range(n):
                 for j in range(b - a):
-                    if bias is not None:
+                    segments = [None, None] if others is None else [self.marks.values[at + x, 2] for x in (i, j)]
+                    if segments[0] != segments[1]:
+                        scores[:, i, j] = scores[:, i, j] + others[:, segments[0], segments[1]]
+                    elif bias is not None:
                         scores[:, i, j] = scores[:, i, j] + bias[:, bias.shape[1] // 2 + j - i]
             hidden = (
                 torch.tensor(
@@ -79,6 +91,12 @@ class Problem:
                 .view(n, b - a)
                 .bool()
             )
+            if self.marks is not None:
+                context, span, _ = self.marks.values[at : at + n].unbind(-1)
+                for i in range(n):
+                    for j in range(n):
+                        seen = context[j] == 1 or (context[i] == 0 and j <= i)
+                        hidden[i, j] = not (seen and span[i] == span[j])
             outs.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(0, 1).flatten(1))
             at += n
         return torch.cat(outs) if outs else q

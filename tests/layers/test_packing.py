@@ -40,6 +40,41 @@ def test_unpad_then_repad(side):
     assert torch.equal(ctx.positions, columns)  # as transformers: a token's position is its column
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_counted_positions(side):
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
+    mask = mask.flip(1) if side == "left" else mask
+    ctx = Packed.from_mask((3, 4), mask, torch.device("cpu"), count=True)
+    assert ctx.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["padded", "full", "packed"])
+def test_tokens_of_the_model_before_each_sequence(how):
+    """They are in no tensor of the caller's: where one comes in they are filled in, where one goes out left out."""
+    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 1]])
+    if how == "packed":
+        ctx = Packed.from_cu_seqlens(torch.tensor([0, 2, 2, 5], dtype=torch.int32), None, 5)
+        x = torch.tensor([[5, 6, 7, 8, 9]])
+    else:
+        mask = mask if how == "padded" else None
+        ctx = Packed.from_mask((3, 3), mask, torch.device("cpu"), count=True)
+        x = torch.tensor([[0, 5, 6], [0, 0, 0], [7, 8, 9]])
+    ctx = ctx.prefixed(2)
+    middle = [0, 0, 0] if how == "full" else []
+    first = [0, 5, 6] if how == "full" else [5, 6]
+    own = torch.tensor([1, 2])
+    assert ctx.unpad(x, prefix=own).tolist() == [1, 2, *first, 1, 2, *middle, 1, 2, 7, 8, 9]
+    assert ctx.unpad(x, -1).tolist() == [-1, -1, *first, -1, -1, *middle, -1, -1, 7, 8, 9]
+    assert torch.equal(ctx.repad(ctx.unpad(x)), x)
+    assert ctx.host_lengths() == [2 + len(first), 2 + len(middle), 5] and ctx.max_seqlen == 5
+    assert ctx.cu_seqlens.tolist() == [0, 2 + len(first), 4 + len(first) + len(middle), ctx.num_tokens]
+    assert ctx.positions.tolist() == [i for n in ctx.host_lengths() for i in range(n)]
+    vectors = torch.randn(*x.shape, 4)
+    prompts = torch.randn(2, 4)
+    assert torch.equal(ctx.unpad(vectors, prefix=prompts)[:2], prompts)
+    assert torch.equal(ctx.last(ctx.unpad(vectors, prefix=prompts))[2], vectors.flatten(0, 1)[-1])
+
+
 def test_packed_positions_restart():
     ctx = Packed.from_cu_seqlens(torch.tensor([0, 3, 3, 5], dtype=torch.int32), None, 5)
     assert ctx.positions.tolist() == [0, 1, 2, 0, 1] and ctx.max_seqlen == 3 and ctx.num_sequences == 3

@@ -1,0 +1,94 @@
+"""Checkpoints of Llama, Qwen2, Qwen3 and Mistral: rules and config of transformers' models of these names.
+
+Old files hold the buffers `rotary_emb.inv_freq`. Models for question answering say `transformer.` where others say
+`model.` (not Mistral's). `lm_head.weight` is left out where it is the embedding; old files may repeat it.
+"""
+
+from collections.abc import Mapping
+
+from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.rope import RopeFields
+from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, tied, untied
+
+BODY: tuple[Rule, ...] = (
+    Rename("embed_tokens.weight", "embed.weight"),
+    Rename("layers.{i}.input_layernorm.weight", "layers.{i}.attn_norm.weight"),
+    Rename("layers.{i}.self_attn.q_proj.*", "layers.{i}.attn.q.*"),
+    Rename("layers.{i}.self_attn.k_proj.*", "layers.{i}.attn.k.*"),
+    Rename("layers.{i}.self_attn.v_proj.*", "layers.{i}.attn.v.*"),
+    Rename("layers.{i}.self_attn.o_proj.*", "layers.{i}.attn.out.*"),
+    Rename("layers.{i}.self_attn.q_norm.weight", "layers.{i}.attn.q_norm.weight"),
+    Rename("layers.{i}.self_attn.k_norm.weight", "layers.{i}.attn.k_norm.weight"),
+    Rename("layers.{i}.post_attention_layernorm.weight", "layers.{i}.mlp_norm.weight"),
+    Rename("layers.{i}.mlp.gate_proj.*", "layers.{i}.mlp.gate.*"),
+    Rename("layers.{i}.mlp.up_proj.*", "layers.{i}.mlp.up.*"),
+    Rename("layers.{i}.mlp.down_proj.*", "layers.{i}.mlp.down.*"),
+    Rename("norm.weight", "final_norm.weight"),
+)
+
+PARTS = {
+    "lm": Part(
+        (
+            Tied("lm_head.weight", to="embed_tokens.weight", when=tied),
+            Rename("lm_head.weight", "weight", when=untied),
+        )
+    ),
+    # Two heads of one name: which one a file holds, its `architectures` say.
+    "score": Part((Rename("score.*", "*"),)),
+    "token score": Part((Rename("score.*", "*"),)),
+    "qa": Part((Rename("qa_outputs.*", "*"),)),
+}
+
+
+def tasks(name: str, qa_prefix: str = "transformer.") -> dict[str, Task]:
+    return {
+        "base": Task(f"{name}Model", prefix=""),
+        "causal-lm": Task(f"{name}ForCausalLM", {"lm": "head."}),
+        "sequence-classification": Task(f"{name}ForSequenceClassification", {"score": "head."}),
+        "token-classification": Task(f"{name}ForTokenClassification", {"token score": "head."}),
+        "question-answering": Task(f"{name}ForQuestionAnswering", {"qa": "head."}, prefix=qa_prefix, labels=2),
+    }
+
+
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "intermediate_size": "intermediate_size",
+    "hidden_act": "hidden_act",
+    "max_position_embeddings": "max_positions",
+    "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling",
+    "rms_norm_eps": "norm_eps",
+    "attention_dropout": "attention_dropout",
+    "classifier_dropout": "classifier_dropout",
+    "pad_token_id": "pad_token_id",
+    "initializer_range": "initializer_range",
+}
+HEAD_DIM = {"head_dim": "head_dim"}
+BIASES = {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+WINDOWS = {name: name for name in ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")}
+ROPE = RopeFields({"rope_theta": "rope_theta"})
+# In how many parts Meta's pretraining multiplied each matrix: the same products.
+IGNORED = frozenset({"pretraining_tp"})
+
+
+def llama_arch(model_type: str, name: str, fields: Mapping[str, str], qa_prefix: str = "transformer.") -> ArchMap:
+    """The rules of an architecture with Llama's names, whose config has these fields beside FIELDS."""
+    return ArchMap(
+        model_type=model_type,
+        prefix="model.",
+        body=BODY,
+        parts=PARTS,
+        tasks=tasks(name, qa_prefix),
+        config=ConfigMap({**FIELDS, **fields}, ignored=IGNORED, form=ROPE),
+        ignore=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|(cos|sin)_cached)",),
+    )
+
+
+ARCH = llama_arch("llama", "Llama", HEAD_DIM | BIASES)
+QWEN2 = llama_arch("qwen2", "Qwen2", WINDOWS)
+QWEN3 = llama_arch("qwen3", "Qwen3", WINDOWS | HEAD_DIM | {"attention_bias": "attention_bias"})
+MISTRAL = llama_arch("mistral", "Mistral", HEAD_DIM | {"sliding_window": "sliding_window"}, qa_prefix="model.")

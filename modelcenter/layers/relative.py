@@ -1,0 +1,48 @@
+"""Relative position bias of T5 (Raffel et al. 2019, arXiv:1910.10683, section 2.1), after transformers' T5Attention."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+_ROOM = 64  # the bias is made for a multiple of so many places, so that most batches find its buckets made
+
+
+class RelativeBias(nn.Module):
+    """A learnt number per head and bucket of distances; near distances have a bucket each, far ones share.
+
+    Attributes:
+        weight: (num_buckets, num_heads).
+    """
+
+    def __init__(self, num_buckets: int, num_heads: int, max_distance: int, bidirectional: bool):
+        """`max_distance`: from there on all share one bucket. `bidirectional`: half of the buckets are for later keys,
+        else these share the bucket of distance 0."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_buckets, num_heads).normal_(std=0.02))
+        self.max_distance, self.bidirectional = max_distance, bidirectional
+        self._made: tuple[int, Tensor] | None = None
+
+    def buckets(self, distance: Tensor) -> Tensor:
+        """The bucket of each place of a key minus that of its query, integers of any shape."""
+        num = self.weight.shape[0]
+        first = torch.zeros_like(distance)
+        if self.bidirectional:
+            num //= 2
+            first = (distance > 0).long() * num
+            distance = distance.abs()
+        else:
+            distance = -distance.clamp(max=0)
+        exact = num // 2
+        # Written as transformers has it: rounding decides between neighbouring buckets.
+        far = torch.log(distance.float() / exact) / math.log(self.max_distance / exact) * (num - exact)
+        far = (exact + far.clamp(min=0).long()).clamp(max=num - 1)
+        return first + torch.where(distance < exact, distance, far)
+
+    def forward(self, longest: int) -> Tensor:
+        """(heads, 2 * n - 1) as layers.packed_attention.Mask has it, n at least `longest`."""
+        device = self.weight.device
+        n = max(-(-longest // _ROOM), 1) * _ROOM
+        if self._made is None or self._made[0] != n or self._made[1].device != device:
+            self._made = n, self.buckets(torch.arange(1 - n, n, device=device))
+        return self.weight.t().index_select(1, self._made[1])

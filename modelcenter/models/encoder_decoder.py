@@ -1,0 +1,338 @@
+"""What encoder-decoders share: two sides of units, their inputs, their heads and their outputs.
+
+    x, ctx = self.begin(batch)                 # the encoder's tokens
+    x = each unit of self.encoder.layers
+    y, ctx = self.begin_decoder(batch)         # the decoder's
+    ctx.memory = (x, the encoder's ctx)
+    y = each unit of self.decoder.layers
+    return self.end(y, ctx, batch)
+
+In generation the encoder runs in the first forward; cross-attention layers remember its keys in the cache.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.loss import IGNORE_INDEX
+from modelcenter.layers.cache import KVCache, past_of
+from modelcenter.layers.heads import DenseClassifier, ExtractiveQA, Seq2SeqLM, TokenClassifier
+from modelcenter.layers.packing import Packed
+from modelcenter.models.base import Batch, Model
+from modelcenter.models.outputs import ModelOutput
+
+_CACHE = ("past_key_values", "use_cache")
+
+
+class Side(nn.Module):
+    """The encoder or the decoder: blocks, the norm after them, and what else a subclass gives it."""
+
+    def __init__(self, layers: nn.ModuleList, final_norm: nn.Module):
+        super().__init__()
+        self.layers = layers
+        self.final_norm = final_norm
+
+
+class EncoderDecoder(Model):
+    """Base of models with an encoder and a decoder. A subclass builds `embed`, `encoder`, `decoder` and `head`, and
+    says what precedes (`enter`) and follows (`leave`) the units of a side.
+
+    Token classification has no decoder. A sequence is classified by what the decoder, which is given the input moved
+    one place to the right, makes of its last end-of-sequence token; question answering reads all tokens of it.
+    """
+
+    splits_into_stages = False
+    is_encoder_decoder = True
+    tasks = ("base", "seq2seq-lm", "sequence-classification", "token-classification", "question-answering")
+
+    embed: nn.Embedding
+    encoder: Side
+    decoder: Side | None
+
+    def make_head(self, task: str, dropout: float = 0.0, logit_scale: float = 1.0) -> nn.Module | None:
+        """The head of `task`. dropout: of a classifier. logit_scale: of what goes into the vocabulary."""
+        c: Any = self.config
+        match task:
+            case "seq2seq-lm":
+                return Seq2SeqLM(c.hidden_size, c.vocab_size, c.tie_embeddings, scale=logit_scale)
+            case "sequence-classification":
+                return DenseClassifier(c.hidden_size, c.num_labels, dropout, c.problem_type)
+            case "token-classification":
+                return TokenClassifier(c.hidden_size, c.num_labels, dropout)
+            case "question-answering":
+                return ExtractiveQA(c.hidden_size)
+        return None
+
+    # -- the protocol -------------------------------------------------------------------------------------------------
+
+    @property
+    def units(self) -> nn.ModuleList:
+        """The units of both sides, in order."""
+        return nn.ModuleList([*self.encoder.layers, *(() if self.decoder is None else self.decoder.layers)])
+
+    def enter(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
+        """Embeddings (T, hidden_size) as the units of a side take them."""
+        return x
+
+    def leave(self, x: Tensor, side: Side) -> Tensor:
+        """The final hidden states (T, hidden_size) of a side."""
+        return side.final_norm(x)
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
+        """The encoder's embeddings."""
+        batch = {name: value for name, value in batch.items() if name not in _CACHE}
+        ctx = self.pack(batch)
+        return self.enter(self.embedded(batch, ctx, self.embed), ctx, self.encoder), ctx
+
+    def begin_decoder(self, batch: Batch) -> tuple[Tensor, Packed]:
+        """The decoder's embeddings.
+
+        Raises:
+            ValueError: there is nothing to make its inputs of, or they do not fit.
+        """
+        assert self.decoder is not None
+        batch = self.decoder_inputs(batch)
+        ctx = self.pack(batch, "decoder_")
+        return self.enter(self.embedded(batch, ctx, self.embed, "decoder_"), ctx, self.decoder), ctx
+
+    def run(self, batch: Batch) -> ModelOutput:
+        wanted = bool(batch.get("output_hidden_states"))
+        cache = past_of(batch)
+        if cache is not None:
+            batch = {**batch, "past_key_values": cache}
+        if cache is not None and cache.lengths:
+            states, memory, encoded = None, None, None
+        else:
+            states, memory, encoded = self._encode(batch, wanted)
+        if self.decoder is None:
+            assert states is not None and memory is not None
+            return self._with_states(self.end(states, memory, batch), "", states, memory, encoded)
+        x, ctx = self.begin_decoder(batch)
+        if states is not None and memory is not None:
+            if ctx.num_sequences != memory.num_sequences:
+                raise ValueError(
+                    f"the encoder has {memory.num_sequences} sequences and the decoder {ctx.num_sequences}; "
+                    "input_ids and decoder_input_ids (or labels) must agree in rows; packed ones take cu_seqlens and "
+                    "decoder_cu_seqlens"
+                )
+            split = self.token_split
+            ctx.memory = (states if split is None else split.to_units(states), memory)
+        hidden = [x] if wanted else None
+        x = self.leave(self.through(self.decoder.layers, x, ctx, hidden), self.decoder)
+        out = self.end(x, ctx, batch)
+        if cache is not None:
+            cache.end()
+            out["past_key_values"] = cache
+        if wanted:
+            self._with_states(out, "decoder_", x, ctx, hidden)
+        if states is not None and memory is not None and (wanted or not self.training):
+            self._with_states(out, "encoder_", states, memory, encoded)
+        return out
+
+    def _encode(self, batch: Batch, wanted: bool) -> tuple[Tensor, Packed, list[Tensor] | None]:
+        """The encoder's final states, and what its units gave, or what the caller has of an earlier forward."""
+        if (given := batch.get("encoder_outputs")) is None:
+            x, ctx = self.begin(batch)
+            hidden = [x] if wanted else None
+            return self.leave(self.through(self.encoder.layers, x, ctx, hidden), self.encoder), ctx, hidden
+        found = given if isinstance(given, Tensor) else given[0]
+        rest = {name: value for name, value in batch.items() if name not in ("input_ids", *_CACHE)}
+        ctx = self.pack({**rest, "inputs_embeds": found})
+        return ctx.unpad(found), ctx, None
+
+    @staticmethod
+    def _with_states(
+        out: ModelOutput, prefix: str, last: Tensor, ctx: Packed, hidden: list[Tensor] | None
+    ) -> ModelOutput:
+        """Add the hidden states of a side to the outputs, in transformers' names."""
+        name = "last_hidden_state" if prefix == "decoder_" else f"{prefix}last_hidden_state"
+        if prefix or hidden is not None:
+            out[name] = ctx.repad(last)
+        if hidden is not None:
+            out[f"{prefix}hidden_states"] = tuple(ctx.repad(state) for state in [*hidden[:-1], last])
+        return out
+
+    def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
+        if self.task == "base":
+            return ModelOutput(last_hidden_state=ctx.repad(x))
+        counts, head = self.counts(batch), self.head
+        match self.task:
+            case "seq2seq-lm":
+                out = head(x, ctx, batch, counts["loss"], self.embed.weight, self.wants_logits(batch))
+            case "sequence-classification":
+                out = head(ctx.at(x, self._ends(ctx, batch)), batch, counts)
+            case _:
+                out = head(x, ctx, batch, counts)
+        order = ("loss", "start_logits", "end_logits", "logits")
+        if self.task != "question-answering":
+            order = ("loss", "logits")
+        return ModelOutput((name, out[name]) for name in order if name in out)
+
+    # -- the decoder's inputs -----------------------------------------------------------------------------------------
+
+    def decoder_inputs(self, batch: Batch) -> dict[str, Any]:
+        """The batch with decoder inputs: the caller's, else the labels (the input, for heads that read the input
+        again) moved one place to the right inside each sequence.
+
+        Where labels are padded at the end of a row, the decoder has no tokens there.
+        """
+        batch = dict(batch)
+        if batch.get("decoder_input_ids") is None and batch.get("decoder_inputs_embeds") is None:
+            if self.task in ("sequence-classification", "question-answering"):
+                source = batch.get("input_ids")
+                for name in ("attention_mask", "cu_seqlens", "max_seqlen"):
+                    if batch.get(name) is not None:
+                        batch[f"decoder_{name}"] = batch[name]
+            else:
+                source = batch.get("labels") if self.task == "seq2seq-lm" else None
+                said = (batch.get("decoder_attention_mask"), batch.get("decoder_cu_seqlens"))
+                if source is not None and said == (None, None):
+                    labelled = (source != IGNORE_INDEX).flip(1).cumsum(1).flip(1) > 0
+                    batch["decoder_attention_mask"] = labelled
+            if source is None:
+                needed = "labels" if self.task == "seq2seq-lm" else "input_ids"
+                also = f" or {needed}, of which the decoder's inputs are made" if self.task != "base" else ""
+                raise ValueError(f"decoder_input_ids: pass them{also}")
+            ends, mask = batch.get("decoder_cu_seqlens"), batch.get("decoder_attention_mask")
+            batch["decoder_input_ids"] = self.shift_right(source, mask, ends)
+        return batch
+
+    def shift_right(self, ids: Tensor, mask: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+        """ids (batch, seq), or packed (1, T) with `ends`, moved one place to the right inside each sequence: a start
+        token first, padding for -100. `mask` (batch, seq) is 0 where there is no token."""
+        c: Any = self.config
+        moved = ids.roll(1, 1)
+        moved = moved.masked_fill(moved == IGNORE_INDEX, c.pad_token_id)
+        if not ids.numel():
+            return moved
+        if ends is not None:
+            # A sequence of no token begins where another does, or behind all of them.
+            first = torch.zeros(ids.shape[1] + 1, dtype=torch.bool, device=ids.device)
+            first[ends[:-1].long()] = True
+            moved = moved.masked_fill(first[:-1], c.decoder_start_token_id)
+        elif mask is not None:
+            at = mask.int().argmax(1, keepdim=True)
+            moved = moved.scatter(1, at, c.decoder_start_token_id)
+        else:
+            moved[:, 0] = c.decoder_start_token_id
+        return moved
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """transformers' name of `shift_right`, which its data collator calls."""
+        return self.shift_right(labels)
+
+    def _ends(self, ctx: Packed, batch: Batch) -> Tensor:
+        """(n,) number among all tokens of each sequence's last end-of-sequence token.
+
+        Raises:
+            ValueError: a sequence has none.
+        """
+        c: Any = self.config
+        if (ids := batch.get("input_ids")) is None:
+            raise ValueError("input_ids: sequence classification looks for the last eos_token_id in them; pass them")
+        if tuple(ids.shape) != ctx.shape:
+            raise ValueError(f"decoder_input_ids: got shape {ctx.shape}, expected that of input_ids {tuple(ids.shape)}")
+        flat = ids.flatten()
+        flat = flat if ctx.indices is None else flat.index_select(0, ctx.indices)
+        numbers = torch.arange(flat.numel(), device=flat.device)
+        stops = ctx.cu_seqlens[1 : ctx.num_sequences + 1].long()
+        rows = torch.searchsorted(stops, numbers, right=True)
+        numbers = numbers.masked_fill(flat != c.eos_token_id, -1)
+        last = numbers.new_full((ctx.num_sequences,), -1).scatter_reduce(0, rows, numbers, "amax")
+        if bool((last < 0).any()):
+            raise ValueError(
+                f"input_ids: row {int((last < 0).nonzero()[0])} has no end-of-sequence token (eos_token_id is "
+                f"{c.eos_token_id}), by which this model classifies a sequence; tokenizers of this family add it"
+            )
+        return last
+
+    # -- the rest of the protocol -------------------------------------------------------------------------------------
+
+    def tp_plan(self) -> dict[str, str]:
+        plan = {"embed": "vocab"}
+        for pattern, style in super().tp_plan().items():
+            if pattern.startswith("layers."):
+                for side in ("encoder",) if self.decoder is None else ("encoder", "decoder"):
+                    plan[f"{side}.{pattern}"] = style
+        if self.decoder is not None:
+            plan |= {f"decoder.layers.*.cross.{name}": "colwise" for name in "qkv"}
+            plan["decoder.layers.*.cross.out"] = "rowwise"
+        if self.task == "seq2seq-lm":
+            plan |= {f"head.{name}": "vocab" for name, _ in self.head.named_parameters()}
+        return plan
+
+    def loss_counts(self, batch: Batch) -> dict[str, int]:
+        if self.head is None:
+            raise ValueError("task 'base' has no head, so no loss; load the model with a task")
+        return self.head.counts(batch)
+
+    def empty_batch(self) -> dict[str, Any]:
+        batch = super().empty_batch()
+        none = batch["input_ids"]
+        match self.task:
+            case "seq2seq-lm" | "token-classification":
+                batch["labels"] = none
+            case "question-answering":
+                batch |= {"start_positions": none[0], "end_positions": none[0]}
+            case "sequence-classification":
+                batch["labels"] = self.head.empty_labels(none.device)
+        if self.task == "seq2seq-lm":
+            batch |= {"decoder_cu_seqlens": batch["cu_seqlens"], "decoder_max_seqlen": 0}
+        elif self.task == "base":
+            batch |= {"decoder_input_ids": none, "decoder_cu_seqlens": batch["cu_seqlens"], "decoder_max_seqlen": 0}
+        return batch
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        encoder_outputs: Any = None,
+        labels: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        decoder_cu_seqlens: Tensor | None = None,
+        decoder_max_seqlen: int | None = None,
+        loss_counts: Mapping[str, Any] | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_logits: bool | None = None,
+        logits_to_keep: int = 0,
+        output_hidden_states: bool = False,
+    ) -> ModelOutput:
+        """Run the model.
+
+        Args:
+            input_ids: (batch, seq), or packed (1, T) with cu_seqlens. attention_mask: (batch, seq), 1 at tokens and 0
+                at padding. inputs_embeds: (batch, seq, hidden_size) in place of input_ids.
+            decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds: the same for the decoder; None: made of
+                the labels, or for classification and question answering of the input.
+            encoder_outputs: (batch, seq, hidden_size), or what holds them first, in place of running the encoder;
+                attention_mask or cu_seqlens still say where its tokens are.
+            labels: (batch, decoder seq), or packed (1, T) with decoder_cu_seqlens: what to predict at each token of the
+                decoder, -100 for nothing. As input_ids for token classification; (batch,) for classification.
+            start_positions, end_positions: (batch,).
+            past_key_values: what an earlier forward with use_cache=True returned. Only decoder_input_ids are needed
+                then, as many new ones for each row: the keys of the encoder's states are remembered.
+            cu_seqlens, decoder_cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen,
+                decoder_max_seqlen: the longest (else read from them). One side may be packed, the other padded.
+            loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
+                for a loss of one term. output_logits: None leaves vocabulary logits out in training with labels.
+            logits_to_keep: 1: logits of each decoder sequence's last token only. 0: of all.
+
+        Raises:
+            ValueError: inputs that do not fit together or the model, naming the field.
+        """
+        batch = {name: value for name, value in locals().items() if name != "self" and value is not None}
+        if logits_to_keep not in (0, 1):
+            raise ValueError(f"logits_to_keep: got {logits_to_keep}, expected 0 (all tokens) or 1 (the last)")
+        return self.run(batch)

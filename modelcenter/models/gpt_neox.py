@@ -1,0 +1,92 @@
+"""GPT-NeoX and Pythia (Black et al. 2022, arXiv:2204.06745), after transformers' GPTNeoXModel and its heads."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from engine.ops import dropout
+from modelcenter.config import ModelConfig
+from modelcenter.layers.attention import SelfAttention
+from modelcenter.layers.block import ParallelBlock, PreNormBlock
+from modelcenter.layers.mlp import ACTIVATIONS, MLP
+from modelcenter.layers.packing import Packed
+from modelcenter.layers.rotary import Rotary
+from modelcenter.models.base import Batch
+from modelcenter.models.decoder import Decoder
+
+
+@dataclass(kw_only=True)
+class GPTNeoXConfig(ModelConfig):
+    """Fields of GPT-NeoX; sizes count elements, dropouts are probabilities.
+
+    rotary_fraction: of a head's channels, how many turn. parallel_residual: attention and feed-forward read the same
+    hidden states. rope_scaling: see layers.rotary.Rotary.
+    """
+
+    model_type: ClassVar[str] = "gpt_neox"
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    hidden_act: str = "gelu"
+    max_positions: int = 2048
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    rotary_fraction: float = 0.25
+    parallel_residual: bool = True
+    attention_bias: bool = True
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    classifier_dropout: float = 0.1
+    initializer_range: float = 0.02
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.hidden_size % self.num_heads == 0, "hidden_size", f"a multiple of num_heads={self.num_heads}")
+        self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+        turning = self.rotary_dim
+        self.require(turning > 0 and turning % 2 == 0, "rotary_fraction", "an even number of a head's channels")
+        for name in ("dropout", "attention_dropout", "classifier_dropout"):
+            self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that turn."""
+        return int(self.hidden_size // self.num_heads * self.rotary_fraction)
+
+
+class GPTNeoX(Decoder):
+    """GPT-NeoX with the head of `task`. Body names do not depend on the task."""
+
+    config_class = GPTNeoXConfig
+
+    def __init__(self, config: GPTNeoXConfig, task: str = "base"):
+        super().__init__(config, task)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling)
+        self.layers = nn.ModuleList(self._block(config) for _ in range(config.num_layers))
+        self.final_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self.head = self.make_head(task, config.classifier_dropout)
+
+    @staticmethod
+    def _block(c: GPTNeoXConfig) -> nn.Module:
+        attn = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, bias=c.attention_bias, causal=True)
+        mlp = MLP(c.hidden_size, c.intermediate_size, c.hidden_act)
+
+        def norm() -> nn.Module:
+            return nn.LayerNorm(c.hidden_size, c.norm_eps)
+
+        if c.parallel_residual:
+            return ParallelBlock(attn, mlp, norm, c.dropout, mlp_norm=True)
+        return PreNormBlock(attn, mlp, norm, c.dropout)
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
+        ctx = self.pack(batch)
+        x = dropout(self.embedded(batch, ctx, self.embed), self.config.dropout, self.training)
+        ctx.rotary = self.rotary(ctx.positions, x.dtype)
+        return x, ctx

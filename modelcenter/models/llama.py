@@ -1,0 +1,142 @@
+"""Llama 1 to 3 (Touvron et al. 2023, arXiv:2302.13971; Dubey et al. 2024, arXiv:2407.21783), after transformers'
+LlamaModel and its heads; and the body that Qwen, Mistral and MiniCPM share with it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from modelcenter.config import ModelConfig
+from modelcenter.layers.attention import SelfAttention
+from modelcenter.layers.block import PreNormBlock
+from modelcenter.layers.mlp import ACTIVATIONS, GatedMLP
+from modelcenter.layers.norm import RMSNorm
+from modelcenter.layers.packing import Packed
+from modelcenter.layers.rotary import Rotary
+from modelcenter.models.base import Batch
+from modelcenter.models.decoder import Decoder
+
+
+@dataclass(kw_only=True)
+class LlamaBodyConfig(ModelConfig):
+    """Fields that all of them have; sizes count elements, dropouts are probabilities.
+
+    num_kv_heads: heads of keys and values, None: num_heads. head_dim: None: hidden_size / num_heads. rope_scaling: see
+    layers.rotary.Rotary. pad_token_id: its embedding does not train.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int
+    hidden_act: str = "silu"
+    max_positions: int = 2048
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    norm_eps: float = 1e-6
+    attention_dropout: float = 0.0
+    classifier_dropout: float | None = None
+    pad_token_id: int | None = None
+    initializer_range: float = 0.02
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_kv_heads is None:
+            self.num_kv_heads = self.num_heads
+        if self.head_dim is None:
+            self.require(self.hidden_size % self.num_heads == 0, "hidden_size", f"a multiple of {self.num_heads} heads")
+            self.head_dim = self.hidden_size // self.num_heads
+        self.require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", f"a divisor of {self.num_heads} heads")
+        self.require(self.head_dim % 2 == 0, "head_dim", "an even number: rotary turns pairs of channels")
+        self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+        self.require(0 <= self.attention_dropout < 1, "attention_dropout", "a probability, 0 <= p < 1")
+        pad = self.pad_token_id
+        self.require(
+            pad is None or -self.vocab_size <= pad < self.vocab_size, "pad_token_id", "an id of the vocabulary"
+        )
+
+
+@dataclass(kw_only=True)
+class LlamaConfig(LlamaBodyConfig):
+    """Fields of Llama. attention_bias: of q, k, v and out; mlp_bias: of gate, up and down."""
+
+    model_type: ClassVar[str] = "llama"
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+class LlamaBody(Decoder):
+    """Grouped attention with rotary positions and a gated feed-forward, each after an RMSNorm.
+
+    A subclass says how its attention and feed-forward differ.
+    """
+
+    config: Any
+
+    def __init__(self, config: LlamaBodyConfig, task: str = "base"):
+        super().__init__(config, task)
+        c, width = config, config.hidden_size
+        assert c.head_dim is not None
+        self.embed = nn.Embedding(c.vocab_size, width, padding_idx=c.pad_token_id)
+        self.rotary = Rotary(self.rotary_dim, c.rope_theta, c.rope_scaling, c.max_positions)
+        self.layers = nn.ModuleList(
+            PreNormBlock(
+                self.attention(i), self.mlp(), lambda: RMSNorm(width, c.norm_eps), 0.0, scale=self.branch_scale
+            )
+            for i in range(c.num_layers)
+        )
+        self.final_norm = RMSNorm(width, c.norm_eps)
+        self.head = self.make_head(
+            task, 0.1 if c.classifier_dropout is None else c.classifier_dropout, self.logit_scale
+        )
+
+    # What multiplies the embeddings, each branch, and what goes into the vocabulary (MiniCPM).
+    embedding_scale: float = 1.0
+    branch_scale: float = 1.0
+    logit_scale: float = 1.0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that turn."""
+        return self.config.head_dim
+
+    def attention(self, layer: int, **options: Any) -> nn.Module:
+        """The attention of layer 0, 1, ...; options: of SelfAttention."""
+        c = self.config
+        sizes = {"num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
+        return SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, causal=True, **sizes, **options)
+
+    def mlp(self) -> nn.Module:
+        return GatedMLP(self.config.hidden_size, self.config.intermediate_size, self.config.hidden_act)
+
+    def check_length(self, longest: int) -> None:
+        """Raise ValueError for a sequence of more tokens than the net is made for."""
+        self.rotary.check_length(longest)
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
+        ctx = self.pack(batch)
+        x = self.embedded(batch, ctx, self.embed)
+        if self.embedding_scale != 1.0 and batch.get("inputs_embeds") is None:
+            x = x * self.embedding_scale
+        self.check_length((0 if ctx.cache is None else len(ctx.cache)) + ctx.max_seqlen)
+        ctx.rotary = self.rotary(ctx.positions, x.dtype)
+        return x, ctx
+
+
+class Llama(LlamaBody):
+    """Llama with the head of `task`. Body names do not depend on the task."""
+
+    config_class = LlamaConfig
+
+    def attention(self, layer: int, **options: Any) -> nn.Module:
+        return super().attention(layer, bias=self.config.attention_bias, **options)
+
+    def mlp(self) -> nn.Module:
+        c = self.config
+        return GatedMLP(c.hidden_size, c.intermediate_size, c.hidden_act, c.mlp_bias)

@@ -1,0 +1,94 @@
+"""OPT (Zhang et al. 2022, arXiv:2205.01068), after transformers' OPTModel and its heads."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from modelcenter.config import ModelConfig
+from modelcenter.layers.attention import SelfAttention
+from modelcenter.layers.block import PostNormBlock, PreNormBlock
+from modelcenter.layers.linear import Linear
+from modelcenter.layers.mlp import ACTIVATIONS, MLP
+from modelcenter.layers.packing import Packed
+from modelcenter.models.base import Batch
+from modelcenter.models.decoder import Decoder
+
+OFFSET = 2  # rows of the position table before the first position
+NORM_EPS = 1e-5  # which no config changes
+
+
+@dataclass(kw_only=True)
+class OPTConfig(ModelConfig):
+    """Fields of OPT; sizes count elements, dropouts are probabilities.
+
+    embedding_size: width of a word's embedding where it is not hidden_size (opt-350m): projections then stand before
+    the first layer and after the last. pre_norm: each block begins with its norms; off, it ends with them, and there is
+    no norm after the last. remove_final_norm: a pre-norm model has none either (some files before transformers 4.20).
+    """
+
+    model_type: ClassVar[str] = "opt"
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    embedding_size: int | None = None  # hidden_size
+    hidden_act: str = "relu"
+    max_positions: int = 2048
+    pre_norm: bool = True
+    remove_final_norm: bool = False
+    bias: bool = True
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    pad_token_id: int | None = 1
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.hidden_size % self.num_heads == 0, "hidden_size", f"a multiple of num_heads={self.num_heads}")
+        self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+        for name in ("dropout", "attention_dropout"):
+            self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
+
+
+class OPT(Decoder):
+    """OPT with the head of `task`. Body names do not depend on the task."""
+
+    config_class = OPTConfig
+    tasks = ("base", "causal-lm", "sequence-classification", "question-answering")
+    counts_positions = True
+
+    def __init__(self, config: OPTConfig, task: str = "base"):
+        super().__init__(config, task)
+        c, width = config, config.hidden_size
+        narrow = c.embedding_size or width
+        self.embed = nn.Embedding(c.vocab_size, narrow, padding_idx=c.pad_token_id)
+        self.position = nn.Embedding(c.max_positions + OFFSET, width)
+        projected = narrow != width
+        self.project_in = Linear(narrow, width, bias=False) if projected else None
+        self.layers = nn.ModuleList(self._block(c) for _ in range(c.num_layers))
+        normed = c.pre_norm and not c.remove_final_norm
+        self.final_norm = nn.LayerNorm(width, NORM_EPS) if normed else nn.Identity()
+        self.project_out = Linear(width, narrow, bias=False) if projected else None
+        self.head = self.make_head(task, width=narrow)
+
+    @staticmethod
+    def _block(c: OPTConfig) -> nn.Module:
+        attn = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, bias=c.bias, causal=True)
+        mlp = MLP(c.hidden_size, c.intermediate_size, c.hidden_act, c.bias)
+        if c.pre_norm:
+            return PreNormBlock(attn, mlp, lambda: nn.LayerNorm(c.hidden_size, NORM_EPS), c.dropout)
+        return PostNormBlock(attn, mlp, c.hidden_size, NORM_EPS, c.dropout)
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
+        ctx = self.pack(batch)
+        self.check_positions(batch, ctx, self.config.max_positions)
+        x = self.embedded(batch, ctx, self.embed)
+        x = x if self.project_in is None else self.project_in(x)
+        return x + self.position(ctx.positions + OFFSET), ctx
+
+    def finish(self, x: Tensor) -> Tensor:
+        x = self.final_norm(x)
+        return x if self.project_out is None else self.project_out(x)

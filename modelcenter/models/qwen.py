@@ -1,0 +1,83 @@
+"""Qwen2 and 2.5 (arXiv:2407.10671) and Qwen3 (arXiv:2505.09388), after transformers' Qwen2Model and Qwen3Model."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from modelcenter.models.llama import LlamaBody, LlamaBodyConfig
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+@dataclass(kw_only=True)
+class Qwen2Config(LlamaBodyConfig):
+    """Fields of Qwen2.
+
+    sliding_window: tokens that a "sliding_attention" layer of `layer_types` sees; without layer_types those from
+    max_window_layers on are, and only with use_sliding_window.
+    """
+
+    model_type: ClassVar[str] = "qwen2"
+
+    max_positions: int = 32768
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_head_dim()
+        if not self.use_sliding_window:
+            self.sliding_window = None
+        if self.layer_types is None:
+            slide = self.sliding_window is not None
+            self.layer_types = [KINDS[slide and i >= self.max_window_layers] for i in range(self.num_layers)]
+        known = len(self.layer_types) == self.num_layers and set(self.layer_types) <= set(KINDS)
+        self.require(known, "layer_types", f"{self.num_layers} (num_layers) of {' or '.join(KINDS)}")
+
+    def _check_head_dim(self) -> None:
+        whole = self.head_dim == self.hidden_size // self.num_heads
+        self.require(whole, "head_dim", "hidden_size / num_heads: the config.json of Qwen2 cannot say otherwise")
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that layer 0, 1, ... sees; None: all."""
+        assert self.layer_types is not None
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+
+@dataclass(kw_only=True)
+class Qwen3Config(Qwen2Config):
+    """Fields of Qwen3, whose head_dim is its own. attention_bias: of q, k, v and out."""
+
+    model_type: ClassVar[str] = "qwen3"
+
+    head_dim: int | None = 128
+    attention_bias: bool = False
+
+    def _check_head_dim(self) -> None:
+        pass
+
+
+class Qwen2(LlamaBody):
+    """Qwen2 with the head of `task`: q, k and v have a bias."""
+
+    config_class = Qwen2Config
+
+    def attention(self, layer: int, **options: Any) -> nn.Module:
+        return super().attention(layer, bias=True, out_bias=False, window=self.config.window(layer))
+
+
+class Qwen3(LlamaBody):
+    """Qwen3 with the head of `task`: heads of q and k are normed before they turn."""
+
+    config_class = Qwen3Config
+
+    def attention(self, layer: int, **options: Any) -> nn.Module:
+        c = self.config
+        return super().attention(layer, bias=c.attention_bias, window=c.window(layer), norm_eps=c.norm_eps)
+
+    def tp_plan(self) -> dict[str, str]:
+        # Each rank norms its own heads.
+        return super().tp_plan() | {"layers.*.attn.q_norm": "partial", "layers.*.attn.k_norm": "partial"}

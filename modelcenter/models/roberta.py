@@ -1,0 +1,107 @@
+"""RoBERTa (Liu et al. 2019, arXiv:1907.11692) and XLM-R (Conneau et al. 2020, arXiv:1911.02116), after transformers'
+RobertaModel and its heads: BERT's body with positions that count from after the padding's.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from modelcenter.layers.heads import DenseClassifier
+from modelcenter.layers.packing import Packed
+from modelcenter.models.base import Batch
+from modelcenter.models.encoder import Encoder, EncoderConfig
+
+
+@dataclass(kw_only=True)
+class RobertaConfig(EncoderConfig):
+    """Fields of RoBERTa; the first pad_token_id + 1 of `max_positions` rows of its position table hold no token."""
+
+    model_type: ClassVar[str] = "roberta"
+
+    pad_token_id: int | None = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pad = self.pad_token_id
+        known = pad is not None and 0 <= pad < min(self.max_positions, self.vocab_size)
+        self.require(known, "pad_token_id", "an id below vocab_size and max_positions: positions count on from it")
+
+    @property
+    def first_position(self) -> int:
+        """The row of the position table that a sequence's first token takes."""
+        assert self.pad_token_id is not None
+        return self.pad_token_id + 1
+
+    @property
+    def max_tokens(self) -> int:
+        return self.max_positions - self.first_position
+
+
+@dataclass(kw_only=True)
+class XLMRobertaConfig(RobertaConfig):
+    """RoBERTa's fields."""
+
+    model_type: ClassVar[str] = "xlm-roberta"
+
+
+class Roberta(Encoder):
+    """RoBERTa with the head of `task`."""
+
+    config_class = RobertaConfig
+    pooled_tasks = ("base", "multiple-choice")
+
+    config: RobertaConfig
+
+    def __init__(self, config: RobertaConfig, task: str = "base"):
+        super().__init__(config, task)
+        self.position.padding_idx = config.pad_token_id
+
+    def make_head(self, task: str) -> nn.Module | None:
+        c = self.config
+        if task == "sequence-classification":
+            return DenseClassifier(c.hidden_size, c.num_labels, c.head_dropout, c.problem_type)
+        return super().make_head(task)
+
+    def placed(self, batch: Batch) -> Batch:
+        """Tokens count up from first_position in their sequence; padding among them takes no number.
+
+        With inputs_embeds nothing tells what is padding, so every column counts.
+        """
+        if batch.get("position_ids") is not None:
+            return batch
+        c = self.config
+        ids, embeds = batch.get("input_ids"), batch.get("inputs_embeds")
+        mask, ends = batch.get("attention_mask"), batch.get("cu_seqlens")
+        if ids is not None and ids.dim() == 2:
+            real = ids != c.pad_token_id
+            if mask is not None and mask.shape == ids.shape:
+                real = real & mask.bool()
+        elif ids is None and embeds is not None and embeds.dim() == 3:
+            real = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+        else:
+            return batch  # `pack` says what is wrong with it
+        count = real.cumsum(1)
+        if ends is not None and ends.numel() > 1:
+            before = F.pad(count[0], (1, 0))[ends[:-1].long().clamp(0, count.shape[1])]
+            token = torch.arange(count.shape[1], device=ends.device)
+            count = count - before[torch.bucketize(token, ends[1:], right=True).clamp(max=ends.numel() - 2)]
+        return {**batch, "position_ids": count * real + c.first_position - 1}
+
+    def check_positions(self, batch: Batch, ctx: Packed, most: int) -> None:
+        columns = batch.get("input_ids") is None and not ctx.packed
+        longest, usable = ctx.shape[1] if columns else ctx.max_seqlen, self.config.max_tokens
+        if batch.get("position_ids") is None and longest > usable:
+            raise ValueError(
+                f"input_ids: a sequence has {longest} tokens, this model takes {usable}: its position table has {most} "
+                f"rows (max_positions), of which the first {self.config.first_position} are the padding's; truncate to "
+                f"{usable}"
+            )
+
+
+class XLMRoberta(Roberta):
+    """XLM-R with the head of `task`: RoBERTa in a hundred languages."""
+
+    config_class = XLMRobertaConfig

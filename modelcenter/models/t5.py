@@ -1,0 +1,200 @@
+"""T5 v1.0 (Raffel et al. 2019, arXiv:1910.10683), v1.1, Flan-T5, mT5 and umT5, after transformers' models of them.
+
+The head's matrix is the embedding or its own, and what goes into it is scaled or not: two flags that do not depend on
+each other. v1.0 ties and scales; v1.1, Flan-T5 and mT5 do neither.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from engine.ops import dropout
+from modelcenter.config import ModelConfig
+from modelcenter.layers.attention import CrossAttention, SelfAttention
+from modelcenter.layers.block import PreNormBlock
+from modelcenter.layers.mlp import ACTIVATIONS, MLP, GatedMLP
+from modelcenter.layers.norm import RMSNorm
+from modelcenter.layers.packing import Packed
+from modelcenter.layers.relative import RelativeBias
+from modelcenter.models.encoder_decoder import EncoderDecoder, Side
+
+
+@dataclass(kw_only=True)
+class T5Config(ModelConfig):
+    """Fields of T5; sizes count elements, dropouts are probabilities.
+
+    Attributes:
+        num_layers: of the encoder; num_decoder_layers: None: as many. head_dim: num_heads of these need not make
+            hidden_size. gated: the feed-forward network has a gate, with the activation.
+        scale_decoder_outputs: multiply the decoder's states by hidden_size ** -0.5 before the vocabulary. None: when
+            embeddings are tied.
+        bias_per_layer: every layer has a relative position bias of its own, not one for each side.
+    """
+
+    model_type: ClassVar[str] = "t5"
+    is_encoder_decoder: ClassVar[bool] = True
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_decoder_layers: int | None = None
+    num_heads: int
+    head_dim: int = 64
+    intermediate_size: int
+    hidden_act: str = "relu"
+    gated: bool = False
+    num_buckets: int = 32
+    max_distance: int = 128
+    norm_eps: float = 1e-6
+    dropout: float = 0.1
+    classifier_dropout: float = 0.0
+    scale_decoder_outputs: bool | None = None
+    pad_token_id: int = 0
+    eos_token_id: int = 1
+    decoder_start_token_id: int = 0
+    initializer_factor: float = 1.0
+
+    bias_per_layer: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+        self.require(self.num_buckets >= 4 and self.num_buckets % 2 == 0, "num_buckets", "an even number, at least 4")
+        self.require(self.max_distance > self.num_buckets // 2, "max_distance", "more than num_buckets / 2")
+        for name in ("dropout", "classifier_dropout"):
+            self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
+        if self.num_decoder_layers is None:
+            self.num_decoder_layers = self.num_layers
+        if self.scale_decoder_outputs is None:
+            self.scale_decoder_outputs = self.tie_embeddings
+
+
+class T5Side(Side):
+    """A side with its relative position bias; None where each block has its own."""
+
+    def __init__(self, layers: nn.ModuleList, final_norm: nn.Module, position: RelativeBias | None):
+        super().__init__(layers, final_norm)
+        self.position = position
+
+
+class BiasedBlock(PreNormBlock):
+    """A block that has a relative position bias of its own (umT5)."""
+
+    position: RelativeBias
+
+    def forward(self, x: Tensor, ctx: Packed) -> Tensor:
+        return super().forward(x, replace(ctx, bias=self.position(reach(ctx))))
+
+
+def reach(ctx: Packed) -> int:
+    """How far apart two tokens of a sequence may be, the past included."""
+    return ctx.max_seqlen + (0 if ctx.cache is None else len(ctx.cache))
+
+
+class T5(EncoderDecoder):
+    """T5 with the head of `task`. Body names do not depend on the task, which may have no decoder."""
+
+    config_class = T5Config
+
+    def __init__(self, config: T5Config, task: str = "base"):
+        super().__init__(config, task)
+        c, width = config, config.hidden_size
+        assert c.num_decoder_layers is not None
+        self.embed = nn.Embedding(c.vocab_size, width)
+        self.encoder = self._side(c.num_layers, decodes=False)
+        self.decoder = None if task == "token-classification" else self._side(c.num_decoder_layers, decodes=True)
+        self.head = self.make_head(task, c.classifier_dropout, width**-0.5 if c.scale_decoder_outputs else 1.0)
+
+    def _side(self, num_layers: int, decodes: bool) -> T5Side:
+        c: T5Config = self.config  # type: ignore[assignment]
+        width, kind = c.hidden_size, BiasedBlock if c.bias_per_layer else PreNormBlock
+        sizes: Any = {"head_dim": c.head_dim, "bias": False, "scale": 1.0}
+
+        def position() -> RelativeBias:
+            return RelativeBias(c.num_buckets, c.num_heads, c.max_distance, bidirectional=not decodes)
+
+        layers = nn.ModuleList(
+            kind(
+                SelfAttention(width, c.num_heads, c.dropout, causal=decodes, **sizes),
+                (GatedMLP if c.gated else MLP)(width, c.intermediate_size, c.hidden_act, bias=False, dropout=c.dropout),
+                lambda: RMSNorm(width, c.norm_eps),
+                c.dropout,
+                cross=CrossAttention(width, c.num_heads, c.dropout, **sizes) if decodes else None,
+            )
+            for _ in range(num_layers)
+        )
+        if c.bias_per_layer:
+            for layer in layers:
+                layer.position = position()
+        return T5Side(layers, RMSNorm(width, c.norm_eps), None if c.bias_per_layer else position())
+
+    def enter(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
+        assert isinstance(side, T5Side)
+        if side.position is not None:
+            ctx.bias = side.position(reach(ctx))
+        return dropout(x, self.config.dropout, self.training)
+
+    def leave(self, x: Tensor, side: Side) -> Tensor:
+        return dropout(side.final_norm(x), self.config.dropout, self.training)
+
+    def tp_plan(self) -> dict[str, str]:
+        plan = super().tp_plan()
+        sides = ("encoder",) if self.decoder is None else ("encoder", "decoder")
+        per_layer = self.config.bias_per_layer
+        return plan | {f"{side}.layers.*.position" if per_layer else f"{side}.position": "partial" for side in sides}
+
+    def init_spec(self) -> dict[str, tuple[Any, ...]]:
+        """Mesh TensorFlow's: products start at unit variance, attention's scores are not scaled but its queries are."""
+        c: T5Config = self.config  # type: ignore[assignment]
+        factor, spec = c.initializer_factor, super().init_spec()
+        narrow = factor * c.hidden_size**-0.5
+        small = {
+            "q.weight": narrow * c.head_dim**-0.5,
+            "out.weight": factor * (c.num_heads * c.head_dim) ** -0.5,
+            "down.weight": factor * c.intermediate_size**-0.5,
+        }
+        for name, (kind, *_) in spec.items():
+            if kind == "ones":
+                continue
+            if kind == "normal":
+                # Embeddings, the vocabulary's matrix and the head of token classification start wide.
+                wide = name == "embed.weight" or (name == "head.weight" and self.task[:4] in ("seq2", "toke"))
+                std = factor if wide else next((s for end, s in small.items() if name.endswith(end)), narrow)
+                spec[name] = ("normal", std)
+        return spec
+
+
+@dataclass(kw_only=True)
+class MT5Config(T5Config):
+    """Fields of mT5: as T5 v1.1, and the decoder's outputs are never scaled."""
+
+    model_type: ClassVar[str] = "mt5"
+
+    hidden_act: str = "gelu_new"
+    gated: bool = True
+    tie_embeddings: bool = False
+    scale_decoder_outputs: bool | None = False
+
+
+class MT5(T5):
+    """mT5 (Xue et al. 2020, arXiv:2010.11934) with the head of `task`."""
+
+    config_class = MT5Config
+
+
+@dataclass(kw_only=True)
+class UMT5Config(MT5Config):
+    """Fields of umT5."""
+
+    model_type: ClassVar[str] = "umt5"
+    bias_per_layer: ClassVar[bool] = True
+
+    tie_embeddings: bool = True
+    scale_decoder_outputs: bool | None = None
+
+
+class UMT5(T5):
+    """umT5 (Chung et al. 2023, arXiv:2304.09151) with the head of `task`: a position bias in every layer."""
+
+    config_class = UMT5Config

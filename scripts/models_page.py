@@ -1,0 +1,61 @@
+#!/usr/bin/env python
+"""Write the tables of docs/models.md from the registry: `python scripts/models_page.py`. A test compares the page."""
+
+import re
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # run from a checkout: the packages lie beside this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from modelcenter import registry
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+# Who loads our exports of a family, by the lists of supported architectures that these projects publish.
+_BOTH = set("bert gpt2 gpt_neox llama minicpm minicpm3 mistral qwen2 qwen3 roberta xlm-roberta".split())
+SERVED = {"vLLM": _BOTH | {"gptj", "opt"}, "llama.cpp": _BOTH | {"t5", "umt5"}}
+
+
+def tables() -> dict[str, str]:
+    """{name of a table: its Markdown}."""
+    named = ["| name | family | parameters | confirmed | hub |", "| --- | --- | ---: | --- | --- |"]
+    for i in registry.list_models():
+        confirmed = "yes" if i.confirmed else "no"
+        hub = f"[{i.hub}](https://huggingface.co/{i.hub})"
+        named.append(f"| `{i.name}` | {i.family} | {i.parameters:,} | {confirmed} | {hub} |")
+    families = ["| model_type | tasks |", "| --- | --- |"]
+    columns = ("model_type", "ZeRO 0-3", "tensor, sequence", "context", "pipeline", "generates", "exports as")
+    columns += ("served by", "on a GPU")
+    matrix = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+    for model_type, spec in sorted(registry.ARCHITECTURES.items()):
+        model, arch = spec.model_class(), spec.arch_map()
+        families.append(f"| {model_type} | {', '.join(model.tasks)} |")
+        writes = {"causal-lm", "seq2seq-lm"} & set(model.tasks)
+        head = next((t for t in ("causal-lm", "seq2seq-lm", "masked-lm") if t in model.tasks), "base")
+        served = ", ".join(name for name, known in SERVED.items() if model_type in known) or "transformers alone"
+        stages = "yes" if model.splits_into_stages else "no"
+        cells = [
+            "yes",
+            "yes",
+            "yes",
+            stages,
+            "yes" if writes else "no",
+            f"`{arch.tasks[head].hf_class}`",
+            served,
+            "not yet",
+        ]
+        matrix.append(f"| {model_type} | {' | '.join(cells)} |")
+    return {"named": "\n".join(named), "architectures": "\n".join(families), "matrix": "\n".join(matrix)}
+
+
+def render(page: str) -> str:
+    """The page with its tables as they should be; each stands between two comments."""
+    for name, table in tables().items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.S)
+        assert pattern.search(page), name
+        page = pattern.sub(lambda m, t=table: m[1] + t + m[2], page)
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,77 @@
+"""What docs/models.md says of each family: 2 ranks train it as one does, and it writes what transformers writes."""
+
+import pytest
+import torch
+import transformers
+
+import engine
+import modelcenter as mc
+from modelcenter import registry
+from modelcenter.compare import pack_rows, rows_for
+from modelcenter.testing import randomize_
+
+TINY = [name for name in registry.preset_names() if name.startswith("tiny/")]
+LANGUAGE = ("masked-lm", "causal-lm", "seq2seq-lm")
+
+
+@pytest.fixture(scope="module")
+def two():
+    with engine.testing.Pool(2) as pool:
+        yield pool
+
+
+def task_of(name):
+    tasks = registry.get(registry.preset(name)["config"]["model_type"]).model_class().tasks
+    return next(task for task in LANGUAGE if task in tasks)
+
+
+def step(name, sizes):
+    """Loss and norm of the gradients of ragged microbatches."""
+    if sizes:
+        engine.init_distributed(**sizes)
+    task = task_of(name)
+    model = mc.from_config(name, task, policy=None if sizes else False)
+    lengths = [(5, 3), (7, 2, 4), (6,)]
+    batches = [pack_rows(task, rows_for(task, model.config, lengths=n, seed=i)) for i, n in enumerate(lengths)]
+    loss = mc.training.accumulate(model, batches)
+    return loss.item(), engine.optim.clip_grad_norm_(model.parameters(), 1e9).item()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"pp_size": 2}, {"tp_size": 2}, {"cp_size": 2}], ids=["pipeline", "tensor", "context"]
+)
+@pytest.mark.parametrize("name", TINY)
+def test_two_ranks_train_as_one(two, name, sizes):
+    spec = registry.get(registry.preset(name)["config"]["model_type"])
+    if "pp_size" in sizes and not spec.model_class().splits_into_stages:
+        with pytest.raises(RuntimeError, match="cannot be split into stages"):
+            two.run(step, name, sizes)
+        return
+    wanted = step(name, {})
+    for found in two.run(step, name, sizes):
+        assert found == pytest.approx(wanted, rel=1e-4)
+
+
+WRITERS = [name for name in TINY if task_of(name) != "masked-lm" and name != "tiny/minicpm"]  # not in transformers
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", WRITERS)
+def test_texts_are_those_of_transformers(name, beams, tmp_path):
+    task = task_of(name)
+    same = {"num_layers": 3, "num_decoder_layers": 3} if task == "seq2seq-lm" else {}  # as transformers' cache wants
+    if "umt5" in name:  # which transformers always scales
+        same["scale_decoder_outputs"] = True
+    ours = randomize_(mc.from_config(name, task, **same), 5)
+    ours.save_pretrained(tmp_path)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    theirs = getattr(transformers, theirs.architectures[0]).from_pretrained(tmp_path).eval()
+    theirs.generation_config.eos_token_id = None
+    rng = torch.Generator().manual_seed(4)
+    ids = torch.randint(8, 60, (3, 7), generator=rng)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    ids = torch.where(mask.bool(), ids, ours.config.extra.get("pad_token_id") or 0)
+    more = {"max_new_tokens": 9, "num_beams": beams}
+    wanted = theirs.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=3, **more)
+    assert torch.equal(ours.generate(ids, mask, eos_token_id=[], pad_token_id=3, **more), wanted)

@@ -1,0 +1,117 @@
+"""Llama, Qwen2, Qwen3 and Mistral against transformers' models and their heads."""
+
+from harness import ArchitectureTests
+
+
+def _see_the_future(model):
+    for unit in model.units:
+        unit.attn.causal = False
+
+
+def _turn_at_the_default_speed(model):
+    model.rotary.theta = 10000.0
+
+
+def _no_window(model):
+    for unit in model.units:
+        unit.attn.window = None
+
+
+def _narrower_window(model):
+    for unit in model.units:
+        unit.attn.window = unit.attn.window and unit.attn.window - 1
+
+
+def _unscaled(model):
+    model.rotary.kind = "default"
+
+
+def _no_norm(model):
+    for unit in model.units:
+        unit.attn.norms = False
+
+
+def _norm_after_rotary(model):
+    for unit in model.units:
+        unit.attn.k_norm.weight.data = unit.attn.k_norm.weight.data.flip(0)
+
+
+class LlamaTests(ArchitectureTests):
+    """What all of them share: three query heads to a key head, whose width is not hidden_size / num_heads."""
+
+    sizes = {
+        "vocab_size": 131,
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 80,
+        "max_position_embeddings": 37,
+        "rms_norm_eps": 1e-2,
+        "pad_token_id": 0,
+    }
+    no_dropout = {"attention_dropout": 0.0, "classifier_dropout": 0.0}
+    mutations = {"attention to later tokens": _see_the_future, "default theta": _turn_at_the_default_speed}
+
+    def rows(self, task, config, lengths=None, seed=0):
+        """The padding token stands in the text too, where its embedding does not train."""
+        rows = super().rows(task, config, lengths, seed)
+        for row in rows:
+            row.input_ids[0] = 0
+        return rows
+
+
+class TestLlama(LlamaTests):
+    hf_config = LlamaTests.sizes | {
+        "model_type": "llama",
+        "head_dim": 10,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 73.0,
+            "factor": 3.0,
+            "low_freq_factor": 1.5,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 17,
+        },
+    }
+    mutations = LlamaTests.mutations | {"unscaled rotary": _unscaled}
+
+
+class RelativeTests(LlamaTests):
+    """Of models that share Llama's body: what depends on the body alone is tested there."""
+
+    test_two_ranks_equal_one = test_gradients_do_not_depend_on_the_cut = None
+    test_dropout = test_empty_batch = test_bfloat16 = test_distributed_checkpoint = None
+
+
+class TestQwen2(RelativeTests):
+    hf_config = LlamaTests.sizes | {
+        "model_type": "qwen2",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 73.0, "factor": 3.0},
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 2,
+    }
+    mutations = LlamaTests.mutations | {"unscaled rotary": _unscaled, "no window": _no_window}
+
+
+class TestQwen3(RelativeTests):
+    hf_config = LlamaTests.sizes | {
+        "model_type": "qwen3",
+        "head_dim": 10,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 73.0},
+    }
+    mutations = LlamaTests.mutations | {"no norm of heads": _no_norm, "another norm": _norm_after_rotary}
+
+
+class TestMistral(RelativeTests):
+    hf_config = LlamaTests.sizes | {
+        "model_type": "mistral",
+        "head_dim": 10,
+        "sliding_window": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 73.0},
+    }
+    mutations = LlamaTests.mutations | {"no window": _no_window, "a narrower window": _narrower_window}

@@ -1,0 +1,137 @@
+"""T5, mT5 and umT5 against transformers' models of them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import ArchitectureTests
+from t5_toys import SIZES
+from torch import nn
+
+from modelcenter.layers.relative import RelativeBias
+
+
+def _transpose(model):
+    weight = model.units[0].attn.q.weight
+    with torch.no_grad():
+        weight.copy_(weight.clone().view(weight.shape[::-1]).t())
+
+
+def _zero_norm(model):
+    with torch.no_grad():
+        model.units[-1].cross_norm.weight.zero_()
+
+
+def _swap_layers(model):
+    layers = model.decoder.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def _merge_rows(model):
+    """Self-attention of the encoder as if the batch were one sequence."""
+    for unit in model.encoder.layers:
+
+        def merged(x, ctx, forward=unit.attn.forward):
+            n = ctx.num_tokens
+            ends = torch.tensor([0, n], dtype=torch.int32)
+            return forward(x, replace(ctx, cu_seqlens=ends, max_seqlen=n, lengths=[n], _cache={}))
+
+        unit.attn.forward = merged
+
+
+def _attend_to_the_wrong_row(model):
+    for unit in model.decoder.layers:
+
+        def turned(x, ctx, forward=unit.cross.forward):
+            states, memory = ctx.memory
+            rows, ctx = range(len(ctx.host_lengths())), replace(ctx)
+            pairs = [(ctx._bucket([i]), memory._bucket([i - 1 if i else len(rows) - 1])) for i in rows]
+            ctx.pairs = lambda memory: pairs
+            return forward(x, ctx)
+
+        unit.cross.forward = turned
+
+
+def _drop_bias(model):
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, RelativeBias) and not module.bidirectional:
+                module.weight.zero_()
+
+
+def _causal_encoder(model):
+    for unit in model.encoder.layers:
+        unit.attn.causal = True
+
+
+def _swap_directions(model):
+    for module in model.modules():
+        if isinstance(module, RelativeBias):
+            module.bidirectional = not module.bidirectional
+
+
+def _scale_scores(model):
+    for unit in model.units:
+        unit.attn.scale = None
+
+
+def _drop_scale(model):
+    model.head.scale = 1.0 if model.head.scale != 1.0 else model.config.hidden_size**-0.5
+
+
+class T5Tests(ArchitectureTests):
+    no_dropout = {"dropout_rate": 0.0, "classifier_dropout": 0.0}
+    has_positions = False
+    mutations = {
+        "a transposed weight": _transpose,
+        "a zeroed bias": _zero_norm,
+        "layers swapped": _swap_layers,
+        "attention across rows": _merge_rows,
+        "attention to the wrong row": _attend_to_the_wrong_row,
+        "no position bias": _drop_bias,
+        "a causal encoder": _causal_encoder,
+        "bias of the other side": _swap_directions,
+        "scaled scores": _scale_scores,
+        "scale dropped": _drop_scale,
+    }
+
+    def reference(self, task, folder, **fields):
+        theirs = super().reference(task, folder, **fields)
+        self.change(theirs)
+        theirs.save_pretrained(folder)
+        return theirs
+
+    def change(self, theirs):
+        """Scores are not scaled: queries of a size that keeps rounding where other architectures have it."""
+        with torch.no_grad():
+            for name, p in theirs.named_parameters():
+                if name.endswith(("SelfAttention.q.weight", "EncDecAttention.q.weight")):
+                    p.mul_(0.3)
+
+
+class TestT5(T5Tests):
+    hf_config = {**SIZES, "model_type": "t5", "feed_forward_proj": "gated-silu"}
+
+
+class Untied(T5Tests):
+    """The vocabulary has a matrix of its own, as in every published checkpoint of these."""
+
+    tasks = ("base", "seq2seq-lm")
+
+    def change(self, theirs):
+        super().change(theirs)
+        if hasattr(theirs, "lm_head"):
+            theirs.lm_head.weight = nn.Parameter(torch.randn(theirs.lm_head.weight.shape) * 0.3)
+
+
+class TestT5v11(Untied):
+    hf_config = {**SIZES, "model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+
+
+@pytest.mark.full  # T5 v1.1 under another name; test_encoder_decoder.py has its files
+class TestMT5(Untied):
+    hf_config = {**SIZES, "model_type": "mt5", "feed_forward_proj": "gated-gelu"}
+
+
+class TestUMT5(Untied):
+    hf_config = {**SIZES, "model_type": "umt5", "feed_forward_proj": "gated-gelu"}

@@ -164,13 +164,7 @@ def test_changelog_has_this_version():
 
 
 def test_models_page_is_the_registry():
-    import modelcenter as mc
-    from modelcenter import registry
+    from scripts.models_page import PAGE, render
 
-    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    named = re.findall(r"^\| `([\w./-]+)` \| (\w+) \| ([\d,]+) \| (yes|no) \| \[(.+?)\]", text, re.M)
-    listed = [(i.name, i.family, f"{i.parameters:,}", "yes" if i.confirmed else "no", i.hub) for i in mc.list_models()]
-    assert named == listed
-    for model_type, tasks in re.findall(r"^\| ([\w-]+) \| (base[\w, -]+) \|$", text, re.M):
-        assert tuple(tasks.split(", ")) == registry.get(model_type).model_class().tasks
-    assert set(registry.ARCHITECTURES) == set(re.findall(r"^\| ([\w-]+) \| base", text, re.M))
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == render(page), "run python scripts/models_page.py"

@@ -11,6 +11,7 @@ from typing import Any
 from modelcenter.registry import nearest
 from modelcenter.training.flags import Flags, flag
 
+RECOMPUTES = ("none", "full", "selective")
 PRECISIONS = ("auto", "fp32", "bf16")
 SCHEDULERS = ("linear", "cosine", "constant")
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
@@ -87,13 +88,23 @@ class TrainConfig(Flags):
     zero: int = _engine(3, "shard over the ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters",
         "zero_level", "zero_stage", choices=(0, 1, 2, 3))
     dp_replicate: int = _engine(1, "groups of ranks that each hold the whole (sharded) model")
+    tp: int = _engine(1, "ranks that split each layer (tensor parallelism)", "tp_size", "tensor_parallel_size")
+    cp: int = _engine(1, "ranks that split the tokens of a batch (context parallelism)", "cp_size",
+        "context_parallel_size")
+    pp: int = _engine(1, "stages of a pipeline, each with some of the blocks", "pp_size", "pipe_size",
+        "pipeline_parallel_size")
+    pp_schedule: str = _engine("1f1b", "order of work in a pipeline; interleaved: each rank has two parts of the model",
+        choices=("1f1b", "interleaved"))
+    recompute: str = _engine("none", "activations to compute again in backward, which saves memory: all of a block, or "
+        "what is cheap", choices=RECOMPUTES)
+    compile: bool = _engine(False, "compile each block with torch.compile", "torch_compile")
     # fmt: on
 
     def check(self) -> None:
         if self.max_steps == -1:  # how the Hugging Face Trainer says none
             self.max_steps = None
         positive = ("batch_size", "global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "epochs")
-        for name in (*positive, "max_steps", "max_length", "log_every", "dp_replicate"):
+        for name in (*positive, "max_steps", "max_length", "log_every", "dp_replicate", "tp", "cp", "pp"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected a number above 0")
         for name in ("lr", "weight_decay", "max_grad_norm", "warmup", "adam_epsilon", "seed"):

@@ -1,5 +1,6 @@
 """Evaluation and prediction: every row once, exact numbers on any number of ranks."""
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -25,7 +26,7 @@ def evaluate(model: Model, batches: Sequence[Batch], metrics: Metrics | None = N
         {"loss": mean over the items (a sum of means, for a loss of several terms), **metrics.result()}.
     """
     terms = sorted(model.loss_counts(model.empty_batch()))
-    own = [[model.loss_counts(batch)[term] for term in terms] for batch in batches]
+    own = [[model.loss_counts(batch)[term] for term in terms] for batch in (batches if _counts() else ())]
     counts = sum_over_ranks(torch.tensor([[0] * len(terms), *own]).sum(0))
     totals = {term: max(1, n) for term, n in zip(terms, counts.tolist(), strict=True)}
     total = torch.zeros((), dtype=torch.float64, device=model.device)
@@ -58,8 +59,11 @@ def logits_of(model: Model, batches: Sequence[Batch], places: Sequence[Tensor], 
 def _outputs(
     model: Model, batches: Sequence[Batch], totals: dict[str, int] | None
 ) -> Iterator[tuple[Batch | None, ModelOutput]]:
-    """(batch on the device, output) of each batch, in eval mode; (None, ...) where only other ranks have a batch
-    left."""
+    """(batch on the device, output) of each batch, in eval mode; (None, ...) where another rank's output counts, or
+    only other ranks have a batch left."""
+    pipeline = model.pipeline
+    if pipeline is not None:
+        pipeline.check_same(batches)
     rounds = torch.tensor(len(batches), device=engine.device())
     if engine.world_size() > 1:
         dist.all_reduce(rounds, op=dist.ReduceOp.MAX)
@@ -71,6 +75,18 @@ def _outputs(
             batch = to_device(batches[turn] if mine else model.empty_batch(), model.device)
             if totals is None:
                 batch.pop("labels", None)
-            yield (batch if mine else None), model(**batch, loss_counts=totals)
+            if pipeline is None:
+                out = model(**batch, loss_counts=totals)
+            else:
+                out = pipeline.forward(functools.partial(model, **batch, loss_counts=totals))
+            yield (batch if mine and _counts() else None), out
     finally:
+        if pipeline is not None:
+            pipeline.flush()
         model.train(was_training)
+
+
+def _counts() -> bool:
+    """Whether this rank's results are those of a batch: of ranks that compute it together, the first one's of the last
+    stage."""
+    return engine.runtime.stage() == engine.runtime.stages() - 1 and engine.rank() % engine.runtime.model_ranks() == 0

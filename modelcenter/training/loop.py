@@ -131,7 +131,9 @@ class Run:
     def evaluate(self) -> dict[str, Any]:
         """Evaluate, and log it as a row."""
         assert self.eval_set is not None and self.cfg.eval_batch_size is not None
-        rows = evaluation_batches(self.eval_set.lengths, self.cfg.eval_batch_size, engine.world_size())[engine.rank()]
+        rows = evaluation_batches(self.eval_set.lengths, self.cfg.eval_batch_size, engine.data_size())[
+            engine.data_rank()
+        ]
         metrics = self.task.metrics(self.model.device)
         began = time.perf_counter()
         found = evaluate(self.model, Batches(self.eval_set, rows), metrics)

@@ -40,11 +40,13 @@ def dry_run(
 
 
 def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[str, str]]:
-    model, lengths, ranks = run.model, run.train_set.lengths, engine.world_size()
+    model, lengths, ranks = run.model, run.train_set.lengths, engine.data_size()
     schedule, parameters = run.schedule, model.num_parameters()
     points = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
     cut = run.train_set.tokens.truncated
-    state = memory_of_state(parameters, cfg.zero, max(1, ranks // cfg.dp_replicate))
+    split = {"tensor": cfg.tp, "context": cfg.cp, "pipeline": cfg.pp}
+    shards = max(1, ranks * cfg.cp // cfg.dp_replicate)
+    state = memory_of_state(parameters // (cfg.tp * cfg.pp), cfg.zero, shards)
     tokens = int(lengths.sum())
     rows = [
         ("model", f"{cfg.model}: {type(model).__name__}, {parameters:,} parameters, {run.task.head}"),
@@ -55,7 +57,8 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
          f"{cut} rows cut at {cfg.max_length}"),
         ("padding", f"none; {100 * padding_if_padded(lengths, cfg.batch_size, cfg.seed):.1f} % of the slots if "
          "rows were padded to the longest of their batch"),
-        ("step", f"{cfg.global_batch_size} rows, {cfg.batch_size} x {schedule.microbatches} parts x {ranks} ranks"),
+        ("step", f"{cfg.global_batch_size} rows, {cfg.batch_size} x {schedule.microbatches} parts x {ranks} ranks"
+         + "".join(f", {name} {size}" for name, size in split.items() if size > 1)),
         ("steps", f"{schedule.steps:,} ({schedule.steps_per_epoch:,} per epoch), warmup {run.rate.warmup_iter}, "
          f"lr {cfg.lr:g} {cfg.lr_scheduler}"),
         ("precision", f"{cfg.precision} on {engine.device()}, ZeRO level {cfg.zero}"),

@@ -31,11 +31,19 @@ def prepare(cfg: TrainConfig) -> None:
 
 def start(cfg: TrainConfig) -> None:
     """Meet the other ranks, if a launcher started some, and resolve the flags that depend on the machine."""
-    engine.init_distributed(seed=cfg.seed, zero_level=cfg.zero, dp_replicate=cfg.dp_replicate)
+    engine.init_distributed(
+        seed=cfg.seed,
+        zero_level=cfg.zero,
+        dp_replicate=cfg.dp_replicate,
+        tp_size=cfg.tp,
+        cp_size=cfg.cp,
+        pp_size=cfg.pp,
+        pp_chunks=2 if cfg.pp > 1 and cfg.pp_schedule == "interleaved" else 1,
+    )
     engine.memory.keep_freed_memory()  # each step asks for the buffers that the last one freed
     cfg.precision = resolve_precision(cfg.precision)
-    cfg.gradient_accumulation_steps = cfg.accumulation(engine.world_size())
-    cfg.global_batch_size = cfg.batch_size * cfg.gradient_accumulation_steps * engine.world_size()
+    cfg.gradient_accumulation_steps = cfg.accumulation(engine.data_size())
+    cfg.global_batch_size = cfg.batch_size * cfg.gradient_accumulation_steps * engine.data_size()
     cfg.eval_batch_size = cfg.eval_batch_size or 2 * cfg.batch_size
 
 
@@ -68,7 +76,9 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
         ValueError: what modelcenter.from_pretrained raises; a tokenizer with more tokens than the model.
     """
     options: dict[str, Any] = dict(task.model_options(), dtype="float32", seed=cfg.seed, **cfg.model_config)
-    options["policy"] = engine.Policy(zero_level=cfg.zero, precision=cfg.precision)
+    options["policy"] = engine.Policy(
+        zero_level=cfg.zero, precision=cfg.precision, recompute=cfg.recompute, compile=cfg.compile
+    )
     name: Any = cfg.model
     if cfg.from_scratch:
         sizes = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
@@ -92,10 +102,10 @@ def max_length(model: Model, tokenizer: Any, wanted: int | None) -> int:
     Raises:
         ValueError: more was asked for than the model's position table has, or too few for any text.
     """
-    most = min(getattr(model.config, "max_positions", None) or 2**31, tokenizer.model_max_length)
+    most = min(model.config.max_tokens or 2**31, tokenizer.model_max_length)
     if wanted is None:
         return most if most < 2**31 else 512
-    positions = getattr(model.config, "max_positions", None) or wanted
+    positions = model.config.max_tokens or wanted
     if wanted > positions:
         raise ValueError(f"max_length: got {wanted}, the position table of this model has {positions}")
     special = tokenizer.num_special_tokens_to_add(pair=True)
@@ -125,7 +135,7 @@ class Schedule:
 
     def rank_rows(self, rows: np.ndarray) -> list[np.ndarray]:
         """This rank's microbatches of a global batch; the empty ones of a short last batch are left out."""
-        return [part for part in deal(rows, engine.world_size(), self.microbatches)[engine.rank()] if len(part)]
+        return [part for part in deal(rows, engine.data_size(), self.microbatches)[engine.data_rank()] if len(part)]
 
 
 def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimManager, AdamOptimizer, Linear]:

@@ -422,3 +422,26 @@ def test_bf16_runs(folder):
     losses = [[row["loss"] for row in r if "loss" in row] for r in (rows, whole)]
     assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[0] != losses[1]
     assert engine.world_size() == 1
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"recompute": "full", "zero": 3}],
+    ids=lambda how: ",".join(map(str, how.items())),
+)
+def test_ranks_that_share_a_batch_train_as_one(folder, how):
+    """Layers, tokens or blocks of one batch on two ranks; and blocks computed twice."""
+    alone = finetune(folder, model_config=STILL, gradient_accumulation_steps=2, batch_size=4)
+    more = {} if "recompute" in how else {"gradient_accumulation_steps": 2}
+    rows = finetune(folder, ranks=2, output_dir=folder / "other", model_config=STILL, batch_size=4, **how, **more)
+    assert len(rows) == len(alone)
+    for mine, theirs in zip(rows, alone, strict=True):
+        for name in ("loss", "grad_norm", "eval_loss", "eval_accuracy", "tokens"):
+            assert mine.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-4, abs=1e-5), name
+    summary = read_summary(folder, "other")
+    assert summary["parameters"] == read_summary(folder)["parameters"]
+
+
+def test_a_plan_says_how_ranks_share(folder, capfd):
+    on_ranks(lambda: main(command(flags(folder, tp=2, dry_run=True))), 2, timeout=90)
+    assert "parts x 1 ranks, tensor 2" in capfd.readouterr().out

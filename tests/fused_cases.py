@@ -1,0 +1,67 @@
+"""Calls of the fused operators: every mode and dtype, odd sizes, memory that is not aligned."""
+
+import torch
+
+from engine.ops import fused
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+SIZES = (0, 1, 17, 511, 513, 1000, 40_003)  # around the kernel's block of 512 and its chunk of 16,384
+KINDS = [  # mode, parameter, gradient, moments
+    ("plain", F32, F32, F32), ("plain", F32, BF16, F32), ("plain", F32, F16, BF16),
+    ("master", BF16, BF16, F32), ("master", F16, F16, F32), ("master", BF16, F32, BF16), ("master", F32, BF16, F32),
+    ("remainder", BF16, BF16, F32), ("remainder", BF16, F32, BF16),
+    ("random", BF16, BF16, F32), ("random", BF16, F16, BF16),
+]  # fmt: skip
+IDS = ["-".join(str(part).removeprefix("torch.") for part in kind) for kind in KINDS]
+
+
+def unaligned(n, dtype, fill=None):
+    """n elements whose memory begins at an odd element."""
+    whole = torch.full((n + 1,), float("nan") if dtype != torch.int16 else 77, dtype=torch.float32).to(dtype)
+    part = whole[1:]
+    return part.copy_(torch.zeros(n) if fill is None else fill)
+
+
+class Case:
+    """Tensors of one call, the same for the same arguments."""
+
+    def __init__(self, mode, p, g, m, sizes=SIZES, seed=0):
+        torch.manual_seed(seed)
+        self.mode = mode
+        values = [torch.randn(n) for n in sizes]
+        self.g = [unaligned(n, g, torch.randn(n) * 3) for n in sizes]
+        self.m = [unaligned(n, m, torch.randn(n) * 0.1) for n in sizes]
+        self.v = [unaligned(n, m, torch.rand(n) * 0.1) for n in sizes]
+        self.step = [torch.tensor(float(i % 3 * 7)) for i in range(len(sizes))]
+        self.p = [unaligned(n, p, x) for n, x in zip(sizes, values, strict=True)]
+        self.aux = []
+        if mode == "master":
+            self.aux = [unaligned(n, F32, x) for n, x in zip(sizes, values, strict=True)]
+        elif mode == "remainder":
+            self.aux = [torch.zeros(n, dtype=torch.int16) for n in sizes]
+            fused.split_master_(values, self.p, self.aux)
+        self.places = [x for i, n in enumerate(sizes) for x in (i, max(1, n // 3), n, 5)] if mode == "random" else []
+        if mode == "remainder" or mode == "master" or p == F32:
+            self.before = [x.double() for x in values]
+        else:
+            self.before = [x.double() for x in self.p]
+        self.moments = [(x.double(), y.double()) for x, y in zip(self.m, self.v, strict=True)]
+
+    def tensors(self):
+        return [*self.p, *self.m, *self.v, *self.aux, *self.step]
+
+    def adamw(self, **kwargs):
+        settings = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.3, **kwargs}
+        fused.adamw_(
+            self.p, self.g, self.m, self.v, self.step, self.aux, mode=self.mode, places=self.places, **settings
+        )
+
+    def values(self):
+        """The parameters in float64, as exactly as they are kept."""
+        if self.mode == "master":
+            return [x.double() for x in self.aux]
+        if self.mode == "remainder":
+            whole = [torch.full_like(x, float("nan"), dtype=F32) for x in self.p]
+            fused.merge_master_(self.p, self.aux, whole)
+            return [x.double() for x in whole]
+        return [x.double() for x in self.p]

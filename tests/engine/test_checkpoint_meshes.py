@@ -1,0 +1,79 @@
+"""Training checkpoints of each mesh go on on each other: parameters, optimizer state and the next steps."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import engine
+import modelcenter as mc
+from modelcenter.compare import pack_rows, rows_for
+
+MESHES = {
+    "alone": None,
+    "sharded": {"zero_level": 3},
+    "replicated": {"zero_level": 0},
+    "tensor": {"tp_size": 2},
+    "context": {"cp_size": 2},
+    "pipeline": {"pp_size": 2},
+}
+
+
+def trained(sizes, steps, load=None, save=None):
+    """Loss and gradient norm of the steps, and a sum over all parameters and moments."""
+    if sizes is not None:
+        engine.init_distributed(**sizes)
+    model = mc.from_config("tiny/gpt2", "causal-lm", num_layers=2, policy=engine.Policy() if sizes else False)
+    manager = engine.optim.OptimManager()
+    optimizer = engine.optim.AdamOptimizer(model.parameters(), lr=1e-2, weight_decay=0.1)
+    manager.add_optimizer(optimizer)
+    if load is not None:
+        engine.load_checkpoint(load, model, manager)
+    found = []
+    for step in steps:
+        rows = [rows_for("causal-lm", model.config, lengths=n, seed=9 * step + n[0]) for n in ((5, 3), (7, 2, 4))]
+        own = [pack_rows("causal-lm", part) for part in rows][engine.data_rank() :: engine.data_size()]
+        manager.zero_grad()
+        loss = mc.training.accumulate(model, own, backward=manager.backward)
+        found.append((loss.item(), float(manager.clip_grad_norm(optimizer.param_groups, 1.0))))
+        manager.step()
+    if save is not None:
+        engine.save_checkpoint(save, model, manager)
+    total = torch.zeros((), dtype=torch.float64)
+    for _, _, part in engine.local_slices(model, owned=True):
+        total += part.double().abs().sum()
+    if sizes is not None:
+        dist.all_reduce(total)
+    return found, total.item()
+
+
+@pytest.fixture(scope="module")
+def saved(two, tmp_path_factory):
+    """A checkpoint after two steps on each mesh, and what training without a stop gives."""
+    folder = tmp_path_factory.mktemp("meshes")
+    for name, sizes in MESHES.items():
+        if sizes is None:
+            trained(None, range(2), save=folder / name)
+        else:
+            two.run(trained, sizes, range(2), None, folder / name)
+    return folder, trained(None, range(4))
+
+
+@pytest.mark.parametrize("target", MESHES)
+@pytest.mark.parametrize("source", MESHES)
+def test_it_goes_on(two, saved, source, target):
+    folder, (steps, total) = saved
+    sizes = MESHES[target]
+    results = [trained(None, range(2, 4), folder / source)] if sizes is None else None
+    for found, sum_of_parameters in results or two.run(trained, sizes, range(2, 4), folder / source):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(steps[2:]), rtol=1e-4, atol=1e-5)
+        assert sum_of_parameters == pytest.approx(total, rel=1e-5)
+
+
+def test_without_its_state_it_does_not(saved):
+    """The test is tested: an optimizer that starts anew gives other parameters."""
+    folder, (steps, _) = saved
+    model = mc.from_config("tiny/gpt2", "causal-lm", num_layers=2, policy=False)
+    engine.load_checkpoint(folder / "tensor", model)
+    assert steps[2] != steps[3]
+    found, _ = trained(None, range(2, 4))
+    assert found[0] != pytest.approx(steps[2], rel=1e-4)

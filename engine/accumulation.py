@@ -15,12 +15,14 @@ from torch.distributed.tensor import DTensor
 from engine import runtime
 from engine.parallel.pipeline import pipeline_of
 from engine.parallel.shard import sharded_roots, zero_level
+from engine.steps import watched
 from engine.torch_compat import all_gather_flat, set_reduce_unused
 
 _TERMS = 16  # room for this many loss terms in the one collective that agrees on the counts
 _BUCKET = 1 << 24  # elements of plain gradients that are reduced together
 
 
+@watched("engine.accumulate")
 def accumulate(
     model: nn.Module,
     microbatches: Sequence[Any],
@@ -54,7 +56,8 @@ def accumulate(
         ValueError: on every rank, when ranks have different numbers of microbatches and one has no ``empty``, when
             there are none at all, when ranks count different terms, or when ranks of one pipeline, or of one batch,
             are given different ones.
-        RuntimeError: ``counts`` failed on another rank, or a loss does not depend on the parameters.
+        RuntimeError: ``counts`` failed on another rank, a loss does not depend on the parameters, or a rank did not
+            take part within the timeout of ``init_distributed`` (it raised, was killed or hangs), which is named.
     """
     size = runtime.data_size()
     pipeline = pipeline_of(model)

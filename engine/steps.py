@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -16,6 +19,8 @@ Batch = TypeVar("Batch")
 
 _MORE, _ENDED, _FAILED = 1, 0, -1
 _loops = itertools.count()
+_LOST = re.compile(r"time[d ]*out|connection|broken pipe|peer|nccl", re.IGNORECASE)
+_PATIENCE = 1.0  # seconds that the ranks whose collective failed have to say so
 
 
 def in_step(batches: Iterable[Batch], uneven: str = "error") -> Iterator[Batch]:
@@ -109,3 +114,39 @@ def _last_seen(loop: int, step: int) -> str:
 def _ranks(ranks: list[int]) -> str:
     text = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {text}"
+
+
+@contextmanager
+def watched(what: str) -> Iterator[None]:
+    """Around collectives: where one does not complete, the error names the ranks that are not waiting in it.
+
+    Costs nothing until then. ``what``: the function that makes them, as its caller knows it.
+
+    Raises:
+        RuntimeError: a collective timed out or lost a rank; torch's own error is its cause.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if runtime.world_size() == 1 or not _LOST.search(str(error)):
+            raise
+        raise RuntimeError(
+            f"rank {runtime.rank()} was in {what}, and a collective of it did not complete: {_not_waiting(what)}. A "
+            "rank that raised or was killed says so in its own output; one that hangs is shown by `py-spy dump`. "
+            f"torch said: {str(error).strip().splitlines()[0]}"
+        ) from error
+
+
+def _not_waiting(what: str) -> str:
+    store = default_store()
+    keys = {rank: f"engine/waits in {what}/{rank}" for rank in range(runtime.world_size())}
+    try:
+        store.set(keys[runtime.rank()], "")
+        deadline = time.monotonic() + _PATIENCE
+        while away := [rank for rank, key in keys.items() if not store.check([key])]:
+            if time.monotonic() > deadline:
+                return f"{_ranks(away)} did not say so too within {_PATIENCE:g} s"
+            time.sleep(0.05)
+    except RuntimeError:
+        return "the store that knows who waits is gone, so the process that holds it (rank 0 or torchrun) ended"
+    return "all ranks waited in it, so they made different collectives, or the network between them failed"

@@ -96,3 +96,60 @@ def test_a_rank_that_falls_out_is_named(how):
         assert "waited at step 3 of its loop over batches" in text and "rank 1 was last at step 2" in text
         assert "rank 0 was last" not in text and "rank 2 was last" not in text
         assert "rank 1 was still here" in text and "time.sleep" not in text.split("rank 1 was last")[0]
+
+
+def accumulates(how):
+    """The third of five global batches goes wrong on rank 1, in its forward."""
+    model = engine.shard(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
+    calls = 0
+
+    def forward(x, totals):
+        nonlocal calls
+        calls += 1
+        if calls == 3 and engine.rank() == 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hangs":
+                time.sleep(60)
+            raise ArithmeticError("in the forward")
+        return model(x).sum() / totals["rows"]
+
+    began = time.monotonic()
+    try:
+        for _ in range(5):
+            engine.accumulate(model, [torch.ones(2, 4)], forward, lambda x: {"rows": len(x)})
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    except ArithmeticError as error:
+        time.sleep(8)  # as long as the others need: a rank that leaves would end the call
+        return str(error), 0.0
+
+
+def ranks_of_accumulate(fn, how):
+    with Pool(3, timeout=4) as pool:  # of its own: the group is of no use afterwards
+        return pool.run(fn, how, timeout=30)
+
+
+def test_a_rank_that_leaves_accumulate_is_named():
+    """What the others say while one is away; the limit of a collective is 4 s."""
+    texts = ranks_of_accumulate(accumulates, "raises")
+    assert texts[1][0] == "in the forward"
+    for rank in (0, 2):
+        text, seconds = texts[rank]
+        where = f"rank {rank} was in engine.accumulate, and a collective of it did not complete"
+        assert text.startswith(
+            f"{where}: rank 1 did not say so too within 1 s. A rank that raised or was killed says so"
+        )
+        assert seconds < 9
+
+
+@pytest.mark.parametrize("how", ["killed", "hangs"])
+def test_a_rank_that_is_lost_in_accumulate_is_named(how):
+    said = r"(?s)rank [02] .*was in engine\.accumulate, .*complete: ranks? .*1.* did not say"
+    with pytest.raises(RuntimeError, match=said):
+        ranks_of_accumulate(noted, how)
+
+
+def noted(how):
+    text, _ = accumulates(how)
+    raise RuntimeError(text)

@@ -1,7 +1,5 @@
 """Multi-head attention layers over packed tokens."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from modelcenter.layers.linear import Linear
@@ -116,8 +114,3 @@ class CrossAttention(nn.Module):
             ctx.cache.remember(self, k, v, heads, memory)
         p = self.dropout if self.training else 0.0
         return self.out(packed_attention(q, k, v, ctx, heads, p, memory=memory, scale=self.scale))
-
-
-def attention_modules(model: nn.Module) -> list[Any]:
-    """Its self- and cross-attention layers, in order."""
-    return [module for module in model.modules() if isinstance(module, SelfAttention | CrossAttention)]

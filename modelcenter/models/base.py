@@ -225,7 +225,10 @@ class Model(nn.Module):
 
     def loss_counts(self, batch: Batch) -> dict[str, int]:
         """{term of the loss: supervised items of this batch}, from labels alone."""
-        raise ValueError(f"task {self.task!r} has no loss")
+        head: Any = getattr(self, "head", None)
+        if head is None:
+            raise ValueError(f"task {self.task!r} has no head, so no loss; load the model with a task")
+        return head.counts(batch)
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
         """What each term's sum is divided by: the caller's global counts, else this batch's own."""
@@ -246,7 +249,30 @@ class Model(nn.Module):
         device = next(self.parameters()).device
         ids = torch.zeros(1, 0, dtype=torch.long, device=device)
         ends = torch.zeros(1, dtype=torch.int32, device=device)
-        return {"input_ids": ids, "cu_seqlens": ends, "max_seqlen": 0}
+        return {"input_ids": ids, "cu_seqlens": ends, "max_seqlen": 0, **self._no_labels(ids)}
+
+    def _no_labels(self, none: Tensor) -> dict[str, Tensor]:
+        """Labels of no row, of the kind that the head expects; none: (1, 0) token numbers."""
+        head: Any = getattr(self, "head", None)
+        if head is None:
+            return {}
+        match self.task:
+            case "masked-lm" | "causal-lm" | "seq2seq-lm" | "token-classification":
+                return {"labels": none}
+            case "question-answering":
+                return {"start_positions": none[0], "end_positions": none[0]}
+            case "sequence-classification":
+                return {"labels": head.empty_labels(none.device)}
+            case "multiple-choice":
+                return {"labels": none[0]}
+        return {}
+
+    def ordered(self, out: Mapping[str, Any]) -> ModelOutput:
+        """What a head gives, in the order of transformers' outputs of the task."""
+        order = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits")
+        if self.task == "question-answering":
+            order = ("loss", "start_logits", "end_logits", "logits")
+        return ModelOutput((name, out[name]) for name in order if name in out)
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
         """How each parameter starts: {name: ("normal", std) | ("zeros",) | ("ones",)}."""

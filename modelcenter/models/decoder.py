@@ -64,33 +64,13 @@ class Decoder(Model):
                 out = head(ctx.last(x), batch, counts)
             case _:
                 out = head(x, ctx, batch, counts)
-        order = ("loss", "logits", "start_logits", "end_logits")
-        if self.task == "question-answering":
-            order = ("loss", "start_logits", "end_logits", "logits")
-        return ModelOutput((name, out[name]) for name in order if name in out)
+        return self.ordered(out)
 
     def tp_plan(self) -> dict[str, str]:
         plan = super().tp_plan()
         if self.task == "causal-lm":
             plan |= {f"head.{name}": "vocab" for name, p in self.head.named_parameters()}
         return plan
-
-    def loss_counts(self, batch: Batch) -> dict[str, int]:
-        if self.head is None:
-            raise ValueError("task 'base' has no head, so no loss; load the model with a task")
-        return self.head.counts(batch)
-
-    def empty_batch(self) -> dict[str, Any]:
-        batch = super().empty_batch()
-        none = batch["input_ids"]
-        match self.task:
-            case "causal-lm" | "token-classification":
-                batch["labels"] = none
-            case "question-answering":
-                batch |= {"start_positions": none[0], "end_positions": none[0]}
-            case "sequence-classification":
-                batch["labels"] = self.head.empty_labels(none.device)
-        return batch
 
     def forward(
         self,

@@ -124,10 +124,7 @@ class Encoder(Model):
         if self.task == "base":
             return ModelOutput(last_hidden_state=ctx.repad(x), pooler_output=pooled)
         out = self.run_head(x, pooled, ctx, batch, self.counts(batch))
-        order = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits")
-        if self.task == "question-answering":
-            order = ("loss", "start_logits", "end_logits", "logits")
-        return ModelOutput((name, out[name]) for name in order if name in out)
+        return self.ordered(out)
 
     def run_head(
         self, x: Tensor, pooled: Tensor | None, ctx: Packed, batch: Batch, counts: Mapping[str, Any]
@@ -169,25 +166,6 @@ class Encoder(Model):
                 f"got {ctx.num_sequences} sequences for {labels.numel()} labels; every example needs as many"
             )
         return ctx.num_sequences // labels.numel()
-
-    def loss_counts(self, batch: Batch) -> dict[str, int]:
-        if self.head is None:
-            raise ValueError("task 'base' has no head, so no loss; load the model with a task")
-        return self.head.counts(batch)
-
-    def empty_batch(self) -> dict[str, Any]:
-        batch = super().empty_batch()
-        none = batch["input_ids"]
-        match self.task:
-            case "masked-lm" | "token-classification":
-                batch["labels"] = none
-            case "question-answering":
-                batch |= {"start_positions": none[0], "end_positions": none[0]}
-            case "sequence-classification":
-                batch["labels"] = self.head.empty_labels(none.device)
-            case "multiple-choice":
-                batch["labels"] = none[0]
-        return batch
 
     def forward(
         self,

@@ -165,10 +165,7 @@ class EncoderDecoder(Model):
                 out = head(ctx.at(x, self._ends(ctx, batch)), batch, counts)
             case _:
                 out = head(x, ctx, batch, counts)
-        order = ("loss", "start_logits", "end_logits", "logits")
-        if self.task != "question-answering":
-            order = ("loss", "logits")
-        return ModelOutput((name, out[name]) for name in order if name in out)
+        return self.ordered(out)
 
     # -- the decoder's inputs -----------------------------------------------------------------------------------------
 
@@ -263,21 +260,9 @@ class EncoderDecoder(Model):
             plan |= {f"head.{name}": "vocab" for name, _ in self.head.named_parameters()}
         return plan
 
-    def loss_counts(self, batch: Batch) -> dict[str, int]:
-        if self.head is None:
-            raise ValueError("task 'base' has no head, so no loss; load the model with a task")
-        return self.head.counts(batch)
-
     def empty_batch(self) -> dict[str, Any]:
         batch = super().empty_batch()
         none = batch["input_ids"]
-        match self.task:
-            case "seq2seq-lm" | "token-classification":
-                batch["labels"] = none
-            case "question-answering":
-                batch |= {"start_positions": none[0], "end_positions": none[0]}
-            case "sequence-classification":
-                batch["labels"] = self.head.empty_labels(none.device)
         if self.task == "seq2seq-lm":
             batch |= {"decoder_cu_seqlens": batch["cu_seqlens"], "decoder_max_seqlen": 0}
         elif self.task == "base":

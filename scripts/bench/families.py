@@ -134,8 +134,7 @@ def measure(family: str, setting: str, rounds: int) -> dict[str, float]:
 
 def _label(row: Any, number: int, every: int) -> None:
     """Give every so many-th token its label, and the others none."""
-    ids = row.input_ids if not hasattr(row, "target") else row.labels
-    row.labels = [t if (i + number) % every == 0 else -100 for i, t in enumerate(ids)]
+    row.labels = [t if (i + number) % every == 0 else -100 for i, t in enumerate(row.input_ids)]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -35,3 +38,53 @@ def _lay(flat: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> torch.Tensor
         if pieces
         else torch.zeros((1, 0), dtype=torch.int64)
     )
+
+
+def pack_documents(rows: Sequence[Sequence[np.ndarray]]) -> dict[str, torch.Tensor | int]:
+    """Rows for a causal language model, each of one or more pieces of documents, laid end to end.
+
+    Returns input_ids (1, T) int64, cu_seqlens (pieces+1,) int32, max_seqlen, labels (1, T): the ids themselves, as the
+    shift is the model's. Each piece is a sequence of its own, so attention, positions and the shift restart at it.
+    """
+    pieces = [piece for row in rows for piece in row]
+    lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
+    flat = np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, np.int64)
+    ids = torch.from_numpy(flat)[None]
+    bounds = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    longest = int(lengths.max(initial=0))
+    return {"input_ids": ids, "cu_seqlens": torch.from_numpy(bounds), "max_seqlen": longest, "labels": ids.clone()}
+
+
+def merge(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One packed batch of several, their rows one after the other.
+
+    Tensors of tokens (1, T) join along the tokens, others along the rows; `cu_seqlens` (of either side) go on from each
+    other, of `max_seqlen` the greatest is kept. A batch of no rows adds none.
+
+    Raises:
+        ValueError: batches with different entries.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    names = list(batches[0])
+    for batch in batches:
+        if set(batch) != set(names):
+            differing = ", ".join(sorted(set(batch) ^ set(names)))
+            raise ValueError(f"batches of different data cannot be joined: not all have {differing}")
+    merged: dict[str, Any] = {}
+    for name in names:
+        values = [batch[name] for batch in batches]
+        if name.endswith("cu_seqlens"):
+            before = np.concatenate(([0], np.cumsum([int(v[-1]) for v in values[:-1]])))
+            parts = [v[1:] + int(shift) for v, shift in zip(values, before, strict=True)]
+            merged[name] = torch.cat([values[0][:1], *parts]).to(values[0].dtype)
+        elif name.endswith("max_seqlen"):
+            merged[name] = max(values)
+        else:
+            merged[name] = torch.cat(values, dim=1 if all(map(_of_tokens, values, batches)) else 0)
+    return merged
+
+
+def _of_tokens(value: torch.Tensor, batch: dict[str, Any]) -> bool:
+    totals = {int(batch[name][-1]) for name in batch if name.endswith("cu_seqlens")}
+    return value.dim() == 2 and value.shape[0] == 1 and value.shape[1] in totals

@@ -14,12 +14,14 @@ import json
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from modelcenter.data.compressed import COMPRESSED, read_bytes, suffix_of
 
 # Names that say "this is a header" and, in roles.py, what a column is for. Lower case.
 LABEL_NAMES = (
@@ -116,6 +118,17 @@ class Table:
         return {"rows": len(self), "sha256": {origin.path: origin.sha256 for origin in self.origins}}
 
 
+def what_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """How two fingerprints of a table differ, in words for a message; None if they are equal."""
+    old, new = before["sha256"], now["sha256"]
+    found = [f"{path} is gone" for path in old if path not in new]
+    found += [f"{path} is new" for path in new if path not in old]
+    found += [f"{path} has changed" for path in old if path in new and old[path] != new[path]]
+    if before["rows"] != now["rows"]:
+        found.append(f"{before['rows']:,} rows then, {now['rows']:,} now")
+    return "; ".join(found) or None
+
+
 def concatenate(tables: list[Table]) -> Table:
     """One table of all rows; a column that some table lacks holds None there."""
     if len(tables) == 1:
@@ -131,10 +144,11 @@ def read_file(path: Path) -> Table:
 
     Raises ValueError: suffix not known, text not UTF-8, a malformed line (with file and line), a file without rows.
     """
-    suffix = path.suffix.lower()
+    suffix = suffix_of(path)
     if suffix not in READERS:
-        raise ValueError(f"{path}: data files end in {', '.join(READERS)}, not in {path.suffix or 'nothing'!r}")
-    raw = path.read_bytes()
+        more = f" (and {', '.join(COMPRESSED)} after these)"
+        raise ValueError(f"{path}: data files end in {', '.join(READERS)}{more}, not in {path.suffix or 'nothing'!r}")
+    raw = read_bytes(path)
     columns, lines, classes = READERS[suffix](path, raw)
     rows = len(next(iter(columns.values()))) if columns else 0
     if not rows:
@@ -310,7 +324,7 @@ def _with_header(path: Path, rows: list[list[str]], numbers: list[int]) -> _Pars
                 f"{path}, line {number}: {len(row)} fields where the first line has {width}"
                 f" (a separator inside a text needs quotes in csv, and may not occur in tsv)"
             )
-    if _is_header(rows):
+    if is_header(rows):
         header, rows, numbers = [name.strip() for name in rows[0]], rows[1:], numbers[1:]
         twice = {name for name in header if header.count(name) > 1}
         if twice:
@@ -320,7 +334,7 @@ def _with_header(path: Path, rows: list[list[str]], numbers: list[int]) -> _Pars
     return {name: list(values) for name, values in zip(header, zip(*rows, strict=True), strict=False)}, numbers, {}
 
 
-def _is_header(rows: list[list[str]]) -> bool:
+def is_header(rows: list[list[str]]) -> bool:
     """Whether the first row names the columns: short unlike names, none of which is a value further down."""
     first = [name.strip() for name in rows[0]]
     if not all(first) or any(_is_number(name) for name in first):

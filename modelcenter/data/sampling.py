@@ -3,9 +3,12 @@ epoch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+from modelcenter.data.packing import cut, pack_rows
 
 _WINDOW = 50  # global batches sorted together, as transformers' group_by_length
 
@@ -22,17 +25,18 @@ class EpochBatches:
     lengths: np.ndarray  # int (n,): tokens of each row
     global_batch_size: int
     seed: int
+    draw: Callable[[int], np.ndarray] | None = None  # epoch -> its rows, as many in each (a mixture's); None: all rows
 
     @property
     def steps(self) -> int:
         """Global batches of an epoch."""
-        return -(-len(self.lengths) // self.global_batch_size)
+        return -(-len(drawn(self.draw, 0, self.lengths)) // self.global_batch_size)
 
     def epoch(self, epoch: int) -> list[np.ndarray]:
         """Rows of each global batch, longest first: `steps` int64 arrays of global_batch_size (the last may be
         shorter)."""
         random = np.random.default_rng([self.seed, epoch])
-        order = random.permutation(len(self.lengths))
+        order = random.permutation(drawn(self.draw, epoch, self.lengths))
         full = len(order) // self.global_batch_size * self.global_batch_size
         window = _WINDOW * self.global_batch_size
         batches = []
@@ -43,6 +47,122 @@ class EpochBatches:
         if full < len(order):
             batches.append(_longest_first(order[full:], self.lengths))
         return batches
+
+    def deal(self, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]:
+        """A global batch as [rank][microbatch] -> rows: see `deal`."""
+        return deal(rows, ranks, microbatches)
+
+
+class TokenBatches:
+    """The global batches of an epoch by tokens: each holds at most `budget` tokens, in parts of at most `part`.
+
+    Rows are laid into parts by best fit, so that parts are full whatever the lengths; a global batch is budget // part
+    of them, end to end. Which lengths share a part is worked out once; which rows of these lengths, and which parts
+    share a batch, is drawn anew each epoch. So all epochs have the same number of steps. Every row comes once in each.
+
+    Depends on (lengths, budget, seed, part, epoch) alone, not on ranks or accumulation: a run that goes on with other
+    ranks, and the same budget and part, sees the same batches.
+
+    lengths: int (n,), tokens of each row.
+    budget: tokens of a global batch: those of a microbatch times ranks times accumulation.
+    part: tokens of a microbatch; None: the budget (one rank, one microbatch).
+    draw: epoch -> its rows, with repeats (a mixture's `draw`). Lengths then differ between epochs, so each is packed by
+        itself. To keep the number of steps of epoch 0 the emptiest parts are left out of a longer epoch, and some come
+        twice in a shorter one: a small fraction of rows that a mixture draws at random anyhow.
+
+    Raises:
+        ValueError: no rows, a row of more tokens than a part, a budget less than a part.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        budget: int,
+        seed: int,
+        part: int | None = None,
+        draw: Callable[[int], np.ndarray] | None = None,
+    ):
+        self.lengths, self.budget, self.seed, self.draw = np.asarray(lengths, np.int64), budget, seed, draw
+        self.part = budget if part is None else part
+        if not len(self.lengths):
+            raise ValueError("batches by tokens: there are no rows")
+        if not 0 < self.part <= budget:
+            raise ValueError(
+                f"batch_tokens: a microbatch of {self.part} tokens and a global batch of {budget}; expected at least 1 "
+                "token, and a global batch no smaller than a microbatch"
+            )
+        longest = int(self.lengths.argmax())
+        if self.lengths[longest] > self.part:
+            raise ValueError(
+                f"batch_tokens: row {longest + 1} of {len(self.lengths)} has {self.lengths[longest]} tokens, a "
+                f"microbatch takes {self.part}; raise batch_tokens to {self.lengths[longest]}, or lower max_length"
+            )
+        rows = drawn(draw, 0, self.lengths)
+        self._slots, self._ends = self._pack(rows, 0)
+        # Rows by length, and the places in the parts by the length that belongs there: paired up anew each epoch.
+        self._places = np.argsort(self.lengths[self._slots], kind="stable")
+        self.steps = -(-len(self._ends) // self.parts)
+
+    @property
+    def parts(self) -> int:
+        """Parts of a full global batch."""
+        return self.budget // self.part
+
+    def epoch(self, epoch: int) -> list[np.ndarray]:
+        """Rows of each global batch, part after part: `steps` int64 arrays."""
+        random = np.random.default_rng([self.seed, epoch])
+        rows, ends = self._slots, self._ends
+        if self.draw is None:
+            shuffled = random.permutation(len(self.lengths))
+            rows = np.empty_like(rows)
+            rows[self._places] = shuffled[np.argsort(self.lengths[shuffled], kind="stable")]
+        elif epoch:
+            rows, ends = self._pack(self.draw(epoch), epoch)
+        starts = np.concatenate(([0], ends[:-1]))
+        emptiest = np.argsort(-np.add.reduceat(self.lengths[rows], starts), kind="stable")
+        order = random.permutation(emptiest[:-1])
+        order = np.append(order, emptiest[-1])  # last, where the batch of what is left over stands
+        least, most = (self.steps - 1) * self.parts + 1, self.steps * self.parts
+        if len(order) > most:  # this and what follows happen to mixtures alone
+            order = order[np.isin(order, emptiest[:most])]
+        while len(order) < least:
+            order = np.concatenate((order, order[: least - len(order)]))
+        # Parts in their new order, by gathering: the row at place i of part p comes from starts[p] + i.
+        sizes = (ends - starts)[order]
+        bounds = np.cumsum(sizes)
+        gather = np.arange(bounds[-1]) + np.repeat(starts[order] - (bounds - sizes), sizes)
+        return np.split(rows[gather], bounds[self.parts - 1 : -1 : self.parts])
+
+    def deal(self, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]:
+        """A global batch as [rank][microbatch] -> rows, none of more than budget / (ranks x microbatches) tokens.
+
+        That is `part` tokens where the run was planned so, and the parts come out as they were packed. With other
+        ranks and microbatches the rows are cut where they fill up; should that take more microbatches than were asked
+        for, there are more, rather than larger ones.
+
+        Raises:
+            ValueError: a row that is longer than such a microbatch.
+        """
+        return deal_parts(cut(self.lengths[rows], self.budget // (ranks * microbatches)), rows, ranks, microbatches)
+
+    def _pack(self, rows: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        shuffled = np.random.default_rng([self.seed, epoch, 0xB175]).permutation(rows)
+        order, ends = pack_rows(self.lengths[shuffled], self.part)
+        return shuffled[order], ends
+
+
+def drawn(draw: Callable[[int], np.ndarray] | None, epoch: int, lengths: np.ndarray) -> np.ndarray:
+    """The rows of an epoch: those drawn, or all."""
+    return np.arange(len(lengths)) if draw is None else draw(epoch)
+
+
+def deal_parts(ends: np.ndarray, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]:
+    """Parts of a batch, rows[0:ends[0]], rows[ends[0]:ends[1]] ..., as [rank][microbatch]; empty ones where there are
+    too few, more microbatches where there are too many."""
+    parts = np.split(rows, ends[:-1]) if len(ends) else []
+    microbatches = max(microbatches, -(-len(parts) // ranks))
+    parts += [rows[:0]] * (ranks * microbatches - len(parts))
+    return [parts[rank::ranks] for rank in range(ranks)]
 
 
 def deal(rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]:

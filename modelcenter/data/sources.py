@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from modelcenter.data.compressed import suffix_of
 from modelcenter.data.readers import READERS, Origin, Table, read_files
 
 SPLITS = {
@@ -49,8 +50,31 @@ def find(data: str | Sequence[str], config: str | None = None) -> Source:
     Raises ValueError if nothing is there.
     """
     specs = [data] if isinstance(data, str) else list(data)
-    if len(specs) == 1 and _is_hub_name(specs[0]):
+    splits = _splits(specs, config)
+    if splits is None:
         return _hub(specs[0], config)
+    return Source(" ".join(specs), tuple(splits), lambda split: read_files(splits[split]))
+
+
+def find_paths(data: str | Sequence[str], config: str | None, split: str) -> list[Path] | None:
+    """The files of a split of a data argument (see `find`), for those who stream them; None for a Hub data set.
+
+    Raises ValueError if nothing is there, or there is no such split.
+    """
+    specs = [data] if isinstance(data, str) else list(data)
+    splits = _splits(specs, config)
+    if splits is None:
+        return None
+    canonical = split if split in splits else SPLITS.get(split.lower(), split)
+    if canonical not in splits:
+        raise ValueError(f"{' '.join(specs)} has no split {split!r}; its splits: {', '.join(splits)}")
+    return splits[canonical]
+
+
+def _splits(specs: list[str], config: str | None) -> dict[str, list[Path]] | None:
+    """{split: files}; None if it is the name of a Hub data set."""
+    if len(specs) == 1 and _is_hub_name(specs[0]):
+        return None
     if config is not None:
         raise ValueError(f"data_config {config!r} is for Hub data sets, but {' '.join(specs)} is local")
     splits: dict[str, list[Path]] = {}
@@ -58,7 +82,7 @@ def find(data: str | Sequence[str], config: str | None = None) -> Source:
         found = _local(spec)
         for split, paths in found.items() if len(specs) == 1 else [("train", sum(found.values(), []))]:
             splits.setdefault(split, []).extend(paths)
-    return Source(" ".join(specs), tuple(splits), lambda split: read_files(splits[split]))
+    return splits
 
 
 def hold_out(table: Table, fraction: float, seed: int) -> tuple[Table, Table]:
@@ -74,7 +98,7 @@ def hold_out(table: Table, fraction: float, seed: int) -> tuple[Table, Table]:
 
 def _is_hub_name(spec: str) -> bool:
     path = Path(spec).expanduser()
-    local = path.exists() or glob.has_magic(spec) or spec[:1] in "./~" or path.suffix.lower() in READERS or "\\" in spec
+    local = path.exists() or glob.has_magic(spec) or spec[:1] in "./~" or suffix_of(path) in READERS or "\\" in spec
     return not local and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", spec) is not None
 
 
@@ -103,9 +127,7 @@ def _local(spec: str) -> dict[str, list[Path]]:
 
 def _directory(path: Path) -> dict[str, list[Path]]:
     """{split: files}. Files and sub-folders whose names say no split are left out where others do."""
-    files = sorted(
-        p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in READERS and not p.name.startswith(".")
-    )
+    files = sorted(p for p in path.rglob("*") if p.is_file() and suffix_of(p) in READERS and not p.name.startswith("."))
     if not files:
         raise ValueError(f"{path}: the directory holds no {', '.join(READERS)} files")
     splits: dict[str, list[Path]] = {}

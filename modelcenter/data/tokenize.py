@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-log = logging.getLogger(__name__)
+from modelcenter.data.cache import cached, tokenizer_state
+from modelcenter.data.parallel import ordered_map
+
 _CHUNK = 16384  # rows per call of the tokenizer: enough to use all threads, little enough to hold as Python objects
-_VERSION = 1  # part of the cache's key: raise it when the files or the way of tokenising change
+_VERSION = 1  # part of the cache's key: raise it when the way of tokenising changes
 
 
 @dataclass(frozen=True)
@@ -60,65 +56,58 @@ def tokenize(
     """
     if not len(texts):
         raise ValueError("there are no rows to tokenise")
-    folder = cache_dir() if cache else None
-    if folder is None:
-        return _tokenize(tokenizer, texts, pairs, max_length)
-    entry = folder / _key(tokenizer, texts, pairs, max_length)
-    with _lock(entry.with_suffix(".lock")):
-        tokens = _load(entry)
-        if tokens is None:
-            tokens = _tokenize(tokenizer, texts, pairs, max_length)
-            _save(entry, tokens)
-    return tokens
+    key = ["rows", _VERSION, max_length, tokenizer.truncation_side, tokenizer_state(tokenizer), texts, pairs]
+    arrays = cached(key, lambda: _tokenize(tokenizer, texts, pairs, max_length), cache=cache)
+    return Tokens(arrays["ids"], arrays["offsets"], arrays.get("type_ids"), int(arrays["truncated"][0]))
 
 
-def cache_dir() -> Path | None:
-    """The folder of tokenised data: $MODELCENTER_CACHE, else modelcenter under the user's cache folder; None if not
-    writable."""
-    root = os.environ.get("MODELCENTER_CACHE") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "modelcenter"
-    )
-    folder = Path(root).expanduser() / "tokens"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        log.warning(
-            "token cache %s is not writable (%s): tokenising without it; MODELCENTER_CACHE names another", folder, error
-        )
-        return None
-
-
-def _tokenize(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> Tokens:
+def _tokenize(
+    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
+) -> dict[str, np.ndarray]:
     encode = _fast(tokenizer, max_length) if tokenizer.is_fast else _slow(tokenizer, max_length)
     ids, types, lengths, truncated = [], [], [], 0
-    with encode as run:
+    typed, special = True, tokenizer.num_special_tokens_to_add()
+
+    def chunks() -> Iterator[tuple[list[Any], bool]]:
         for start in range(0, len(texts), _CHUNK):
             chunk = list(texts[start : start + _CHUNK])
-            rows = run(chunk if pairs is None else list(zip(chunk, pairs[start : start + _CHUNK], strict=True)))
-            size = [len(row[0]) for row in rows]
-            lengths += size
-            ids.append(np.fromiter(itertools.chain.from_iterable(row[0] for row in rows), np.int32, sum(size)))
-            types.append(np.fromiter(itertools.chain.from_iterable(row[1] for row in rows), np.uint8, sum(size)))
+            yield chunk if pairs is None else list(zip(chunk, pairs[start : start + _CHUNK], strict=True)), typed
+
+    # One thread copies tokens into Python lists while the tokenizer, which needs no Python, is at the next chunk.
+    pool: Any = ThreadPoolExecutor(2) if tokenizer.is_fast else nullcontext()
+    with encode as run, pool as executor:
+        for rows in ordered_map(lambda chunk: run(*chunk), chunks(), executor, 2):
+            lengths += [len(row[0]) for row in rows]
+            ids.append(_flat(rows, np.int32))
+            types.append(_flat(rows, np.uint8, types=True) if typed else np.zeros(len(ids[-1]), np.uint8))
             truncated += sum(row[2] for row in rows)
+            # The types of a single text are those of the tokenizer's template: seen once to be 0, they are not read.
+            typed = pairs is not None or bool(types[-1].any()) or int(ids[-1].size) <= special * len(rows)
     type_ids = np.concatenate(types)
     offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-    return Tokens(np.concatenate(ids), offsets, type_ids if type_ids.any() else None, truncated)
+    arrays = {"ids": np.concatenate(ids), "offsets": offsets, "truncated": np.array([truncated])}
+    return {**arrays, "type_ids": type_ids} if type_ids.any() else arrays
+
+
+def _flat(rows: _Rows, dtype: Any, types: bool = False) -> np.ndarray:
+    return np.fromiter(itertools.chain.from_iterable(row[1] if types else row[0] for row in rows), dtype)
 
 
 _Rows = list[tuple[Sequence[int], Sequence[int], bool]]  # ids, type ids, whether the row was cut
 
 
 @contextmanager
-def _fast(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[Any]], _Rows]]:
+def _fast(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[Any], bool], _Rows]]:
     """The Rust tokenizer itself: its transformers wrapper spends a third of the time on building dictionaries."""
     backend = tokenizer.backend_tokenizer
     truncation, padding = backend.truncation, backend.padding  # restored, or they would be saved with the tokenizer
     backend.no_padding()
     backend.enable_truncation(max_length, direction=tokenizer.truncation_side)
     try:
-        yield lambda batch: [(e.ids, e.type_ids, bool(e.overflowing)) for e in backend.encode_batch_fast(batch)]
+        # What of an encoding is read is copied into Python lists, so types only when they are asked for.
+        yield lambda batch, typed: [
+            (e.ids, e.type_ids if typed else (), bool(e.overflowing)) for e in backend.encode_batch_fast(batch)
+        ]
     finally:
         backend.no_truncation()
         if truncation is not None:
@@ -128,8 +117,8 @@ def _fast(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[Any]], _Ro
 
 
 @contextmanager
-def _slow(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[Any]], _Rows]]:
-    def run(batch: list[Any]) -> _Rows:
+def _slow(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[Any], bool], _Rows]]:
+    def run(batch: list[Any], typed: bool) -> _Rows:
         rows: _Rows = []
         for item in batch:
             first, second = item if isinstance(item, tuple) else (item, None)
@@ -139,77 +128,3 @@ def _slow(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[Any]], _Ro
         return rows
 
     yield run
-
-
-def _key(tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int) -> str:
-    digest = hashlib.blake2b(digest_size=20)
-    if tokenizer.is_fast:
-        state = json.loads(tokenizer.backend_tokenizer.to_str())
-        state.pop("truncation", None), state.pop("padding", None)
-        tokenizer_state = json.dumps(state, sort_keys=True)
-    else:
-        tokenizer_state = json.dumps(
-            [sorted(tokenizer.get_vocab().items()), type(tokenizer).__name__, str(tokenizer.init_kwargs)]
-        )
-    about = [_VERSION, max_length, tokenizer.truncation_side, pairs is not None, len(texts)]
-    digest.update(json.dumps(about).encode())
-    digest.update(tokenizer_state.encode())
-    for column in (texts, pairs or ()):
-        for start in range(0, len(column), _CHUNK):
-            # Lengths make the boundaries part of the key: ["ab", "c"] is not ["a", "bc"].
-            chunk = column[start : start + _CHUNK]
-            digest.update(np.fromiter(map(len, chunk), np.int64, len(chunk)).tobytes())
-            digest.update("".join(chunk).encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Held by one process of the node; freed by the system when it ends, however it ends. Without flock everyone
-    tokenises."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            log.debug("no file locks on %s", path)
-        yield
-
-
-def _load(entry: Path) -> Tokens | None:
-    if not entry.is_dir():
-        return None
-    try:
-        about = json.loads((entry / "about.json").read_text())
-        arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in about["arrays"]}
-        if {name: list(array.shape) for name, array in arrays.items()} != about["arrays"]:
-            raise ValueError("array sizes differ from about.json")
-        return Tokens(arrays["ids"], arrays["offsets"], arrays.get("type_ids"), about["truncated"])
-    except (OSError, ValueError, KeyError) as error:
-        log.warning("token cache entry %s is damaged (%s): tokenising again", entry, error)
-        shutil.rmtree(entry, ignore_errors=True)
-        return None
-
-
-def _save(entry: Path, tokens: Tokens) -> None:
-    arrays = {"ids": tokens.ids, "offsets": tokens.offsets, "type_ids": tokens.type_ids}
-    arrays = {name: array for name, array in arrays.items() if array is not None}
-    try:
-        work = Path(tempfile.mkdtemp(prefix=".writing-", dir=entry.parent))
-        try:
-            for name, array in arrays.items():
-                np.save(work / f"{name}.npy", array)
-            about = {
-                "arrays": {name: list(array.shape) for name, array in arrays.items()},
-                "truncated": tokens.truncated,
-            }
-            (work / "about.json").write_text(json.dumps(about))
-            work.rename(entry)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:  # a full disk, or another node that was first: the tokens are in memory all the same
-        log.warning("token cache entry %s was not written: %s", entry, error)

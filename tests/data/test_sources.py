@@ -1,5 +1,6 @@
 """Where rows come from: files, folders with splits, patterns, Hub names."""
 
+import gzip
 import sys
 import types
 
@@ -127,3 +128,14 @@ def test_hub_name_that_is_none(monkeypatch):
 def test_rows_of_a_part(folder):
     table = sources.find(str(folder)).read("train").take(np.array([4, 1]))
     assert table.columns["0"] == ["0", "1"] and table.where(0).endswith("line 5")
+
+
+def test_compressed_files_are_found_and_belong_to_splits(tmp_path):
+    for name in ("train.jsonl.gz", "dev.jsonl.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(b'{"text": "x"}\n{"text": "y"}\n'))
+    source = sources.find(str(tmp_path))
+    assert set(source.splits) == {"train", "validation"} and source.read("dev").columns == {"text": ["x", "y"]}
+    assert sources.find_paths(str(tmp_path), None, "dev") == [tmp_path / "dev.jsonl.gz"]
+    assert sources.find_paths("owner/set", None, "train") is None
+    with pytest.raises(ValueError, match="has no split 'test'; its splits: "):
+        sources.find_paths(str(tmp_path), None, "test")

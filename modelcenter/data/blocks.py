@@ -1,0 +1,120 @@
+"""Documents to the rows that a language model is trained on: pieces of at most `max_length` tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from modelcenter.data.collate import pack_documents
+from modelcenter.data.token_files import TokenFile
+
+
+class Blocks:
+    """Rows of a token file, made when they are asked for; nothing but a number per document is held in memory.
+
+    packing "none": a row is a piece of one document, which is cut every `max_length` tokens; what is left of it is a
+        shorter row, if it has min_length tokens.
+    packing "concat": documents stand end to end, each followed by `eos`, and are cut every `max_length` tokens, so all
+        rows but the last are full. A document that starts within a row is a sequence of its own there (`cu_seqlens`):
+        nothing attends, or is predicted, across its start.
+
+    eos: the token after each document; left out where the file has its own. documents: (first, end) restricts the rows
+    to some of the documents, e.g. to hold others out.
+
+    Raises:
+        ValueError: no document that makes a row, a wrong max_length or packing, "concat" without any eos.
+    """
+
+    def __init__(
+        self,
+        file: TokenFile,
+        max_length: int,
+        packing: Literal["none", "concat"] = "none",
+        eos: int | None = None,
+        documents: tuple[int, int] | None = None,
+        min_length: int = 2,
+    ):
+        if packing not in ("none", "concat"):
+            raise ValueError(f"packing: got {packing!r}, expected none or concat")
+        if max_length < 2:
+            raise ValueError(f"max_length: got {max_length}, expected at least 2 tokens")
+        self.file, self.max_length, self.packing, self.min_length = file, max_length, packing, min_length
+        self.first, end = documents or (0, len(file))
+        if not 0 <= self.first < end <= len(file):
+            raise ValueError(f"documents: got {self.first} to {end}, {file.path} has {len(file)}")
+        offsets = file.offsets[self.first : end + 1]
+        self._start = int(offsets[0])
+        self.eos = None if file.eos is not None else eos
+        if packing == "concat":
+            if eos is None and file.eos is None:
+                raise ValueError(f"packing concat: {file.path} has no eos after its documents; give eos")
+            # Where documents start among the tokens with eos after each.
+            extra = 0 if self.eos is None else np.arange(len(offsets))
+            self._bounds = offsets - self._start + extra
+            self._rows = -(-int(self._bounds[-1]) // max_length)
+        else:
+            sizes = np.diff(offsets)
+            pieces = sizes // max_length + (sizes % max_length >= max(min_length, 1))
+            self._bounds = np.concatenate(([0], np.cumsum(pieces)))
+            self._rows = int(self._bounds[-1])
+        if not self._rows:
+            raise ValueError(f"{file.path}: none of the documents {self.first} to {end} has {min_length} tokens")
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row, int64 (n,)."""
+        lengths = np.full(len(self), self.max_length, np.int64)
+        if self.packing == "concat":
+            lengths[-1] = int(self._bounds[-1]) - (len(self) - 1) * self.max_length
+            return lengths
+        rest = np.diff(self.file.offsets[self.first : self.first + len(self._bounds)]) % self.max_length
+        kept = np.flatnonzero(rest >= max(self.min_length, 1))
+        lengths[self._bounds[kept + 1] - 1] = rest[kept]
+        return lengths
+
+    def pieces(self, row: int) -> list[tuple[int, int, int]]:
+        """The row as (document, start, end) runs of tokens within documents; `eos` counts as a document's last."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        if self.packing == "none":
+            document = int(np.searchsorted(self._bounds, row, side="right")) - 1
+            start = (row - int(self._bounds[document])) * self.max_length
+            size = int(self.file.offsets[self.first + document + 1] - self.file.offsets[self.first + document])
+            return [(self.first + document, start, min(start + self.max_length, size))]
+        at, end = row * self.max_length, min((row + 1) * self.max_length, int(self._bounds[-1]))
+        found = []
+        document = int(np.searchsorted(self._bounds, at, side="right")) - 1
+        while at < end:
+            start, stop = int(self._bounds[document]), int(self._bounds[document + 1])
+            if stop > at:  # not an empty document
+                found.append((self.first + document, at - start, min(end, stop) - start))
+                at = min(end, stop)
+            document += 1
+        return found
+
+    def row(self, row: int) -> list[np.ndarray]:
+        """The tokens of a row, piece by piece."""
+        return [self._tokens(*piece) for piece in self.pieces(row)]
+
+    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
+        """The packed batch of these rows for a causal language model: see `collate.pack_documents`."""
+        return pack_documents([self.row(int(row)) for row in rows])
+
+    def where(self, row: int) -> str:
+        """The file and document of a row: "corpus:document 12"."""
+        return f"{self.file.path}:document {self.pieces(row)[0][0] + 1}"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON-able; changes when the tokens or the way they are cut do."""
+        cut = {name: getattr(self, name) for name in ("max_length", "packing", "first", "min_length")}
+        return {**self.file.fingerprint(), **cut, "rows": len(self), "added_eos": self.eos}
+
+    def _tokens(self, document: int, start: int, end: int) -> np.ndarray:
+        base = int(self.file.offsets[document])
+        size = int(self.file.offsets[document + 1]) - base
+        tokens = self.file.tokens[base + start : base + min(end, size)].astype(np.int64)
+        return tokens if end <= size or self.eos is None else np.append(tokens, self.eos)

@@ -1,0 +1,143 @@
+"""Arrays that take long to make, kept on disk under the content they were made from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+log = logging.getLogger(__name__)
+_VERSION = 2  # part of every key: raise it when the files change
+_CHUNK = 16384
+
+
+def cached(
+    key: Iterable[Any], build: Callable[[], dict[str, np.ndarray]], *, cache: bool = True
+) -> dict[str, np.ndarray]:
+    """What `build` returns, or what it returned before for the same key, memory-mapped from the cache.
+
+    Processes of one node share the work: one builds, the others wait for its files. An entry that is damaged is built
+    again; without a folder that can be written the arrays are built and not kept.
+
+    key: all that the result depends on, the code's own version included: numbers, strings, arrays, None, and sequences
+        of strings (columns of texts), each with its place. The texts of a million rows are hashed in a second or less.
+    build: name -> array, of one dimension or more.
+    """
+    folder = cache_dir() if cache else None
+    if folder is None:
+        return build()
+    entry = folder / digest(key)
+    with _lock(entry.with_suffix(".lock")):
+        arrays = _load(entry)
+        if arrays is None:
+            arrays = build()
+            _save(entry, arrays)
+    return arrays
+
+
+def cache_dir() -> Path | None:
+    """The folder of tokenised data: $MODELCENTER_CACHE, else modelcenter under the user's cache folder; None if not
+    writable."""
+    root = os.environ.get("MODELCENTER_CACHE") or Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "modelcenter"
+    )
+    folder = Path(root).expanduser() / "tokens"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        log.warning(
+            "token cache %s is not writable (%s): tokenising without it; MODELCENTER_CACHE names another", folder, error
+        )
+        return None
+
+
+def digest(key: Iterable[Any]) -> str:
+    """A hash of the parts of a key: of their kinds, their places and their boundaries, not of their bytes alone."""
+    state = hashlib.blake2b(digest_size=20)
+    state.update(f"{_VERSION}".encode())
+    for part in key:
+        if isinstance(part, np.ndarray):
+            state.update(f"array {part.dtype.str} {part.shape}\n".encode())
+            state.update(np.ascontiguousarray(part).view(np.uint8).data if part.size else b"")
+        elif isinstance(part, Sequence) and not isinstance(part, (str, bytes)):
+            _update_with_texts(state, part)
+        else:
+            shown = json.dumps(part) if not isinstance(part, bytes) else part.hex()
+            state.update(f"{type(part).__name__} {len(shown)}\n{shown}".encode())
+    return state.hexdigest()
+
+
+def _update_with_texts(state: Any, texts: Sequence[str]) -> None:
+    state.update(f"texts {len(texts)}\n".encode())
+    for start in range(0, len(texts), _CHUNK):
+        # Lengths make the boundaries part of the key: ["ab", "c"] is not ["a", "bc"].
+        chunk = texts[start : start + _CHUNK]
+        state.update(np.fromiter(map(len, chunk), np.int64, len(chunk)).tobytes())
+        state.update("".join(chunk).encode("utf-8", "surrogatepass"))
+
+
+def tokenizer_state(tokenizer: Any) -> str:
+    """All that decides what a transformers tokenizer makes of a text, as one string: a part of a key."""
+    if tokenizer.is_fast:
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state.pop("truncation", None), state.pop("padding", None)
+        return json.dumps(state, sort_keys=True)
+    return json.dumps([sorted(tokenizer.get_vocab().items()), type(tokenizer).__name__, str(tokenizer.init_kwargs)])
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Held by one process of the node; freed by the system when it ends, however it ends. Without flock everyone
+    builds."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            log.debug("no file locks on %s", path)
+        yield
+
+
+def _load(entry: Path) -> dict[str, np.ndarray] | None:
+    if not entry.is_dir():
+        return None
+    try:
+        about = json.loads((entry / "about.json").read_text())
+        arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in about["arrays"]}
+        if {name: list(array.shape) for name, array in arrays.items()} != about["arrays"]:
+            raise ValueError("array sizes differ from about.json")
+        return arrays
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("token cache entry %s is damaged (%s): tokenising again", entry, error)
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
+
+
+def _save(entry: Path, arrays: dict[str, np.ndarray]) -> None:
+    try:
+        work = Path(tempfile.mkdtemp(prefix=".writing-", dir=entry.parent))
+        try:
+            for name, array in arrays.items():
+                np.save(work / f"{name}.npy", array)
+            about = {"arrays": {name: list(array.shape) for name, array in arrays.items()}}
+            (work / "about.json").write_text(json.dumps(about))
+            work.rename(entry)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:  # a full disk, or another node that was first: the arrays are in memory all the same
+        log.warning("token cache entry %s was not written: %s", entry, error)

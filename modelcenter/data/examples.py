@@ -1,0 +1,38 @@
+"""What the training loop asks of data."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Examples(Protocol):
+    """The rows of one split, ready for batches."""
+
+    name: str  # of the data, for people
+    truncated: int  # rows that were cut to fit
+
+    def __len__(self) -> int: ...
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row, int64 (n,); of an encoder-decoder, of both sides."""
+        ...
+
+    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
+        """The packed batch of these rows, on the host: keyword arguments of the model's forward. What is random in it,
+        such as masks, is a function of (seed, epoch, row)."""
+        ...
+
+    def where(self, row: int) -> str:
+        """Where a row comes from, such as "train.jsonl, line 3"."""
+        ...
+
+    def fingerprint(self) -> Any:
+        """What changes when the data does; JSON."""
+        ...
+
+    def show(self, row: int, tokenizer: Any) -> str:
+        """A row as the model will see it, for people: its text and what is asked of it."""
+        ...

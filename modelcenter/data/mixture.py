@@ -1,0 +1,138 @@
+"""Several data sets as one, each with a share of the rows of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from modelcenter.data.collate import merge
+from modelcenter.data.examples import Examples
+
+
+class Mixture:
+    """Rows of several data sets, each with its share of every epoch; itself such a data set.
+
+    Its rows are those of the parts end to end, and `draw` says which of them make up an epoch: pass that to
+    `EpochBatches` or `TokenBatches` as `draw`.
+
+    An epoch has `rows` rows, by default as many as the parts have together. A part has its share of them, whole rows,
+    in each epoch. It goes through its own rows in a random order, all of them before any comes again, on from where the
+    last epoch left off: a part with twice its size as share is seen twice per epoch, one with half its size in every
+    second. Which rows an epoch has depends on (sizes, weights, rows, seed, epoch) alone.
+
+    parts: (examples, weight) pairs; only the ratio of weights counts. See `weights_by_size`.
+
+    Raises:
+        ValueError: no parts, an empty one, a weight that is not positive, so few rows that a part would have none.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Examples, float]], seed: int, rows: int | None = None):
+        if not parts:
+            raise ValueError("mixture: there is nothing to mix")
+        self.parts, self.seed = [part for part, _ in parts], seed
+        weights = np.array([weight for _, weight in parts], dtype=np.float64)
+        sizes = [len(part) for part in self.parts]
+        for i, (size, weight) in enumerate(zip(sizes, weights.tolist(), strict=True)):
+            if not (np.isfinite(weight) and weight > 0):
+                raise ValueError(f"mixture: the weight of part {i + 1} is {weight}, expected a positive number")
+            if not size:
+                raise ValueError(f"mixture: part {i + 1} has no rows")
+        self.shares = (weights / weights.sum()).tolist()
+        self.rows = sum(sizes) if rows is None else rows
+        self.counts = _whole(np.array(self.shares) * self.rows, self.rows)
+        if min(self.counts) < 1:
+            i = self.counts.index(min(self.counts))
+            raise ValueError(
+                f"mixture: part {i + 1} with {100 * self.shares[i]:.2g} % of {self.rows} rows has none of them; give "
+                "an epoch more rows, or the part more weight"
+            )
+        self._starts = np.concatenate(([0], np.cumsum(sizes)))
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.concatenate([part.lengths for part in self.parts])
+
+    def draw(self, epoch: int) -> np.ndarray:
+        """The rows of an epoch, int64 (rows,), part after part; a row may come several times."""
+        return np.concatenate([self._part(i, epoch) for i in range(len(self.parts))])
+
+    def batch(self, rows: np.ndarray, epoch: int) -> dict[str, Any]:
+        """The packed batch of these rows: those of one part after those of another."""
+        rows = np.asarray(rows)
+        part = np.searchsorted(self._starts, rows, side="right") - 1
+        present = np.unique(part).tolist() or [0]
+        return merge([self.parts[i].batch(rows[part == i] - self._starts[i], epoch) for i in present])
+
+    @property
+    def name(self) -> str:
+        return ", ".join(part.name for part in self.parts)
+
+    @property
+    def truncated(self) -> int:
+        return sum(part.truncated for part in self.parts)
+
+    def where(self, row: int) -> str:
+        part, row = self._place(row)
+        return part.where(row)
+
+    def show(self, row: int, tokenizer: Any) -> str:
+        part, row = self._place(row)
+        return part.show(row, tokenizer)
+
+    def _place(self, row: int) -> tuple[Examples, int]:
+        part = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self.parts[part], int(row - self._starts[part])
+
+    def fingerprint(self) -> Any:
+        return {"rows": self.rows, "shares": self.shares, "parts": [part.fingerprint() for part in self.parts]}
+
+    def _part(self, i: int, epoch: int) -> np.ndarray:
+        size, count = int(self._starts[i + 1] - self._starts[i]), self.counts[i]
+        first, end = epoch * count, (epoch + 1) * count
+        found = []
+        for turn in range(first // size, -(-end // size)):  # each turn goes through the whole part once
+            order = np.random.default_rng([self.seed, 0x313, i, turn]).permutation(size)
+            found.append(order[max(first - turn * size, 0) : min(end - turn * size, size)])
+        return np.concatenate(found) + self._starts[i]
+
+
+def weights_by_size(sizes: Sequence[int], temperature: float = 1.0) -> list[float]:
+    """Weights size ** (1 / temperature): 1 as the data are, higher is more even, as multilingual models are trained.
+
+    Raises:
+        ValueError: a temperature that is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"mixture temperature: got {temperature}, expected a positive number")
+    return [size ** (1 / temperature) for size in sizes]
+
+
+def parse_weight(spec: str) -> tuple[str, float | None]:
+    """ "path@weight" as (path, weight); (spec, None) if no number follows an @.
+
+    Raises:
+        ValueError: a weight that is not positive.
+    """
+    path, at, number = spec.rpartition("@")
+    try:
+        weight = float(number)
+    except ValueError:
+        return spec, None
+    if not at or not path:
+        return spec, None
+    if not (np.isfinite(weight) and weight > 0):
+        raise ValueError(f"{spec}: the weight after @ is {number}, expected a positive number")
+    return path, weight
+
+
+def _whole(shares: np.ndarray, total: int) -> list[int]:
+    """Whole numbers that sum to `total`, each next to its share: the greatest remainders are rounded up."""
+    counts = np.floor(shares).astype(np.int64)
+    rest = np.argsort(-(shares - counts), kind="stable")[: total - int(counts.sum())]
+    counts[rest] += 1
+    return counts.tolist()

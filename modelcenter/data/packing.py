@@ -1,0 +1,92 @@
+"""Rows into parts of a given number of tokens, nearly full: best fit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def pack_rows(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lay rows into parts of at most `size` tokens, each row into the fullest part that still takes it.
+
+    Long rows go first, longest first, as nothing else would leave room for them; the others in the order given, so that
+    a part holds a mix of lengths where that order is random.
+
+    lengths: int (n,), all at most `size`. Returns (order, ends): part p holds the rows order[ends[p-1]:ends[p]].
+    """
+    long = np.flatnonzero(lengths * _LONG > size)
+    long = long[np.argsort(-lengths[long], kind="stable")]
+    first = np.concatenate((long, np.flatnonzero(lengths * _LONG <= size)))
+    fit = BestFit(size)
+    part_of = np.array(fit.place(lengths[first].tolist()), dtype=np.int64)
+    place = np.argsort(part_of, kind="stable")
+    return first[place], np.cumsum(np.bincount(part_of, minlength=fit.parts))
+
+
+_LONG = 8  # a row is long from this fraction of a part on
+
+
+class BestFit:
+    """Rows into parts of `size` tokens one by one, each into the fullest that takes it; at most `most` parts.
+
+    Open parts are kept by the room left in them; bit r of `rooms` says that a part with room r is open, so the least
+    room that suffices is the lowest bit from a length on: constant time for a given size.
+    """
+
+    def __init__(self, size: int, most: int | None = None):
+        self.size, self.most, self.parts = size, most, 0
+        self._open: dict[int, list[int]] = {}  # room -> parts
+        self._rooms = 0
+
+    def place(self, lengths: list[int]) -> list[int]:
+        """The part of each row of at most `size` tokens, in the order given; -1 where none has room."""
+        open_parts, rooms, parts, found = self._open, self._rooms, self.parts, []
+        for length in lengths:
+            above = rooms >> length
+            if above:
+                room = length + (above & -above).bit_length() - 1
+                stack = open_parts[room]
+                part = stack.pop()
+                if not stack:
+                    rooms ^= 1 << room
+            elif parts == self.most:
+                found.append(-1)
+                continue
+            else:
+                part, room = parts, self.size
+                parts += 1
+            found.append(part)
+            left = room - length
+            if left:
+                if rooms >> left & 1 == 0:
+                    rooms |= 1 << left
+                    open_parts.setdefault(left, [])
+                open_parts[left].append(part)
+        self._rooms, self.parts = rooms, parts
+        return found
+
+    @property
+    def room(self) -> bool:
+        """Whether some row could still be placed."""
+        return self._rooms != 0 or self.parts != self.most
+
+
+def cut(lengths: np.ndarray, size: int) -> np.ndarray:
+    """Cut rows, in their order, into the fewest runs of at most `size` tokens; returns where each run ends.
+
+    Rows that were laid end to end by `pack_rows` come out in no more parts than they went in.
+
+    Raises:
+        ValueError: a row longer than `size`.
+    """
+    if len(lengths) and int(lengths.max()) > size:
+        raise ValueError(
+            f"batch_tokens: a row has {int(lengths.max())} tokens, but a microbatch takes {size}: use fewer ranks or "
+            "microbatches for this global batch, or lower max_length"
+        )
+    total = np.cumsum(lengths)
+    ends, done = [], 0
+    while done < len(lengths):
+        before = int(total[done - 1]) if done else 0
+        done = int(np.searchsorted(total, before + size, side="right"))
+        ends.append(done)
+    return np.array(ends, dtype=np.int64)

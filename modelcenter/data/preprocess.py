@@ -1,0 +1,159 @@
+"""Texts to a folder of tokens for pretraining, row after row, by several processes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from modelcenter.data.cache import tokenizer_state
+from modelcenter.data.columns import find_columns
+from modelcenter.data.parallel import ordered_map
+from modelcenter.data.readers import Origin, Table
+from modelcenter.data.streams import START, Cursor, RowSource
+from modelcenter.data.token_files import TokenFile, TokenWriter, open_tokens
+
+_CHARACTERS = 1 << 20  # of text per task of a worker, and
+_DOCUMENTS = 4096  # documents at most
+
+
+def preprocess(
+    source: RowSource,
+    tokenizer: Any,
+    path: str | Path,
+    *,
+    text_column: str | None = None,
+    eos: bool = True,
+    workers: int = 0,
+    limit: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> TokenFile:
+    """Tokenise the texts of a source, one document a row, into a folder (see `token_files`) and open it.
+
+    Documents get no special tokens but `eos` at their end. Rows without text are skipped and counted. The result does
+    not depend on `workers`.
+
+    source: see `streams`; tokenizer: a transformers tokenizer; text_column: None: found as for fine-tuning.
+    eos: end each document with the tokenizer's eos_token (BERT-like tokenizers: sep_token).
+    workers: processes that tokenise; 0: this one. limit: stop after so many documents.
+    progress: called with (documents, tokens) after each piece of work.
+
+    Raises:
+        ValueError: the folder exists, no such column, a row whose text is no text, no documents, no token for `eos`.
+    """
+    end = _end_token(tokenizer) if eos else None
+    vocab_size = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
+    state = tokenizer_state(tokenizer)
+    about = {
+        "tokenizer": {
+            "name": tokenizer.name_or_path,
+            "vocab_size": vocab_size,
+            "sha256": hashlib.sha256(state.encode()).hexdigest(),
+        },
+        "source": {"name": source.name, "fingerprint": source.fingerprint()},
+    }
+    counts = {"skipped": 0}
+    texts = _texts(source, text_column, counts)
+    # A copy of the Rust tokenizer, which neither cuts nor pads, and which a worker gets without importing transformers.
+    encode = _Encoder(type(tokenizer.backend_tokenizer).from_str(state) if tokenizer.is_fast else tokenizer, end)
+    pool: Any = nullcontext()
+    if workers:
+        # Started afresh, not forked: the threads of a tokenizer or of PyTorch do not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(workers, context, _start_worker, (encode,))
+    writer = TokenWriter(path, vocab_size, end, about)
+    with writer, pool as executor:
+        function = encode if executor is None else _in_worker
+        for ids, lengths in ordered_map(function, _pieces(texts, limit), executor, 2 * workers):
+            writer.add(ids, lengths)
+            if progress is not None:
+                progress(writer.documents, writer.tokens)
+        if not writer.documents:
+            raise ValueError(f"{source.name}: holds no text")
+        writer.note(skipped=counts["skipped"])
+    return open_tokens(path)
+
+
+def _end_token(tokenizer: Any) -> int:
+    for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
+        if token is not None:
+            return int(token)
+    raise ValueError("eos: the tokenizer has neither an eos_token nor a sep_token; leave documents without one")
+
+
+def _texts(source: RowSource, column: str | None, counts: dict[str, int]) -> Iterator[str]:
+    rows = source.read()
+    head = list(itertools.islice(rows, 1000))
+    sample = [row for row, _ in head if row is not None]
+    if sample:
+        names = dict.fromkeys(itertools.chain.from_iterable(sample))
+        columns = {name: [row.get(name) for row in sample] for name in names}
+        table = Table(columns, [Origin(source.name, len(sample), "")])
+        if column is None and len(columns) == 1 and all(isinstance(x, str) for x in next(iter(columns.values()))):
+            column = next(iter(columns))
+        column = find_columns(table, text=column, labelled=False).text
+    before = START
+    for row, after in itertools.chain(head, rows):
+        text = None if row is None or column is None else row.get(column)
+        if text is None or text == "" or (isinstance(text, str) and text.isspace()):
+            counts["skipped"] += 1
+        elif not isinstance(text, str):
+            place = source.where(before if before.file == after.file else Cursor(after.file))
+            raise ValueError(f"{place}: column {column!r} holds {text!r:.60}, expected a text")
+        else:
+            yield text
+        before = after
+
+
+def _pieces(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:
+    piece: list[str] = []
+    size = 0
+    for text in itertools.islice(texts, limit):
+        piece.append(text)
+        size += len(text)
+        if size >= _CHARACTERS or len(piece) >= _DOCUMENTS:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
+
+
+class _Encoder:
+    """Texts to (tokens end to end, length of each)."""
+
+    def __init__(self, tokenizer: Any, end: int | None):
+        self.tokenizer, self.end = tokenizer, end
+        self.fast = hasattr(tokenizer, "encode_batch_fast")  # the Rust one itself
+
+    def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        if self.fast:
+            rows = [e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        else:
+            rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        if self.end is not None:
+            for row in rows:
+                row.append(self.end)
+        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+        return np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(lengths.sum())), lengths
+
+
+_worker: _Encoder | None = None
+
+
+def _start_worker(encode: _Encoder) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker = encode
+
+
+def _in_worker(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    assert _worker is not None
+    return _worker(texts)

@@ -1,0 +1,244 @@
+"""Global batches of data that is read and tokenised while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from modelcenter.data.packing import BestFit, cut
+from modelcenter.data.parallel import ordered_map
+from modelcenter.data.sampling import deal, deal_parts
+from modelcenter.data.streams import START, Cursor, Row, RowSource
+
+_CHUNK = 256  # rows per call of the tokenizer
+_HELD = 64  # rows that may wait for a part with room for them
+
+
+class Window(NamedTuple):
+    """Rows that are shuffled together: the `number`-th of an epoch, starting at a cursor of the source."""
+
+    epoch: int
+    number: int
+    cursor: Cursor
+
+
+class _Item(NamedTuple):
+    window: Window
+    place: int  # in the window's shuffled order
+    cursor: Cursor  # of the row in the source
+    row: Any  # tokenised; None: dropped
+    length: int
+
+
+@dataclass(frozen=True)
+class StreamBatch:
+    """One global batch.
+
+    rows: tokenised rows; places: where each stands in the data, in words; epoch: of the rows.
+    state: JSON-able; `StreamBatches.at(state)` goes on with the batch after this one.
+    """
+
+    rows: list[Any]
+    lengths: np.ndarray
+    places: list[str]
+    epoch: int
+    state: dict[str, Any]
+    budget: int | None
+
+    def rank_batches(self, data_rank: int, ranks: int, microbatches: int) -> list[list[Any]]:
+        """The rows of each microbatch of a rank; over the ranks every row once.
+
+        By rows they are dealt as by `EpochBatches`, by tokens as by `TokenBatches` (which see).
+        """
+        if self.budget is None:
+            dealt = deal(np.argsort(-self.lengths, kind="stable"), ranks, microbatches)
+        else:
+            ends = cut(self.lengths, self.budget // (ranks * microbatches))
+            dealt = deal_parts(ends, np.arange(len(self.rows)), ranks, microbatches)
+        return [[self.rows[i] for i in part] for part in dealt[data_rank]]
+
+
+class StreamBatches:
+    """Global batches from a stream of rows, endlessly, epoch after epoch.
+
+    The rows of each window of `window` rows are shuffled by (seed, epoch, window), tokenised in that order and laid
+    into global batches. Every row comes once per epoch; the last batch of an epoch holds what is left. All depends on
+    (source, tokenise, window, seed and the size of a batch) alone: not on ranks, workers, or where a run was resumed.
+
+    source: see `streams`. tokenise: rows -> for each what a batch is made of, or None to drop it; what it makes of a
+    row may not depend on the others. Empty rows are dropped before.
+    global_batch_size: rows of a batch. Or budget: tokens of a batch, in parts of at most `part` (the microbatch; None:
+    the budget), best fit: up to 64 rows that no part has room for wait, and come first into the next batch.
+    length: tokens of a tokenised row; the default counts input_ids and decoder_input_ids.
+    workers: threads that tokenise ahead; 0: none.
+
+    Each rank reads and tokenises all rows: dealing by length needs all lengths.
+
+    Raises:
+        ValueError: neither or both sizes; when reading: a row longer than a part, a source without rows, and what
+            source and tokenise raise.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        tokenise: Callable[[list[Row]], Sequence[Any]],
+        *,
+        seed: int,
+        global_batch_size: int | None = None,
+        budget: int | None = None,
+        part: int | None = None,
+        window: int = 10_000,
+        workers: int = 0,
+        length: Callable[[Any], int] | None = None,
+    ):
+        if (global_batch_size is None) == (budget is None):
+            raise ValueError("streaming: give either global_batch_size (rows) or budget (tokens)")
+        self.part = budget if part is None else part
+        sizes = {"global_batch_size": global_batch_size, "budget": budget, "part": self.part, "window": window}
+        for name, value in sizes.items():
+            if value is not None and value < 1:
+                raise ValueError(f"streaming: {name} is {value}, expected at least 1")
+        if budget is not None and self.part is not None and self.part > budget:
+            raise ValueError(f"streaming: a part of {self.part} tokens does not fit the budget of {budget}")
+        self.source, self.tokenise, self.seed, self.window = source, tokenise, seed, window
+        self.global_batch_size, self.budget, self.workers = global_batch_size, budget, workers
+        self.length = length or _length
+
+    def at(self, state: Mapping[str, Any] | None = None) -> Iterator[StreamBatch]:
+        """Batches from a state on; None: from the start."""
+        window, place, skipped, held = self._restore(state)
+        pool: Any = ThreadPoolExecutor(self.workers) if self.workers else nullcontext()
+        with pool as executor:
+            chunks = self._chunks(window, place)
+            tokenised = ordered_map(self._tokenise, chunks, executor, 2 * max(1, self.workers))
+            drawn = (item for items in tokenised for item in items)
+            seen = state is not None  # whether rows have come since the last epoch ended
+            while True:
+                taken, held = self._from_held(held)
+                waiting = [*taken.items, *held]
+                ended = bool(waiting) and waiting[0].window.epoch < window.epoch  # only what was held is left of it
+                while not ended and not taken.full and len(held) < _HELD:
+                    item = next(drawn)
+                    ended = item.window.epoch > window.epoch  # then the item only says so
+                    window, place = item.window, item.place + 1
+                    if ended:
+                        break
+                    if item.row is None:
+                        skipped += 1
+                    elif not taken.add(item):
+                        held.append(item)
+                if taken.items:
+                    seen = True
+                    yield self._batch(taken, self._state(window, place, skipped, held))
+                elif not seen:
+                    raise ValueError(f"{self.source.name}: an epoch holds no rows")
+                else:
+                    seen = False
+
+    def _from_held(self, held: list[_Item]) -> tuple[_Taken, list[_Item]]:
+        taken = _Taken(self.global_batch_size, self.part, self.budget, self.source)
+        return taken, [item for item in held if not taken.add(item)]
+
+    def _batch(self, taken: _Taken, state: dict[str, Any]) -> StreamBatch:
+        items = taken.in_order()
+        lengths = np.array([item.length for item in items], dtype=np.int64)
+        places = [self.source.where(item.cursor) for item in items]
+        return StreamBatch([i.row for i in items], lengths, places, items[0].window.epoch, state, self.budget)
+
+    def _state(self, window: Window, place: int, skipped: int, held: list[_Item]) -> dict[str, Any]:
+        windows = list(dict.fromkeys([*(item.window for item in held), window]))
+        return {
+            "windows": [[w.epoch, w.number, *w.cursor] for w in windows],
+            "place": place,
+            "held": [[windows.index(item.window), item.place] for item in held],
+            "skipped": skipped,
+        }
+
+    def _restore(self, state: Mapping[str, Any] | None) -> tuple[Window, int, int, list[_Item]]:
+        if state is None:
+            return Window(0, 0, START), 0, 0, []
+        windows = [Window(epoch, number, Cursor(*cursor)) for epoch, number, *cursor in state["windows"]]
+        held: dict[tuple[int, int], _Item] = {}
+        for i, window in enumerate(windows):
+            wanted = [place for n, place in state["held"] if n == i]
+            if wanted:
+                rows = self._shuffled(window, list(islice(self._read(window.cursor), self.window)))
+                for place in wanted:
+                    (held[i, place],) = self._tokenise([rows[place]])
+        return windows[-1], state["place"], state["skipped"], [held[n, place] for n, place in state["held"]]
+
+    def _read(self, cursor: Cursor) -> Iterator[tuple[Cursor, Row | None, Cursor]]:
+        for row, after in self.source.read(cursor):
+            # A new file starts at its first row; within a file the last row's end is this one's start.
+            yield (cursor if cursor.file == after.file else Cursor(after.file)), row, after
+            cursor = after
+
+    def _shuffled(self, window: Window, rows: list[tuple[Cursor, Row | None, Cursor]]) -> list[_Item]:
+        order = np.random.default_rng([self.seed, window.epoch, window.number]).permutation(len(rows))
+        return [_Item(window, place, rows[i][0], rows[i][1], 0) for place, i in enumerate(order.tolist())]
+
+    def _chunks(self, window: Window, place: int) -> Iterator[list[_Item]]:
+        """The rows from a place of a window on, untokenised; before each further epoch an item without a row."""
+        while True:
+            reader = self._read(window.cursor)
+            while rows := list(islice(reader, self.window)):
+                items = self._shuffled(window, rows)
+                for start in range(place, len(items), _CHUNK):
+                    yield items[start : start + _CHUNK]
+                window, place = Window(window.epoch, window.number + 1, rows[-1][2]), 0
+            window, place = Window(window.epoch + 1, 0, START), 0
+            yield [_Item(window, -1, START, None, 0)]
+
+    def _tokenise(self, items: list[_Item]) -> list[_Item]:
+        full = [item for item in items if item.row is not None]
+        made = iter(self.tokenise([item.row for item in full]) if full else ())
+        found = []
+        for item in items:
+            row = None if item.row is None else next(made)
+            found.append(item._replace(row=row, length=0 if row is None else self.length(row)))
+        return found
+
+
+class _Taken:
+    """The rows of a batch that is being filled."""
+
+    def __init__(self, count: int | None, part: int | None, budget: int | None, source: RowSource):
+        self.count, self.part, self.source = count, part, source
+        self.items: list[_Item] = []
+        self.parts: list[int] = []
+        self.fit = BestFit(part, budget // part) if part is not None and budget is not None else None
+
+    @property
+    def full(self) -> bool:
+        return len(self.items) == self.count if self.fit is None else not self.fit.room
+
+    def add(self, item: _Item) -> bool:
+        """Take a row if there is room for it."""
+        if self.fit is not None:
+            if self.part is not None and item.length > self.part:
+                raise ValueError(
+                    f"{self.source.where(item.cursor)}: the row has {item.length} tokens, a microbatch takes "
+                    f"{self.part}; raise batch_tokens, or lower max_length"
+                )
+            (part,) = self.fit.place([item.length])
+            if part < 0:
+                return False
+            self.parts.append(part)
+        self.items.append(item)
+        return True
+
+    def in_order(self) -> list[_Item]:
+        if self.fit is None:
+            return self.items
+        return [self.items[i] for i in np.argsort(self.parts, kind="stable")]
+
+
+def _length(row: Mapping[str, Any]) -> int:
+    return len(row["input_ids"]) + len(row.get("decoder_input_ids", ()))

@@ -1,0 +1,238 @@
+"""Tokenised documents on disk, read by memory mapping: what pretraining reads.
+
+A folder holds
+    tokens.bin     the tokens of all documents end to end: uint16 where the vocabulary has at most 65,536 tokens, else
+                   uint32, little-endian
+    offsets.bin    int64 (documents + 1,), little-endian: document i is tokens[offsets[i]:offsets[i + 1]]
+    about.json     {format, version, dtype, documents, tokens, sha256: {file: hash},
+                   tokenizer: {name, vocab_size, sha256}, eos: the token at the end of each document, or null, ...}
+It is complete or absent: the writer works in a folder beside it and renames that when all is on disk.
+
+Megatron's pairs NAME.bin and NAME.idx are read as they are. The .idx is: "MMIDIDX\\0\\0", version (uint64, 1), type
+of a token (uint8: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16), number of sequences (uint64), number of
+document bounds (uint64); then the length of each sequence (int32), the byte in .bin where it starts (int64), and the
+bounds: document i is the sequences bounds[i] to bounds[i + 1] (int64).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT, VERSION = "modelcenter-tokens", 1
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+class TokenFile:
+    """Documents of tokens in a file, none of them read before it is asked for.
+
+    tokens: (T,) of the file's own integer type; offsets: int64 (n + 1,); about: what the file says of itself.
+    """
+
+    def __init__(self, path: Path, tokens: np.ndarray, offsets: np.ndarray, about: dict[str, Any]):
+        self.path, self.tokens, self.offsets, self.about = path, tokens, offsets, about
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def eos(self) -> int | None:
+        """The token that ends each document in the file; None if none was added."""
+        return self.about.get("eos")
+
+    def document(self, i: int) -> np.ndarray:
+        """All tokens of document i."""
+        return self.tokens[self.offsets[i] : self.offsets[i + 1]]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON-able; changes when the data does."""
+        return {name: self.about.get(name) for name in ("documents", "tokens", "dtype", "sha256", "eos")}
+
+    def check(self) -> None:
+        """Read the files and compare them with the hashes they were written (Megatron's index: opened) with.
+
+        Raises:
+            ValueError: a file that has changed since it was written.
+        """
+        for name, expected in self.about.get("sha256", {}).items():
+            file = self.path.with_name(name) if self.about["format"] == "megatron" else self.path / name
+            found = _sha256(file)
+            if found != expected:
+                raise ValueError(f"{file}: SHA-256 {found}, expected {expected}; it has changed, write it again")
+
+
+def open_tokens(path: str | Path) -> TokenFile:
+    """Map a folder of tokens, or Megatron's pair by its .bin, its .idx or the name without either.
+
+    Raises:
+        ValueError: nothing of the kind is there, or sizes and header do not agree.
+    """
+    path = Path(path).expanduser()
+    if (path / "about.json").is_file():
+        return _open_folder(path)
+    stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    pair = Path(f"{stem}.bin"), Path(f"{stem}.idx")
+    if all(p.is_file() for p in pair):
+        return _open_megatron(stem, *pair)
+    missing = next((str(p) for p in pair if not p.is_file() and any(q.is_file() for q in pair)), None)
+    raise ValueError(
+        f"{path}: {missing} is missing"
+        if missing
+        else f"{path}: not a folder of tokens (about.json), nor Megatron's pair .bin and .idx; "
+        "`modelcenter preprocess` makes one of text"
+    )
+
+
+def is_tokens(path: str | Path) -> bool:
+    """Whether `open_tokens` would find something here."""
+    path = Path(path).expanduser()
+    stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    return (path / "about.json").is_file() or (Path(f"{stem}.bin").is_file() and Path(f"{stem}.idx").is_file())
+
+
+def _open_folder(path: Path) -> TokenFile:
+    try:
+        about = json.loads((path / "about.json").read_text(encoding="utf-8"))
+        kind = about.get("format"), about.get("version")
+        if kind != (FORMAT, VERSION):
+            raise ValueError(f"{path}: format {kind[0]!r} version {kind[1]}, expected {FORMAT!r} version {VERSION}")
+        documents, count, dtype = int(about["documents"]), int(about["tokens"]), np.dtype(about["dtype"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path / 'about.json'}: damaged ({error}); write the folder again") from None
+    offsets = _map(path / "offsets.bin", "<i8", documents + 1)
+    if int(offsets[-1]) != count:
+        raise ValueError(f"{path / 'offsets.bin'}: ends at {int(offsets[-1])}, about.json says {count} tokens")
+    return TokenFile(path, _map(path / "tokens.bin", dtype, count), offsets, about)
+
+
+def _map(path: Path, dtype: Any, count: int) -> np.ndarray:
+    dtype = np.dtype(dtype)
+    size = path.stat().st_size if path.is_file() else None
+    if size != count * dtype.itemsize:
+        found = "missing" if size is None else f"{size} bytes"
+        raise ValueError(
+            f"{path}: {found}, expected {count * dtype.itemsize} bytes ({count} of {dtype}); it is cut off"
+        )
+    return np.memmap(path, dtype, "r", shape=(count,)) if count else np.zeros(0, dtype)
+
+
+def _open_megatron(stem: Path, data: Path, index: Path) -> TokenFile:
+    with index.open("rb") as head:
+        raw = head.read(_HEADER.size)
+    if len(raw) < _HEADER.size or raw[:9] != _MAGIC:
+        raise ValueError(f"{index}: does not start as Megatron's memory-mapped index does ({_MAGIC!r})")
+    _, version, code, sequences, bounds = _HEADER.unpack(raw)
+    if version != 1 or code not in _CODES:
+        raise ValueError(f"{index}: version {version}, type code {code}; expected version 1 and one of {list(_CODES)}")
+    dtype = np.dtype(_CODES[code])
+    needed = _HEADER.size + 12 * sequences + 8 * bounds
+    if index.stat().st_size < needed:  # more is allowed: the modes of multimodal data come last
+        raise ValueError(f"{index}: {index.stat().st_size} bytes, its header promises {needed}; it is cut off")
+    whole = np.memmap(index, np.uint8, "r")
+    at = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * bounds])
+    lengths, pointers, documents = (whole[at[i] : at[i + 1]].view(kind) for i, kind in enumerate(("<i4", "<i8", "<i8")))
+    # The file lays sequences end to end, so a document is one run of tokens; said by the pointers, checked here.
+    starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    if bool((pointers // dtype.itemsize != starts[:-1]).any()):
+        raise ValueError(f"{index}: its sequences do not lie end to end in {data.name}; only such files can be read")
+    if not bounds or documents[0] != 0 or documents[-1] != sequences or bool((np.diff(documents) < 0).any()):
+        raise ValueError(f"{index}: the document bounds do not run from 0 to the {sequences} sequences")
+    offsets = starts[documents]
+    tokens = _map(data, dtype, int(starts[-1]))
+    about = {"format": "megatron", "dtype": dtype.str, "documents": len(offsets) - 1, "tokens": len(tokens)}
+    # Hashing hundreds of gigabytes at each start is too much: the index alone, which changes when documents do.
+    about["sha256"] = {index.name: _sha256(index)}
+    return TokenFile(stem, tokens, offsets, about)
+
+
+class TokenWriter:
+    """Writes a folder of tokens, document after document; use it in a `with` block.
+
+    It appears under its name when the block ends, and not at all if that ends in an error. Memory: one buffer.
+
+    path: the folder to make; it may not exist, or be an empty one.
+    vocab_size: decides the integer type. eos: the token that the caller ends each document with, for readers to know.
+    about: more to keep in about.json.
+
+    Raises:
+        ValueError: the folder is there already; a token that is not below vocab_size.
+    """
+
+    def __init__(self, path: str | Path, vocab_size: int, eos: int | None = None, about: dict[str, Any] | None = None):
+        self.path = Path(path).expanduser()
+        if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
+            raise ValueError(f"{self.path}: is there already; remove it, or name another folder")
+        self.dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+        self.vocab_size, self.eos, self._extra = vocab_size, eos, dict(about or {})
+        self.documents = self.tokens = 0
+
+    def __enter__(self) -> TokenWriter:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._work = Path(tempfile.mkdtemp(prefix=f".{self.path.name}-", dir=self.path.parent))
+        self._files = {name: (self._work / name).open("wb") for name in ("tokens.bin", "offsets.bin")}
+        self._hashes = {name: hashlib.sha256() for name in self._files}
+        self._put("offsets.bin", np.zeros(1, "<i8"))
+        return self
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents of the given lengths, their tokens end to end in `ids`."""
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            raise ValueError(
+                f"token {int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())} is not in a vocabulary of "
+                f"{self.vocab_size} tokens"
+            )
+        assert int(lengths.sum()) == len(ids)
+        self._put("tokens.bin", ids.astype(self.dtype, copy=False))
+        self._put("offsets.bin", (self.tokens + np.cumsum(lengths)).astype("<i8"))
+        self.documents, self.tokens = self.documents + len(lengths), self.tokens + len(ids)
+
+    def note(self, **about: Any) -> None:
+        """Add fields to about.json."""
+        self._extra.update(about)
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        try:
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+            if kind is None:
+                about = {
+                    "format": FORMAT, "version": VERSION, "dtype": self.dtype.str, "documents": self.documents,
+                    "tokens": self.tokens, "eos": self.eos,
+                    "sha256": {name: h.hexdigest() for name, h in self._hashes.items()}, **self._extra,
+                }  # fmt: skip
+                with (self._work / "about.json").open("w", encoding="utf-8") as text:
+                    json.dump(about, text, indent=2, ensure_ascii=False)
+                    text.flush()
+                    os.fsync(text.fileno())
+                self._work.chmod(0o777 & ~_umask())  # mkdtemp's folders are private
+                self._work.rename(self.path)  # over an empty folder, too
+        finally:
+            shutil.rmtree(self._work, ignore_errors=True)
+
+    def _put(self, name: str, array: np.ndarray) -> None:
+        raw = np.ascontiguousarray(array).view(np.uint8).data if array.size else b""
+        self._files[name].write(raw)
+        self._hashes[name].update(raw)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,88 @@
+"""Tokenise texts into a folder that pretraining maps into memory.
+
+The data are files (jsonl, txt, csv, tsv, parquet; gz, bz2, xz or zst of them), folders or patterns of these, or a Hub
+data set; they are read as a stream, so their size does not matter. The folder is complete or absent.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from modelcenter.data import sources
+from modelcenter.data.streams import FileRows, HubRows, RowSource
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`modelcenter preprocess`. Raises ValueError for wrong data, tokenizer or folder."""
+    p = argparse.ArgumentParser(
+        prog="modelcenter preprocess", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("data", metavar="DATA", nargs="+", help="files, folders, patterns, or a Hub data set")
+    p.add_argument("--tokenizer", required=True, help="Hub name or directory of the tokenizer")
+    p.add_argument("--output", required=True, metavar="FOLDER", help="the folder to make")
+    p.add_argument("--text_column", help="the column of texts (default: found by name and content)")
+    p.add_argument("--data_config", help="configuration of a Hub data set")
+    p.add_argument("--split", default="train", help="split of the data (default: %(default)s)")
+    p.add_argument(
+        "--document", choices=("line", "paragraph", "file"), default="line",
+        help="what a document of a txt file is: a line, lines up to an empty one, or the file (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument("--no_eos", action="store_true", help="put no end token after each document")
+    p.add_argument("--workers", type=int, default=0, help="processes that tokenise (default: the tokenizer's threads)")
+    p.add_argument("--limit", type=int, help="stop after so many documents")
+    args = p.parse_args(None if argv is None else list(argv))
+    for name, least in (("workers", 0), ("limit", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            p.error(f"--{name}: got {value}, expected at least {least}")
+    source = find_rows(args.data, args.data_config, args.split, args.document)
+
+    # Imported here, so that mistakes in the flags and the data take no time.
+    from modelcenter.data.preprocess import preprocess
+    from modelcenter.hub.tokenizer import load_tokenizer
+
+    began = time.perf_counter()
+    show = _Progress() if sys.stderr.isatty() else None
+    file = preprocess(
+        source,
+        load_tokenizer(args.tokenizer),
+        args.output,
+        text_column=args.text_column,
+        eos=not args.no_eos,
+        workers=args.workers,
+        limit=args.limit,
+        progress=show,
+    )
+    about, seconds = file.about, time.perf_counter() - began
+    skipped = f", {about['skipped']:,} empty rows skipped" if about["skipped"] else ""
+    size = "2" if about["dtype"] == "<u2" else "4"
+    print(
+        f"{args.output}: {about['documents']:,} documents, {about['tokens']:,} tokens of {size} bytes{skipped}; "
+        f"{about['tokens'] / seconds:,.0f} tokens a second"
+    )
+
+
+def find_rows(data: Sequence[str], config: str | None, split: str, document: Any = "line") -> RowSource:
+    """The rows of a data argument as a stream: see `sources.find`.
+
+    Raises:
+        ValueError: nothing is there, no such split, or a file that cannot be streamed.
+    """
+    paths = sources.find_paths(data, config, split)
+    return HubRows(data[0], config, split) if paths is None else FileRows(paths, document)
+
+
+class _Progress:
+    def __init__(self) -> None:
+        self.last = 0.0
+
+    def __call__(self, documents: int, tokens: int) -> None:
+        if time.perf_counter() - self.last > 0.5:
+            self.last = time.perf_counter()
+            print(f"\r{documents:,} documents, {tokens:,} tokens", end="\r", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Rows one after the other: the same from any cursor on, and the same as the readers that see whole files."""
+
+import bz2
+import gzip
+import json
+import lzma
+
+import pytest
+
+from modelcenter.data.readers import read_file
+from modelcenter.data.streams import START, Cursor, FileRows, HubRows
+
+ROWS = [{"text": f"row {i} caf\u00e9 \u2028", "label": i} for i in range(7)]
+
+
+def parquet(path, rows, group=3):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), str(path), row_group_size=group)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + "\n\n".join(lines) + "\n", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("one\r\ntwo\n\n \nthree\nfour", encoding="utf-8", newline="")
+    (tmp_path / "c.csv").write_text('text,label\n"a, b\nc ""d""",1\n\nlast,0\n')
+    (tmp_path / "d.tsv").write_text('1\t"a\n0\tb"\n1\tc\n')
+    parquet(tmp_path / "e.parquet", ROWS)
+    return tmp_path
+
+
+def everything(source, cursor=START):
+    return [row for row, _ in source.read(cursor) if row is not None]
+
+
+NAMES = ["a.jsonl", "b.txt", "c.csv", "d.tsv", "e.parquet"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rows_of_the_reader(folder, name):
+    table = read_file(folder / name)
+    expected = [dict(zip(table.columns, values, strict=True)) for values in zip(*table.columns.values(), strict=True)]
+    assert everything(FileRows([folder / name])) == expected
+
+
+@pytest.mark.parametrize("unit", ["line", "paragraph", "file"])
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "no bytes"])
+def test_from_every_cursor_on(folder, unit, plain):
+    source = FileRows([folder / name for name in NAMES], unit)
+    rows = list(source.read())
+    for i, (_, cursor) in enumerate(rows):
+        start = cursor if plain else cursor._replace(byte=0)
+        assert list(source.read(start)) == rows[i + 1 :], cursor
+
+
+def test_units_of_text(folder):
+    for unit, expected in [
+        ("line", ["one", "two", "three", "four"]),
+        ("paragraph", ["one\ntwo", "three\nfour"]),
+        ("file", ["one\ntwo\n\n \nthree\nfour"]),
+    ]:
+        assert [row["text"] for row in everything(FileRows([folder / "b.txt"], unit))] == expected
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_compressed(folder, suffix):
+    raw = (folder / "a.jsonl").read_bytes()
+    if suffix == ".zst":
+        pyarrow = pytest.importorskip("pyarrow")
+        packed = pyarrow.compress(raw, "zstd", asbytes=True)
+    else:
+        packed = {".gz": gzip, ".bz2": bz2, ".xz": lzma}[suffix].compress(raw)
+    path = folder / f"a.jsonl{suffix}"
+    path.write_bytes(packed)
+    assert read_file(path).columns == read_file(folder / "a.jsonl").columns
+    source = FileRows([path])
+    rows = list(source.read())
+    assert [row for row, _ in rows if row] == ROWS
+    assert list(source.read(rows[4][1])) == rows[5:]
+    path.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(ValueError, match=rf"a.jsonl{suffix}: the {suffix[1:]} data are damaged or cut off"):
+        everything(source)
+    with pytest.raises(ValueError, match="damaged or cut off"):
+        read_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.txt", b"ok\ncaf\xe9\n", r"a.txt, line 2, byte 6: not UTF-8 \(0xe9\); convert the line"),
+        ("a.txt", "x".encode("utf-16"), "is UTF-16; streaming reads UTF-8"),
+        ("a.jsonl", b'{"a": 1}\n{"a"}\n', "a.jsonl, line 2: not valid JSON"),
+        ("a.json", b'[\n{"a": 1}]\n', "a JSON array cannot be streamed"),
+        ("a.jsonl", b"3\n", "a.jsonl, line 1: got 3, expected one JSON object"),
+        ("a.csv", b"text,label\na,1\nb\n", "a.csv, row 3: 1 fields where the first row has 2"),
+        ("a.csv", b'text,label\n"a,1\nb\n', "quoted field is not closed"),
+        ("a.parquet", b"x", "not a parquet file"),
+    ],
+)
+def test_wrong_content(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=says):
+        everything(FileRows([tmp_path / name]))
+
+
+def test_a_suffix_that_cannot_be_streamed(tmp_path):
+    with pytest.raises(ValueError, match="rows are streamed from .jsonl, .json, .txt"):
+        FileRows([tmp_path / "a.xls"])
+
+
+def test_places_and_fingerprint(folder):
+    source = FileRows([folder / "a.jsonl", folder / "e.parquet"])
+    assert source.where(Cursor(0, 2)).endswith("a.jsonl, line 3")
+    assert source.where(Cursor(1, 2)).endswith("e.parquet, row 3")
+    before = source.fingerprint()
+    text = (folder / "a.jsonl").read_text(encoding="utf-8")
+    (folder / "a.jsonl").write_text(text[:-2], encoding="utf-8")
+    assert source.fingerprint() != before
+
+
+def test_hub_rows_of_the_library_itself(folder):
+    datasets = pytest.importorskip("datasets")
+
+    def load(name, config, split, streaming):
+        assert (name, config, split, streaming) == ("owner/set", "sub", "train", True)
+        return datasets.load_dataset("parquet", data_files=str(folder / "e.parquet"), split="train", streaming=True)
+
+    source = HubRows("owner/set", "sub", load=load)
+    rows = list(source.read())
+    assert [row for row, _ in rows] == ROWS
+    for i in range(len(rows)):
+        assert list(source.read(rows[i][1])) == rows[i + 1 :]
+    assert source.where(Cursor(0, 3)) == "owner/set/sub:train, row 4"

@@ -142,3 +142,26 @@ class Exponential(WarmupLRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "gamma": self.gamma}
+
+
+class WSD(WarmupLRScheduler):
+    """Warm-up, stable, decay: constant after the warm-up, linearly to 0 over the last ``decay_iter`` steps (Hu et al.
+    2024, arXiv:2404.06395); None: a tenth of all."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        start_lr: float,
+        warmup_iter: int,
+        end_iter: int,
+        num_iter: int = 0,
+        decay_iter: int | None = None,
+    ) -> None:
+        self.decay_iter = math.ceil(end_iter / 10) if decay_iter is None else decay_iter
+        super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        return self.start_lr * min(1.0, max(0, self.end_iter - num_iter) / max(1, self.decay_iter))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "decay_iter": self.decay_iter}

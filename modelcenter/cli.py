@@ -10,20 +10,30 @@ from types import ModuleType
 from modelcenter._version import __version__
 from modelcenter.registry import nearest
 
-TASKS = {"classification": "finetune_classification"}
-
 
 def _finetune(argv: Sequence[str]) -> None:
-    """TASK [flags]: fine-tune a model; TASK is classification"""
-    shown = ", ".join(TASKS)
+    """TASK [flags]: fine-tune a model"""
+    _train("finetune", argv)
+
+
+def _pretrain(argv: Sequence[str]) -> None:
+    """TASK [flags]: train a model on text, from random or pretrained weights"""
+    _train("pretrain", argv)
+
+
+def _train(verb: str, argv: Sequence[str]) -> None:
+    from modelcenter.training.tasks import TASKS
+
+    tasks = {name: info for name, info in TASKS.items() if info.verb == verb}
+    shown = ", ".join(tasks)
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: modelcenter finetune TASK [flags]\n\nTASK: {shown}\nfinetune TASK --help lists its flags.")
+        print(f"usage: modelcenter {verb} TASK [flags]\n\nTASK: {shown}\n{verb} TASK --help lists its flags.")
         if not argv:
-            raise ValueError(f"finetune: which task? One of {shown}")
+            raise ValueError(f"{verb}: which task? One of {shown}")
         return
-    if argv[0] not in TASKS:
-        raise ValueError(f"finetune: unknown task {argv[0]!r}.{nearest(argv[0], TASKS)} Tasks: {shown}")
-    _script(TASKS[argv[0]]).main(argv[1:], f"modelcenter finetune {argv[0]}")
+    if argv[0] not in tasks:
+        raise ValueError(f"{verb}: unknown task {argv[0]!r}.{nearest(argv[0], tasks)} Tasks: {shown}")
+    _script(tasks[argv[0]].script).main(argv[1:], f"modelcenter {verb} {argv[0]}")
 
 
 def _predict(argv: Sequence[str]) -> None:
@@ -85,6 +95,13 @@ def _compare(argv: Sequence[str]) -> None:
     raise SystemExit(main(list(argv)))
 
 
+def _preprocess(argv: Sequence[str]) -> None:
+    """DATA --tokenizer T --output FOLDER: texts to token files for pretraining"""
+    from modelcenter.preprocess import main
+
+    main(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "finetune": _finetune,
     "predict": _predict,
@@ -92,6 +109,7 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "generate": _generate,
     "list": _list,
     "compare": _compare,
+    "preprocess": _preprocess,
 }
 
 

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
     from modelcenter.training.loop import train
     from modelcenter.training.plan import dry_run
     from modelcenter.training.setup import build_model, load_tokenizer, prepare, start
-    from modelcenter.training.tasks import Classification
+    from modelcenter.training.tasks.classification import Classification
 
     prepare(cfg)  # the output folder can be written and holds no finished run
     task = Classification(cfg)  # reads the data, finds its columns and labels

@@ -36,7 +36,8 @@ RULES: dict[str, set[str]] = {
     },
     "modelcenter.auto": {"modelcenter.registry", "modelcenter.hub", "modelcenter.models"},
     "modelcenter.data": {"torch", "numpy", "datasets", "pyarrow"},
-    "modelcenter.training": TOOLKIT | {"transformers", "yaml", "rich", "matplotlib"},
+    "modelcenter.training": TOOLKIT | {"transformers", "yaml", "rich", "accelerate", "matplotlib"},
+    "modelcenter.preprocess": {"modelcenter.data", "modelcenter.hub"},
     "modelcenter.compare": TOOLKIT | {"transformers"},
     "modelcenter.testing": TOOLKIT | {"transformers", "safetensors"},
     "modelcenter.cli": EVERYTHING,
@@ -200,7 +201,17 @@ def run_python(code: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedP
     )  # fmt: skip
 
 
-HEAVY = ("torch", "transformers", "datasets", "huggingface_hub", "numpy", "tokenizers", "safetensors", "matplotlib")
+HEAVY = (
+    "torch",
+    "transformers",
+    "datasets",
+    "huggingface_hub",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "accelerate",
+    "matplotlib",
+)
 LOADED = f"import sys; print([name for name in {HEAVY} if name in sys.modules])"
 
 

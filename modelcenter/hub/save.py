@@ -74,14 +74,14 @@ def save_pretrained(
                 if card is None and (Path(path) / CARD_FILE).is_file():
                     card = (Path(path) / CARD_FILE).read_text(encoding="utf-8")
                 if format == "hf":
-                    _write_texts(model, directory, export.dtype, tokenizer, card)
+                    write_texts(model, directory, export.dtype, tokenizer, card)
         if format == "hf":
             with together(doing):
                 export.write(directory) if first else export.take_part()
             return
         directory = _from_first(directory)
         inner = directory / "checkpoint"
-        save_model(inner, model, lambda place: _write_texts(model, place, export.dtype, tokenizer, card))
+        save_model(inner, model, lambda place: write_texts(model, place, export.dtype, tokenizer, card))
         if first:
             for item in inner.iterdir():
                 item.rename(directory / item.name)
@@ -223,7 +223,7 @@ class _Export:
         return self.parameters[name] if full is None else full.detach().cpu()  # on other stages nobody reads it
 
 
-def _write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any, card: Any) -> None:
+def write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any, card: Any) -> None:
     """Everything but the weights: config.json, README.md, the tokenizer."""
     arch: ArchMap = get(model.config.model_type).arch_map()
     hf_class = arch.tasks[model.task].hf_class

@@ -296,11 +296,17 @@ class Model(nn.Module):
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
-    def num_parameters(self, only_trainable: bool = False) -> int:
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Parameters of the whole model, however it is sharded."""
         if self.pipeline is not None:
+            if exclude_embeddings:
+                raise ValueError("exclude_embeddings: the embeddings of a pipeline are on one of its stages")
             return self.pipeline.num_parameters(only_trainable)
-        return sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
+        tables = [m.weight for m in self.modules() if exclude_embeddings and isinstance(m, nn.Embedding)]
+        left_out = set(map(id, tables))
+        return sum(
+            p.numel() for p in self.parameters() if id(p) not in left_out and (p.requires_grad or not only_trainable)
+        )
 
     def is_head(self, name: str) -> bool:
         """Whether a parameter belongs to a task head rather than the body."""

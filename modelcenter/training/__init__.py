@@ -9,7 +9,7 @@ _PUBLIC = {
     "train": "modelcenter.training.loop",
     "TrainConfig": "modelcenter.training.config",
     "ClassificationConfig": "modelcenter.training.config",
-    "Classification": "modelcenter.training.tasks",
+    "Classification": "modelcenter.training.tasks.classification",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -1,7 +1,8 @@
 """Evaluation and prediction: every row once, exact numbers on any number of ranks."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,14 +14,18 @@ from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.accumulation import Batch, to_device
 from modelcenter.training.metrics import Metrics, sum_over_ranks
 
+Feed = Callable[[Metrics, ModelOutput, Any], None]
 
-def evaluate(model: Model, batches: Sequence[Batch], metrics: Metrics | None = None) -> dict[str, float | None]:
+
+def evaluate(
+    model: Model, batches: Sequence[Batch], metrics: Metrics | None = None, feed: Feed | None = None
+) -> dict[str, float | None]:
     """The loss over all labelled items of all ranks, and the metrics of all rows. Collective.
 
     Args:
         model: a model of ours, plain or sharded; it is left in the mode (train or eval) it was in.
         batches: this rank's, with labels; read twice, the first time to count labels. Ranks may have different numbers.
-        metrics: fed with the logits and labels of every batch.
+        metrics: fed with the logits and labels of every batch, or by `feed(metrics, output, batch)` where it is given.
 
     Returns:
         {"loss": mean over the items (a sum of means, for a loss of several terms), **metrics.result()}.
@@ -34,9 +39,13 @@ def evaluate(model: Model, batches: Sequence[Batch], metrics: Metrics | None = N
         if batch is not None:
             total += out.loss.double()
             if metrics is not None:
-                metrics.update(out.logits, batch["labels"])
+                (feed or _feed)(metrics, out, batch)
     result: dict[str, float | None] = {"loss": sum_over_ranks(total).item()}
     return {**result, **(metrics.result() if metrics is not None else {})}
+
+
+def _feed(metrics: Metrics, out: ModelOutput, batch: Batch) -> None:
+    metrics.update(out.logits, batch["labels"])
 
 
 def logits_of(model: Model, batches: Sequence[Batch], places: Sequence[Tensor], rows: int, width: int) -> Tensor:

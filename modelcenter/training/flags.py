@@ -38,7 +38,7 @@ def flag(
 
     Args:
         group: heading in --help. aliases: other names of the flag. choices: values allowed. means: {other spelling of a
-            value: one of choices}. positional: given by place, without its name;
+            value: what it means}. positional: given by place, without its name;
             "any": a list that may be left out.
     """
     metadata = {"group": group, "help": help, "aliases": aliases, "choices": choices, "means": means or {}}
@@ -73,7 +73,9 @@ class Flags:
         """Write a YAML file that `from_yaml` reads back equal."""
         import yaml
 
-        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+        task = {"task": self.task} if getattr(self, "task", "") else {}
+        text = yaml.safe_dump({**task, **self.to_dict()}, sort_keys=False, allow_unicode=True)
+        path.write_text(text, encoding="utf-8")
 
     @classmethod
     def from_yaml(cls, path: str | Path, **changes: Any) -> Self:
@@ -188,6 +190,9 @@ def _read_yaml(cls: type[Flags], path: Path) -> dict[str, Any]:
     if loaded is not None and not isinstance(loaded, dict):
         raise ValueError(f"config: {path} holds a {type(loaded).__name__}, expected lines such as `lr: 3e-5`")
     known, values = _aliases(cls), {}
+    task, own = (loaded or {}).pop("task", None), getattr(cls, "task", "")
+    if task is not None and own and task != own:
+        raise ValueError(f"config: {path} is for the task {task!r}, this one is {own!r}")
     for key, value in (loaded or {}).items():
         name = str(key).replace("-", "_")
         if name in _TRANSLATED:
@@ -228,6 +233,8 @@ def _convert(field: Any, kind: _Kind, value: Any) -> Any:
         return [_text(name, v) for v in (value if isinstance(value, (list, tuple)) else [value])]
     if kind.outer is dict:
         return _mapping(name, value, kind.of)
+    if isinstance(value, str) and not choices:
+        value = field.metadata["means"].get(value, value)
     converted = {bool: _boolean, int: _integer, float: _number, str: _text}[kind.of](name, value)
     if choices:
         converted = field.metadata["means"].get(converted, converted)

@@ -83,7 +83,7 @@ class _Writer:
 
     def __init__(self, cfg: GenerateConfig):
         self.cfg, self.streamed = cfg, False
-        trained = Trained.find(cfg.run or "", any_task=True)
+        trained = Trained.find(cfg.run or "")
         policy = engine.Policy(zero_level=cfg.zero, precision=setup.resolve_precision(cfg.precision))
         self.model = modelcenter.from_pretrained(trained.source, None, revision=cfg.revision, policy=policy)
         if self.model.task not in ("causal-lm", "seq2seq-lm"):

@@ -1,9 +1,8 @@
 """The training loop. There is one, explicit, for every task and any number of ranks."""
 
-import signal
-import threading
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,47 +11,58 @@ import torch
 import torch.distributed as dist
 
 import engine
-from modelcenter.data.sampling import evaluation_batches
+from engine.checkpoint import latest_checkpoint, load_checkpoint, load_model, save_checkpoint, wait_checkpoint
+from modelcenter.data.prefetch import Prefetch
+from modelcenter.hub.save import write_texts
 from modelcenter.models.base import Model
+from modelcenter.training import resume
 from modelcenter.training.accumulation import accumulate
+from modelcenter.training.autobatch import fit_batch
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.errors import Stopped
-from modelcenter.training.evaluation import evaluate
+from modelcenter.training.feed import GlobalBatch
 from modelcenter.training.record import Record, clear_output, peak_memory, summarise
-from modelcenter.training.setup import Schedule, data_name, make_optimizer
-from modelcenter.training.tasks import Batches, Examples
+from modelcenter.training.resume import Continuation
+from modelcenter.training.setup import data_name, make_feed, make_optimizer
+from modelcenter.training.stopping import Stopping
+from modelcenter.training.tasks.base import Examples
 
 
 def train(
     cfg: TrainConfig, task: Any, model: Model, tokenizer: Any, train_set: Examples, eval_set: Examples | None
 ) -> dict[str, Any]:
-    """Train, evaluate, save. Every rank calls it.
+    """Train, evaluate, save; or go on where the run in output_dir was stopped. Every rank calls it.
 
     Args:
-        cfg: flags, as resolved by setup.start and setup.build_model. task: see tasks.py.
+        cfg: flags, as resolved by setup.start and setup.build_model. task: see tasks/base.py.
 
     Returns:
-        What summary.json says.
+        What summary.json says. Its status is "stopped" where SIGTERM came or max_time passed: the state is in
+        output_dir/checkpoints then, and the same command goes on.
 
     Raises:
         FloatingPointError: losses or gradients were not finite in several steps in a row, or in all.
-        Stopped: SIGTERM or SIGINT came. In both cases summary.json says so.
+        Stopped: SIGINT came. In all cases summary.json says so.
+        ValueError: the checkpoint in output_dir is of another run.
     """
-    run = Run(cfg, task, model, train_set, eval_set)
+    run = Run(cfg, task, model, tokenizer, train_set, eval_set)
     output = None if cfg.output_dir is None else Path(cfg.output_dir)
-    if engine.rank() == 0 and output is not None:
+    continuation = resume.find_continuation(cfg)
+    if continuation is not None:
+        run.load(continuation)
+    elif engine.rank() == 0 and output is not None:
         clear_output(output)
-    run.record = Record(output, run.schedule.steps, writer=engine.rank() == 0)
+    run.record = Record(output, run.feed.steps, engine.rank() == 0, run.step, cfg)
     status, reason = "failed", None
     try:
-        with _stoppable():
+        with Stopping(cfg.max_seconds, functools.partial(run.leave, "stopped")) as run.stopping:
             if engine.rank() == 0 and output is not None:
                 cfg.save(output / "config.yaml")
                 run.record.say(run.describe())
             run.train()
-            if output is not None:
-                model.save_pretrained(output / "model", tokenizer=tokenizer, card=run.card())
-            status = "finished"
+            status, reason = ("finished", None) if run.stopping.reason is None else ("stopped", run.stopping.reason)
+            if output is not None and status == "finished":
+                run.finish(output / "model")
     except Stopped as error:
         status, reason = "stopped", str(error)
         raise
@@ -60,9 +70,9 @@ def train(
         reason = f"{type(error).__name__}: {error}"
         raise
     finally:
-        summary = run.summary(status, reason)
-        run.record.close(summary)
+        summary = run.leave(status, reason)
     engine.synchronize()  # a rank that left earlier could make its launcher end rank 0 while it writes
+    run.stopping.raise_if_interrupted()
     return summary
 
 
@@ -70,92 +80,225 @@ class Run:
     """The state of a run: counters and clocks beside the model, its optimizer and its data."""
 
     record: Record
+    stopping: Stopping
 
-    def __init__(self, cfg: TrainConfig, task: Any, model: Model, train_set: Examples, eval_set: Examples | None):
-        self.cfg, self.task, self.model = cfg, task, model
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        task: Any,
+        model: Model,
+        tokenizer: Any,
+        train_set: Examples,
+        eval_set: Examples | None,
+    ):
+        self.cfg, self.task, self.model, self.tokenizer = cfg, task, model, tokenizer
         self.train_set, self.eval_set = train_set, eval_set
-        self.schedule = Schedule.of(cfg, train_set.lengths)
-        self.manager, self.optimizer, self.rate = make_optimizer(cfg, model, self.schedule.steps)
+        fit_batch(cfg, task, model, train_set)
+        self.feed = make_feed(cfg, train_set)
+        self.manager, self.optimizer, self.rate = make_optimizer(cfg, model, self.feed.steps)
         self.step = 0  # steps taken
         self.tokens = 0  # real tokens trained on, over all ranks
         self.seconds = 0.0  # of training: evaluation and saving are not in it
         self.slots = self.filled = 0  # of this rank's batches since the last row
-        self.rows_of_step: dict[int, Any] = {}  # global rows of the newest steps, to name them if they turn out bad
+        self.recent: list[tuple[int, Any, torch.Tensor]] = []  # steps since the last row: number, rows, norm
+        self.best: dict[str, Any] = {}  # of the evaluations: metric, value, step
+        self.bad_evaluations = 0  # in a row
+        self.skipped = 0  # steps without a finite gradient, as of the last row
+        self._noted = 0  # the last step that was looked at for it
+        self.feed_state: dict[str, Any] = {}
+        self._saved = (0, time.monotonic())  # step and time of the last checkpoint
+
+    # -- the steps ---------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """All steps, with the evaluations between them."""
+        """All steps, with the evaluations and checkpoints between them."""
+        first = self.step
+        if first == self.feed.steps:
+            return
+        self.task.prepare_model(self.model, self.tokenizer)
         self.model.train()
         self._start_clock()
-        for step, rows in self._batches():
-            last = step + 1 == self.schedule.steps
-            loss, norm, lr = self.train_step(rows)
-            self.step = step + 1
-            if self.record.show is not None:
-                self.record.show.step(self.step)
-            if self.step % self.cfg.log_every == 0 or last or step == 0:
-                self._log(loss, norm, lr)
-            if self._evaluation_due(last):
-                self._pause_clock()
-                self.evaluate()
-                self._start_clock()
+        with self._batches(first) as batches:
+            self._steps(batches, first)
         self._pause_clock()
         if self.manager.skipped == self.step:
             raise FloatingPointError(f"no step of the run had a finite loss and gradient. {self._offenders()}")
+
+    @contextmanager
+    def _batches(self, first: int) -> Iterator[Iterable[GlobalBatch]]:
+        """The batches from a step on, made ahead by a thread."""
+        batches = self.feed.batches(first, self.feed_state)
+        if not self.cfg.prefetch:
+            yield batches
+            return
+        with Prefetch(batches, self.cfg.prefetch) as ahead:
+            yield ahead
+
+    def _steps(self, batches: Iterable[GlobalBatch], first: int) -> None:
+        for batch in batches:
+            last = batch.step + 1 == self.feed.steps
+            loss, norm, lr = self.train_step(batch)
+            self.step, self.feed_state = batch.step + 1, batch.state
+            if self.record.show is not None:
+                self.record.show.step(self.step)
+            if self.step % self.cfg.log_every == 0 or last or batch.step == first:
+                self._log(loss, norm, lr)
+            improved = False
+            if self._due(self.cfg.eval_every, last, self.eval_set is not None):
+                self._pause_clock()
+                improved = self._judge(self.evaluate())
+                self._start_clock()
+            patience = self.cfg.early_stopping
+            enough = patience is not None and self.bad_evaluations >= patience
+            stop = self.stopping.asked()
+            wanted = improved and (self.cfg.best_metric is not None or patience is not None)
+            if wanted or stop or enough or self._save_due(last):
+                self._pause_clock()
+                self.save(best=improved, wait=stop)
+                self._start_clock()
+            if stop or enough:
+                break
+
+    def train_step(self, batch: GlobalBatch) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """One step on a global batch. Returns loss, gradient norm (both on the device) and the learning rate used."""
+        lr = self.rate.current_lr
+        self.manager.zero_grad()
+        loss = accumulate(self.model, batch.microbatches, self.task.loss_fn, backward=self.manager.backward)
+        limit = self.cfg.max_grad_norm or float("inf")
+        groups = [group for optimizer in self.manager.optimizers for group in optimizer.param_groups]
+        norm = self.manager.clip_grad_norm(groups, limit, defer=True)
+        self.recent.append((self.step + 1, batch.rows, norm))
+        try:
+            self.manager.step()  # leaves the weights alone where a gradient is not finite
+        except FloatingPointError as error:
+            raise FloatingPointError(f"step {self.step + 1}: {error}. {self._offenders()}") from None
+        self.tokens += batch.tokens
+        for part in batch.microbatches:
+            slots, filled = size_of(part)
+            self.slots, self.filled = self.slots + slots, self.filled + filled
+        return loss, norm, lr
+
+    def evaluate(self) -> dict[str, Any]:
+        """Evaluate, and log it as a row."""
+        assert self.eval_set is not None and self.cfg.eval_batch_size is not None
+        began = time.perf_counter()
+        found = self.task.evaluate(self.model, self.eval_set, self.cfg.eval_batch_size)
+        row = {"step": self.step, "epoch": self._epoch(), **{f"eval_{name}": value for name, value in found.items()}}
+        self.record.log({**row, "eval_seconds": round(time.perf_counter() - began, 3)})
+        return row
+
+    def _judge(self, row: dict[str, Any]) -> bool:
+        """Whether an evaluation is the best so far."""
+        metric = self.cfg.best_metric or self.task.metrics().main
+        name = f"eval_{metric.removeprefix('eval_')}"
+        if name not in row:
+            known = ", ".join(key.removeprefix("eval_") for key in row if key.startswith("eval_"))
+            raise ValueError(f"best_metric: got {metric!r}, the evaluation gives {known}")
+        value = row[name]
+        better = value is not None and ("value" not in self.best or self._better(metric, value, self.best["value"]))
+        if better:
+            self.best = {"metric": name, "value": value, "step": self.step}
+        self.bad_evaluations = 0 if better else self.bad_evaluations + 1
+        return better
+
+    def _better(self, metric: str, value: float, than: float) -> bool:
+        lower = metric.removeprefix("eval_") in LOWER_IS_BETTER
+        return value < than if lower else value > than
+
+    def _due(self, every: str, last: bool, possible: bool = True) -> bool:
+        """Whether an evaluation or a checkpoint is due by its flag; also at the end, whatever the flag says."""
+        if not possible:
+            return False
+        per_epoch = self.feed.steps_per_epoch
+        period = per_epoch if every == "epoch" else None if every == "never" else int(every)
+        return last or (period is not None and self.step % period == 0)
+
+    def _epoch(self) -> float:
+        return round(self.feed.epochs_at(self.step), 4)
 
     def describe(self) -> str:
         """One line on what is about to happen."""
         rows = f"{len(self.train_set):,} rows ({self.task.about_columns()})"
         judged = f"evaluation on {len(self.eval_set):,} rows" if self.eval_set is not None else "no evaluation data"
         ranks = f"{engine.world_size()} rank{'s' if engine.world_size() > 1 else ''}"
-        steps = f"{self.schedule.steps:,} steps of {self.cfg.global_batch_size} rows"
-        return f"{rows}; {judged}; {steps} on {ranks} ({engine.device()}, {self.cfg.precision})"
+        size = self.cfg.global_batch_size
+        each = f"{size} rows" if size is not None else f"{self.cfg.global_batch_tokens} tokens"
+        steps = f"{self.feed.steps:,} steps of {each}"
+        going_on = f", going on after step {self.step:,}" if self.step else ""
+        return f"{rows}; {judged}; {steps} on {ranks} ({engine.device()}, {self.cfg.precision}){going_on}"
 
-    def train_step(self, rows: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """One step on a global batch. Returns loss, gradient norm (both on the device) and the learning rate used."""
-        microbatches = [self.train_set.batch(part) for part in self.schedule.rank_rows(rows)]
-        lr = self.rate.current_lr
-        self.rows_of_step = {self.step: rows, **{s: r for s, r in self.rows_of_step.items() if s > self.step - 2}}
-        self.manager.zero_grad()
-        loss = accumulate(self.model, microbatches, backward=self.manager.backward)
-        limit = self.cfg.max_grad_norm or float("inf")
-        norm = self.manager.clip_grad_norm(self.optimizer.param_groups, limit, defer=True)
-        try:
-            self.manager.step()  # leaves the weights alone where a gradient is not finite
-        except FloatingPointError as error:
-            raise FloatingPointError(f"step {self.step + 1}: {error}. {self._offenders()}") from None
-        self.tokens += int(self.train_set.lengths[rows].sum())
-        self.slots += sum(batch["input_ids"].numel() for batch in microbatches)
-        self.filled += sum(int(batch["cu_seqlens"][-1]) for batch in microbatches)
-        return loss, norm, lr
+    # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> dict[str, Any]:
-        """Evaluate, and log it as a row."""
-        assert self.eval_set is not None and self.cfg.eval_batch_size is not None
-        rows = evaluation_batches(self.eval_set.lengths, self.cfg.eval_batch_size, engine.data_size())[
-            engine.data_rank()
-        ]
-        metrics = self.task.metrics(self.model.device)
-        began = time.perf_counter()
-        found = evaluate(self.model, Batches(self.eval_set, rows), metrics)
-        row = {"step": self.step, "epoch": self._epoch(), **{f"eval_{name}": value for name, value in found.items()}}
-        self.record.log({**row, "eval_seconds": round(time.perf_counter() - began, 3)})
-        return row
-
-    def _batches(self) -> Iterator[tuple[int, Any]]:
-        per_epoch = self.schedule.steps_per_epoch
-        for step in range(self.schedule.steps):
-            if step % per_epoch == 0:
-                batches = self.schedule.batches.epoch(step // per_epoch)
-            yield step, batches[step % per_epoch]
-
-    def _epoch(self) -> float:
-        return round(self.step / self.schedule.steps_per_epoch, 4)
-
-    def _evaluation_due(self, last: bool) -> bool:
-        if self.eval_set is None:
+    def _save_due(self, last: bool) -> bool:
+        if self.cfg.output_dir is None or self.cfg.save_every == "never":
             return False
-        every = self.schedule.steps_per_epoch if self.cfg.eval_every == "epoch" else self.cfg.eval_every
-        return last or (every != "never" and self.step % int(every) == 0)
+        if self._due(self.cfg.save_every, last):
+            return True
+        late = self.cfg.save_minutes is not None and time.monotonic() - self._saved[1] > 60 * self.cfg.save_minutes
+        return self.stopping.any_rank(late) if self.cfg.save_minutes is not None else False
+
+    def save(self, best: bool = False, wait: bool = False) -> None:
+        """Write a checkpoint beside the training, which goes on; `wait`: until it is on the disk.
+
+        One that cannot be written is said and costs nothing but itself: those before it stay.
+        """
+        if self.cfg.output_dir is None or self._saved[0] == self.step:
+            return
+        self._note_skipped()
+        state = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "best": self.best,
+            "bad_evaluations": self.bad_evaluations,
+            "feed": self.feed_state,
+            "logged": list(self._logged),
+        }
+        about = resume.about_run(self.cfg, self.step, self.train_set.fingerprint())
+
+        def extra(place: Path) -> None:
+            write_texts(self.model, place, self.model.dtype, self.tokenizer, None)
+            (place / resume.RUN_FILE).write_text(about, encoding="utf-8")
+
+        root = Path(self.cfg.output_dir) / resume.CHECKPOINTS
+        options: dict[str, Any] = {"step": self.step, "keep": self.cfg.keep, "best": best, "extra": extra}
+        self._saved = (self.step, time.monotonic())
+        try:
+            save_checkpoint(root, self.model, self.manager, state, asynchronous=not wait, **options)
+        except (OSError, RuntimeError) as error:
+            self.record.say(f"step {self.step}: a checkpoint could not be written, training goes on: {error}")
+
+    def load(self, continuation: Continuation) -> None:
+        """Go on from a checkpoint. Raises ValueError: it is of another run."""
+        continuation.check(self.cfg, self.train_set.fingerprint())
+        state = load_checkpoint(continuation.checkpoint, self.model, self.manager)
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.best, self.bad_evaluations = state["best"], state["bad_evaluations"]
+        self.feed_state, self._logged = state["feed"], tuple(state["logged"])
+        self.skipped, self._noted = self.manager.skipped, self.step
+        self._saved = (self.step, time.monotonic())
+        if self.step > self.feed.steps:
+            raise ValueError(
+                f"max_steps: the run has {self.feed.steps} steps, but {continuation.checkpoint} has done {self.step}"
+            )
+
+    def finish(self, target: Path) -> None:
+        """The model, as a Hugging Face directory: the best one if best_metric says so."""
+        try:
+            wait_checkpoint()
+        except (OSError, RuntimeError) as error:
+            self.record.say(f"the last checkpoint could not be written: {error}")
+        if self.cfg.best_metric is not None and self.best and self.best["step"] != self.step:
+            path = latest_checkpoint(target.parent / resume.CHECKPOINTS / "best")
+            if path is None:
+                raise OSError(f"{target.parent / resume.CHECKPOINTS}: the best checkpoint is not there any more")
+            load_model(path, self.model)
+        self.model.save_pretrained(target, tokenizer=self.tokenizer, card=self.card())
+        if self.cfg.push_to_hub is not None:
+            address = self.model.push_to_hub(self.cfg.push_to_hub, tokenizer=self.tokenizer, card=self.card())
+            self.record.say(f"pushed to {address}")
+
+    # -- what is written down ----------------------------------------------------------------------------------------
 
     def _log(self, loss: torch.Tensor, norm: torch.Tensor, lr: float) -> None:
         values = torch.stack([loss.float(), norm.float().to(loss.device)]).tolist()  # the device is read here only
@@ -172,11 +315,31 @@ class Run:
             "padding": round(1 - self.filled / max(self.slots, 1), 6) if self.slots else 0.0,
             "seconds": round(seconds, 4),
         }
-        if skipped := self.manager.skipped:
-            row["skipped"] = skipped
+        self._note_skipped()
+        if self.skipped:
+            row["skipped"] = self.skipped
         self._logged = (tokens, seconds)
         self.slots = self.filled = 0
         self.record.log(row)
+
+    def _note_skipped(self) -> None:
+        """Write down the steps since the last row whose gradient was not finite, with the rows they were made of."""
+        found = self.manager.skipped
+        if found > self.skipped:
+            for (step, rows, _), norm in zip(self.recent, self._norms(), strict=True):
+                if step > self._noted and not abs(norm) < float("inf"):
+                    place = self.feed.where(rows, most=10**9)
+                    self.record.skipped({"step": step, "grad_norm": str(norm), "rows": place})
+        self.skipped, self._noted = found, self.step
+        self.recent = self.recent[-2:]  # for _offenders
+
+    def _norms(self) -> list[float]:
+        return torch.stack([norm.float() for _, _, norm in self.recent]).tolist() if self.recent else []
+
+    def _offenders(self) -> str:
+        """Where the rows of the newest steps are. On a GPU the bad step may be the one before the newest."""
+        shown = [f"step {step}: {self.feed.where(rows)}" for step, rows, _ in self.recent[-2:]]
+        return "Rows of the last steps: " + " | ".join(shown)
 
     # The clock of training time. Reading it waits for the device, so that a GPU's queue does not count as done.
     _logged: tuple[int, float] = (0, 0.0)
@@ -193,15 +356,6 @@ class Run:
             torch.cuda.synchronize()
         self.seconds, self._began = self._clock(), None
 
-    def _offenders(self) -> str:
-        """Where the rows of the newest steps are. On a GPU the bad step may be the one before the newest."""
-        shown = []
-        for step, rows in sorted(self.rows_of_step.items()):
-            places = [self.train_set.table.where(row) for row in rows[:4]]
-            more = f" and {len(rows) - 4} more" if len(rows) > 4 else ""
-            shown.append(f"step {step + 1}: {'; '.join(places)}{more}")
-        return "Rows of the last steps: " + " | ".join(shown)
-
     def card(self) -> dict[str, Any]:
         """What the model card says of the run."""
         last = next((row for row in reversed(self.record.rows) if "eval_loss" in row), {})
@@ -209,8 +363,11 @@ class Run:
         dropped = ("loss", "seconds")
         metrics = {name: round(v, 5) for name, v in scores.items() if v is not None and name not in dropped}
         data = data_name(self.cfg)
-        text = f"Trained for {self.step} steps of {self.cfg.global_batch_size} rows ({self.tokens:,} tokens)."
-        card: dict[str, Any] = {"text": text, "metrics": metrics}
+        size = self.cfg.global_batch_size
+        text = (
+            f"Trained for {self.step} steps of {f'{size} rows' if size else f'{self.cfg.global_batch_tokens} tokens'}"
+        )
+        card: dict[str, Any] = {"text": f"{text} ({self.tokens:,} tokens).", "metrics": metrics}
         if data is not None:
             card |= {"datasets": [data], "dataset": data}
         elif metrics:
@@ -218,6 +375,12 @@ class Run:
         if self.cfg.eval_split is not None:
             card["dataset_split"] = self.cfg.eval_split
         return card
+
+    def leave(self, status: str, reason: str | None) -> dict[str, Any]:
+        """Write summary.json and the curves; returns the summary. Not collective, but for a run that finished."""
+        summary = self.summary(status, reason)
+        self.record.close(summary)
+        return summary
 
     def summary(self, status: str, reason: str | None) -> dict[str, Any]:
         """The fields of summary.json. Memory is the most of any rank, where the run ended as it should."""
@@ -227,10 +390,11 @@ class Run:
             most = torch.tensor(list(peak.values()), device=engine.device())
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             peak = dict(zip(peak, most.tolist(), strict=True))
+        metric = self.cfg.best_metric or self.task.metrics().main
         return summarise(
-            self.cfg,
             self.record.rows,
-            self.task.metrics().main,
+            metric,
+            metric in LOWER_IS_BETTER,
             status=status,
             **({} if reason is None else {"reason": reason}),
             task=self.task.name,
@@ -244,26 +408,20 @@ class Run:
             skipped_steps=self.manager.skipped,
             peak_memory=peak,
             data={
-                "train": self.train_set.table.fingerprint(),
-                "eval": self.eval_set and self.eval_set.table.fingerprint(),
+                "train": self.train_set.fingerprint(),
+                "eval": self.eval_set and self.eval_set.fingerprint(),
             },
         )
 
 
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM and SIGINT end the run as an exception, so that its summary is written. Only a main thread can be
-    told."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+LOWER_IS_BETTER = ("loss", "mse", "perplexity")
 
-    def stop(number: int, frame: Any) -> None:
-        raise Stopped(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def size_of(batch: dict[str, Any]) -> tuple[int, int]:
+    """(slots, tokens in them) of a microbatch; an encoder-decoder has two sides."""
+    slots = filled = 0
+    for prefix in ("", "decoder_"):
+        ids, ends = batch.get(f"{prefix}input_ids"), batch.get(f"{prefix}cu_seqlens")
+        if ids is not None and ends is not None:
+            slots, filled = slots + ids.numel(), filled + int(ends[-1])
+    return slots, filled

@@ -10,24 +10,23 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.loop import Run
 from modelcenter.training.record import Record, peak_memory
-from modelcenter.training.tasks import Examples
+from modelcenter.training.tasks.base import Examples
 
 
 def dry_run(
     cfg: TrainConfig, task: Any, model: Model, tokenizer: Any, train_set: Examples, eval_set: Examples | None
 ) -> None:
     """Print the plan and a decoded batch on rank 0, then run one step on every rank. Writes nothing."""
-    run = Run(cfg, task, model, train_set, eval_set)
-    run.record = Record(None, run.schedule.steps, writer=False)
-    first = run.schedule.batches.epoch(0)[0]
+    run = Run(cfg, task, model, tokenizer, train_set, eval_set)
+    run.record = Record(None, run.feed.steps, writer=False)
+    first = next(iter(run.feed.batches()))
     if engine.rank() == 0:
         for name, value in _plan(cfg, run, eval_set):
             print(f"{name:<11} {value}")
         print("\nFirst batch, longest rows first:")
-        for row in first[:4]:
-            text = tokenizer.decode(train_set.tokens.row(row))
-            shown = text if len(text) < 160 else text[:157] + "..."
-            print(f"  [{task.describe(train_set, int(row))}] {shown}  ({train_set.table.where(int(row))})")
+        for row in first.rows[:4]:
+            print(f"  {train_set.show(int(row), tokenizer)}  ({train_set.where(int(row))})")
+    task.prepare_model(model, tokenizer)
     model.train()
     began = time.perf_counter()
     loss, norm, _ = run.train_step(first)
@@ -40,26 +39,30 @@ def dry_run(
 
 
 def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[str, str]]:
-    model, lengths, ranks = run.model, run.train_set.lengths, engine.data_size()
-    schedule, parameters = run.schedule, model.num_parameters()
+    model, examples, feed, ranks = run.model, run.train_set, run.feed, engine.data_size()
+    lengths, parameters = examples.lengths, model.num_parameters()
     points = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
-    cut = run.train_set.tokens.truncated
     split = {"tensor": cfg.tp, "context": cfg.cp, "pipeline": cfg.pp}
     shards = max(1, ranks * cfg.cp // cfg.dp_replicate)
     state = memory_of_state(parameters // (cfg.tp * cfg.pp), cfg.zero, shards)
-    tokens = int(lengths.sum())
+    tokens, each = int(lengths.sum()), max(cfg.batch_size, 1)
+    trained = model.num_parameters(only_trainable=True)
+    some = "" if trained == parameters else f", {trained:,} of them trained"
+    parts = cfg.gradient_accumulation_steps
+    labels = _labels(model)
     rows = [
-        ("model", f"{cfg.model}: {type(model).__name__}, {parameters:,} parameters, {run.task.head}"),
-        ("labels", _labels(model)),
-        ("train", f"{len(lengths):,} rows, {tokens:,} tokens from {run.train_set.table.name}"),
-        ("eval", "none" if eval_set is None else f"{len(eval_set):,} rows from {eval_set.table.name}"),
+        ("model", f"{cfg.model}: {type(model).__name__}, {parameters:,} parameters{some}, {run.task.head}"),
+        *([("labels", labels)] if labels else []),
+        ("train", f"{len(lengths):,} rows, {tokens:,} tokens from {examples.name}"),
+        ("eval", "none" if eval_set is None else f"{len(eval_set):,} rows from {eval_set.name}"),
         ("lengths", f"shortest {points[0]}, median {points[1]}, 95 % {points[2]}, longest {points[3]} tokens; "
-         f"{cut} rows cut at {cfg.max_length}"),
-        ("padding", f"none; {100 * padding_if_padded(lengths, cfg.batch_size, cfg.seed):.1f} % of the slots if "
+         f"{examples.truncated} rows cut at {cfg.max_length}"),
+        ("padding", f"none; {100 * padding_if_padded(lengths, each, cfg.seed):.1f} % of the slots if "
          "rows were padded to the longest of their batch"),
-        ("step", f"{cfg.global_batch_size} rows, {cfg.batch_size} x {schedule.microbatches} parts x {ranks} ranks"
+        ("step", (f"{cfg.global_batch_size} rows, {each}" if cfg.batch_tokens is None else f"{cfg.batch_tokens} tokens")
+         + f" x {parts} parts x {ranks} ranks"
          + "".join(f", {name} {size}" for name, size in split.items() if size > 1)),
-        ("steps", f"{schedule.steps:,} ({schedule.steps_per_epoch:,} per epoch), warmup {run.rate.warmup_iter}, "
+        ("steps", f"{feed.steps:,} ({feed.steps_per_epoch or 0:,} per epoch), warmup {run.rate.warmup_iter}, "
          f"lr {cfg.lr:g} {cfg.lr_scheduler}"),
         ("precision", f"{cfg.precision} on {engine.device()}, ZeRO level {cfg.zero}"),
         ("memory", f"about {_bytes(state)} per rank for weights, gradients and optimizer, activations apart"),
@@ -68,9 +71,12 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
 
 
 def _labels(model: Model) -> str:
-    names = list((model.config.id2label or {}).values())
+    names = list((getattr(model.config, "id2label", None) or {}).values())
+    if model.task not in ("sequence-classification", "token-classification"):
+        return ""
     shown = ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
-    return f"{model.config.problem_type}: {shown}"
+    kind = model.config.problem_type if model.task == "sequence-classification" else "tags"
+    return f"{kind}: {shown}"
 
 
 def memory_of_state(parameters: int, zero: int, shards: int) -> float:

@@ -15,8 +15,18 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from modelcenter.training.config import TrainConfig
+from modelcenter.training.trackers import Trackers
 
-_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "curves.png", "model")
+_FILES = (
+    "config.yaml",
+    "metrics.jsonl",
+    "skipped.jsonl",
+    "summary.json",
+    "curves.png",
+    "model",
+    "checkpoints",
+    "tracking",
+)
 
 
 def prepare_output(path: Path, overwrite: bool) -> None:
@@ -27,9 +37,9 @@ def prepare_output(path: Path, overwrite: bool) -> None:
         OSError: it cannot be written.
     """
     if path.is_dir():
-        foreign = [p.name for p in path.iterdir() if p.name not in _FILES]
+        foreign = [p.name for p in path.iterdir() if p.name not in _FILES and not p.name.startswith(".")]
         summary = path / "summary.json"
-        if foreign and not summary.exists():
+        if foreign and not summary.exists() and not (path / "config.yaml").exists():
             raise ValueError(f"output_dir: {path} holds files of something else ({foreign[0]}, ...); give a new folder")
         if not overwrite and _status(summary) == "finished":
             raise ValueError(f"output_dir: {path} holds a finished run; give another folder, or --overwrite_output_dir")
@@ -65,11 +75,20 @@ class Record:
     """The rows of metrics.jsonl and the files around them; with writer=False (other ranks, dry runs) it only
     remembers."""
 
-    def __init__(self, path: Path | None, total_steps: int, writer: bool):
+    def __init__(
+        self, path: Path | None, total_steps: int, writer: bool, step: int = 0, cfg: TrainConfig | None = None
+    ):
+        """step: what is written of later steps is of a run that was stopped, and cut off."""
         self.path = path if writer else None
         self.rows: list[dict[str, Any]] = []
         self.show = Display(total_steps) if writer else None
-        self._file: TextIO | None = (self.path / "metrics.jsonl").open("w", encoding="utf-8") if self.path else None
+        self._file: TextIO | None = None
+        self._trackers = Trackers(None)
+        if self.path is not None:
+            self.rows = cut(self.path / "metrics.jsonl", step)
+            cut(self.path / "skipped.jsonl", step)
+            self._file = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+            self._trackers = Trackers(self.path, cfg)
 
     def log(self, row: dict[str, Any]) -> None:
         """Add a row, and show it."""
@@ -78,8 +97,16 @@ class Record:
         if self._file is not None:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
+        self._trackers.log(row)
         if self.show is not None:
             self.show.row(row)
+
+    def skipped(self, row: dict[str, Any]) -> None:
+        """Write down a step that changed nothing, as its gradient was not finite."""
+        if self.path is not None:
+            with (self.path / "skipped.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self.say(f"step {row['step']}: the gradient was not finite, skipped; its rows are in skipped.jsonl")
 
     def say(self, text: str) -> None:
         """Show a line."""
@@ -90,12 +117,31 @@ class Record:
         """Write summary.json (whole or not at all) and curves.png."""
         if self.show is not None:
             self.show.close()
+        self._trackers.close()
         if self._file is not None and self.path is not None:
             self._file.close()
             work = self.path / ".summary.json"
             work.write_text(json.dumps(finite(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             work.rename(self.path / "summary.json")
             plot(self.rows, self.path / "curves.png")
+
+
+def cut(path: Path, step: int) -> list[dict[str, Any]]:
+    """Take the rows of later steps out of a file of JSON lines, and what a killed run wrote half; returns the rest."""
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row["step"] <= step:
+            rows.append(row)
+    work = path.with_name(f".{path.name}")
+    work.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    work.replace(path)
+    return rows
 
 
 class Display:
@@ -217,13 +263,14 @@ def command_line() -> str:
     return shlex.join(sys.argv)
 
 
-def summarise(cfg: TrainConfig, rows: list[dict[str, Any]], main_metric: str, **more: Any) -> dict[str, Any]:
-    """The fields of summary.json that follow from the rows."""
+def summarise(rows: list[dict[str, Any]], main_metric: str, lower: bool, **more: Any) -> dict[str, Any]:
+    """The fields of summary.json that follow from the rows. lower: the main metric is better so."""
     evals = [r for r in rows if "eval_loss" in r]
-    key = f"eval_{main_metric}"
+    key = f"eval_{main_metric.removeprefix('eval_')}"
     scored = [r for r in evals if r.get(key) is not None]
     train = [r for r in rows if r.get("loss") is not None]
-    best = max(scored, key=lambda r: r[key]) if scored else min(train, key=lambda r: r["loss"], default={})
+    of = min if lower else max
+    best = of(scored, key=lambda r: r[key]) if scored else min(train, key=lambda r: r["loss"], default={})
     last: dict[str, Any] = {}
     for row in (*train[-1:], *evals[-1:]):
         last |= row

@@ -2,29 +2,38 @@
 
 import math
 import os
-from dataclasses import dataclass
+import platform
+import time
+import uuid
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 
 import engine
 import modelcenter
-from engine.lr_scheduler import Cosine, Linear, NoDecay
-from engine.optim import AdamOptimizer, OptimManager
-from modelcenter.data.sampling import EpochBatches, deal
+from engine.checkpoint import together
+from engine.lr_scheduler import WSD, Cosine, Linear, NoDecay
+from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion, Muon, OptimManager
+from modelcenter.data.sampling import EpochBatches, TokenBatches
 from modelcenter.hub.download import HubOptions
 from modelcenter.hub.resolve import resolve
 from modelcenter.models.base import Model
+from modelcenter.training import trackers
 from modelcenter.training.config import TrainConfig
+from modelcenter.training.feed import Feed, Plan, RowFeed
 from modelcenter.training.record import prepare_output
+from modelcenter.training.resume import find_continuation, keep_global_batch
+from modelcenter.training.tasks.base import Examples
 
+SCHEDULES: dict[str, Any] = {"linear": Linear, "cosine": Cosine, "constant": NoDecay, "wsd": WSD}
 _SKIPS_IN_A_ROW = 8  # steps without a finite gradient after which a run gives up
 
 
 def prepare(cfg: TrainConfig) -> None:
     """Check, on rank 0, that the run can write where it shall. Needs no other rank: see record.prepare_output."""
+    trackers.chosen(cfg.trackers)
     if cfg.output_dir is not None and not cfg.dry_run and int(os.environ.get("RANK") or 0) == 0:
         prepare_output(Path(cfg.output_dir), cfg.overwrite_output_dir)
 
@@ -40,10 +49,60 @@ def start(cfg: TrainConfig) -> None:
         pp_size=cfg.pp,
         pp_chunks=2 if cfg.pp > 1 and cfg.pp_schedule == "interleaved" else 1,
     )
+    if cfg.output_dir is not None and not cfg.dry_run:
+        check_shared(Path(cfg.output_dir))
     engine.memory.keep_freed_memory()  # each step asks for the buffers that the last one freed
     cfg.precision = resolve_precision(cfg.precision)
+    continuation = find_continuation(cfg)
+    if continuation is not None:
+        keep_global_batch(cfg, continuation, engine.data_size())
+    if cfg.batch_tokens is not None or cfg.batch_size != cfg.AUTO:
+        fix_batches(cfg)
+
+
+def check_shared(path: Path, patience: float = 10.0) -> None:
+    """Make sure that all ranks see the folder that rank 0 writes to. Collective.
+
+    Args:
+        patience: seconds that a network file system gets to show a new file.
+
+    Raises:
+        ValueError: a rank does not see it.
+    """
+    if engine.world_size() == 1:
+        return
+    name = [f".shared-{uuid.uuid4().hex[:8]}"]
+    with together(f"writing to {path}"):
+        if engine.rank() == 0:
+            (path / name[0]).touch()
+    dist.broadcast_object_list(name, src=0)
+    try:
+        with together(f"looking into {path}"):
+            ends = time.monotonic() + patience
+            while not (path / name[0]).exists():
+                if time.monotonic() > ends:
+                    raise ValueError(
+                        f"output_dir: rank {engine.rank()} on {platform.node()} does not see what rank 0 wrote to "
+                        f"{path}; give a folder on storage that all nodes share"
+                    )
+                time.sleep(0.1)
+    finally:
+        if engine.rank() == 0:
+            (path / name[0]).unlink(missing_ok=True)
+
+
+def fix_batches(cfg: TrainConfig) -> None:
+    """Work out rows (or tokens) per step and microbatches per step, from one another.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
     cfg.gradient_accumulation_steps = cfg.accumulation(engine.data_size())
-    cfg.global_batch_size = cfg.batch_size * cfg.gradient_accumulation_steps * engine.data_size()
+    parts = cfg.gradient_accumulation_steps * engine.data_size()
+    if cfg.batch_tokens is not None:
+        cfg.global_batch_tokens = cfg.batch_tokens * parts
+    else:
+        cfg.global_batch_size = cfg.batch_size * parts
     cfg.eval_batch_size = cfg.eval_batch_size or 2 * cfg.batch_size
 
 
@@ -114,50 +173,59 @@ def max_length(model: Model, tokenizer: Any, wanted: int | None) -> int:
     return wanted
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Which rows each step trains on: a function of the flags and the lengths of the rows, the same on all ranks."""
-
-    batches: EpochBatches
-    microbatches: int
-    steps: int
-
-    @classmethod
-    def of(cls, cfg: TrainConfig, lengths: np.ndarray) -> "Schedule":
-        assert cfg.global_batch_size is not None and cfg.gradient_accumulation_steps is not None
-        batches = EpochBatches(lengths, cfg.global_batch_size, cfg.seed)
-        steps = cfg.max_steps or max(1, math.ceil(cfg.epochs * batches.steps - 1e-6))
-        return cls(batches, cfg.gradient_accumulation_steps, steps)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.batches.steps
-
-    def rank_rows(self, rows: np.ndarray) -> list[np.ndarray]:
-        """This rank's microbatches of a global batch; the empty ones of a short last batch are left out."""
-        return [part for part in deal(rows, engine.data_size(), self.microbatches)[engine.data_rank()] if len(part)]
+def make_feed(cfg: TrainConfig, examples: Examples) -> Feed:
+    """The batches of the run, by rows or by tokens; of a mixture, the rows that it draws for each epoch."""
+    assert cfg.gradient_accumulation_steps is not None
+    draw = getattr(examples, "draw", None)
+    if cfg.batch_tokens is not None:
+        assert cfg.global_batch_tokens is not None
+        sizes = (cfg.global_batch_tokens, cfg.seed, cfg.batch_tokens)
+        plan: Plan = TokenBatches(examples.lengths, *sizes, draw=draw)
+    else:
+        assert cfg.global_batch_size is not None
+        plan = EpochBatches(examples.lengths, cfg.global_batch_size, cfg.seed, draw)
+    steps = cfg.max_steps or max(1, math.ceil(cfg.epochs * plan.steps - 1e-6))
+    return RowFeed(examples, plan, steps, cfg.gradient_accumulation_steps)
 
 
-def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimManager, AdamOptimizer, Linear]:
-    """AdamW over the sharded parameters, and the schedule of its learning rate. Biases and norms do not decay."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimManager, Any, Any]:
+    """The optimizer over the sharded parameters (with Muon: it and AdamW), the schedules of their learning rates, and
+    the manager of both. Biases and norms do not decay.
+
+    Returns:
+        (manager, first optimizer, its schedule)
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("freeze: no parameter is left to train")
+    matrices = [p for _, p in trained if p.dim() > 1]
     groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": cfg.weight_decay},
+        {"params": [p for _, p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    optimizer = AdamOptimizer(
-        [group for group in groups if group["params"]],
-        lr=cfg.lr,
-        betas=(cfg.adam_beta1, cfg.adam_beta2),
-        eps=cfg.adam_epsilon,
-    )
-    kind = {"linear": Linear, "cosine": Cosine, "constant": NoDecay}[cfg.lr_scheduler]
+    optimizers: list[Any] = []
+    if cfg.optimizer == "muon":
+        # As its authors: embeddings, the head and vectors stay with AdamW.
+        hidden = [p for name, p in trained if p.dim() == 2 and not name.startswith(("embed", "head"))]
+        inside = set(map(id, hidden))
+        groups[0]["params"] = [p for p in matrices if id(p) not in inside]
+        if hidden:
+            optimizers.append(Muon(hidden, cfg.lr, weight_decay=cfg.weight_decay, adjust_lr="match_rms_adamw"))
+    groups = [group for group in groups if group["params"]]
+    if groups and cfg.optimizer == "lion":
+        optimizers.append(Lion(groups, lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2)))
+    elif groups:
+        kind = AdamOffloadOptimizer if cfg.offload == "optimizer" else AdamOptimizer
+        optimizers.append(kind(groups, lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_epsilon))
     # As transformers, but a run of one step is not spent at learning rate 0.
     warmup = min(math.ceil(cfg.warmup * steps), steps - 1) if cfg.warmup < 1 else int(cfg.warmup)
-    schedule = kind(optimizer, cfg.lr, warmup, steps)
-    manager = OptimManager(abort_after=_SKIPS_IN_A_ROW)
-    manager.add_optimizer(optimizer, schedule)
-    return manager, optimizer, schedule
+    fp16 = {"loss_scale": 2.0**16} if cfg.precision == "fp16" else {}
+    manager = OptimManager(abort_after=_SKIPS_IN_A_ROW, **fp16)
+    schedules = []
+    for optimizer in optimizers:
+        schedules.append(SCHEDULES[cfg.lr_scheduler](optimizer, cfg.lr, warmup, steps))
+        manager.add_optimizer(optimizer, schedules[-1])
+    return manager, optimizers[0], schedules[0]
 
 
 def data_name(cfg: TrainConfig) -> str | None:

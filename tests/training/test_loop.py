@@ -1,8 +1,6 @@
 """Whole runs of a few steps: against transformers, against themselves cut differently, and when they go wrong."""
 
 import json
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from engine.testing import run as on_ranks
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
 from modelcenter.training.config import ClassificationConfig
-from modelcenter.training.errors import Stopped
 from scripts.finetune_classification import main
 
 
@@ -92,8 +89,15 @@ def test_what_a_run_leaves(folder, capsys):
         "metrics.jsonl",
         "summary.json",
         "curves.png",
+        "checkpoints",
         "model",
     }
+    assert sorted(p.name for p in (folder / "run" / "checkpoints").iterdir()) == [
+        "best",
+        "last",
+        "step-00000004",
+        "step-00000008",
+    ]
     card = (folder / "run" / "model" / "README.md").read_text()
     assert "accuracy" in card and "8 steps of 8 rows" in card
     shown = capsys.readouterr().out
@@ -278,23 +282,6 @@ def test_a_run_of_bad_steps_only_is_no_success(folder):
     with pytest.raises(FloatingPointError, match="no step of the run had a finite loss"):
         finetune(folder, max_steps=3, model_config=SIZES | {"initializer_range": 1e30})
     assert read_summary(folder)["status"] == "failed"
-
-
-def test_stopped_by_a_signal(folder, monkeypatch):
-    step = loop.Run.train_step
-
-    def train_step(self, rows):
-        if self.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, rows)
-
-    monkeypatch.setattr(loop.Run, "train_step", train_step)
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Stopped, match="stopped by SIGTERM"):
-        finetune(folder, epochs=3)
-    assert signal.getsignal(signal.SIGTERM) is before
-    summary = read_summary(folder)
-    assert summary["status"] == "stopped" and summary["reason"] == "stopped by SIGTERM" and summary["steps"] == 2
 
 
 def test_output_dir_is_never_overwritten_unasked(folder):

@@ -1,0 +1,11 @@
+"""The flags of runs and verbs: a dataclass is the command line, the keys of a YAML file and the record in config.yaml.
+
+common.py has the flags of every task, one file each adds those of a task, use.py has the verbs that use a trained
+model. Imports no torch.
+"""
+
+from modelcenter.training.config.classification import ClassificationConfig
+from modelcenter.training.config.common import TrainConfig
+from modelcenter.training.config.use import GenerateConfig, PredictConfig
+
+__all__ = ["ClassificationConfig", "GenerateConfig", "PredictConfig", "TrainConfig"]

@@ -1,0 +1,38 @@
+"""Flags of text classification. Imports no torch."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from modelcenter.training.config.common import TrainConfig
+from modelcenter.training.flags import flag
+
+PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
+_data = partial(flag, "data")
+
+
+# fmt: off
+@dataclass(kw_only=True)
+class ClassificationConfig(TrainConfig):
+    """Flags of text classification and regression."""
+
+    task: ClassVar[str] = "classification"
+    roles: ClassVar[tuple[str, ...]] = ("text", "text_pair", "label")
+
+    text_column: str | None = _data(None, "column of the text; none: found", "sentence1_key", "text_column_name",
+        "text_column_names")
+    text_pair_column: str | None = _data(None, "column of a second text; none: found by its usual names",
+        "sentence2_key")
+    label_column: str | None = _data(None, "column of the label; none: found, the one with few distinct values",
+        "label_column_name")
+    num_labels: int | None = _data(None, "classes: integer labels are 0 to num_labels - 1; none: counted")
+    problem_type: str | None = _data(None, "kind of label; none: found (lists are multi-label, fractions regression)",
+        choices=PROBLEM_TYPES)
+    # fmt: on
+
+    def check(self) -> None:
+        super().check()
+        if self.num_labels is not None and self.num_labels <= 0:
+            raise ValueError(f"num_labels: got {self.num_labels}, expected a number above 0")
+        if self.num_labels == 1 and self.problem_type not in (None, "regression"):
+            raise ValueError(f"num_labels: got 1, which is for regression, but problem_type is {self.problem_type}")

@@ -1,0 +1,244 @@
+"""The flags of every run.
+
+A flag's further names are how the Hugging Face Trainer, its example scripts, BMTrain or ModelCenter spell it. Imports
+no torch.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from modelcenter.registry import nearest
+from modelcenter.training.flags import Flags, flag
+
+RECOMPUTES = ("none", "full", "selective")
+PRECISIONS = ("auto", "fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
+SCHEDULERS = ("linear", "cosine", "constant", "wsd")
+OPTIMIZERS = ("adamw", "lion", "muon")
+# Flags that say how a run is cut, watched or kept, not what it computes: they may change when it goes on.
+FREE = frozenset(
+    "train_data eval_data eval_split output_dir overwrite_output_dir log_every eval_every save_every save_minutes keep "
+    "resume max_time dry_run trackers push_to_hub batch_size gradient_accumulation_steps eval_batch_size zero "
+    "dp_replicate tp cp pp pp_schedule recompute compile offload best_metric early_stopping prefetch".split()
+)
+
+_model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
+_batches, _optimisation, _engine = partial(flag, "batches"), partial(flag, "optimisation"), partial(flag, "engine")
+
+
+# fmt: off
+@dataclass(kw_only=True)
+class TrainConfig(Flags):
+    """Flags that every task has. A task with flags of its own adds fields in a subclass.
+
+    Raises:
+        ValueError: naming the flag, for a value of the wrong type or outside its range.
+    """
+
+    AUTO: ClassVar[int] = -1  # batch_size that is yet to be found
+
+    task: ClassVar[str] = ""  # its name in training.tasks.TASKS; also a key of the YAML file
+    roles: ClassVar[tuple[str, ...]] = ()  # columns that the task reads, each with a flag ROLE_column
+
+    model: str | None = _model(None, "Hub name, local directory or preset; with --from_scratch a preset or config.json",
+        "model_name_or_path", "model_name")
+    revision: str | None = _model(None, "branch, tag or commit of the Hub model", "model_revision")
+    tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; none: the model's", "tokenizer_name")
+    from_scratch: bool = _model(False, "start from random weights; the vocabulary's size is the tokenizer's")
+    model_config: dict[str, Any] = _model({}, "fields of the model's configuration to change, such as dropout=0")
+    ignore_mismatched_sizes: bool = _model(False, "a head of the checkpoint that does not fit the labels starts anew")
+
+    train_data: list[str] | None = _data(None, "files, directories or patterns of json, jsonl, csv, tsv, parquet, txt; "
+        "or the name of a Hub data set", "train_file", "dataset_name")
+    eval_data: list[str] | None = _data(None, "the same for evaluation; none: train_data's validation split, if any",
+        "validation_file", "eval_file", "dev_data")
+    data_config: str | None = _data(None, "configuration of the Hub data set, such as sst2 of nyu-mll/glue",
+        "dataset_config_name", "dataset_config")
+    train_split: str = _data("train", "split to train on", "train_split_name")
+    eval_split: str | None = _data(None, "split to evaluate on; none: validation", "eval_split_name",
+        "validation_split_name")
+    eval_fraction: float | None = _data(None, "hold out this fraction of the training rows for evaluation")
+    columns: dict[str, str] = _data({}, "columns by role, such as text=sentence label=y; none: found")
+    max_length: int | None = _data(None, "tokens per row, special ones included, longer rows are cut; none: as many as "
+        "the model and the tokenizer take", "max_seq_length", "max_encoder_length")
+
+    output_dir: str | None = _output(None, "folder for config.yaml, metrics.jsonl, summary.json, curves.png and model/",
+        "save")
+    overwrite_output_dir: bool = _output(False, "start anew where output_dir holds a run")
+    log_every: int = _output(10, "steps between rows of metrics.jsonl", "logging_steps", "inspect_iters")
+    eval_every: str = _output("epoch", "evaluate every so many steps, at each 'epoch', or 'never' before the end",
+        "eval_steps")
+    save_every: str = _output("epoch", "write a checkpoint every so many steps, at each 'epoch', or 'never'",
+        "save_steps", "save_iters")
+    save_minutes: float | None = _output(None, "also write a checkpoint so many minutes after the last one")
+    keep: int = _output(2, "newest checkpoints to keep; the best one stays too", "save_total_limit")
+    best_metric: str | None = _output(None, "metric of the evaluation, such as accuracy or loss: its best checkpoint "
+        "is kept and becomes model/; none: model/ is the last", "metric_for_best_model")
+    early_stopping: int | None = _output(None, "stop after so many evaluations without a better best_metric",
+        "early_stopping_patience")
+    resume: str = _output("auto", "auto: go on from output_dir's newest whole checkpoint if the flags say the same "
+        "run; never: start anew; or a run or checkpoint to go on from, whatever its flags", "resume_from_checkpoint")
+    max_time: str | None = _output(None, "save, stop and exit in order after this time, such as 90m, 8h or 1-12:00:00")
+    trackers: list[str] | None = _output(None, "where curves go besides metrics.jsonl: tensorboard, wandb, mlflow, "
+        "trackio, ...; none: tensorboard where it is installed; 'no': nowhere", "report_to", "log_with")
+    push_to_hub: str | None = _output(None, "repository, owner/name, that the final model is pushed to", "hub_model_id")
+    dry_run: bool = _output(False, "print the plan, run one step, write nothing")
+
+    batch_size: int = _batches(32, "rows per rank and microbatch; auto: as many as fit, global_batch_size stays",
+        "per_device_train_batch_size", "train_batch_size", means={"auto": -1})
+    batch_tokens: int | None = _batches(None, "tokens per rank and microbatch, in place of batch_size: batches are "
+        "filled to this")
+    global_batch_tokens: int | None = _batches(None, "tokens per step over all ranks, a multiple of batch_tokens; sets "
+        "the accumulation")
+    global_batch_size: int | None = _batches(None, "rows per step over all ranks; sets the accumulation")
+    gradient_accumulation_steps: int | None = _batches(None, "microbatches per step and rank; none: 1, or what "
+        "global_batch_size asks", "accumulation_steps")
+    eval_batch_size: int | None = _batches(None, "rows per rank in evaluation; none: twice batch_size",
+        "per_device_eval_batch_size")
+    epochs: float = _batches(3.0, "passes over the training rows", "num_train_epochs", "num_epochs")
+    max_steps: int | None = _batches(None, "stop after so many steps, whatever epochs says", "train_iters",
+        "max_train_steps")
+
+    lr: float = _optimisation(3e-5, "peak learning rate", "learning_rate")
+    lr_scheduler: str = _optimisation("linear", "course of the learning rate after the warmup", "lr_scheduler_type",
+        "lr_decay_style", choices=SCHEDULERS, means={"constant_with_warmup": "constant"})
+    warmup: float = _optimisation(0.06, "steps over which the learning rate rises; below 1 a fraction of all steps",
+        "warmup_steps", "warmup_ratio", "warmup_iters", "num_warmup_steps")
+    weight_decay: float = _optimisation(0.01, "decoupled weight decay, of matrices only: not of biases and norms")
+    max_grad_norm: float = _optimisation(1.0, "clip the global gradient norm to this; 0: do not clip", "clip_grad")
+    optimizer: str = _optimisation("adamw", "optimizer; muon: for matrices, adamw for the rest", "optim",
+        choices=OPTIMIZERS, means={"adamw_torch": "adamw", "adamw_torch_fused": "adamw"})
+    adam_beta1: float = _optimisation(0.9, "AdamW's decay of the gradient's mean")
+    adam_beta2: float = _optimisation(0.999, "AdamW's decay of the gradient's square")
+    adam_epsilon: float = _optimisation(1e-8, "AdamW's epsilon", "adam_eps")
+    seed: int = _optimisation(42, "of the order of rows, new weights and dropout")
+
+    precision: str = _engine("auto", "arithmetic. auto: bf16 on a GPU that has it, else fp32. Weights stay in fp32 but "
+        "for bf16-params (fp32 masters in the optimizer) and bf16-sr (none: rounded at random)",
+        "mixed_precision", choices=PRECISIONS, means={"no": "fp32"})
+    zero: int = _engine(3, "shard over the ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters",
+        "zero_level", "zero_stage", choices=(0, 1, 2, 3))
+    dp_replicate: int = _engine(1, "groups of ranks that each hold the whole (sharded) model")
+    tp: int = _engine(1, "ranks that split each layer (tensor parallelism)", "tp_size", "tensor_parallel_size")
+    cp: int = _engine(1, "ranks that split the tokens of a batch (context parallelism)", "cp_size",
+        "context_parallel_size")
+    pp: int = _engine(1, "stages of a pipeline, each with some of the blocks", "pp_size", "pipe_size",
+        "pipeline_parallel_size")
+    pp_schedule: str = _engine("1f1b", "order of work in a pipeline; interleaved: each rank has two parts of the model",
+        choices=("1f1b", "interleaved"))
+    recompute: str = _engine("none", "activations to compute again in backward, which saves memory: all of a block, or "
+        "what is cheap", choices=RECOMPUTES)
+    compile: bool = _engine(False, "compile each block with torch.compile", "torch_compile")
+    offload: str = _engine("none", "keep the optimizer's masters and moments in host memory",
+        choices=("none", "optimizer"))
+    prefetch: int = _engine(2, "batches made ahead by a thread; 0: none", "dataloader_prefetch_factor")
+    # fmt: on
+
+    def check(self) -> None:
+        if self.max_steps == -1:  # how the Hugging Face Trainer says none
+            self.max_steps = None
+        positive = ("global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "epochs", "batch_tokens")
+        more = ("global_batch_tokens", "max_steps", "max_length", "log_every", "keep", "early_stopping", "save_minutes")
+        for name in (*positive, *more, "batch_size", "dp_replicate", "tp", "cp", "pp"):
+            if name == "batch_size" and self.batch_size == self.AUTO:
+                continue
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected a number above 0")
+        for name in ("lr", "weight_decay", "max_grad_norm", "warmup", "adam_epsilon", "seed", "prefetch"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected 0 or more")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected 0 or more and less than 1")
+        for name in ("eval_every", "save_every"):
+            value = getattr(self, name)
+            if value not in ("epoch", "never") and not (value.isdigit() and int(value)):
+                raise ValueError(f"{name}: got {value!r}, expected a number of steps, 'epoch' or 'never'")
+        if self.max_time is not None:
+            seconds_of(self.max_time)
+        if self.overwrite_output_dir and self.resume not in ("auto", "never"):
+            raise ValueError(f"resume: got {self.resume!r} beside overwrite_output_dir, which starts anew; give either")
+        if self.offload == "optimizer" and self.optimizer != "adamw":
+            raise ValueError(
+                f"offload: optimizer keeps AdamW's state on the host, but the optimizer is {self.optimizer}"
+            )
+        if self.batch_tokens is not None and self.global_batch_size is not None:
+            raise ValueError(
+                "batch_tokens: it fills batches by tokens, so they have no fixed number of rows; give it with "
+                "global_batch_tokens, or batch_size with global_batch_size"
+            )
+        if self.global_batch_tokens is not None and self.batch_tokens is None:
+            raise ValueError("global_batch_tokens: it needs batch_tokens, the tokens of a microbatch")
+        self._check_columns()
+        if self.eval_fraction is not None:
+            if not 0 < self.eval_fraction < 1:
+                raise ValueError(f"eval_fraction: got {self.eval_fraction}, expected a fraction between 0 and 1")
+            if self.eval_data is not None or self.eval_split is not None:
+                raise ValueError(
+                    "eval_fraction: it holds out training rows, so give it or eval_data and eval_split, not both"
+                )
+
+    def _check_columns(self) -> None:
+        """--columns ROLE=NAME says the same as --ROLE_column NAME."""
+        for role, column in self.columns.items():
+            if role not in self.roles:
+                roles = " or ".join(filter(None, (", ".join(self.roles[:-1]), *self.roles[-1:])))
+                raise ValueError(f"columns: {role}={column}: expected {roles}.{nearest(role, self.roles)}")
+            if getattr(self, f"{role}_column") not in (None, column):
+                raise ValueError(
+                    f"columns: {role}={column} contradicts {role}_column {getattr(self, f'{role}_column')!r}"
+                )
+            setattr(self, f"{role}_column", column)
+        self.columns = {}
+
+    @property
+    def max_seconds(self) -> float | None:
+        """max_time, in seconds."""
+        return None if self.max_time is None else seconds_of(self.max_time)
+
+    def arithmetic(self) -> dict[str, Any]:
+        """The flags that decide what a run computes: those that must be the same for it to go on."""
+        return {name: value for name, value in self.to_dict().items() if name not in FREE}
+
+    def accumulation(self, ranks: int) -> int:
+        """Microbatches per step of each of `ranks` ranks.
+
+        Raises:
+            ValueError: global_batch_size cannot be cut that way.
+        """
+        unit = "size" if self.batch_tokens is None else "tokens"
+        whole, each = getattr(self, f"global_batch_{unit}"), getattr(self, f"batch_{unit}")
+        if whole is None:
+            return self.gradient_accumulation_steps or 1
+        steps, rest = divmod(whole, each * ranks)
+        if rest or not steps:
+            raise ValueError(
+                f"global_batch_{unit}: got {whole}, expected a multiple of {each * ranks}"
+                f" (batch_{unit} {each} on {ranks} rank{'s' if ranks > 1 else ''})"
+            )
+        if self.gradient_accumulation_steps not in (None, steps):
+            raise ValueError(
+                f"gradient_accumulation_steps: got {self.gradient_accumulation_steps}, but global_batch_{unit} "
+                f"{whole} with batch_{unit} {each} on {ranks} rank(s) makes {steps}: give one"
+            )
+        return steps
+
+
+def seconds_of(text: str) -> float:
+    """90s, 30m, 8h, 2d, HH:MM:SS or (as SLURM writes it) D-HH:MM:SS, in seconds.
+
+    Raises:
+        ValueError: it is none of these, or not above 0.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip().lower())
+    if found:
+        seconds = float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+    elif found := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d{1,2}):(\d{1,2})", text.strip()):
+        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+        seconds = float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
+    else:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ValueError(f"max_time: got {text!r}, expected a time such as 90s, 30m, 8h, 12:30:00 or 1-12:00:00")
+    return seconds

@@ -1,0 +1,90 @@
+"""Flags of the verbs that use a trained model. Imports no torch."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from modelcenter.registry import nearest
+from modelcenter.training.config.common import PRECISIONS
+from modelcenter.training.flags import Flags, flag
+
+_model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
+_batches, _engine, _search = partial(flag, "batches"), partial(flag, "engine"), partial(flag, "search")
+
+
+# fmt: off
+@dataclass(kw_only=True)
+class PredictConfig(Flags):
+    """Flags of predict and evaluate."""
+
+    run: str | None = _model(None, "folder of a run, checkpoint directory or Hub name", positional=True)
+    data: list[str] | None = _data(None, "files, directories or patterns; or a Hub data set", positional=True)
+    tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; none: the model's", "tokenizer_name")
+    revision: str | None = _model(None, "branch, tag or commit of the Hub model", "model_revision")
+    output: str | None = _output(None, "file to write; none: the terminal", "output_file")
+    split: str | None = _data(None, "split of the data; none: the one there is, or validation, or test", "eval_split")
+    data_config: str | None = _data(None, "configuration of the Hub data set", "dataset_config_name", "dataset_config")
+    columns: dict[str, str] = _data({}, "columns by role, such as text=sentence; none: the run's, or found")
+    text_column: str | None = _data(None, "column of the text; none: the run's, or found")
+    text_pair_column: str | None = _data(None, "column of a second text; none: the run's, or found")
+    label_column: str | None = _data(None, "column of the label; none: the run's, or found")
+    max_length: int | None = _data(None, "tokens per row; none: the run's, or what the model takes", "max_seq_length")
+    batch_size: int = _batches(64, "rows per rank and batch", "eval_batch_size", "per_device_eval_batch_size")
+    precision: str = _engine("auto", "arithmetic. auto: bf16 on a GPU that has it, else fp32", choices=PRECISIONS)
+    zero: int = _engine(3, "3 shards the weights over the ranks, 0 does not", "zero_level", choices=(0, 1, 2, 3))
+    # fmt: on
+
+    def check(self) -> None:
+        for name in ("max_length", "batch_size"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected a number above 0")
+        for role, column in self.columns.items():
+            own = getattr(self, f"{role}_column", None)
+            if own not in (None, column):
+                raise ValueError(f"columns: {role}={column} contradicts {role}_column {own!r}")
+
+    def column(self, role: str) -> str | None:
+        """The column that the flags name for a role; None: they name none."""
+        return self.columns.get(role) or getattr(self, f"{role}_column", None)
+
+    def check_roles(self, roles: tuple[str, ...]) -> None:
+        """Raise ValueError for a column of a role that the task does not have."""
+        for role in self.columns:
+            if role not in roles:
+                raise ValueError(f"columns: unknown role {role!r}.{nearest(role, roles)} Roles: {', '.join(roles)}")
+
+
+# fmt: off
+@dataclass(kw_only=True)
+class GenerateConfig(Flags):
+    """Flags of generate."""
+
+    run: str | None = _model(None, "folder of a run, checkpoint directory or Hub name", positional=True)
+    tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; none: the model's", "tokenizer_name")
+    revision: str | None = _model(None, "branch, tag or commit of the Hub model", "model_revision")
+    prompt: list[str] | None = _data(None, "texts to continue; none: the lines that are typed or piped in",
+        positional="any")
+    prompts_file: str | None = _data(None, "file of prompts, one a line", "prompt_file", "input_file")
+    chat: bool = _data(False, "prompts are what a user says: the tokenizer's chat template goes around them")
+    output: str | None = _output(None, "file to write, a JSON line for each text; none: the terminal", "output_file")
+    max_new_tokens: int = _search(128, "tokens to add at most", "max_length")
+    num_beams: int = _search(1, "sequences that beam search keeps; 1: none", "beam_size")
+    do_sample: bool = _search(False, "draw tokens instead of taking the best")
+    temperature: float = _search(1.0, "divides the scores before a draw")
+    top_k: int = _search(0, "draw among so many best tokens; 0: all")
+    top_p: float = _search(1.0, "draw among the fewest tokens whose probabilities reach this")
+    repetition_penalty: float = _search(1.0, "divides the score of tokens that came already")
+    length_penalty: float = _search(1.0, "of beams: above 0 favours long texts")
+    no_repeat_ngram_size: int = _search(0, "n: no n tokens twice; 0: any")
+    num_return_sequences: int = _search(1, "texts for each prompt")
+    stop_strings: list[str] | None = _search(None, "texts that end an answer", "stop")
+    seed: int = _search(0, "of the draws")
+    batch_size: int = _batches(8, "prompts per rank at a time", "per_device_eval_batch_size")
+    precision: str = _engine("auto", "arithmetic. auto: bf16 on a GPU that has it, else fp32", choices=PRECISIONS)
+    zero: int = _engine(3, "3 shards the weights over the ranks, 0 does not", "zero_level", choices=(0, 1, 2, 3))
+    # fmt: on
+
+    def check(self) -> None:
+        if self.batch_size <= 0:
+            raise ValueError(f"batch_size: got {self.batch_size}, expected a number above 0")
+        if self.prompt and self.prompts_file:
+            raise ValueError("prompt: was given beside prompts_file; give either")

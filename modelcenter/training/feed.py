@@ -1,0 +1,83 @@
+"""The global batches of a run, in order: what each step trains on, as this rank sees it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+import engine
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """What one step trains on.
+
+    step: from 0. microbatches: this rank's, on the host. tokens: of all ranks. rows: row numbers of all ranks, or
+    whatever the feed's `where` takes. state: what `Feed.batches` needs to go on after this batch, beside the step.
+    """
+
+    step: int
+    microbatches: list[dict[str, Any]]
+    tokens: int
+    rows: Any
+    state: dict[str, Any]
+
+
+class Feed(Protocol):
+    """Where the loop's batches come from. The order is a function of the flags and the data, not of the ranks."""
+
+    steps: int  # of the run
+    steps_per_epoch: int | None  # None: nobody knows before the data end
+
+    def batches(self, step: int = 0, state: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
+        """From a step on, to the end; state: that of the batch before it."""
+        ...
+
+    def epochs_at(self, step: int) -> float:
+        """Passes over the data when so many steps are done."""
+        ...
+
+    def where(self, rows: Any, most: int = 4) -> str:
+        """Where the rows of a global batch come from, for people."""
+        ...
+
+
+class Plan(Protocol):
+    """Which rows make a global batch; see data.sampling."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def epoch(self, epoch: int) -> list[np.ndarray]: ...
+
+    def deal(self, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]: ...
+
+
+class RowFeed:
+    """Batches of rows that are all there: any step can be worked out from its number alone."""
+
+    def __init__(self, examples: Any, plan: Plan, steps: int, microbatches: int):
+        self.examples, self.plan, self.steps, self.microbatches = examples, plan, steps, microbatches
+        self.steps_per_epoch = plan.steps
+
+    def batches(self, step: int = 0, state: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
+        epoch, plan = -1, []
+        for number in range(step, self.steps):
+            if number // self.plan.steps != epoch:
+                epoch = number // self.plan.steps
+                plan = self.plan.epoch(epoch)
+            yield self.batch(number, plan[number % self.plan.steps], epoch)
+
+    def batch(self, step: int, rows: np.ndarray, epoch: int) -> GlobalBatch:
+        """This rank's microbatches of some rows; the empty ones of a short batch are left out."""
+        own = self.plan.deal(rows, engine.data_size(), self.microbatches)[engine.data_rank()]
+        made = [self.examples.batch(part, epoch) for part in own if len(part)]
+        return GlobalBatch(step, made, int(self.examples.lengths[rows].sum()), rows, {})
+
+    def epochs_at(self, step: int) -> float:
+        return step / self.plan.steps
+
+    def where(self, rows: np.ndarray, most: int = 4) -> str:
+        places = [self.examples.where(int(row)) for row in rows[:most]]
+        return "; ".join(places) + (f" and {len(rows) - most} more" if len(rows) > most else "")

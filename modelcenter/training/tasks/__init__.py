@@ -1,0 +1,45 @@
+"""The tasks that a model is trained for, by name. Imports no torch: a task's own module is imported when it is used."""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """Where the parts of a task are.
+
+    verb: of the command line, finetune or pretrain. script: in scripts/. config: its flags, in training.config.
+    implementation: module and class. heads: tasks of the model (see modelcenter.from_pretrained) that it uses.
+    """
+
+    verb: str
+    script: str
+    config: str
+    implementation: str
+    heads: tuple[str, ...]
+
+    def load(self) -> Any:
+        """The class that does it."""
+        module, name = self.implementation.split(":")
+        return getattr(importlib.import_module(f"modelcenter.training.tasks.{module}"), name)
+
+    def flags(self) -> Any:
+        """The class of its flags."""
+        return getattr(importlib.import_module("modelcenter.training.config"), self.config)
+
+
+TASKS: dict[str, TaskInfo] = {
+    "classification": TaskInfo(
+        "finetune",
+        "finetune_classification",
+        "ClassificationConfig",
+        "classification:Classification",
+        ("sequence-classification",),
+    ),
+}
+
+
+def task_of_head(head: str) -> str | None:
+    """The task that uses models with this head; None: there is none."""
+    return next((name for name, info in TASKS.items() if head in info.heads), None)

@@ -1,0 +1,176 @@
+"""What a task is, for the one loop and for predict and evaluate.
+
+A task says what its rows are made of, which head it asks the model for and how it is judged. It is made from its flags
+and has read its data by then, so that wrong data is an error before anything else starts.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import engine
+from modelcenter.data import sources
+from modelcenter.data.examples import Examples
+from modelcenter.data.readers import Table
+from modelcenter.data.sampling import evaluation_batches
+from modelcenter.models.base import Model
+from modelcenter.training.config import TrainConfig
+from modelcenter.training.evaluation import evaluate
+from modelcenter.training.metrics import Metrics
+
+
+class Batches:
+    """Batches that are made when they are asked for; those of an evaluation may be read more than once."""
+
+    def __init__(self, examples: Examples, rows: list[np.ndarray]):
+        self.examples, self.rows = examples, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.examples.batch(self.rows[i])  # the IndexError of rows ends a loop over the batches
+
+
+class Task(ABC):
+    """One kind of work. A subclass reads its data in __init__(cfg), from the flags of its own TrainConfig.
+
+    name: in TASKS. head: task of the model.
+    """
+
+    name: ClassVar[str]
+    head: ClassVar[str]
+    # loss_fn of training.accumulate, where the head's own loss is not what is trained on.
+    loss_fn: Any = None
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def __init__(self, cfg: TrainConfig): ...
+
+    def model_options(self) -> dict[str, Any]:
+        """What the model's configuration must say."""
+        return {}
+
+    def prepare_model(self, model: Model, tokenizer: Any) -> None:
+        """Last look at the model before it trains, such as a pass over the data with the untrained one."""
+        return
+
+    @abstractmethod
+    def tokenize(self, tokenizer: Any, max_length: int) -> tuple[Examples, Examples | None]:
+        """The rows to train on, and those to evaluate on if there are any."""
+
+    @abstractmethod
+    def about_columns(self) -> str:
+        """Which columns are used, in words."""
+
+    # -- judging -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def metrics(self, device: torch.device | str = "cpu") -> Metrics:
+        """New, empty metrics."""
+
+    def feed(self, metrics: Metrics, out: Any, batch: dict[str, Any]) -> None:
+        """Give the metrics what the model made of a batch."""
+        metrics.update(out.logits, batch["labels"])
+
+    def evaluate(self, model: Model, examples: Examples, batch_size: int) -> dict[str, float | None]:
+        """The loss and the metrics over all rows. Collective."""
+        batches = Batches(examples, own_batches(examples, batch_size))
+        return evaluate(model, batches, self.metrics(model.device), self.feed)
+
+    # -- use of a trained model --------------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def to_use(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
+        """The task for rows that a trained model shall work on: the columns are found now.
+
+        Args:
+            cfg: a PredictConfig. run: the flags of the run that made the model, if it is known. labelled: the rows
+                have what the model is to be compared with.
+        """
+
+    @abstractmethod
+    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> Examples:
+        """The rows of `to_use`, as the model takes them. Raises ValueError: labels that the model does not know."""
+
+    @abstractmethod
+    def predict(self, model: Model, tokenizer: Any, examples: Examples, cfg: Any) -> Iterator[dict[str, Any]]:
+        """What the model says of each row, in order, on rank 0 (the other ranks get nothing to read). Collective."""
+
+
+def own_batches(examples: Examples, batch_size: int) -> list[np.ndarray]:
+    """This rank's batches of an evaluation."""
+    return evaluation_batches(examples.lengths, batch_size, engine.data_size())[engine.data_rank()]
+
+
+def read_splits(cfg: TrainConfig) -> tuple[Table, Table | None]:
+    """The rows to train on and, if the flags or the data set name some, the rows to evaluate on."""
+    cfg.require("train_data")
+    source = sources.find(cfg.train_data or [], cfg.data_config)
+    train = source.read(cfg.train_split)
+    if cfg.eval_fraction is not None:
+        return sources.hold_out(train, cfg.eval_fraction, cfg.seed)
+    if cfg.eval_data is not None:
+        other = sources.find(cfg.eval_data, cfg.data_config if cfg.eval_data == cfg.train_data else None)
+        return train, other.read(cfg.eval_split or evaluation_split(other))
+    if cfg.eval_split is not None:
+        return train, source.read(cfg.eval_split)
+    split = sources.SPLITS["dev"]
+    return train, source.read(split) if split in source.splits and cfg.train_split != split else None
+
+
+def evaluation_split(source: sources.Source) -> str:
+    """The split meant when a data set is named for evaluation: validation, else test, else its only one."""
+    for split in ("validation", "test"):
+        if split in source.splits:
+            return split
+    if len(source.splits) > 1:
+        raise ValueError(
+            f"eval_split: {source.name} has the splits {', '.join(source.splits)}; say which to evaluate on"
+        )
+    return source.splits[0]
+
+
+def strings(table: Table, name: str) -> list[str]:
+    """The texts of a column.
+
+    Raises:
+        ValueError: a row without text.
+    """
+    values = table.columns[name]
+    missing = next((i for i, v in enumerate(values) if v is None or isinstance(v, (list, dict))), None)
+    if missing is not None:
+        found = "no text" if values[missing] is None else f"{values[missing]!r:.60}, expected a text,"
+        raise ValueError(f"{table.where(missing)}: the row has {found} in column {name!r}")
+    return [v if isinstance(v, str) else str(v) for v in values]
+
+
+def shortened(text: str, most: int = 160) -> str:
+    """A text that fits a line."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def usual_columns(cfg: Any, run: TrainConfig | None, table: Table, roles: Sequence[str], needed: str) -> dict[str, Any]:
+    """{role: column} for new rows: what the flags say, else the run's columns where the rows have them.
+
+    Args:
+        needed: the role without which the run's columns mean nothing here.
+    """
+    cfg.check_roles(tuple(roles))
+    given = {role: cfg.column(role) for role in roles}
+    if run is not None:
+        usual = {role: getattr(run, f"{role}_column", None) for role in roles}
+        if usual.get(needed) in table.columns:
+            given |= {role: name for role, name in usual.items() if given[role] is None and name in table.columns}
+    return given
+
+
+def to_host(values: Tensor) -> Tensor:
+    """fp32, on the CPU."""
+    return values.detach().float().cpu()

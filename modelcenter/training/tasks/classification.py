@@ -1,0 +1,184 @@
+"""Text classification: one label, several or scores; one text or a pair."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import engine
+from modelcenter.data.collate import pack
+from modelcenter.data.columns import Columns, find_columns
+from modelcenter.data.labels import Labels, find_labels
+from modelcenter.data.readers import Table
+from modelcenter.data.tokenize import Tokens, tokenize
+from modelcenter.models.base import Model
+from modelcenter.training.config import ClassificationConfig, TrainConfig
+from modelcenter.training.evaluation import logits_of
+from modelcenter.training.metrics import Metrics, MultiLabel, Regression, SingleLabel
+from modelcenter.training.tasks.base import Batches, Task, own_batches, read_splits, shortened, strings, usual_columns
+
+
+@dataclass(frozen=True)
+class LabelledRows:
+    """Rows of text with their labels (targets None: none were read)."""
+
+    table: Table
+    tokens: Tokens
+    labels: Labels
+    targets: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def name(self) -> str:
+        return self.table.name
+
+    @property
+    def truncated(self) -> int:
+        return self.tokens.truncated
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.tokens.lengths
+
+    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
+        return pack(self.tokens, rows, self.targets)
+
+    def where(self, row: int) -> str:
+        return self.table.where(row)
+
+    def fingerprint(self) -> Any:
+        return self.table.fingerprint()
+
+    def show(self, row: int, tokenizer: Any) -> str:
+        text = shortened(tokenizer.decode(self.tokens.row(row)))
+        return f"[{label_text(self.labels, self.targets, row)}] {text}"
+
+
+class Classification(Task):
+    """Text classification. Flags: ClassificationConfig."""
+
+    name: ClassVar[str] = "classification"
+    head: ClassVar[str] = "sequence-classification"
+    labels: Labels
+
+    def __init__(self, cfg: ClassificationConfig):
+        """Read the data, find its columns and labels.
+
+        Raises:
+            ValueError: no such data, column or label; see data.sources, data.columns and data.labels.
+        """
+        self.train, self.eval = read_splits(cfg)
+        self.columns = find_columns(self.train, cfg.text_column, cfg.text_pair_column, cfg.label_column)
+        # The columns that were found count as given from here on: in config.yaml, and for the evaluation data.
+        cfg.text_column, cfg.text_pair_column, cfg.label_column = _names(self.columns)
+        assert self.columns.label is not None
+        values, where = self.train.columns[self.columns.label], self.train.where
+        self.labels = find_labels(
+            values,
+            where,
+            problem_type=cfg.problem_type,
+            num_labels=cfg.num_labels,
+            names=self.train.classes.get(self.columns.label),
+        )
+        self.train_targets = self.labels.encode(values, where)
+        self.eval_targets = None
+        if self.eval is not None:
+            find_columns(self.eval, *_names(self.columns))
+            self.eval_targets = self.labels.encode(self.eval.columns[self.columns.label], self.eval.where)
+
+    def model_options(self) -> dict[str, Any]:
+        names = dict(enumerate(self.labels.names))
+        return {"num_labels": len(names), "id2label": names, "problem_type": self.labels.problem_type}
+
+    def tokenize(self, tokenizer: Any, max_length: int) -> tuple[LabelledRows, LabelledRows | None]:
+        def examples(table: Table, targets: np.ndarray | None) -> LabelledRows:
+            return LabelledRows(table, tokenize_rows(tokenizer, table, self.columns, max_length), self.labels, targets)
+
+        return examples(self.train, self.train_targets), self.eval and examples(self.eval, self.eval_targets)
+
+    def metrics(self, device: torch.device | str = "cpu") -> Metrics:
+        """The metrics that suit the kind of label."""
+        if self.labels.problem_type == "regression":
+            return Regression()
+        kind = MultiLabel if self.labels.problem_type == "multi_label_classification" else SingleLabel
+        return kind(len(self.labels.names), device)
+
+    def about_columns(self) -> str:
+        pair = f" and {self.columns.text_pair!r}" if self.columns.text_pair is not None else ""
+        names = ", ".join(self.labels.names[:4]) + (", ..." if len(self.labels.names) > 4 else "")
+        count = "" if self.labels.problem_type == "regression" else f" with {len(self.labels.names)} classes: {names}"
+        return f"text {self.columns.text!r}{pair}, label {self.columns.label!r}{count}"
+
+    @classmethod
+    def to_use(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
+        task = cls.__new__(cls)
+        given = usual_columns(cfg, run, table, ClassificationConfig.roles, needed="text")
+        if not labelled:
+            given["label"] = None
+        task.train, task.eval = table, None
+        task.columns = find_columns(table, **given, labelled=labelled)
+        return task
+
+    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> LabelledRows:
+        names = [(model.config.id2label or {}).get(i, f"LABEL_{i}") for i in range(model.config.num_labels)]
+        kind = model.config.problem_type or ("regression" if len(names) == 1 else None)
+        if self.columns.label is None:
+            self.labels, targets = Labels(kind or "single_label_classification", tuple(names)), None
+        else:
+            values, where = self.train.columns[self.columns.label], self.train.where
+            self.labels = find_labels(values, where, problem_type=kind, num_labels=len(names), names=names)
+            targets = self.labels.encode(values, where, known_from="the model")
+        tokens = tokenize_rows(tokenizer, self.train, self.columns, max_length)
+        return LabelledRows(self.train, tokens, self.labels, targets)
+
+    def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
+        """label, score and probabilities of each row (several labels: labels; regression: score)."""
+        rows = own_batches(examples, cfg.batch_size)
+        places = [torch.from_numpy(part) for part in rows]
+        logits = logits_of(model, Batches(examples, rows), places, len(examples), model.config.num_labels)
+        return predictions(logits, self.labels) if engine.rank() == 0 else iter(())
+
+
+def predictions(logits: Tensor, labels: Labels) -> Iterator[dict[str, Any]]:
+    """What is said of each row. logits (rows, classes), fp32."""
+    names = labels.names
+    if labels.problem_type == "regression":
+        for values in logits.tolist():
+            yield {"score": values[0]} if len(values) == 1 else {"scores": dict(zip(names, values, strict=True))}
+        return
+    multi = labels.problem_type == "multi_label_classification"
+    for values in (logits.sigmoid() if multi else logits.softmax(-1)).tolist():
+        chances = dict(zip(names, (round(v, 6) for v in values), strict=True))
+        if multi:
+            yield {"labels": [n for n, v in zip(names, values, strict=True) if v > 0.5], "probabilities": chances}
+        else:
+            best = max(range(len(values)), key=values.__getitem__)
+            yield {"label": names[best], "score": chances[names[best]], "probabilities": chances}
+
+
+def tokenize_rows(tokenizer: Any, table: Table, columns: Columns, max_length: int) -> Tokens:
+    """Tokens of the text (and second text) of every row. Raises ValueError: a row without text."""
+    pairs = None if columns.text_pair is None else strings(table, columns.text_pair)
+    return tokenize(tokenizer, strings(table, columns.text), pairs, max_length=max_length)
+
+
+def label_text(labels: Labels, targets: np.ndarray | None, row: int) -> str:
+    """The target of a row, in words: "positive", "a, b" or "3.5"."""
+    if targets is None:
+        return "no label"
+    if labels.problem_type == "single_label_classification":
+        return labels.names[targets[row]]
+    if labels.problem_type == "multi_label_classification":
+        return (
+            ", ".join(name for name, on in zip(labels.names, targets[row], strict=True) if on) or "none of the labels"
+        )
+    return ", ".join(f"{value:g}" for value in np.atleast_1d(targets[row]))
+
+
+def _names(columns: Columns) -> tuple[str, str | None, str | None]:
+    return columns.text, columns.text_pair, columns.label

@@ -1,0 +1,79 @@
+"""Where curves go besides metrics.jsonl: the trackers that accelerate speaks to."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from modelcenter.registry import nearest
+from modelcenter.training.config import TrainConfig
+
+# accelerate's name -> the package it needs
+TRACKERS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "comet_ml": "comet_ml",
+    "clearml": "clearml",
+    "dvclive": "dvclive",
+    "aim": "aim",
+    "swanlab": "swanlab",
+}
+FOLDER = "tracking"  # in output_dir, for those that write files
+
+
+def chosen(wanted: list[str] | None) -> list[str]:
+    """The trackers that --trackers means.
+
+    Raises:
+        ValueError: an unknown one, or one whose package is not installed.
+    """
+    if wanted is None:
+        return ["tensorboard"] if find_spec("tensorboard") is not None and find_spec("accelerate") is not None else []
+    names = [name.lower() for name in wanted if name.lower() not in ("no", "none")]
+    for name in names:
+        if name not in TRACKERS:
+            known = ", ".join(TRACKERS)
+            raise ValueError(f"trackers: got {name!r}, expected some of {known}, or no.{nearest(name, TRACKERS)}")
+        for package in ("accelerate", TRACKERS[name]):
+            if find_spec(package) is None:
+                raise ValueError(f"trackers: {name} needs {package}, which is not installed: pip install {package}")
+    return names
+
+
+class Trackers:
+    """The trackers of a run, on its writing rank."""
+
+    def __init__(self, path: Path | None, cfg: TrainConfig | None = None):
+        self._all: list[Any] = []
+        for name in [] if path is None or cfg is None else chosen(cfg.trackers):
+            assert path is not None and cfg is not None
+            self._all.append(_start(name, path, cfg))
+
+    def log(self, row: dict[str, Any]) -> None:
+        """The numbers of a row of metrics.jsonl."""
+        values = {name: v for name, v in row.items() if isinstance(v, (int, float)) and name != "step"}
+        for tracker in self._all:
+            tracker.log(values, step=row["step"])
+
+    def close(self) -> None:
+        for tracker in self._all:
+            tracker.finish()
+        self._all = []
+
+
+def _start(name: str, path: Path, cfg: TrainConfig) -> Any:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    folder = {"logging_dir": str(path / FOLDER)} if kind.requires_logging_directory else {}
+    run = path.absolute().name
+    if folder:
+        (path / FOLDER).mkdir(exist_ok=True)
+    tracker = kind(run, **folder)
+    tracker.main_process_only = False  # this rank writes; accelerate's own state is not set up
+    tracker.start()
+    if name != "tensorboard":  # its table of hyper-parameters makes a second run of each
+        flags = cfg.to_dict().items()
+        tracker.store_init_configuration({k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in flags})
+    return tracker

@@ -1,0 +1,399 @@
+"""A run that is killed, stopped or broken goes on to the same end."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from toydata import SIZES, command, flags, make_rows, write_folder, write_jsonl
+
+from engine.testing import run as on_ranks
+from modelcenter.training import loop
+from modelcenter.training.autobatch import rows_that_fit
+from modelcenter.training.config.common import seconds_of
+from modelcenter.training.errors import Stopped
+from modelcenter.training.stopping import Stopping
+from scripts.finetune_classification import main
+
+DROPPED = {"model_config": SIZES | {"dropout": 0.3, "attention_dropout": 0.3}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path, train=27)
+
+
+def values_of(folder, name, **changes):
+    return flags(folder, output_dir=str(folder / name), epochs=3, save_every=2, **changes)
+
+
+def in_a_process(values) -> int:
+    """Run the script in a process of its own; its exit code, -9 for a killed one."""
+    child = multiprocessing.get_context("fork").Process(target=main, args=(command(values),))
+    child.start()
+    child.join(120)
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def curve(folder, name) -> list[dict]:
+    """The rows of a run but for the times in them."""
+    with open(folder / name / "metrics.jsonl", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
+
+
+def weights(folder, name) -> dict:
+    return load_file(folder / name / "model" / "model.safetensors")
+
+
+def assert_same_end(folder, name, other="whole"):
+    assert curve(folder, name) == curve(folder, other)
+    for key, tensor in weights(folder, other).items():
+        assert torch.equal(tensor, weights(folder, name)[key]), key
+
+
+def die_at(monkeypatch, step, number=signal.SIGKILL):
+    """Let the process (rank 0 of several) get a signal before it takes a step."""
+    take = loop.Run.train_step
+
+    def train_step(self, batch):
+        if batch.step == step:
+            os.kill(os.getpid(), number)
+        return take(self, batch)
+
+    monkeypatch.setattr(loop.Run, "train_step", train_step)
+
+
+@pytest.mark.parametrize("step", [1, 5, pytest.param(11, marks=pytest.mark.full)])
+def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, step):
+    """12 steps of 3 epochs, with dropout; checkpoints at every second one."""
+    assert in_a_process(values_of(folder, "whole", **DROPPED)) == 0
+    with monkeypatch.context() as patch:
+        die_at(patch, step)
+        assert in_a_process(values_of(folder, "run", **DROPPED)) == -signal.SIGKILL
+    assert not (folder / "run" / "model").exists()
+    assert in_a_process(values_of(folder, "run", **DROPPED)) == 0
+    assert_same_end(folder, "run")
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["steps"] == 12
+    assert summary["tokens"] == json.loads((folder / "whole" / "summary.json").read_text())["tokens"]
+
+
+def test_killed_during_a_save(folder, monkeypatch):
+    from engine.checkpoint import training
+
+    assert in_a_process(values_of(folder, "whole", **DROPPED)) == 0
+    write = training.write_tensors
+
+    def killed(path, *args):
+        write(path, *args)
+        if ".step-00000006" in str(path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "write_tensors", killed)
+        assert in_a_process(values_of(folder, "run", **DROPPED)) == -signal.SIGKILL
+    names = {p.name for p in (folder / "run" / "checkpoints").iterdir()}
+    assert "step-00000006" not in names and any(name.startswith(".step-00000006.partial") for name in names)
+    assert in_a_process(values_of(folder, "run", **DROPPED)) == 0
+    assert_same_end(folder, "run")
+    assert not [p for p in (folder / "run" / "checkpoints").iterdir() if "partial" in p.name]
+
+
+def test_a_broken_checkpoint_is_passed_over(folder, monkeypatch):
+    main(command(values_of(folder, "whole", **DROPPED)))
+    with monkeypatch.context() as patch:
+        die_at(patch, 5, signal.SIGTERM)
+        main(command(values_of(folder, "run", **DROPPED)))
+    newest = folder / "run" / "checkpoints" / "step-00000006"
+    victim = next(p for p in (newest / "model").iterdir() if p.stat().st_size > 1000)
+    victim.write_bytes(victim.read_bytes()[:-7])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        main(command(values_of(folder, "run", **DROPPED)))
+    assert any("passed over" in str(w.message) and victim.name in str(w.message) for w in said)
+    assert_same_end(folder, "run")
+
+
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.full), 3])
+def test_two_ranks_that_are_killed_go_on_bit_for_bit(folder, monkeypatch, zero):
+    cut = {"zero": zero, "batch_size": 2, "gradient_accumulation_steps": 2, **DROPPED}
+    on_ranks(lambda: main(command(values_of(folder, "whole", **cut))), 2, timeout=90)
+    with monkeypatch.context() as patch:
+        die_at(patch, 7)
+        with pytest.raises(Exception, match="rank"):
+            on_ranks(lambda: main(command(values_of(folder, "run", **cut))), 2, timeout=90)
+    on_ranks(lambda: main(command(values_of(folder, "run", **cut))), 2, timeout=90)
+    assert_same_end(folder, "run")
+
+
+def test_another_number_of_ranks_keeps_the_global_batch(folder, monkeypatch):
+    """Losses within rounding, from 1 rank to 2 and on to 1."""
+    main(command(values_of(folder, "whole")))
+    for step, ranks in ((3, 1), (7, 2), (None, 1)):
+        with monkeypatch.context() as patch:
+            if step is not None:
+                die_at(patch, step, signal.SIGTERM)
+            if ranks == 1:
+                main(command(values_of(folder, "run")))
+            else:
+                on_ranks(lambda: main(command(values_of(folder, "run"))), 2, timeout=90)
+    ours, whole = curve(folder, "run"), curve(folder, "whole")
+    assert len(ours) == len(whole)
+    for row, expected in zip(ours, whole, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_sigterm_stops_in_order_and_the_command_goes_on(folder, monkeypatch, capsys):
+    main(command(values_of(folder, "whole", **DROPPED)))
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        die_at(patch, 4, signal.SIGTERM)
+        assert in_a_process(values_of(folder, "run", **DROPPED)) == 0
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["reason"], summary["steps"]) == ("stopped", "stopped by SIGTERM", 5)
+    assert (folder / "run" / "checkpoints" / "last").resolve().name == "step-00000005"
+    assert not (folder / "run" / "model").exists()
+    capsys.readouterr()
+    main(command(values_of(folder, "run", **DROPPED)))
+    assert "going on after step 5" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is before
+    rows = [row for row in curve(folder, "run")]
+    assert rows == curve(folder, "whole")
+
+
+def test_ctrl_c_saves_and_is_an_error(folder, monkeypatch):
+    die_at(monkeypatch, 4, signal.SIGINT)
+    with pytest.raises(Stopped, match="stopped by SIGINT"):
+        main(command(values_of(folder, "run")))
+    assert (folder / "run" / "checkpoints" / "step-00000005").is_dir()
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("stopped", 5)
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(folder, monkeypatch):
+    take = loop.Run.train_step
+
+    def train_step(self, batch):
+        if batch.step == 3:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):  # a launcher passes on what a terminal sent
+                os.kill(os.getpid(), number)
+            time.sleep(1.1)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        return take(self, batch)
+
+    monkeypatch.setattr(loop.Run, "train_step", train_step)
+    with pytest.raises(Stopped, match="SIGINT"):
+        main(command(values_of(folder, "run")))
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("stopped", 3)
+
+
+def _long_step(path):
+    """A step that does not end, in a process that is told to stop."""
+    with Stopping(None, lambda reason: path.write_text(reason), grace=0.3):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        time.sleep(60)
+
+
+def test_a_step_that_takes_too_long_is_left(tmp_path):
+    child = multiprocessing.get_context("fork").Process(target=_long_step, args=(tmp_path / "reason",))
+    began = time.monotonic()
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0 and time.monotonic() - began < 25
+    assert "stopped by SIGTERM in a step of more than 0.3 s" in (tmp_path / "reason").read_text()
+
+
+def test_max_time(folder):
+    main(command(values_of(folder, "run", max_time="0.01s")))
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["reason"], summary["steps"]) == ("stopped", "max_time passed", 1)
+    main(command(values_of(folder, "run")))
+    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 12
+    assert [seconds_of(t) for t in ("90s", "1.5m", "8h", "2d", "01:02:03", "1-00:00:10")] == [
+        90, 90, 28800, 172800, 3723, 86410]  # fmt: skip
+
+
+def test_resume_never_and_by_path(folder, monkeypatch):
+    with monkeypatch.context() as patch:
+        die_at(patch, 5, signal.SIGTERM)
+        main(command(values_of(folder, "run")))
+    main(command(values_of(folder, "other", resume=str(folder / "run"), lr=1e-3)))
+    rows = curve(folder, "other")
+    assert rows[0]["step"] == 7 and rows[-1]["step"] == 12
+    step = folder / "run" / "checkpoints" / "step-00000004"
+    main(command(values_of(folder, "third", resume=str(step))))
+    assert curve(folder, "third")[0]["step"] == 5
+    main(command(values_of(folder, "run", resume="never")))
+    assert curve(folder, "run")[0]["step"] == 1
+    with pytest.raises(ValueError, match="resume: .*nowhere holds no whole checkpoint"):
+        main(command(values_of(folder, "fourth", resume=str(folder / "nowhere"))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lr": 0.5}, r"lr: got 0\.5, but .*step-00000006 is of a run with 0\.01\. Give the same; or --resume never"),
+        ({"max_length": 16}, "max_length: got 16, but .* is of a run with 32"),
+        ({"global_batch_size": 16}, "global_batch_size: got 16, but"),
+        ({"train_data": "x.jsonl"}, r"train_data: the rows are not those .*\(20 rows now, 27 rows then\)"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_not_continued(folder, monkeypatch, changes, says):
+    with monkeypatch.context() as patch:
+        die_at(patch, 5, signal.SIGTERM)
+        main(command(values_of(folder, "run")))
+    write_jsonl(folder / "x.jsonl", make_rows(20, seed=3))
+    changes = {name: str(folder / value) if name == "train_data" else value for name, value in changes.items()}
+    with pytest.raises(ValueError, match=says):
+        main(command(values_of(folder, "run", **changes)))
+    main(command(values_of(folder, "run", **({"batch_size": 4} if "lr" in changes else {}))))  # nothing was lost
+
+
+def test_free_flags_may_change(folder, monkeypatch):
+    main(command(values_of(folder, "whole")))
+    with monkeypatch.context() as patch:
+        die_at(patch, 5, signal.SIGTERM)
+        main(command(values_of(folder, "run")))
+    moved = folder / "moved"
+    shutil.copytree(folder / "data", moved)
+    more = {"batch_size": 4, "train_data": str(moved), "keep": 5, "recompute": "full", "eval_batch_size": 3}
+    main(command(values_of(folder, "run", **more)))
+    for row, expected in zip(curve(folder, "run"), curve(folder, "whole"), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert len(list((folder / "run" / "checkpoints").glob("step-*"))) == 5
+
+
+def test_best_model_and_early_stopping(folder, monkeypatch):
+    scores = iter([0.5, 0.9, 0.9, 0.4, 0.3, 0.2])
+    judge = loop.Run.evaluate
+
+    def evaluate(self):
+        row = judge(self) | {"eval_accuracy": next(scores)}
+        self.record.rows[-1].update(row)
+        return row
+
+    monkeypatch.setattr(loop.Run, "evaluate", evaluate)
+    watched = {"eval_every": 2, "best_metric": "accuracy", "early_stopping": 3, "save_every": "never"}
+    main(command(values_of(folder, "run") | watched))
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["steps"] == 10 and summary["status"] == "finished" and summary["best"]["step"] == 4
+    assert (folder / "run" / "checkpoints" / "best").resolve().name == "step-00000004"
+    monkeypatch.undo()
+    main(command(values_of(folder, "four") | {"max_steps": 4, "lr_scheduler": "constant"}))
+    main(command(values_of(folder, "ten") | {"lr_scheduler": "constant", "eval_every": 4, "best_metric": "loss"}))
+    best = json.loads((folder / "ten" / "summary.json").read_text())["best"]
+    assert best["metric"] == "eval_loss"
+    losses = {row["step"]: row["eval_loss"] for row in curve(folder, "ten") if "eval_loss" in row}
+    assert best["step"] == min(losses, key=losses.get)
+    with pytest.raises(ValueError, match="best_metric: got 'rouge', the evaluation gives loss, accuracy, f1, mcc"):
+        main(command(values_of(folder, "wrong", best_metric="rouge")))
+
+
+def test_the_best_checkpoint_becomes_the_model(folder, monkeypatch):
+    judged = loop.Run._judge
+    monkeypatch.setattr(loop.Run, "_judge", lambda self, row: judged(self, row | {"eval_accuracy": -self.step}))
+    best = {"eval_every": 4, "best_metric": "accuracy", "warmup": 0, "lr_scheduler": "constant"}
+    main(command(values_of(folder, "run") | best))
+    monkeypatch.undo()
+    main(command(values_of(folder, "four") | best | {"max_steps": 4}))
+    for key, tensor in weights(folder, "four").items():
+        assert torch.equal(tensor, weights(folder, "run")[key]), key
+
+
+def test_a_full_disk_costs_the_checkpoint_only(folder, monkeypatch, capsys):
+    good, calls = loop.save_checkpoint, []
+
+    def save(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return good(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "save_checkpoint", save)
+    main(command(values_of(folder, "run")))
+    said = capsys.readouterr().out
+    assert "step 4: a checkpoint could not be written, training goes on: [Errno 28] No space left" in said
+    assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
+    assert not (folder / "run" / "checkpoints" / "step-00000004").exists()
+
+
+def test_skipped_steps_name_their_rows(folder, monkeypatch):
+    good, calls = loop.accumulate, []
+
+    def accumulate(model, *args, **kwargs):
+        loss = good(model, *args, **kwargs)
+        calls.append(1)
+        if len(calls) in (3, 4):
+            next(model.parameters()).grad.fill_(float("inf"))
+        return loss
+
+    monkeypatch.setattr(loop, "accumulate", accumulate)
+    main(command(values_of(folder, "run", log_every=5) | {"log_every": 5}))
+    with open(folder / "run" / "skipped.jsonl", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    assert [row["step"] for row in rows] == [3, 4] and all(row["rows"].count("train.jsonl, line") >= 3 for row in rows)
+
+
+def test_batches_by_tokens_go_on_too(folder, monkeypatch):
+    """On 1 rank and on 2; every row once an epoch, no microbatch above its tokens."""
+    by_tokens = {"batch_tokens": 40, "gradient_accumulation_steps": 2}
+    main(command(values_of(folder, "whole", **by_tokens)))
+    whole = curve(folder, "whole")
+    with monkeypatch.context() as patch:
+        die_at(patch, 3, signal.SIGTERM)
+        main(command(values_of(folder, "run", **by_tokens)))
+    del by_tokens["gradient_accumulation_steps"]
+    on_ranks(lambda: main(command(values_of(folder, "run", **by_tokens))), 2, timeout=90)
+    for row, expected in zip(curve(folder, "run"), whole, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    steps = [row for row in whole if "loss" in row]
+    sizes = [b["tokens"] - a["tokens"] for a, b in zip(steps, steps[1:], strict=False)]
+    assert max(sizes) <= 80 and steps[-1]["tokens"] % 3 == 0
+    with pytest.raises(ValueError, match="batch_tokens: row .* a microbatch takes 5; raise batch_tokens"):
+        main(command(values_of(folder, "small", batch_tokens=5)))
+
+
+def test_automatic_batch_size(folder):
+    main(command(values_of(folder, "run") | {"batch_size": "auto", "global_batch_size": 12}))
+    whole = curve(folder, "run")
+    main(command(values_of(folder, "by-hand") | {"batch_size": 4, "global_batch_size": 12}))
+    for row, expected in zip(whole, curve(folder, "by-hand"), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert rows_that_fit(1000, 1100, 4000) == 1 + (3400 - 1000) // 100
+    assert rows_that_fit(5000, 5100, 4000) == 1  # at least one is tried
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "muon"])
+def test_other_optimizers_go_on_too(folder, monkeypatch, optimizer):
+    main(command(values_of(folder, "whole", optimizer=optimizer)))
+    with monkeypatch.context() as patch:
+        die_at(patch, 5, signal.SIGTERM)
+        main(command(values_of(folder, "run", optimizer=optimizer)))
+    main(command(values_of(folder, "run", optimizer=optimizer)))
+    assert_same_end(folder, "run")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-params", "bf16-sr"])
+def test_precisions_train(folder, precision):
+    """The curve is that of fp32 but for the rounding; what the parameters are kept in is what is exported."""
+    main(command(values_of(folder, "whole", max_steps=6)))
+    offload = "optimizer" if precision == "bf16-params" else "none"
+    main(command(values_of(folder, "run", precision=precision, offload=offload, max_steps=6)))
+    for row, expected in zip(curve(folder, "run"), curve(folder, "whole"), strict=True):
+        if "loss" in row:
+            assert row["loss"] == pytest.approx(expected["loss"], abs=2e-2)
+            assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+    kept = {tensor.dtype for tensor in weights(folder, "run").values()}
+    assert kept == {torch.bfloat16 if precision.startswith("bf16-") else torch.float32}
+    assert curve(folder, "run") != curve(folder, "whole")

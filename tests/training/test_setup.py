@@ -1,0 +1,81 @@
+"""What a run makes sure of before it starts."""
+
+import shutil
+import sys
+
+import pytest
+
+import engine
+from engine.testing import run as on_ranks
+from modelcenter.training.config import ClassificationConfig
+from modelcenter.training.setup import check_shared, prepare
+from modelcenter.training.trackers import Trackers, chosen
+
+
+def _look(root, private):
+    engine.init_distributed()
+    own = root / f"node-{engine.rank()}" if private else root
+    own.mkdir(exist_ok=True)
+    check_shared(own, patience=0.3)
+    engine.synchronize()
+    return sorted(p.name for p in own.iterdir())
+
+
+def test_a_folder_that_ranks_do_not_share_is_an_error(tmp_path):
+    assert on_ranks(_look, 2, tmp_path, False) == [[], []]
+    with pytest.raises(Exception, match=r"output_dir: rank 1 on .* does not see what rank 0 wrote .* all nodes share"):
+        on_ranks(_look, 2, tmp_path, True)
+    assert not list((tmp_path / "node-0").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["tensorbord"], r"trackers: got 'tensorbord', expected some of tensorboard.*Did you mean 'tensorboard'"),
+        (["comet_ml"], "trackers: comet_ml needs comet_ml, which is not installed: pip install comet_ml"),
+    ],
+)
+def test_trackers_that_are_not_there(names, says):
+    with pytest.raises(ValueError, match=says):
+        prepare(ClassificationConfig(trackers=names))
+    assert chosen(["no"]) == []
+
+
+def test_trackers_get_the_numbers(tmp_path, monkeypatch):
+    """accelerate's tracker of another package, which writes what it is told."""
+    from accelerate import tracking
+
+    told = []
+
+    class Told(tracking.GeneralTracker):
+        name = "trackio"
+        requires_logging_directory = False
+
+        def __init__(self, run_name):
+            super().__init__()
+            told.append(run_name)
+
+        @property
+        def tracker(self):
+            return None
+
+        def start(self):
+            told.append("started")
+
+        def store_init_configuration(self, values):
+            told.append(values["lr"])
+
+        @tracking.on_main_process
+        def log(self, values, step=None):
+            told.append((step, values))
+
+        def finish(self):
+            told.append("finished")
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Told)
+    monkeypatch.setitem(sys.modules, "trackio", shutil)
+    monkeypatch.setattr("modelcenter.training.trackers.find_spec", lambda name: shutil)
+    trackers = Trackers(tmp_path / "my-run", ClassificationConfig(trackers=["trackio"], lr=0.5))
+    trackers.log({"step": 3, "loss": 0.25, "name": "text", "skipped": 1})
+    trackers.close()
+    assert told == ["my-run", "started", 0.5, (3, {"loss": 0.25, "skipped": 1}), "finished"]

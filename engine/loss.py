@@ -193,14 +193,49 @@ def _agree(logits: Tensor, t: Tensor, hit: Tensor, part: _Part) -> tuple[Tensor,
     return sums[:, :1].log() + top, sums[:, 1:2], sums[:, 2] / part.vocab
 
 
+def _equal_part(classes: int) -> _Part | None:
+    """This rank's share of classes, as many as each of its tensor-parallel group has; None: it is alone."""
+    from engine import runtime
+
+    if runtime.current().tp_size == 1:
+        return None
+    group = runtime.mesh()["tp"].get_group()
+    return _Part(group, classes * group.size(), classes * group.rank())
+
+
+class _ParallelCrossEntropy(torch.autograd.Function):
+    """Logits (n, this rank's classes), targets (n,) among all classes -> (n,) fp32, the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float, part: _Part) -> Tensor:
+        t, hit = _within(targets[:, None] - part.first, logits.shape[1])
+        values = logits.float()
+        lse, at_target, mean = _agree(values, t, hit, part)
+        ctx.save_for_backward(logits, lse, t, hit)
+        ctx.smoothing, ctx.vocab = smoothing, part.vocab
+        return (lse - (1 - smoothing) * at_target).squeeze(1) - smoothing * mean
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, lse, t, hit = ctx.saved_tensors
+        out = (logits.float() - lse).exp_()
+        if ctx.smoothing:
+            out.sub_(ctx.smoothing / ctx.vocab)
+        if out.shape[1]:
+            out.scatter_add_(1, t, hit * (ctx.smoothing - 1.0))
+        return (out * grad[:, None]).to(logits.dtype), None, None, None
+
+
 class FusedCrossEntropy(torch.nn.Module):
     """Cross-entropy with the words of BMTrain and ``torch.nn.CrossEntropyLoss``, in fp32 whatever the logits are.
 
     "mean" is over this rank's labels (weighted, with ``weight``); without any label it is 0, where torch gives nan.
 
     Args:
-        weight: (classes,), a factor for each class. ignore_index: the target that is no label.
+        weight: (classes,), a factor for each class, all of them. ignore_index: the target that is no label.
         reduction: "mean", "sum" or "none". label_smoothing: 0 to 1, as in torch.
+        parallel: the input has this rank's classes only, an equal share for each rank of its tensor-parallel group
+            in their order; targets and the result are the same on all.
 
     Raises:
         ValueError: an argument is none of these.
@@ -223,13 +258,11 @@ class FusedCrossEntropy(torch.nn.Module):
             raise ValueError(f"label_smoothing is {label_smoothing!r}, expected 0 to 1")
         if weight is not None and weight.ndim != 1:
             raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (classes,)")
-        if parallel:
-            raise ValueError(
-                "parallel=True: here logits are whole; engine.loss.linear_cross_entropy takes a weight that is split "
-                "over the vocabulary, and never makes the logits whole"
-            )
+        if parallel and weight is not None and label_smoothing:
+            raise ValueError("parallel=True takes weight or label_smoothing, not both")
         self.register_buffer("weight", weight, persistent=False)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self.parallel = parallel
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """input (n, classes), target (n,) of whole numbers -> 0-d fp32, or (n,) with reduction "none"."""
@@ -239,17 +272,25 @@ class FusedCrossEntropy(torch.nn.Module):
             )
         weight = None if self.weight is None else self.weight.to(input.device, torch.float32)
         target = target.long()
-        loss = F.cross_entropy(
-            input.float(),
-            target,
-            weight,
-            ignore_index=self.ignore_index,
-            reduction="none" if self.reduction == "none" else "sum",
-            label_smoothing=self.label_smoothing,
-        )
+        labelled = target != self.ignore_index
+        if self.parallel and (part := _equal_part(input.shape[1])) is not None:
+            loss = _ParallelCrossEntropy.apply(input, target, self.label_smoothing, part) * labelled
+            if weight is not None:
+                if weight.shape[0] != part.vocab:
+                    raise ValueError(f"weight has {weight.shape[0]} classes, the ranks together have {part.vocab}")
+                loss = loss * weight[torch.where(labelled, target, 0)]
+            loss = loss if self.reduction == "none" else loss.sum()
+        else:
+            loss = F.cross_entropy(
+                input.float(),
+                target,
+                weight,
+                ignore_index=self.ignore_index,
+                reduction="none" if self.reduction == "none" else "sum",
+                label_smoothing=self.label_smoothing,
+            )
         if self.reduction != "mean":
             return loss
-        labelled = target != self.ignore_index
         if weight is None:
             return loss / labelled.sum().clamp(min=1)
         count = torch.where(labelled, weight[torch.where(labelled, target, 0)], 0.0).sum()

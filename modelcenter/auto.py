@@ -26,11 +26,14 @@ def from_pretrained(name_or_path: str, task: str | None = None, **kwargs: Any) -
     """Load a pretrained model, in eval mode.
 
     Args:
-        name_or_path: a name of `list_models`, a hub id, a Hugging Face directory or a distributed checkpoint.
+        name_or_path: a name of `list_models`, a hub id, a Hugging Face directory, a distributed checkpoint, a
+            checkpoint of ModelCenter (config.json and pytorch_model.pt), or a weight file.
         task: one of registry.TASKS; None: the head that the checkpoint's `architectures` names.
         kwargs: num_labels, id2label, revision, dtype (None: as the file says), token, cache_dir, local_files_only,
             strict, ignore_mismatched_sizes (heads only), policy (None: sharded as engine.init_distributed said; False:
-            plain), seed (of a head that the file lacks), and config overrides in our names or Hugging Face's.
+            plain), seed (of a head that the file lacks); config, prefix and ignore of local files (a weight file's
+            config; what to take off its names; patterns of names to pass over); and config overrides in our names or
+            Hugging Face's.
 
     Raises:
         ValueError: unknown name, task or config field; missing, unknown or misshapen tensors; a missing, truncated or

@@ -219,7 +219,7 @@ def _split_over_ranks(
     if tensor:
         units = sequence_units if sequence else None
         parallelize(model, storage_mesh(mesh, level)["tp"], tp_plan, units, absent_names(model))
-    if tensor or context:
+    if (tensor or context) and not hasattr(model, "tp_split"):  # such a layer by itself takes each rank's own rows
         check_inputs(model, mesh)
 
 

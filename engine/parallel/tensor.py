@@ -138,8 +138,16 @@ def find_plan(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str
     """
     if plan is None:
         own = getattr(model, "tp_plan", None)
-        plan = own() if callable(own) else own or getattr(model, "_tp_plan", None)
-    if not plan:
+        plan = own() if callable(own) else own or getattr(model, "_tp_plan", None) or None
+    if plan is None and all(id(p) in _self_split(model) for p in model.parameters()):
+        plan = {}
+    if plan is None or not (plan or _self_split(model)):
+        if _self_split(model):
+            raise ValueError(
+                f"{type(model).__name__} has layers that tp_size splits and others beside them: give it a tp_plan() "
+                "that returns {name of a module that sees this rank's rows only, such as a norm: 'partial'}, or {} if "
+                "all of them see what every rank sees"
+            )
         raise ValueError(
             f"tp_size is {runtime.current().tp_size} but {type(model).__name__} does not say how to split it: give it "
             "a tp_plan(), or pass engine.shard(model, tp_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'})"
@@ -150,6 +158,12 @@ def find_plan(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str
             known = "; ".join(f"{name}: {what}" for name, what in STYLES.items())
             raise ValueError(f"tp_plan has the style {style!r} for {pattern}, expected one of: {known}")
     return found
+
+
+def _self_split(model: nn.Module) -> set[int]:
+    """Ids of the parameters of layers that say themselves how they are split (``tp_split``, BMTrain's)."""
+    layers = [module for module in model.modules() if hasattr(module, "tp_split")]
+    return {id(p) for module in layers for p in module.parameters(recurse=False)}
 
 
 def parallelize(
@@ -204,6 +218,11 @@ def parallelize(
         module.__class__ = _made.setdefault((layer, type(module)), _subclass(layer, type(module)))
         assert isinstance(module, _Layer)
         module._tensors, module._first = shared, first
+        split.add(module)
+    for module in [m for m in model.modules() if hasattr(m, "tp_split")]:
+        for own, dim in module.tp_split.items():  # type: ignore[union-attr, operator]
+            if module._parameters[own] is not None:
+                _place(module, own, mesh, Replicate() if dim is None else Shard(dim), placed)
         split.add(module)
     for unit in sequence_units or ():
         for module in unit.modules():

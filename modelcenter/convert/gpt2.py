@@ -33,11 +33,13 @@ PARTS = {
     "score": Part((Rename("score.*", "*"),)),
     "classifier": Part((Rename("classifier.*", "*"),)),
     "qa": Part((Rename("qa_outputs.*", "*"),)),
+    # Of GPT2DoubleHeadsModel, whose language model is loaded; no task here has it.
+    "double choice": Part((Rename("multiple_choice_head.summary.*", "*"),)),
 }
 
 TASKS = {
     "base": Task("GPT2Model", prefix=""),
-    "causal-lm": Task("GPT2LMHeadModel", {"lm": "head."}),
+    "causal-lm": Task("GPT2LMHeadModel", {"lm": "head."}, also=("GPT2DoubleHeadsModel",)),
     "sequence-classification": Task("GPT2ForSequenceClassification", {"score": "head."}),
     "token-classification": Task("GPT2ForTokenClassification", {"classifier": "head."}),
     "question-answering": Task("GPT2ForQuestionAnswering", {"qa": "head."}, labels=2),
@@ -76,5 +78,4 @@ ARCH = ArchMap(
     tasks=TASKS,
     config=CONFIG,
     ignore=(r"h\.\d+\.attn\.(masked_)?bias",),
-    other_classes={"GPT2DoubleHeadsModel": ("lm",)},
 )

@@ -3,8 +3,8 @@
 import functools
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from modelcenter.convert.rules import ArchMap, Layout, compile_layout
 from modelcenter.convert.stream import fill_targets
 from modelcenter.hub.distributed import StoredModel
 from modelcenter.hub.download import HubOptions
-from modelcenter.hub.readers import GENERATION_FILE, FileSource, open_checkpoint
+from modelcenter.hub.legacy import in_hf_form, open_source
+from modelcenter.hub.readers import GENERATION_FILE, FileSource
 from modelcenter.hub.resolve import Resolved, read_json, resolve
 from modelcenter.registry import TASKS, ArchSpec, get, nearest
 
@@ -102,12 +103,16 @@ def load_model(
     policy: Any = None,
     seed: int = 0,
     architecture: str | None = None,
+    config: Any = None,
+    prefix: str = "",
+    ignore: str | Sequence[str] = (),
     **config_overrides: Any,
 ) -> Any:
     """Load a pretrained model, in eval mode. `model.load_report` says what became of every tensor.
 
     Args:
-        name_or_path: a name of `list_models`, a Hub id, a Hugging Face directory or a distributed checkpoint.
+        name_or_path: a name of `list_models`, a Hub id, a Hugging Face directory, a distributed checkpoint, a directory
+            of ModelCenter's (config.json and pytorch_model.pt), or a weight file.
         task: one of registry.TASKS; None: the head that the checkpoint's `architectures` names. A head that is named
             here and missing in the files is initialised by `seed`.
         num_labels, id2label: outputs of a classification head, and their names.
@@ -116,6 +121,9 @@ def load_model(
         ignore_mismatched_sizes: tensors of heads whose shapes differ are initialised instead.
         policy: an engine.Policy; None: as engine.init_distributed said, a plain module without it; False: plain always.
         architecture: the model_type that the checkpoint must have.
+        config: of a weight file that has no config.json beside it: a name, a JSON file or a dictionary.
+        prefix: what to take off the names in the weight file ("bert." of a wrapped model).
+        ignore: patterns of names in it to pass over ("dense.*").
         config_overrides: fields of the config, in our names or Hugging Face's.
 
     Raises:
@@ -123,18 +131,23 @@ def load_model(
             is missing, unknown or misshapen. The message lists them.
     """
     options = HubOptions(revision, token, cache_dir, local_files_only)
-    found = resolve(name_or_path, options)
+    found = resolve(name_or_path, options, config=config)
+    if prefix or ignore:
+        if found.distributed:
+            raise ValueError(f"{found.origin} is a distributed checkpoint: prefix and ignore are for weight files")
+        found = replace(found, prefix=prefix, ignore=(ignore,) if isinstance(ignore, str) else tuple(ignore))
+    found = in_hf_form(found, architecture)
     start = time.perf_counter()
     spec = _spec(found.config, architecture, found.origin)
     arch: ArchMap = spec.arch_map()
     overrides = _overrides(config_overrides, num_labels, id2label)
     chosen = _task(arch, task, found.config, found.origin)
     if arch.settle is not None and found.weights is not None:
-        with open_checkpoint(found.weights) as source:
+        with open_source(found) as source:
             overrides = {**arch.settle(found.config, source.tensors), **overrides}
-    config = _config(spec, arch, found.config, chosen, overrides, found.origin)
-    model = _on_meta(spec, config, chosen)
-    layout = compile_layout(arch, chosen, config, {n: tuple(p.shape) for n, p in model.named_parameters()})
+    settings = _config(spec, arch, found.config, chosen, overrides, found.origin)
+    model = _on_meta(spec, settings, chosen)
+    layout = compile_layout(arch, chosen, settings, {n: tuple(p.shape) for n, p in model.named_parameters()})
     report = LoadReport(found.origin, found.directory, found.repo)
     if found.distributed:
         stored = StoredModel(arch, layout, found, chosen)
@@ -145,7 +158,7 @@ def load_model(
         report.skipped, report.unknown = stored.skipped, stored.unknown
     else:
         assert found.weights is not None
-        with open_checkpoint(found.weights) as source:
+        with open_source(found) as source:
             match = match_names(arch, layout, source.tensors, found.config.get("architectures"))
             _check(arch, layout, match, source, found, strict, ignore_mismatched_sizes)
             fresh = _initialised(layout, match, found, task)

@@ -10,7 +10,7 @@ import math
 import os
 import struct
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE = "config.json", "generation_config.json", "manifest.json"
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # each also as <name>.index.json with shards
+# Each also as <name>.index.json with shards; the last is ModelCenter's.
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
 _HEADER_LIMIT = 100 * 2**20  # as the safetensors library
 _LEGACY_LIMIT = 4 * 10**9  # largest pickle without random access that is read whole
 _GAP = 4096  # bytes; rows with a hole at least this long are read one by one
@@ -76,6 +77,11 @@ class FileSource:
         for handle in self._open.values():
             os.close(handle)
         self._open.clear()
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Keep the tensors of these names only, under new ones: {name: new name}."""
+        self.tensors = {new: self.tensors[old] for old, new in names.items()}
+        self._loaded = {new: self._loaded[old] for old, new in names.items() if old in self._loaded}
 
     def position(self, name: str) -> tuple[str, int]:
         return str(self.tensors[name].file), self.tensors[name].offset

@@ -1,13 +1,17 @@
 """From what a user writes to files: a directory, a name of ours, or a Hub id."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from modelcenter.convert.legacy_form import Legacy
 from modelcenter.hub.download import HubOptions, download_config, download_file, download_weights
 from modelcenter.hub.readers import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE, find_weights
 from modelcenter.registry import nearest, preset
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class Resolved:
         config: contents of config.json.
         weights: the weight file or index; None for a distributed checkpoint, or when not asked for.
         distributed: `directory` is a distributed checkpoint.
+        prefix: what to take off the names of the weight file. ignore: patterns (of fnmatch) of tensors to pass over.
+        legacy: the network of ModelCenter that the weights are of (hub.legacy.in_hf_form).
     """
 
     name: str
@@ -29,6 +35,9 @@ class Resolved:
     revision: str | None = None
     weights: Path | None = None
     distributed: bool = False
+    prefix: str = ""
+    ignore: tuple[str, ...] = ()
+    legacy: Legacy | None = None
 
     @property
     def origin(self) -> str:
@@ -93,24 +102,60 @@ def local_directory(name: str) -> Path | None:
         hint = f" Did you mean {str(inner)!r}?" if inner is not None else ""
         raise ValueError(f"{path} is a directory without {CONFIG_FILE}, so not a checkpoint.{hint}")
     if path.is_file():
-        raise ValueError(f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights")
+        raise ValueError(
+            f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights, or a weight file "
+            f"({', '.join(WEIGHT_SUFFIXES)})"
+        )
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         beside = [str(path.parent / p.name) for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(f"no such directory: {path}.{nearest(str(path), beside)}")
     return None
 
 
-def resolve(name_or_path: Any, options: HubOptions | None = None, *, weights: bool = True) -> Resolved:
+def read_config(config: Any, options: HubOptions | None = None) -> dict[str, Any]:
+    """The config that a caller gives for a bare file: a mapping, a JSON file, a directory, a name, or a Hub id."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    path = Path(str(config)).expanduser()
+    return read_json(path) if path.is_file() else resolve(config, options, weights=False).config
+
+
+def resolve_file(path: Path, config: Any = None, options: HubOptions | None = None) -> Resolved:
+    """A weight file by itself, or an index of shards, with the config the caller gives or the config.json beside it.
+
+    Raises:
+        ValueError: neither is there.
+    """
+    beside = path.parent / CONFIG_FILE
+    if config is None and not beside.is_file():
+        raise ValueError(
+            f"{path} is a file without a {CONFIG_FILE} beside it; pass config=, the name of a model or a JSON file"
+        )
+    values = read_json(beside) if config is None else read_config(config, options)
+    return Resolved(str(path), values, path.parent, weights=path)
+
+
+def resolve(
+    name_or_path: Any, options: HubOptions | None = None, *, weights: bool = True, config: Any = None
+) -> Resolved:
     """Find a model's files, downloading what is needed and not cached.
 
     Args:
-        name_or_path: a directory, a name of `list_models`, or a Hub id.
+        name_or_path: a directory, a weight file, a name of `list_models`, or a Hub id.
         weights: False: its config only.
+        config: instead of the config.json beside the weights (read_config); of a local file or directory.
 
     Raises:
         ValueError: nothing of that name (the nearest names are offered), or files are missing.
     """
     name, options = str(name_or_path), options or HubOptions()
+    path = Path(name).expanduser()
+    if weights and path.is_file() and path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
+        return resolve_file(path, config, options)
+    if config is not None and path.is_dir():
+        return Resolved(name, read_config(config, options), path, weights=find_weights(path))
+    if config is not None:
+        raise ValueError(f"config: {name!r} is no local file or directory, so its config comes with it; leave it out")
     directory = local_directory(name)
     if directory is not None:
         distributed = (directory / MANIFEST_FILE).is_file()
@@ -122,10 +167,10 @@ def resolve(name_or_path: Any, options: HubOptions | None = None, *, weights: bo
         return Resolved(name, entry["config"], repo=entry.get("hub"))
     repo, pinned = repo_of(name)
     options = replace(options, revision=options.revision or pinned)
-    config = download_config(repo, options)
-    commit = config.parent.name  # snapshots/<commit>/config.json: all files come from one commit
+    file = download_config(repo, options)
+    commit = file.parent.name  # snapshots/<commit>/config.json: all files come from one commit
     options = replace(options, revision=commit)
-    path = download_weights(repo, options) if weights else None
+    held = download_weights(repo, options) if weights else None
     if weights:
         download_file(repo, GENERATION_FILE, options)  # many have none
-    return Resolved(name, read_json(config), config.parent, repo, commit, path)
+    return Resolved(name, read_json(file), file.parent, repo, commit, held)

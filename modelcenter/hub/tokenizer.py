@@ -1,5 +1,6 @@
 """Tokenizers are transformers' own; only names are resolved here."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +29,35 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
         return AutoTokenizer.from_pretrained(source, **kwargs)
     except OSError as error:
         raise ValueError(f"no tokenizer could be loaded from {source}: {error}") from error
+
+
+def add_tokens(tokenizer: Any, model: Any, tokens: Sequence[str], *, pad_to_multiple_of: int | None = None) -> int:
+    """Add words to a tokenizer, and rows for them to a model that is not sharded yet; returns how many are new.
+
+    A model that has rows enough already (many tables are padded) keeps them as they are.
+
+    Args:
+        tokenizer: transformers' (load_tokenizer); it is changed. Save it with the model.
+        model: one of ours; see Model.resize_token_embeddings.
+
+    Raises:
+        ValueError: an empty or repeated token, or a model that cannot be resized.
+    """
+    wrong = [token for token in tokens if not isinstance(token, str) or not token.strip()]
+    if wrong or len(set(tokens)) != len(tokens):
+        what = repr(wrong[0]) if wrong else repr(next(token for token in tokens if list(tokens).count(token) > 1))
+        raise ValueError(
+            f"add_tokens: got {what}{'' if wrong else ' twice'}, expected different words that are not empty"
+        )
+    before = len(tokenizer)
+    tokenizer.add_tokens(list(tokens))
+    fit_vocabulary(model, tokenizer, pad_to_multiple_of=pad_to_multiple_of)
+    return len(tokenizer) - before
+
+
+def fit_vocabulary(model: Any, tokenizer: Any, *, pad_to_multiple_of: int | None = None) -> bool:
+    """Give a model rows for every token of its tokenizer, if it has fewer; returns whether it had."""
+    if len(tokenizer) <= model.config.vocab_size:
+        return False
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of)
+    return True

@@ -30,6 +30,7 @@ class Rotary:
         "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
         "dynamic": ("factor",),
         "longrope": ("short_factor", "long_factor"),
+        "yarn": ("factor",),
     }
 
     def __init__(self, dim: int, theta: float, scaling: dict[str, Any] | None = None, max_positions: int | None = None):
@@ -42,10 +43,12 @@ class Rotary:
         self.dim, self.theta, self.kind, self.scaling = dim, theta, kind, scaling
         self.original, self.amplitude = scaling.get("original_max_position_embeddings") or max_positions, 1.0
         self.limit = max_positions if kind == "dynamic" else None
-        if kind in ("llama3", "longrope") and self.original is None:
+        if kind in ("llama3", "longrope", "yarn") and self.original is None:
             raise ValueError(f"rope_scaling: rope_type {kind!r} needs original_max_position_embeddings; got {scaling}")
         if kind == "longrope":
             self._start_longrope(max_positions)
+        if kind == "yarn":
+            self.amplitude = self._yarn_amplitude()
 
     def _start_longrope(self, max_positions: int | None) -> None:
         """Factors of each pair, and the amplitude that makes up for a longer context (arXiv:2402.13753)."""
@@ -59,6 +62,18 @@ class Rotary:
         longer = s.get("factor") or (max_positions or original) / original
         amplitude = 1.0 if longer <= 1 else math.sqrt(1 + math.log(longer) / math.log(original))
         self.amplitude = amplitude if s.get("attention_factor") is None else s["attention_factor"]
+
+    def _yarn_amplitude(self) -> float:
+        """What sharpens attention over a longer context (arXiv:2309.00071, section 3.4; DeepSeek's two mscales)."""
+        s = self.scaling
+        if s.get("attention_factor") is not None:
+            return s["attention_factor"]
+
+        def scale(by: float) -> float:
+            return 1.0 if s["factor"] <= 1 else 0.1 * by * math.log(s["factor"]) + 1.0
+
+        above, below = s.get("mscale"), s.get("mscale_all_dim")
+        return scale(above) / scale(below) if above and below else scale(1.0)
 
     def check_length(self, longest: int) -> None:
         """Raise ValueError for a sequence that would need other frequencies than the others of its batch."""
@@ -76,6 +91,8 @@ class Rotary:
             return turns / self.scaling["factor"]
         if self.kind == "llama3":
             return self._llama3(turns)
+        if self.kind == "yarn":
+            return self._yarn(self.theta ** (steps / self.dim))
         if self.kind == "longrope":
             factors = torch.tensor(self.scaling["short_factor"], dtype=torch.float32, device=device)
             return 1.0 / (factors * self.theta ** (steps / self.dim))
@@ -88,6 +105,28 @@ class Rotary:
         waves = 2 * math.pi / turns
         blend = ((length / waves - low) / (high - low)).clamp(0, 1)
         return (1 - blend) * turns / s["factor"] + blend * turns
+
+    def _yarn(self, places: Tensor) -> Tensor:
+        """places (dim / 2,), those of a radian, -> radians per place.
+
+        Pairs that turn often in the original length stay, those that hardly do are slowed, between is a ramp.
+        """
+        s = self.scaling
+        assert self.original is not None
+
+        def pair(rotations: float) -> float:
+            """The pair, not a whole number, that turns so often in the original length."""
+            length = self.original / (rotations * 2 * math.pi)
+            return self.dim * math.log(length) / (2 * math.log(self.theta))
+
+        low, high = pair(s.get("beta_fast") or 32), pair(s.get("beta_slow") or 1)
+        if s.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        high = high + 0.001 if low == high else high  # a step, not a division by zero
+        pairs = torch.arange(self.dim // 2, dtype=torch.float32, device=places.device)
+        kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+        return 1.0 / (s["factor"] * places) * (1 - kept) + 1.0 / places * kept
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions (T,) -> cos and sin, each (T, 1, dim / 2)."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from modelcenter.config import ModelConfig
 from modelcenter.layers.cache import past_of
 from modelcenter.layers.packing import Packed
+from modelcenter.models import vocabulary
 from modelcenter.models.outputs import ModelOutput
 
 Batch = Mapping[str, Any]
@@ -44,10 +45,6 @@ class Model(nn.Module):
     counts_positions: ClassVar[bool] = False
     # Tokens that the model puts before each sequence.
     prefix_tokens: int = 0
-
-    is_encoder_decoder: ClassVar[bool] = False
-    # Pipelines: only hidden states go from unit to unit; nothing else that `begin` makes needs parameters.
-    splits_into_stages: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, task: str = "base"):
         super().__init__()
@@ -307,6 +304,25 @@ class Model(nn.Module):
         return sum(
             p.numel() for p in self.parameters() if id(p) not in left_out and (p.requires_grad or not only_trainable)
         )
+
+    def resize_token_embeddings(
+        self, size: int | None = None, pad_to_multiple_of: int | None = None, *, seed: int = 0
+    ) -> nn.Embedding:
+        """Change the number of words: the table, a head's own matrix and its bias, and config.vocab_size.
+
+        Rows of old words do not change. New ones start as transformers' do by default, at the mean of the old rows
+        with 1e-9 of their variance (each column by itself), drawn by `seed`; fewer words lose the last rows.
+
+        Args:
+            size: words; None: as many as there are. pad_to_multiple_of: rounded up to a multiple of it.
+
+        Returns:
+            The table of input embeddings.
+
+        Raises:
+            ValueError: not a size, one that the config refuses (a padding token beyond it), or a sharded model.
+        """
+        return vocabulary.resize(self, size, pad_to_multiple_of, seed)
 
     def is_head(self, name: str) -> bool:
         """Whether a parameter belongs to a task head rather than the body."""

@@ -68,7 +68,7 @@ class GPTNeoX(Decoder):
     def __init__(self, config: GPTNeoXConfig, task: str = "base"):
         super().__init__(config, task)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling)
+        self.rotary = Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling, config.max_positions)
         self.layers = nn.ModuleList(self._block(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.head = self.make_head(task, config.classifier_dropout)
@@ -88,5 +88,6 @@ class GPTNeoX(Decoder):
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(batch)
         x = dropout(self.embedded(batch, ctx, self.embed), self.config.dropout, self.training)
+        self.rotary.check_length((0 if ctx.cache is None else len(ctx.cache)) + ctx.max_seqlen)
         ctx.rotary = self.rotary(ctx.positions, x.dtype)
         return x, ctx

@@ -149,7 +149,7 @@ def test_a_head_that_differs_from_its_tie_is_refused(tmp_path):
         ("gptj", {"rotary": False}, "'rotary': got False, but this gptj implements True"),
         ("gpt_neox", {"rotary_pct": 0.25}, "rotary_fraction is 0.25, expected an even number"),
         ("gpt_neox", {"hidden_act": "mish"}, "hidden_act is 'mish', expected one of gelu"),
-        ("gpt_neox", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling: rope_type is 'yarn'"),
+        ("gpt_neox", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_scaling: rope_type is 'ntk'"),
         ("opt", {"layerdrop": 0.1}, "'layerdrop': got 0.1, but this opt implements 0.0"),
         ("gpt2", {"n_head": 7}, "hidden_size is 48, expected a multiple of num_heads=7"),
     ],
@@ -206,3 +206,48 @@ def test_scaled_rotary_embedding(spelling, tmp_path):
     assert plain.rotary.kind == "linear"
     plain.save_pretrained(tmp_path / "plain")
     assert mc.from_pretrained(tmp_path / "plain").rotary.kind == "linear"
+
+
+def test_scaled_rotary_of_gpt_neox():
+    """yarn takes the model's length as the original one; what would change with the length is refused."""
+    config = {"model_type": "gpt_neox", "vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "intermediate_size": 40, "max_position_embeddings": 16, "rotary_pct": 0.5}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 3.0}
+    model = mc.from_config(config, "causal-lm", rope_scaling=yarn)
+    theirs = transformers.GPTNeoXConfig(
+        **{name: value for name, value in config.items() if name not in ("model_type", "rotary_pct")},
+        rope_parameters={**yarn, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    )
+    cos, _ = transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXRotaryEmbedding(theirs)(
+        torch.zeros(1), torch.arange(50)[None]
+    )
+    assert torch.allclose(model.rotary(torch.arange(50), torch.float32)[0][:, 0], cos[0, :, :6], atol=1e-5)
+    dynamic = mc.from_config(config, "causal-lm", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    dynamic(torch.ones(1, 16, dtype=torch.long))
+    with pytest.raises(ValueError, match="a sequence has 17 tokens, but beyond 16 the rotary"):
+        dynamic(torch.ones(1, 17, dtype=torch.long))
+
+
+def test_the_language_model_of_double_heads(tmp_path):
+    """GPT2DoubleHeadsModel: its language model is loaded, its other head is listed as skipped."""
+    config = transformers.GPT2Config(vocab_size=61, n_embd=24, n_layer=2, n_head=4, n_positions=33, num_labels=1)
+    theirs = transformers.GPT2DoubleHeadsModel(config).eval()
+    theirs.save_pretrained(tmp_path)
+    model = mc.from_pretrained(tmp_path)
+    assert model.task == "causal-lm"
+    assert [name.rpartition(".")[0] for name in model.load_report.skipped] == ["multiple_choice_head.summary"] * 2
+    ids = torch.randint(61, (2, 9))
+    assert torch.allclose(model(ids).logits, theirs(ids[:, None]).logits[:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_encoders_that_write_are_refused(kind, tmp_path):
+    """BertLMHeadModel and RobertaForCausalLM with is_decoder: another attention than that of the encoders here."""
+    name = {"Bert": "BertLMHeadModel", "Roberta": "RobertaForCausalLM"}[kind]
+    sizes = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, intermediate_size=40, is_decoder=True)
+    getattr(transformers, name)(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"its architectures, .*{name}.*, name no head"):
+        mc.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"'is_decoder': got True, but this (bert|roberta) implements False"):
+        mc.from_pretrained(tmp_path, "masked-lm")

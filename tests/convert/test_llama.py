@@ -182,9 +182,55 @@ def test_longrope_is_that_of_transformers(longer):
     assert torch.allclose(sin[:, 0], wanted[1][0, :, :4], atol=1e-6)
 
 
+YARNS = [
+    {"factor": 4.0, "original_max_position_embeddings": 64},
+    {"factor": 4.0},
+    {"factor": 8.0, "original_max_position_embeddings": 512, "attention_factor": 0.7},
+    {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.3, "mscale_all_dim": 0.4},
+    {"factor": 2.5, "original_max_position_embeddings": 300, "beta_fast": 11.0, "beta_slow": 2.0, "truncate": False},
+    {"factor": 0.5, "original_max_position_embeddings": 64},
+    {"factor": 4.0, "original_max_position_embeddings": 7, "beta_fast": 3.0},
+]
+
+
+@pytest.mark.parametrize("theta", [73.0, 1e6])
+@pytest.mark.parametrize("yarn", YARNS)
+def test_yarn_is_that_of_transformers(yarn, theta):
+    scaling = {"rope_type": "yarn", **yarn}
+    config = their_config(
+        "llama", head_dim=32, max_position_embeddings=256, rope_parameters=scaling | {"rope_theta": theta}
+    )
+    reference = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    positions = torch.arange(500)
+    cos, sin = Rotary(32, theta, scaling, 256)(positions, torch.float32)
+    wanted = reference(torch.zeros(1), positions[None])
+    assert torch.allclose(cos[:, 0], wanted[0][0, :, :16], atol=2e-5)
+    assert torch.allclose(sin[:, 0], wanted[1][0, :, :16], atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_yarn_in_a_file(kind, tmp_path):
+    """Outputs of a file with yarn, and of what is written of it."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
+    theirs = saved(kind, "causal-lm", tmp_path, rope_parameters=yarn | {"rope_theta": 73.0})
+    plain = saved(kind, "causal-lm", tmp_path / "plain", rope_parameters={"rope_type": "default", "rope_theta": 73.0})
+    plain.load_state_dict(theirs.state_dict())
+    ids = torch.randint(131, (2, 29))
+    model = mc.from_pretrained(str(tmp_path))
+    assert torch.allclose(model(ids).logits, theirs(ids).logits, atol=1e-5)
+    assert not torch.allclose(model(ids).logits, plain(ids).logits, atol=1e-5)
+    model.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.allclose(again(ids).logits, theirs(ids).logits, atol=1e-6)
+
+
 def test_rotary_refuses_what_it_does_not_do():
-    with pytest.raises(ValueError, match="rope_type is 'yarn', expected one of default, linear"):
+    with pytest.raises(ValueError, match="rope_type is 'ntk', expected one of default, linear"):
+        Rotary(8, 73.0, {"rope_type": "ntk"})
+    with pytest.raises(ValueError, match="rope_type 'yarn' needs factor"):
         Rotary(8, 73.0, {"rope_type": "yarn"})
+    with pytest.raises(ValueError, match="'yarn' needs original_max_position_embeddings"):
+        Rotary(8, 73.0, {"rope_type": "yarn", "factor": 4.0})
     with pytest.raises(ValueError, match="needs low_freq_factor, high_freq_factor"):
         Rotary(8, 73.0, {"rope_type": "llama3", "factor": 8.0}, 64)
     with pytest.raises(ValueError, match="needs original_max_position_embeddings"):
@@ -205,7 +251,7 @@ def test_rotary_refuses_what_it_does_not_do():
         ("llama", {"num_attention_heads": 7}, "hidden_size is 48, expected a multiple of 7"),
         ("llama", {"head_dim": 7}, "head_dim is 7, expected an even"),
         ("llama", {"hidden_act": "gegelu"}, "hidden_act is 'gegelu'"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type is 'yarn'"),
+        ("llama", {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1.0}}, "rope_type is 'ntk'"),
         ("qwen2", {"head_dim": 16}, "head_dim is 16, expected hidden_size / num_heads"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0"),

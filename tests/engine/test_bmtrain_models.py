@@ -224,7 +224,7 @@ def test_fused_cross_entropy_of_16_bits_of_no_labels_and_of_nonsense():
     for kwargs, match in (
         ({"reduction": "average"}, "reduction is 'average'"),
         ({"label_smoothing": 2}, "label_smoothing is 2"),
-        ({"parallel": True}, "parallel=True: here logits are whole"),
+        ({"parallel": True, "weight": torch.ones(2), "label_smoothing": 0.1}, "weight or label_smoothing, not both"),
         ({"weight": torch.ones(2, 2)}, r"weight has shape \(2, 2\)"),
     ):
         with pytest.raises(ValueError, match=match):

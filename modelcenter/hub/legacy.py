@@ -1,0 +1,138 @@
+"""Checkpoints of ModelCenter as files of Hugging Face's form: names, shapes, dtypes and boxes that are read lazily.
+
+`open_source` is the one way to a checkpoint's weight files: what it gives has Hugging Face's names whatever the files
+hold. Only the boxes that are asked for are read, and nothing in a pickle is executed.
+"""
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+
+from modelcenter.convert.legacy import LEGACY, looks_legacy, recognise
+from modelcenter.convert.legacy_form import Made, compile_legacy, hf_config, name_of
+from modelcenter.convert.pieces import HUB, NATIVE, Box, bounds, restrict, view, whole
+from modelcenter.hub.readers import FileSource, TensorInfo, open_checkpoint
+from modelcenter.hub.resolve import Resolved
+
+
+class LegacySource(FileSource):
+    """The tensors of a ModelCenter checkpoint in Hugging Face's form (convert.stream.Source)."""
+
+    def __init__(self, base: FileSource, made: Mapping[str, Made]):
+        tensors = {}
+        for name, entry in made.items():
+            first = base.tensors[entry.pieces[0].names[HUB]]
+            tensors[name] = TensorInfo(first.file, first.offset, first.dtype, entry.shape, ())
+        super().__init__(tensors)
+        self._base, self._made = base, made
+
+    def close(self) -> None:
+        self._base.close()
+
+    def cost(self, name: str, box: Box) -> int:
+        """Bytes of the file that reading the box takes."""
+        parts = [part for piece in self._made[name].pieces for part in restrict(piece, NATIVE, box)]
+        return sum(self._base.cost(part.names[HUB], bounds(part, HUB)) for part in parts)
+
+    def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A box of a tensor (all of it by default) as a contiguous CPU tensor; into `out` if given."""
+        entry = self._made[name]
+        box = whole(entry.shape) if box is None else box
+        if entry.renamed is not None:
+            out = self._base.read(entry.renamed, box, out)
+            self.bytes_read = self._base.bytes_read
+            return out
+        if out is None:
+            out = torch.empty([high - low for low, high in box], dtype=self.dtype(name))
+        shaped, origin = out.view([high - low for low, high in box]), [low for low, _ in box]
+        for piece in entry.pieces:
+            for part in restrict(piece, NATIVE, box):
+                region = bounds(part, HUB)
+                values = view(self._base.read(part.names[HUB], region), part, HUB, [low for low, _ in region])
+                if entry.factor != 1:
+                    values = (values.float() * entry.factor).to(shaped.dtype)
+                view(shaped, part, NATIVE, origin).copy_(values)
+        self.bytes_read = self._base.bytes_read
+        return out
+
+
+def open_source(found: Resolved) -> FileSource:
+    """Open a checkpoint's weights, with names in Hugging Face's form (`in_hf_form` says what that is); reads headers.
+
+    Raises:
+        ValueError: as open_checkpoint; or a ModelCenter checkpoint that transformers' architecture cannot express.
+    """
+    base = _open(found)
+    entry = found.legacy
+    if entry is None:
+        return base
+    try:
+        made, repeated = compile_legacy(entry, found.config, {name: info.shape for name, info in base.tensors.items()})
+        for name, other in repeated:
+            if not torch.equal(base.read(name), base.read(other)):
+                raise ValueError(
+                    f"{name!r} and {other!r} differ: training separated them, and {name_of(entry)} has one "
+                    "tensor for both, so this checkpoint cannot be expressed"
+                )
+    except ValueError as error:
+        base.close()
+        raise ValueError(f"{found.origin}: {error}") from error
+    return LegacySource(base, made)
+
+
+def in_hf_form(found: Resolved, model_type: str | None = None) -> Resolved:
+    """The same files with their config.json in Hugging Face's form, `legacy` set if they are ModelCenter's.
+
+    Args:
+        model_type: the architecture that the caller expects.
+
+    Raises:
+        ValueError: a ModelCenter checkpoint whose network or config is not understood.
+    """
+    kind = found.config.get("model_type")
+    readable = {name for entry in LEGACY for name in entry.model_types}
+    if found.weights is None or (kind is not None and kind not in readable):
+        return found
+    if kind is not None and found.weights.suffix in (
+        ".safetensors",
+        ".json",
+    ):  # no need to open what transformers wrote
+        return found
+    with _open(found) as source:
+        if not looks_legacy(source.tensors):
+            return found
+        shapes = {name: info.shape for name, info in source.tensors.items()}
+    try:
+        entry = recognise(found.config, shapes, kind or model_type)
+        # A config.json that names an architecture is in Hugging Face's form already, unless it says "dim_model".
+        if kind is None or "dim_model" in found.config:
+            return replace(found, legacy=entry, config=hf_config(entry, found.config, kind or model_type))
+    except ValueError as error:
+        raise ValueError(f"{found.origin}: {error}") from error
+    return replace(found, legacy=entry)
+
+
+def _open(found: Resolved) -> FileSource:
+    """The files with the names they hold, less those the caller ignores and the prefix that the caller names."""
+    assert found.weights is not None
+    source = open_checkpoint(found.weights)
+    if found.prefix or found.ignore:
+        source.rename(_names(source.tensors, found.prefix, found.ignore))
+    return source
+
+
+def _names(names: Iterable[str], prefix: str, ignore: Iterable[str]) -> dict[str, str]:
+    """{name in the file: name without the prefix}, without those that a pattern ignores under either name."""
+    kept: dict[str, str] = {}
+    for name in names:
+        short = name.removeprefix(prefix)
+        if not any(fnmatch.fnmatchcase(n, pattern) for n in (name, short) for pattern in ignore):
+            kept[name] = short
+    if prefix and not any(old != new for old, new in kept.items()):
+        raise ValueError(f"prefix: no tensor of the file starts with {prefix!r}; it holds {', '.join(kept)[:200]}")
+    if len(set(kept.values())) != len(kept):
+        twice = sorted(n for n in kept.values() if list(kept.values()).count(n) > 1)
+        raise ValueError(f"prefix {prefix!r}: without it two tensors of the file are called {twice[0]!r}")
+    return kept

@@ -29,8 +29,9 @@ _RULES: dict[str, tuple[int, Callable[..., object]]] = {
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what checkpointing and compilation wrappers put in."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    """A parameter's name without what wrappers put in: checkpointing's, compilation's, and peft's around a layer."""
+    plain = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    return plain.replace(".base_layer.", ".")
 
 
 def init_parameters_(model: nn.Module, seed: int, names: Collection[str] | None = None) -> None:

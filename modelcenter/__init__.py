@@ -34,7 +34,7 @@ _PUBLIC = {
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 # The architectures' classes: Bert, GPT2, ...
 _HOME |= {name: module for module, name in (str(spec.model).split(":") for spec in ARCHITECTURES.values())}
-_SUBMODULES = ("training", "data", "hub", "convert", "layers", "models", "compare", "testing")
+_SUBMODULES = ("adapters", "training", "data", "hub", "convert", "layers", "models", "compare", "testing")
 
 __all__ = ["__version__", *_HOME]
 

@@ -3,7 +3,7 @@
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,7 @@ def load_model(
     config: Any = None,
     prefix: str = "",
     ignore: str | Sequence[str] = (),
+    adapter: Any = None,
     **config_overrides: Any,
 ) -> Any:
     """Load a pretrained model, in eval mode. `model.load_report` says what became of every tensor.
@@ -124,6 +125,7 @@ def load_model(
         config: of a weight file that has no config.json beside it: a name, a JSON file or a dictionary.
         prefix: what to take off the names in the weight file ("bert." of a wrapped model).
         ignore: patterns of names in it to pass over ("dense.*").
+        adapter: what to put in before the model is sharded (modelcenter.adapters: Lora, Freeze, ...), or a list.
         config_overrides: fields of the config, in our names or Hugging Face's.
 
     Raises:
@@ -152,9 +154,11 @@ def load_model(
     if found.distributed:
         stored = StoredModel(arch, layout, found, chosen)
         stored.check(strict, ignore_mismatched_sizes, task is not None)
-        _place(model, parse_dtype(dtype) or _one_dtype(stored.dtypes(), found.config, report), policy)
-        stored.fill(model)
         fresh = stored.fresh
+        model.base_name = found.repo or str(found.directory or found.origin)
+        kept = parse_dtype(dtype) or _one_dtype(stored.dtypes(), found.config, report)
+        _place(model, kept, policy, adapter, fresh)
+        stored.fill(model)
         report.skipped, report.unknown = stored.skipped, stored.unknown
     else:
         assert found.weights is not None
@@ -163,7 +167,9 @@ def load_model(
             _check(arch, layout, match, source, found, strict, ignore_mismatched_sizes)
             fresh = _initialised(layout, match, found, task)
             dtypes = {source.dtype(name) for name in match.found.values()}
-            _place(model, parse_dtype(dtype) or _one_dtype(dtypes, found.config, report), policy)
+            model.base_name = found.repo or str(found.directory or found.origin)
+            kept = parse_dtype(dtype) or _one_dtype(dtypes, found.config, report)
+            _place(model, kept, policy, adapter, fresh)
             fill_targets(layout, match, source, engine.local_slices(model))
             report.bytes_read = source.bytes_read
         report.skipped, report.ignored, report.unknown = match.skipped, match.ignored, match.unknown
@@ -171,6 +177,8 @@ def load_model(
         engine.init.init_parameters_(model, seed, fresh)
     report.loaded = [name for name in layout.native_shapes if name not in fresh]
     report.initialised = fresh
+    for each in _listed(adapter):
+        each.start(model, seed)
     model.eval()
     report.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     report.seconds = time.perf_counter() - start
@@ -192,6 +200,7 @@ def build_model(
     dtype: str | torch.dtype | None = None,
     policy: Any = None,
     architecture: str | None = None,
+    adapter: Any = None,
     **config_overrides: Any,
 ) -> Any:
     """A model with random weights, in eval mode: bitwise the same on any number of ranks.
@@ -220,8 +229,10 @@ def build_model(
     chosen = _task(arch, task or "base", values, "the config")
     built = _config(spec, arch, values, chosen, overrides, "the config")
     model = _on_meta(spec, built, chosen)
-    _place(model, parse_dtype(dtype) or torch.float32, policy)
+    _place(model, parse_dtype(dtype) or torch.float32, policy, adapter)
     engine.init.init_parameters_(model, seed)
+    for each in _listed(adapter):
+        each.start(model, seed)
     return model.eval()
 
 
@@ -289,9 +300,15 @@ def _on_meta(spec: ArchSpec, config: ModelConfig, task: str) -> Any:
         return spec.model_class()(config, task)
 
 
-def _place(model: Any, dtype: torch.dtype, policy: Any) -> None:
-    """Shard as the policy says and give this rank's parameters their memory."""
+def _listed(adapter: Any) -> list[Any]:
+    return list(adapter) if isinstance(adapter, list | tuple) else [] if adapter is None else [adapter]
+
+
+def _place(model: Any, dtype: torch.dtype, policy: Any, adapter: Any = None, fresh: Collection[str] = ()) -> None:
+    """Put adapters in, shard as the policy says and give this rank's parameters their memory."""
     model.to(dtype)
+    for each in _listed(adapter):
+        each.attach(model, fresh)
     if policy is not False and (policy is not None or engine.is_initialized()):
         engine.shard(model, policy=policy)
     engine.materialize(model)

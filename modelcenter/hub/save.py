@@ -64,6 +64,8 @@ def save_pretrained(
     if format == "distributed" and wanted is not None:
         raise ValueError("dtype: a distributed checkpoint holds the parameters as they are; export with format='hf'")
     first, doing = engine.rank() == 0, f"saving to {path}"
+    if format == "distributed" and getattr(model, "adapter", None) is not None:
+        raise ValueError("format: a sharded model whose adapter was merged saves with format='hf' only")
     export = _Export(model, wanted, size)
     # Outermost, for what can fail on rank 0 alone at the very end: giving the directory its name.
     with together(doing), ExitStack() as stack:
@@ -179,6 +181,14 @@ class _Export:
     def __init__(self, model: Any, dtype: torch.dtype | None, max_bytes: int):
         arch: ArchMap = get(model.config.model_type).arch_map()
         self.model, self.held, self.parameters = model, named_tensors(model), all_tensors(model)
+        if (adapter := getattr(model, "adapter", None)) is not None:
+            if not adapter.merged:
+                raise ValueError(
+                    f"the model has an adapter ({adapter.kind}): save that with modelcenter.adapters.save_adapter, or "
+                    "merge it with merge_lora first"
+                )
+            names = adapter.layout.native_shapes  # what is beside them adds nothing once merged
+            self.parameters = {name: t for name, t in self.parameters.items() if name in names}
         self.dtype = dtype or next(iter(self.parameters.values())).dtype
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.layout = layout = compile_layout(arch, model.task, model.config, shapes)

@@ -1,5 +1,7 @@
 """Multi-head attention layers over packed tokens."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from modelcenter.layers.linear import Linear
@@ -74,7 +76,8 @@ class SelfAttention(nn.Module):
         # Under tensor parallelism q, k and v are some of the heads.
         heads, kv_heads = q.shape[1] // self.head_dim, k.shape[1] // self.head_dim
         if ctx.bias is not None and heads != self.num_heads:
-            mask = mask.of_heads(getattr(self.q, "_first", 0) // self.head_dim, heads)
+            split: Any = getattr(self.q, "base_layer", self.q)  # under a low-rank update
+            mask = mask.of_heads(getattr(split, "_first", 0) // self.head_dim, heads)
         if ctx.cache is not None and ctx.cache.extend(self, k, v, kv_heads, ctx):
             return ctx.cache.attend(self, q, heads, mask, self.scale)
         return packed_attention(q, k, v, ctx, heads, p, kv_heads=kv_heads, mask=mask, scale=self.scale)

@@ -223,8 +223,8 @@ class Packed:
             positions = (torch.arange(batch * seq, device=device) if indices is None else indices) % max(seq, 1)
         return cls(cu, max(lengths, default=0), positions, (batch, seq), indices, False, lengths)
 
-    def prefixed(self, count: int) -> "Packed":
-        """The same with `count` tokens of the model's own before each sequence."""
+    def prefixed(self, count: int, first: int = 0) -> "Packed":
+        """The same with `count` tokens of the model's own before each sequence, at the positions from `first` on."""
         n, tokens, device = self.num_sequences, self.num_tokens, self.cu_seqlens.device
         seqlens = self.cu_seqlens[1:] - self.cu_seqlens[:-1]
         number = torch.repeat_interleave(torch.arange(n, device=device), seqlens, output_size=tokens)
@@ -236,7 +236,7 @@ class Packed:
             self,
             cu_seqlens=self.cu_seqlens + torch.arange(n + 1, dtype=torch.int32, device=device) * count,
             max_seqlen=self.max_seqlen + count if n else 0,
-            positions=positions.index_copy(0, before, place),
+            positions=positions.index_copy(0, before, place + first),
             lengths=None if self.lengths is None else [length + count for length in self.lengths],
             inner=inner,
             own=before,

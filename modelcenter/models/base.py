@@ -45,6 +45,8 @@ class Model(nn.Module):
     counts_positions: ClassVar[bool] = False
     # Tokens that the model puts before each sequence.
     prefix_tokens: int = 0
+    # What modelcenter.adapters put in (adapters.state.Attached).
+    adapter: Any = None
 
     def __init__(self, config: ModelConfig, task: str = "base"):
         super().__init__()
@@ -53,6 +55,7 @@ class Model(nn.Module):
         if task not in self.tasks:
             raise ValueError(f"task: got {task!r}, {type(self).__name__} has {', '.join(self.tasks)}")
         self.config, self.task = config, task
+        self.prompt: nn.Module | None = None  # of prompt tuning, before each sequence
         # The checkpoint's generation_config.json: its end and padding tokens are what `generate` takes.
         self.generation_config: dict[str, Any] = {}
 
@@ -142,8 +145,8 @@ class Model(nn.Module):
             # What a cache holds is continued at the number of its tokens.
             count = self.counts_positions or cache is not None
             ctx = Packed.from_mask(shape, batch.get(f"{prefix}attention_mask"), source.device, position_ids, count)
-        if self.prefix_tokens and (cache is None or not cache.lengths):
-            ctx = ctx.prefixed(self.prefix_tokens)
+        if self.prefix_tokens and not prefix and (cache is None or not cache.lengths):
+            ctx = ctx.prefixed(self.prefix_tokens, getattr(self.config, "first_position", 0))
         ctx = self.divide(ctx)
         if cache is not None:
             cache.begin(ctx)
@@ -152,7 +155,8 @@ class Model(nn.Module):
     def embedded(self, batch: Batch, ctx: Packed, table: nn.Module, prefix: str = "") -> Tensor:
         """(T, hidden_size): the caller's embeddings, or those of its tokens."""
         ids = batch.get(f"{prefix}input_ids")
-        return ctx.unpad(batch[f"{prefix}inputs_embeds"]) if ids is None else table(ctx.unpad(ids))
+        x = ctx.unpad(batch[f"{prefix}inputs_embeds"]) if ids is None else table(ctx.unpad(ids))
+        return x if self.prompt is None or ctx.own is None else self.prompt(x, ctx)
 
     def check_positions(self, batch: Batch, ctx: Packed, most: int) -> None:
         """Raise ValueError for a sequence longer than the table of `most` positions."""

@@ -1,37 +1,16 @@
-"""Metrics that stream: batches go in, exact numbers over all rows of all ranks come out.
+"""Classification and regression of sequences.
 
-Classification keeps counts per class, never the logits. Definitions are scikit-learn's and scipy's, where a quotient of
+It keeps counts per class, never the logits. Definitions are scikit-learn's and scipy's, where a quotient of
 zeros is 0 for F1 and MCC and undefined (None) for correlations.
 """
 
 import math
-from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import engine
-
-
-class Metrics(Protocol):
-    """What evaluation needs: feed it batches, then ask once, on every rank."""
-
-    main: str  # the metric by which runs are compared; higher is better
-
-    def update(self, logits: Tensor, targets: Tensor) -> None: ...
-
-    def result(self) -> dict[str, float | None]: ...
-
-
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The sum of a tensor over all ranks, in place."""
-    if engine.world_size() > 1:
-        home = tensor.device
-        moved = tensor.to(engine.device())
-        dist.all_reduce(moved)
-        tensor.copy_(moved.to(home))
-    return tensor
+from modelcenter.training.metrics.base import ratio, sum_over_ranks
 
 
 class SingleLabel:
@@ -55,14 +34,14 @@ class SingleLabel:
     def result(self) -> dict[str, float | None]:
         predicted, actual, hit = sum_over_ranks(self.counts).tolist()
         rows, right = sum(actual), sum(hit)
-        f1 = [_ratio(2 * h, p + a) for h, p, a in zip(hit, predicted, actual, strict=True)]
+        f1 = [ratio(2 * h, p + a) for h, p, a in zip(hit, predicted, actual, strict=True)]
         seen = [score for score, p, a in zip(f1, predicted, actual, strict=True) if p + a]
         # Gorodkin 2004, as sklearn.metrics.matthews_corrcoef.
         cov = right * rows - sum(p * a for p, a in zip(predicted, actual, strict=True))
         spread = (rows**2 - sum(p * p for p in predicted)) * (rows**2 - sum(a * a for a in actual))
         return {
-            "accuracy": _ratio(right, rows),
-            "f1": f1[1] if len(f1) == 2 else _ratio(sum(seen), len(seen)),
+            "accuracy": ratio(right, rows),
+            "f1": f1[1] if len(f1) == 2 else ratio(sum(seen), len(seen)),
             "mcc": cov / math.sqrt(spread) if spread else 0.0,
         }
 
@@ -87,11 +66,11 @@ class MultiLabel:
     def result(self) -> dict[str, float | None]:
         predicted, actual, hit = sum_over_ranks(self.counts).tolist()
         rows, right = sum_over_ranks(self.rows).tolist()
-        each = [_ratio(2 * h, p + a) for h, p, a in zip(hit, predicted, actual, strict=True)]
+        each = [ratio(2 * h, p + a) for h, p, a in zip(hit, predicted, actual, strict=True)]
         return {
-            "f1": _ratio(2 * sum(hit), sum(predicted) + sum(actual)),
-            "f1_macro": _ratio(sum(each), len(each)),
-            "accuracy": _ratio(right, rows),
+            "f1": ratio(2 * sum(hit), sum(predicted) + sum(actual)),
+            "f1_macro": ratio(sum(each), len(each)),
+            "accuracy": ratio(right, rows),
         }
 
 
@@ -120,10 +99,6 @@ class Regression:
             "spearman": _mean(spearman),
             "mse": ((predicted - actual) ** 2).mean().item() if len(predicted) else None,
         }
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
 
 
 def _mean(values: list[float | None]) -> float | None:

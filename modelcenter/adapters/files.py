@@ -1,0 +1,184 @@
+"""Saving adapters in peft's format with Hugging Face's names: what `peft.PeftModel.from_pretrained` loads."""
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import engine
+from engine.checkpoint import named_tensors, together, whole_tensor
+from modelcenter.adapters.layout import Update, hub_modules, module_names, patterns, short_names, to_hub
+from modelcenter.adapters.read import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from modelcenter.adapters.state import NAME, layout_of
+from modelcenter.convert.rules import Layout
+from modelcenter.convert.stream import export_tensor
+from modelcenter.hub.writer import Entry, SafetensorsWriter, new_directory, write_json
+from modelcenter.models.base import Model
+
+TASK_TYPES = {
+    "base": "FEATURE_EXTRACTION",
+    "causal-lm": "CAUSAL_LM",
+    "seq2seq-lm": "SEQ_2_SEQ_LM",
+    "sequence-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS",
+    "question-answering": "QUESTION_ANS",
+}
+
+
+def save_adapter(model: Model, path: Any) -> None:
+    """Save the adapter of a model, and the modules that were trained beside it; every rank calls it.
+
+    Writes adapter_config.json and adapter_model.safetensors under Hugging Face's names. The base model is neither
+    gathered nor written. Other files in the directory stay.
+
+    Raises:
+        ValueError: the model has no adapter, or a merged one; the place cannot be written. On every rank.
+    """
+    state = model.adapter
+    if state is None or state.merged:
+        raise ValueError(
+            "save_adapter: the model has no adapter"
+            if state is None
+            else "save_adapter: the adapter was merged; save the model itself with model.save_pretrained"
+        )
+    first, doing = engine.rank() == 0, f"saving to {path}"
+    with together(doing), ExitStack() as stack:
+        directory = Path()
+        with together(doing):
+            if first:
+                directory = stack.enter_context(new_directory(Path(path)))
+        config, tensors = _lora_file(model) if state.kind == "lora" else _prompt_file(model)
+        with together(doing):
+            if first:
+                entries: list[Entry] = [(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+                with SafetensorsWriter(directory / WEIGHTS_FILE, entries) as writer:
+                    for tensor in tensors.values():
+                        writer.write(tensor)
+                write_json(directory / CONFIG_FILE, config)
+
+
+def _lora_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    from modelcenter.adapters.lora import import_peft
+
+    peft, state = import_peft(), model.adapter
+    arch, layout = layout_of(model)
+    held = named_tensors(model)
+    updates = {name: _update_of(model, name, held) for name in state.ranks}
+    tensors: dict[str, torch.Tensor] = {}
+    modules = hub_modules(layout, state.ranks)
+    ranks, alphas = {}, {}
+    for module in modules:
+        update = to_hub(module, updates)
+        tensors[f"{PREFIX}{module.name}.lora_A.weight"] = update.a
+        tensors[f"{PREFIX}{module.name}.lora_B.weight"] = update.b
+        if update.magnitude is not None:
+            tensors[f"{PREFIX}{module.name}.lora_magnitude_vector"] = update.magnitude
+        alpha = update.scale * (math.sqrt(update.rank) if state.rslora else update.rank)
+        ranks[module.name], alphas[module.name] = update.rank, int(alpha) if alpha == int(alpha) else alpha
+    whole, saved = trained_tensors(model, layout, held)
+    tensors |= whole
+    everything = module_names(layout)
+    rank, alpha = _usual(ranks), _usual(alphas)
+    config = peft.LoraConfig(
+        task_type=_task_type(model),
+        base_model_name_or_path=state.base,
+        inference_mode=True,
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=state.dropout,
+        fan_in_fan_out=any(module.transposed for module in modules),
+        target_modules=sorted(short_names(list(ranks), everything)),
+        rank_pattern=patterns({n: v for n, v in ranks.items() if v != rank}, everything),
+        alpha_pattern=patterns({n: v for n, v in alphas.items() if v != alpha}, everything),
+        modules_to_save=saved or None,
+        use_dora=state.dora,
+        use_rslora=state.rslora,
+        bias="none",
+    )
+    return _plain(config), tensors
+
+
+def _prompt_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    from modelcenter.adapters.lora import import_peft
+
+    peft, state = import_peft(), model.adapter
+    _, layout = layout_of(model)
+    held = named_tensors(model)
+    prompt = whole_tensor(model, held, "prompt.weight")
+    assert prompt is not None  # a pipeline is refused when a prompt is put in
+    config = peft.PromptTuningConfig(
+        task_type=_task_type(model),
+        base_model_name_or_path=state.base,
+        inference_mode=True,
+        num_virtual_tokens=prompt.shape[0],
+        token_dim=prompt.shape[1],
+        num_transformer_submodules=1,
+        num_attention_heads=model.config.num_heads,
+        num_layers=model.config.num_layers,
+    )
+    whole, _ = trained_tensors(model, layout, held, "base_model.")
+    return _plain(config), {"prompt_embeddings": prompt.detach().cpu(), **whole}
+
+
+def _task_type(model: Model) -> str | None:
+    """What peft calls the task. Of a classifier it wants the head in the file, so without one there is none."""
+    named = TASK_TYPES.get(model.task)
+    return None if named in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS") and not model.adapter.trained else named
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """A config of peft as JSON; sets in order, so that equal adapters are equal files."""
+    values = config.to_dict()
+    return json.loads(json.dumps(values, default=lambda v: sorted(v) if isinstance(v, set) else str(v), sort_keys=True))
+
+
+def _usual(values: Mapping[str, Any]) -> Any:
+    counts = list(values.values())
+    return max(counts, key=counts.count)
+
+
+def _update_of(model: Model, name: str, held: Mapping[str, torch.Tensor]) -> Update:
+    """The whole update of one layer, on the CPU. Collective; of another stage of a pipeline, on rank 0 alone."""
+    state = model.adapter
+    outputs, inputs = state.layout.native_shapes[f"{name}.weight"]
+    shapes = {
+        f"lora_A.{NAME}.weight": (state.ranks[name], inputs),
+        f"lora_B.{NAME}.weight": (outputs, state.ranks[name]),
+    }
+    if state.dora:
+        shapes[f"lora_magnitude_vector.{NAME}.weight"] = (outputs,)
+    parts = []
+    for part, shape in shapes.items():
+        full = whole_tensor(model, held, f"{name}.{part}")
+        parts.append(torch.empty(shape) if full is None else full.detach().cpu())
+    return Update(parts[0], parts[1], state.scales[name], parts[2] if state.dora else None)
+
+
+def trained_tensors(
+    model: Model, layout: Layout, held: Mapping[str, torch.Tensor], prefix: str = PREFIX
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The modules trained whole: ({name in the file: tensor}, names of the modules of transformers' model)."""
+    trained = set(model.adapter.trained)
+    tensors, modules = {}, []
+    for key in layout.shapes:
+        natives = layout.natives(key)
+        if not trained.intersection(natives):
+            continue
+        if not trained.issuperset(natives):
+            missing = ", ".join(name for name in natives if name not in trained)
+            raise ValueError(f"modules_to_save: transformers' {layout.written[key]} also holds {missing}; add it")
+        whole = {}
+        for name in natives:
+            full = whole_tensor(model, held, name)
+            whole[name] = torch.empty(layout.native_shapes[name]) if full is None else full.detach().cpu()
+        written = layout.written[key]
+        tensors[prefix + written] = export_tensor(layout, key, whole).contiguous()
+        # Outside the base model a head is one module, whatever it is made of.
+        part = layout.part[natives[0]]
+        inside = written != key or not part
+        modules.append(written.rpartition(".")[0] if inside else written.split(".")[0])
+    return tensors, list(dict.fromkeys(modules))

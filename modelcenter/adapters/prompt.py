@@ -1,0 +1,122 @@
+"""Prompt tuning (Lester et al. 2021, arXiv:2104.08691): learnt vectors before every sequence, the model frozen.
+
+The prompt stands before each sequence of a padded or packed batch (before the encoder's, of an encoder-decoder) and is
+part of no output. Saved in peft's format, whose models give logits for the prompt too, in front of these.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import engine
+from engine.init import clean_name, init_parameters_
+from modelcenter.adapters.read import AdapterFile, open_adapter
+from modelcenter.adapters.state import (
+    Attached,
+    adapter_parameters,
+    base_name,
+    check_free,
+    layout_of,
+    materialize_own,
+    take_over,
+    trained_whole,
+)
+from modelcenter.models.base import Model
+
+
+class Prompt(nn.Module):
+    """Vectors (count, hidden_size) that take the places of the model's own tokens."""
+
+    def __init__(self, count: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, width))
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight, -0.5, 0.5)
+
+    def forward(self, x: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """x (T, hidden_size) -> the same, with the prompt at `ctx.own`."""
+        rows = self.weight.to(x.dtype).repeat(ctx.num_sequences, 1)
+        return x.index_copy(0, ctx.own, rows)
+
+
+@dataclass
+class PromptTuning:
+    """A learnt prompt, for `from_pretrained(adapter=...)` or `attach` and `start` on a plain model.
+
+    Args:
+        count: tokens of the prompt. modules_to_save: as Lora's.
+    """
+
+    count: int = 20
+    modules_to_save: Sequence[str] | None = None
+    saved: AdapterFile | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.count, int) or self.count < 1:
+            raise ValueError(f"prompt_tokens: got {self.count!r}, expected a whole number of at least 1")
+
+    def add_to(self, model: Model, seed: int = 0) -> Model:
+        """Put the prompt into a plain model that has its weights, in place, and return it."""
+        report = getattr(model, "load_report", None)
+        self.attach(model, () if report is None else report.initialised)
+        materialize_own(model)
+        self.start(model, seed)
+        return model
+
+    def attach(self, model: Model, fresh: Collection[str] = ()) -> None:
+        """Put the prompt into a model before it is sharded; all else but `modules_to_save` is frozen.
+
+        Raises:
+            ValueError: the model has a prompt of its own, or embeddings that it scales; it is to be split over tokens
+                or stages.
+        """
+        check_free(model, "adapter")
+        settings = engine.runtime.current()
+        if model.prefix_tokens or getattr(model, "embedding_scale", 1.0) != 1.0:
+            why = "has a prompt of its own" if model.prefix_tokens else "scales its embeddings, which peft does not"
+            raise ValueError(f"prompt tuning: {type(model).__name__} {why}; use Lora instead")
+        if settings.cp_size * settings.pp_size * settings.tp_size > 1:
+            raise ValueError("prompt tuning: not with tp_size, cp_size or pp_size above 1; shard by zero_level")
+        _, layout = layout_of(model)
+        trained = list(self.saved.whole_of(model, layout)) if self.saved else None
+        if trained is None:
+            trained = trained_whole(model, self.modules_to_save, fresh)
+        state = Attached("prompt", layout, base_name(model), trained=trained)
+        state.required = {clean_name(n): p.requires_grad for n, p in model.named_parameters()}
+        spec = model.init_spec()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(state.required[clean_name(name)] and clean_name(name) in trained)
+        with torch.device("meta"):
+            model.prompt = Prompt(self.count, model.config.hidden_size)
+        model.prefix_tokens = self.count
+        take_over(model, state, spec)
+
+    def start(self, model: Model, seed: int = 0) -> None:
+        """Give the prompt its first values: those of a file, or drawn by `seed`."""
+        if self.saved is not None:
+            self.saved.fill(model)
+        else:
+            init_parameters_(model, seed, adapter_parameters(model))
+
+
+def load_prompt(path: Any, model: Model | None = None) -> Any:
+    """A saved prompt in peft's format.
+
+    Args:
+        path: its directory. model: the plain model to put it into, which is returned; None: a PromptTuning for
+            from_pretrained(adapter=...).
+
+    Raises:
+        ValueError: a file is missing or malformed, or does not fit the model.
+    """
+    saved = open_adapter(path, "PROMPT_TUNING")
+    prompt = saved.tensors.get("prompt_embeddings")
+    if prompt is None or prompt.dim() != 2:
+        raise ValueError(f"adapter {path}: it holds no prompt_embeddings")
+    # peft keeps a second prompt for the decoder of an encoder-decoder, which prompt tuning never reads.
+    tuning = PromptTuning(int(saved.config["num_virtual_tokens"]), saved=saved)
+    return tuning if model is None else tuning.add_to(model)

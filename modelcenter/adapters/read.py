@@ -1,0 +1,191 @@
+"""Reading adapters in peft's format, trained on our model or on transformers'."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint import named_tensors
+from engine.init import clean_name, write_
+from modelcenter.adapters.layout import HubModule, Update, hub_modules, to_native
+from modelcenter.adapters.state import NAME, layout_of
+from modelcenter.convert.match import to_key
+from modelcenter.convert.pieces import HUB, NATIVE, view
+from modelcenter.convert.rules import Layout
+from modelcenter.hub.readers import open_checkpoint
+from modelcenter.models.base import Model
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Parts of peft's config whose effect we do not reproduce; a file that uses one is refused.
+UNKNOWN_PARTS = (
+    "lora_bias",
+    "trainable_token_indices",
+    "layer_replication",
+    "target_parameters",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "alora_invocation_tokens",
+)
+
+
+@dataclass
+class AdapterFile:
+    """An adapter on disk. `match` fits it to a model; `fill` then writes its values."""
+
+    directory: Path
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+    def __post_init__(self) -> None:
+        self.updates: dict[str, Update] = {}
+        self.whole: dict[str, torch.Tensor] = {}
+
+    @property
+    def alpha(self) -> float:
+        return float(self.config["lora_alpha"])
+
+    def match(self, model: Model, layout: Layout) -> tuple[dict[str, int], dict[str, float], list[str]]:
+        """(ranks, scales, parameters that are saved whole) in our names.
+
+        Raises:
+            ValueError: the adapter is of a kind that we do not have, or does not fit the model.
+        """
+        used = [name for name in UNKNOWN_PARTS if self.config.get(name)]
+        if self.config.get("bias", "none") != "none":
+            used.append("bias")
+        if used:
+            raise ValueError(f"{self.directory}: it uses {', '.join(used)}, which is not supported; train it without")
+        arch, _ = layout_of(model)
+        lora: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in self.tensors.items():
+            plain = name.removeprefix(PREFIX)
+            module, mark, part = plain.partition(".lora_")
+            if mark:
+                lora.setdefault(to_key(arch, f"{module}.weight"), {})[part.removesuffix(".weight")] = tensor
+            else:
+                self._add_whole(layout, to_key(arch, plain), name, tensor)
+        natives = {native for key in lora for native in (layout.natives(key) if key in layout.shapes else ())}
+        unknown = [key for key in lora if key not in layout.shapes]
+        if unknown:
+            raise ValueError(
+                f"{self.directory}: {len(unknown)} of its modules are not in this {arch.model_type}: "
+                f"{', '.join(unknown[:5])}. Was it trained on another architecture or task?"
+            )
+        modules = hub_modules(layout, {name.removesuffix(".weight") for name in natives})
+        self.updates = to_native(modules, lambda module: self._update(module, lora[module.key]))
+        order = [name.removesuffix(".weight") for name in layout.native_shapes]
+        names = [name for name in order if name in self.updates]
+        ranks = {name: self.updates[name].rank for name in names}
+        return ranks, {name: self.updates[name].scale for name in names}, list(self.whole)
+
+    def _update(self, module: HubModule, parts: Mapping[str, torch.Tensor]) -> Update:
+        from peft.utils.other import get_pattern_key
+
+        expected = {"A": (None, module.inputs), "B": (module.outputs, None)}
+        for part, (rows, columns) in expected.items():
+            found = parts.get(part)
+            if (
+                found is None
+                or found.dim() != 2
+                or rows not in (None, found.shape[0])
+                or columns
+                not in (
+                    None,
+                    found.shape[1],
+                )
+            ):
+                shape = "no tensor" if found is None else f"shape {tuple(found.shape)}"
+                want = f"({rows or 'rank'}, {columns or 'rank'})"
+                raise ValueError(f"{self.directory}: {module.name}.lora_{part} has {shape}, expected {want}")
+        a, b = parts["A"].float(), parts["B"].float()
+        if a.shape[0] != b.shape[1]:
+            raise ValueError(f"{self.directory}: {module.name} has ranks {a.shape[0]} in A and {b.shape[1]} in B")
+        found = self.config.get("alpha_pattern") or {}
+        alpha = float(found.get(get_pattern_key(found.keys(), module.name), self.alpha))
+        rank = a.shape[0]
+        scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        magnitude = parts.get("magnitude_vector")
+        if bool(self.config.get("use_dora")) != (magnitude is not None):
+            raise ValueError(f"{self.directory}: use_dora and the tensors of {module.name} contradict each other")
+        return Update(a, b, scale, None if magnitude is None else magnitude.float())
+
+    def _add_whole(self, layout: Layout, key: str, name: str, tensor: torch.Tensor) -> None:
+        key = layout.aliases.get(key, key)
+        if key not in layout.shapes:
+            raise ValueError(
+                f"{self.directory}: tensor {name!r} is none of this model; was it trained on another task?"
+            )
+        if tuple(tensor.shape) != layout.shapes[key]:
+            raise ValueError(
+                f"{self.directory}: tensor {name!r} has shape {tuple(tensor.shape)}, expected {layout.shapes[key]}; "
+                "change num_labels"
+            )
+        for piece in layout.pieces[key]:
+            native = piece.names[NATIVE]
+            if native not in self.whole:
+                self.whole[native] = torch.zeros(layout.native_shapes[native], dtype=tensor.dtype)
+            view(self.whole[native], piece, NATIVE).copy_(view(tensor, piece, HUB))
+
+    def whole_of(self, model: Model, layout: Layout) -> dict[str, torch.Tensor]:
+        """Of a prompt: the modules saved whole, in our names.
+
+        Raises:
+            ValueError: the prompt or one of them does not fit the model.
+        """
+        arch, _ = layout_of(model)
+        prompt = self.tensors["prompt_embeddings"]
+        if prompt.shape[1] != model.config.hidden_size:
+            raise ValueError(
+                f"{self.directory}: the prompt is {prompt.shape[1]} wide, the model's hidden_size is "
+                f"{model.config.hidden_size}"
+            )
+        for name, tensor in self.tensors.items():
+            if name != "prompt_embeddings":
+                self._add_whole(layout, to_key(arch, name.removeprefix("base_model.")), name, tensor)
+        return self.whole
+
+    def fill(self, model: Model) -> None:
+        """Write the values into a model that `match` was called for; each rank keeps its slices."""
+        values = dict(self.whole)
+        if (prompt := self.tensors.get("prompt_embeddings")) is not None:
+            values["prompt.weight"] = prompt[: self.config["num_virtual_tokens"]]
+        for name, update in self.updates.items():
+            values[f"{name}.lora_A.{NAME}.weight"] = update.a
+            values[f"{name}.lora_B.{NAME}.weight"] = update.b
+            if update.magnitude is not None:
+                values[f"{name}.lora_magnitude_vector.{NAME}.weight"] = update.magnitude
+        named_tensors(model)  # shows the shards
+        for raw, parameter in model.named_parameters():
+            if (value := values.get(clean_name(raw))) is not None:
+                write_(parameter, value)
+
+
+def open_adapter(path: Any, kind: str = "LORA") -> AdapterFile:
+    """Read an adapter's directory.
+
+    Raises:
+        ValueError: it is not there, incomplete, malformed or of another kind.
+    """
+    directory = Path(path).expanduser()
+    config_path = directory / CONFIG_FILE
+    if not config_path.is_file():
+        raise ValueError(f"adapter {directory}: expected a directory with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    try:
+        config = json.loads(config_path.read_text(encoding="utf-8"))
+        found = config["peft_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{config_path} is not a config of peft: {error!r}") from None
+    if found != kind:
+        raise ValueError(f"{config_path}: peft_type is {found!r}, expected {kind!r}")
+    weights = next((w for w in (directory / WEIGHTS_FILE, directory / "adapter_model.bin") if w.is_file()), None)
+    if weights is None:
+        raise ValueError(f"adapter {directory}: {WEIGHTS_FILE} is missing")
+    with open_checkpoint(weights) as source:
+        tensors = {name: source.read(name) for name in source.tensors}
+    return AdapterFile(directory, config, tensors)

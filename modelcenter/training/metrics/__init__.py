@@ -1,0 +1,31 @@
+"""Metrics that stream: batches go in, exact numbers over all rows of all ranks come out.
+
+Each has `update` for the batches of this rank, `result` for all ranks together, and `main`, the metric by which runs
+are compared. Fractions are from 0 to 1; BLEU and chrF are on sacrebleu's scale, 0 to 100.
+"""
+
+from modelcenter.training.metrics.base import SMALLER_IS_BETTER, Metrics, gather_lists, sum_over_ranks
+from modelcenter.training.metrics.classification import MultiLabel, Regression, SingleLabel
+from modelcenter.training.metrics.generation import Generation, rouge
+from modelcenter.training.metrics.lm import LanguageModel, perplexity
+from modelcenter.training.metrics.preference import Preference
+from modelcenter.training.metrics.qa import ExtractiveAnswers
+from modelcenter.training.metrics.tagging import TokenLabels, entities
+
+__all__ = [
+    "SMALLER_IS_BETTER",
+    "ExtractiveAnswers",
+    "Generation",
+    "LanguageModel",
+    "Metrics",
+    "MultiLabel",
+    "Preference",
+    "Regression",
+    "SingleLabel",
+    "TokenLabels",
+    "entities",
+    "gather_lists",
+    "perplexity",
+    "rouge",
+    "sum_over_ranks",
+]

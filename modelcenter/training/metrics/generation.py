@@ -1,0 +1,147 @@
+"""Generated texts against references: ROUGE, BLEU and chrF.
+
+ROUGE (Lin 2004) is counted here, as the package rouge-score does without stemming. BLEU and chrF are sacrebleu's.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from modelcenter.training.metrics.base import gather_lists, ratio, sums
+from modelcenter.training.metrics.qa import is_han
+
+METRICS = ("rouge", "bleu", "chrf")
+LANGUAGES = ("other", "zh")
+_WORDS = re.compile(r"[a-z0-9]+")
+
+
+def rouge_tokens(text: str, language: str = "other") -> list[str]:
+    """Words of letters a to z and digits, in lower case. "zh": Chinese characters too, each by itself."""
+    text = text.lower()
+    if language == "zh":
+        text = "".join(f" {c} " if is_han(c) else c for c in text)
+        return [word for part in text.split() for word in ([part] if is_han(part[0]) else _WORDS.findall(part))]
+    return _WORDS.findall(text)
+
+
+def _f(both: int, predicted: int, actual: int) -> float:
+    return ratio(2 * both, predicted + actual)
+
+
+def _n_grams(tokens: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(zip(*(tokens[i:] for i in range(n)), strict=False))
+
+
+def _common(one: Sequence[str], other: Sequence[str]) -> int:
+    """The length of the longest common subsequence."""
+    row = [0] * (len(other) + 1)
+    for token in one:
+        above = 0
+        for j, candidate in enumerate(other, 1):
+            above, row[j] = row[j], above + 1 if token == candidate else max(row[j], row[j - 1])
+    return row[-1]
+
+
+def rouge(prediction: str, references: Sequence[str], language: str = "other") -> tuple[float, float, float]:
+    """F1 of words, pairs of words and the longest common subsequence; each of the reference that gives most."""
+    tokens = rouge_tokens(prediction, language)
+    best = [0.0, 0.0, 0.0]
+    for reference in references:
+        truth = rouge_tokens(reference, language)
+        for i, n in enumerate((1, 2)):
+            a, b = _n_grams(tokens, n), _n_grams(truth, n)
+            best[i] = max(best[i], _f((a & b).total(), a.total(), b.total()))
+        best[2] = max(best[2], _f(_common(tokens, truth), len(tokens), len(truth)))
+    return best[0], best[1], best[2]
+
+
+def import_sacrebleu() -> Any:
+    """The package sacrebleu.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import sacrebleu
+    except ImportError as error:
+        raise ValueError(
+            f"BLEU and chrF need the package sacrebleu ({error}): pip install 'modelcenter[metrics]'"
+        ) from error
+    return sacrebleu
+
+
+class Generation:
+    """rouge1, rouge2 and rougeL (means over the texts), bleu and chrf (of all texts together, 0 to 100).
+
+    BLEU and ROUGE keep sums; chrF keeps the texts, which the ranks exchange in the end.
+
+    Args:
+        metrics: which of "rouge", "bleu", "chrf"; the first decides which run is best.
+        language: "zh": Chinese characters are words.
+
+    Raises:
+        ValueError: an unknown metric or language; sacrebleu is needed and missing.
+    """
+
+    def __init__(self, metrics: Sequence[str] = METRICS, language: str = "other"):
+        if not metrics or not set(metrics) <= set(METRICS):
+            raise ValueError(f"metrics: got {', '.join(metrics) or 'none'}, expected some of {', '.join(METRICS)}")
+        if language not in LANGUAGES:
+            raise ValueError(f"language: got {language!r}, expected {' or '.join(LANGUAGES)}")
+        self.metrics, self.language = tuple(metrics), language
+        self.main = {"rouge": "rougeL", "bleu": "bleu", "chrf": "chrf"}[metrics[0]]
+        self.rouge = torch.zeros(4, dtype=torch.float64)  # texts, and sums of three scores
+        self.counts = [0] * 10  # lengths of texts and references, matches and n-grams of 1 to 4 words
+        self.texts: list[tuple[str, list[str]]] = []
+        library = import_sacrebleu() if {"bleu", "chrf"}.intersection(metrics) else None
+        self._bleu = library.BLEU(tokenize="zh" if language == "zh" else "13a") if "bleu" in metrics else None
+        self._chrf = library.CHRF() if "chrf" in metrics else None
+
+    def update(self, predictions: Sequence[str], references: Sequence[str | Sequence[str]]) -> None:
+        """
+        Args:
+            predictions: a text for each row. references: a text, or several, for each row.
+
+        Raises:
+            ValueError: lists of different lengths, or a row without a reference.
+        """
+        if len(predictions) != len(references):
+            raise ValueError(f"predictions, references: got {len(predictions)} and {len(references)}, expected as many")
+        truths = [[found] if isinstance(found, str) else list(found) for found in references]
+        if empty := [i for i, found in enumerate(truths) if not found]:
+            raise ValueError(f"references: row {empty[0]} of the batch has none, expected at least one text")
+        if not truths:
+            return
+        if "rouge" in self.metrics:
+            for prediction, truth in zip(predictions, truths, strict=True):
+                self.rouge += torch.tensor([1.0, *rouge(prediction, truth, self.language)], dtype=torch.float64)
+        if self._bleu is not None:
+            found = self._bleu.corpus_score(list(predictions), _streams(truths))
+            numbers = [found.sys_len, found.ref_len, *found.counts, *found.totals]
+            self.counts = [a + int(b) for a, b in zip(self.counts, numbers, strict=True)]
+        if self._chrf is not None:
+            self.texts += zip(predictions, truths, strict=True)
+
+    def result(self) -> dict[str, float | None]:
+        found: dict[str, float | None] = {}
+        if "rouge" in self.metrics:
+            rows, *scores = sums(self.rouge.tolist(), torch.float64)
+            found |= {f"rouge{n}": ratio(score, rows) for n, score in zip("12L", scores, strict=True)}
+        if self._bleu is not None:
+            texts, truths, *rest = sums(self.counts)
+            score = self._bleu.compute_bleu(correct=rest[:4], total=rest[4:], sys_len=texts, ref_len=truths)
+            found["bleu"] = score.score
+        if self._chrf is not None:
+            every = gather_lists(self.texts)
+            score = self._chrf.corpus_score([p for p, _ in every], _streams([t for _, t in every])) if every else None
+            found["chrf"] = 0.0 if score is None else score.score
+        return found
+
+
+def _streams(truths: Sequence[Sequence[str]]) -> list[list[str | None]]:
+    """References as sacrebleu takes them: the first of all rows, the second of all rows, ..."""
+    most = max(len(found) for found in truths)
+    return [[found[i] if i < len(found) else None for found in truths] for i in range(most)]

@@ -1,0 +1,73 @@
+"""Language models: how probable the labelled tokens were, and how often the most probable one was right."""
+
+import logging
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.loss import IGNORE_INDEX
+from modelcenter.layers.heads import next_labels
+from modelcenter.training.metrics.base import ratio, sums
+
+log = logging.getLogger("modelcenter")
+
+_ROWS = 2048  # of logits that are worked on at once
+
+
+def perplexity(loss: float) -> float | None:
+    """exp of a mean loss per token; None, with a warning, where no float holds it."""
+    try:
+        value = math.exp(loss)
+    except OverflowError:
+        value = math.inf
+    if math.isfinite(value):
+        return value
+    log.warning("perplexity: exp(%.4g) is not a finite number; the loss is of no use", loss)
+    return None
+
+
+class LanguageModel:
+    """loss (mean over labelled tokens), perplexity (its exp) and accuracy (tokens whose label was the most probable).
+
+    Args:
+        causal: labels are the input's tokens, and token t predicts label t + 1 of its sequence. False: labels stand at
+            the tokens that predict them (masked and encoder-decoder models).
+    """
+
+    main = "perplexity"
+
+    def __init__(self, causal: bool = True):
+        self.causal = causal
+        self.tokens = [0, 0]  # labelled, right
+        self.total = torch.zeros((), dtype=torch.float64)
+
+    def update(
+        self, logits: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> None:
+        """logits (batch, seq, vocabulary), targets (batch, seq) with -100 where there is none; packed: (1, T, ...),
+        (1, T) and the boundaries. attention_mask: as the model was given."""
+        if self.causal:
+            batch = {"labels": targets, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
+            shifted = next_labels(batch)
+            assert shifted is not None
+            targets = shifted
+        labels = targets.reshape(-1)
+        places = (labels != IGNORE_INDEX).nonzero().flatten()
+        flat = logits.reshape(-1, logits.shape[-1])
+        for part in places.split(_ROWS):
+            rows, truth = flat[part].float(), labels[part]
+            self.total += F.cross_entropy(rows, truth, reduction="none").double().sum().cpu()
+            self.tokens[1] += int((rows.argmax(-1) == truth).sum())
+        self.tokens[0] += len(places)
+
+    def result(self) -> dict[str, float | None]:
+        tokens, right = sums(self.tokens)
+        (total,) = sums([self.total.item()], torch.float64)
+        loss = ratio(total, tokens)
+        return {
+            "loss": loss if tokens else None,
+            "perplexity": perplexity(loss) if tokens else None,
+            "accuracy": ratio(right, tokens),
+        }

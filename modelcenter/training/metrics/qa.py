@@ -1,0 +1,155 @@
+"""Extractive question answering: exact match and F1 of answers, as the scripts of SQuAD and CMRC 2018 have them.
+
+SQuAD (Rajpurkar et al. 2016, 2018): texts in lower case without punctuation and articles; F1 of the words that both
+have. CMRC 2018 (Cui et al. 2019): characters of Chinese and words of other scripts without punctuation; F1 of the
+longest run that both have. Of several true answers the best counts. An empty text is no answer.
+"""
+
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+import engine
+from modelcenter.training.metrics.base import ratio
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
+_ASCII_PUNCTUATION = str.maketrans("", "", string.punctuation)
+STYLES = ("squad", "cmrc")
+
+
+def squad_words(text: str) -> list[str]:
+    """The words that SQuAD compares."""
+    return _ARTICLES.sub(" ", text.lower().translate(_ASCII_PUNCTUATION)).split()
+
+
+def cmrc_units(text: str) -> list[str]:
+    """The units that CMRC compares: Chinese characters, and words of other scripts."""
+    spaced = "".join(
+        " " if _is_punctuation(c) else f" {c} " if is_han(c) else c for c in unicodedata.normalize("NFC", text.lower())
+    )
+    return spaced.split()
+
+
+def is_han(character: str) -> bool:
+    """Whether a character stands for itself, as Chinese ones do."""
+    code = ord(character)
+    return (
+        0x4E00 <= code <= 0x9FFF or 0x3400 <= code <= 0x4DBF or 0x20000 <= code <= 0x323AF or 0xF900 <= code <= 0xFAFF
+    )
+
+
+def _is_punctuation(character: str) -> bool:
+    return unicodedata.category(character)[0] in "PS"
+
+
+def _squad_f1(predicted: list[str], actual: list[str]) -> float:
+    if not predicted or not actual:
+        return float(predicted == actual)
+    both = sum((Counter(predicted) & Counter(actual)).values())
+    return 2 * both / (len(predicted) + len(actual))
+
+
+def _cmrc_f1(predicted: list[str], actual: list[str]) -> float:
+    if not predicted or not actual:
+        return float(predicted == actual)
+    longest, row = 0, [0] * (len(actual) + 1)
+    for unit in predicted:
+        above = 0
+        for j, other in enumerate(actual, 1):
+            above, row[j] = row[j], above + 1 if unit == other else 0
+            longest = max(longest, row[j])
+    return 2 * longest / (len(predicted) + len(actual))
+
+
+class ExtractiveAnswers:
+    """exact_match and f1; with questions that have no answer also of the two kinds apart (has_answer_*, no_answer_*)
+    and, given scores for "no answer", best_exact_match, best_f1 and the thresholds at which they are reached.
+
+    Keeps five numbers per question.
+
+    Args:
+        style: "squad" or "cmrc".
+    """
+
+    main = "f1"
+
+    def __init__(self, style: str = "squad"):
+        if style not in STYLES:
+            raise ValueError(f"style: got {style!r}, expected {' or '.join(STYLES)}")
+        self.units, self.score = (squad_words, _squad_f1) if style == "squad" else (cmrc_units, _cmrc_f1)
+        self.rows: list[tuple[float, float, float, float, float]] = []
+        self.scored: bool | None = None
+
+    def update(
+        self,
+        predictions: Sequence[str],
+        answers: Sequence[Sequence[str]],
+        no_answer_scores: Sequence[float] | None = None,
+    ) -> None:
+        """
+        Args:
+            predictions: a text for each question; "": there is no answer.
+            answers: the true ones of each question; none: there is no answer.
+            no_answer_scores: the higher, the less likely an answer. With them predictions are the best texts, and
+                "" only where there is none.
+
+        Raises:
+            ValueError: lists of different lengths; scores in some updates only.
+        """
+        scores = [0.0] * len(predictions) if no_answer_scores is None else list(no_answer_scores)
+        if not len(predictions) == len(answers) == len(scores):
+            raise ValueError(
+                f"predictions, answers: got {len(predictions)}, {len(answers)} and {len(scores)} scores; expected one "
+                "each for every question"
+            )
+        given = no_answer_scores is not None
+        if self.scored not in (None, given):
+            raise ValueError("no_answer_scores: pass them in every update, or in none")
+        self.scored = given
+        for prediction, true, score in zip(predictions, answers, scores, strict=True):
+            units = self.units(prediction)
+            real = [found for found in map(self.units, true) if found]
+            choices = real or [[]]
+            exact = float(any(units == choice for choice in choices))
+            f1 = max(self.score(units, choice) for choice in choices)
+            self.rows.append((exact, f1, score, float(bool(real)), float(bool(prediction))))
+
+    def result(self) -> dict[str, float | None]:
+        own = torch.tensor(self.rows, dtype=torch.float64).view(-1, 5)
+        rows = engine.gather_result(own)
+        scored = bool(engine.gather_result(torch.tensor([float(bool(self.scored))])).any())
+        exact, f1, score, answered, text = rows.unbind(1)
+        has = answered.bool()
+        found: dict[str, float | None] = {"exact_match": _mean(exact), "f1": _mean(f1)}
+        if len(rows) and not bool(has.all()):
+            found["has_answer_exact_match"], found["has_answer_f1"] = _mean(exact[has]), _mean(f1[has])
+            found["no_answer_exact_match"], found["no_answer_f1"] = _mean(exact[~has]), _mean(f1[~has])
+        if len(rows) and scored:
+            for name, value in (("exact_match", exact), ("f1", f1)):
+                found[f"best_{name}"], found[f"best_{name}_threshold"] = _best(value, score, has, text.bool())
+        return found
+
+
+def _mean(values: torch.Tensor) -> float:
+    return ratio(values.sum().item(), len(values))
+
+
+def _best(value: torch.Tensor, score: torch.Tensor, has: torch.Tensor, text: torch.Tensor) -> tuple[float, float]:
+    """(best mean, threshold): questions whose score is above the threshold are taken to have no answer."""
+    order = torch.argsort(score, stable=True)
+    # Answering one more question gains its value, or loses that "no answer" was right.
+    change = torch.where(has, value, -text.to(value.dtype))[order]
+    total = (~has).sum() + change.cumsum(0)
+    # A threshold takes in all questions of equal score.
+    sorted_score = score[order]
+    last = torch.ones(len(order), dtype=torch.bool)
+    last[:-1] = sorted_score[1:] != sorted_score[:-1]
+    none, best = float((~has).sum()), total[last].max().item()
+    if none >= best:
+        return ratio(none, len(order)), float(sorted_score[0]) - 1.0
+    at = int((total == best).logical_and(last).nonzero()[0])
+    return best / len(order), float(sorted_score[at])

@@ -1,0 +1,102 @@
+"""Token classification: tokens that are right, and entities that are right as a whole.
+
+Entities are those of CoNLL's conlleval, whatever the scheme: BIO (IOB1 and IOB2), BIOES and its other spellings (BILOU,
+BMES), and IO, in which labels may also be bare names. A tag that cannot follow the one before it begins a new entity.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.loss import IGNORE_INDEX
+from modelcenter.training.metrics.base import ratio, sums
+
+OUTSIDE = "O"
+# Other letters for inside, end and single.
+_LETTERS = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S"}
+
+Entity = tuple[str, int, int]  # type, first token, token after the last
+
+
+def split_tag(tag: str) -> tuple[str, str]:
+    """(B, I, E, S or O; type) of a label: "B-PER", "PER-B" is not one; a bare name is inside."""
+    if tag == OUTSIDE:
+        return OUTSIDE, ""
+    letter, dash, kind = tag.partition("-")
+    if dash and letter in _LETTERS:
+        return _LETTERS[letter], kind
+    return (_LETTERS[tag], "") if tag in _LETTERS else ("I", tag)
+
+
+def entities(tags: Iterable[str]) -> list[Entity]:
+    """The entities of one sequence of labels."""
+    return _entities([split_tag(tag) for tag in tags])
+
+
+def _entities(tags: Sequence[tuple[str, str]]) -> list[Entity]:
+    found: list[Entity] = []
+    start, before, kind_before = 0, OUTSIDE, ""
+    for i, (tag, kind) in enumerate([*tags, (OUTSIDE, "")]):
+        if before != OUTSIDE and (before in "ES" or tag in "BSO" or kind != kind_before):
+            found.append((kind_before, start, i))
+        if tag in "BS" or (tag != OUTSIDE and (before in "ESO" or kind != kind_before)):
+            start = i
+        before, kind_before = tag, kind
+    return found
+
+
+class TokenLabels:
+    """precision, recall and f1 of entities over all types (micro), f1_<type> of each, and accuracy of tokens.
+
+    Tokens without a label (-100) are left out on both sides, as the pieces of a word after its first are.
+
+    Args:
+        names: of the labels, by number.
+    """
+
+    main = "f1"
+
+    def __init__(self, names: Sequence[str]):
+        self.tags = [split_tag(name) for name in names]
+        self.types = sorted({kind for tag, kind in self.tags if tag != OUTSIDE})
+        self.number = {kind: i for i, kind in enumerate(self.types)}
+        # Per type: entities predicted, labelled, both; and tokens labelled and right.
+        self.counts = torch.zeros(3, len(self.types), dtype=torch.int64)
+        self.tokens = [0, 0]
+
+    def update(self, logits: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> None:
+        """logits (batch, seq, labels), targets (batch, seq); packed: (1, T, labels), (1, T) and the boundaries."""
+        predicted = logits.argmax(-1)
+        if cu_seqlens is not None:
+            ends = cu_seqlens.tolist()
+            pairs = [(predicted[0, a:b], targets[0, a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+        else:
+            pairs = list(zip(predicted, targets, strict=True))
+        for guess, truth in pairs:
+            labelled = truth != IGNORE_INDEX
+            self.add(guess[labelled].tolist(), truth[labelled].tolist())
+
+    def add(self, predicted: Sequence[int], actual: Sequence[int]) -> None:
+        """One sequence, as label numbers."""
+        self.tokens[0] += len(actual)
+        self.tokens[1] += sum(p == a for p, a in zip(predicted, actual, strict=True))
+        guessed = set(_entities([self.tags[i] for i in predicted]))
+        true = set(_entities([self.tags[i] for i in actual]))
+        for row, found in enumerate((guessed, true, guessed & true)):
+            for kind, _, _ in found:
+                self.counts[row, self.number[kind]] += 1
+
+    def result(self) -> dict[str, float | None]:
+        numbers = sums([*self.counts.flatten().tolist(), *self.tokens])
+        counts = torch.tensor(numbers[:-2]).view(3, -1)
+        predicted, actual, both = counts.sum(1).tolist()
+        found: dict[str, float | None] = {
+            "f1": ratio(2 * both, predicted + actual),
+            "precision": ratio(both, predicted),
+            "recall": ratio(both, actual),
+            "accuracy": ratio(numbers[-1], numbers[-2]),
+        }
+        for kind, (p, a, b) in zip(self.types, counts.T.tolist(), strict=True):
+            found[f"f1_{kind or 'entity'}"] = ratio(2 * b, p + a)
+        return found

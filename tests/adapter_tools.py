@@ -1,0 +1,74 @@
+"""Tiny checkpoints with adapters, on our model and on transformers' with peft."""
+
+import warnings
+from pathlib import Path
+
+import peft
+import torch
+import transformers
+
+import modelcenter as mc
+from modelcenter import registry
+from modelcenter.adapters import add_lora
+from modelcenter.testing import randomize_
+
+
+def save_base(folder: Path, family: str, task: str, **sizes) -> Path:
+    """A checkpoint of a tiny model in which every parameter matters."""
+    model = mc.from_config(f"tiny/{family}", task, **sizes)
+    randomize_(model).save_pretrained(folder)
+    return folder
+
+
+def stir_(model, seed: int = 3):
+    """Give what is trained values that matter; B starts at zero."""
+    rng = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.15 * torch.randn(parameter.shape, generator=rng)
+    return model.eval()
+
+
+def adapted(base: Path, task: str, **options):
+    return stir_(add_lora(mc.from_pretrained(base, task), 4, 8, **options))
+
+
+def inputs(task: str, family: str, labels: bool = False) -> dict:
+    rng = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, 60, (3, 9), generator=rng)
+    if family.endswith("t5"):
+        ids[:, -1] = 1  # the end of the sequence, by which its classifier finds its place
+    batch = {"input_ids": ids}
+    if family != "cpmant":
+        batch["attention_mask"] = torch.ones_like(ids)
+    if task == "seq2seq-lm":
+        batch["decoder_input_ids"] = ids[:, :5]
+    if labels:
+        batch["labels"] = ids[:, :5] if task == "seq2seq-lm" else ids
+        if "classification" in task:
+            batch["labels"] = ids % 2 if task.startswith("token") else ids[:, 0] % 2
+    return batch
+
+
+def logits(model, task: str, family: str) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(**inputs(task, family))
+    return torch.stack([out.start_logits, out.end_logits], -1) if task == "question-answering" else out.logits
+
+
+def transformers_model(base: Path, family: str, task: str):
+    cls = getattr(transformers, registry.get(family).arch_map().tasks[task].hf_class)
+    return cls.from_pretrained(base).eval()
+
+
+def peft_model(base: Path, family: str, task: str, adapter: Path):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = peft.PeftModel.from_pretrained(transformers_model(base, family, task), adapter).eval()
+    assert not [str(w.message) for w in said if "missing" in str(w.message) or "adapter keys" in str(w.message)]
+    return model
+
+
+def same(one: torch.Tensor, other: torch.Tensor, tolerance: float = 4e-5):
+    gap = ((one - other).abs().max() / one.abs().max()).item()
+    assert gap <= tolerance, gap

@@ -1,0 +1,244 @@
+"""Freezing by name; prompt tuning against peft's; 4-bit bases."""
+
+import sys
+
+import peft
+import pytest
+import torch
+from adapter_tools import logits, peft_model, same, save_base, stir_
+
+import engine
+import modelcenter as mc
+from engine import testing
+from modelcenter.adapters import (
+    Freeze,
+    Lora,
+    PromptTuning,
+    add_lora,
+    freeze,
+    load_lora,
+    load_prompt,
+    merge_lora,
+    save_adapter,
+    trainable_parameters,
+)
+
+# -- freeze ----------------------------------------------------------------------------------------------------------
+
+
+def trained(model) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        ("embed", "bert.embeddings.word_embeddings"),
+        ("layers.0", "bert.encoder.layer.0"),
+        ("layers.*.mlp.up.bias", "bert.encoder.layer.*.intermediate.dense.bias"),
+    ],
+)
+def test_freeze_by_either_name(ours, theirs):
+    models = [mc.from_config("tiny/bert", "masked-lm") for _ in range(2)]
+    names = [freeze(models[0], [ours]), freeze(models[1], [theirs])]
+    assert names[0] == names[1]
+    everything = {name for name, _ in models[0].named_parameters()}
+    wanted = {n for n in everything if n.startswith(ours + ".")} or {n for n in everything if n.endswith("up.bias")}
+    assert trained(models[0]) == everything - wanted and wanted
+
+
+def test_freeze_takes_all_parts_of_a_fused_tensor():
+    model = mc.from_config("tiny/gpt2", "causal-lm")
+    found = freeze(model, ["*.c_attn.weight"])
+    assert len(found) == 3 * len(model.layers) and all(name.split(".")[-2] in "qkv" for name in found)
+
+
+def test_freeze_errors():
+    model = mc.from_config("tiny/bert", "masked-lm")
+    with pytest.raises(ValueError, match=r"freeze: 'layesr.0' matches no parameter. Did you mean '.*layers?.0"):
+        freeze(model, ["layesr.0"])
+    with pytest.raises(ValueError, match="leave nothing to train"):
+        freeze(model, ["*"])
+    assert len(trained(model)) == len(list(model.parameters()))
+    share = model.num_parameters(only_trainable=True)
+    assert trainable_parameters(model) == f"trainable parameters: {share:,} of {share:,}, 100 %"
+
+
+def frozen_on_ranks(base: str) -> tuple:
+    engine.init_distributed(zero_level=3)
+    model = mc.from_pretrained(base, adapter=[Freeze(["embed", "layers.0"])])
+    with pytest.raises(ValueError, match="freeze: the model is sharded already"):
+        freeze(model, ["embed"])
+    ids = torch.arange(8).view(1, 8) + 5
+    mc.training.accumulate(model, [{"input_ids": ids, "labels": ids}])
+    return tuple(sorted(name for name, p in model.named_parameters() if p.grad is not None))
+
+
+def test_freeze_before_sharding(tmp_path):
+    base = save_base(tmp_path / "base", "llama", "causal-lm")
+    names = {name for name, _ in mc.from_pretrained(base).named_parameters()}
+    wanted = {name for name in names if not name.startswith(("embed.", "layers.0."))}
+    for found in testing.run(frozen_on_ranks, 2, str(base)):
+        assert set(found) == wanted
+
+
+# -- prompt tuning ---------------------------------------------------------------------------------------------------
+
+PROMPTED = [
+    ("gpt2", "causal-lm"),
+    ("llama", "causal-lm"),
+    ("t5", "seq2seq-lm"),
+    ("bert", "sequence-classification"),
+    ("roberta", "sequence-classification"),
+    ("gpt_neox", "causal-lm"),
+]
+
+
+@pytest.mark.parametrize("family, task", PROMPTED)
+def test_prompts_are_pefts(family, task, tmp_path):
+    base = save_base(tmp_path / "base", family, task)
+    model = stir_(PromptTuning(4).add_to(mc.from_pretrained(base, task)))
+    assert {n for n in trained(model) if not n.startswith("head.")} == {"prompt.weight"}
+    save_adapter(model, tmp_path / "adapter")
+    found, theirs = (
+        logits(model, task, family),
+        logits(peft_model(base, family, task, tmp_path / "adapter"), task, family),
+    )
+    same(theirs[:, -found.shape[1] :] if task == "causal-lm" else theirs, found)
+    assert not torch.equal(found, logits(mc.from_pretrained(base, task), task, family))
+    again = load_prompt(tmp_path / "adapter", mc.from_pretrained(base, task)).eval()
+    assert torch.equal(logits(again, task, family), found)
+
+
+def test_the_prompt_stands_before_each_packed_sequence(tmp_path):
+    base = save_base(tmp_path / "base", "gpt2", "causal-lm")
+    model = stir_(PromptTuning(3).add_to(mc.from_pretrained(base)))
+    rows = [torch.arange(5, 5 + n) for n in (4, 7, 2)]
+    packed = model(torch.cat(rows)[None], cu_seqlens=torch.tensor([0, 4, 11, 13], dtype=torch.int32), max_seqlen=7)
+    alone = torch.cat([model(row[None]).logits[0] for row in rows])
+    same(packed.logits[0], alone)
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+    mask = (labels >= 0).long()
+    model.train()
+    model(ids, mask, labels=labels).loss.backward()
+    grads = {n for n, p in model.named_parameters() if p.grad is not None}
+    assert grads == {"prompt.weight"} and bool((model.prompt.weight.grad != 0).any(1).all())
+
+
+def test_generation_goes_on_after_the_prompt(tmp_path):
+    base = save_base(tmp_path / "base", "llama", "causal-lm")
+    model = stir_(PromptTuning(3).add_to(mc.from_pretrained(base)))
+    ids = torch.arange(5, 9)[None]
+    found = model.generate(ids, max_new_tokens=5, eos_token_id=None)
+    for _ in range(5):
+        ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(found, ids)
+
+
+def prompt_on_ranks(base: str, folder: str) -> list[float]:
+    engine.init_distributed(zero_level=3)
+    model = mc.from_pretrained(base, adapter=PromptTuning(4), seed=3)
+    optimizer = engine.optim.AdamOptimizer([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    rows = (torch.arange(36).view(4, 9) * 7) % 50 + 5
+    mine = rows.chunk(engine.world_size())[engine.rank()]
+    losses = []
+    for _ in range(3):
+        losses.append(float(mc.training.accumulate(model, [{"input_ids": mine, "labels": mine}])))
+        optimizer.step()
+        optimizer.zero_grad()
+    save_adapter(model, folder)
+    return losses
+
+
+def test_prompts_train_on_two_ranks_as_on_one(tmp_path):
+    base = save_base(tmp_path / "base", "gpt2", "causal-lm")
+    (alone,) = testing.run(prompt_on_ranks, 1, str(base), str(tmp_path / "one"))
+    assert alone[0] != alone[2]
+    for found in testing.run(prompt_on_ranks, 2, str(base), str(tmp_path / "two")):
+        assert found == pytest.approx(alone, rel=2e-5)
+    one, two = (load_prompt(tmp_path / name).saved.tensors["prompt_embeddings"] for name in ("one", "two"))
+    same(one, two)
+
+
+def test_models_that_take_no_prompt(tmp_path):
+    for family, why in (("cpmant", "has a prompt of its own"), ("minicpm", "scales its embeddings")):
+        with pytest.raises(ValueError, match=why):
+            PromptTuning(4).add_to(mc.from_config(f"tiny/{family}", "causal-lm"))
+    with pytest.raises(ValueError, match="prompt_tokens: got 0"):
+        PromptTuning(0)
+    model = PromptTuning(4).add_to(mc.from_config("tiny/gpt2", "causal-lm"))
+    save_adapter(model, tmp_path / "adapter")
+    with pytest.raises(ValueError, match="peft_type is 'PROMPT_TUNING', expected 'LORA'"):
+        load_lora(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="the prompt is .* wide, the model's hidden_size is"):
+        load_prompt(tmp_path / "adapter", mc.from_config("tiny/gpt2", "causal-lm", hidden_size=64, num_heads=4))
+    with pytest.raises(ValueError, match="merge: the model has a prompt"):
+        merge_lora(model)
+
+
+# -- 4 bits ----------------------------------------------------------------------------------------------------------
+
+
+def test_quantize_says_what_is_missing(monkeypatch):
+    model = mc.from_config("tiny/llama", "causal-lm")
+    with pytest.raises(ValueError, match="quantize: got 'int3', expected nf4 or fp4"):
+        add_lora(model, quantize="int3")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ValueError, match=r"bitsandbytes cannot be used here .*pip install 'modelcenter\[qlora\]'"):
+        add_lora(model, quantize="nf4")
+    assert model.adapter is None
+
+
+def refused_on_ranks() -> str:
+    engine.init_distributed()
+    with pytest.raises(ValueError, match="4-bit weights cannot be sharded") as caught:
+        mc.from_config("tiny/llama", "causal-lm", adapter=Lora(quantize="nf4"))
+    return str(caught.value)
+
+
+def test_quantize_is_for_one_process():
+    assert "on 2 ranks" in testing.run(refused_on_ranks, 2)[0]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_a_4_bit_base(kind, tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    base = save_base(tmp_path / "base", "llama", "causal-lm", **sizes)
+    model = mc.from_pretrained(base, adapter=Lora(4, quantize=kind))
+    plain = mc.from_pretrained(base)
+    layer, weight = model.layers[0].attn.q, plain.layers[0].attn.q.weight
+    assert isinstance(layer.base_layer, bitsandbytes.nn.Linear4bit)
+    held = layer.base_layer.weight
+    assert held.dtype == torch.uint8 and held.numel() == weight.numel() / 2
+    back = bitsandbytes.functional.dequantize_4bit(held.data, held.quant_state)
+    assert 0 < (back - weight).abs().max() < 0.4 * weight.abs().max()
+    assert f"of {plain.num_parameters() + model.num_parameters(only_trainable=True):,}," in trainable_parameters(model)
+    # Training follows a model whose weights are the rounded ones.
+    with torch.no_grad():
+        for name, rounded in model.named_modules():
+            if isinstance(rounded, bitsandbytes.nn.Linear4bit):
+                value = bitsandbytes.functional.dequantize_4bit(rounded.weight.data, rounded.weight.quant_state)
+                plain.get_submodule(name.removesuffix(".base_layer")).weight.copy_(value)
+    plain = add_lora(plain, 4)
+    ids = torch.arange(5, 14)[None]
+    losses: list[list[float]] = []
+    for each in (model.train(), plain.train()):
+        losses.append([])
+        optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=0.01)
+        for _ in range(3):
+            loss = each(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][0] > losses[0][2]
+    # In eval mode bitsandbytes may multiply in bf16 on a CPU.
+    same(logits(plain.eval(), "causal-lm", "llama"), logits(model.eval(), "causal-lm", "llama"), 5e-2)
+    with pytest.raises(ValueError, match="merge: the weights are in 4 bits"):
+        merge_lora(model)
+    save_adapter(model, tmp_path / "adapter")
+    again = load_lora(tmp_path / "adapter", mc.from_pretrained(base), quantize=kind).eval()
+    assert torch.equal(logits(again, "causal-lm", "llama"), logits(model, "causal-lm", "llama"))
+    assert isinstance(peft.PeftConfig.from_pretrained(tmp_path / "adapter"), peft.LoraConfig)

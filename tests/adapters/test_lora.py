@@ -1,0 +1,279 @@
+"""LoRA on our models against peft on transformers' models: the same adapter, the same logits."""
+
+import json
+import sys
+import warnings
+
+import peft
+import pytest
+import torch
+from adapter_tools import adapted, inputs, logits, peft_model, same, save_base, stir_, transformers_model
+
+import engine
+import modelcenter as mc
+from engine import testing
+from modelcenter.adapters import Lora, add_lora, load_lora, merge_lora, save_adapter, trainable_parameters
+from modelcenter.adapters.layout import short_names
+
+CASES = [
+    ("bert", "masked-lm"),
+    ("roberta", "sequence-classification"),
+    ("gpt2", "causal-lm"),
+    ("gpt_neox", "causal-lm"),
+    ("t5", "seq2seq-lm"),
+    ("llama", "causal-lm"),
+]
+OTHERS = [
+    ("bert", "sequence-classification"),
+    ("bert", "token-classification"),
+    ("bert", "question-answering"),
+    ("gpt2", "sequence-classification"),
+    ("gpt_neox", "token-classification"),
+    ("t5", "sequence-classification"),
+    ("gptj", "causal-lm"),
+    ("opt", "causal-lm"),
+    ("qwen2", "causal-lm"),
+    ("qwen3", "causal-lm"),
+    ("mistral", "causal-lm"),
+    ("mt5", "seq2seq-lm"),
+    ("minicpm3", "causal-lm"),
+    ("cpmant", "causal-lm"),
+    ("xlm-roberta", "masked-lm"),
+]
+every_family = pytest.mark.parametrize(
+    "family, task", [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS)]
+)
+
+
+@every_family
+def test_transformers_with_peft_gives_the_same_and_the_file_comes_back(family, task, tmp_path):
+    base = save_base(tmp_path / "base", family, task)
+    model = adapted(base, task)
+    save_adapter(model, tmp_path / "adapter")
+    expected = logits(model, task, family)
+    assert not torch.equal(expected, logits(mc.from_pretrained(base, task), task, family))
+    theirs = peft_model(base, family, task, tmp_path / "adapter")
+    same(logits(theirs, task, family), expected)
+    # Back again: the ranks are those we had, so that training could go on.
+    again = load_lora(tmp_path / "adapter", mc.from_pretrained(base, task)).eval()
+    assert again.adapter.ranks == model.adapter.ranks
+    assert torch.equal(logits(again, task, family), expected)
+    merged = merge_lora(again)
+    assert merged.adapter is None and "lora" not in "".join(n for n, _ in merged.named_parameters())
+    same(logits(merged, task, family), expected)
+    merged.save_pretrained(tmp_path / "merged")
+    same(logits(transformers_model(tmp_path / "merged", family, task), task, family), expected)
+
+
+@every_family
+def test_an_adapter_that_peft_trained_on_transformers_comes_in(family, task, tmp_path):
+    base = save_base(tmp_path / "base", family, task)
+    ours = adapted(base, task)
+    save_adapter(ours, tmp_path / "names")  # whose targets are the linear layers of this family
+    targets = json.loads((tmp_path / "names" / "adapter_config.json").read_text())["target_modules"]
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, use_rslora=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = stir_(peft.get_peft_model(transformers_model(base, family, task), config))
+        theirs.save_pretrained(tmp_path / "adapter")
+    model = load_lora(tmp_path / "adapter", mc.from_pretrained(base, task)).eval()
+    same(logits(theirs, task, family), logits(model, task, family))
+    save_adapter(model, tmp_path / "again")
+    same(logits(peft_model(base, family, task, tmp_path / "again"), task, family), logits(theirs, task, family))
+
+
+@pytest.mark.parametrize("family, task", [("gpt2", "causal-lm"), ("gpt_neox", "causal-lm"), ("bert", "masked-lm")])
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"use_rslora": True}, {"targets": ["q", "v"]}], ids=str)
+def test_variants_and_parts_of_fused_tensors(family, task, options, tmp_path):
+    base = save_base(tmp_path / "base", family, task)
+    model = adapted(base, task, **options)
+    save_adapter(model, tmp_path / "adapter")
+    same(logits(peft_model(base, family, task, tmp_path / "adapter"), task, family), logits(model, task, family))
+    again = load_lora(tmp_path / "adapter", mc.from_pretrained(base, task)).eval()
+    assert again.adapter.ranks == model.adapter.ranks
+    same(logits(again, task, family), logits(model, task, family), 1e-6)
+    same(logits(merge_lora(again), task, family), logits(model, task, family))
+
+
+def test_dora_of_a_part_of_a_fused_tensor_is_refused(tmp_path):
+    model = adapted(save_base(tmp_path / "base", "gpt2", "causal-lm"), "causal-lm", targets=["q"], use_dora=True)
+    with pytest.raises(ValueError, match=r"targets: DoRA of transformers' .*c_attn .*attn\.q"):
+        save_adapter(model, tmp_path / "adapter")
+
+
+@every_family
+def test_only_the_adapter_and_the_new_head_are_trained(family, task, tmp_path):
+    base = save_base(tmp_path / "base", family, task)
+    model = add_lora(mc.from_pretrained(base, task), 4).train()
+    batch = inputs(task, family, labels=True)
+    if task == "question-answering":
+        batch |= {"start_positions": torch.tensor([1, 2, 3]), "end_positions": torch.tensor([2, 2, 5])}
+        del batch["labels"]
+    model(**batch).loss.backward()
+    head = task not in ("masked-lm", "causal-lm", "seq2seq-lm")
+    for name, parameter in model.named_parameters():
+        wanted = "lora_" in name or (head and name.startswith("head."))
+        assert (parameter.grad is not None) == parameter.requires_grad == wanted, name
+    line = trainable_parameters(model)
+    assert f"{model.num_parameters(only_trainable=True):,} of {model.num_parameters():,}" in line
+    # A new adapter adds nothing yet.
+    assert torch.equal(logits(model.eval(), task, family), logits(mc.from_pretrained(base, task), task, family))
+
+
+def test_targets_by_either_name(tmp_path):
+    base = save_base(tmp_path / "base", "llama", "causal-lm")
+
+    def of(targets):
+        return list(add_lora(mc.from_pretrained(base), targets=targets).adapter.ranks)
+
+    assert of(["q"]) == of(["q_proj"]) == of("attn.q") == of("layers.*.attn.q") == of(["self_attn.q_proj"])
+    assert len(of(None)) == len(of("all-linear")) == 7 * len(of(["mlp.down"]))
+    with pytest.raises(ValueError, match=r"lora_targets: 'q_porj' matches no linear layer. Did you mean 'q_proj'"):
+        of(["q_porj"])
+
+
+def test_names_are_short_and_stand_for_nothing_else():
+    modules = ["a.0.attention.output.dense", "a.0.output.dense", "a.1.attention.output.dense", "a.1.output.dense"]
+    assert short_names(modules, modules) == ["dense"]
+    assert short_names(modules[::2], modules) == ["attention.output.dense"]
+    assert short_names(modules[1::2], modules) == ["0.output.dense", "1.output.dense"]
+
+
+def test_errors(tmp_path):
+    base = save_base(tmp_path / "base", "bert", "masked-lm")
+    model = mc.from_pretrained(base)
+    for options, message in (
+        ({"rank": 0}, "lora_rank: got 0"),
+        ({"dropout": 1.0}, "lora_dropout: got 1.0"),
+        ({"alpha": -1}, "lora_alpha: got -1"),
+        ({"modules_to_save": ["haed"]}, "modules_to_save: 'haed' is no module"),
+        ({"modules_to_save": ["head"]}, "modules_to_save: head.* takes part in the vocabulary's matrix"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            add_lora(model, **options)
+    with pytest.raises(ValueError, match="expected a directory with adapter_config.json"):
+        load_lora(tmp_path / "nothing", model)
+    with pytest.raises(ValueError, match="the model has no adapter"):
+        save_adapter(model, tmp_path / "adapter")
+    with pytest.raises(ValueError, match="merge: the model has none"):
+        merge_lora(model)
+    add_lora(model)
+    with pytest.raises(ValueError, match="the model has an adapter already"):
+        add_lora(model)
+    with pytest.raises(ValueError, match="save that with modelcenter.adapters.save_adapter, or merge it"):
+        model.save_pretrained(tmp_path / "whole")
+    save_adapter(model, tmp_path / "adapter")
+    llama = mc.from_pretrained(save_base(tmp_path / "llama", "llama", "causal-lm"))
+    with pytest.raises(ValueError, match="of its modules are not in this llama"):
+        load_lora(tmp_path / "adapter", llama)
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "bias": "all"}))
+    with pytest.raises(ValueError, match="it uses bias, which is not supported"):
+        load_lora(tmp_path / "adapter", mc.from_pretrained(base))
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match="adapter_model.safetensors is missing"):
+        load_lora(tmp_path / "adapter")
+
+
+def test_peft_is_named_where_it_is_missing(monkeypatch):
+    model = mc.from_config("tiny/bert", "masked-lm")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"LoRA needs the package peft .*pip install 'modelcenter\[lora\]'"):
+        add_lora(model)
+
+
+def test_a_bf16_base_keeps_an_fp32_adapter_and_merges_with_one_rounding(tmp_path):
+    base = save_base(tmp_path / "base", "llama", "causal-lm")
+    model = stir_(add_lora(mc.from_pretrained(base, dtype="bfloat16"), 4))
+    own = {p.dtype for p in model.parameters() if p.requires_grad}
+    assert own == {torch.float32} and model.layers[0].attn.q.base_layer.weight.dtype == torch.bfloat16
+    layer = model.layers[0].attn.q
+    delta = (layer.lora_B["default"].weight @ layer.lora_A["default"].weight) * layer.scaling["default"]
+    expected = (layer.base_layer.weight.float() + delta).bfloat16()
+    merge_lora(model)
+    assert torch.equal(model.layers[0].attn.q.weight, expected)
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def train(base: str, folder: str, task: str, level: int, tp: int, precision: str, dora: bool) -> tuple:
+    """Three steps; (losses, elements of the base that this rank holds, merged logits)."""
+    engine.init_distributed(zero_level=level, tp_size=tp)
+    policy = engine.Policy(precision=precision)
+    dtype = "bfloat16" if precision == "bf16" else None
+    model = mc.from_pretrained(base, task, dtype=dtype, policy=policy, seed=5, adapter=Lora(4, 8, use_dora=dora))
+    optimizer = engine.optim.AdamOptimizer([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    rng = torch.Generator().manual_seed(0)
+    rows = torch.randint(5, 60, (4, 9), generator=rng)
+    ranks = engine.world_size() // tp
+    mine = rows.chunk(ranks)[engine.rank() // tp]
+    model.eval()  # without dropout
+    losses = []
+    for _ in range(3):
+        labels = mine[:, 0] % 2 if "classification" in task else mine
+        batch = {"input_ids": mine, "labels": labels}
+        losses.append(float(mc.training.accumulate(model, [batch])))
+        optimizer.step()
+        optimizer.zero_grad()
+    save_adapter(model, folder)
+    held = sum(local.numel() for name, _, local in engine.local_slices(model) if "lora" not in name)
+    model.eval()
+    before = logits(model, task, "")
+    merge_lora(model)
+    same(logits(model, task, ""), before, 8e-2 if precision == "bf16" else 4e-5)
+    model.save_pretrained(f"{folder}-merged")
+    return losses, held, before.float().numpy()
+
+
+@pytest.fixture(scope="module")
+def two():
+    with testing.Pool(2) as pool:
+        yield pool
+
+
+SHARDED = [
+    ("bert", "sequence-classification", 3, 1, "fp32", False),
+    ("gpt2", "causal-lm", 3, 1, "fp32", False),
+    ("llama", "causal-lm", 3, 1, "bf16", False),
+    ("gpt_neox", "causal-lm", 3, 1, "fp32", True),
+    ("llama", "causal-lm", 3, 2, "fp32", False),
+    pytest.param("t5", "seq2seq-lm", 3, 2, "fp32", False, marks=pytest.mark.full),
+    pytest.param("bert", "masked-lm", 0, 1, "fp32", False, marks=pytest.mark.full),
+    pytest.param("bert", "masked-lm", 1, 1, "fp32", False, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("family, task, level, tp, precision, dora", SHARDED)
+def test_two_ranks_train_as_one(family, task, level, tp, precision, dora, two, tmp_path):
+    """The adapter goes in between building on meta and sharding, so no rank holds the base whole."""
+    base = save_base(tmp_path / "base", family, task)
+    both = two.run(train, str(base), str(tmp_path / "two"), task, level, tp, precision, dora)
+    (alone,) = testing.run(train, 1, str(base), str(tmp_path / "one"), task, level, 1, precision, dora)
+    tolerance = 8e-2 if precision == "bf16" else 4e-5
+    for losses, held, found in both:
+        assert losses == pytest.approx(alone[0], abs=tolerance, rel=tolerance)
+        same(torch.from_numpy(alone[2]), torch.from_numpy(found), tolerance)
+        assert held == alone[1] if level == 0 else held < 0.62 * alone[1]
+    if precision == "fp32":
+        theirs = peft_model(base, family, task, tmp_path / "two")
+        same(logits(theirs, task, ""), torch.from_numpy(alone[2]), tolerance)
+        merged = transformers_model(tmp_path / "two-merged", family, task)
+        same(logits(merged, task, ""), torch.from_numpy(alone[2]), tolerance)
+
+
+def load_on_ranks(base: str, adapter: str, task: str) -> tuple:
+    engine.init_distributed(zero_level=3)
+    model = mc.from_pretrained(base, task, adapter=load_lora(adapter)).eval()
+    with pytest.raises(ValueError, match="sharded already"):
+        model.adapter = None
+        add_lora(model)
+    return logits(model, task, "").numpy()
+
+
+def test_a_saved_adapter_goes_onto_a_sharded_model(two, tmp_path):
+    base = save_base(tmp_path / "base", "gpt2", "causal-lm")
+    model = adapted(base, "causal-lm")
+    save_adapter(model, tmp_path / "adapter")
+    for found in two.run(load_on_ranks, str(base), str(tmp_path / "adapter"), "causal-lm"):
+        same(logits(model, "causal-lm", "gpt2"), torch.from_numpy(found))

@@ -1,4 +1,4 @@
-"""The command line: `modelcenter VERB`. Thin; --help and list import no torch."""
+"""The command line: `modelcenter VERB`. Thin; --help, list and info import no torch."""
 
 import importlib
 import importlib.util
@@ -88,6 +88,57 @@ def _list(argv: Sequence[str]) -> None:
         print(f"{info.name:<{width}}  {info.family:<8} {size:>14}  {info.hub or 'no weights'}")
 
 
+def _info(argv: Sequence[str]) -> None:
+    """NAME [--gpus N] [--json]: parameters, files and memory of a model, without loading it"""
+    from modelcenter.training.hub_flags import InfoConfig
+
+    about = "What is known of a model without loading it, and what training and inference of it take."
+    cfg = InfoConfig.from_args(argv, "modelcenter info", about)
+    from modelcenter.hub.download import HubOptions
+    from modelcenter.hub.info import as_json, model_info, render
+
+    found = model_info(str(cfg.name), HubOptions(cfg.revision, cfg.token, cfg.cache_dir), cfg.gpus)
+    print(as_json(found) if cfg.json else render(found))
+
+
+def _download(argv: Sequence[str]) -> None:
+    """NAME [--revision R] [--local_dir D]: a model's files, into the cache; prints where they are"""
+    from modelcenter.training.hub_flags import DownloadConfig
+
+    about = "Download what loading a model takes: config, weights in one format, tokenizer. Run again, it goes on."
+    cfg = DownloadConfig.from_args(argv, "modelcenter download", about)
+    from modelcenter.hub.download import HubOptions
+    from modelcenter.hub.fetch import as_json, fetch
+
+    options = HubOptions(cfg.revision, cfg.token, cfg.cache_dir)
+    found = fetch(str(cfg.name), options, local_dir=cfg.local_dir, everything=cfg.all, say=_to_stderr)
+    print(json.dumps(as_json(found), indent=2) if cfg.json else found.path)
+
+
+def _push(argv: Sequence[str]) -> None:
+    """DIR REPO_ID [--private] [--revision R]: upload a checkpoint or a run's model to the Hub, checked first"""
+    from modelcenter.training.hub_flags import PushConfig
+
+    about = "Check that a directory is a whole Hugging Face checkpoint without pickles, and upload it. Run again, it "
+    cfg = PushConfig.from_args(argv, "modelcenter push", about + "goes on where it broke off.")
+    from modelcenter.hub.push import push_directory
+
+    done = push_directory(
+        str(cfg.dir),
+        str(cfg.repo_id),
+        token=cfg.token,
+        private=cfg.private,
+        revision=cfg.revision,
+        message=cfg.message,
+        say=_to_stderr,
+    )
+    print(json.dumps(vars(done), indent=2) if cfg.json else done.address)
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _compare(argv: Sequence[str]) -> None:
     """A [B] [--data F]: loss, logits and gradients of two models; B defaults to transformers"""
     from modelcenter.compare import main
@@ -108,6 +159,9 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "evaluate": _evaluate,
     "generate": _generate,
     "list": _list,
+    "info": _info,
+    "download": _download,
+    "push": _push,
     "compare": _compare,
     "preprocess": _preprocess,
 }

@@ -10,6 +10,7 @@ Private and gated repositories, branches, revisions, large files and deletions w
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 import threading
@@ -18,6 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import yaml
 
 READ, WRITE = "hf_read", "hf_write"  # tokens: one may read private repositories, the other may write too
 _NAME = r"((?:[\w.-]+/)?[\w.-]+)"
@@ -52,6 +55,9 @@ class HubStub:
         self.repos: dict[str, Repo] = {}
         self.requests: list[tuple[str, str]] = []
         self.large: dict[str, bytes] = {}
+        self.ranges: list[int] = []  # where downloads went on
+        self.cut: int | None = None  # the next large download breaks off after so many bytes
+        self.refused: int | None = None  # so many large uploads work, then each fails; None: all work
         stub = self
 
         class Handler(_Handler):
@@ -129,7 +135,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return
         self._send(404, {"error": f"the stub has no {method} {path}"})
 
-    def _send(self, status: int, value: Any = None, data: bytes | None = None, **headers: str) -> None:
+    def _send(
+        self, status: int, value: Any = None, data: bytes | None = None, upto: int | None = None, **headers: str
+    ) -> None:
         payload = json.dumps(value).encode() if data is None else data
         self.send_response(status)
         if status >= 400:
@@ -139,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(payload)
+            self.wfile.write(payload[:upto])
 
     def _token(self) -> str | None:
         return (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
@@ -192,14 +200,20 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, {"files": modes})
 
     def batch(self, name: str, body: bytes, **_: Any) -> None:
-        objects = [
-            {**o, "actions": {"upload": {"href": f"{self.hub.url}/large/{o['oid']}"}}}
+        objects = [  # what is there already is not asked for again
+            o
+            if o["oid"] in self.hub.large
+            else {**o, "actions": {"upload": {"href": f"{self.hub.url}/large/{o['oid']}"}}}
             for o in json.loads(body)["objects"]
         ]
         self._send(200, {"transfer": "basic", "objects": objects})
 
     def large(self, oid: str, body: bytes, **_: Any) -> None:
         assert hashlib.sha256(body).hexdigest() == oid
+        if self.hub.refused is not None:
+            if self.hub.refused == 0:
+                return self._send(400, {"error": "the storage is full"})
+            self.hub.refused -= 1
         self.hub.large[oid] = body
         self._send(200, {})
 
@@ -228,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
         found = self._files(name, revision or "main")
         if found is not None:
             repo, commit, files = found
-            siblings = [{"rfilename": path} for path in files]
+            siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
             self._send(200, {"id": name, "sha": commit, "private": repo.private, "siblings": siblings, "tags": []})
 
     def tree(self, name: str, revision: str, **_: Any) -> None:
@@ -262,12 +276,39 @@ class _Handler(BaseHTTPRequestHandler):
         tag = f'"{hashlib.sha256(data).hexdigest()}"'
         start = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
         if start:
+            self.hub.ranges.append(int(start[1]))
             rest = data[int(start[1]) :]
             self._send(206, data=rest, ETag=tag, X_Repo_Commit=commit, Content_Range=f"bytes {start[1]}-/{len(data)}")
         else:
-            self._send(200, data=data, ETag=tag, X_Repo_Commit=commit, Accept_Ranges="bytes")
+            cut = self.hub.cut if self.command == "GET" and path.endswith(_LARGE) else None
+            if cut is not None:
+                self.hub.cut, self.close_connection = None, True
+            self._send(200, data=data, upto=cut, ETag=tag, X_Repo_Commit=commit, Accept_Ranges="bytes")
 
-    def validate(self, **_: Any) -> None:
+    def validate(self, body: bytes, **_: Any) -> None:
+        """The rules of a card's front matter that the Hub documents (hub-docs: model cards, eval results)."""
+        text = json.loads(body)["content"]
+        front = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
+        wrong = [key for key in ("license", "pipeline_tag", "library_name") if not isinstance(front.get(key, ""), str)]
+        for key in ("tags", "metrics", "datasets", "language", "base_model"):
+            value = front.get(key, [])
+            if not all(isinstance(item, str) and item for item in (value if isinstance(value, list) else [value])):
+                wrong.append(key)
+        for entry in front.get("model-index", []):
+            for result in entry["results"]:
+                if not entry["name"] or not result["task"]["type"]:
+                    wrong.append("model-index")
+                if not result["dataset"]["type"] or not result["dataset"]["name"]:
+                    wrong.append("model-index dataset")
+                for metric in result["metrics"]:
+                    if (
+                        not metric["type"]
+                        or not isinstance(metric["value"], int | float)
+                        or math.isnan(metric["value"])
+                    ):
+                        wrong.append("model-index metric")
+        if wrong:
+            return self._send(400, {"error": f"Invalid metadata in {', '.join(wrong)}"})
         self._send(200, {"errors": [], "warnings": []})
 
 

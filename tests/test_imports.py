@@ -245,7 +245,9 @@ def test_import_starts_nothing(statement: str):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", ["--help", "list", "list --json", "finetune classification --help"])
+@pytest.mark.parametrize(
+    "command", ["--help", "list", "list --json", "info bert-base-uncased", "finetune classification --help"]
+)
 def test_cheap_commands_do_not_import_torch(command: str):
     code = (
         "import runpy, sys\n"

@@ -9,11 +9,15 @@ In both tensors a piece covers the product of one index set per dimension, which
 exact and cheap: they work dimension by dimension and never look at elements.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # what only needs the tables, such as `modelcenter info`, starts without torch
+    import torch
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]  # half-open [low, high) per dimension
@@ -193,6 +197,8 @@ def prove(
 
 
 def _box_sets(box: Box, shape: Sequence[int]) -> list[torch.Tensor]:
+    import torch
+
     masks = [torch.zeros(n, dtype=torch.bool) for n in shape]
     for mask, (low, high) in zip(masks, box, strict=True):
         mask[low:high] = True
@@ -201,6 +207,8 @@ def _box_sets(box: Box, shape: Sequence[int]) -> list[torch.Tensor]:
 
 def _index_sets(piece: Piece, side: int, shape: Sequence[int]) -> list[torch.Tensor]:
     """Per dimension of the tensor, the set of indices that the piece covers, as a mask."""
+    import torch
+
     if len(piece.offsets[side]) != len(shape):
         raise CoverageError(f"piece {piece} has {len(piece.offsets[side])} dimensions, tensor has shape {tuple(shape)}")
     masks = []
@@ -220,6 +228,8 @@ def _index_sets(piece: Piece, side: int, shape: Sequence[int]) -> list[torch.Ten
 
 
 def _prove_tensor(what: str, regions: list[list[torch.Tensor]], shape: Sequence[int]) -> None:
+    import torch
+
     # Label the indices of each dimension so that two have the same label when the same regions contain both.
     labels, firsts, members = [], [], []
     for dim, size in enumerate(shape):

@@ -1,20 +1,32 @@
 """Model cards: README.md with the front matter that the Hub understands."""
 
+import json
+import math
+import os
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from modelcenter.hub.names import CARD_FILE, CURVES_FILE
+from modelcenter.hub.push import without_tokens
 
 PIPELINES = {
     "base": "feature-extraction",
     "masked-lm": "fill-mask",
     "pretraining": "fill-mask",
     "causal-lm": "text-generation",
+    "seq2seq-lm": "text-generation",  # what the Hub made of text2text-generation, which stays as a tag
     "sequence-classification": "text-classification",
     "token-classification": "token-classification",
     "question-answering": "question-answering",
     "multiple-choice": "multiple-choice",
 }
+_SUBTASKS = {"seq2seq-lm": ["text2text-generation"]}
 # Keys of `details` that go into the front matter as they are.
 _PLAIN = ("language", "license", "license_name", "license_link", "datasets", "tags", "metrics")
+_DATASET = ("dataset", "dataset_name", "dataset_config", "dataset_split", "dataset_revision")
+_RUN = "## How it was made"
 
 
 def make_card(model: Any, hf_class: str, details: Mapping[str, Any] | None = None) -> str:
@@ -24,16 +36,17 @@ def make_card(model: Any, hf_class: str, details: Mapping[str, Any] | None = Non
         model: a loaded model; what it was loaded from becomes `base_model`.
         hf_class: the transformers class that loads it.
         details: `title`, `base_model`, `language`, `license`, `datasets`, `tags`; `metrics`: names, or {name: value} of
-            an evaluation on `dataset` (its id; `dataset_name`, `dataset_config`, `dataset_split`); `text`: Markdown to
-            append.
+            an evaluation on `dataset` (its id; `dataset_name`, `dataset_config`, `dataset_split`, `dataset_revision`),
+            of which values that are not finite are left out; `run`: what summary.json says of the run that made it
+            (describe_run); `text`: Markdown to append.
 
     Raises:
-        ValueError: a key of `details` is unknown.
+        ValueError: a key of `details` is unknown, or a value is none that the Hub's front matter may have.
     """
-    from huggingface_hub import EvalResult, ModelCardData
+    from huggingface_hub import ModelCardData
 
     given = dict(details or {})
-    known = (*_PLAIN, "title", "base_model", "dataset", "dataset_name", "dataset_config", "dataset_split", "text")
+    known = (*_PLAIN, *_DATASET, "title", "base_model", "run", "text")
     unknown = [key for key in given if key not in known]
     if unknown:
         raise ValueError(f"model card: unknown key {unknown[0]!r}; known: {', '.join(known)}")
@@ -41,24 +54,17 @@ def make_card(model: Any, hf_class: str, details: Mapping[str, Any] | None = Non
     base = given.get("base_model", report.repo if report is not None else None)
     title = given.get("title") or f"{hf_class} fine-tuned with ModelCenter"
     front: dict[str, Any] = {key: given[key] for key in _PLAIN if given.get(key)}
-    front["tags"] = list(dict.fromkeys(["modelcenter", model.config.model_type, *front.get("tags", ())]))
+    tags = ["modelcenter", model.config.model_type, *_SUBTASKS.get(model.task, ()), *front.get("tags", ())]
+    front["tags"] = list(dict.fromkeys(tags))
     metrics = front.get("metrics")
     if isinstance(metrics, Mapping):
-        front["metrics"] = list(metrics)
-        dataset = given.get("dataset") or next(iter(_as_list(given.get("datasets"))), "unknown")
+        metrics = {name: value for name, value in metrics.items() if _finite(name, value)}
+        front["metrics"] = list(metrics) or None
+    if isinstance(metrics, Mapping) and metrics:
         front["model_name"] = title
-        front["eval_results"] = [
-            EvalResult(
-                task_type=PIPELINES[model.task],
-                dataset_type=dataset,
-                dataset_name=given.get("dataset_name") or dataset,
-                dataset_config=given.get("dataset_config"),
-                dataset_split=given.get("dataset_split"),
-                metric_type=name,
-                metric_value=value,
-            )
-            for name, value in metrics.items()
-        ]
+        front["eval_results"] = _results(given, metrics, PIPELINES[model.task])
+    if base:
+        front["base_model_relation"] = "finetune"
     data = ModelCardData(
         base_model=base,
         library_name="transformers",
@@ -68,8 +74,9 @@ def make_card(model: Any, hf_class: str, details: Mapping[str, Any] | None = Non
     )
     lines = ["---", data.to_yaml().strip(), "---", "", f"# {title}", ""]
     if base:
-        lines += [f"Started from `{base}`.", ""]
-    if isinstance(metrics, Mapping):
+        at = "" if report is None or report.repo != base else f" at commit `{report.source.rpartition('@')[2]}`"
+        lines += [f"Started from `{base}`{at}.", ""]
+    if isinstance(metrics, Mapping) and metrics:
         lines += ["| metric | value |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in metrics.items()), ""]
     lines += [
         "```python",
@@ -80,8 +87,144 @@ def make_card(model: Any, hf_class: str, details: Mapping[str, Any] | None = Non
     ]
     if given.get("text"):
         lines += [str(given["text"]).strip(), ""]
-    return "\n".join(lines)
+    if given.get("run"):
+        lines += [describe_run(given["run"]), ""]
+    return without_tokens("\n".join(lines))
+
+
+def _finite(name: str, value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"model card: metric {name!r} is {value!r}, expected a number")
+    return math.isfinite(value)
+
+
+def _results(given: Mapping[str, Any], metrics: Mapping[str, Any], task_type: str) -> list[Any]:
+    """The metrics as the Hub's model-index wants them."""
+    from huggingface_hub import EvalResult
+
+    dataset = given.get("dataset") or next(iter(_as_list(given.get("datasets"))), "local")
+    return [
+        EvalResult(
+            task_type=task_type,
+            dataset_type=dataset,
+            dataset_name=given.get("dataset_name") or dataset,
+            dataset_config=given.get("dataset_config"),
+            dataset_split=given.get("dataset_split"),
+            dataset_revision=given.get("dataset_revision"),
+            metric_type=name,
+            metric_value=value,
+        )
+        for name, value in metrics.items()
+    ]
 
 
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+# -- what a run says of itself ---------------------------------------------------------------------------------------
+
+
+def describe_run(summary: Mapping[str, Any], curve: str | None = None) -> str:
+    """Markdown: the exact command, data, steps, tokens, padding, hardware, versions, and the curve.
+
+    Args:
+        summary: what summary.json says; a field that is not there gets no line. `padding` may be added to it.
+        curve: the name of a picture beside the card.
+    """
+    rows = [(label, text) for label, text in _run_facts(summary) if text]
+    lines = [_RUN, ""]
+    if summary.get("command"):
+        lines += ["```bash", without_tokens(str(summary["command"])), "```", ""]
+    lines += ["| | |", "| --- | --- |", *(f"| {label} | {_cell(text)} |" for label, text in rows)]
+    if curve:
+        lines += ["", f"![loss, learning rate and evaluation over the steps]({curve})"]
+    return "\n".join(lines)
+
+
+def _run_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    hardware, last = summary.get("hardware") or {}, summary.get("last") or {}
+    padding = summary.get("padding", last.get("padding"))
+    epochs = "" if summary.get("epochs") is None else f" ({summary['epochs']:g} epochs)"
+    device = ", ".join(
+        f"{hardware[key]} {word}".strip()
+        for key, word in (("device", ""), ("ranks", "rank(s)"), ("cpus", "CPU cores"), ("machine", ""))
+        if hardware.get(key)
+    )
+    peak = {k: v for k, v in (summary.get("peak_memory") or {}).items() if v}
+    return [
+        ("task", str(summary.get("task") or "")),
+        ("training data", _data((summary.get("data") or {}).get("train"))),
+        ("evaluation data", _data((summary.get("data") or {}).get("eval"))),
+        ("steps", _number(summary.get("steps")) + epochs),
+        ("tokens", _number(summary.get("tokens"))),
+        ("padding", "" if padding is None else f"{100 * padding:.2f} % of the slots"),
+        ("training loss", "" if last.get("loss") is None else f"{last['loss']:.4f}"),
+        (
+            "speed",
+            "" if not summary.get("tokens_per_second") else f"{summary['tokens_per_second']:,.0f} tokens a second",
+        ),
+        ("training time", "" if not summary.get("seconds") else f"{summary['seconds']:,.0f} s"),
+        ("peak memory", ", ".join(f"{k.removesuffix('_bytes')} {v / 1e9:.2f} GB" for k, v in peak.items())),
+        ("hardware", device),
+        ("versions", ", ".join(f"{name} {version}" for name, version in (summary.get("versions") or {}).items())),
+        ("finished", str(summary.get("finished_at") or "")),
+    ]
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _data(fingerprint: Any) -> str:
+    """What summary.json says of data (rows, and a hash for each file or data set) as one line, without folders."""
+    if not isinstance(fingerprint, Mapping):
+        return str(fingerprint or "")
+    said = [f"{fingerprint['rows']:,} rows"] if fingerprint.get("rows") is not None else []
+    for path, digest in (fingerprint.get("sha256") or {}).items():
+        name = Path(path).name if Path(path).is_absolute() else path
+        said.append(name + (f" (`{str(digest)[:16]}`)" if digest else ""))
+    said += [f"{key} {fingerprint[key]}" for key in ("revision", "split") if fingerprint.get(key)]
+    return ", ".join(said)
+
+
+def complete_card(run: str | Path) -> None:
+    """Add to the card of a finished run's model how it was made, and lay the curve beside it; again replaces it.
+
+    Args:
+        run: the folder, with summary.json, metrics.jsonl and model/; curves.png if it was drawn.
+
+    Raises:
+        ValueError: summary.json or the card cannot be read.
+    """
+    folder = Path(run)
+    model = folder / "model"
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        text = (model / CARD_FILE).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: the model card cannot be completed: {error}") from None
+    curve = None
+    if (folder / CURVES_FILE).is_file():
+        shutil.copyfile(folder / CURVES_FILE, model / CURVES_FILE)
+        curve = CURVES_FILE
+    if (padding := _padding(folder / "metrics.jsonl")) is not None:
+        summary["padding"] = padding
+    head = text.partition(f"\n{_RUN}\n")[0].rstrip()
+    work = model / f".{CARD_FILE}"
+    work.write_text(f"{head}\n\n{describe_run(summary, curve)}\n", encoding="utf-8")
+    os.replace(work, model / CARD_FILE)
+
+
+def _padding(metrics: Path) -> float | None:
+    """The mean padding of the logged rows of training, if there are any."""
+    try:
+        rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return None
+    values = [row["padding"] for row in rows if row.get("padding") is not None]
+    return sum(values) / len(values) if values else None

@@ -3,12 +3,13 @@
 Every failure is one ValueError that says which repository or file, why, and what to do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelcenter.hub.readers import CONFIG_FILE, WEIGHT_FILES, index_files
+from modelcenter.hub.names import CONFIG_FILE, WEIGHT_FILES
 from modelcenter.registry import nearest, preset_names
 
 
@@ -30,25 +31,49 @@ def download_file(repo: str, name: str, options: HubOptions) -> Path | None:
     Raises:
         ValueError: the repository or revision does not exist, is gated or forbidden, or the Hub cannot be reached.
     """
-    from huggingface_hub import _CACHED_NO_EXIST, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import _CACHED_NO_EXIST, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import errors as hub
+
+    cached = _in_cache(repo, name, options)
+    with explained(repo, options, name):
+        try:
+            if name == CONFIG_FILE and cached is None and not is_offline(options):
+                # hf_hub_download retries for half a minute before it says that there is no network or no such name.
+                get_hf_file_metadata(hf_hub_url(repo, name, revision=options.revision), token=options.token)
+            path = hf_hub_download(
+                repo,
+                name,
+                revision=options.revision,
+                token=options.token,
+                cache_dir=options.cache_dir,
+                local_files_only=options.local_files_only,
+            )
+        except hub.LocalEntryNotFoundError:
+            if is_offline(options) or cached is _CACHED_NO_EXIST:
+                return None
+            raise
+        except hub.EntryNotFoundError:
+            return None
+    return Path(path)
+
+
+def is_offline(options: HubOptions) -> bool:
+    """Whether only the cache may be used."""
+    from huggingface_hub import constants
+
+    return options.local_files_only or constants.is_offline_mode()
+
+
+@contextmanager
+def explained(repo: str, options: HubOptions, name: str = "files") -> Iterator[None]:
+    """Turn what huggingface_hub raises while it reads `name` of a repository into ValueErrors that say what to do."""
+    from huggingface_hub import constants
     from huggingface_hub import errors as hub
 
     where = f"{constants.ENDPOINT}/{repo}"
     signed = "with the token given" if options.token else "with the token of this machine, if it has one"
-    offline = options.local_files_only or constants.is_offline_mode()
-    cached = _in_cache(repo, name, options)
     try:
-        if name == CONFIG_FILE and cached is None and not offline:
-            # hf_hub_download retries for half a minute before it says that there is no network or no such name.
-            get_hf_file_metadata(hf_hub_url(repo, name, revision=options.revision), token=options.token)
-        path = hf_hub_download(
-            repo,
-            name,
-            revision=options.revision,
-            token=options.token,
-            cache_dir=options.cache_dir,
-            local_files_only=options.local_files_only,
-        )
+        yield
     except hub.GatedRepoError as error:
         raise ValueError(
             f"{repo} is gated: its owners ask you to accept conditions. Open {where} while logged in, accept them, "
@@ -64,20 +89,16 @@ def download_file(repo: str, name: str, options: HubOptions) -> Path | None:
     except hub.RevisionNotFoundError as error:
         raise ValueError(f"{where} has no revision (branch, tag or commit) {options.revision!r}") from error
     except hub.LocalEntryNotFoundError as error:
-        if offline or cached is _CACHED_NO_EXIST:
-            return None
         raise _unreachable(repo, name, constants.ENDPOINT, error.__cause__ or error) from error
-    except hub.EntryNotFoundError:
-        return None
     except hub.HFValidationError as error:
         raise ValueError(
             f"{repo!r} is no local directory and cannot be a Hub id: {error}.{nearest(repo, preset_names())}"
         ) from error
     except hub.HfHubHTTPError as error:
-        raise ValueError(f"downloading {name} of {where} failed ({signed}): {error}") from error
+        said = " ".join(str(error).split())
+        raise ValueError(f"downloading {name} of {where} failed ({signed}): {said}") from error
     except hub.HTTPError as error:
         raise _unreachable(repo, name, constants.ENDPOINT, error) from error
-    return Path(path)
 
 
 def _in_cache(repo: str, name: str, options: HubOptions) -> Any:
@@ -125,6 +146,8 @@ def download_weights(repo: str, options: HubOptions) -> Path:
     Raises:
         ValueError: as download_file; or the repository holds no weights that can be read.
     """
+    from modelcenter.hub.readers import index_files
+
     for name in WEIGHT_FILES:
         path = download_file(repo, name, options)
         if path is not None:

@@ -19,7 +19,8 @@ from modelcenter.convert.stream import fill_targets
 from modelcenter.hub.distributed import StoredModel
 from modelcenter.hub.download import HubOptions
 from modelcenter.hub.legacy import in_hf_form, open_source
-from modelcenter.hub.readers import GENERATION_FILE, FileSource
+from modelcenter.hub.names import GENERATION_FILE
+from modelcenter.hub.readers import FileSource
 from modelcenter.hub.resolve import Resolved, read_json, resolve
 from modelcenter.registry import TASKS, ArchSpec, get, nearest
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from modelcenter.convert.pieces import Box, whole
+from modelcenter.hub.names import WEIGHT_FILES
 
 DTYPES = {
     "F64": torch.float64,
@@ -38,9 +39,6 @@ DTYPES = {
     "C64": torch.complex64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE = "config.json", "generation_config.json", "manifest.json"
-# Each also as <name>.index.json with shards; the last is ModelCenter's.
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
 _HEADER_LIMIT = 100 * 2**20  # as the safetensors library
 _LEGACY_LIMIT = 4 * 10**9  # largest pickle without random access that is read whole
 _GAP = 4096  # bytes; rows with a hole at least this long are read one by one

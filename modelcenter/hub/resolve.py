@@ -8,7 +8,7 @@ from typing import Any
 
 from modelcenter.convert.legacy_form import Legacy
 from modelcenter.hub.download import HubOptions, download_config, download_file, download_weights
-from modelcenter.hub.readers import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE, find_weights
+from modelcenter.hub.names import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
 from modelcenter.registry import nearest, preset
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
@@ -153,6 +153,8 @@ def resolve(
     if weights and path.is_file() and path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
         return resolve_file(path, config, options)
     if config is not None and path.is_dir():
+        from modelcenter.hub.readers import find_weights  # torch comes with it
+
         return Resolved(name, read_config(config, options), path, weights=find_weights(path))
     if config is not None:
         raise ValueError(f"config: {name!r} is no local file or directory, so its config comes with it; leave it out")
@@ -161,7 +163,11 @@ def resolve(
         distributed = (directory / MANIFEST_FILE).is_file()
         if not (directory / CONFIG_FILE).is_file():
             raise ValueError(f"{directory} is a distributed checkpoint without {CONFIG_FILE}")
-        found = find_weights(directory) if weights and not distributed else None
+        found = None
+        if weights and not distributed:
+            from modelcenter.hub.readers import find_weights
+
+            found = find_weights(directory)
         return Resolved(name, read_json(directory / CONFIG_FILE), directory, weights=found, distributed=distributed)
     if not weights and (entry := _named(name)) is not None:
         return Resolved(name, entry["config"], repo=entry.get("hub"))

@@ -16,10 +16,9 @@ from modelcenter.convert.rules import ArchMap, compile_layout
 from modelcenter.convert.stream import export_tensor
 from modelcenter.hub.card import make_card
 from modelcenter.hub.load import parse_dtype
-from modelcenter.hub.readers import CONFIG_FILE, GENERATION_FILE
+from modelcenter.hub.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES
+from modelcenter.hub.push import upload
 from modelcenter.hub.writer import (
-    CARD_FILE,
-    TOKENIZER_FILES,
     Entry,
     SafetensorsWriter,
     new_directory,
@@ -122,49 +121,9 @@ def push_to_hub(
         address = ""
         with together(f"pushing to {repo_id}"):
             if engine.rank() == 0:
-                keep = [CARD_FILE] if card is None else []
-                address = _upload(target, repo_id, token, private, revision, commit_message, keep)
+                keep = (CARD_FILE,) if card is None else ()
+                address = upload(target, repo_id, token, private, revision, commit_message, keep)["address"]
         return _from_first(address)
-
-
-def _upload(
-    folder: Path,
-    repo_id: str,
-    token: str | bool | None,
-    private: bool | None,
-    revision: str | None,
-    message: str,
-    keep: list[str],
-) -> str:
-    """Upload a directory. Files named in `keep` that the repository has already are left as they are."""
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    api = HfApi(token=token)
-    try:
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        held = [name for name in keep if api.file_exists(repo_id, name, revision=revision)]
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            ignore_patterns=held or None,
-            folder_path=folder,
-            revision=revision,
-            commit_message=message,
-            delete_patterns=[
-                "model*.safetensors",
-                "model.safetensors.index.json",
-                "pytorch_model*.bin",
-                "pytorch_model*.json",
-            ],
-        )
-    except (HFValidationError, HfHubHTTPError, OSError) as error:
-        raise ValueError(
-            f"pushing to {constants.ENDPOINT}/{repo_id} failed: {error}. A token that may write there is needed "
-            "(token=, HF_TOKEN or `hf auth login`)"
-        ) from error
-    return str(commit.commit_url)
 
 
 def _from_first(value: Any) -> Any:

@@ -17,7 +17,8 @@ from types import TracebackType
 import torch
 
 from engine.checkpoint.files import sync_to_disk
-from modelcenter.hub.readers import DTYPE_NAMES, MANIFEST_FILE
+from modelcenter.hub.names import MANIFEST_FILE, TOKENIZER_FILES
+from modelcenter.hub.readers import DTYPE_NAMES
 
 Entry = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape of a tensor to write
 
@@ -133,20 +134,6 @@ def parse_size(size: int | str) -> int:
 
 # -- directories that are whole or absent ----------------------------------------------------------------------------
 
-CARD_FILE = "README.md"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-)
 # What an earlier checkpoint leaves that would contradict the new one.
 _REPLACED = re.compile(
     r"(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?|(generation_)?config\.json|manifest\.json"

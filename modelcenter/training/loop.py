@@ -11,8 +11,17 @@ import torch
 import torch.distributed as dist
 
 import engine
-from engine.checkpoint import latest_checkpoint, load_checkpoint, load_model, save_checkpoint, wait_checkpoint
+from engine.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    load_model,
+    save_checkpoint,
+    together,
+    wait_checkpoint,
+)
 from modelcenter.data.prefetch import Prefetch
+from modelcenter.hub.card import complete_card
+from modelcenter.hub.push import push_directory
 from modelcenter.hub.save import write_texts
 from modelcenter.models.base import Model
 from modelcenter.training import resume
@@ -71,6 +80,8 @@ def train(
         raise
     finally:
         summary = run.leave(status, reason)
+    if status == "finished" and output is not None:
+        run.publish(output)
     engine.synchronize()  # a rank that left earlier could make its launcher end rank 0 while it writes
     run.stopping.raise_if_interrupted()
     return summary
@@ -294,9 +305,18 @@ class Run:
                 raise OSError(f"{target.parent / resume.CHECKPOINTS}: the best checkpoint is not there any more")
             load_model(path, self.model)
         self.model.save_pretrained(target, tokenizer=self.tokenizer, card=self.card())
-        if self.cfg.push_to_hub is not None:
-            address = self.model.push_to_hub(self.cfg.push_to_hub, tokenizer=self.tokenizer, card=self.card())
-            self.record.say(f"pushed to {address}")
+
+    def publish(self, output: Path) -> None:
+        """Let the model card say how the model was made, which the summary knows, and push it if --push_to_hub says so.
+
+        Raises:
+            ValueError: the Hub refuses, or cannot be reached; the model stays in output_dir.
+        """
+        with together(f"publishing {output / 'model'}"):
+            if engine.rank() == 0:
+                complete_card(output)
+                if self.cfg.push_to_hub is not None:
+                    self.record.say(f"pushed to {push_directory(output, self.cfg.push_to_hub).address}")
 
     # -- what is written down ----------------------------------------------------------------------------------------
 

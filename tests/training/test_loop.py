@@ -100,6 +100,8 @@ def test_what_a_run_leaves(folder, capsys):
     ]
     card = (folder / "run" / "model" / "README.md").read_text()
     assert "accuracy" in card and "8 steps of 8 rows" in card
+    assert "## How it was made" in card and f"| tokens | {2 * tokens:,} |" in card and "(curves.png)" in card
+    assert (folder / "run" / "model" / "curves.png").is_file()
     shown = capsys.readouterr().out
     assert "27 rows (text 'text', label 'label' with 2 classes: bad, good); evaluation on 11 rows; 8 steps" in shown
     assert shown.count("step ") == len(rows)

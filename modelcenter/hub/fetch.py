@@ -1,0 +1,140 @@
+"""`modelcenter download`: the files of a model that are needed; huggingface_hub resumes what broke off."""
+
+import glob
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from modelcenter.hub.download import (
+    HubOptions,
+    download_config,
+    download_file,
+    download_weights,
+    explained,
+    is_offline,
+)
+from modelcenter.hub.names import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, WEIGHT_FILES
+from modelcenter.hub.resolve import local_directory, repo_of
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Where a model lies. `revision`: its commit. `files`: bytes by name, those that were there already too."""
+
+    repo: str
+    revision: str
+    path: Path
+    files: dict[str, int]
+
+
+def fetch(
+    name: str,
+    options: HubOptions,
+    *,
+    local_dir: str | Path | None = None,
+    everything: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Fetched:
+    """Download a model into the cache, or into a directory of its own.
+
+    Args:
+        name: a name of `list_models` or a Hub id.
+        local_dir: the directory; None: huggingface_hub's cache.
+        everything: every file of the repository, not only what is needed: config, weights in one format, tokenizer.
+        say: told what is about to happen.
+
+    Raises:
+        ValueError: as hub.download; the name is a directory already; offline, something is not in the cache.
+    """
+    if local_directory(name) is not None:
+        raise ValueError(f"{name} is a directory already: nothing to download")
+    repo, pinned = repo_of(name)
+    options = replace(options, revision=options.revision or pinned)
+    if is_offline(options):
+        return _cached(repo, options, local_dir, everything, say)
+    from huggingface_hub import HfApi, snapshot_download
+
+    if local_dir is None:  # the config first, which notes in the cache what commit the branch is at
+        options = replace(options, revision=download_config(repo, options).parent.name)
+    with explained(repo, options):
+        about = HfApi().model_info(repo, revision=options.revision, files_metadata=True, token=options.token)
+    sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
+    options = replace(options, revision=about.sha)
+    wanted = list(sizes) if everything else needed_files(repo, sizes, options)
+    total = sum(sizes[file] for file in wanted)
+    say(f"{repo}@{about.sha}: {len(wanted)} of {len(sizes)} files, {readable(total)}, into {local_dir or 'the cache'}")
+    with explained(repo, options):
+        path = snapshot_download(
+            repo,
+            revision=about.sha,
+            token=options.token,
+            cache_dir=options.cache_dir,
+            local_dir=local_dir,
+            allow_patterns=[glob.escape(file) for file in wanted],
+        )
+    return Fetched(repo, str(about.sha), Path(path), {file: sizes[file] for file in wanted})
+
+
+def needed_files(repo: str, names: Iterable[str], options: HubOptions) -> list[str]:
+    """The files of a repository that loading the model and its tokenizer takes, weights in one format only.
+
+    Raises:
+        ValueError: it has no config.json, or no weights that can be read.
+    """
+    from modelcenter.hub.readers import index_files
+
+    held = set(names)
+    if CONFIG_FILE not in held:
+        raise ValueError(f"{repo} has no {CONFIG_FILE}, so it is not a transformers model; --all downloads it anyway")
+    texts = [file for file in (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES) if file in held]
+    texts += sorted(file for file in held if file.startswith("additional_chat_templates/"))
+    for weights in WEIGHT_FILES:
+        if weights in held:
+            return [*texts, weights]
+        index = f"{weights}.index.json"
+        if index in held:
+            path = download_file(repo, index, options)
+            assert path is not None
+            shards = sorted(set(index_files(path).values()))
+            absent = [file for file in shards if file not in held]
+            if absent:
+                raise ValueError(f"{repo}: {index} lists {len(shards)} files, of which {absent[0]} is not there")
+            return [*texts, index, *shards]
+    raise ValueError(
+        f"{repo}: no weights in the repository; expected {' or '.join(WEIGHT_FILES)}, or an index of shards. Weights "
+        "of TensorFlow, Flax or GGUF are not read; --all downloads them anyway"
+    )
+
+
+def _cached(repo: str, options: HubOptions, local_dir: Any, everything: bool, say: Callable[[str], None]) -> Fetched:
+    """What the cache has of a model while offline, if it is whole."""
+    for flag, given in (("--local_dir", local_dir is not None), ("--all", everything)):
+        if given:
+            raise ValueError(f"{flag} needs the Hub, but HF_HUB_OFFLINE (or local_files_only) is set")
+    config = download_config(repo, options)
+    options = replace(options, revision=config.parent.name)
+    download_weights(repo, options)
+    files = {str(p.relative_to(config.parent)): p.stat().st_size for p in config.parent.rglob("*") if p.is_file()}
+    say(f"{repo}@{options.revision}: offline; {len(files)} files in the cache, {readable(sum(files.values()))}")
+    return Fetched(repo, config.parent.name, config.parent, files)
+
+
+def as_json(fetched: Fetched) -> Mapping[str, Any]:
+    """What --json prints."""
+    return {
+        "repo": fetched.repo,
+        "revision": fetched.revision,
+        "path": str(fetched.path),
+        "bytes": sum(fetched.files.values()),
+        "files": fetched.files,
+    }
+
+
+def readable(count: float) -> str:
+    """Bytes in decimal units, as the Hub shows them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

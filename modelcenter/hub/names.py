@@ -1,0 +1,19 @@
+"""Names of the files of a checkpoint. Imports no torch."""
+
+CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE = "config.json", "generation_config.json", "manifest.json"
+CARD_FILE, CURVES_FILE = "README.md", "curves.png"
+# Each also as <name>.index.json with shards; the last is ModelCenter's.
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+)

@@ -1,0 +1,240 @@
+"""`modelcenter push`: upload a directory once it has proved to be a whole Hugging Face checkpoint without pickles."""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelcenter.convert.match import match_names
+from modelcenter.convert.rules import compile_layout
+from modelcenter.hub.fetch import readable
+from modelcenter.hub.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, WEIGHT_FILES
+from modelcenter.registry import ARCHITECTURES
+
+# What executes code when it is loaded, or may.
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npz", ".npy", ".dill", ".h5", ".keras")
+# Weights of an earlier upload, which would contradict the new ones.
+_STALE = ["model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.json"]
+_TOKEN = re.compile(r"\bhf_[A-Za-z0-9_]+")
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push did. `files`: bytes by name."""
+
+    repo: str
+    commit: str
+    address: str
+    files: dict[str, int]
+
+
+def model_directory(path: str | Path) -> Path:
+    """The checkpoint that a path means: itself, or the `model` of a run's folder.
+
+    Raises:
+        ValueError: no such directory; a run that did not finish.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is {'a file' if folder.exists() else 'not there'}; give a directory to push")
+    if (folder / CONFIG_FILE).is_file() or not (folder / "config.yaml").is_file():
+        return folder
+    if not (folder / "model" / CONFIG_FILE).is_file():
+        raise ValueError(f"{folder} is a run that left no model: it has not finished")
+    return folder / "model"
+
+
+def check_directory(directory: Path, say: Callable[[str], None] = lambda text: None) -> dict[str, int]:
+    """Make sure that a directory is what transformers loads, whole, and holds nothing that runs when it is loaded.
+
+    Returns:
+        Bytes by name of the files to upload: all but hidden ones.
+
+    Raises:
+        ValueError: it is a distributed checkpoint, holds a pickle, a partial download or a link that leads out of it,
+            has no readable config.json or weights, a shard is missing or truncated, a tensor is missing, unknown or
+            misshapen.
+    """
+    if (directory / MANIFEST_FILE).is_file():
+        raise ValueError(
+            f"{directory} is a distributed checkpoint, which only this project reads. Save it as a Hugging Face "
+            "directory first: from_pretrained and save_pretrained"
+        )
+    files = _files(directory)
+    pickles = [name for name in files if name.lower().endswith(PICKLES)]
+    if pickles:
+        raise ValueError(
+            f"{directory} holds {pickles[0]}, which may run code on whoever loads it. Weights belong into safetensors: "
+            "from_pretrained reads them and save_pretrained writes those; delete or move what is no weight"
+        )
+    partial = next((name for name in files if name.endswith((".incomplete", ".tmp", ".part"))), None)
+    if partial is not None:
+        raise ValueError(f"{directory} holds {partial}, the rest of something unfinished; make the directory anew")
+    if CONFIG_FILE not in files:
+        raise ValueError(f"{directory} has no {CONFIG_FILE}, so it is no Hugging Face checkpoint")
+    if not {WEIGHT_FILES[0], f"{WEIGHT_FILES[0]}.index.json"} & files.keys():
+        raise ValueError(f"{directory} has no weights: expected {WEIGHT_FILES[0]} or an index of shards")
+    _check_tensors(directory, say)
+    return files
+
+
+def _check_tensors(directory: Path, say: Callable[[str], None]) -> None:
+    """Compare headers with config.json: every tensor there, and known, and of its shape. Reads no weights."""
+    from modelcenter.hub import load
+    from modelcenter.hub.readers import find_weights, open_checkpoint
+    from modelcenter.hub.resolve import resolve
+
+    with open_checkpoint(find_weights(directory)) as source:
+        found = resolve(directory)
+        if found.config.get("model_type") not in ARCHITECTURES:
+            # transformers' or somebody's own: the files are whole, what must be in them is not known here.
+            return say(
+                f"{directory}: {found.config.get('model_type')!r} is not known here; its tensors' names and "
+                "shapes are not checked"
+            )
+        spec = load._spec(found.config, None, found.origin)
+        arch = spec.arch_map()
+        task = load._task(arch, None, found.config, found.origin)
+        settled = {} if arch.settle is None else dict(arch.settle(found.config, source.tensors))
+        config = load._config(spec, arch, found.config, task, settled, found.origin)
+        shapes = {name: tuple(p.shape) for name, p in load._on_meta(spec, config, task).named_parameters()}
+        layout = compile_layout(arch, task, config, shapes)
+        match = match_names(arch, layout, source.tensors, found.config.get("architectures"))
+        load._check(arch, layout, match, source, found, strict=True, ignore_sizes=False)
+        load._initialised(layout, match, found, None)
+
+
+def _files(directory: Path) -> dict[str, int]:
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory)
+        if any(part.startswith(".") for part in name.parts) or path.is_dir():
+            continue
+        if not path.resolve().is_file():
+            raise ValueError(f"{path} is a link that leads nowhere, or no plain file")
+        if path.is_symlink() and not _allowed_link(path, directory):
+            raise ValueError(f"{path} is a link to {os.readlink(path)}, outside the directory; copy the file")
+        found[name.as_posix()] = path.stat().st_size
+    return found
+
+
+def _allowed_link(path: Path, directory: Path) -> bool:
+    """Links inside the directory, and those of huggingface_hub's cache: snapshots/<commit>/file -> blobs/<hash>."""
+    target, root = path.resolve(), directory.resolve()
+    return target.is_relative_to(root) or target.parent == root.parent.parent / "blobs"
+
+
+def push_directory(
+    path: str | Path,
+    repo_id: str,
+    *,
+    token: str | bool | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    message: str = "Upload model",
+    say: Callable[[str], None] = lambda text: None,
+) -> Pushed:
+    """Check a directory, or the model of a run's folder, and upload it; once more after a failure goes on from there.
+
+    Args:
+        repo_id: "owner/name"; made if there is none. private: for a new repository.
+        token: with write access; None: HF_TOKEN or that of `hf auth login`. revision: a branch, made if there is none.
+        say: told what was checked and is about to happen.
+
+    Raises:
+        ValueError: the directory is not whole or the card is not valid (check_directory), or the Hub refuses.
+    """
+    directory = model_directory(path)
+    files = check_directory(directory, say)
+    if (directory / CARD_FILE).is_file():
+        check_card((directory / CARD_FILE).read_text(encoding="utf-8"), directory / CARD_FILE)
+    else:
+        say(f"{directory} has no {CARD_FILE}: the repository will have no model card")
+    say(f"uploading {len(files)} files, {readable(sum(files.values()))}, of {directory} to {repo_id}")
+    commit = upload(directory, repo_id, token, private, revision, message)
+    return Pushed(commit["repo"], commit["commit"], commit["address"], files)
+
+
+def check_card(text: str, where: Any) -> None:
+    """Have the Hub validate the front matter of a README.md.
+
+    Raises:
+        ValueError: the YAML does not parse, or the Hub finds it wrong.
+    """
+    from huggingface_hub import ModelCard
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    try:
+        ModelCard(text, ignore_metadata_errors=False).validate()
+    except (HfHubHTTPError, HTTPError, OSError):
+        return  # not reached or not answered: the upload that follows says why
+    except Exception as error:  # yaml.YAMLError and ValueError
+        raise ValueError(f"{where}: its front matter is not valid: {' '.join(str(error).split())[:500]}") from None
+
+
+def upload(
+    folder: Path,
+    repo_id: str,
+    token: str | bool | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    message: str = "Upload model",
+    keep: tuple[str, ...] = (),
+) -> Mapping[str, str]:
+    """Upload a directory; older weights in the repository go. Files of `keep` that it has already stay as they are.
+
+    Returns:
+        repo: its id, owner included. commit: its hash. address: of the commit.
+
+    Raises:
+        ValueError: the Hub refuses, or cannot be reached.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+
+    if constants.is_offline_mode():
+        raise ValueError(f"pushing to {repo_id} needs the Hub, but HF_HUB_OFFLINE is set: unset it")
+    api = HfApi(token=token)
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        held = [name for name in keep if api.file_exists(repo_id, name, revision=revision)]
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            ignore_patterns=[".*", "*/.*", *held],
+            folder_path=folder,
+            revision=revision,
+            commit_message=message,
+            delete_patterns=_STALE,
+        )
+    except (HFValidationError, HfHubHTTPError, HTTPError, OSError, RuntimeError) as error:
+        cause: BaseException = error
+        if isinstance(error, RuntimeError):  # huggingface_hub's, around what went wrong with one of the files
+            if not isinstance(error.__cause__, (HTTPError, OSError)):
+                raise
+            cause = error.__cause__
+        told = f"pushing to {constants.ENDPOINT}/{repo_id} failed: {_advice(cause)}"
+        raise ValueError(without_tokens(told)) from None
+    return {"repo": repo_id, "commit": str(commit.oid), "address": str(commit.commit_url)}
+
+
+def _advice(error: BaseException) -> str:
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    said = " ".join(str(error).split())
+    if isinstance(error, HFValidationError):
+        return f"{said}. Give it as owner/name"
+    response = getattr(error, "response", None)
+    if isinstance(error, HfHubHTTPError) and response is not None:
+        if response.status_code in (401, 403, 404):
+            return f"{said}. A token that may write there is needed (token=, HF_TOKEN or `hf auth login`)"
+        return f"{said}. What was uploaded stays: the same command goes on from there"
+    return f"{said}. Check the network, HF_ENDPOINT and proxies; the same command goes on from there"
+
+
+def without_tokens(text: str) -> str:
+    """A text with the Hub's tokens blotted out."""
+    return _TOKEN.sub("hf_...", text)

@@ -1,0 +1,313 @@
+"""How large a model is, from its config alone, and what training and inference of it take. Imports no torch."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from modelcenter.convert.rules import ArchMap, Tied, fill, template_regex
+from modelcenter.registry import get
+
+COMPONENTS = ("embeddings", "attention", "mlp", "norms", "pooler", "head", "other")
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
+_SIXTEEN_BITS_KEPT = ("bf16-params", "bf16-sr")
+# Defaults of the fields that published configs leave out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "bert": {"max_positions": 512, "type_vocab_size": 2},
+    "roberta": {"max_positions": 514, "type_vocab_size": 1},
+    "xlm-roberta": {"max_positions": 514, "type_vocab_size": 1},
+    "gpt2": {"max_positions": 1024},
+    "gptj": {"tie_embeddings": False},
+    "gpt_neox": {"attention_bias": True, "tie_embeddings": False},
+    "llama": {"tie_embeddings": False},
+    "qwen2": {"tie_embeddings": False},
+    "opt": {"max_positions": 2048, "bias": True, "pre_norm": True},
+    "mistral": {"num_kv_heads": 8, "tie_embeddings": False},
+    "qwen3": {"head_dim": 128, "tie_embeddings": False},
+    "minicpm3": {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},
+    "t5": {"head_dim": 64, "num_buckets": 32},
+    "mt5": {"head_dim": 64, "num_buckets": 32, "gated": True, "tie_embeddings": False},
+    "umt5": {"head_dim": 64, "num_buckets": 32, "gated": True},
+    "cpmant": {"num_buckets": 512, "prompt_types": 32, "prompt_length": 32, "segment_types": 32},
+}
+
+
+def our_names(config: Mapping[str, Any], arch: ArchMap) -> dict[str, Any]:
+    """The fields of a config.json under our names; unknown ones as they are."""
+    given = dict(config) if arch.config.form is None else arch.config.form.read(config)
+    if (kind := given.pop("feed_forward_proj", None)) is not None:  # T5's
+        given.setdefault("is_gated_act", str(kind).startswith("gated-"))
+    return {arch.config.fields.get(key, key): value for key, value in given.items()}
+
+
+def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
+    """Parameters of each component of the bare model (task "base"); None for an architecture that is not counted here.
+
+    Args:
+        config: the contents of config.json.
+
+    Raises:
+        ValueError: a field that decides a size is missing or no number.
+    """
+    kind = str(config.get("model_type"))
+    count = _COUNTS.get(kind)
+    if count is None:
+        return None
+    fields = _DEFAULTS.get(kind, {}) | our_names(config, get(kind).arch_map())
+    try:
+        found = count(_Fields(fields), kind)
+    except KeyError as error:
+        raise ValueError(f"config.json of a {kind} lacks {error.args[0]}, so its size is not known") from None
+    except TypeError as error:
+        raise ValueError(f"config.json of a {kind} holds a size that is no number: {error}") from None
+    return {name: found[name] for name in COMPONENTS if found.get(name)}
+
+
+def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | None:
+    """Parameters of each component of the model with the head of a task; None where they are not counted here.
+
+    Counted are the heads whose size a config decides: base, masked-lm, pretraining, causal-lm and seq2seq-lm.
+
+    Raises:
+        ValueError: as body_sizes.
+    """
+    sizes, kind = body_sizes(config), str(config.get("model_type"))
+    if sizes is None or task not in ("base", "masked-lm", "pretraining", "causal-lm", "seq2seq-lm"):
+        return None
+    arch = get(kind).arch_map()
+    c = _Fields(_DEFAULTS.get(kind, {}) | our_names(config, arch))
+    tied = config.get("tie_word_embeddings", _DEFAULTS.get(kind, {}).get("tie_embeddings", True))
+    if kind == "cpmant":
+        tied = False  # its head has rows of its own
+    d, head = c.hidden_size, 0
+    if task != "base":
+        head = 0 if tied else c.vocab_size * (c.embedding_size if kind == "opt" else d)
+    if task in ("masked-lm", "pretraining"):
+        head += _linear(d, d, True) + 2 * d + c.vocab_size
+    if task == "pretraining":
+        head += _linear(d, 2, True)
+    if kind == "gptj" and task == "causal-lm":
+        head += c.vocab_size
+    if "pooler" not in arch.tasks[task].parts:
+        sizes.pop("pooler", None)
+    sizes["head"] = head
+    return {name: sizes[name] for name in COMPONENTS if sizes.get(name)}
+
+
+class _Fields:
+    """Our names as attributes, with what follows from others: head_dim, num_kv_heads, intermediate_size."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if self._values.get(name) is not None:
+            return self._values[name]
+        if name == "head_dim":
+            return self.hidden_size // self.num_heads
+        derived = {
+            "num_kv_heads": "num_heads",
+            "num_decoder_layers": "num_layers",
+            "embedding_size": "hidden_size",
+        }
+        if name in derived:
+            return getattr(self, derived[name])
+        if name in ("attention_bias", "mlp_bias", "gated", "remove_final_norm", "q_lora_rank"):
+            return False
+        raise KeyError(name)
+
+
+def _linear(inputs: int, outputs: int, bias: bool) -> int:
+    return outputs * (inputs + bool(bias))
+
+
+def _attention(c: _Fields, bias: bool, out_bias: bool | None = None) -> int:
+    width, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    inner = _linear(c.hidden_size, width, bias) + 2 * _linear(c.hidden_size, keys, bias)
+    return inner + _linear(width, c.hidden_size, bias if out_bias is None else out_bias)
+
+
+def _mlp(c: _Fields, bias: bool, gated: bool = False, inner: int | None = None) -> int:
+    inner = c.intermediate_size if inner is None else inner
+    return (1 + gated) * _linear(c.hidden_size, inner, bias) + _linear(inner, c.hidden_size, bias)
+
+
+def _bert(c: _Fields, kind: str) -> dict[str, int]:
+    d, layers = c.hidden_size, c.num_layers
+    return {
+        "embeddings": (c.vocab_size + c.max_positions + c.type_vocab_size) * d,
+        "attention": layers * _attention(c, True),
+        "mlp": layers * _mlp(c, True),
+        "norms": 2 * d * (1 + 2 * layers),
+        "pooler": _linear(d, d, True),
+    }
+
+
+def _gpt2(c: _Fields, kind: str) -> dict[str, int]:
+    """GPT-2, GPT-J, GPT-NeoX: GPT-J's attention has no biases, and one norm serves both branches of a layer."""
+    d, layers = c.hidden_size, c.num_layers
+    bias = {"gpt2": True, "gptj": False}.get(kind, None)
+    bias = c.attention_bias if bias is None else bias
+    inner = c.intermediate_size if kind == "gpt_neox" else c._values.get("intermediate_size") or 4 * d
+    return {
+        "embeddings": (c.vocab_size + (c.max_positions if kind == "gpt2" else 0)) * d,
+        "attention": layers * _attention(c, bias),
+        "mlp": layers * _mlp(c, True, inner=inner),
+        "norms": 2 * d * (1 + layers * (1 if kind == "gptj" else 2)),
+    }
+
+
+def _opt(c: _Fields, kind: str) -> dict[str, int]:
+    d, layers, narrow = c.hidden_size, c.num_layers, c.embedding_size
+    final = c.pre_norm and not c.remove_final_norm
+    return {
+        # Positions start at 2. A narrower embedding is projected, before the layers and after them.
+        "embeddings": c.vocab_size * narrow + (c.max_positions + 2) * d + (2 * narrow * d if narrow != d else 0),
+        "attention": layers * _attention(c, c.bias),
+        "mlp": layers * _mlp(c, c.bias),
+        "norms": 2 * d * (bool(final) + 2 * layers),
+    }
+
+
+def _llama(c: _Fields, kind: str) -> dict[str, int]:
+    d, layers = c.hidden_size, c.num_layers
+    if kind == "minicpm3":
+        attention = _latent(c)
+    elif kind == "qwen2":
+        attention = _attention(c, True, out_bias=False)
+    else:
+        attention = _attention(c, c.attention_bias) + (2 * c.head_dim if kind == "qwen3" else 0)
+    return {
+        "embeddings": c.vocab_size * d,
+        "attention": layers * attention,
+        "mlp": layers * _mlp(c, c.mlp_bias, gated=True),
+        "norms": d * (1 + 2 * layers),
+    }
+
+
+def _latent(c: _Fields) -> int:
+    """Attention through latents: down to a rank, a norm there, up to the heads."""
+    d, heads, bias = c.hidden_size, c.num_heads, c.attention_bias
+    values = c._values.get("v_head_dim") or d // heads
+    queries, keys = heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.kv_lora_rank
+    q = _linear(d, c.q_lora_rank, bias) + c.q_lora_rank + c.q_lora_rank * queries if c.q_lora_rank else d * queries
+    kv = _linear(d, keys + c.qk_rope_head_dim, bias) + keys + keys * heads * (c.qk_nope_head_dim + values)
+    return q + kv + _linear(heads * values, d, bias)
+
+
+def _t5(c: _Fields, kind: str) -> dict[str, int]:
+    d, one, other = c.hidden_size, c.num_layers, c.num_decoder_layers
+    biases = one + other if kind == "umt5" else 2  # umT5: one for each layer, the others one for each side
+    return {
+        "embeddings": c.vocab_size * d + biases * c.num_buckets * c.num_heads,
+        "attention": (one + 2 * other) * _attention(c, False),
+        "mlp": (one + other) * _mlp(c, False, c.gated),
+        "norms": d * (2 + 2 * one + 3 * other),
+    }
+
+
+def _cpmant(c: _Fields, kind: str) -> dict[str, int]:
+    d, layers = c.hidden_size, c.num_layers
+    words = c.vocab_size + c.prompt_types * c.prompt_length + c.segment_types
+    return {
+        "embeddings": words * d + (c.num_buckets + c.segment_types**2) * c.num_heads,
+        "attention": layers * _attention(c, False),
+        "mlp": layers * _mlp(c, False, gated=True),
+        "norms": d * (1 + 2 * layers),
+    }
+
+
+_COUNTS: dict[str, Callable[[_Fields, str], dict[str, int]]] = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), _bert),
+    **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
+    **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
+    "opt": _opt,
+    "cpmant": _cpmant,
+}
+
+
+# -- components by name ----------------------------------------------------------------------------------------------
+
+
+def component(native: str) -> str:
+    """The component of a parameter of ours, by its name, which says it in every architecture."""
+    words = native.split(".")
+    if words[0] in ("head", "pooler"):
+        return words[0]
+    if "attn" in words or "cross" in words:
+        return "attention"
+    if "mlp" in words:
+        return "mlp"
+    return "norms" if any(word.endswith("norm") for word in words) else "embeddings"
+
+
+def components_of_file(names: Iterable[str], config: Mapping[str, Any], arch: ArchMap) -> dict[str, str | None]:
+    """{tensor of a Hugging Face file: its component}, through the rules.
+
+    None: it holds no parameter (a buffer, a second copy of a tied tensor). What no rule knows is "other".
+    """
+    tied = config.get("tie_word_embeddings", _DEFAULTS.get(arch.model_type, {}).get("tie_embeddings", True))
+    given = _Fields(_DEFAULTS.get(arch.model_type, {}) | our_names(config, arch) | {"tie_embeddings": tied})
+    prefixes = {arch.prefix, *(task.prefix for task in arch.tasks.values() if task.prefix)}
+    return {name: _of_file(name, given, arch, prefixes) for name in names}
+
+
+def _of_file(name: str, config: Any, arch: ArchMap, prefixes: set[str]) -> str | None:
+    for pattern, replacement in arch.legacy:
+        name = re.sub(pattern, replacement, name)
+    short = name.removeprefix(next((prefix for prefix in prefixes if name.startswith(prefix)), ""))
+    if any(re.fullmatch(pattern, short) for pattern in arch.ignore):
+        return None
+    groups = [("", arch.body), *((part, entry.rules) for part, entry in arch.parts.items())]
+    for part, rules in groups:
+        for rule in rules:
+            if rule.when is not None and not rule.when(config):
+                continue
+            for template in (*rule.hub_templates(), *rule.aliases):
+                for candidate in (short, name) if part else (short,):
+                    if (match := template_regex(template).fullmatch(candidate)) is None:
+                        continue
+                    if isinstance(rule, Tied):
+                        return None
+                    if part:
+                        return "pooler" if part == "pooler" else "head"
+                    return component(fill(rule.native_templates()[0], match.groupdict()))
+    return "other"
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def training_bytes(sizes: Mapping[str, int], layers: int, precision: str, zero: int, ranks: int) -> dict[str, int]:
+    """Bytes that each rank needs for training with AdamW, activations apart.
+
+    Args:
+        sizes: parameters by component. layers: in which those of attention, mlp and norms are; a unit is one of them.
+        precision, zero: as engine.Policy. ranks: over which the model is sharded.
+
+    Returns:
+        kept: parameters, gradients and the optimizer's state between steps, as engine.describe counts them. working:
+        gathered parameters and gradients that are not reduced yet, at most.
+    """
+    total = sum(sizes.values())
+    root = sum(sizes.get(name, 0) for name in ("embeddings", "pooler", "head", "other"))
+    unit = -(-(total - root) // max(layers, 1))
+    stored = 2 if precision in _SIXTEEN_BITS_KEPT else 4
+    state = {"bf16-params": 12, "bf16-sr": 8}.get(precision, 8)  # two moments, and an fp32 master of 16-bit parameters
+    computed = 4 if precision == "fp32" else 2
+    shard = -(-total // ranks) if zero else total
+    kept = shard * (stored + stored + state)
+    if ranks == 1 and precision == "fp32":
+        return {"kept": kept, "working": 0}  # a plain module
+    if zero == 3:  # the root stays gathered until backward has passed it; two units are there at once
+        working = (root + 2 * unit) * computed + max(root, unit) * computed
+    else:
+        copies = 0 if zero == 0 and stored == computed else total * computed
+        whole = {0: 0, 1: total * 4, 2: max(root, unit) * computed}[zero]  # level 1 reduces once a step, from fp32
+        working = copies + whole
+    return {"kept": kept, "working": working}
+
+
+def inference_bytes(total: int, width: int, ranks: int = 1) -> int:
+    """Bytes that each of `ranks` ranks keeps of the weights; keys, values and activations apart."""
+    return -(-total // ranks) * width

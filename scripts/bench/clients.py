@@ -1,0 +1,492 @@
+"""Programs that nobody here wrote take what this project exports: transformers, peft, sentence-transformers,
+safetensors, ONNX and onnxruntime, gguf.
+
+Small models of every architecture, all parameters random, are exported with a tokenizer; each client then loads the
+directories in a process of its own and its numbers are compared with those of the model that was exported. The clients
+live in an environment of their own, made in --env from the running interpreter's packages plus what is missing; the
+versions of torch, transformers and numpy are pinned to the running ones. Exit status 1 if a client fails.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import traceback
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.bench import lib
+
+NEEDED = ("peft", "sentence-transformers", "onnx", "onnxruntime", "onnxscript", "gguf")
+PINNED = ("torch", "transformers", "numpy", "tokenizers", "safetensors", "huggingface_hub")
+ARCHITECTURES = (
+    "bert roberta xlm-roberta gpt2 gptj gpt_neox opt llama qwen2 qwen3 mistral minicpm3 t5 mt5 umt5 cpmant".split()
+)
+TEXTS = ["the film was good", "a dull slow plot and bad acting that the cast of the movie was in"]
+WORDS = [*lib.WORDS, "excellent", "awful"]
+ENCODER_DECODERS = ("t5", "mt5", "umt5")
+Case = tuple[str, str, Path]  # architecture, task, directory
+
+
+# -- what is exported ------------------------------------------------------------------------------------------------
+
+
+def make_exports(folder: Path) -> None:
+    """A directory for every architecture and task, with a tokenizer, and the logits of the model that was exported."""
+    import torch
+
+    import modelcenter as mc
+    from modelcenter.registry import get
+
+    tokenizer = word_tokenizer()
+    for name in ARCHITECTURES:
+        for task in get(name).arch_map().tasks:
+            model = mc.from_config(f"tiny/{name}", task=task, seed=0, vocab_size=len(tokenizer), **specials(name))
+            generator = torch.Generator().manual_seed(1)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            model.save_pretrained(folder / name / task, tokenizer=tokenizer, max_shard_size="100KB")
+            with torch.no_grad():
+                out = model.eval()(**inputs_of(name, task, tokenizer))
+            tensors = {key: value for key, value in out.items() if isinstance(value, torch.Tensor)}
+            torch.save(tensors, folder / name / f"{task}.pt")
+
+
+def specials(name: str) -> dict[str, Any]:
+    """Ids of the special tokens, as the tokenizer has them; T5 classifies at the last token, which ends the text."""
+    if name == "cpmant":
+        return {}
+    if name == "umt5":  # transformers 5 scales what goes into the vocabulary, whatever the config says
+        return {"pad_token_id": 0, "eos_token_id": 3, "scale_decoder_outputs": True}
+    return {"pad_token_id": 0, "eos_token_id": 3} if name in ENCODER_DECODERS else {"pad_token_id": 0}
+
+
+def word_tokenizer() -> Any:
+    """A tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[EOS]"]
+    vocab = {word: i for i, word in enumerate([*special, *dict.fromkeys(WORDS)])}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "eos": "[EOS]"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, model_max_length=48, **{f"{name}_token": token for name, token in names.items()}
+    )
+
+
+def inputs_of(name: str, task: str, tokenizer: Any) -> dict[str, Any]:
+    """A padded batch for a task; CPM-Ant takes one text, without a mask."""
+    batch = {k: v for k, v in tokenizer(TEXTS, padding=True, return_tensors="pt").items() if k != "token_type_ids"}
+    if name == "cpmant":
+        return {"input_ids": batch["input_ids"][1:]}
+    if name in ENCODER_DECODERS and task in ("base", "seq2seq-lm"):
+        batch["decoder_input_ids"] = batch["input_ids"]
+    if task == "multiple-choice":
+        return {key: value[None] for key, value in batch.items()}
+    return batch
+
+
+def cases(folder: Path) -> list[Case]:
+    return [(d.parent.name, d.name, d) for d in sorted(folder.glob("*/*")) if d.is_dir()]
+
+
+def ours(folder: Path, name: str, task: str) -> dict[str, Any]:
+    import torch
+
+    return torch.load(folder / name / f"{task}.pt", weights_only=True)
+
+
+# -- clients: each returns {what: finding}, and raises where it is not as it should be -------------------------------
+
+
+def difference(a: Any, b: Any, mask: Any = None, limit: float = 1e-4) -> float:
+    """The largest difference of two tensors, of the places of `mask`.
+
+    Raises:
+        AssertionError: it is above `limit`, or the shapes differ.
+    """
+    import torch
+
+    a, b = torch.as_tensor(a).float(), torch.as_tensor(b).float()
+    assert a.shape == b.shape, f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
+    if mask is not None:
+        a, b = a[mask], b[mask]
+    worst = float((a - b).abs().max())
+    assert worst <= limit, f"differs by {worst}"
+    return worst
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of an export. AutoTokenizer makes Qwen's own kind of any tokenizer beside a Qwen model."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+def real_places(out: Any, batch: dict[str, Any]) -> Any:
+    """The mask of what is no padding, for an output that has a value for each token."""
+    mask = batch.get("attention_mask")
+    return mask.bool() if mask is not None and out.shape[:2] == mask.shape else None
+
+
+AUTO = {
+    "base": ("AutoModel", "last_hidden_state"),
+    "masked-lm": ("AutoModelForMaskedLM", "logits"),
+    "pretraining": ("AutoModelForPreTraining", "prediction_logits"),
+    "causal-lm": ("AutoModelForCausalLM", "logits"),
+    "seq2seq-lm": ("AutoModelForSeq2SeqLM", "logits"),
+    "sequence-classification": ("AutoModelForSequenceClassification", "logits"),
+    "token-classification": ("AutoModelForTokenClassification", "logits"),
+    "question-answering": ("AutoModelForQuestionAnswering", "start_logits"),
+    "multiple-choice": ("AutoModelForMultipleChoice", "logits"),
+}
+
+
+def load_theirs(case: Case) -> Any:
+    """The Auto class's model; every tensor must have been found, and none left."""
+    import transformers
+
+    model, info = getattr(transformers, AUTO[case[1]][0]).from_pretrained(case[2], output_loading_info=True)
+    wrong = {key: value for key, value in info.items() if value}
+    assert not wrong, f"loading says {wrong}"
+    return model.eval()
+
+
+def transformers_auto(folder: Path) -> dict[str, Any]:
+    import torch
+
+    found = {}
+    for case in cases(folder):
+        name, task, directory = case
+        tokenizer = load_tokenizer(directory)
+        batch, key = inputs_of(name, task, tokenizer), AUTO[task][1]
+        theirs = load_theirs(case)
+        with torch.no_grad():
+            out = theirs(**batch)[key]
+        own = ours(folder, name, task)["logits" if key == "prediction_logits" else key]
+        found[f"{name} {task}"] = difference(own, out, real_places(out, batch))
+    return found
+
+
+def transformers_pipeline(folder: Path) -> dict[str, Any]:
+    """pipeline() without a word on the task's classes; its numbers against the logits that were exported."""
+    import torch
+    import transformers
+    from transformers.pipelines import SUPPORTED_TASKS
+
+    found: dict[str, Any] = {}
+    tasks = {
+        "masked-lm": "fill-mask",
+        "sequence-classification": "text-classification",
+        "token-classification": "token-classification",
+        "causal-lm": "text-generation",
+        "base": "feature-extraction",
+        "question-answering": "question-answering",
+        "seq2seq-lm": "text2text-generation",
+    }
+    for name, task, directory in cases(folder):
+        if task not in tasks or (name in ENCODER_DECODERS and task == "base"):
+            continue
+        which = tasks[task]
+        if which not in SUPPORTED_TASKS:
+            found[f"{name} {which}"] = f"transformers {transformers.__version__} has no such pipeline"
+            continue
+        run = transformers.pipeline(which, model=str(directory), tokenizer=load_tokenizer(directory), device="cpu")
+        own, text = ours(folder, name, task), TEXTS[1]
+        if which == "feature-extraction":
+            value: Any = difference(torch.tensor(run(text)[0]), own["last_hidden_state"][-1], limit=1e-3)
+        elif which == "text-classification":
+            scores = {row["label"]: row["score"] for row in run(text, top_k=None)}
+            expected = own["logits"][1].softmax(-1)
+            value = difference([scores[f"LABEL_{i}"] for i in range(len(scores))], expected)
+        elif which == "token-classification":
+            rows = run(text, ignore_labels=[])
+            expected = own["logits"][1].softmax(-1).max(-1).values[[row["index"] for row in rows]]
+            value = difference([row["score"] for row in rows], expected)
+        elif which == "fill-mask":
+            rows = run("the film was [MASK]", top_k=3)
+            model = load_theirs((name, task, directory))
+            batch = run.tokenizer("the film was [MASK]", return_tensors="pt")
+            batch.pop("token_type_ids", None)
+            with torch.no_grad():
+                expected = model(**batch).logits[0, 4].softmax(-1).topk(3).values
+            value = difference([row["score"] for row in rows], expected)
+        else:
+            import modelcenter as mc
+
+            model = mc.from_pretrained(directory)
+            batch = run.tokenizer("the film was", return_tensors="pt")
+            batch.pop("token_type_ids", None)
+            theirs = run("the film was", max_new_tokens=6, do_sample=False, return_tensors=True)[0][
+                "generated_token_ids"
+            ]
+            mine = model.generate(batch["input_ids"], max_new_tokens=6, eos_token_id=None)
+            assert list(theirs) == mine[0].tolist()[: len(theirs)], f"{theirs} and {mine.tolist()}"
+            value = "the same tokens"
+        found[f"{name} {which}"] = value
+    return found
+
+
+def safetensors_files(folder: Path) -> dict[str, Any]:
+    from safetensors import safe_open
+    from safetensors.numpy import load_file
+
+    files = tensors = 0
+    for path in sorted(folder.rglob("*.safetensors")):
+        values = load_file(path)
+        with safe_open(path, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}, opened.metadata()
+            assert sorted(opened.keys()) == sorted(values)
+            for name in opened.keys():
+                difference(opened.get_tensor(name), values[name], limit=0)
+        files, tensors = files + 1, tensors + len(values)
+    assert files, "no file was found"
+    return {"files": files, "tensors": tensors}
+
+
+def peft_adapters(folder: Path) -> dict[str, Any]:
+    """LoRA on top: train a step, save the adapter, load it onto the export again, merge it: the same logits."""
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    found = {}
+    wanted = (
+        ("bert", "sequence-classification", "SEQ_CLS", None),
+        ("gpt2", "causal-lm", "CAUSAL_LM", None),
+        ("llama", "causal-lm", "CAUSAL_LM", None),
+        ("t5", "seq2seq-lm", "SEQ_2_SEQ_LM", None),
+    )
+    for name, task, kind, targets in wanted:
+        directory = folder / name / task
+        tokenizer = load_tokenizer(directory)
+        batch = inputs_of(name, task, tokenizer)
+        labels = torch.tensor([0, 1]) if kind == "SEQ_CLS" else batch["input_ids"]
+        torch.manual_seed(0)
+        model = get_peft_model(
+            load_theirs((name, task, directory)), LoraConfig(task_type=kind, r=4, target_modules=targets)
+        )
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        losses = []
+        for _ in range(4):
+            loss = model(**batch, labels=labels).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < losses[0], losses
+        model.eval()
+        adapter = folder.parent / "adapters" / name
+        model.save_pretrained(adapter)
+        again = PeftModel.from_pretrained(load_theirs((name, task, directory)), adapter).eval()
+        with torch.no_grad():
+            trained = model(**batch, labels=labels).logits
+            worst = difference(again(**batch, labels=labels).logits, trained)
+            merged = again.merge_and_unload()
+            worst = max(worst, difference(merged(**batch, labels=labels).logits, trained, limit=1e-3))
+        found[f"{name} {task}"] = worst
+    return found
+
+
+def sentence_transformers_encoders(folder: Path) -> dict[str, Any]:
+    """Mean pooling on a BERT: the embeddings against the mean of the hidden states that were exported."""
+    import sentence_transformers
+
+    found = {}
+    for name in ("bert", "roberta", "xlm-roberta"):
+        directory = folder / name / "base"
+        model = sentence_transformers.SentenceTransformer(str(directory), device="cpu")
+        mask = inputs_of(name, "base", load_tokenizer(directory))["attention_mask"][..., None]
+        hidden = ours(folder, name, "base")["last_hidden_state"]
+        expected = (hidden * mask).sum(1) / mask.sum(1)
+        found[name] = difference(model.encode(TEXTS), expected)
+    return found
+
+
+def onnx_export(folder: Path) -> dict[str, Any]:
+    """torch.onnx.export of what transformers loads, with sizes left open, run by onnxruntime on another batch size."""
+    import onnx
+    import onnxruntime
+    import torch
+
+    found = {}
+    wanted = [("bert", task) for task in ("base", "masked-lm", "sequence-classification", "question-answering")]
+    wanted += [("roberta", "token-classification"), ("gpt2", "causal-lm"), ("llama", "causal-lm")]
+    for name, task in wanted:
+        directory = folder / name / task
+        batch = inputs_of(name, task, load_tokenizer(directory))
+        model = load_theirs((name, task, directory))
+        model.config.use_cache = False
+        path = folder.parent / f"{name}-{task}.onnx"
+        names = list(batch)
+        key = AUTO[task][1]
+
+        class Bare(torch.nn.Module):
+            def __init__(self, inner: Any, names: list[str], key: str):
+                super().__init__()
+                self.inner, self.names, self.key = inner, names, key
+
+            def forward(self, *values: Any) -> Any:
+                return self.inner(**dict(zip(self.names, values, strict=True)))[self.key]
+
+        one = tuple(batch.values())
+        rows, places = torch.export.Dim("rows", min=1, max=64), torch.export.Dim("places", min=2, max=40)
+        torch.onnx.export(
+            Bare(model, names, key),
+            one,
+            str(path),
+            input_names=names,
+            output_names=[key],
+            dynamo=True,
+            dynamic_shapes=(tuple({0: rows, 1: places} for _ in names),),
+        )
+        onnx.checker.check_model(str(path))
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        out = session.run(None, {n: v.numpy() for n, v in batch.items()})[0]
+        expected = ours(folder, name, task)[key]
+        found[f"{name} {task}"] = difference(out, expected, real_places(expected, batch))
+    return found
+
+
+def gguf_names(folder: Path) -> dict[str, Any]:
+    """gguf's table of names has every tensor of an export, and its writer and reader return their values."""
+    import gguf
+    from safetensors.numpy import load_file
+
+    found: dict[str, Any] = {
+        "convert_hf_to_gguf.py": "is llama.cpp's and not on PyPI; checked here is what its package gguf knows"
+    }
+    archs = {
+        "bert": ("base", gguf.MODEL_ARCH.BERT),
+        "gpt2": ("causal-lm", gguf.MODEL_ARCH.GPT2),
+        "gptj": ("causal-lm", gguf.MODEL_ARCH.GPTJ),
+        "gpt_neox": ("causal-lm", gguf.MODEL_ARCH.GPTNEOX),
+        "llama": ("causal-lm", gguf.MODEL_ARCH.LLAMA),
+        "mistral": ("causal-lm", gguf.MODEL_ARCH.LLAMA),
+        "qwen2": ("causal-lm", gguf.MODEL_ARCH.QWEN2),
+        "qwen3": ("causal-lm", gguf.MODEL_ARCH.QWEN3),
+        "minicpm3": ("causal-lm", gguf.MODEL_ARCH.MINICPM3),
+        "t5": ("seq2seq-lm", gguf.MODEL_ARCH.T5),
+    }
+    for name, (task, arch) in archs.items():
+        directory = folder / name / task
+        table = gguf.get_tensor_name_map(arch, 8)
+        tensors = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            tensors.update(load_file(path))
+        renamed = {key: table.get_name(key, try_suffixes=(".weight", ".bias")) for key in tensors}
+        unknown = sorted(key for key, value in renamed.items() if value is None)
+        path = folder.parent / f"{name}.gguf"
+        writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+        for key, value in tensors.items():
+            if renamed[key] is not None:
+                writer.add_tensor(renamed[key], value)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        back = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+        for key, value in tensors.items():
+            if renamed[key] is not None:
+                difference(back[renamed[key]].copy().reshape(value.shape), value, limit=0)
+        entry = f"{len(tensors) - len(unknown)} of {len(tensors)} tensors have a name there"
+        # llama.cpp pools by itself, so its converter leaves BERT's pooler out.
+        assert all(key.startswith("pooler.") for key in unknown), f"{name}: no name for {unknown[:4]}"
+        found[name] = entry + (", the pooler has none" if unknown else "")
+    return found
+
+
+CLIENTS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "transformers AutoModel": transformers_auto,
+    "transformers pipeline": transformers_pipeline,
+    "safetensors": safetensors_files,
+    "peft": peft_adapters,
+    "sentence-transformers": sentence_transformers_encoders,
+    "onnx": onnx_export,
+    "gguf": gguf_names,
+}
+
+
+# -- the environment and the run -------------------------------------------------------------------------------------
+
+
+def make_environment(folder: Path) -> str:
+    """An interpreter that sees the running one's packages, and what is missing of NEEDED; made once."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        site = subprocess.run(
+            [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+            check=True, capture_output=True, text=True,
+        ).stdout.strip()  # fmt: skip
+        # Not --system-site-packages: where this interpreter is itself in a virtual environment, that means its base.
+        (Path(site) / "packages-of-the-running-interpreter.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pins = folder / "constraints.txt"
+    pins.write_text("".join(f"{name}=={metadata.version(name)}\n" for name in PINNED))
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(pins), *NEEDED]
+    subprocess.run(pip, check=True)
+    return str(python)
+
+
+def run_client(python: str, name: str, folder: Path, threads: int) -> dict[str, Any]:
+    command = [python, __file__, "--client", name, "--work", str(folder), "--threads", str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=lib.ROOT)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        return {"ok": False, "why": done.stderr.strip().splitlines()[-1:] or ["it said nothing"]}
+    return json.loads(lines[-1])
+
+
+def client_versions(python: str) -> dict[str, str]:
+    code = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+    done = subprocess.run([python, "-c", code, *PINNED, *NEEDED], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+def one_client(name: str, folder: Path, threads: int) -> None:
+    """In the environment of the clients: run one, print one line of JSON."""
+    import torch
+
+    torch.set_num_threads(threads)
+    try:
+        result = {"ok": True, **CLIENTS[name](folder)}
+    except Exception as error:
+        traceback.print_exc()
+        result = {"ok": False, "why": f"{type(error).__name__}: {error}"[:500]}
+    print("\n" + json.dumps(result))
+
+
+def main() -> None:
+    parser = lib.parser(__doc__, rounds=1)
+    parser.add_argument("--env", default=str(Path(tempfile.gettempdir()) / "modelcenter-clients"), help="environment")
+    parser.add_argument("--only", nargs="+", choices=CLIENTS, help="clients to run (default: all)")
+    parser.add_argument("--client", choices=CLIENTS, help=argparse.SUPPRESS)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.client:
+        one_client(args.client, Path(args.work), args.threads)
+        return
+    python = make_environment(Path(args.env))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "exports"
+        make_exports(folder)
+        numbers = {name: run_client(python, name, folder, args.threads) for name in args.only or CLIENTS}
+    settings = {"clients": client_versions(python), "exports": len(ARCHITECTURES), "limit": "see the script"}
+    lib.finish(args, "clients of exported checkpoints", numbers, settings)
+    failed = [name for name, result in numbers.items() if not result["ok"]]
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""`modelcenter info`: counts against models that are built, memory against sharded ones, and nothing heavy imported."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import engine
+import modelcenter as mc
+from engine import testing
+from modelcenter import cli
+from modelcenter.hub.download import HubOptions
+from modelcenter.hub.info import model_info, render, stored
+from modelcenter.hub.sizes import body_sizes, component, components_of_file, task_sizes, training_bytes
+from modelcenter.registry import ARCHITECTURES, get, preset, preset_names
+
+TINY = [name for name in preset_names() if name.startswith("tiny/")]
+
+
+def counted(model) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        found[component(name)] = found.get(component(name), 0) + parameter.numel()
+    return found
+
+
+def test_every_preset_is_counted_from_its_config():
+    """Against the number that the preset states, which its own test has from the model."""
+    assert len(preset_names()) > 80
+    for name in preset_names():
+        entry = preset(name)
+        assert sum(body_sizes(entry["config"]).values()) == entry["parameters"], name
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("tied", [None, *(pytest.param(tied, marks=pytest.mark.full) for tied in (True, False))])
+def test_components_are_those_of_the_model(name, tied):
+    """Of every task whose head a config decides, against the model that is built."""
+    config = dict(preset(name)["config"]) | ({} if tied is None else {"tie_word_embeddings": tied})
+    tasks = [task for task in get(config["model_type"]).arch_map().tasks if task_sizes(config, task) is not None]
+    assert "base" in tasks
+    for task in tasks:
+        assert task_sizes(config, task) == counted(mc.from_config(config, task)), task
+
+
+@pytest.mark.parametrize("changes", [{"attention_bias": True, "mlp_bias": True}, {"head_dim": 10}])
+def test_fields_that_change_sizes(changes):
+    config = {**preset("tiny/llama")["config"], **changes}
+    assert body_sizes(config) == counted(mc.from_config(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("opt", {"do_layer_norm_before": False, "enable_bias": False}),
+        ("opt", {"word_embed_proj_dim": 48, "_remove_final_layer_norm": True}),
+        ("gpt_neox", {"attention_bias": False}),
+        ("gpt2", {"n_inner": None}),
+        ("minicpm3", {"attention_bias": True, "q_lora_rank": None}),
+        ("t5", {"feed_forward_proj": "gated-gelu", "num_decoder_layers": None}),
+        ("qwen3", {"attention_bias": True}),
+    ],
+)
+def test_fields_of_families(name, changes):
+    config = {**preset(f"tiny/{name}")["config"], **changes}
+    assert body_sizes(config) == counted(mc.from_config(config))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_files_are_counted_by_their_headers(name, tmp_path):
+    """Names in files, through the rules, are of the components that our names say; for every task."""
+    kind = name.removeprefix("tiny/")
+    for task in get(preset(name)["config"]["model_type"]).arch_map().tasks:
+        model = mc.from_config(name, task)
+        model.save_pretrained(tmp_path / task, max_shard_size="60KB")
+        about = model_info(str(tmp_path / task))
+        held = about["components"]
+        assert held == {key: n for key, n in counted(model).items() if n}, (kind, task)
+        assert about["counted_from"] == "files" and about["parameters"] == model.num_parameters()
+        assert about["stored"]["bytes"] == sum(p.stat().st_size for p in (tmp_path / task).glob("*.safetensors"))
+        written = sum(t.numel() for p in (tmp_path / task).glob("*.safetensors") for t in load_file(p).values())
+        assert about["stored"]["dtypes"] == {"F32": written}
+        assert about["task"] == task
+
+
+def test_copies_and_buffers_are_no_parameters():
+    arch = get("bert").arch_map()
+    names = ["cls.predictions.decoder.weight", "bert.embeddings.position_ids", "bert.embeddings.LayerNorm.gamma", "x"]
+    assert list(components_of_file(names, {}, arch).values()) == [None, None, "norms", "other"]
+    untied = components_of_file(names[:1], {"tie_word_embeddings": False}, arch)
+    assert list(untied.values()) == ["head"]
+
+
+def test_directories(tmp_path, capsys):
+    """bf16 in shards; one shard away; a pickle; a distributed checkpoint; a run; labels; nothing of weights."""
+    model = mc.from_config("tiny/bert", "sequence-classification", id2label=["bad", "good", "so so"])
+    run = tmp_path / "run"
+    model.save_pretrained(run / "model", dtype="bfloat16", max_shard_size="60KB")
+    (run / "config.yaml").write_text("{}")
+    about = model_info(str(run))
+    assert about["dtype"] == "bfloat16" and set(about["stored"]["dtypes"]) == {"BF16"}
+    assert about["labels"] == ["bad", "good", "so so"]
+    shards = sorted((run / "model").glob("model-*"))
+    shards[0].unlink()
+    about = model_info(str(run))
+    assert about["stored"]["missing"] == 1 and about["counted_from"] == "config, without its head"
+    assert "INCOMPLETE: 1 files are missing" in render(about)
+    model.save_pretrained(tmp_path / "shards", format="distributed")
+    about = model_info(str(tmp_path / "shards"))
+    assert about["source"] == "distributed checkpoint" and about["stored"]["format"] == "distributed"
+    assert about["stored"]["bytes"] >= 4 * model.num_parameters()
+    model.save_pretrained(tmp_path / "pickled")
+    torch.save(load_file(tmp_path / "pickled/model.safetensors"), tmp_path / "pickled/pytorch_model.bin")
+    (tmp_path / "pickled/model.safetensors").unlink()
+    assert stored(tmp_path / "pickled", {})["format"] == "pickle"
+    (tmp_path / "pickled/pytorch_model.bin").unlink()
+    assert "no weights" in render(model_info(str(tmp_path / "pickled")))
+
+
+def test_an_architecture_of_somebody_else(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "albert", "architectures": ["AlbertModel"]}')
+    save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, tmp_path / "model.safetensors")
+    about = model_info(str(tmp_path))
+    assert about["parameters"] == 17 and about["components"] == {"other": 17} and about["tasks"] == []
+    (tmp_path / "model.safetensors").unlink()
+    about = model_info(str(tmp_path))
+    assert about["parameters"] is None and about["memory"] is None
+    assert "'albert' is no architecture that is known here" in render(about)
+
+
+def test_presets_say_where_they_are_from(monkeypatch):
+    assert "confirmed" in render(model_info("bert-base-uncased"))
+    entry = {**preset("tiny/bert"), "confirmed": False}
+    monkeypatch.setattr("modelcenter.hub.info.preset", lambda name: entry)
+    assert "UNCONFIRMED" in render(model_info("anything"))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["info"], "the following arguments are required: NAME"),
+        (["info", "gpt2", "--gpus", "0"], "gpus: got 0, expected at least 1"),
+        (["info", "gpt2", "--gpsu", "1"], "unknown flag --gpsu. Did you mean '--gpus'?"),
+        (["info", "./nowhere"], "no such directory: nowhere"),
+    ],
+)
+def test_mistakes(words, says, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "bert", "hidden_size": 4}, "config.json of a bert lacks num_layers"),
+        ({"model_type": "gpt2", "n_embd": "x", "n_layer": 2, "n_head": 2, "vocab_size": 5}, "no number"),
+    ],
+)
+def test_configs_that_do_not_say_their_size(tmp_path, config, says):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=says):
+        model_info(str(tmp_path))
+
+
+def test_damaged_headers_are_named(tmp_path):
+    mc.from_config("tiny/bert").save_pretrained(tmp_path / "m")
+    path = tmp_path / "m/model.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(ValueError, match="model.safetensors is not a valid safetensors file"):
+        model_info(str(tmp_path / "m"))
+
+
+HEAVY = ("torch", "transformers", "datasets", "numpy.linalg")
+
+
+@pytest.mark.parametrize("what", ["bert-base-uncased", "cpm-ant-10b", "directory", "shards"])
+def test_info_imports_no_torch(what, tmp_path):
+    model = mc.from_config("tiny/gpt2", "causal-lm")
+    model.save_pretrained(tmp_path / "directory", max_shard_size="60KB")
+    model.save_pretrained(tmp_path / "shards", format="distributed")
+    name = str(tmp_path / what) if (tmp_path / what).is_dir() else what
+    code = (
+        "import sys; from modelcenter.cli import run\n"
+        f"run(['info', {name!r}]); run(['info', {name!r}, '--json'])\n"
+        f"found = [name for name in {HEAVY[:3]} if name in sys.modules]\n"
+        "assert not found, found"
+    )
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "Training with AdamW" in done.stdout and '"parameters"' in done.stdout
+
+
+def kept(rank_precision: str) -> dict[str, int]:
+    """What a rank keeps of tiny/gpt2 after engine.shard, by ZeRO level."""
+    found = {}
+    for level in (0, 1, 2, 3):
+        policy = engine.Policy(zero_level=level, precision=rank_precision)
+        units = engine.describe(mc.from_config("tiny/gpt2", policy=policy), show=False).units
+        found[str(level)] = [
+            sum(u.on_rank for u in units),
+            sum(u.gradients_on_rank for u in units),
+            sum(u.optimizer_on_rank for u in units),
+        ]
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
+def test_memory_kept_is_what_the_engine_keeps(precision):
+    """2 ranks; shards are of whole rows, so a rank may have a little more or less than half."""
+    sizes = body_sizes(preset("tiny/gpt2")["config"])
+    for level, parts in testing.run(kept, 2, precision)[0].items():
+        said = training_bytes(sizes, 3, precision, int(level), 2)["kept"]
+        assert abs(sum(parts) - said) <= 0.02 * said, (level, parts, said)
+
+
+def test_more_ranks_and_levels_take_less():
+    sizes = task_sizes(preset("llama2-7b")["config"], "causal-lm")
+    for precision in ("fp32", "bf16", "bf16-params", "bf16-sr"):
+        by_level = [sum(training_bytes(sizes, 32, precision, level, 8).values()) for level in (0, 1, 2, 3)]
+        assert by_level == sorted(by_level, reverse=True), precision
+    assert training_bytes(sizes, 32, "fp32", 3, 1) == {"kept": 16 * sum(sizes.values()), "working": 0}
+
+
+def test_options_are_optional():
+    assert model_info("gpt2", HubOptions())["hub"] == model_info("gpt2")["hub"] == "openai-community/gpt2"
+    assert set(ARCHITECTURES) >= {"bert", "t5"}

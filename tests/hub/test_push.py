@@ -1,0 +1,372 @@
+"""`modelcenter push` and `download` against a Hub in memory, from clean processes; and what is refused before that."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub_stub import READ, WRITE, HubStub
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+
+import modelcenter as mc
+from modelcenter.hub.card import complete_card, make_card
+from modelcenter.hub.push import check_directory, model_directory, without_tokens
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def hub():
+    with HubStub() as stub:
+        yield stub
+
+
+@pytest.fixture
+def home(tmp_path):
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+def verb(hub: HubStub, home: Path, *words, token: str | None = None, ok: bool = True, **environment: str):
+    """Run `modelcenter WORDS`; its output and errors. No token may be in them."""
+    env = hub.environment(home, token, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **environment)
+    command = [sys.executable, "-m", "modelcenter", *map(str, words)]
+    done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=120)
+    assert (done.returncode == 0) is ok, done.stderr
+    for secret in (READ, WRITE, "hf_wrong"):
+        assert secret not in done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def small(path: Path, max_shard_size: str = "5GB", **config) -> Path:
+    model = mc.from_config("tiny/bert", "sequence-classification", seed=1, **config)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return path
+
+
+def test_there_and_back(hub, home, tmp_path):
+    """push, download by branch, all files and needed ones, into the cache and a directory, offline, info."""
+    path = small(tmp_path / "m", max_shard_size="60KB")
+    (path / "tokenizer.json").write_text("{}")
+    (path / "notes.txt").write_text("notes")
+    (path / ".secret").write_text("secret")
+    out, told = verb(hub, home, "push", path, "me/tiny", "--private", "--message", "first", token=WRITE)
+    commit = hub.repos["me/tiny"].branches["main"]
+    assert out.strip() == f"{hub.url}/me/tiny/commit/{commit}" and "uploading" in told
+    assert hub.repos["me/tiny"].private and ".secret" not in hub.files("me/tiny")
+    sent = {str(p.relative_to(path)): p.read_bytes() for p in path.iterdir() if p.name[0] != "."}
+    assert {k: v for k, v in hub.files("me/tiny").items() if k != ".gitattributes"} == sent
+    small(path)  # one file now: the shards go
+    found = json.loads(verb(hub, home, "push", path, "me/tiny", "--revision", "next", "--json", token=WRITE)[0])
+    assert found["commit"] == hub.repos["me/tiny"].branches["next"] and found["repo"] == "me/tiny"
+    assert [name for name in hub.files("me/tiny", "next") if "model" in name] == ["model.safetensors"]
+    assert hub.repos["me/tiny"].branches["main"] == commit
+    hub.requests.clear()
+    found = json.loads(verb(hub, home, "download", "me/tiny", "--json", token=READ)[0])
+    assert found["revision"] == commit and Path(found["path"]).is_dir()
+    assert set(found["files"]) == set(sent) - {"README.md", "notes.txt"}
+    assert sorted(hub.downloaded()) == sorted(found["files"])
+    hub.requests.clear()
+    out, told = verb(hub, home, "download", "me/tiny", token=READ)
+    assert out.strip() == found["path"] and hub.downloaded() == []
+    out, told = verb(hub, home, "download", "me/tiny", HF_HUB_OFFLINE="1")
+    assert out.strip() == found["path"] and "offline" in told
+    own = tmp_path / "own"
+    words = ("download", "me/tiny", "--all", "--local_dir", own, "--revision", "next", "--token", READ)
+    verb(hub, home, *words)
+    assert (own / "notes.txt").read_text() == "notes" and (own / "README.md").is_file()
+    assert (own / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
+    assert "next" not in str(verb(hub, home, "download", "me/tiny", "--revision", "nope", token=READ, ok=False)[0])
+    about = json.loads(verb(hub, home, "info", "me/tiny", "--json", HF_HUB_OFFLINE="1")[0])
+    assert about["source"] == "hub" and about["counted_from"] == "files"
+    assert about["revision"] == about["cached"][0]["revision"] == commit and about["cached"][0]["names"] == ["main"]
+    assert "me/tiny@" in verb(hub, home, "info", "me/tiny", HF_HUB_OFFLINE="1")[0]
+
+
+def test_a_broken_download_goes_on(hub, home, tmp_path):
+    path = small(tmp_path / "m", vocab_size=70_000)  # what came is kept by chunks of 10 MiB
+    hub.add("me/tiny", path)
+    hub.cut = 12_000_000
+    found = json.loads(verb(hub, home, "download", "me/tiny", "--json")[0])
+    assert (Path(found["path"]) / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
+    assert hub.ranges == [10 * 2**20], "the rest only"
+
+
+def test_a_broken_upload_goes_on(hub, home, tmp_path):
+    path = small(tmp_path / "m", max_shard_size="60KB")
+    shards = {p.name for p in path.glob("model-*")}
+    hub.refused = 2
+    _, told = verb(hub, home, "push", path, "me/tiny", token=WRITE, ok=False)
+    assert "the same command goes on from there" in told and "the storage is full" in told
+    assert not shards & set(hub.files("me/tiny")), "nothing that looks whole"
+    already = len(hub.large)
+    assert already == 2 < len(shards)
+    hub.refused = None
+    hub.requests.clear()
+    verb(hub, home, "push", path, "me/tiny", token=WRITE)
+    assert shards <= set(hub.files("me/tiny"))
+    assert sum(method == "PUT" for method, _ in hub.requests) == len(shards) - already
+
+
+@pytest.mark.full
+def test_one_format_and_its_shards(hub, home, tmp_path):
+    """safetensors if there are any, else pickles; an index that names what is not there; no weights; no model."""
+    path = small(tmp_path / "m")
+    for name in ("pytorch_model.bin", "tf_model.h5", "onnx/model.onnx", "flax_model.msgpack"):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(b"x")
+    hub.add("me/many", path)
+    verb(hub, home, "download", "me/many")
+    assert sorted(hub.downloaded()) == ["config.json", "model.safetensors"]
+    (path / "model.safetensors").unlink()
+    hub.add("me/pickled", path)
+    hub.requests.clear()
+    verb(hub, home, "download", "me/pickled")
+    assert sorted(hub.downloaded()) == ["config.json", "pytorch_model.bin"]
+    (path / "pytorch_model.bin").unlink()
+    hub.add("me/none", path)
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    hub.add("me/gone", path)
+    (path / "config.json").unlink()
+    hub.add("me/data", path)
+    for name, says in (
+        ("me/none", "no weights in the repository"),
+        ("me/gone", "model-00001-of-00002.safetensors is not there"),
+        ("me/data", "no config.json"),
+    ):
+        assert says in verb(hub, home, "download", name, ok=False)[1]
+    assert "not a transformers model" in verb(hub, home, "download", "me/data", "--local_dir", "d", ok=False)[1]
+    verb(hub, home, "download", "me/none", "--all", "--local_dir", tmp_path / "all")
+    assert (tmp_path / "all/onnx/model.onnx").is_file()
+
+
+def test_mistakes_are_explained(hub, home, tmp_path):
+    path = small(tmp_path / "m")
+    hub.add("me/private", path, private=True)
+    hub.add("me/gated", path, gated=True)
+    hub.add("me/tiny", path)
+    online = [
+        (["download", "me/private"], "does not exist or is private"),
+        (["download", "me/private", "--token", "hf_wrong"], "me/private"),
+        (["download", "me/gated"], f"Open {hub.url}/me/gated while logged in"),
+        (["download", "me/gated", "--local_dir", "x"], "is gated"),
+        (["download", "bert-base-uncasd"], "Did you mean 'bert-base-uncased'"),
+        (["download", "a b!"], "cannot be a Hub id"),
+        (["download", "tiny/bert"], "preset without weights"),
+        (["download", str(path)], "is a directory already"),
+        (["download", "me/tiny", "--revision", "nope"], "no revision (branch, tag or commit) 'nope'"),
+        (["info", "me/gated"], "is gated"),
+        (["push", str(path), "me/x", "--token", READ], "A token that may write there is needed"),
+        (["push", str(path), "a/b/c"], "Give it as owner/name"),
+        (["push", "nowhere", "me/x"], "is not there; give a directory to push"),
+        (["push", str(path)], "the following arguments are required: REPO_ID"),
+    ]
+    offline = [
+        (["download", "me/tiny"], "not in the cache"),
+        (["download", "me/tiny", "--all"], "--all needs the Hub"),
+        (["info", "me/other"], "not in the cache"),
+        (["push", str(path), "me/x"], "HF_HUB_OFFLINE is set: unset it"),
+    ]
+    dead = [
+        (["download", "me/tiny"], "http://127.0.0.1:9 cannot be reached"),
+        (["push", str(path), "me/x"], "Check the network"),
+    ]
+    environments = ({}, {"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"})
+    for mistakes, more in zip((online, offline, dead), environments, strict=True):
+        told = all_of(hub, home, [words for words, _ in mistakes], **more)
+        for (words, says), (status, text) in zip(mistakes, told, strict=True):
+            assert status == 2 and text.startswith("error: ") and says in text, (words, text)
+            assert text.count("\n") == 1 and READ not in text and "hf_wrong" not in text, text
+    assert "me/x" not in hub.repos
+
+
+def all_of(hub: HubStub, home: Path, commands: list[list[str]], **environment: str) -> list[list]:
+    """Run the verbs one after the other in one process; each one's exit status and last line of errors."""
+    code = """
+import contextlib, io, json, sys
+from modelcenter import cli
+out = []
+for words in json.loads(sys.argv[1]):
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            status = cli.main(words) or 0
+        except SystemExit as end:
+            status = end.code
+    text = errors.getvalue()
+    out.append([status, text[text.rfind("error: "):]])
+print(json.dumps(out))
+"""
+    env = hub.environment(home, None, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **environment)
+    command = [sys.executable, "-c", code, json.dumps(commands)]
+    done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda d: (d / "training_args.bin").write_bytes(b"x"), "training_args.bin, which may run code"),
+        (lambda d: (d / "sub").mkdir() or (d / "sub/x.PKL").write_bytes(b"x"), "sub/x.PKL, which may run code"),
+        (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "pytorch_model.bin, which may run code"),
+        (lambda d: (d / "model.safetensors").unlink(), "has no weights"),
+        (lambda d: (d / "config.json").unlink(), "has no config.json"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json cannot be read as JSON"),
+        (lambda d: (d / "x.incomplete").write_bytes(b""), "the rest of something unfinished"),
+        (lambda d: os.truncate(d / "model.safetensors", 5000), "model.safetensors is not a valid safetensors file"),
+        (lambda d: (d / "a.txt").symlink_to("/etc/hostname"), "outside the directory; copy the file"),
+        (lambda d: (d / "a.txt").symlink_to("nowhere"), "a link that leads nowhere"),
+        (lambda d: (d / "manifest.json").write_text("{}"), "is a distributed checkpoint"),
+        (lambda d: _without(d, "bert.encoder.layer.0.output.dense.bias"), "bert.encoder.layer.0.output.dense.bias"),
+        (lambda d: _without(d, "classifier.bias"), "classifier.bias"),
+        (lambda d: _config(d, hidden_act="nope"), "hidden_act"),
+        (lambda d: _config(d, vocab_size=7), "wrong shape"),
+        (lambda d: _config(d, architectures=None), "name no head"),
+    ],
+)
+def test_only_whole_directories_without_pickles(tmp_path, spoil, says):
+    path = small(tmp_path / "m")
+    check_directory(path)
+    spoil(path)
+    with pytest.raises(ValueError, match=".*") as error:
+        check_directory(path)
+    assert says in str(error.value)
+
+
+def _without(path: Path, name: str) -> None:
+    tensors = load_file(path / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def _config(path: Path, **changes) -> None:
+    values = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(values))
+
+
+def test_a_shard_away(tmp_path):
+    path = small(tmp_path / "m", max_shard_size="60KB")
+    next(path.glob("model-*")).unlink()
+    with pytest.raises(ValueError, match="of which 1 are missing"):
+        check_directory(path)
+
+
+def test_what_is_not_known_here_is_said(tmp_path):
+    path = small(tmp_path / "m")
+    _config(path, model_type="albert")
+    said = []
+    assert "model.safetensors" in check_directory(path, said.append)
+    assert len(said) == 1 and "'albert' is not known here" in said[0]
+
+
+def test_runs(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("{}")
+    with pytest.raises(ValueError, match="it has not finished"):
+        model_directory(run)
+    small(run / "model")
+    assert model_directory(run) == run / "model"
+
+
+# -- the card --------------------------------------------------------------------------------------------------------
+
+SUMMARY = {
+    "status": "finished",
+    "task": "classification",
+    "steps": 120,
+    "epochs": 3.0,
+    "tokens": 45678,
+    "seconds": 12.5,
+    "tokens_per_second": 3654.2,
+    "last": {"step": 120, "loss": 0.31234, "padding": 0.5},
+    "peak_memory": {"host_bytes": 1_500_000_000},
+    "data": {"train": {"rows": 1234, "sha256": {"/home/me/train.jsonl": "ab" * 32}}, "eval": None},
+    "command": "modelcenter finetune classification --model bert-base-uncased --hub_token hf_abcdef0123456789",
+    "finished_at": "2026-11-21T10:00:00+0000",
+    "versions": {"modelcenter": "2.0", "torch": "2.13.0"},
+    "hardware": {"device": "cpu", "ranks": 2, "cpus": 8, "machine": "x86_64"},
+}
+FACTS = ("120 (3 epochs)", "45,678", "25.00 %", "1,234 rows, train.jsonl (`abababababababab`)", "1.50 GB", "2 rank(s)",
+         "torch 2.13.0", "0.3123")  # fmt: skip
+
+
+def test_a_run_s_card_is_whole(hub, home, tmp_path):
+    """Base, data, metrics, command, versions, hardware, curve; the Hub validates it, and nothing secret is in it."""
+    run = tmp_path / "run"
+    metrics = {"accuracy": 0.91, "f1": float("nan")}
+    model = mc.from_config("tiny/bert", "sequence-classification")
+    card = {"base_model": "google-bert/bert-base-uncased", "datasets": ["nyu-mll/glue"], "dataset_config": "sst2"}
+    card |= {"metrics": metrics, "dataset_split": "validation", "license": "apache-2.0", "language": "en"}
+    model.save_pretrained(run / "model", card=card)
+    (run / "config.yaml").write_text("{}")
+    (run / "summary.json").write_text(json.dumps(SUMMARY))
+    rows = [{"step": 1, "padding": 0.5}, {"step": 2, "eval_loss": 1}, {"step": 3, "padding": 0.0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "curves.png").write_bytes(b"\x89PNG")
+    complete_card(run)
+    once = (run / "model/README.md").read_text()
+    complete_card(run)
+    text = (run / "model/README.md").read_text()
+    assert text == once, "a second time changes nothing"
+    for fact in FACTS:
+        assert fact in text, fact
+    assert "hf_abcdef" not in text and "--hub_token hf_..." in text and "/home/me" not in text
+    assert "More" not in text and "Needed" not in text and "![" in text and "(curves.png)" in text
+    data = ModelCard(text).data
+    assert data.base_model == "google-bert/bert-base-uncased" and data.base_model_relation == "finetune"
+    assert data.metrics == ["accuracy"] and len(data.eval_results) == 1
+    result = data.eval_results[0]
+    assert (result.dataset_type, result.dataset_config, result.dataset_split) == ("nyu-mll/glue", "sst2", "validation")
+    assert (result.metric_type, result.metric_value, result.task_type) == ("accuracy", 0.91, "text-classification")
+    verb(hub, home, "push", run, "me/run", token=WRITE)
+    assert ("POST", "/api/validate-yaml") in hub.requests
+    assert hub.files("me/run")["README.md"].decode() == text and hub.files("me/run")["curves.png"] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("front", "says"),
+    [
+        ("license: 3", "Invalid metadata in license"),
+        ("metrics: [accuracy, 3]", "Invalid metadata in metrics"),
+        ("a: [b", "front matter is not valid"),
+    ],
+)
+def test_cards_that_the_hub_would_refuse_are_not_sent(hub, home, tmp_path, front, says):
+    path = small(tmp_path / "m")
+    (path / "README.md").write_text(f"---\n{front}\n---\n# x\n")
+    told = verb(hub, home, "push", path, "me/x", token=WRITE, ok=False)[1]
+    assert says in told and "me/x" not in hub.repos
+
+
+@pytest.mark.parametrize("task", ["masked-lm", "pretraining", "multiple-choice"])
+def test_every_task_has_a_card(task):
+    model = mc.from_config("tiny/bert", task)
+    data = ModelCard(make_card(model, "X", {"metrics": {"accuracy": 1.0}})).data
+    assert data.pipeline_tag and data.eval_results[0].dataset_type == "local"
+
+
+def test_seq2seq_cards():
+    text = make_card(mc.from_config("tiny/t5", "seq2seq-lm"), "T5ForConditionalGeneration", {"metrics": {"rouge": 0.5}})
+    assert ModelCard(text).data.pipeline_tag == "text-generation" and "text2text-generation" in text
+
+
+def test_wrong_details():
+    model = mc.from_config("tiny/bert")
+    with pytest.raises(ValueError, match="unknown key 'licence'"):
+        make_card(model, "BertModel", {"licence": "mit"})
+    with pytest.raises(ValueError, match="metric 'accuracy' is 'good', expected a number"):
+        make_card(model, "BertModel", {"metrics": {"accuracy": "good"}})
+
+
+def test_tokens_are_blotted_out():
+    assert without_tokens("use hf_AbC123 or hf_x_y, not half_a") == "use hf_... or hf_..., not half_a"
+
+
+def test_a_card_that_cannot_be_completed(tmp_path):
+    with pytest.raises(ValueError, match="cannot be completed"):
+        complete_card(tmp_path)

@@ -31,7 +31,11 @@ class Marks:
         return replace(self, values=self.values[index])
 
     def view(self, *shape: int) -> "Marks":
-        return replace(self, values=self.values.view(*shape, 3))
+        return replace(self, values=self.values.view(*shape, self.values.shape[-1]))
+
+    def field(self, number: int, of_keys: bool = False) -> Tensor:
+        """One of the marks, (n, m, 1) of queries or (n, 1, k) of keys, to be compared."""
+        return self.values[..., number].unsqueeze(1 if of_keys else 2)
 
     def hidden(self, keys: "Marks", first: int | Tensor = 0) -> Tensor:
         """Of queries (n, m) and keys (n, k): (n, 1, m, k) bool, True where a query must not look.
@@ -41,43 +45,87 @@ class Marks:
         queries, device = self.values.shape[1], self.values.device
         place = torch.arange(queries, device=device) + torch.as_tensor(first, device=device).view(-1, 1)
         before = torch.arange(keys.values.shape[1], device=device) <= place[:, :, None]
-        (context, span, _), (of_keys, spans, _) = (x.values.unbind(-1) for x in (self, keys))
-        seen = of_keys[:, None, :].bool() | (before & ~context[:, :, None].bool())
-        return ~(seen & (span[:, :, None] == spans[:, None, :]))[:, None]
+        seen = keys.field(0, True).bool() | (before & ~self.field(0).bool())
+        return ~(seen & (self.field(1) == keys.field(1, True)))[:, None]
 
     def apart(self, keys: "Marks") -> Tensor:
         """(n, 1, m, k) bool: the two are of different segments."""
-        return (self.values[..., 2][:, :, None] != keys.values[..., 2][:, None, :])[:, None]
+        return (self.field(2) != keys.field(2, True))[:, None]
 
     def pairs(self, keys: "Marks", kinds: int) -> Tensor:
         """(n, m, k) number of the pair of their segments, of `kinds` squared."""
-        return self.values[..., 2][:, :, None] * kinds + keys.values[..., 2][:, None, :]
+        return self.field(2) * kinds + keys.field(2, True)
 
     def add_pairs_(self, sums: Tensor, x: Tensor, factor: float) -> None:
-        """Add x (n, heads, m, m) to `sums` (heads, kinds, kinds) at the pairs of these tokens."""
+        """Add x (n, heads, m, m) to `sums` (heads, kinds, ...) at the pairs of these tokens."""
         pairs = self.pairs(self, sums.shape[1]).flatten()
         sums.view(sums.shape[0], -1).index_add_(1, pairs, x.transpose(0, 1).flatten(1), alpha=factor)
 
 
+@dataclass(frozen=True)
+class RelatedMarks(Marks):
+    """Marks of CPM-Bee: a table names the relation of each two segments, and a token belongs to a sample, too.
+
+    A token of sample 0 sees all samples, any other only its own.
+
+    Attributes:
+        values: integers (..., 6): as of Marks, then number of the sample, how many segments that has, and where in
+            `relations` its rows begin: the relation of segment a to b stands at begin + a * segments + b.
+        relations: integers (size,): 0: the same segment, where the distance counts; else the kind of relation. Tokens
+            of different samples or spans have relation 1.
+    """
+
+    relations: Tensor
+
+    def relation(self, keys: Marks) -> Tensor:
+        """(n, m, k)"""
+        together = (self.field(1) == keys.field(1, True)) & (self.field(3) == keys.field(3, True))
+        index = self.field(5) + self.field(2) * self.field(4) + keys.field(2, True)
+        return self.relations[index.masked_fill(~together, 0)].masked_fill(~together, 1)
+
+    def hidden(self, keys: Marks, first: int | Tensor = 0) -> Tensor:
+        elsewhere = (self.field(3) != 0) & (self.field(3) != keys.field(3, True))
+        return super().hidden(keys, first) | elsewhere[:, None]
+
+    def apart(self, keys: Marks) -> Tensor:
+        return (self.relation(keys) != 0)[:, None]
+
+    def pairs(self, keys: Marks, kinds: int) -> Tensor:
+        """(n, m, k) number of the relation, from 0; meaningless inside a segment."""
+        return (self.relation(keys) - 1).clamp(min=0)
+
+
 def by_pair(others: Tensor, bias: Tensor, queries: Marks, keys: Marks) -> Tensor:
-    """(n, heads, m, k): `bias` of such a shape, or `others` (heads, kinds, kinds) where the segments differ."""
+    """(n, heads, m, k): `bias` of such a shape, or `others` (heads, kinds, ...) where the segments differ."""
     pairs = others.flatten(1)[:, queries.pairs(keys, others.shape[1])].transpose(0, 1)
     return torch.where(queries.apart(keys), pairs, bias)
 
 
-class SegmentBias(RelativeBias):
-    """A relative position bias inside a segment, and between two segments a number for each pair of them.
+class RelationBias(RelativeBias):
+    """A relative position bias inside a segment, and between two segments a number for each kind of their relation.
 
     Attributes:
-        weight: (num_buckets, num_heads). pairs: (kinds * kinds, num_heads), by the query's segment and the key's.
+        weight: (num_buckets, num_heads). pairs: (kinds, num_heads).
     """
 
     def __init__(self, num_buckets: int, num_heads: int, max_distance: int, kinds: int):
-        """`kinds`: of segments."""
+        """`kinds`: of relations."""
         super().__init__(num_buckets, num_heads, max_distance, bidirectional=True)
-        self.kinds = kinds
-        self.pairs = nn.Parameter(torch.empty(kinds * kinds, num_heads).normal_(std=0.02))
+        self.pairs = nn.Parameter(torch.empty(kinds, num_heads).normal_(std=0.02))
 
     def forward(self, longest: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """`bias` and `others` of layers.packed_attention.Mask, for sequences of up to `longest` tokens."""
-        return super().forward(longest), self.pairs.t().unflatten(1, (self.kinds, self.kinds))
+        return super().forward(longest), self.pairs.t()
+
+
+class SegmentBias(RelationBias):
+    """As RelationBias, with a relation for each pair of segments: the query's and the key's."""
+
+    def __init__(self, num_buckets: int, num_heads: int, max_distance: int, kinds: int):
+        """`kinds`: of segments."""
+        super().__init__(num_buckets, num_heads, max_distance, kinds * kinds)
+        self.kinds = kinds
+
+    def forward(self, longest: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        bias, pairs = super().forward(longest)
+        return bias, pairs.unflatten(1, (self.kinds, self.kinds))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from cpm_rows import cross_boundaries, packed, padded, transpose
 from harness import ArchitectureTests, assert_same, randomize_
 from torch import nn
 from transformers import CpmAntConfig, CpmAntForCausalLM
@@ -38,25 +39,6 @@ def _see_what_is_before(model):
         return begin({**batch, "context": torch.zeros_like(batch["input_ids"])})
 
     model.begin = changed
-
-
-def _cross_boundaries(model):
-    begin = model.begin
-
-    def merged(batch):
-        x, ctx = begin(batch)
-        n = ctx.num_tokens
-        ctx.lengths, ctx.cu_seqlens, ctx.max_seqlen = [n], torch.tensor([0, n]), n
-        ctx.bias, ctx.others = model.relative(n)
-        return x, ctx
-
-    model.begin = merged
-
-
-def _transpose(model):
-    weight = model.units[0].attn.q.weight
-    with torch.no_grad():
-        weight.copy_(weight.t().reshape(weight.shape).clone())
 
 
 class _Shifting(nn.Module):
@@ -96,8 +78,8 @@ class TestCPMAnt(ArchitectureTests):
         "no bias between segments": _bias_of_places_alone,
         "another prompt": _another_prompt,
         "a causal text": _see_what_is_before,
-        "attention across rows": _cross_boundaries,
-        "a transposed weight": _transpose,
+        "attention across rows": cross_boundaries,
+        "a transposed weight": transpose,
     }
 
     def check_parity(self, theirs, ours, side):
@@ -151,23 +133,6 @@ def truth(theirs, row):
     mask = m._prepare_attention_mask(ids, span, context.bool(), length)
     x = m.input_embedding(ids) + m.segment_embedding(segment)
     return theirs.lm_head(m.encoder(x, mask, m.position_bias(places, places, segment, segment))[0][0, count:])
-
-
-def packed(rows):
-    ends = torch.tensor([0, *(len(row["input_ids"]) for row in rows)]).cumsum(0).int()
-    joined = {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
-    return {**joined, "cu_seqlens": ends, "max_seqlen": int(ends.diff().max())}
-
-
-def padded(rows, side):
-    longest = max(len(row["input_ids"]) for row in rows)
-
-    def pad(x):
-        both = (longest - len(x), 0) if side == "left" else (0, longest - len(x))
-        return nn.functional.pad(x, both)
-
-    batch = {name: torch.stack([pad(row[name]) for row in rows]) for name in rows[0]}
-    return {**batch, "attention_mask": torch.stack([pad(torch.ones_like(row["input_ids"])) for row in rows])}
 
 
 @pytest.mark.parametrize("how", ["packed", "left", "right", "length"])

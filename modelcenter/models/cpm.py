@@ -1,0 +1,204 @@
+"""What the CPM decoders share (CPM-1, CPM-3, CPM-Ant, CPM-Bee): their inputs, their blocks and their start.
+
+Their attention is not simply causal: tokens of the context see each other, whichever comes first, and only the rest is
+causal; tokens of different spans do not see each other.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from modelcenter.config import ModelConfig
+from modelcenter.layers.attention import SelfAttention
+from modelcenter.layers.block import PreNormBlock
+from modelcenter.layers.cache import KVCache
+from modelcenter.layers.heads import CausalLM
+from modelcenter.layers.marks import Marks
+from modelcenter.layers.mlp import GatedMLP
+from modelcenter.layers.norm import RMSNorm
+from modelcenter.layers.packing import Packed
+from modelcenter.models.base import Batch
+from modelcenter.models.decoder import Decoder
+from modelcenter.models.outputs import ModelOutput
+
+
+@dataclass(kw_only=True)
+class CPMConfig(ModelConfig):
+    """Fields of every CPM; sizes count elements, dropout is a probability.
+
+    num_buckets, max_distance: of relative positions.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    intermediate_size: int
+    dropout: float = 0.0
+    num_buckets: int = 512
+    max_distance: int = 2048
+    norm_eps: float = 1e-6
+    initializer_range: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(0 <= self.dropout < 1, "dropout", "a probability, 0 <= p < 1")
+        self.require(self.num_buckets >= 4 and self.num_buckets % 2 == 0, "num_buckets", "an even number, at least 4")
+        self.require(self.max_distance > self.num_buckets // 4, "max_distance", "more than num_buckets / 4")
+
+
+class ScaledBlock(PreNormBlock):
+    """A block whose matrices are stored without the factor 1 / sqrt(inputs) that they are used with.
+
+    shrink: what the sum of residual and branch is divided by.
+    """
+
+    def __init__(self, attn: SelfAttention, mlp: GatedMLP, norm: Any, dropout: float, shrink: float = 1.0):
+        super().__init__(attn, mlp, norm, dropout)
+        self.shrink = shrink
+        self.of_inputs = attn.q.in_features**-0.5  # q, k, v, gate and up read the same
+        self.of_attn, self.of_mlp = attn.out.in_features**-0.5, mlp.down.in_features**-0.5
+
+    def forward(self, x: Tensor, ctx: Packed) -> Tensor:
+        x = self._add(self.attn(self.attn_norm(x) * self.of_inputs, ctx) * self.of_attn, x)
+        x = x if self.shrink == 1.0 else x / self.shrink
+        x = self._add(self.mlp(self.mlp_norm(x) * self.of_inputs) * self.of_mlp, x)
+        return x if self.shrink == 1.0 else x / self.shrink
+
+
+class CPM(Decoder):
+    """Base of the CPM decoders. A subclass builds `embed`, `relative`, `layers`, `final_norm` and `head`, and
+    implements `begin`."""
+
+    splits_into_stages = False
+    tasks = ("base", "causal-lm")
+
+    # What a token says of itself where the caller does not.
+    usual: ClassVar[Mapping[str, int]] = {"context": 0, "span": 0, "segment": 0}
+
+    def make_layers(self, scaled: bool, shrink: float = 1.0, **options: Any) -> nn.ModuleList:
+        """The blocks. scaled: of ScaledBlock; options: of SelfAttention."""
+        c: Any = self.config
+        width = c.hidden_size
+
+        def norm() -> RMSNorm:
+            return RMSNorm(width, c.norm_eps)
+
+        layers: list[nn.Module] = []
+        for _ in range(c.num_layers):
+            attn = SelfAttention(width, c.num_heads, c.dropout, head_dim=c.head_dim, bias=False, **options)
+            mlp = GatedMLP(width, c.intermediate_size, "gelu", dropout=c.dropout)
+            block = (
+                ScaledBlock(attn, mlp, norm, c.dropout, shrink) if scaled else PreNormBlock(attn, mlp, norm, c.dropout)
+            )
+            layers.append(block)
+        return nn.ModuleList(layers)
+
+    def lm_head(self, task: str, scaled: bool) -> nn.Module | None:
+        """The vocabulary, with a matrix of its own or the embedding; scaled: used with 1 / sqrt(hidden_size)."""
+        c: Any = self.config
+        if task != "causal-lm":
+            return None
+        return CausalLM(c.hidden_size, c.vocab_size, c.tie_embeddings, scale=c.hidden_size**-0.5 if scaled else 1.0)
+
+    def marked(self, batch: Batch, ctx: Packed, of_prompt: Sequence[int] = ()) -> Tensor:
+        """(T, len(usual)) integers: what the tokens say of themselves, in the order of `usual`; of_prompt: what those
+        of the model's own prompt say.
+
+        Raises:
+            ValueError: marks of another shape than the input, naming all shapes.
+        """
+        device = ctx.cu_seqlens.device
+        given = [batch.get(name, torch.full(ctx.shape, value, device=device)) for name, value in self.usual.items()]
+        if any(tuple(value.shape) != ctx.shape for value in given):
+            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in zip(self.usual, given, strict=True))
+            raise ValueError(f"got {shapes} beside input of shape {ctx.shape}; they must agree")
+        prompt = torch.tensor(of_prompt, device=device).expand(self.prefix_tokens, -1) if self.prefix_tokens else None
+        return ctx.unpad(torch.stack([value.long() for value in given], -1), prefix=prompt)
+
+    @staticmethod
+    def of_all(ctx: Packed, x: Tensor) -> Tensor:
+        """x (T, ...) of all tokens, where several ranks share them."""
+        return x if ctx.split is None else ctx.split.gather(x)
+
+    def look(self, ctx: Packed, marks: Marks | None) -> None:
+        """Tell attention who sees whom and what it adds for their distance and their segments."""
+        ctx.marks = marks
+        bias = self.relative(ctx.max_seqlen + (0 if ctx.cache is None else len(ctx.cache)))
+        ctx.bias, ctx.others = bias if isinstance(bias, tuple) else (bias, None)
+
+    def tp_plan(self) -> dict[str, str]:
+        return super().tp_plan() | {"relative": "partial"}
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        length: Tensor | None = None,
+        context: Tensor | None = None,
+        span: Tensor | None = None,
+        segment: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        loss_counts: Mapping[str, Any] | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_logits: bool | None = None,
+        logits_to_keep: int = 0,
+        output_hidden_states: bool = False,
+    ) -> ModelOutput:
+        """Run the model; arguments that are not named here are Decoder's.
+
+        Args:
+            attention_mask: (batch, seq), 1 at tokens and 0 at padding; or length: (batch,) tokens of each row, with
+                padding after them.
+            context: as input_ids, 1 at tokens that all see and that see only such, 0 at those that see what is before
+                them too, as they must to learn to generate. None: 0 everywhere; CPM-Ant: 1, as transformers has it.
+            span: as input_ids, number of the part that a token belongs to and sees; a prompt is in 0. None: 0.
+            segment: as input_ids, 0 to segment_types - 1, what a token is of; a prompt is of 0. None: 0; CPM-Ant: 2.
+                CPM-1 has none.
+            labels: as input_ids, shifted here (transformers' CpmAntForCausalLM does not shift).
+
+        Raises:
+            ValueError: inputs that do not fit together or the model, naming the field.
+        """
+        return self.run_checked({name: value for name, value in locals().items() if name != "self"})
+
+    def run_checked(self, batch: dict[str, Any]) -> ModelOutput:
+        """`run`, after what every CPM checks of its inputs; None stands for what was not given."""
+        batch = {name: value for name, value in batch.items() if value is not None}
+        if "length" in batch:
+            batch["attention_mask"] = self._mask_of(batch.pop("length"), batch)
+        if "segment" in batch:
+            self.check_segments(batch)
+        if (kept := batch.get("logits_to_keep")) not in (None, 0, 1):
+            raise ValueError(f"logits_to_keep: got {kept}, expected 0 (all tokens) or 1 (the last)")
+        return self.run(batch)
+
+    def check_segments(self, batch: Batch) -> None:
+        segment, c = batch["segment"], self.config
+        if (kinds := getattr(c, "segment_types", None)) is None:
+            raise ValueError(f"segment: {c.model_type} has no segments; leave it out")
+        if segment.device.type == "cpu" and segment.numel():
+            low, high = int(segment.min()), int(segment.max())
+            if low < 0 or high >= kinds:
+                worst = high if high >= kinds else low
+                raise ValueError(f"segment: got {worst}, expected 0 to {kinds - 1} (segment_types)")
+
+    @staticmethod
+    def _mask_of(length: Tensor, batch: Batch) -> Tensor:
+        given = batch.get("input_ids", batch.get("inputs_embeds"))
+        for other in ("attention_mask", "cu_seqlens"):
+            if other in batch:
+                raise ValueError(f"length: pass it or {other}, not both")
+        if given is None or tuple(length.shape) != (given.shape[0],):
+            raise ValueError(f"length: got shape {tuple(length.shape)}, expected one number for each row of input_ids")
+        return (torch.arange(given.shape[1], device=length.device) < length[:, None]).long()

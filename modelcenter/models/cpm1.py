@@ -1,0 +1,64 @@
+"""CPM-1 as ModelCenter has it (OpenBMB 2022), after its model_center/model/cpm1.py.
+
+It is not the CPM-Generate of the Hub, which is a GPT-2: here positions are relative, norms are RMSNorms without biases,
+the feed-forward network has a gate, and scores are not scaled.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from modelcenter.layers.marks import Marks
+from modelcenter.layers.norm import RMSNorm
+from modelcenter.layers.packing import Packed
+from modelcenter.layers.relative import RelativeBias
+from modelcenter.models.base import Batch
+from modelcenter.models.cpm import CPM, CPMConfig
+
+
+@dataclass(kw_only=True)
+class CPM1Config(CPMConfig):
+    """Fields of CPM-1.
+
+    attn_scale: scores are divided by sqrt(head_dim). length_scale: matrices and embeddings are used with a factor of
+    1 / sqrt(inputs).
+    """
+
+    model_type: ClassVar[str] = "cpm1"
+
+    num_buckets: int = 32
+    max_distance: int = 128
+    initializer_range: float = 0.02
+    tie_embeddings: bool = False
+    attn_scale: bool = False
+    length_scale: bool = False
+
+
+class CPM1(CPM):
+    """CPM-1 with the head of `task`."""
+
+    config_class = CPM1Config
+    usual = {"context": 0, "span": 0}
+
+    def __init__(self, config: CPM1Config, task: str = "base"):
+        super().__init__(config, task)
+        c = config
+        self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.relative = RelativeBias(c.num_buckets, c.num_heads, c.max_distance, bidirectional=True)
+        self.layers = self.make_layers(c.length_scale, causal=True, scale=None if c.attn_scale else 1.0)
+        self.final_norm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.head = self.lm_head(task, c.length_scale)
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
+        c: Any = self.config
+        ctx = self.pack(batch)
+        # Without marks it is causal, which takes no mask of pairs.
+        plain = not (any(name in batch for name in self.usual) or (ctx.cache is not None and ctx.cache.has(None)))
+        self.look(ctx, None if plain else Marks(nn.functional.pad(self.of_all(ctx, self.marked(batch, ctx)), (0, 1))))
+        x = self.embedded(batch, ctx, self.embed)
+        scaled = c.length_scale and "input_ids" in batch
+        return x * c.hidden_size**-0.5 if scaled else x, ctx
+
+    def init_spec(self) -> dict[str, tuple[Any, ...]]:
+        return super().init_spec() | {"relative.weight": ("normal", 1.0)}

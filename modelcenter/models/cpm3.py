@@ -1,0 +1,68 @@
+"""CPM-3 (OpenBMB 2022), after ModelCenter's model_center/model/cpm3.py: CPM-Ant without embeddings of segments, whose
+weights are stored without the factors that they are used with.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from modelcenter.layers.marks import Marks, SegmentBias
+from modelcenter.layers.norm import RMSNorm
+from modelcenter.layers.packing import Packed
+from modelcenter.models.base import Batch
+from modelcenter.models.cpm import CPM, CPMConfig
+
+
+@dataclass(kw_only=True)
+class CPM3Config(CPMConfig):
+    """Fields of CPM-3.
+
+    prompt_types prompts of prompt_length tokens each are in a table of their own; prompt: number of the one that stands
+    before every text. attn_scale, length_scale: as of CPM-1.
+    """
+
+    model_type: ClassVar[str] = "cpm3"
+
+    prompt_types: int = 32
+    prompt_length: int = 64
+    segment_types: int = 34
+    prompt: int = 0
+    attn_scale: bool = True
+    length_scale: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(0 <= self.prompt < self.prompt_types, "prompt", f"0 to {self.prompt_types - 1} (prompt_types)")
+
+
+class CPM3(CPM):
+    """CPM-3 with the head of `task`. A learnt prompt stands before each sequence and is part of no output."""
+
+    config_class = CPM3Config
+
+    def __init__(self, config: CPM3Config, task: str = "base"):
+        super().__init__(config, task)
+        c = config
+        self.prefix_tokens = c.prompt_length
+        self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.prompt = nn.Embedding(c.prompt_types * c.prompt_length, c.hidden_size)
+        self.relative = SegmentBias(c.num_buckets, c.num_heads, c.max_distance, c.segment_types)
+        self.layers = self.make_layers(c.length_scale, scale=None if c.attn_scale else 1.0)
+        self.final_norm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.head = self.lm_head(task, c.length_scale)
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
+        c: Any = self.config
+        ctx, ids = self.pack(batch), batch.get("input_ids")
+        scale = c.hidden_size**-0.5 if c.length_scale else 1.0
+        numbers = torch.arange(c.prompt_length, device=ctx.cu_seqlens.device) + c.prompt * c.prompt_length
+        # -1 at the text, else the row of the prompt's table.
+        which = ctx.unpad(torch.full(ctx.shape, -1, device=numbers.device), fill=-1, prefix=numbers)[:, None]
+        words = ctx.unpad(batch["inputs_embeds"]) if ids is None else self.embed(ctx.unpad(ids)) * scale
+        prompt = self.prompt(which[:, 0].clamp(min=0)) * scale
+        # All is causal, the prompt too, until the caller says what the context is.
+        marks = self.marked(batch, ctx, of_prompt=(int("context" in batch), 0, 0))
+        self.look(ctx, Marks(self.of_all(ctx, marks)))
+        return torch.where(which >= 0, prompt.to(words.dtype), words), ctx

@@ -1,0 +1,189 @@
+"""CPM-Bee (OpenBMB 2023), after OpenBMB/CPM-Live's bee_torch.py.
+
+Its input is structured: a table names how segments are related, and tokens that stand for something in a sample alone
+(answers, options, unknown words) have a number below their own, which turns their embedding. Such tokens of a batch are
+a table by themselves, with which the vocabulary goes on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from modelcenter.layers.cache import KVCache
+from modelcenter.layers.marks import RelatedMarks, RelationBias
+from modelcenter.layers.norm import RMSNorm
+from modelcenter.layers.packing import Packed
+from modelcenter.layers.rotary import Rotary, rotate
+from modelcenter.models.base import Batch
+from modelcenter.models.cpm import CPM, CPMConfig
+from modelcenter.models.outputs import ModelOutput
+
+SHRINK = 1.05  # what each sum of residual and branch is divided by
+DISTANCE = 16  # between two numbers, in the places of a rotary embedding
+
+
+@dataclass(kw_only=True)
+class CPMBeeConfig(CPMConfig):
+    """Fields of CPM-Bee. num_relations: kinds of relation between two segments."""
+
+    model_type: ClassVar[str] = "cpmbee"
+
+    num_buckets: int = 256
+    num_relations: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.hidden_size % 2 == 0, "hidden_size", "an even number: embeddings are turned in pairs")
+        self.require(self.tie_embeddings, "tie_embeddings", "true: the vocabulary's matrix is the embedding")
+        self.require(self.num_relations >= 1, "num_relations", "at least 1, that between samples")
+
+
+class CPMBee(CPM):
+    """CPM-Bee with the head of `task`."""
+
+    config_class = CPMBeeConfig
+    # As RelatedMarks has them. A sample of one segment, unless the caller says more.
+    usual = {"context": 0, "span": 0, "segment": 0, "sample_ids": 0, "num_segments": 1, "segment_rel_offset": 0}
+
+    def __init__(self, config: CPMBeeConfig, task: str = "base"):
+        super().__init__(config, task)
+        c = config
+        self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.relative = RelationBias(c.num_buckets, c.num_heads, c.max_distance, c.num_relations)
+        self.layers = self.make_layers(scaled=True, shrink=SHRINK)
+        self.final_norm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.head = self.lm_head(task, scaled=True)
+        self.turn = Rotary(c.hidden_size, 10000.0)
+
+    def turned(self, x: Tensor, number: Tensor) -> Tensor:
+        """Embeddings (T, hidden_size) of tokens with a number (T,) below theirs."""
+        return rotate(x, self.turn(number * DISTANCE, x.dtype), x.shape[1])
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
+        c: Any = self.config
+        ctx, ids = self.pack(batch), batch.get("input_ids")
+        marks = self.of_all(ctx, self.marked(batch, ctx))
+        relations = batch.get("segment_rel")
+        if relations is None:
+            relations = marks.new_zeros(ctx.shape[0], 1)
+        if relations.shape[0] > 1:  # a table for each row, one after the other
+            row = torch.arange(ctx.shape[0], device=marks.device)[:, None].expand(ctx.shape)
+            marks[:, 5] += self.of_all(ctx, ctx.unpad(row)) * relations.shape[1]
+        self.look(ctx, RelatedMarks(marks, relations.flatten().long()))
+        if ids is None:
+            return ctx.unpad(batch["inputs_embeds"]), ctx
+        x = self.embed(ctx.unpad(ids)) * c.hidden_size**-0.5
+        number = batch.get("input_id_sub")
+        return x if number is None else self.turned(x, ctx.unpad(number)), ctx
+
+    def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
+        if self.task == "base" or batch.get("ext_table_ids") is None:
+            return super().end(x, ctx, batch)
+        table, ids, number = self.embed.weight, batch["ext_table_ids"], batch["ext_table_sub"]
+        if isinstance(table, DTensor):
+            raise ValueError("ext_table_ids: not under tensor parallelism, which splits the vocabulary; use tp_size=1")
+        more = self.turned(nn.functional.embedding(ids, table), number)
+        counts = self.counts(batch)["loss"]
+        out = self.head(x, ctx, batch, counts, torch.cat((table, more)), self.wants_logits(batch))
+        return self.ordered(out)
+
+    def check_segments(self, batch: Batch) -> None:
+        """Raise ValueError for a segment whose relations are not in the table, or relations that have no number."""
+        relations = batch.get("segment_rel")
+        if relations is None:
+            raise ValueError("segment: pass segment_rel, too, the relations of the segments")
+
+    def _check_relations(self, batch: Batch) -> None:
+        c: Any = self.config
+        relations, shape = batch.get("segment_rel"), batch.get("input_ids", batch.get("inputs_embeds")).shape
+        if relations is None:
+            for name in ("num_segments", "segment_rel_offset"):
+                if name in batch:
+                    raise ValueError(f"{name}: pass segment_rel, too, the relations of the segments")
+            return
+        if relations.dim() != 2 or relations.shape[0] not in (1, shape[0]) or not relations.shape[1]:
+            raise ValueError(
+                f"segment_rel: got shape {tuple(relations.shape)}, expected the relations of each of the {shape[0]} "
+                "rows of input_ids, (rows, size)"
+            )
+        if relations.device.type != "cpu" or not shape[1]:
+            return
+        if int(relations.min()) < 0 or int(relations.max()) > c.num_relations:
+            raise ValueError(
+                f"segment_rel: got {int(relations.min())} to {int(relations.max())}, expected 0 (the same segment) to "
+                f"{c.num_relations} (num_relations)"
+            )
+        segment, count, first = (
+            batch.get(name, torch.tensor(self.usual[name]))
+            for name in ("segment", "num_segments", "segment_rel_offset")
+        )
+        size = relations.shape[1]
+        if bool(((segment < 0) | (segment >= count) | (first < 0) | (first + count * count > size)).any()):
+            raise ValueError(
+                "segment: expected 0 to num_segments - 1, with num_segments squared relations from segment_rel_offset "
+                f"on among the {size} of segment_rel"
+            )
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        input_id_sub: Tensor | None = None,
+        length: Tensor | None = None,
+        context: Tensor | None = None,
+        span: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        segment: Tensor | None = None,
+        num_segments: Tensor | None = None,
+        segment_rel: Tensor | None = None,
+        segment_rel_offset: Tensor | None = None,
+        ext_table_ids: Tensor | None = None,
+        ext_table_sub: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        loss_counts: Mapping[str, Any] | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_logits: bool | None = None,
+        logits_to_keep: int = 0,
+        output_hidden_states: bool = False,
+    ) -> ModelOutput:
+        """Run the model; arguments that are not named here are those of the other CPM.
+
+        Args:
+            input_id_sub: as input_ids, the number below a token. None: 0.
+            sample_ids: as input_ids, number of the sample; tokens of 0 see all, others only their own sample. None: 0.
+            segment, num_segments, segment_rel_offset: as input_ids, number of the segment, how many its sample has, and
+                where the relations of these begin in the row of segment_rel: that of a to b at begin +
+                a * num_segments + b. None: 0, 1 and 0.
+            segment_rel: (batch, size), or one row for all: 0 the same segment, else the kind of relation. A packed
+                input is one row.
+            ext_table_ids, ext_table_sub: (n,) tokens, and numbers below them, with which the vocabulary goes on: label
+                and logit vocab_size + i are of the i-th.
+            labels: as input_ids, shifted here (CPM-Live's targets are shifted already).
+
+        Raises:
+            ValueError: inputs that do not fit together or the model, naming the field; ext_table_ids under tensor
+                parallelism.
+        """
+        batch = {name: value for name, value in locals().items() if name != "self" and value is not None}
+        if ("ext_table_ids" in batch) != ("ext_table_sub" in batch) or (
+            ext_table_ids is not None and ext_table_sub is not None and ext_table_ids.shape != ext_table_sub.shape
+        ):
+            raise ValueError("ext_table_ids, ext_table_sub: pass both, of one shape (n,), or neither")
+        if input_ids is not None and input_id_sub is not None and input_id_sub.shape != input_ids.shape:
+            raise ValueError(f"input_id_sub: got shape {tuple(input_id_sub.shape)}, expected {tuple(input_ids.shape)}")
+        if input_ids is not None or inputs_embeds is not None:
+            self._check_relations(batch)
+        return self.run_checked(batch)
+
+    def init_spec(self) -> dict[str, tuple[Any, ...]]:
+        return super().init_spec() | {"embed.weight": ("normal", 0.02)}

@@ -28,6 +28,21 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
 
 
+def as_shard(
+    local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> torch.Tensor:
+    """``local`` as this rank's shard of a tensor of ``shape`` placed so on ``mesh``."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(local, mesh, tuple(placements), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def shard_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """This rank's shard of ``whole``, which every rank has. No communication."""
+    size, offset = local_box(whole.shape, mesh, placements)
+    part = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+    return as_shard(part.contiguous(), whole.shape, mesh, placements)
+
+
 def local_box(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -41,7 +41,11 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from modelcenter.auto import *  # noqa: F403
     from modelcenter.models.bert import Bert as Bert
+    from modelcenter.models.cpm1 import CPM1 as CPM1
+    from modelcenter.models.cpm2 import CPM2 as CPM2
+    from modelcenter.models.cpm3 import CPM3 as CPM3
     from modelcenter.models.cpmant import CPMAnt as CPMAnt
+    from modelcenter.models.cpmbee import CPMBee as CPMBee
     from modelcenter.models.gpt2 import GPT2 as GPT2
     from modelcenter.models.gpt_neox import GPTNeoX as GPTNeoX
     from modelcenter.models.gptj import GPTJ as GPTJ

@@ -5,6 +5,7 @@ checkpoints here. The parity tests (modelcenter.testing) stand on the same funct
 """
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -391,13 +392,24 @@ def _texts(data: str, most: int = 64) -> list[str]:
     return [str(text) for text in texts[:most]]
 
 
-def load_transformers(folder: str | Path, ours: nn.Module) -> nn.Module:
-    """The transformers model of the class that fits one of ours, in fp32 and eval mode."""
+def hub_class(model_type: str, task: str) -> Any:
+    """transformers' class of a task, or that of the code which exports of this architecture bring for transformers."""
     import transformers
 
-    arch = registry.get(ours.config.model_type).arch_map()
-    cls = getattr(transformers, arch.tasks[ours.task].hf_class)
-    return cls.from_pretrained(folder, dtype=torch.float32).eval()
+    arch = registry.get(model_type).arch_map()
+    name = arch.tasks[task].hf_class
+    if not arch.files:
+        return getattr(transformers, name)
+    spec = importlib.util.spec_from_file_location("modelcenter_remote_code", registry.shipped_file(arch.files[0]))
+    assert spec is not None and spec.loader is not None
+    code = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(code)
+    return getattr(code, name)
+
+
+def load_transformers(folder: str | Path, ours: nn.Module) -> nn.Module:
+    """The transformers model of the class that fits one of ours, in fp32 and eval mode."""
+    return hub_class(ours.config.model_type, ours.task).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def main(argv: Iterable[str] | None = None) -> int:

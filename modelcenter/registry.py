@@ -10,6 +10,7 @@ import importlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from modelcenter._paths import model_configs_dir
@@ -68,11 +69,16 @@ class ModelInfo:
     confirmed: bool
 
 
-def _ours(model_type: str, model: str, file: str | None = None, rules: str | None = None) -> ArchSpec:
+def _ours(
+    model_type: str, model: str, file: str | None = None, rules: str | None = None, architectures: tuple[str, ...] = ()
+) -> ArchSpec:
     """An architecture of this package: models/<file>.py, convert/<file>.py:ARCH, by default named as `model_type`."""
     file = file or model_type
     home = f"modelcenter.models.{file}:{model}"
-    return ArchSpec(model_type, home, f"{home}Config", f"modelcenter.convert.{rules or f'{file}:ARCH'}")
+    return ArchSpec(model_type, home, f"{home}Config", f"modelcenter.convert.{rules or f'{file}:ARCH'}", architectures)
+
+
+_T5_TASKS = "Model ForConditionalGeneration ForSequenceClassification ForTokenClassification ForQuestionAnswering"
 
 
 ARCHITECTURES: dict[str, ArchSpec] = {
@@ -80,6 +86,11 @@ ARCHITECTURES: dict[str, ArchSpec] = {
     for spec in (
         _ours("bert", "Bert"),
         _ours("cpmant", "CPMAnt"),
+        _ours("cpm1", "CPM1"),
+        # In T5's form: the second of its architectures tells it.
+        _ours("cpm2", "CPM2", architectures=tuple(f"CPM2{end}" for end in _T5_TASKS.split())),
+        _ours("cpm3", "CPM3"),
+        _ours("cpmbee", "CPMBee"),
         _ours("gpt2", "GPT2"),
         _ours("roberta", "Roberta"),
         _ours("xlm-roberta", "XLMRoberta", "roberta", "roberta:XLM_ROBERTA"),
@@ -152,6 +163,11 @@ def _preset_files() -> dict[str, Any]:
     return files
 
 
+def shipped_file(name: str) -> Path:
+    """Where a file of model_configs lies, such as "cpm/modeling_cpm.py"."""
+    return model_configs_dir() / name
+
+
 def preset_names() -> list[str]:
     """Names of all presets; `tiny/<architecture>` are the test-sized ones."""
     return list(_preset_files())
@@ -184,10 +200,11 @@ def list_models(tiny: bool = False) -> list[ModelInfo]:
         if name.startswith("tiny/") and not tiny:
             continue
         entry = json.loads(path.read_text(encoding="utf-8"))
+        config = entry["config"]
         infos.append(
             ModelInfo(
                 name,
-                entry["config"]["model_type"],
+                get(config["model_type"], config.get("architectures")).model_type,
                 entry.get("parameters"),
                 entry.get("hub"),
                 bool(entry.get("confirmed")),

@@ -108,10 +108,7 @@ class ArchitectureTests:
 
     def reference(self, task: str, folder: Path, **fields: Any) -> Any:
         """A randomised transformers model of the task, in eval mode, saved in `folder`."""
-        import transformers
-
-        arch = registry.get(self.hf_config["model_type"]).arch_map()
-        cls = getattr(transformers, arch.tasks[task].hf_class)
+        cls = compare.hub_class(self.hf_config["model_type"], task)
         labels = 2 if task == "question-answering" else self.num_labels
         values = {**self.hf_config, **self.no_dropout, "num_labels": labels, **fields}
         values.pop("model_type")

@@ -21,8 +21,9 @@ def tables() -> dict[str, str]:
     named = ["| name | family | parameters | confirmed | hub |", "| --- | --- | ---: | --- | --- |"]
     for i in registry.list_models():
         confirmed = "yes" if i.confirmed else "no"
-        hub = f"[{i.hub}](https://huggingface.co/{i.hub})"
-        named.append(f"| `{i.name}` | {i.family} | {i.parameters:,} | {confirmed} | {hub} |")
+        hub = "none" if i.hub is None else f"[{i.hub}](https://huggingface.co/{i.hub})"
+        size = "unknown" if i.parameters is None else f"{i.parameters:,}"
+        named.append(f"| `{i.name}` | {i.family} | {size} | {confirmed} | {hub} |")
     families = ["| model_type | tasks |", "| --- | --- |"]
     columns = ("model_type", "ZeRO 0-3", "tensor, sequence", "context", "pipeline", "generates", "exports as")
     columns += ("served by", "on a GPU")
@@ -32,7 +33,8 @@ def tables() -> dict[str, str]:
         families.append(f"| {model_type} | {', '.join(model.tasks)} |")
         writes = {"causal-lm", "seq2seq-lm"} & set(model.tasks)
         head = next((t for t in ("causal-lm", "seq2seq-lm", "masked-lm") if t in model.tasks), "base")
-        served = ", ".join(name for name, known in SERVED.items() if model_type in known) or "transformers alone"
+        alone = "transformers with trust_remote_code" if arch.files else "transformers alone"
+        served = ", ".join(name for name, known in SERVED.items() if model_type in known) or alone
         stages = "yes" if model.splits_into_stages else "no"
         cells = [
             "yes",

@@ -1,8 +1,13 @@
 """Calls of the fused operators: every mode and dtype, odd sizes, memory that is not aligned."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 
-from engine.ops import fused
+from engine.ops import fused, library
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = (0, 1, 17, 511, 513, 1000, 40_003)  # around the kernel's block of 512 and its chunk of 16,384
@@ -14,12 +19,50 @@ KINDS = [  # mode, parameter, gradient, moments
 ]  # fmt: skip
 IDS = ["-".join(str(part).removeprefix("torch.") for part in kind) for kind in KINDS]
 
+# Of dropout: rows, channels, first channel.
+MASK_SHAPES = [(5, 768, 0), (3, 100, 0), (4, 200, 77), (1, 40_001, 0), (7, 1, 3), (2, 130, 126), (0, 8, 0)]
+MASK_DTYPES = (F32, BF16, F16)
+KEY = -123456789012345
+
+
+def masked(dtype, shape):
+    """x, residual, tokens and first channel of one dropout."""
+    torch.manual_seed(0)
+    rows, channels, first = shape
+    x, residual = torch.randn(rows, channels).to(dtype), torch.randn(rows, channels).to(dtype)
+    return x, residual, torch.randint(0, 2**62, (rows,)), first
+
 
 def unaligned(n, dtype, fill=None):
     """n elements whose memory begins at an odd element."""
     whole = torch.full((n + 1,), float("nan") if dtype != torch.int16 else 77, dtype=torch.float32).to(dtype)
     part = whole[1:]
     return part.copy_(torch.zeros(n) if fill is None else fill)
+
+
+def run_on(monkeypatch, compiled, work):
+    """The tensors of `work` on the library or on the reference."""
+    for cached in (library.cpu, library.serves):
+        cached.cache_clear()
+    monkeypatch.setenv("MODELCENTER_FUSED", "1" if compiled else "0")
+    result = work()
+    assert library.cpu().loaded == compiled
+    for cached in (library.cpu, library.serves):
+        cached.cache_clear()
+    monkeypatch.delenv("MODELCENTER_FUSED")
+    return result
+
+
+def on_each_isa(code, folder):
+    """What `code` saves at sys.argv[1] on each instruction set, with another number of threads (sys.argv[2])."""
+    root = Path(__file__).resolve().parents[1]
+    found = []
+    for isa, threads in (("plain", 1), ("avx2", 3), ("avx512", 2)):  # lowers the set, as an older CPU would
+        paths = f"{root}:{root / 'tests'}:{root / 'tests' / 'engine'}"
+        environment = {**os.environ, "MODELCENTER_ISA": isa, "PYTHONPATH": paths}
+        subprocess.run([sys.executable, "-c", code, folder / isa, str(threads)], check=True, env=environment)
+        found.append(torch.load(folder / isa))
+    return found
 
 
 class Case:

@@ -1,9 +1,13 @@
 """BERT with every head, trained on ragged batches: by one process, and by ranks that split its layers or its tokens."""
 
+from contextlib import contextmanager
+
 import engine_toys as toys
+import torch
 
 import engine
 import modelcenter as mc
+from engine.ops import masks
 from modelcenter.compare import make_rows, pack_rows, pad_rows
 from modelcenter.models.bert import Bert
 from modelcenter.testing import randomize_
@@ -80,6 +84,29 @@ def trained(task, plan, sizes, fields, policy=None):
     engine.init_distributed(**sizes)
     model = engine.shard(build(task, **fields), policy=engine.Policy(**policy or {}))
     return train(model, plan)
+
+
+@contextmanager
+def noted_masks():
+    """The masks that dropouts draw inside: of hidden states (rows, channels), of attention with more dimensions."""
+    from modelcenter.layers import packed_attention
+
+    drawn, run, keep_mask = [], masks._run, engine.ops.keep_mask
+
+    def note_run(x, residual, *rest):
+        drawn.append(run(torch.ones_like(x), None, *rest) != 0)
+        return run(x, residual, *rest)
+
+    def note_keep(shape, p, dtype=torch.uint8):
+        mask, scale = keep_mask(shape, p, dtype)
+        drawn.append(mask)
+        return mask, scale
+
+    masks._run, packed_attention.keep_mask = note_run, note_keep
+    try:
+        yield drawn
+    finally:
+        masks._run, packed_attention.keep_mask = run, keep_mask
 
 
 def same(found, expected, tolerance=2e-5):

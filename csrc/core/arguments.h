@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "job.h"
+#include "quantize.h"
+#include "random.h"
 
 namespace modelcenter {
 
@@ -63,25 +65,39 @@ inline const float* scalar(const std::optional<Tensor>& t, const Tensor& like, c
   return (const float*)t->const_data_ptr();
 }
 
+inline int byte_of(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Byte, name, " must hold uint8 numbers");
+  return kByte;
+}
+
+// Of moments in 8 bits; else empty.
+struct Scales {
+  Tensors m, v;
+  std::vector<int64_t> widths;
+};
+
 struct Call {
   std::vector<Slab> slabs;
   Types types{};
 };
 
 inline Call lay_out(const Tensors& p, const Tensors& g, const Tensors& m, const Tensors& v, const Tensors& aux,
-                    const Tensors& step, int rule, int64_t mode, const std::vector<int64_t>& places) {
-  const size_t count = p.size();
-  const size_t seconds = rule == kAdamW ? count : 0, extras = mode == kMaster || mode == kRemainder ? count : 0;
+                    const Tensors& step, int rule, int64_t mode, const std::vector<int64_t>& places,
+                    const Scales& scales) {
+  const size_t count = p.size(), blocks = rule == kAdamW8 ? count : 0;
+  const size_t seconds = rule == kAdamW || blocks ? count : 0, extras = mode == kMaster || mode == kRemainder ? count : 0;
   STD_TORCH_CHECK(mode >= kPlain && mode <= kRandom, "mode must be 0 to 3");
   STD_TORCH_CHECK(g.size() == count && m.size() == count && step.size() == count && v.size() == seconds &&
-                      aux.size() == extras && places.size() == (mode == kRandom ? 4 * count : 0),
+                      aux.size() == extras && places.size() == (mode == kRandom || blocks ? 4 * count : 0) &&
+                      scales.m.size() == blocks && scales.v.size() == blocks && scales.widths.size() == blocks,
                   "the lists differ in length");
   Call call;
   call.slabs.reserve(count);
   Overlaps overlaps;
   for (size_t i = 0; i < count; i++) {
     const int64_t n = p[i].numel();
-    const Types types{type_of(p[i], "p"), type_of(g[i], "g"), type_of(m[i], "m"), (int)mode};
+    const int m_type = blocks ? byte_of(m[i], "m") : type_of(m[i], "m");
+    const Types types{type_of(p[i], "p"), type_of(g[i], "g"), m_type, (int)mode};
     if (i == 0) {
       call.types = types;
       const bool fits = mode == kPlain ? types.p == kFloat : mode == kMaster ? true : types.p == kBfloat16;
@@ -104,7 +120,7 @@ inline Call lay_out(const Tensors& p, const Tensors& g, const Tensors& m, const 
     slab.g = take(g[i], "g", size_of(types.g), false);
     slab.m = take(m[i], "m", size_of(types.m), true);
     if (seconds) {
-      STD_TORCH_CHECK(type_of(v[i], "v") == types.m, "m and v differ in dtype");
+      STD_TORCH_CHECK((blocks ? byte_of(v[i], "v") : type_of(v[i], "v")) == types.m, "m and v differ in dtype");
       slab.v = take(v[i], "v", size_of(types.m), true);
     }
     if (extras) {
@@ -116,7 +132,21 @@ inline Call lay_out(const Tensors& p, const Tensors& g, const Tensors& m, const 
     same_device(step[i], p[0], "step");
     slab.step = (float*)step[i].mutable_data_ptr();
     overlaps.add(slab.step, 4, true);
-    if (mode == kRandom) {
+    if (blocks) {
+      slab.width = scales.widths[i];
+      STD_TORCH_CHECK(slab.width > 0 && n % slab.width == 0, "widths: rows must divide the elements of p");
+      const int64_t wanted = n / slab.width * ((slab.width + kQuantBlock - 1) / kQuantBlock);
+      auto scale = [&](const Tensor& t, const char* name) {
+        STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.numel() == wanted, name, "[",
+                        (int64_t)i, "] must be ", wanted, " contiguous fp32 numbers, one for each block");
+        same_device(t, p[0], name);
+        overlaps.add(t.const_data_ptr(), wanted * 4, true);
+        return (float*)t.mutable_data_ptr();
+      };
+      slab.m_scale = scale(scales.m[i], "m_scale");
+      slab.v_scale = scale(scales.v[i], "v_scale");
+    }
+    if (mode == kRandom || blocks) {
       slab.place = {places[4 * i], places[4 * i + 1], places[4 * i + 2], places[4 * i + 3]};
       STD_TORCH_CHECK(slab.place.inner > 0 || n == 0, "places: the inner size must be above 0");
     }
@@ -162,18 +192,56 @@ inline void check_split(const Tensors& master, const Tensors& p, const Tensors& 
   overlaps.check();
 }
 
+// Checks the tensors of a dropout, and says what it draws from.
+inline Draw check_dropout(const Tensor& out, const Tensor& x, const std::optional<Tensor>& residual,
+                          const std::optional<Tensor>& tokens, int64_t first_token, int64_t first_channel, int64_t key,
+                          int64_t site, int64_t threshold) {
+  STD_TORCH_CHECK(x.dim() == 2, "x must be of shape (tokens, channels)");
+  STD_TORCH_CHECK(threshold >= 0 && threshold < 65536, "threshold must be 0 to 65535");
+  STD_TORCH_CHECK(first_channel >= 0 && first_channel + x.size(1) <= ((int64_t)1 << 32), "too many channels");
+  const int type = type_of(x, "x");
+  Overlaps overlaps;
+  auto take = [&](const Tensor& t, const char* name, bool written) {
+    STD_TORCH_CHECK(t.numel() == x.numel() && type_of(t, name) == type, name, " differs from x in size or dtype");
+    STD_TORCH_CHECK(t.is_contiguous(), name, " is not contiguous");
+    same_device(t, x, name);
+    overlaps.add(t.const_data_ptr(), t.numel() * size_of(type), written);
+  };
+  take(x, "x", false);
+  take(out, "out", true);
+  if (residual) take(*residual, "residual", false);
+  overlaps.check();
+  if (tokens) {
+    STD_TORCH_CHECK(tokens->scalar_type() == ScalarType::Long && tokens->numel() == x.size(0) &&
+                        tokens->is_contiguous(), "tokens must be contiguous int64 numbers, one for each row of x");
+    same_device(*tokens, x, "tokens");
+  }
+  return {tokens ? (const int64_t*)tokens->const_data_ptr() : nullptr, first_token, first_channel, (uint32_t)key,
+          (uint32_t)((uint64_t)key >> 32), (uint32_t)site, (uint32_t)threshold,
+          65536.0f / (float)(65536 - threshold)};
+}
+
 // The operators' arguments, brought to those of the function that does the step on one kind of device.
 using StepFunction = void (*)(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const Tensors& v,
                               const Tensors& aux, const Tensors& steps, const std::optional<Tensor>& gscale,
                               const std::optional<Tensor>& found_inf, const Settings& settings, int64_t mode,
-                              const std::vector<int64_t>& places, int64_t stream);
+                              const std::vector<int64_t>& places, const Scales& scales, int64_t stream);
 
 template <StepFunction kStep>
 void adamw(Tensors p, Tensors g, Tensors m, Tensors v, Tensors aux, Tensors steps, std::optional<Tensor> gscale,
            std::optional<Tensor> found_inf, double lr, double beta1, double beta2, double eps, double weight_decay,
            int64_t mode, std::vector<int64_t> places, int64_t stream) {
   const Settings settings{lr, beta1, beta2, eps, weight_decay, 0};
-  kStep(kAdamW, p, g, m, v, aux, steps, gscale, found_inf, settings, mode, places, stream);
+  kStep(kAdamW, p, g, m, v, aux, steps, gscale, found_inf, settings, mode, places, Scales(), stream);
+}
+
+template <StepFunction kStep>
+void adamw8(Tensors p, Tensors g, Tensors m, Tensors v, Tensors m_scale, Tensors v_scale, Tensors aux, Tensors steps,
+            std::optional<Tensor> gscale, std::optional<Tensor> found_inf, double lr, double beta1, double beta2,
+            double eps, double weight_decay, std::vector<int64_t> widths, int64_t mode, std::vector<int64_t> places,
+            int64_t stream) {
+  const Settings settings{lr, beta1, beta2, eps, weight_decay, 0};
+  kStep(kAdamW8, p, g, m, v, aux, steps, gscale, found_inf, settings, mode, places, Scales{m_scale, v_scale, widths}, stream);
 }
 
 template <StepFunction kStep>
@@ -181,7 +249,7 @@ void lion(Tensors p, Tensors g, Tensors m, Tensors aux, Tensors steps, std::opti
           std::optional<Tensor> found_inf, double lr, double beta1, double beta2, double weight_decay, int64_t mode,
           std::vector<int64_t> places, int64_t stream) {
   const Settings settings{lr, beta1, beta2, 0.0, weight_decay, 0};
-  kStep(kLion, p, g, m, Tensors(), aux, steps, gscale, found_inf, settings, mode, places, stream);
+  kStep(kLion, p, g, m, Tensors(), aux, steps, gscale, found_inf, settings, mode, places, Scales(), stream);
 }
 
 template <StepFunction kStep>
@@ -189,7 +257,7 @@ void momentum(Tensors p, Tensors g, Tensors m, Tensors aux, Tensors steps, std::
               std::optional<Tensor> found_inf, double lr, double momentum, double weight_decay, bool nesterov,
               int64_t mode, std::vector<int64_t> places, int64_t stream) {
   const Settings settings{lr, momentum, 0.0, 0.0, weight_decay, nesterov};
-  kStep(kMomentum, p, g, m, Tensors(), aux, steps, gscale, found_inf, settings, mode, places, stream);
+  kStep(kMomentum, p, g, m, Tensors(), aux, steps, gscale, found_inf, settings, mode, places, Scales(), stream);
 }
 
 }  // namespace modelcenter

@@ -6,18 +6,24 @@
 
 namespace modelcenter {
 
-enum Type : int { kFloat = 0, kBfloat16 = 1, kHalf = 2 };
+enum Type : int { kFloat = 0, kBfloat16 = 1, kHalf = 2, kByte = 3 };
 
 // Where the fp32 value of a parameter is: it is the parameter; in aux; in the parameter and 16 bits in aux; nowhere
 // (rounding at random).
 enum Mode : int { kPlain = 0, kMaster = 1, kRemainder = 2, kRandom = 3 };
 
-enum Rule : int { kAdamW = 0, kLion = 1, kMomentum = 2 };
+enum Rule : int { kAdamW = 0, kLion = 1, kMomentum = 2, kAdamW8 = 3 };
 
 // Where element i of a shard is in the whole tensor: base + (i / inner) * stride + i % inner. `key` is the tensor's.
 struct Place {
   int64_t key, inner, stride, base;
 };
+
+namespace {
+MC_INLINE uint64_t place_of(const Place& p, int64_t i) {
+  return (uint64_t)(p.base + i / p.inner * p.stride + i % p.inner);
+}
+}  // namespace
 
 struct Slab {
   void* p;
@@ -28,6 +34,10 @@ struct Slab {
   float* step;
   int64_t n;
   Place place;
+  // Of moments in 8 bits: the scales of their blocks, and the length of a row, across whose end no block goes.
+  float* m_scale;
+  float* v_scale;
+  int64_t width;
 };
 
 struct Types {
@@ -35,6 +45,6 @@ struct Types {
   int mode;
 };
 
-inline int size_of(int type) { return type == kFloat ? 4 : 2; }
+inline int size_of(int type) { return type == kFloat ? 4 : type == kByte ? 1 : 2; }
 
 }  // namespace modelcenter

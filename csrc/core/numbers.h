@@ -67,10 +67,15 @@ MC_INLINE void split(float x, uint16_t& high, int16_t& low) {
   high = (uint16_t)((u + 0x8000u) >> 16);
 }
 
-// Rounding at random: up with the probability that makes the expectation exact. `salt` is of (parameter, step).
+// 32 bits of a place in a tensor. `salt` is of (parameter, step).
+MC_INLINE uint32_t random_of(uint32_t salt, uint32_t place_low, uint32_t place_high) {
+  return mix(mix(place_low ^ salt) ^ place_high);
+}
+
+// Rounding at random: up with the probability that makes the expectation exact.
 MC_INLINE uint16_t to_bf16_at_random(float x, uint32_t salt, uint32_t place_low, uint32_t place_high) {
   const uint32_t u = bits_of(x);
-  const uint32_t random = mix(mix(place_low ^ salt) ^ place_high) & 0xFFFFu;
+  const uint32_t random = random_of(salt, place_low, place_high) & 0xFFFFu;
   const bool finite = (u & 0x7F800000u) != 0x7F800000u;
   const uint16_t rounded = (uint16_t)((u + random) >> 16);
   return finite ? rounded : to_bf16(x);

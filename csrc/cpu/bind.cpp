@@ -11,30 +11,29 @@ constexpr int64_t kChunk = 16384;  // elements that a thread takes at a time; al
 
 // Cuts tensors of these sizes into chunks and runs body(tensor, begin, end) for each, in one parallel region.
 template <class Sizes, class Body>
-void for_chunks(size_t count, const Sizes& size, const Body& body) {
+void for_chunks(size_t count, const Sizes& size, const Body& body, int64_t chunk = kChunk) {
   std::vector<int64_t> first(count + 1, 0);
-  for (size_t i = 0; i < count; i++) first[i + 1] = first[i] + (size(i) + kChunk - 1) / kChunk;
+  for (size_t i = 0; i < count; i++) first[i + 1] = first[i] + (size(i) + chunk - 1) / chunk;
   torch::stable::parallel_for(0, first[count], 2, [&](int64_t begin, int64_t end) {
     FlushDenormals flush;
     size_t t = std::upper_bound(first.begin(), first.end(), begin) - first.begin() - 1;
     for (int64_t c = begin; c < end; c++) {
       while (first[t + 1] <= c) t++;
-      const int64_t from = (c - first[t]) * kChunk;
-      body(t, from, std::min(from + kChunk, (int64_t)size(t)));
+      const int64_t from = (c - first[t]) * chunk;
+      body(t, from, std::min(from + chunk, (int64_t)size(t)));
     }
   });
 }
 
 void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const Tensors& v, const Tensors& aux,
           const Tensors& steps, const std::optional<Tensor>& gscale, const std::optional<Tensor>& found_inf,
-          const Settings& settings, int64_t mode, const std::vector<int64_t>& places, int64_t) {
+          const Settings& settings, int64_t mode, const std::vector<int64_t>& places, const Scales& scales, int64_t) {
   if (p.empty()) return;
-  const Call call = lay_out(p, g, m, v, aux, steps, rule, mode, places);
+  const Call call = lay_out(p, g, m, v, aux, steps, rule, mode, places, scales);
   const float* factor = scalar(gscale, p[0], "gscale");
   const float* skip = scalar(found_inf, p[0], "found_inf");
   if (skip && *skip != 0.0f) return;
   const float scale = factor ? *factor : 1.0f;
-  const auto update = kernels().update[rule];
   std::vector<Scalars> scalars(p.size());
   std::vector<uint32_t> salts(p.size());
   float last = -1.0f;
@@ -43,7 +42,7 @@ void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const 
     const float now = *slab.step += 1.0f;
     if (now == last) {
       scalars[i] = scalars[i - 1];
-    } else if (rule == kAdamW) {
+    } else if (rule == kAdamW || rule == kAdamW8) {
       scalars[i] = AdamW::scalars(settings, now);
     } else {
       scalars[i] = rule == kLion ? Lion::scalars(settings, now) : Momentum::scalars(settings, now);
@@ -51,6 +50,14 @@ void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const 
     last = now;
     salts[i] = mix(mix((uint32_t)slab.place.key) ^ (uint32_t)(int64_t)now);
   }
+  if (rule == kAdamW8) {
+    const auto blocks = [&](size_t i) { return scales.m[i].numel(); };
+    for_chunks(p.size(), blocks, [&](size_t i, int64_t begin, int64_t end) {
+      kernels().update8(call.slabs[i], call.types, scalars[i], scale, salts[i], begin, end);
+    }, kChunk / kQuantBlock);
+    return;
+  }
+  const auto update = kernels().update[rule];
   for_chunks(p.size(), [&](size_t i) { return call.slabs[i].n; }, [&](size_t i, int64_t begin, int64_t end) {
     update(call.slabs[i], call.types, scalars[i], scale, salts[i], begin, end);
   });
@@ -119,6 +126,27 @@ void merge_master(Tensors p, Tensors low, Tensors master, int64_t) {
   });
 }
 
+void dropout(Tensor out, Tensor x, std::optional<Tensor> residual, std::optional<Tensor> tokens, int64_t first_token,
+             int64_t first_channel, int64_t key, int64_t site, int64_t threshold, int64_t) {
+  const Draw draw = check_dropout(out, x, residual, tokens, first_token, first_channel, key, site, threshold);
+  const int64_t rows = x.size(0), channels = x.size(1), type = type_of(x, "x");
+  if (!x.numel()) return;
+  char* to = (char*)out.mutable_data_ptr();
+  const char* from = (const char*)x.const_data_ptr();
+  const char* add = residual ? (const char*)residual->const_data_ptr() : nullptr;
+  const int64_t size = size_of((int)type);
+  // Long rows are cut, so that one row occupies all threads too; short ones are taken several at a time.
+  const int64_t parts = (channels + kChunk - 1) / kChunk, grain = std::max((int64_t)1, 2 * kChunk / channels);
+  torch::stable::parallel_for(0, rows * parts, grain, [&](int64_t begin, int64_t end) {
+    FlushDenormals flush;
+    for (int64_t c = begin; c < end; c++) {
+      const int64_t row = c / parts, at = c % parts * kChunk, offset = row * channels * size;
+      kernels().dropout(draw, row, from + offset, add ? add + offset : nullptr, to + offset, (int)type, at,
+                        std::min(at + kChunk, channels));
+    }
+  });
+}
+
 }  // namespace
 }  // namespace modelcenter
 
@@ -130,6 +158,10 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
       "adamw_(Tensor(a!)[] p, Tensor[] g, Tensor(b!)[] m, Tensor(c!)[] v, Tensor(d!)[] aux, Tensor(e!)[] step, "
       "Tensor? gscale, Tensor? found_inf, float lr, float beta1, float beta2, float eps, float weight_decay, "
       "int mode, int[] places, int stream) -> ()");
+  m.def(
+      "adamw8_(Tensor(a!)[] p, Tensor[] g, Tensor(b!)[] m, Tensor(c!)[] v, Tensor(f!)[] m_scale, Tensor(g!)[] v_scale, "
+      "Tensor(d!)[] aux, Tensor(e!)[] step, Tensor? gscale, Tensor? found_inf, float lr, float beta1, float beta2, "
+      "float eps, float weight_decay, int[] widths, int mode, int[] places, int stream) -> ()");
   m.def(
       "lion_(Tensor(a!)[] p, Tensor[] g, Tensor(b!)[] m, Tensor(d!)[] aux, Tensor(e!)[] step, Tensor? gscale, "
       "Tensor? found_inf, float lr, float beta1, float beta2, float weight_decay, int mode, int[] places, "
@@ -144,16 +176,21 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
       "Tensor(c!) found_inf, int stream) -> ()");
   m.def("cast_scale_copy_(Tensor(a!)[] out, Tensor[] input, Tensor? scale, int stream) -> ()");
   m.def("split_master_(Tensor[] master, Tensor(a!)[] p, Tensor(b!)[] remainder, int stream) -> ()");
+  m.def(
+      "dropout_(Tensor(a!) out, Tensor x, Tensor? residual, Tensor? tokens, int first_token, int first_channel, "
+      "int key, int site, int threshold, int stream) -> ()");
   m.def("merge_master_(Tensor[] p, Tensor[] remainder, Tensor(a!)[] master, int stream) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("adamw_", TORCH_BOX(&modelcenter::adamw<modelcenter::step>));
+  m.impl("adamw8_", TORCH_BOX(&modelcenter::adamw8<modelcenter::step>));
   m.impl("lion_", TORCH_BOX(&modelcenter::lion<modelcenter::step>));
   m.impl("sgdm_", TORCH_BOX(&modelcenter::momentum<modelcenter::step>));
   m.impl("grad_norm_sq", TORCH_BOX(&modelcenter::grad_norm_sq));
   m.impl("clip_coef_", TORCH_BOX(&modelcenter::clip_coef));
   m.impl("cast_scale_copy_", TORCH_BOX(&modelcenter::cast_scale_copy));
   m.impl("split_master_", TORCH_BOX(&modelcenter::split_master));
+  m.impl("dropout_", TORCH_BOX(&modelcenter::dropout));
   m.impl("merge_master_", TORCH_BOX(&modelcenter::merge_master));
 }

@@ -2,8 +2,8 @@
 // inline functions of this instruction set in other code, so everything but one table is internal.
 #include "kernels.h"
 
-#include "../core/numbers.h"
-#if defined(__F16C__)
+#include "../core/quantize.h"
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -63,14 +63,14 @@ MC_INLINE void from_floats(const float* __restrict in, void* out, int type, int6
   memcpy(out, in, 4 * n);
 }
 
-MC_INLINE char* at(const void* base, int type, int64_t i) {
+MC_INLINE char* place(const void* base, int type, int64_t i) {
   return (char*)base + i * (type == kFloat ? 4 : 2);
 }
 
 // fp32 numbers where they are, others in `room`.
 MC_INLINE float* floats(const void* base, int type, int64_t i, float* room, int64_t n) {
   if (type == kFloat) return (float*)base + i;
-  to_floats(at(base, type, i), type, room, n);
+  to_floats(place(base, type, i), type, room, n);
   return room;
 }
 
@@ -90,9 +90,8 @@ MC_INLINE void formula(const Scalars s, float scale, const float* __restrict g, 
 void round_at_random(const float* __restrict w, uint16_t* __restrict p, const Place& place, uint32_t salt,
                      int64_t first, int64_t n) {
   for (int64_t i = 0; i < n;) {
-    const int64_t row = (first + i) / place.inner, column = (first + i) % place.inner;
-    const int64_t run = n - i < place.inner - column ? n - i : place.inner - column;
-    const uint64_t start = (uint64_t)(place.base + row * place.stride + column);
+    const int64_t left = place.inner - (first + i) % place.inner, run = n - i < left ? n - i : left;
+    const uint64_t start = place_of(place, first + i);
     const float* __restrict x = w + i;
     uint16_t* __restrict out = p + i;
     for (int64_t k = 0; k < run; k++) {
@@ -103,34 +102,88 @@ void round_at_random(const float* __restrict w, uint16_t* __restrict p, const Pl
   }
 }
 
+// The fp32 values of parameters: where they are, or in `room`.
+MC_INLINE float* values(const Slab& slab, const Types& types, int64_t i, float* __restrict room, int64_t n) {
+  if (types.mode == kPlain) return (float*)slab.p + i;
+  if (types.mode == kMaster) return (float*)slab.aux + i;
+  const uint16_t* __restrict p = (const uint16_t*)slab.p + i;
+  const int16_t* __restrict low = (const int16_t*)slab.aux + i;
+  if (types.mode == kRemainder) {
+    each(n, [=](int64_t k) { room[k] = merge(p[k], low[k]); });
+  } else {
+    to_floats(p, kBfloat16, room, n);
+  }
+  return room;
+}
+
+// Writes to the parameters what their values have become.
+MC_INLINE void keep_values(const Slab& slab, const Types& types, int64_t i, const float* __restrict w, uint32_t salt,
+                           int64_t n) {
+  uint16_t* __restrict p = (uint16_t*)slab.p + i;
+  int16_t* __restrict low = (int16_t*)slab.aux + i;
+  if (types.mode == kMaster) from_floats(w, place(slab.p, types.p, i), types.p, n);
+  if (types.mode == kRemainder) each(n, [=](int64_t k) { split(w[k], p[k], low[k]); });
+  if (types.mode == kRandom) round_at_random(w, p, slab.place, salt, i, n);
+}
+
 template <class Formula>
 void update(const Slab& slab, const Types& types, const Scalars& s, float scale, uint32_t salt, int64_t begin,
             int64_t end) {
   alignas(64) float room_g[kBlock], room_w[kBlock], room_m[kBlock], room_v[kBlock];
   const bool second = Formula::kMoments == 2;
-  const bool whole = types.mode == kPlain || types.mode == kMaster;  // the fp32 value is somewhere
-  const void* master = types.mode == kPlain ? slab.p : slab.aux;
   for (int64_t i = begin; i < end; i += kBlock) {
     const int64_t n = end - i < kBlock ? end - i : kBlock;
 
     const float* g = floats(slab.g, types.g, i, room_g, n);
     float* m = floats(slab.m, types.m, i, room_m, n);
     float* v = second ? floats(slab.v, types.m, i, room_v, n) : room_v;
-    uint16_t* __restrict p = (uint16_t*)slab.p + i;
-    int16_t* __restrict low = (int16_t*)slab.aux + i;
-    float* __restrict w = whole ? (float*)master + i : room_w;
-    if (types.mode == kRemainder) each(n, [=](int64_t k) { w[k] = merge(p[k], low[k]); });
-    if (types.mode == kRandom) to_floats(p, kBfloat16, w, n);
+    float* w = values(slab, types, i, room_w, n);
 
     formula<Formula>(s, scale, g, w, m, v, n);
 
     if (types.m != kFloat) {
-      from_floats(m, at(slab.m, types.m, i), types.m, n);
-      if (second) from_floats(v, at(slab.v, types.m, i), types.m, n);
+      from_floats(m, place(slab.m, types.m, i), types.m, n);
+      if (second) from_floats(v, place(slab.v, types.m, i), types.m, n);
     }
-    if (types.mode == kMaster) from_floats(w, at(slab.p, types.p, i), types.p, n);
-    if (types.mode == kRemainder) each(n, [=](int64_t k) { split(w[k], p[k], low[k]); });
-    if (types.mode == kRandom) round_at_random(w, p, slab.place, salt, i, n);
+    keep_values(slab, types, i, w, salt, n);
+  }
+}
+
+void update8(const Slab& slab, const Types& types, const Scalars& s, float scale, uint32_t salt, int64_t begin,
+             int64_t end) {
+  alignas(64) float room_g[kQuantBlock], room_w[kQuantBlock], m[kQuantBlock], v[kQuantBlock];
+  alignas(64) uint32_t random[kQuantBlock];
+  const int64_t per_row = (slab.width + kQuantBlock - 1) / kQuantBlock;
+  for (int64_t b = begin; b < end; b++) {
+    const int64_t column = b % per_row * kQuantBlock, i = b / per_row * slab.width + column;
+    const int64_t n = slab.width - column < kQuantBlock ? slab.width - column : kQuantBlock;
+    uint8_t* __restrict first = (uint8_t*)slab.m + i;
+    uint8_t* __restrict second = (uint8_t*)slab.v + i;
+    const float m_scale = slab.m_scale[b], v_scale = slab.v_scale[b];
+    for (int64_t k = 0; k < n; k++) m[k] = from_first(first[k], m_scale);
+    for (int64_t k = 0; k < n; k++) v[k] = from_second(second[k], v_scale);
+    const float* g = floats(slab.g, types.g, i, room_g, n);
+    float* w = values(slab, types, i, room_w, n);
+
+    formula<AdamW>(s, scale, g, w, m, v, n);
+
+    keep_values(slab, types, i, w, salt, n);
+    uint32_t most_m = 0, most_v = 0;
+    for (int64_t k = 0; k < n; k++) {
+      const uint32_t a = bits_of(m[k]) & 0x7FFFFFFFu, c = bits_of(v[k]) & 0x7FFFFFFFu;
+      most_m = a > most_m ? a : most_m;
+      most_v = c > most_v ? c : most_v;
+    }
+    slab.m_scale[b] = scale_of(most_m);
+    slab.v_scale[b] = scale_of(most_v);
+    const float by_m = divisor_of(slab.m_scale[b]), by_v = divisor_of(slab.v_scale[b]);
+    const uint64_t here = place_of(slab.place, i);
+    for (int64_t k = 0; k < n; k++) {
+      const uint64_t at = here + (uint64_t)k;
+      random[k] = random_of(salt, (uint32_t)at, (uint32_t)(at >> 32));
+    }
+    for (int64_t k = 0; k < n; k++) first[k] = to_first(m[k], by_m);
+    for (int64_t k = 0; k < n; k++) second[k] = to_second(v[k], by_v, random[k]);
   }
 }
 
@@ -154,9 +207,9 @@ void cast(void* out, int out_type, const void* in, int in_type, float scale, int
   alignas(64) float room[kBlock];
   for (int64_t i = 0; i < n; i += kBlock) {
     const int64_t count = n - i < kBlock ? n - i : kBlock;
-    to_floats(at(in, in_type, i), in_type, room, count);
+    to_floats(place(in, in_type, i), in_type, room, count);
     if (scale != 1.0f) each(count, [&](int64_t k) { room[k] *= scale; });
-    from_floats(room, at(out, out_type, i), out_type, count);
+    from_floats(room, place(out, out_type, i), out_type, count);
   }
 }
 
@@ -168,8 +221,16 @@ void merge_all(const uint16_t* high, const int16_t* low, float* __restrict x, in
   for (int64_t i = 0; i < n; i++) x[i] = merge(high[i], low[i]);
 }
 
-const CpuKernels kTable = {MC_STRING(MC_ISA), {update<AdamW>, update<Lion>, update<Momentum>}, squares, cast,
-                           split_all, merge_all};
+}  // namespace
+}  // namespace modelcenter
+
+#include "dropout.h"
+
+namespace modelcenter {
+namespace {
+
+const CpuKernels kTable = {MC_STRING(MC_ISA), {update<AdamW>, update<Lion>, update<Momentum>}, update8, squares, cast,
+                           split_all, merge_all, dropout};
 
 }  // namespace
 

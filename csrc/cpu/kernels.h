@@ -3,6 +3,7 @@
 #include <stdint.h>
 
 #include "../core/job.h"
+#include "../core/random.h"
 
 namespace modelcenter {
 
@@ -10,11 +11,16 @@ struct CpuKernels {
   const char* name;
   // Steps elements [begin, end) of a slab; gradients are multiplied by `scale` first.
   void (*update[3])(const Slab&, const Types&, const Scalars&, float scale, uint32_t salt, int64_t begin, int64_t end);
+  // AdamW with moments in 8 bits; begin and end count blocks.
+  void (*update8)(const Slab&, const Types&, const Scalars&, float scale, uint32_t salt, int64_t begin, int64_t end);
   // The sum of squares of n numbers, in double, in an order that depends on n alone.
   double (*squares)(const void* x, int type, int64_t n);
   void (*cast)(void* out, int out_type, const void* in, int in_type, float scale, int64_t n);
   void (*split)(const float* x, uint16_t* high, int16_t* low, int64_t n);
   void (*merge)(const uint16_t* high, const int16_t* low, float* x, int64_t n);
+  // out = residual + dropout(x) for channels [begin, end) of row i, where the pointers are; residual may be null.
+  void (*dropout)(const Draw& draw, int64_t i, const void* x, const void* residual, void* out, int type, int64_t begin,
+                  int64_t end);
 };
 
 const CpuKernels& kernels_plain();

@@ -14,10 +14,11 @@ void done(int error) { STD_TORCH_CHECK(error == 0, "a CUDA kernel was not launch
 
 void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const Tensors& v, const Tensors& aux,
           const Tensors& steps, const std::optional<Tensor>& gscale, const std::optional<Tensor>& found_inf,
-          const Settings& settings, int64_t mode, const std::vector<int64_t>& places, int64_t stream) {
+          const Settings& settings, int64_t mode, const std::vector<int64_t>& places, const Scales& scales,
+          int64_t stream) {
   if (p.empty()) return;
   const DeviceGuard guard(p[0].get_device_index());
-  const Call call = lay_out(p, g, m, v, aux, steps, rule, mode, places);
+  const Call call = lay_out(p, g, m, v, aux, steps, rule, mode, places, scales);
   done(cuda_step(rule, call.slabs.data(), (int64_t)p.size(), call.types, settings, scalar(gscale, p[0], "gscale"),
                  scalar(found_inf, p[0], "found_inf"), (void*)stream));
 }
@@ -94,16 +95,27 @@ void merge_master(Tensors p, Tensors low, Tensors master, int64_t stream) {
   done(cuda_merge(slabs.data(), (int64_t)slabs.size(), (void*)stream));
 }
 
+void dropout(Tensor out, Tensor x, std::optional<Tensor> residual, std::optional<Tensor> tokens, int64_t first_token,
+             int64_t first_channel, int64_t key, int64_t site, int64_t threshold, int64_t stream) {
+  const Draw draw = check_dropout(out, x, residual, tokens, first_token, first_channel, key, site, threshold);
+  if (!x.numel()) return;
+  const DeviceGuard guard(x.get_device_index());
+  done(cuda_dropout(draw, x.const_data_ptr(), residual ? residual->const_data_ptr() : nullptr, out.mutable_data_ptr(),
+                    type_of(x, "x"), x.size(0), x.size(1), (void*)stream));
+}
+
 }  // namespace
 }  // namespace modelcenter
 
 STABLE_TORCH_LIBRARY_IMPL(modelcenter, CUDA, m) {
   m.impl("adamw_", TORCH_BOX(&modelcenter::adamw<modelcenter::step>));
+  m.impl("adamw8_", TORCH_BOX(&modelcenter::adamw8<modelcenter::step>));
   m.impl("lion_", TORCH_BOX(&modelcenter::lion<modelcenter::step>));
   m.impl("sgdm_", TORCH_BOX(&modelcenter::momentum<modelcenter::step>));
   m.impl("grad_norm_sq", TORCH_BOX(&modelcenter::grad_norm_sq));
   m.impl("clip_coef_", TORCH_BOX(&modelcenter::clip_coef));
   m.impl("cast_scale_copy_", TORCH_BOX(&modelcenter::cast_scale_copy));
   m.impl("split_master_", TORCH_BOX(&modelcenter::split_master));
+  m.impl("dropout_", TORCH_BOX(&modelcenter::dropout));
   m.impl("merge_master_", TORCH_BOX(&modelcenter::merge_master));
 }

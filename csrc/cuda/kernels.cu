@@ -7,7 +7,7 @@
 
 #include <cuda_runtime.h>
 
-#include "../core/numbers.h"
+#include "../core/quantize.h"
 
 namespace modelcenter {
 namespace {
@@ -119,6 +119,58 @@ __global__ void count_up(const __grid_constant__ Table t, const float* skip) {
   if (i < t.count) *t.slab[i].step += 1.0f;
 }
 
+// The fp32 values of parameters.
+__device__ __forceinline__ void load_values(const Slab& slab, const Types& types, int64_t i, int n,
+                                            float (&w)[kVector]) {
+  if (types.mode == kRemainder) {
+    uint16_t high[kVector], low[kVector];
+    load_bits(slab.p, i, n, high);
+    load_bits(slab.aux, i, n, low);
+#pragma unroll
+    for (int k = 0; k < kVector; k++) w[k] = merge(high[k], (int16_t)low[k]);
+  } else {
+    load(types.mode == kMaster ? slab.aux : slab.p, types.mode == kRandom ? kBfloat16 : kFloat, i, n, w);
+  }
+}
+
+__device__ __forceinline__ void store_values(const Slab& slab, const Types& types, uint32_t salt, int64_t i, int n,
+                                             const float (&w)[kVector]) {
+  uint16_t high[kVector], low[kVector];
+  if (types.mode == kRemainder) {
+#pragma unroll
+    for (int k = 0; k < kVector; k++) {
+      int16_t rest;
+      split(w[k], high[k], rest);
+      low[k] = (uint16_t)rest;
+    }
+    store_bits(slab.p, i, n, high);
+    store_bits(slab.aux, i, n, low);
+  } else if (types.mode == kRandom) {
+    int64_t row = i / slab.place.inner, column = i % slab.place.inner;
+    for (int k = 0; k < n; k++) {
+      const uint64_t here = (uint64_t)(slab.place.base + row * slab.place.stride + column);
+      high[k] = to_bf16_at_random(w[k], salt, (uint32_t)here, (uint32_t)(here >> 32));
+      if (++column == slab.place.inner) column = 0, row++;
+    }
+    store_bits(slab.p, i, n, high);
+  } else {
+    if (types.mode == kMaster) store(slab.aux, kFloat, i, n, w);
+    store(slab.p, types.p, i, n, w);
+  }
+}
+
+// What the threads of a block share for one tensor.
+template <class Formula>
+__device__ __forceinline__ void prepare(const Slab& slab, const Settings& settings, Scalars& scalars, uint32_t& salt) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const double now = *slab.step;
+    scalars = Formula::scalars(settings, now);
+    salt = mix(mix((uint32_t)slab.place.key) ^ (uint32_t)(int64_t)now);
+  }
+  __syncthreads();
+}
+
 template <class Formula>
 __global__ void __launch_bounds__(kThreads)
     step(const __grid_constant__ Table t, const Types types, const Settings settings, const float* gscale,
@@ -127,55 +179,88 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ Scalars scalars;
   __shared__ uint32_t salt;
   const float scale = gscale ? *gscale : 1.0f;
-  const auto before = [&](int index) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      const double now = *t.slab[index].step;
-      scalars = Formula::scalars(settings, now);
-      salt = mix(mix((uint32_t)t.slab[index].place.key) ^ (uint32_t)(int64_t)now);
-    }
-    __syncthreads();
-  };
+  const auto before = [&](int index) { prepare<Formula>(t.slab[index], settings, scalars, salt); };
   for_elements(t, before, [&](int, const Slab& slab, int64_t i, int n) {
     float g[kVector], w[kVector], m[kVector], v[kVector] = {};
-    uint16_t high[kVector], low[kVector];
     load(slab.g, types.g, i, n, g);
     load(slab.m, types.m, i, n, m);
     if (Formula::kMoments == 2) load(slab.v, types.m, i, n, v);
-    if (types.mode == kRemainder) {
-      load_bits(slab.p, i, n, high);
-      load_bits(slab.aux, i, n, low);
-#pragma unroll
-      for (int k = 0; k < kVector; k++) w[k] = merge(high[k], (int16_t)low[k]);
-    } else {
-      load(types.mode == kMaster ? slab.aux : slab.p, types.mode == kRandom ? kBfloat16 : kFloat, i, n, w);
-    }
+    load_values(slab, types, i, n, w);
 #pragma unroll
     for (int k = 0; k < kVector; k++) Formula::update(scalars, g[k] * scale, w[k], m[k], v[k]);
     store(slab.m, types.m, i, n, m);
     if (Formula::kMoments == 2) store(slab.v, types.m, i, n, v);
-    if (types.mode == kRemainder) {
-#pragma unroll
-      for (int k = 0; k < kVector; k++) {
-        int16_t rest;
-        split(w[k], high[k], rest);
-        low[k] = (uint16_t)rest;
-      }
-      store_bits(slab.p, i, n, high);
-      store_bits(slab.aux, i, n, low);
-    } else if (types.mode == kRandom) {
-      int64_t row = i / slab.place.inner, column = i % slab.place.inner;
-      for (int k = 0; k < n; k++) {
-        const uint64_t here = (uint64_t)(slab.place.base + row * slab.place.stride + column);
-        high[k] = to_bf16_at_random(w[k], salt, (uint32_t)here, (uint32_t)(here >> 32));
-        if (++column == slab.place.inner) column = 0, row++;
-      }
-      store_bits(slab.p, i, n, high);
-    } else {
-      if (types.mode == kMaster) store(slab.aux, kFloat, i, n, w);
-      store(slab.p, types.p, i, n, w);
-    }
+    store_values(slab, types, salt, i, n, w);
   });
+}
+
+__device__ __forceinline__ uint32_t largest_of_warp(uint32_t x) {
+#pragma unroll
+  for (int lane = 16; lane; lane /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, x, lane);
+    x = x > other ? x : other;
+  }
+  return x;
+}
+
+// A warp takes a block of 128, four elements of it each thread.
+static_assert(kQuantBlock == 32 * kVector, "a warp takes a block");
+constexpr int64_t kBlocks = kChunk / kQuantBlock;  // of a chunk
+
+__global__ void __launch_bounds__(kThreads)
+    step8(const __grid_constant__ Table t, const Types types, const Settings settings, const float* gscale,
+          const float* skip) {
+  if (skip && *skip != 0.0f) return;
+  __shared__ Scalars scalars;
+  __shared__ uint32_t salt;
+  const float scale = gscale ? *gscale : 1.0f;
+  const int lane = threadIdx.x % 32;
+  int last = -1;
+  for (int64_t c = blockIdx.x; c < t.first[t.count]; c += gridDim.x) {
+    const int index = tensor_of(t, c);
+    const Slab& slab = t.slab[index];
+    if (index != last) prepare<AdamW>(slab, settings, scalars, salt);
+    last = index;
+    const int64_t per_row = (slab.width + kQuantBlock - 1) / kQuantBlock, all = slab.n / slab.width * per_row;
+    const int64_t begin = (c - t.first[index]) * kBlocks, end = begin + kBlocks < all ? begin + kBlocks : all;
+    for (int64_t b = begin + threadIdx.x / 32; b < end; b += kThreads / 32) {
+      const int64_t column = b % per_row * kQuantBlock + lane * kVector, i = b / per_row * slab.width + column;
+      const int64_t left = slab.width - column;
+      const int n = left >= kVector ? kVector : left > 0 ? (int)left : 0;
+      float g[kVector], w[kVector], m[kVector] = {}, v[kVector] = {};
+      const uint8_t* first = (const uint8_t*)slab.m + i;
+      const uint8_t* second = (const uint8_t*)slab.v + i;
+      const float m_scale = slab.m_scale[b], v_scale = slab.v_scale[b];
+#pragma unroll
+      for (int k = 0; k < kVector; k++)
+        if (k < n) m[k] = from_first(first[k], m_scale), v[k] = from_second(second[k], v_scale);
+      uint32_t most_m = 0, most_v = 0;
+      if (n) {
+        load(slab.g, types.g, i, n, g);
+        load_values(slab, types, i, n, w);
+#pragma unroll
+        for (int k = 0; k < kVector; k++)
+          if (k < n) {
+            AdamW::update(scalars, g[k] * scale, w[k], m[k], v[k]);
+            const uint32_t a = bits_of(m[k]) & 0x7FFFFFFFu, e = bits_of(v[k]) & 0x7FFFFFFFu;
+            most_m = a > most_m ? a : most_m;
+            most_v = e > most_v ? e : most_v;
+          }
+        store_values(slab, types, salt, i, n, w);
+      }
+      const float new_m = scale_of(largest_of_warp(most_m)), new_v = scale_of(largest_of_warp(most_v));
+      const float by_m = divisor_of(new_m), by_v = divisor_of(new_v);
+      if (lane == 0) slab.m_scale[b] = new_m, slab.v_scale[b] = new_v;
+      const uint64_t here = place_of(slab.place, i - lane * kVector) + lane * kVector;
+#pragma unroll
+      for (int k = 0; k < kVector; k++)
+        if (k < n) {
+          const uint64_t at = here + k;
+          ((uint8_t*)slab.m)[i + k] = to_first(m[k], by_m);
+          ((uint8_t*)slab.v)[i + k] = to_second(v[k], by_v, random_of(salt, (uint32_t)at, (uint32_t)(at >> 32)));
+        }
+    }
+  }
 }
 
 __global__ void __launch_bounds__(kThreads) squares(const __grid_constant__ Table t, double* partial) {
@@ -268,7 +353,8 @@ int blocks(int64_t chunks) {
 
 // Cuts the list into tables and calls launch(table, index of its first tensor) for each that has elements.
 template <class Launch>
-int for_tables(const Slab* slabs, const int* first_type, const int* second_type, int64_t count, const Launch& launch) {
+int for_tables(const Slab* slabs, const int* first_type, const int* second_type, int64_t count, const Launch& launch,
+               bool blocks = false) {
   for (int64_t begin = 0; begin < count; begin += kTensors) {
     Table t;
     t.count = (int)(count - begin < kTensors ? count - begin : kTensors);
@@ -277,12 +363,51 @@ int for_tables(const Slab* slabs, const int* first_type, const int* second_type,
       t.slab[i] = slabs[begin + i];
       t.first_type[i] = (uint8_t)(first_type ? first_type[begin + i] : 0);
       t.second_type[i] = (uint8_t)(second_type ? second_type[begin + i] : 0);
-      t.first[i + 1] = t.first[i] + (slabs[begin + i].n + kChunk - 1) / kChunk;
+      const Slab& slab = t.slab[i];
+      int64_t chunks = (slab.n + kChunk - 1) / kChunk;
+      if (blocks && slab.n)
+        chunks = (slab.n / slab.width * ((slab.width + kQuantBlock - 1) / kQuantBlock) + kBlocks - 1) / kBlocks;
+      t.first[i + 1] = t.first[i] + chunks;
     }
     launch(t);
     if (const int error = (int)cudaGetLastError()) return error;
   }
   return 0;
+}
+
+
+__device__ __forceinline__ float number(const void* base, int type, int64_t i) {
+  if (type == kFloat) return ((const float*)base)[i];
+  const uint16_t h = ((const uint16_t*)base)[i];
+  return type == kBfloat16 ? from_bf16(h) : from_fp16(h);
+}
+
+__device__ __forceinline__ void set_number(void* base, int type, int64_t i, float x) {
+  if (type == kFloat) ((float*)base)[i] = x;
+  else ((uint16_t*)base)[i] = type == kBfloat16 ? to_bf16(x) : to_fp16(x);
+}
+
+// A thread draws one counter, for 8 channels that lie 16 apart: neighbouring threads have neighbouring channels.
+__global__ void __launch_bounds__(kThreads) drop(const Draw d, const void* x, const void* residual, void* out, int type,
+                                                 int64_t rows, int64_t channels) {
+  const int64_t first = d.first_channel / kDropoutBlock;
+  const int64_t lanes = ((d.first_channel + channels - 1) / kDropoutBlock - first + 1) * kDropoutLanes;
+  const int64_t all = rows * lanes, stride = (int64_t)gridDim.x * blockDim.x;
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += stride) {
+    const int64_t row = i / lanes, counter = first * kDropoutLanes + i % lanes;
+    uint32_t words[4];
+    philox(d.key_low, d.key_high, (uint32_t)counter, d.site, (uint64_t)(d.tokens ? d.tokens[row] : d.first_token + row),
+           words);
+    const int64_t begin = counter / kDropoutLanes * kDropoutBlock + counter % kDropoutLanes - d.first_channel;
+#pragma unroll
+    for (int slot = 0; slot < 8; slot++) {
+      const int64_t channel = begin + slot * kDropoutLanes;
+      if (channel < 0 || channel >= channels) continue;
+      const int64_t at = row * channels + channel;
+      const float y = dropped(number(x, type, at), words[slot / 2], slot % 2, d.threshold, d.scale);
+      set_number(out, type, at, residual ? number(residual, type, at) + y : y);
+    }
+  }
 }
 
 }  // namespace
@@ -297,7 +422,8 @@ int cuda_step(int rule, const Slab* slabs, int64_t count, Types types, Settings 
     if (rule == kAdamW) step<AdamW><<<grid, kThreads, 0, s>>>(t, types, settings, gscale, skip);
     if (rule == kLion) step<Lion><<<grid, kThreads, 0, s>>>(t, types, settings, gscale, skip);
     if (rule == kMomentum) step<Momentum><<<grid, kThreads, 0, s>>>(t, types, settings, gscale, skip);
-  });
+    if (rule == kAdamW8) step8<<<grid, kThreads, 0, s>>>(t, types, settings, gscale, skip);
+  }, rule == kAdamW8);
 }
 
 int64_t cuda_chunks(const int64_t* sizes, int64_t count) {
@@ -340,6 +466,14 @@ int cuda_merge(const Slab* slabs, int64_t count, void* stream) {
   return for_tables(slabs, nullptr, nullptr, count, [&](const Table& t) {
     if (const int grid = blocks(t.first[t.count])) put_together<<<grid, kThreads, 0, (cudaStream_t)stream>>>(t);
   });
+}
+
+int cuda_dropout(const Draw& draw, const void* x, const void* residual, void* out, int type, int64_t rows,
+                 int64_t channels, void* stream) {
+  const int64_t per_row = (channels / kDropoutBlock + 2) * kDropoutLanes;
+  drop<<<blocks((rows * per_row + kThreads - 1) / kThreads), kThreads, 0, (cudaStream_t)stream>>>(
+      draw, x, residual, out, type, rows, channels);
+  return (int)cudaGetLastError();
 }
 
 }  // namespace modelcenter

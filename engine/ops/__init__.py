@@ -4,8 +4,9 @@ Linear on a CPU: torch multiplies fp32 matrices with MKL, which on CPUs of other
 unused: half the speed of oneDNN, which torch ships too. There `linear` calls oneDNN. Both are exact fp32. The choice
 depends on the CPU alone, never on a timing, so that a run repeats bit for bit.
 
-Dropout on a CPU: torch's `bernoulli_` draws one number at a time on one thread, slower than the matrix product beside
-it. Here 16 random bits decide an element, four elements to a draw of numpy's SFC64, seeded from torch's generator, so
+Dropout (`engine.ops.masks`): torch's `bernoulli_` draws one number at a time on one thread, slower than the matrix
+product beside it. Here 16 bits of a counter-based generator decide an element. `keep_mask` makes masks for the
+probabilities of attention, four elements to a draw of numpy's SFC64, seeded from torch's generator, so that
 `torch.manual_seed` and a saved torch RNG state reproduce it. The keep probability is exact to 2^-16.
 """
 
@@ -126,33 +127,9 @@ def keep_mask(shape: torch.Size | tuple[int, ...], p: float, dtype: torch.dtype 
     return mask, 65536 / (65536 - dropped) if dropped < 65536 else 0.0
 
 
-class _DropoutAdd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, p: float) -> Tensor:
-        mask, ctx.scale = keep_mask(x.shape, p)
-        ctx.save_for_backward(mask)
-        ctx.has_residual = residual is not None
-        out = x * mask
-        return out.mul_(ctx.scale) if residual is None else torch.add(residual, out, alpha=ctx.scale)
+from engine.ops.masks import Draws, draws_of, dropout, dropout_add, dropout_key, dropout_rows  # noqa: E402
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (mask,) = ctx.saved_tensors
-        return (grad * mask).mul_(ctx.scale), grad if ctx.has_residual else None, None
-
-
-_cpu_dropout = eager(_DropoutAdd.apply, "engine.ops._DropoutAdd")
-
-
-def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """Zero elements with probability p and scale the rest by 1 / (1 - p)."""
-    if not training or p == 0.0 or x.numel() == 0:
-        return x
-    return _cpu_dropout(x, None, p) if x.device.type == "cpu" else F.dropout(x, p)
-
-
-def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool = True) -> Tensor:
-    """residual + dropout(x, p)."""
-    if not training or p == 0.0 or x.numel() == 0:
-        return residual + x
-    return _cpu_dropout(x, residual, p) if x.device.type == "cpu" else residual + F.dropout(x, p)
+__all__ = [
+    "Draws", "draws_of", "dropout", "dropout_add", "dropout_key", "dropout_rows", "eager", "keep_mask",
+    "leave_to_eager", "linear", "matmul_nt", "onednn_linear",
+]  # fmt: skip

@@ -69,6 +69,49 @@ def adamw_(
     reference.step(reference.adamw(*numbers), *tensors, gscale, found_inf, number, places)
 
 
+def adamw8_(
+    p: Tensors,
+    g: Tensors,
+    m: Tensors,
+    v: Tensors,
+    m_scale: Tensors,
+    v_scale: Tensors,
+    step: Tensors,
+    aux: Tensors = (),
+    *,
+    widths: Sequence[int],
+    places: Sequence[int],
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    mode: str = "plain",
+    gscale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """`adamw_` with moments in 8 bits (csrc/core/quantize.h): a byte each, and an fp32 scale for each block.
+
+    Args:
+        m, v: uint8, as p. m_scale, v_scale: fp32, (rows, ceil(width / 128)). All of them begin as zeros.
+        widths: for each parameter, the length of its rows, across whose end no block goes.
+        places: as in mode "random", in each mode: the second moments are rounded at random.
+    """
+    number = _mode(mode)
+    numbers = (lr, betas[0], betas[1], eps, weight_decay)
+
+    def check() -> None:
+        _check(p, g, m, v, aux, step, gscale, found_inf, number, places, 2, (m_scale, v_scale, widths))
+
+    if compiled := _compiled(p):
+        call = torch.ops.modelcenter.adamw8_
+        _call(call, check, p, g, m, v, m_scale, v_scale, aux, step, gscale, found_inf, *numbers, widths, number,
+              places, compiled[0])  # fmt: skip
+        return
+    check()
+    scales = (m_scale, v_scale, widths)
+    reference.step(reference.adamw(*numbers), p, g, m, v, aux, step, gscale, found_inf, number, places, scales)
+
+
 def lion_(
     p: Tensors,
     g: Tensors,
@@ -222,7 +265,7 @@ def _compiled(tensors: Tensors) -> tuple[int] | None:
     device = tensors[0].device
     if not library.serves(device):
         return None
-    return (torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,)
+    return (library.stream(device),)
 
 
 def _call(operator: Callable[..., None], check: Callable[[], None], *arguments: object) -> None:
@@ -252,6 +295,7 @@ def _check(
     mode: int,
     places: Sequence[int],
     moments: int,
+    scales: tuple[Tensors, Tensors, Sequence[int]] | None = None,
 ) -> None:
     lists = {"p": p, "g": g, "m": m}
     if moments == 2:
@@ -263,20 +307,26 @@ def _check(
     for name, tensors in {**lists, "step": step}.items():
         if len(tensors) != len(p):
             raise ValueError(f"the lists differ in length: {name} has {len(tensors)} tensors, p has {len(p)}")
-    if len(places) != (4 * len(p) if mode == 3 else 0):
+    if len(places) != (4 * len(p) if mode == 3 or scales else 0):
         raise ValueError(f"places has {len(places)} numbers, expected 4 for each parameter in mode random, else none")
+    if scales is not None and not len(scales[0]) == len(scales[1]) == len(scales[2]) == len(p):
+        raise ValueError(f"the lists differ in length: {[len(x) for x in scales]} scales and widths, {len(p)} in p")
     if not len(p):
         return
     device = p[0].device
     for name in ("p", "g", "m"):
-        _floats(name, lists[name], device)
+        if name != "m" or scales is None:
+            _floats(name, lists[name], device)
         if len({t.dtype for t in lists[name]}) > 1:
             raise ValueError(f"{name} holds several dtypes: call once for each")
     wanted = {0: (torch.float32,), 1: _FLOATS}.get(mode, (torch.bfloat16,))
     _dtypes("p", p, wanted)
-    _dtypes("m", m, (torch.float32, torch.bfloat16))
-    if moments == 2:
+    _dtypes("m", m, (torch.float32, torch.bfloat16) if scales is None else (torch.uint8,))
+    if scales is not None:
+        _check_scales(p, *scales)
+    elif moments == 2:
         _floats("v", v, device)
+    if moments == 2:
         _dtypes("v", v, (m[0].dtype,))
     if mode in (1, 2):
         _dtypes("aux", aux, (torch.float32 if mode == 1 else torch.int16,))
@@ -287,7 +337,22 @@ def _check(
     for name, tensor in (("gscale", gscale), ("found_inf", found_inf)):
         if tensor is not None:
             _one(name, tensor, torch.float32, device)
-    _overlap([*p, *m, *v, *aux, *step], g)
+    _overlap([*p, *m, *v, *aux, *step, *(scales[0] if scales else ()), *(scales[1] if scales else ())], g)
+
+
+def _check_scales(p: Tensors, m_scale: Tensors, v_scale: Tensors, widths: Sequence[int]) -> None:
+    for index, (parameter, width) in enumerate(zip(p, widths, strict=True)):
+        if width < 1 or parameter.numel() % width:
+            raise ValueError(f"widths[{index}] is {width}, which does not divide the {parameter.numel()} elements of p")
+        wanted = parameter.numel() // width * -(-width // reference.BLOCK)
+        for name, scale in (("m_scale", m_scale[index]), ("v_scale", v_scale[index])):
+            if scale.numel() != wanted or scale.dtype != torch.float32 or scale.device != parameter.device:
+                raise ValueError(
+                    f"{name}[{index}] has {scale.numel()} elements, {scale.dtype}, on {scale.device}: expected "
+                    f"{wanted}, one for each block, torch.float32, {parameter.device}"
+                )
+            if not scale.is_contiguous():
+                raise _not_contiguous(f"{name}[{index}]", scale)
 
 
 def _check_split(master: Tensors, p: Tensors, remainder: Tensors) -> None:

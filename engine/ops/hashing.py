@@ -9,10 +9,10 @@ _MASK = 0xFFFFFFFF
 
 
 def random_bits(place: Tensor, key: int, step: Tensor) -> Tensor:
-    """16 bits for each place (int64), as int64. step: 0-d, on the device of `place`; read there."""
+    """32 bits for each place (int64), as int64. step: 0-d, on the device of `place`; read there."""
     salt = _mix(_mix(torch.tensor(key, dtype=torch.int64, device=place.device)) ^ step.to(torch.int64))
     # Both halves of the place are mixed in: a tensor may have more than 2^32 elements.
-    return _mix(_mix((place & _MASK) ^ salt) ^ (place >> 32)) & 0xFFFF
+    return _mix(_mix((place & _MASK) ^ salt) ^ (place >> 32))
 
 
 def places_of(count: int, inner: int, stride: int, base: int, *, device: torch.device) -> Tensor:

@@ -79,6 +79,11 @@ def serves(device: torch.device) -> bool:
     return status.loaded
 
 
+def stream(device: torch.device) -> int:
+    """The stream that a compiled operator is to run on; 0 on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 def _why_not_found(kind: str) -> str:
     others = sorted(path for folder in build.folders() for path in folder.glob(f"fused-{kind}-*.so"))
     here = f"-{platform.machine()}-"

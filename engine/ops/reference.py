@@ -14,6 +14,10 @@ from torch import Tensor
 
 from engine.ops.hashing import places_of, random_bits
 
+BLOCK = 128  # numbers that share a scale, where moments have 8 bits
+_TOP = 1.875
+_FIRST, _SECOND = (127 - 15) << 3, (127 - 31) << 3
+
 Update = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -79,8 +83,9 @@ def step(
     found_inf: Tensor | None,
     mode: int,
     places: Sequence[int],
+    scales: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[int]] | None = None,
 ) -> None:
-    """What every optimizer's operator does around its update."""
+    """What every optimizer's operator does around its update. scales: (of m, of v, widths) of moments in 8 bits."""
     if found_inf is not None and found_inf.item() != 0:
         return
     for i, target in enumerate(p):
@@ -95,11 +100,24 @@ def step(
             before = merged(target, aux[i])
         else:
             before = target.float()
-        first, second = m[i].float(), v[i].float() if v else None
+        if scales is None:
+            first, second = m[i].float(), v[i].float() if v else None
+        else:
+            first, second = (
+                from_codes(m[i], scales[0][i], scales[2][i], _FIRST),
+                from_codes(v[i], scales[1][i], scales[2][i], _SECOND),
+            )
         after = update(count, gradient, before, first, second)
-        m[i].copy_(first)
-        if second is not None:
-            v[i].copy_(second)
+        if scales is not None and target.numel():
+            assert second is not None
+            key, *place = places[4 * i : 4 * i + 4]
+            bits = random_bits(places_of(target.numel(), *place, device=target.device), key, steps[i])
+            into_codes(first, m[i], scales[0][i], scales[2][i], None)
+            into_codes(second, v[i], scales[1][i], scales[2][i], bits)
+        elif scales is None:
+            m[i].copy_(first)
+            if second is not None:
+                v[i].copy_(second)
         if mode == 1:
             aux[i].copy_(after)
         if mode == 2:
@@ -114,9 +132,47 @@ def step(
 
 
 def at_random(values: Tensor, bits: Tensor) -> Tensor:
-    """fp32 `values` to bf16: up where their lower 16 bits and the random `bits` make more than 16."""
-    rounded = (values.view(torch.int32) + bits.to(torch.int32)) & -65536
+    """fp32 `values` to bf16: up where their lower 16 bits and 16 of the random `bits` make more than 16."""
+    rounded = (values.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)) & -65536
     return torch.where(values.isfinite(), rounded.view(torch.float32), values).to(torch.bfloat16)
+
+
+def _blocks(x: Tensor, width: int) -> Tensor:
+    """(blocks, 128) of the rows of x, with zeros after the end of each row."""
+    return torch.nn.functional.pad(x.reshape(-1, width), (0, -width % BLOCK)).view(-1, BLOCK)
+
+
+def _unblocked(x: Tensor, like: Tensor, width: int) -> Tensor:
+    return x.view(like.numel() // width, -1)[:, :width].reshape(like.shape)
+
+
+def from_codes(codes: Tensor, scale: Tensor, width: int, base: int) -> Tensor:
+    """The numbers that `into_codes` has put into bytes."""
+    if not codes.numel():
+        return codes.float()
+    c = _blocks(codes.to(torch.int32), width)
+    magnitude = c & 127 if base == _FIRST else c
+    value = torch.where(magnitude > 0, (magnitude + base) << 20, 0).view(torch.float32) * scale.view(-1, 1)
+    if base == _FIRST:
+        value = torch.where(c > 127, -value, value)
+    return _unblocked(value, codes, width)
+
+
+def into_codes(x: Tensor, codes: Tensor, scale: Tensor, width: int, random: Tensor | None) -> None:
+    """fp32 numbers as bytes with a scale for each block: first moments, or with random bits second ones."""
+    blocks = _blocks(x, width)
+    largest = (blocks.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True).view(torch.float32)
+    fresh = largest / _TOP
+    all_bits = (blocks / torch.where(fresh == 0, 1.0, fresh)).view(torch.int32)
+    if random is None:
+        bits = all_bits & 0x7FFFFFFF
+        rounded = (bits + 0x7FFFF + (bits >> 20 & 1)) >> 20
+        code = (rounded - _FIRST).clamp(0, 127) | (all_bits >> 24 & 128)
+    else:
+        rounded = (all_bits.long() + (_blocks(random, width) & 0xFFFFF)) >> 20
+        code = torch.where(blocks == 0, 0, (rounded - _SECOND).clamp(1, 255))
+    scale.copy_(fresh.view(scale.shape))
+    codes.copy_(_unblocked(code.to(torch.uint8), codes, width))
 
 
 def merged(p: Tensor, remainder: Tensor) -> Tensor:

@@ -30,7 +30,16 @@ class Batch:
     aux: list[torch.Tensor] = field(default_factory=list)
     steps: list[torch.Tensor] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    whole: list[torch.Tensor] = field(default_factory=list)  # the parameters, where they round at random
+    whole: list[torch.Tensor] = field(default_factory=list)  # the parameters, where something is rounded at random
+
+
+def check_group(group: dict[str, Any], *names: str) -> None:
+    """Raises ValueError where one of these values (lr and weight_decay) is below 0, or a parameter is on meta."""
+    for name in names or ("lr", "weight_decay"):
+        if name in group and not group[name] >= 0:
+            raise ValueError(f"{name} is {group[name]!r}, expected at least 0")
+    if any(p.is_meta for p in group["params"]):
+        raise ValueError("a parameter is on the meta device: call engine.materialize(model) before the optimizer")
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -74,13 +83,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """As in torch; checks the group's values and parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for name in ("lr", "eps", "weight_decay"):
-            if name in group and not group[name] >= 0:
-                raise ValueError(f"{name} is {group[name]!r}, expected at least 0")
+        check_group(group, "lr", "eps", "weight_decay")
         if not all(0 <= beta < 1 for beta in group["betas"]):
             raise ValueError(f"betas is {group['betas']!r}, expected two numbers of at least 0 and below 1")
-        if any(p.is_meta for p in group["params"]):
-            raise ValueError("a parameter is on the meta device: call engine.materialize(model) before the optimizer")
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -137,13 +142,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             place: tuple[int, int, int] | None = None
             if aux is None and shard.dtype == torch.bfloat16:
                 mode, place = "random", place_of(parameter)
+            elif m.dtype == torch.uint8:
+                place = place_of(parameter)
             dense = shard.is_contiguous() and m.is_contiguous()
             if dense and not gradient.is_contiguous():
                 gradient = gradient.contiguous()
             elif not dense and gradient.stride() != shard.stride():  # kernels go through memory, not through indices
                 gradient = torch.empty_like(shard, dtype=gradient.dtype).copy_(gradient)
-            fits = dense and (mode != "random" or place is not None)
-            key = (shard.device, shard.dtype, gradient.dtype, mode, fits)
+            placed = mode == "random" or m.dtype == torch.uint8
+            fits = dense and (not placed or place is not None)
+            key = (shard.device, shard.dtype, gradient.dtype, m.dtype, mode, fits)
             batch = batches.get(key)
             if batch is None:
                 fits = fits and shard.dtype in _FUSED and gradient.dtype in _FUSED
@@ -156,7 +164,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if aux is not None:
                 batch.aux.append(aux)
             batch.steps.append(state["step"])
-            if mode == "random":
+            if placed:
                 batch.places += (rounding_key(parameter) or 0, *(place or ()))
                 batch.whole.append(parameter)
         return [(key[0], batch) for key, batch in batches.items()]
@@ -173,7 +181,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state["master"] = parameter.detach().to(torch.float32)
         return state
 
-    def _dtype_of(self, name: str) -> torch.dtype:
+    def _dtype_of(self, name: str, parameter: torch.Tensor) -> torch.dtype:
         if name in self.moments:
             return self._moment_dtype
         return torch.int16 if name == "remainder" else torch.float32
@@ -189,8 +197,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         for parameter, index in zip(ours, theirs, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, torch.Tensor) and name != "step":
-                    if parameter.dtype != self._dtype_of(name):
-                        keep = value.detach().to(dtype=self._dtype_of(name), copy=True)
+                    dtype = self._dtype_of(name, parameter)
+                    if parameter.dtype != dtype:
+                        keep = value.detach().to(dtype=dtype, copy=True)
                         self.state[parameter][name] = keep if isinstance(keep, DTensor) else keep.to(parameter.device)
             state = self.state.get(parameter, {})
             if "step" in state:

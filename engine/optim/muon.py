@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from engine.optim.base import check_group
 from engine.torch_compat import local_box, local_tensor, with_local
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -60,16 +61,10 @@ class Muon(torch.optim.Optimizer):
         """As in torch; checks the group's values and parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for name in ("lr", "weight_decay"):
-            if not group[name] >= 0:
-                raise ValueError(f"{name} is {group[name]!r}, expected at least 0")
+        check_group(group)
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"momentum is {group['momentum']!r}, expected at least 0 and below 1")
         for parameter in group["params"]:
-            if parameter.is_meta:
-                raise ValueError(
-                    "a parameter is on the meta device: call engine.materialize(model) before the optimizer"
-                )
             if parameter.ndim != 2 or parameter.dtype != torch.float32:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} is not an fp32 matrix: "

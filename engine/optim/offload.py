@@ -66,6 +66,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     Args:
         params, lr, betas, eps, weight_decay, hold_steps: as in ``AdamOptimizer``.
+        record_delta: note how far each step moves the parameters: ``get_avg_delta``, ``get_var_delta``. As BMTrain.
         bucket: elements that are on their way at a time; the host memory beside the states is about 8 bytes for each.
 
     Raises:
@@ -80,12 +81,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         hold_steps: int = 0,
+        record_delta: bool = False,
         *,
         bucket: int = 1 << 24,
     ) -> None:
         if not isinstance(bucket, int) or bucket < 1:
             raise ValueError(f"bucket is {bucket!r}, expected a whole number of at least 1")
         self._bucket = bucket
+        self.record_delta = record_delta
+        self._deltas = torch.zeros(3, dtype=torch.float64)  # how many, their sum, the sum of their squares
         self._slots: list[_Slot] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         super().__init__(params, lr, betas, eps, weight_decay, hold_steps)
@@ -116,6 +120,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if found_inf is not None and found_inf.item() != 0:
             return loss
         scale = None if grad_scale is None else grad_scale.to("cpu").reciprocal()
+        self._deltas.zero_()
         stepped: list[torch.Tensor] = []
         waiting: _Slot | None = None
         turn = 0
@@ -133,6 +138,16 @@ class AdamOffloadOptimizer(AdamOptimizer):
         for count in stepped:
             count.add_(1.0)
         return loss
+
+    def get_avg_delta(self) -> float:
+        """By how much the last step changed a parameter, on average over this rank's shards; 0 where none is noted."""
+        count, total, _ = self._deltas.tolist()
+        return total / count if count else 0.0
+
+    def get_var_delta(self) -> float:
+        """The variance of these changes."""
+        count, _, squares = self._deltas.tolist()
+        return squares / count - self.get_avg_delta() ** 2 if count else 0.0
 
     def _slot(self, turn: int, pinned: bool) -> _Slot:
         if len(self._slots) < 2:
@@ -208,7 +223,12 @@ class AdamOffloadOptimizer(AdamOptimizer):
             back.append((piece.shard, source))
         for group, batch in batches.values():
             held = self._hold_steps and batch.steps[0].item() < self._hold_steps
+            values = batch.p if batch.mode == "plain" else batch.aux
+            before = [value.clone() for value in values] if self.record_delta else []
             self.update({**group, "lr": 0.0} if held else group, batch, scale, None)
+            for old, value in zip(before, values[: len(before)], strict=True):
+                delta = value.double() - old.double()
+                self._deltas += torch.stack([delta.new_tensor(delta.numel()), delta.sum(), delta.square().sum()])
         stream = self._stream(slot.pieces[0].shard.device)
         with torch.cuda.stream(stream):
             for target, source in back:

@@ -72,6 +72,11 @@ class _Layer(nn.Module):
     out_features: int
     padding_idx: int | None
 
+    @property
+    def first_row(self) -> int:
+        """Number of this rank's first output among those of the whole layer."""
+        return self._first
+
 
 class _Colwise(_Layer):
     _whole = False

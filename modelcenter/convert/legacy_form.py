@@ -53,7 +53,8 @@ class Made:
     @property
     def renamed(self) -> str | None:
         """ModelCenter's name of the same tensor, if this is no more than another name for it."""
-        straight = all(axis.dims[0] == axis.dims[1] for axis in self.pieces[0].axes)
+        piece = self.pieces[0]
+        straight = all(axis.dims[0] == axis.dims[1] for axis in piece.axes) and piece.offsets[0] == piece.offsets[1]
         return self.pieces[0].names[HUB] if len(self.pieces) == 1 and self.factor == 1 and straight else None
 
 

@@ -345,6 +345,7 @@ class ArchMap:
         legacy: (pattern, replacement) applied to the names of a file before anything else.
         other_classes: transformers classes that are no task of ours -> the parts their files hold.
         settle: (config.json, names of the tensors beside it) -> what these say of the config that it does not.
+        files: in model_configs, written beside a checkpoint: code for transformers, which its `auto_map` names.
     """
 
     model_type: str
@@ -357,6 +358,7 @@ class ArchMap:
     legacy: tuple[tuple[str, str], ...] = ()
     other_classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     settle: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
+    files: tuple[str, ...] = ()
 
     def declared_task(self, architectures: Sequence[str] | None) -> str | None:
         """The task of the class a checkpoint declares, or None where it declares none of ours."""

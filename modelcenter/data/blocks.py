@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from modelcenter.data.collate import pack_documents
 from modelcenter.data.token_files import TokenFile
+
+_PIECES = 64  # of a row that get numbers of their own for dropout
 
 
 class Blocks:
@@ -102,7 +105,10 @@ class Blocks:
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
         """The packed batch of these rows for a causal language model: see `collate.pack_documents`."""
-        return pack_documents([self.row(int(row)) for row in rows])
+        pieces = [self.row(int(row)) for row in rows]
+        # Dropout draws by these, the same for a piece whatever is in its batch.
+        ids = [(int(row) * _PIECES + i) % 2**31 for row, of in zip(rows, pieces, strict=True) for i in range(len(of))]
+        return {**pack_documents(pieces), "row_ids": torch.tensor(ids, dtype=torch.int64)}
 
     def where(self, row: int) -> str:
         """The file and document of a row: "corpus:document 12"."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from modelcenter.data.collate import merge
 from modelcenter.data.examples import Examples
@@ -66,7 +67,10 @@ class Mixture:
         rows = np.asarray(rows)
         part = np.searchsorted(self._starts, rows, side="right") - 1
         present = np.unique(part).tolist() or [0]
-        return merge([self.parts[i].batch(rows[part == i] - self._starts[i], epoch) for i in present])
+        batch = merge([self.parts[i].batch(rows[part == i] - self._starts[i], epoch) for i in present])
+        if "row_ids" not in batch and len(batch["cu_seqlens"]) == len(rows) + 1:
+            batch["row_ids"] = torch.from_numpy(np.concatenate([rows[part == i] for i in present]).astype(np.int64))
+        return batch
 
     @property
     def name(self) -> str:

@@ -10,11 +10,17 @@ from dataclasses import replace
 
 import torch
 
-from modelcenter.convert.legacy import LEGACY, looks_legacy, recognise
+from modelcenter.convert.cpm_legacy import CPM
+from modelcenter.convert.legacy import LEGACY, add_legacy, looks_legacy, recognise
 from modelcenter.convert.legacy_form import Made, compile_legacy, hf_config, name_of
+from modelcenter.convert.megatron import is_megatron, merge
 from modelcenter.convert.pieces import HUB, NATIVE, Box, bounds, restrict, view, whole
 from modelcenter.hub.readers import FileSource, TensorInfo, open_checkpoint
 from modelcenter.hub.resolve import Resolved
+from modelcenter.registry import ARCHITECTURES, get
+
+for _entry in CPM:
+    add_legacy(_entry)
 
 
 class LegacySource(FileSource):
@@ -69,7 +75,8 @@ def open_source(found: Resolved) -> FileSource:
     if entry is None:
         return base
     try:
-        made, repeated = compile_legacy(entry, found.config, {name: info.shape for name, info in base.tensors.items()})
+        shapes = {name: info.shape for name, info in base.tensors.items()}
+        made, repeated = merge(shapes) if is_megatron(shapes) else compile_legacy(entry, found.config, shapes)
         for name, other in repeated:
             if not torch.equal(base.read(name), base.read(other)):
                 raise ValueError(
@@ -92,6 +99,8 @@ def in_hf_form(found: Resolved, model_type: str | None = None) -> Resolved:
         ValueError: a ModelCenter checkpoint whose network or config is not understood.
     """
     kind = found.config.get("model_type")
+    if kind in ARCHITECTURES:  # two may share a model_type
+        kind = get(kind, found.config.get("architectures")).model_type
     readable = {name for entry in LEGACY for name in entry.model_types}
     if found.weights is None or (kind is not None and kind not in readable):
         return found
@@ -101,9 +110,9 @@ def in_hf_form(found: Resolved, model_type: str | None = None) -> Resolved:
     ):  # no need to open what transformers wrote
         return found
     with _open(found) as source:
-        if not looks_legacy(source.tensors):
-            return found
         shapes = {name: info.shape for name, info in source.tensors.items()}
+        if not (looks_legacy(shapes) or is_megatron(shapes)):
+            return found
     try:
         entry = recognise(found.config, shapes, kind or model_type)
         # A config.json that names an architecture is in Hugging Face's form already, unless it says "dim_model".

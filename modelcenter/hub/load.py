@@ -247,9 +247,11 @@ def _spec(config: Mapping[str, Any], architecture: str | None, origin: str) -> A
             f"{origin}: config.json names no model_type; say which by loading it with a class, such as "
             "modelcenter.Bert.from_pretrained"
         )
-    if architecture is not None and kind != architecture:
-        raise ValueError(f"{origin} has the model_type {kind!r}, expected {architecture!r}; load it with its own class")
-    return get(kind, config.get("architectures"))
+    spec = get(kind, config.get("architectures"))
+    if architecture not in (None, spec.model_type):
+        held = repr(kind) if kind == spec.model_type else f"{kind!r} and is of {spec.model_type!r}"
+        raise ValueError(f"{origin} has the model_type {held}, expected {architecture!r}; load it with its own class")
+    return spec
 
 
 def _task(arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str) -> str:

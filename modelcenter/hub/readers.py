@@ -39,6 +39,8 @@ DTYPES = {
     "C64": torch.complex64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Megatron's tensor parallelism leaves a file of each rank.
+FIRST_PART, PARTS = "mp_rank_00_model_states.pt", "mp_rank_*_model_states.pt"
 _HEADER_LIMIT = 100 * 2**20  # as the safetensors library
 _LEGACY_LIMIT = 4 * 10**9  # largest pickle without random access that is read whole
 _GAP = 4096  # bytes; rows with a hole at least this long are read one by one
@@ -251,8 +253,9 @@ def safetensors_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str
 
 
 def _state_dict(loaded: Any, path: Path) -> dict[str, torch.Tensor]:
-    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
-        loaded = loaded["state_dict"]
+    for wrapper in ("state_dict", "module"):  # a trainer's; DeepSpeed's
+        if isinstance(loaded, dict) and isinstance(loaded.get(wrapper), dict):
+            loaded = loaded[wrapper]
     if not isinstance(loaded, dict) or not all(isinstance(k, str) for k in loaded):
         raise ValueError(f"{path} holds a {type(loaded).__name__}, expected a dictionary of tensors by name")
     tensors = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
@@ -345,6 +348,8 @@ def find_weights(directory: Path) -> Path:
         for candidate in (directory / name, directory / f"{name}.index.json"):
             if candidate.is_file():
                 return candidate
+    if (directory / FIRST_PART).is_file():
+        return directory / FIRST_PART
     held = ", ".join(sorted(p.name for p in directory.iterdir())[:20]) or "nothing"
     raise ValueError(
         f"no weights in {directory}: expected {' or '.join(WEIGHT_FILES)}, or an index of shards "
@@ -358,6 +363,8 @@ def open_checkpoint(weights: Path) -> FileSource:
     Raises:
         ValueError: a file is missing, truncated or malformed, or does not hold what the index says.
     """
+    if weights.name == FIRST_PART:
+        return _open_parts(sorted(weights.parent.glob(PARTS)))
     if weights.suffix != ".json":
         found, loaded = _open_files([weights])
         return FileSource(found[weights], loaded)
@@ -372,6 +379,18 @@ def open_checkpoint(weights: Path) -> FileSource:
         if name not in found[weights.parent / file]:
             raise ValueError(f"{weights} says that {file} holds tensor {name!r}, but it does not")
         tensors[name] = found[weights.parent / file][name]
+    return FileSource(tensors, loaded)
+
+
+def _open_parts(files: Sequence[Path]) -> FileSource:
+    """Files of ranks, with the rank before each name: "2:word_embeds.weight" (convert.megatron puts them together)."""
+    tensors: dict[str, TensorInfo] = {}
+    loaded: dict[str, torch.Tensor] = {}
+    for path in files:
+        rank = int(path.name.split("_")[2])
+        found, whole_tensors = pickle_tensors(path)
+        tensors |= {f"{rank}:{name}": info for name, info in found.items()}
+        loaded |= {f"{rank}:{name}": tensor for name, tensor in whole_tensors.items()}
     return FileSource(tensors, loaded)
 
 

@@ -27,7 +27,7 @@ from modelcenter.hub.writer import (
     write_index,
     write_json,
 )
-from modelcenter.registry import get
+from modelcenter.registry import get, shipped_file
 
 FORMATS = ("hf", "distributed")
 
@@ -197,6 +197,8 @@ def write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any,
     arch: ArchMap = get(model.config.model_type).arch_map()
     hf_class = arch.tasks[model.task].hf_class
     write_json(directory / CONFIG_FILE, arch.config.write(model.config, hf_class, str(dtype).removeprefix("torch.")))
+    for name in arch.files:
+        shutil.copyfile(shipped_file(name), directory / Path(name).name)
     if model.generation_config:
         write_json(directory / GENERATION_FILE, model.generation_config)
     text = card if isinstance(card, str) else make_card(model, hf_class, card)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from modelcenter.hub.resolve import local_directory, repo_of
+from modelcenter.hub.writer import TOKENIZER_FILES
 
 
 def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
@@ -25,10 +26,21 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
     source, pinned = (str(directory), None) if directory is not None else repo_of(str(name_or_path))
     if pinned is not None:
         kwargs.setdefault("revision", pinned)
+    if directory is not None and not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        # transformers would make one without words for some families
+        raise ValueError(
+            f"{directory} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); put one there with "
+            "tokenizer.save_pretrained"
+        )
+    kwargs.setdefault("trust_remote_code", False)  # transformers would ask on the terminal about the code of a model
     try:
         return AutoTokenizer.from_pretrained(source, **kwargs)
-    except OSError as error:
-        raise ValueError(f"no tokenizer could be loaded from {source}: {error}") from error
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"no tokenizer could be loaded from {source}: {why} A vocabulary alone does not say whose it is: "
+            "tokenizer_config.json names the class, and some have none in transformers"
+        ) from error
 
 
 def add_tokens(tokenizer: Any, model: Any, tokens: Sequence[str], *, pad_to_multiple_of: int | None = None) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from engine.ops import dropout_add
+from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.packing import Packed
 
 
@@ -17,11 +17,11 @@ class PostNormBlock(nn.Module):
         self.attn_norm = nn.LayerNorm(hidden_size, norm_eps)
         self.mlp = mlp
         self.mlp_norm = nn.LayerNorm(hidden_size, norm_eps)
-        self.dropout = dropout
+        self.attn_dropout, self.mlp_dropout = Dropout(dropout), Dropout(dropout)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        x = self.attn_norm(dropout_add(self.attn(x, ctx), x, self.dropout, self.training))
-        return self.mlp_norm(dropout_add(self.mlp(x), x, self.dropout, self.training))
+        x = self.attn_norm(self.attn_dropout(self.attn(x, ctx), ctx, x))
+        return self.mlp_norm(self.mlp_dropout(self.mlp(x, ctx), ctx, x))
 
 
 class PreNormBlock(nn.Module):
@@ -46,19 +46,20 @@ class PreNormBlock(nn.Module):
         if cross is not None:
             self.cross_norm = norm()
             self.cross = cross
+            self.cross_dropout = Dropout(dropout)
         self.mlp_norm = norm()
         self.mlp = mlp
-        self.dropout, self.crosses, self.scale = dropout, cross is not None, scale
+        self.attn_dropout, self.mlp_dropout = Dropout(dropout), Dropout(dropout)
+        self.crosses, self.scale = cross is not None, scale
 
-    def _add(self, branch: Tensor, x: Tensor) -> Tensor:
-        branch = branch if self.scale == 1.0 else branch * self.scale
-        return dropout_add(branch, x, self.dropout, self.training)
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.scale == 1.0 else branch * self.scale
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        x = self._add(self.attn(self.attn_norm(x), ctx), x)
+        x = self.attn_dropout(self._scaled(self.attn(self.attn_norm(x), ctx)), ctx, x)
         if self.crosses:
-            x = self._add(self.cross(self.cross_norm(x), ctx), x)
-        return self._add(self.mlp(self.mlp_norm(x)), x)
+            x = self.cross_dropout(self._scaled(self.cross(self.cross_norm(x), ctx)), ctx, x)
+        return self.mlp_dropout(self._scaled(self.mlp(self.mlp_norm(x), ctx)), ctx, x)
 
 
 class ParallelBlock(nn.Module):
@@ -73,10 +74,11 @@ class ParallelBlock(nn.Module):
         if mlp_norm:
             self.mlp_norm = norm()
         self.mlp = mlp
-        self.dropout, self.two_norms = dropout, mlp_norm
+        self.attn_dropout, self.mlp_dropout = Dropout(dropout), Dropout(dropout)
+        self.two_norms = mlp_norm
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         normed = self.attn_norm(x)
-        attended = dropout_add(self.attn(normed, ctx), x, self.dropout, self.training)
+        attended = self.attn_dropout(self.attn(normed, ctx), ctx, x)
         normed = self.mlp_norm(x) if self.two_norms else normed
-        return dropout_add(self.mlp(normed), attended, self.dropout, self.training)
+        return self.mlp_dropout(self.mlp(normed, ctx), ctx, attended)

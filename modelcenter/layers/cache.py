@@ -25,7 +25,7 @@ class KVCache:
         """`capacity`: tokens per sequence to reserve room for; it grows as needed."""
         self.lengths: list[int] = []
         self._capacity = capacity
-        # k, v: (n, kv_heads, capacity, head_dim); under None the tokens' marks, (n, 1, capacity, 3)
+        # k, v: (n, kv_heads, capacity, head_dim); under None the tokens' marks, (n, 1, capacity, k)
         self._own: dict[nn.Module | None, list[Tensor]] = {}
         self._memory: dict[nn.Module, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._step: Packed | None = None
@@ -63,8 +63,9 @@ class KVCache:
         self.lengths = [a + b for a, b in zip(self.lengths or [0] * len(new), new, strict=True)]
         self._step = None
 
-    def has(self, layer: nn.Module) -> bool:
-        return layer in self._own or layer in self._memory
+    def has(self, layer: nn.Module | None) -> bool:
+        """Whether it holds keys of a layer; None: marks."""
+        return layer in self._own or (layer is not None and layer in self._memory)
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor, kv_heads: int, ctx: Packed) -> bool:
         """Add k, v (T, kv_heads * head_dim) of the current batch; whether there was a past to attend to."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy, vocabulary_logits
-from engine.ops import dropout
+from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS
 from modelcenter.layers.packing import Packed
@@ -46,7 +46,7 @@ class SequenceClassifier(Linear):
 
     def __init__(self, hidden_size: int, num_labels: int, dropout: float, problem_type: str | None, bias: bool = True):
         super().__init__(hidden_size, num_labels, bias)
-        self.dropout, self.problem_type = dropout, problem_type
+        self.dropout, self.problem_type = Dropout(dropout), problem_type
 
     def kind(self, labels: Tensor) -> str:
         if self.problem_type is not None:
@@ -69,8 +69,8 @@ class SequenceClassifier(Linear):
         regression = self.problem_type == "regression" or (self.problem_type is None and self.out_features == 1)
         return torch.zeros(0, dtype=torch.float32 if regression else torch.long, device=device)
 
-    def forward(self, pooled: Tensor, batch: Batch, counts: Counts) -> dict[str, Tensor]:
-        logits = super().forward(dropout(pooled, self.dropout, self.training))
+    def forward(self, pooled: Tensor, batch: Batch, counts: Counts, ctx: Packed | None = None) -> dict[str, Tensor]:
+        logits = super().forward(self.dropout(pooled, ctx, pooled=True))
         labels = batch.get("labels")
         if labels is None:
             return {"logits": logits}
@@ -96,10 +96,11 @@ class DenseClassifier(SequenceClassifier):
     def __init__(self, hidden_size: int, num_labels: int, dropout: float, problem_type: str | None):
         super().__init__(hidden_size, num_labels, dropout, problem_type)
         self.dense = Linear(hidden_size, hidden_size)
+        self.dense_dropout = Dropout(dropout)
 
-    def forward(self, pooled: Tensor, batch: Batch, counts: Counts) -> dict[str, Tensor]:
-        pooled = torch.tanh(self.dense(dropout(pooled, self.dropout, self.training)))
-        return super().forward(pooled, batch, counts)
+    def forward(self, pooled: Tensor, batch: Batch, counts: Counts, ctx: Packed | None = None) -> dict[str, Tensor]:
+        pooled = torch.tanh(self.dense(self.dense_dropout(pooled, ctx, pooled=True)))
+        return super().forward(pooled, batch, counts, ctx)
 
 
 class MultipleChoice(Linear):
@@ -107,13 +108,15 @@ class MultipleChoice(Linear):
 
     def __init__(self, hidden_size: int, dropout: float):
         super().__init__(hidden_size, 1)
-        self.dropout = dropout
+        self.dropout = Dropout(dropout)
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": count_labels(batch.get("labels"))}
 
-    def forward(self, pooled: Tensor, batch: Batch, counts: Counts, choices: int) -> dict[str, Tensor]:
-        logits = super().forward(dropout(pooled, self.dropout, self.training)).view(-1, choices)
+    def forward(
+        self, pooled: Tensor, batch: Batch, counts: Counts, choices: int, ctx: Packed | None = None
+    ) -> dict[str, Tensor]:
+        logits = super().forward(self.dropout(pooled, ctx, pooled=True)).view(-1, choices)
         labels = batch.get("labels")
         if labels is None:
             return {"logits": logits}
@@ -126,13 +129,13 @@ class TokenClassifier(Linear):
 
     def __init__(self, hidden_size: int, num_labels: int, dropout: float, bias: bool = True):
         super().__init__(hidden_size, num_labels, bias)
-        self.dropout = dropout
+        self.dropout = Dropout(dropout)
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": count_labels(batch.get("labels"))}
 
     def forward(self, x: Tensor, ctx: Packed, batch: Batch, counts: Counts) -> dict[str, Tensor]:
-        logits = super().forward(dropout(x, self.dropout, self.training))
+        logits = super().forward(self.dropout(x, ctx))
         out = {"logits": ctx.repad(logits)}
         if batch.get("labels") is not None:
             labels = ctx.unpad(batch["labels"], IGNORE_INDEX)

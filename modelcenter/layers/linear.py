@@ -10,3 +10,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+def first_output(layer: nn.Module) -> int:
+    """Which of the whole layer's outputs is the first of this one, a part of it under tensor parallelism."""
+    return getattr(layer, "first_row", 0)

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.ops import dropout
-from modelcenter.layers.linear import Linear
+from modelcenter.layers.dropout import Dropout
+from modelcenter.layers.linear import Linear, first_output
+from modelcenter.layers.packing import Packed
 
 # Hugging Face's names. "gelu_new" and its synonyms are the tanh approximation.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -30,12 +31,13 @@ class MLP(nn.Module):
         self, hidden_size: int, intermediate_size: int, activation: str, bias: bool = True, dropout: float = 0.0
     ):
         super().__init__()
-        self.activation, self.dropout = ACTIVATIONS[activation], dropout
+        self.activation, self.dropout = ACTIVATIONS[activation], Dropout(dropout)
         self.up = Linear(hidden_size, intermediate_size, bias)
         self.down = Linear(intermediate_size, hidden_size, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(dropout(self.activation(self.up(x)), self.dropout, self.training))
+    def forward(self, x: Tensor, ctx: Packed | None = None) -> Tensor:
+        x = self.activation(self.up(x))
+        return self.down(self.dropout(x, ctx, first_channel=first_output(self.up)))
 
 
 class GatedMLP(nn.Module):
@@ -45,10 +47,11 @@ class GatedMLP(nn.Module):
         self, hidden_size: int, intermediate_size: int, activation: str, bias: bool = False, dropout: float = 0.0
     ):
         super().__init__()
-        self.activation, self.dropout = ACTIVATIONS[activation], dropout
+        self.activation, self.dropout = ACTIVATIONS[activation], Dropout(dropout)
         self.gate = Linear(hidden_size, intermediate_size, bias)
         self.up = Linear(hidden_size, intermediate_size, bias)
         self.down = Linear(intermediate_size, hidden_size, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(dropout(self.activation(self.gate(x)) * self.up(x), self.dropout, self.training))
+    def forward(self, x: Tensor, ctx: Packed | None = None) -> Tensor:
+        x = self.activation(self.gate(x)) * self.up(x)
+        return self.down(self.dropout(x, ctx, first_channel=first_output(self.up)))

@@ -30,7 +30,7 @@ class Mask:
         bias: (heads, 2 * n - 1), added to the scores: column n - 1 + d is for a key d places after the query. n is at
             least the length of the longest sequence.
         marks: of all tokens, which say who sees whom in place of the rest (layers.marks). others: (heads, kinds,
-            kinds), added in place of `bias` where query and key are of different segments; not without those two.
+            ...), added in place of `bias` where query and key are of different segments; not without those two.
     """
 
     causal: bool = False

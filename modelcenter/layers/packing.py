@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.ops import Draws, draws_of
 from modelcenter.layers.marks import Marks
 
 
@@ -126,6 +127,7 @@ class Packed:
         cache: keys and values of earlier tokens (layers.cache.KVCache).
         inner: (T',) places among all tokens of those that the caller gave, where the model put some of its own before
             each sequence (`prefixed`), and own: the places of these; None: all are the caller's.
+        draws: what dropouts draw from, where a training loop says which rows these are; None: torch's generator.
     """
 
     cu_seqlens: Tensor
@@ -145,6 +147,7 @@ class Packed:
     others: Tensor | None = None
     inner: Tensor | None = None
     own: Tensor | None = None
+    draws: Draws | None = None
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -243,6 +246,10 @@ class Packed:
             _cache={},
         )
 
+    def keyed(self) -> "Packed":
+        """The same, with dropouts that draw by row and place, where a training loop says which rows these are."""
+        return replace(self, draws=draws_of(self.cu_seqlens, self.num_tokens))
+
     def divided(self, split: Any) -> "Packed":
         """The same for one rank of several that share the tokens."""
         tokens = self.num_tokens
@@ -252,6 +259,11 @@ class Packed:
             cu = torch.cat([cu, cu[-1:] + dummy])
             lengths = None if lengths is None else [*lengths, dummy]
         positions = split.local(torch.nn.functional.pad(self.positions, (0, dummy)))
+        draws = self.draws
+        if draws is not None:
+            mine = split.local(torch.nn.functional.pad(draws.tokens, (0, dummy)))
+            part = split.of_units(mine)
+            draws = replace(draws, tokens=mine, parts={part.numel(): part})
         longest = max(self.max_seqlen, dummy)
         return replace(
             self,
@@ -261,6 +273,7 @@ class Packed:
             lengths=lengths,
             split=split,
             dummy=dummy,
+            draws=draws,
             _cache={},
         )
 

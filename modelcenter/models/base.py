@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from modelcenter.config import ModelConfig
 from modelcenter.layers.cache import past_of
+from modelcenter.layers.dropout import name_sites
 from modelcenter.layers.packing import Packed
 from modelcenter.models import vocabulary
 from modelcenter.models.outputs import ModelOutput
@@ -47,6 +48,7 @@ class Model(nn.Module):
     prefix_tokens: int = 0
     # What modelcenter.adapters put in (adapters.state.Attached).
     adapter: Any = None
+    _sites_named = False
 
     def __init__(self, config: ModelConfig, task: str = "base"):
         super().__init__()
@@ -147,6 +149,11 @@ class Model(nn.Module):
             ctx = Packed.from_mask(shape, batch.get(f"{prefix}attention_mask"), source.device, position_ids, count)
         if self.prefix_tokens and not prefix and (cache is None or not cache.lengths):
             ctx = ctx.prefixed(self.prefix_tokens, getattr(self.config, "first_position", 0))
+        if self.training:
+            if not self._sites_named:
+                name_sites(self)
+                self._sites_named = True
+            ctx = ctx.keyed()
         ctx = self.divide(ctx)
         if cache is not None:
             cache.begin(ctx)

@@ -61,7 +61,7 @@ class Decoder(Model):
             case "causal-lm":
                 out = head(x, ctx, batch, counts["loss"], self.embed.weight, self.wants_logits(batch))
             case "sequence-classification":
-                out = head(ctx.last(x), batch, counts)
+                out = head(ctx.last(x), batch, counts, ctx)
             case _:
                 out = head(x, ctx, batch, counts)
         return self.ordered(out)

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.ops import dropout
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import PostNormBlock
+from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.heads import ExtractiveQA, MaskedLM, MultipleChoice, SequenceClassifier, TokenClassifier
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
@@ -74,6 +74,7 @@ class Encoder(Model):
         self.position = nn.Embedding(c.max_positions, width)
         self.token_type = nn.Embedding(c.type_vocab_size, width)
         self.embed_norm = nn.LayerNorm(width, c.norm_eps)
+        self.embed_dropout = Dropout(c.dropout)
         self.layers = nn.ModuleList(
             PostNormBlock(
                 SelfAttention(width, c.num_heads, c.attention_dropout),
@@ -117,7 +118,7 @@ class Encoder(Model):
         kinds = torch.zeros_like(ctx.positions) if types is None else ctx.unpad(types)
         words = self.embedded(batch, ctx, self.embed)
         x = self.embed_norm(words + self.position(ctx.positions) + self.token_type(kinds))
-        return dropout(x, self.config.dropout, self.training), ctx
+        return self.embed_dropout(x, ctx), ctx
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         pooled = None if self.pooler is None else torch.tanh(self.pooler(ctx.first(x)))
@@ -134,9 +135,9 @@ class Encoder(Model):
             case "masked-lm":
                 return head(x, ctx, batch, counts["loss"], self.embed.weight, self.wants_logits(batch))
             case "sequence-classification":
-                return head(ctx.first(x) if pooled is None else pooled, batch, counts)
+                return head(ctx.first(x) if pooled is None else pooled, batch, counts, ctx)
             case "multiple-choice":
-                return head(pooled, batch, counts, self._choices(ctx, batch))
+                return head(pooled, batch, counts, self._choices(ctx, batch), ctx)
         return head(x, ctx, batch, counts)
 
     def tp_plan(self) -> dict[str, str]:

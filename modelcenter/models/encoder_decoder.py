@@ -76,7 +76,7 @@ class EncoderDecoder(Model):
         """Embeddings (T, hidden_size) as the units of a side take them."""
         return x
 
-    def leave(self, x: Tensor, side: Side) -> Tensor:
+    def leave(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         """The final hidden states (T, hidden_size) of a side."""
         return side.final_norm(x)
 
@@ -120,7 +120,7 @@ class EncoderDecoder(Model):
             split = self.token_split
             ctx.memory = (states if split is None else split.to_units(states), memory)
         hidden = [x] if wanted else None
-        x = self.leave(self.through(self.decoder.layers, x, ctx, hidden), self.decoder)
+        x = self.leave(self.through(self.decoder.layers, x, ctx, hidden), ctx, self.decoder)
         out = self.end(x, ctx, batch)
         if cache is not None:
             cache.end()
@@ -136,7 +136,7 @@ class EncoderDecoder(Model):
         if (given := batch.get("encoder_outputs")) is None:
             x, ctx = self.begin(batch)
             hidden = [x] if wanted else None
-            return self.leave(self.through(self.encoder.layers, x, ctx, hidden), self.encoder), ctx, hidden
+            return self.leave(self.through(self.encoder.layers, x, ctx, hidden), ctx, self.encoder), ctx, hidden
         found = given if isinstance(given, Tensor) else given[0]
         rest = {name: value for name, value in batch.items() if name not in ("input_ids", *_CACHE)}
         ctx = self.pack({**rest, "inputs_embeds": found})
@@ -162,7 +162,7 @@ class EncoderDecoder(Model):
             case "seq2seq-lm":
                 out = head(x, ctx, batch, counts["loss"], self.embed.weight, self.wants_logits(batch))
             case "sequence-classification":
-                out = head(ctx.at(x, self._ends(ctx, batch)), batch, counts)
+                out = head(ctx.at(x, self._ends(ctx, batch)), batch, counts, ctx)
             case _:
                 out = head(x, ctx, batch, counts)
         return self.ordered(out)

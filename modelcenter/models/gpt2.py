@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from engine.ops import dropout
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import PreNormBlock
+from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch
@@ -60,6 +60,7 @@ class GPT2(Decoder):
         c, width = config, config.hidden_size
         self.embed = nn.Embedding(c.vocab_size, width)
         self.position = nn.Embedding(c.max_positions, width)
+        self.embed_dropout = Dropout(c.embedding_dropout)
         self.layers = nn.ModuleList(
             PreNormBlock(
                 SelfAttention(width, c.num_heads, c.attention_dropout, causal=True, scale=c.attention_scale(i)),
@@ -76,7 +77,7 @@ class GPT2(Decoder):
         ctx = self.pack(batch)
         self.check_positions(batch, ctx, self.config.max_positions)
         x = self.embedded(batch, ctx, self.embed) + self.position(ctx.positions)
-        return dropout(x, self.config.embedding_dropout, self.training), ctx
+        return self.embed_dropout(x, ctx), ctx
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
         return scaled_residuals(super().init_spec(), self.config.num_layers)

@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from engine.ops import dropout
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import ParallelBlock, PreNormBlock
+from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary
@@ -68,6 +68,7 @@ class GPTNeoX(Decoder):
     def __init__(self, config: GPTNeoXConfig, task: str = "base"):
         super().__init__(config, task)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_dropout = Dropout(config.dropout)
         self.rotary = Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling, config.max_positions)
         self.layers = nn.ModuleList(self._block(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
@@ -87,7 +88,7 @@ class GPTNeoX(Decoder):
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(batch)
-        x = dropout(self.embedded(batch, ctx, self.embed), self.config.dropout, self.training)
+        x = self.embed_dropout(self.embedded(batch, ctx, self.embed), ctx)
         self.rotary.check_length((0 if ctx.cache is None else len(ctx.cache)) + ctx.max_seqlen)
         ctx.rotary = self.rotary(ctx.positions, x.dtype)
         return x, ctx

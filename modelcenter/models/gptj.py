@@ -5,10 +5,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from engine.ops import dropout
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import ParallelBlock
+from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary
@@ -61,6 +61,7 @@ class GPTJ(Decoder):
         super().__init__(config, task)
         c, width = config, config.hidden_size
         self.embed = nn.Embedding(c.vocab_size, width)
+        self.embed_dropout = Dropout(c.embedding_dropout)
         self.rotary = Rotary(c.rotary_dim, THETA)
         self.layers = nn.ModuleList(
             ParallelBlock(
@@ -77,6 +78,6 @@ class GPTJ(Decoder):
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(batch)
         self.check_positions(batch, ctx, self.config.max_positions)
-        x = dropout(self.embedded(batch, ctx, self.embed), self.config.embedding_dropout, self.training)
+        x = self.embed_dropout(self.embedded(batch, ctx, self.embed), ctx)
         ctx.rotary = self.rotary(ctx.positions, x.dtype)
         return x, ctx

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from engine.ops import dropout
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import CrossAttention, SelfAttention
 from modelcenter.layers.block import PreNormBlock
+from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.mlp import ACTIVATIONS, MLP, GatedMLP
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
@@ -71,11 +71,12 @@ class T5Config(ModelConfig):
 
 
 class T5Side(Side):
-    """A side with its relative position bias; None where each block has its own."""
+    """A side with its relative position bias (None where each block has its own) and dropout before and after it."""
 
-    def __init__(self, layers: nn.ModuleList, final_norm: nn.Module, position: RelativeBias | None):
+    def __init__(self, layers: nn.ModuleList, final_norm: nn.Module, position: RelativeBias | None, dropout: float):
         super().__init__(layers, final_norm)
         self.position = position
+        self.embed_dropout, self.final_dropout = Dropout(dropout), Dropout(dropout)
 
 
 class BiasedBlock(PreNormBlock):
@@ -127,16 +128,17 @@ class T5(EncoderDecoder):
         if c.bias_per_layer:
             for layer in layers:
                 layer.position = position()
-        return T5Side(layers, RMSNorm(width, c.norm_eps), None if c.bias_per_layer else position())
+        return T5Side(layers, RMSNorm(width, c.norm_eps), None if c.bias_per_layer else position(), c.dropout)
 
     def enter(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         assert isinstance(side, T5Side)
         if side.position is not None:
             ctx.bias = side.position(reach(ctx))
-        return dropout(x, self.config.dropout, self.training)
+        return side.embed_dropout(x, ctx)
 
-    def leave(self, x: Tensor, side: Side) -> Tensor:
-        return dropout(side.final_norm(x), self.config.dropout, self.training)
+    def leave(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
+        assert isinstance(side, T5Side)
+        return side.final_dropout(side.final_norm(x), ctx)
 
     def tp_plan(self) -> dict[str, str]:
         plan = super().tp_plan()

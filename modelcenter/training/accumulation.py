@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import engine
+from engine.ops import dropout_rows
 from modelcenter.models.base import Model
 
 Batch = Mapping[str, Any]
@@ -28,7 +29,9 @@ def accumulate(
     Args:
         model: a model of ours, plain or sharded, in training mode.
         microbatches: keyword arguments of the model's forward, with labels. On the host, so that counting labels waits
-            for no device; they are moved to the model's.
+            for no device; they are moved to the model's. With `row_ids` among them, int64, which rows of the data the
+            sequences are, and inside engine.ops.dropout_key(seed, step), the masks of dropout too do not depend on how
+            the batch is cut.
         loss_fn: `loss_fn(output, microbatch, totals)` -> 0-d, in place of the model's own loss: the sum over this
             microbatch's items, divided by `totals[term]`, the items of the global batch.
         backward: called with the loss in place of loss.backward(), such as OptimManager.backward.
@@ -42,7 +45,8 @@ def accumulate(
 
     def forward(microbatch: Batch, totals: Mapping[str, int]) -> Tensor:
         batch = to_device(microbatch, model.device)
-        out = model(**batch, loss_counts=totals)
+        with dropout_rows(batch.pop("row_ids", None)):
+            out = model(**batch, loss_counts=totals)
         return out.loss if loss_fn is None else loss_fn(out, batch, totals)
 
     batches: Sequence[Batch] = list(microbatches)

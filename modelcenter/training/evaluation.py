@@ -82,6 +82,7 @@ def _outputs(
         for turn in range(int(rounds)):
             mine = turn < len(batches)
             batch = to_device(batches[turn] if mine else model.empty_batch(), model.device)
+            batch.pop("row_ids", None)  # for dropout
             if totals is None:
                 batch.pop("labels", None)
             if pipeline is None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 import engine
 
@@ -54,6 +55,14 @@ class Plan(Protocol):
     def deal(self, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]: ...
 
 
+def named(batch: dict[str, Any], rows: np.ndarray) -> dict[str, Any]:
+    """A batch with the numbers of its rows, by which dropout draws the same masks however the batch is cut. One whose
+    sequences are not its rows, in their order, has brought its own numbers, or goes without."""
+    if "row_ids" not in batch and len(batch["cu_seqlens"]) == len(rows) + 1:
+        batch["row_ids"] = torch.from_numpy(np.asarray(rows, np.int64))
+    return batch
+
+
 class RowFeed:
     """Batches of rows that are all there: any step can be worked out from its number alone."""
 
@@ -72,7 +81,7 @@ class RowFeed:
     def batch(self, step: int, rows: np.ndarray, epoch: int) -> GlobalBatch:
         """This rank's microbatches of some rows; the empty ones of a short batch are left out."""
         own = self.plan.deal(rows, engine.data_size(), self.microbatches)[engine.data_rank()]
-        made = [self.examples.batch(part, epoch) for part in own if len(part)]
+        made = [named(self.examples.batch(part, epoch), part) for part in own if len(part)]
         return GlobalBatch(step, made, int(self.examples.lengths[rows].sum()), rows, {})
 
     def epochs_at(self, step: int) -> float:

@@ -19,6 +19,7 @@ from engine.checkpoint import (
     together,
     wait_checkpoint,
 )
+from engine.ops import dropout_key
 from modelcenter.data.prefetch import Prefetch
 from modelcenter.hub.card import complete_card
 from modelcenter.hub.push import push_directory
@@ -174,7 +175,8 @@ class Run:
         """One step on a global batch. Returns loss, gradient norm (both on the device) and the learning rate used."""
         lr = self.rate.current_lr
         self.manager.zero_grad()
-        loss = accumulate(self.model, batch.microbatches, self.task.loss_fn, backward=self.manager.backward)
+        with dropout_key(self.cfg.seed, batch.step):
+            loss = accumulate(self.model, batch.microbatches, self.task.loss_fn, backward=self.manager.backward)
         limit = self.cfg.max_grad_norm or float("inf")
         groups = [group for optimizer in self.manager.optimizers for group in optimizer.param_groups]
         norm = self.manager.clip_grad_norm(groups, limit, defer=True)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 BYTES = {
     "add_": 8, "torch_fp32": 28, "fp32": 28, "fp32_clip_unscale_skip": 32, "bf16_master": 28, "bf16_composed_torch": 28,
     "bf16_remainder": 26, "bf16_remainder_bf16_moments": 18, "bf16_random": 22, "lion_fp32": 20, "norm": 4,
-    "torch_norm": 4, "deepspeed_fp32": 28, "deepspeed_bf16": 22,
+    "torch_norm": 4, "bf16_8bit": 14, "deepspeed_fp32": 28, "deepspeed_bf16": 22,
 }  # fmt: skip
 
 
@@ -40,6 +40,8 @@ def contenders(millions: int) -> dict:
     half, half_g, low = tensors(bf16), tensors(bf16, None), tensors(torch.int16)
     half_m, half_v = tensors(bf16), tensors(bf16)
     steps = [torch.zeros(()) for _ in range(count)]
+    codes = [[torch.zeros(each, dtype=torch.uint8) for _ in range(count)] for _ in range(2)]
+    scales = [[torch.zeros(-(-each // 128)) for _ in range(count)] for _ in range(2)]
     settings = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     norm_sq, one = torch.zeros((), dtype=torch.float64), torch.ones(())
     norm, gscale, found = one.clone(), one.clone(), torch.zeros(())
@@ -77,6 +79,19 @@ def contenders(millions: int) -> dict:
         "bf16_remainder": step(half, half_g, low, "remainder", m, v),
         "bf16_remainder_bf16_moments": step(half, half_g, low, "remainder", half_m, half_v),
         "bf16_random": step(half, half_g, [], "random", m, v, places=places),
+        "bf16_8bit": lambda: fused.adamw8_(
+            half,
+            half_g,
+            *codes,
+            *scales,
+            steps,
+            low,
+            widths=[each] * count,
+            places=places,
+            mode="remainder",
+            gscale=one,
+            **settings,
+        ),
         "lion_fp32": lambda: fused.lion_(p, g, m, steps, lr=1e-5, weight_decay=0.1),
         "norm": lambda: fused.grad_norm_sq(g, norm_sq),
         "torch_norm": lambda: torch._foreach_norm(g),

@@ -142,22 +142,10 @@ def test_outputs_are_whole_on_every_rank(two, task, index):
 
 def masks(task, heads):
     engine.init_distributed(cp_size=2, seed=3)
-    from modelcenter.layers import attention
-
-    drawn, keep_mask = [], engine.ops.keep_mask
-
-    def note(shape, p, dtype=torch.uint8):
-        mask, scale = keep_mask(shape, p, dtype)
-        drawn.append(mask)
-        return mask, scale
-
-    engine.ops.keep_mask = attention.keep_mask = note
-    try:
+    with bert.noted_masks() as drawn:
         model = engine.shard(bert.build(task, dropout=0.3, attention_dropout=0.4, num_heads=heads))
         loss = model(**bert.batch(task, 0, model.config)).loss.item()
-        return drawn, loss, torch.rand(4), functional.streams.depth()
-    finally:
-        engine.ops.keep_mask = attention.keep_mask = keep_mask
+    return drawn, loss, torch.rand(4), functional.streams.depth()
 
 
 @pytest.mark.parametrize("task", ["sequence-classification", "token-classification"])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fused_cases import BF16, F16, F32, IDS, KINDS, SIZES, Case, unaligned
+from fused_cases import BF16, F16, F32, IDS, KINDS, SIZES, Case, on_each_isa, run_on, unaligned
 
-from engine.ops import fused, library, reference
+from engine.ops import fused, reference
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'engine'}"
@@ -36,19 +36,6 @@ def test_adamw_against_the_formula_in_float64(either, kind):
             assert torch.equal(case.p[i], case.aux[i].to(kind[1]))
         if kind[0] == "remainder":
             assert (case.p[i].double() - case.values()[i]).abs().le(case.values()[i].abs() * 2**-8).all()
-
-
-def run_on(monkeypatch, compiled, work):
-    """The tensors of `work` on the library or on the reference."""
-    for cached in (library.cpu, library.serves):
-        cached.cache_clear()
-    monkeypatch.setenv("MODELCENTER_FUSED", "1" if compiled else "0")
-    result = work()
-    assert library.cpu().loaded == compiled
-    for cached in (library.cpu, library.serves):
-        cached.cache_clear()
-    monkeypatch.delenv("MODELCENTER_FUSED")
-    return result
 
 
 def steps_of(operator, kind, **settings):
@@ -88,12 +75,7 @@ def test_the_path_for_any_cpu_gives_the_same_bits(compiled, tmp_path):
         "t.fused.grad_norm_sq([t.Case(*t.KINDS[4]).g[-1], t.Case(*t.KINDS[1]).g[-1]], norm)\n"
         "torch.save([library.cpu().what, norm, *out], sys.argv[1])"
     )
-    found = []
-    for isa in ("plain", "avx2", "avx512"):
-        path = tmp_path / isa
-        environment = {**os.environ, "MODELCENTER_ISA": isa, "PYTHONPATH": PATHS}
-        subprocess.run([sys.executable, "-c", code, path], check=True, env=environment)
-        found.append(torch.load(path))
+    found = on_each_isa(code, tmp_path)
     assert "(plain)" in found[0][0]
     for other in found[1:]:
         for a, b in zip(found[0][1:], other[1:], strict=True):

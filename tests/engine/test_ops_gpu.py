@@ -3,11 +3,12 @@
 import copy
 
 import fused_cases as cases
+import fused_cases_8bit as eight
 import pytest
 import torch
 from torch import nn
 
-from engine.ops import fused, library
+from engine.ops import fused, library, masks
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +48,27 @@ def test_the_bits_are_the_cpus(operator, kind):
                 )  # fmt: skip
     for a, b in zip(*(case.tensors() for case in sides), strict=True):
         assert torch.equal(a, b.cpu())
+
+
+@pytest.mark.parametrize("kind", eight.KINDS, ids=eight.IDS)
+def test_8_bit_moments_have_the_bits_of_the_cpus(kind):
+    sides = [eight.Case(*kind), eight.Case(*kind, device="cuda")]
+    for case in sides:
+        for seed in range(3):
+            case.take(seed, gscale=torch.tensor(0.37, device=case.device))
+    for a, b in zip(*(case.tensors() for case in sides), strict=True):
+        assert torch.equal(a, b.cpu())
+
+
+@pytest.mark.parametrize("dtype", cases.MASK_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", cases.MASK_SHAPES)
+def test_dropout_has_the_bits_of_the_cpus(dtype, shape):
+    x, residual, tokens, first = cases.masked(dtype, shape)
+    for add in (None, residual):
+        for numbers in (None, tokens):
+            moved = [None if t is None else t.cuda() for t in (add, numbers)]
+            found = masks._run(x.cuda(), *moved, 20_000, cases.KEY, 7, first)
+            assert torch.equal(found.cpu(), masks._run(x, add, numbers, 20_000, cases.KEY, 7, first))
 
 
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 600])

@@ -9,7 +9,7 @@ from torch import nn
 
 import engine
 import engine.torch_compat
-from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion, Muon, OptimManager
+from engine.optim import Adafactor, AdamOffloadOptimizer, AdamOptimizer, AdamW8bit, Lion, Muon, OptimManager
 
 KINDS = {
     "adam": (AdamOptimizer, {"weight_decay": 0.1}),
@@ -19,7 +19,10 @@ KINDS = {
     "lion": (Lion, {"weight_decay": 0.1}),
     "lion-remainder": (Lion, {"master": "remainder"}),
     "muon": (Muon, {}),
+    "adam8": (AdamW8bit, {"weight_decay": 0.1, "min_size": 2}),
+    "adafactor": (Adafactor, {"weight_decay": 0.1}),
 }
+FP32_ONLY = ("muon", "adafactor")
 
 
 def make(kind, model, **kwargs):
@@ -55,8 +58,8 @@ def stepped(kind, precision="fp32", level=None, copies=1, steps=3):
     return {name: toys.whole(p) for name, p in model.named_parameters()}
 
 
-CASES = [(kind, "fp32") for kind in ("adam", "adam-bf16-moments", "offload", "lion", "muon")] + [
-    (kind, "bf16-params") for kind in ("adam", "adam-remainder", "offload", "lion", "lion-remainder")
+CASES = [(kind, "fp32") for kind in ("adam", "adam-bf16-moments", "offload", "lion", "muon", "adam8", "adafactor")] + [
+    (kind, "bf16-params") for kind in ("adam", "adam-remainder", "offload", "lion", "lion-remainder", "adam8")
 ]
 
 
@@ -68,7 +71,10 @@ def test_every_mesh_makes_the_same_parameters(compiled, four, level, copies, kin
     assert not torch.equal(expected["head.weight"], toys.build().head.weight)
     for values in ranks:
         for name, value in expected.items():
-            assert torch.equal(values[name], value), name
+            if kind == "adafactor":  # sums over ranks are in another order than in one process, in fp64
+                torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-7, msg=name)
+            else:
+                assert torch.equal(values[name], value), name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
@@ -105,7 +111,7 @@ def test_remainders_hold_what_masters_hold(compiled):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loaded_state_continues_bit_for_bit(kind):
-    precision = "fp32" if kind == "muon" else "bf16-params"
+    precision = "fp32" if kind in FP32_ONLY else "bf16-params"
     first, second = toys.build(), toys.build()
     for model in (first, second):
         engine.Policy(precision=precision).cast_parameters_(model)
@@ -148,14 +154,18 @@ def resume(kind, precision, folder):
     return {name: toys.whole(p) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", ["adam-remainder", "offload", "lion", "muon", "adam-bf16-moments"])
+@pytest.mark.parametrize(
+    "kind", ["adam-remainder", "offload", "lion", "muon", "adam-bf16-moments", "adam8", "adafactor"]
+)
 def test_a_checkpoint_reshards(compiled, two, four, tmp_path, kind):
-    precision = "fp32" if kind == "muon" else "bf16-params"
+    precision = "fp32" if kind in FP32_ONLY else "bf16-params"
     two.run(save, kind, precision, tmp_path / "checkpoint")
     expected = stepped(kind, precision)
     found = four.run(resume, kind, precision, tmp_path / "checkpoint")
     for values in (*found, resume(kind, precision, tmp_path / "checkpoint")):
-        assert all(torch.equal(values[name], value) for name, value in expected.items())
+        for name, value in expected.items():
+            tolerance = 1e-6 if kind == "adafactor" else 0.0
+            torch.testing.assert_close(values[name], value, rtol=tolerance, atol=tolerance / 10, msg=name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -203,6 +213,120 @@ def test_muon_is_torchs(adjust, nesterov):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
+def torchs(make_it, shapes, steps=5):
+    """Parameters after some steps, and the optimizer."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    optimizer = make_it(parameters)
+    for _ in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter) * 3
+        optimizer.step()
+    return parameters, optimizer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"weight_decay": 0.1, "maximize": True}, {"eps": (1e-4, 1e-2), "d": 2.0, "lr": 0.5}, {"beta2_decay": -0.3}],
+    ids=["default", "decay", "eps", "decay of the moments"],
+)
+def test_adafactor_is_torchs(settings):
+    shapes = ((5, 7), (9,), (2, 3, 4), (1, 6), (8, 1), ())
+    ours, mine = torchs(lambda p: Adafactor(p, **settings), shapes)
+    theirs, reference = torchs(lambda p: torch.optim.Adafactor(p, foreach=False, **settings), shapes)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=4e-7)
+        for name, value in reference.state[b].items():
+            torch.testing.assert_close(mine.state[a][name], value, rtol=2e-6, atol=2e-7)
+
+
+def wide():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(256, 12, bias=False), nn.Linear(12, 256, bias=False), nn.Linear(256, 5))
+
+
+def after_steps(kind, model):
+    optimizer = make(kind, model)
+    for step in range(3):
+        give_gradients(model, step)
+        optimizer.step()
+    return {name: toys.whole(p) for name, p in model.named_parameters()}
+
+
+def wide_in_parts(kind):
+    engine.init_distributed(tp_size=2, zero_level=3)
+    return after_steps(kind, engine.shard(wide(), tp_plan={"0": "rowwise", "1": "colwise", "2": "rowwise"}))
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "adam8"])
+def test_matrices_that_are_cut_along_both_dimensions(compiled, four, kind):
+    expected, tolerance = after_steps(kind, wide()), 1e-6 if kind == "adafactor" else 0.0
+    for found in four.run(wide_in_parts, kind):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance / 10, msg=name)
+
+
+def cut_inside_a_block():
+    engine.init_distributed(tp_size=2)
+    model = engine.shard(nn.Sequential(nn.Linear(200, 12)), tp_plan={"0": "rowwise"})
+    optimizer = make("adam8", model)
+    give_gradients(model, 0)
+    with pytest.raises(ValueError, match="parts of 100, which are not whole blocks of 128"):
+        optimizer.step()
+
+
+def test_a_block_that_ranks_cut_is_an_error(two):
+    two.run(cut_inside_a_block)
+
+
+def test_8_bit_moments_train_as_fp32_ones_do():
+    """A regression in some hundred steps: the loss falls as far."""
+    torch.manual_seed(0)
+    inputs, target = torch.randn(256, 128), torch.randn(128, 64) * 0.1
+
+    def final(make_it):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 64))
+        optimizer = make_it(model.parameters())
+        for step in range(300):
+            rows = torch.arange(32) + step % 8 * 32
+            loss = (model(inputs[rows]) - inputs[rows] @ target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    wanted, found = final(lambda p: AdamOptimizer(p, lr=1e-3)), final(lambda p: AdamW8bit(p, lr=1e-3))
+    assert found < 1.15 * wanted and wanted < 0.2
+
+
+def test_states_of_another_kind_are_refused():
+    _, plain = torchs(lambda p: AdamOptimizer(p), [(64, 128)], 1)
+    _, bits = torchs(lambda p: AdamW8bit(p), [(64, 128)], 1)
+    with pytest.raises(ValueError, match="has fp32 moments, this AdamW8bit keeps 8-bit ones"):
+        bits.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
+def test_record_delta_notes_how_far_a_step_goes(precision):
+    model = toys.build()
+    engine.Policy(precision=precision).cast_parameters_(model)
+    optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.1, record_delta=True, bucket=50)
+    assert optimizer.get_avg_delta() == optimizer.get_var_delta() == 0.0
+    before = [p.detach().double().clone() for p in model.parameters()]
+    for step in range(2):
+        give_gradients(model, step)
+        optimizer.step()
+        after = [optimizer.state[p]["master"].double().clone() for p in model.parameters()]
+        moved = torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)])
+        assert optimizer.get_avg_delta() == pytest.approx(moved.mean().item(), rel=1e-9)
+        assert optimizer.get_var_delta() == pytest.approx(moved.var(correction=0).item(), rel=1e-9)
+        before = after
+    silent = AdamOffloadOptimizer(model.parameters(), lr=0.1)
+    silent.step()
+    assert silent.get_avg_delta() == 0.0
+
+
 def test_hold_steps_gathers_moments_only(either):
     for kind in ("adam", "offload", "lion"):
         model = toys.build()
@@ -237,6 +361,12 @@ def test_bad_values():
         (lambda: AdamOffloadOptimizer([nn.Parameter(torch.ones(2, 3).t())]), "not contiguous"),
         (lambda: Muon([nn.Parameter(torch.ones(3))]), "not an fp32 matrix: give it to an AdamOptimizer"),
         (lambda: Muon([nn.Parameter(torch.ones(3, 2).bfloat16())]), "not an fp32 matrix"),
+        (lambda: AdamW8bit([matrix], min_size=0), "min_size is 0"),
+        (lambda: Adafactor([matrix], lr=-1), "lr is -1"),
+        (lambda: Adafactor([matrix], beta2_decay=0.5), "beta2_decay is 0.5"),
+        (lambda: Adafactor([matrix], d=0.5), "d is 0.5"),
+        (lambda: Adafactor([matrix], eps=(-1, 0.1)), "eps is"),
+        (lambda: Adafactor([nn.Parameter(torch.ones(3, 2).bfloat16())]), "expected torch.float32"),
         (lambda: Muon([matrix], momentum=1.0), "momentum is 1.0"),
         (lambda: Muon([matrix], adjust_lr="no"), "adjust_lr is 'no'"),
         (lambda: Muon([matrix], ns_steps=0), "ns_steps is 0"),
@@ -276,10 +406,13 @@ def test_parameters_that_the_kernels_do_not_take_go_to_torchs(either):
         (lambda p: Lion(p), "fp32", 12),
         (lambda p: Lion(p, master="remainder"), "bf16-params", 10),
         (lambda p: Muon(p), "fp32", 12),
+        (lambda p: AdamW8bit(p, min_size=1), "bf16-params", 8.0625),
+        (lambda p: AdamW8bit(p, min_size=1), "fp32", 10.0625),
+        (lambda p: Adafactor(p), "fp32", 8 + 4 / 48 + 4 / 256),
     ],
 )
 def test_resident_bytes_are_those_of_the_documentation(make_it, precision, resident):
-    model = nn.Linear(64, 48, bias=False)
+    model = nn.Linear(256, 48, bias=False)
     engine.Policy(precision=precision).cast_parameters_(model)
     if precision == "bf16-sr":
         engine.optim.rounding.round_at_random(model.weight, "weight")
@@ -287,4 +420,4 @@ def test_resident_bytes_are_those_of_the_documentation(make_it, precision, resid
     give_gradients(model, 0)
     optimizer.step()
     kept = [model.weight, model.weight.grad, *optimizer.state[model.weight].values()]
-    assert sum(t.untyped_storage().nbytes() for t in kept if t.ndim) == resident * model.weight.numel()
+    assert sum(t.untyped_storage().nbytes() for t in kept if t.ndim) == round(resident * model.weight.numel())

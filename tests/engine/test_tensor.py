@@ -172,24 +172,12 @@ def test_vocabulary_parallel_cross_entropy(four, vocab, smoothing, rows):
 def masks(sizes, policy, task):
     """Dropout masks of two forwards, told apart by their number of dimensions; and the losses."""
     engine.init_distributed(**sizes, seed=3)
-    from modelcenter.layers import packed_attention
-
-    drawn, whole = [], engine.ops.keep_mask
-
-    def note(shape, p, dtype=torch.uint8):
-        mask, scale = whole(shape, p, dtype)
-        drawn.append(mask)
-        return mask, scale
-
-    engine.ops.keep_mask = packed_attention.keep_mask = note
-    try:
+    with bert.noted_masks() as drawn:
         model = bert.build(task, dropout=0.3, attention_dropout=0.4)
         model = engine.shard(model, policy=engine.Policy(**policy))
         batch = bert.batch(task, 0, model.config)
         losses = [model(**batch).loss.item() for _ in range(2)]
-        after = torch.rand(4)
-    finally:
-        engine.ops.keep_mask = packed_attention.keep_mask = whole
+    after = torch.rand(4)
     assert functional.streams.depth() == 0
     return drawn, losses, after
 

@@ -190,6 +190,20 @@ def test_losses_do_not_depend_on_the_cut(folder):
         assert torch.allclose(logits, expected_logits, atol=1e-3), name
 
 
+def test_dropout_does_not_depend_on_the_cut(folder):
+    """Masks are of the row and of the place in it."""
+
+    def losses(name, dropout, ranks=1, **changes):
+        model = SIZES | STILL | {"dropout": dropout}
+        rows = finetune(folder, ranks, model_config=model, output_dir=str(folder / name), **changes)
+        return [row["loss"] for row in rows if "loss" in row]
+
+    whole = losses("whole", 0.3)
+    for name, (ranks, changes) in CUTS.items():
+        assert losses(name, 0.3, ranks, **changes) == pytest.approx(whole, rel=1e-4), name
+    assert losses("still", 0.0) != pytest.approx(whole, rel=1e-3)
+
+
 def test_evaluation_times_and_schedule(folder):
     rows = finetune(folder, max_steps=7, eval_every=3, log_every=100, lr_scheduler="constant", warmup=2)
     assert [row["step"] for row in rows if "eval_loss" in row] == [3, 6, 7]

@@ -1,0 +1,141 @@
+// Dropout of a run of channels of one token; a part of cpu/kernels.cpp, compiled for each instruction set.
+#pragma once
+
+namespace modelcenter {
+namespace {
+
+using Words = uint32_t[4][kDropoutLanes];
+
+#if defined(__AVX512F__)
+// A counter's four words are in 64-bit lanes, of which the multiplication reads the lower half: what is above is left
+// there. Even counters are in one vector, odd ones in another.
+struct Wide {
+  using V = __m512i;
+  static constexpr int kCounters = 16;  // of a pair of vectors
+  MC_INLINE static V all(uint64_t x) { return _mm512_set1_epi64((long long)x); }
+  MC_INLINE static V even() { return _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0); }
+  MC_INLINE static V add(V a, V b) { return _mm512_add_epi64(a, b); }
+  MC_INLINE static V times(V a, V b) { return _mm512_mul_epu32(a, b); }
+  MC_INLINE static V high(V a) { return _mm512_srli_epi64(a, 32); }
+  MC_INLINE static V xor3(V a, V b, V c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
+  MC_INLINE static void store(uint32_t* to, V even, V odd) {
+    _mm512_store_si512((__m512i*)to, _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32)));
+  }
+};
+#elif defined(__AVX2__)
+struct Wide {
+  using V = __m256i;
+  static constexpr int kCounters = 8;
+  MC_INLINE static V all(uint64_t x) { return _mm256_set1_epi64x((long long)x); }
+  MC_INLINE static V even() { return _mm256_set_epi64x(6, 4, 2, 0); }
+  MC_INLINE static V add(V a, V b) { return _mm256_add_epi64(a, b); }
+  MC_INLINE static V times(V a, V b) { return _mm256_mul_epu32(a, b); }
+  MC_INLINE static V high(V a) { return _mm256_srli_epi64(a, 32); }
+  MC_INLINE static V xor3(V a, V b, V c) { return _mm256_xor_si256(a, _mm256_xor_si256(b, c)); }
+  MC_INLINE static void store(uint32_t* to, V even, V odd) {
+    _mm256_store_si256((__m256i*)to, _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA));
+  }
+};
+#endif
+
+// The words of the 16 counters of a block.
+MC_INLINE void draw(const Draw& d, uint64_t token, uint32_t block, Words& words) {
+#if defined(__AVX512F__) || defined(__AVX2__)
+  constexpr int kVectors = 2 * kDropoutLanes / Wide::kCounters;
+  using V = Wide::V;
+  V a[kVectors], b[kVectors], c[kVectors], e[kVectors];
+  for (int i = 0; i < kVectors; i++) {
+    const uint64_t first = (uint64_t)block * kDropoutLanes + (uint64_t)(i / 2 * Wide::kCounters + i % 2);
+    a[i] = Wide::add(Wide::even(), Wide::all(first));
+    b[i] = Wide::all(d.site);
+    c[i] = Wide::all((uint32_t)token);
+    e[i] = Wide::all(token >> 32);
+  }
+  const V by_a = Wide::all(kPhiloxA), by_c = Wide::all(kPhiloxB);
+  uint32_t low = d.key_low, high = d.key_high;
+#pragma GCC unroll 10
+  for (int round = 0; round < kPhiloxRounds; round++) {
+    const V key_low = Wide::all(low), key_high = Wide::all(high);
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; i++) {
+      const V x = Wide::times(by_a, a[i]), y = Wide::times(by_c, c[i]);
+      a[i] = Wide::xor3(Wide::high(y), b[i], key_low);
+      c[i] = Wide::xor3(Wide::high(x), e[i], key_high);
+      b[i] = y;
+      e[i] = x;
+    }
+    low += kPhiloxKeyA;
+    high += kPhiloxKeyB;
+  }
+  for (int i = 0; i < kVectors; i += 2) {
+    const int at = i / 2 * Wide::kCounters;
+    Wide::store(words[0] + at, a[i], a[i + 1]);
+    Wide::store(words[1] + at, b[i], b[i + 1]);
+    Wide::store(words[2] + at, c[i], c[i + 1]);
+    Wide::store(words[3] + at, e[i], e[i + 1]);
+  }
+#else
+  for (int lane = 0; lane < kDropoutLanes; lane++) {
+    uint32_t out[4];
+    philox(d.key_low, d.key_high, block * kDropoutLanes + (uint32_t)lane, d.site, token, out);
+    for (int word = 0; word < 4; word++) words[word][lane] = out[word];
+  }
+#endif
+}
+
+// 16 channels. Loops that a compiler unrolls before it looks for vectors are not made into vectors.
+MC_INLINE void keep(const uint32_t* __restrict words, const int half, uint32_t threshold, float scale,
+                    const float* __restrict x, float* __restrict out) {
+#pragma GCC unroll 1
+  for (int k = 0; k < kDropoutLanes; k++) out[k] = dropped(x[k], words[k], half, threshold, scale);
+}
+
+MC_INLINE void keep(const uint32_t* __restrict words, const int half, uint32_t threshold, float scale,
+                    const float* __restrict x, const float* __restrict residual, float* __restrict out) {
+#pragma GCC unroll 1
+  for (int k = 0; k < kDropoutLanes; k++) out[k] = residual[k] + dropped(x[k], words[k], half, threshold, scale);
+}
+
+// Channels [begin, end) of row i; x, residual (may be null) and out are of this type and begin at channel 0 of the row.
+void dropout(const Draw& d, int64_t i, const void* x, const void* residual, void* out, int type, int64_t begin,
+             int64_t end) {
+  alignas(64) Words words;
+  alignas(64) float room_x[kDropoutBlock], room_r[kDropoutBlock], room_out[kDropoutBlock];
+  const uint64_t token = (uint64_t)(d.tokens ? d.tokens[i] : d.first_token + i);
+  const uint32_t threshold = d.threshold;
+  const float scale = d.scale;
+  int64_t next;
+  for (int64_t at = begin; at < end; at = next) {
+    const int64_t channel = d.first_channel + at;
+    const int64_t skipped = channel % kDropoutBlock;
+    next = at + kDropoutBlock - skipped < end ? at + kDropoutBlock - skipped : end;
+    const int64_t n = next - at;
+    draw(d, token, (uint32_t)(channel / kDropoutBlock), words);
+    const float* source = floats(x, type, at, room_x, n);
+    const float* add = residual ? floats(residual, type, at, room_r, n) : nullptr;
+    float* target = type == kFloat ? (float*)out + at : room_out;
+    if (n == kDropoutBlock) {
+      for (int word = 0; word < 4; word++) {
+        const int to = 2 * word * kDropoutLanes;
+        if (add) {
+          keep(words[word], 0, threshold, scale, source + to, add + to, target + to);
+          keep(words[word], 1, threshold, scale, source + to + kDropoutLanes, add + to + kDropoutLanes,
+               target + to + kDropoutLanes);
+        } else {
+          keep(words[word], 0, threshold, scale, source + to, target + to);
+          keep(words[word], 1, threshold, scale, source + to + kDropoutLanes, target + to + kDropoutLanes);
+        }
+      }
+    } else {
+      for (int64_t k = 0; k < n; k++) {
+        const int c = (int)(skipped + k);
+        const float y = dropped(source[k], words[c / 32][c % 16], c / 16 % 2, threshold, scale);
+        target[k] = add ? add[k] + y : y;
+      }
+    }
+    if (type != kFloat) from_floats(room_out, place(out, type, at), type, n);
+  }
+}
+
+}  // namespace
+}  // namespace modelcenter

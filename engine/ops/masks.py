@@ -1,0 +1,273 @@
+"""Dropout whose mask is a function of (seed, step, site, token, channel): computed again in backward, never stored.
+
+A token has the same mask however a batch is cut into ranks, microbatches and packed rows, so that a run with dropout
+has the same losses on any number of ranks. For that a training loop says which step it is (`dropout_key`) and which
+rows of the data a batch holds (`dropout_rows`); a model then numbers its tokens by row and place (`Draws`). Without
+them each call takes a key from torch's generator: `torch.manual_seed` and a saved generator state reproduce the masks.
+
+The generator is Philox4x32-10 (csrc/core/random.h). 16 bits decide an element, so the keep probability is exact to
+2^-16. The compiled operator and its reference, CPUs and GPUs give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
+_BLOCK, _LANES = 128, 16  # channels that 16 counters decide
+_CHUNK = 1 << 18  # elements that the reference works on at a time
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_key: ContextVar[int | None] = ContextVar("engine.ops.dropout_key", default=None)
+_rows: ContextVar[Tensor | None] = ContextVar("engine.ops.dropout_rows", default=None)
+
+
+@contextmanager
+def dropout_key(seed: int, step: int) -> Iterator[None]:
+    """Inside, models draw the masks of this step of a run with this seed. Needs `dropout_rows` too."""
+    token = _key.set(_signed(_splitmix(_splitmix(seed & _MASK64) + step)))
+    try:
+        yield
+    finally:
+        _key.reset(token)
+
+
+@contextmanager
+def dropout_rows(rows: Tensor | None) -> Iterator[None]:
+    """Inside, a batch holds these rows of the data: int64, one for each sequence (or for each run of as many)."""
+    token = _rows.set(rows)
+    try:
+        yield
+    finally:
+        _rows.reset(token)
+
+
+@dataclass(eq=False)
+class Draws:
+    """Which random numbers the dropouts of one forward take.
+
+    Attributes:
+        key: of (seed, step). sequences: (n,) int64, the number of each sequence, its place in the data times 2^32.
+        tokens: (T,) int64, the number of each token of this rank, that of its sequence plus its place in it.
+        parts: other ways to cut the tokens, found by how many there are (a part of them under sequence parallelism).
+    """
+
+    key: int
+    sequences: Tensor
+    tokens: Tensor
+    parts: dict[int, Tensor] = field(default_factory=dict)
+
+    def of(self, count: int) -> Tensor:
+        """The numbers of the tokens of an activation that has so many."""
+        if count == self.tokens.numel():
+            return self.tokens
+        if count not in self.parts:
+            raise ValueError(f"dropout of {count} tokens, but the batch has {self.tokens.numel()} on this rank")
+        return self.parts[count]
+
+
+def draws_of(cu_seqlens: Tensor, tokens: int) -> Draws | None:
+    """The draws of a batch of `tokens` tokens with these offsets; None where no loop has said step and rows.
+
+    Raises:
+        ValueError: there are not as many rows as sequences, or runs of sequences.
+    """
+    key, rows = _key.get(), _rows.get()
+    if key is None or rows is None:
+        return None
+    n, device = cu_seqlens.numel() - 1, cu_seqlens.device
+    rows = rows.to(device, torch.int64)
+    if rows.numel() != n:
+        if not rows.numel() or n % rows.numel():
+            raise ValueError(f"dropout_rows: got {rows.numel()} rows for a batch of {n} sequences; give one for each")
+        each = n // rows.numel()  # the choices of an example
+        rows = (rows[:, None] * each + torch.arange(each, device=device)).flatten()
+    sequences = rows << 32
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    first = torch.repeat_interleave(sequences - cu_seqlens[:-1].long(), lengths, output_size=tokens)
+    return Draws(key, sequences, first + torch.arange(tokens, device=device))
+
+
+def dropout(
+    x: Tensor,
+    p: float,
+    training: bool = True,
+    *,
+    key: int | None = None,
+    site: int = 0,
+    tokens: Tensor | None = None,
+    first_channel: int = 0,
+) -> Tensor:
+    """Zero elements with probability p and scale the rest by 1 / (1 - p).
+
+    Args:
+        x: (..., channels), of any floating dtype. key: of (seed, step); None: one from torch's generator.
+        site: a number below 2^32 of the place in the model. tokens: int64, one for each row of x; None: 0, 1, 2, ...
+        first_channel: that of x[..., 0], where x is a part of the channels.
+
+    Raises:
+        ValueError: p is not a probability below 1, or tokens does not fit x.
+    """
+    return _drop(x, None, p, training, key, site, tokens, first_channel)
+
+
+def dropout_add(
+    x: Tensor,
+    residual: Tensor,
+    p: float,
+    training: bool = True,
+    *,
+    key: int | None = None,
+    site: int = 0,
+    tokens: Tensor | None = None,
+    first_channel: int = 0,
+) -> Tensor:
+    """residual + dropout(x, p), in one pass. residual: as x; else as `dropout`."""
+    if not training or p == 0.0 or x.numel() == 0:
+        return residual + x
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        return residual + _drop(x, None, p, training, key, site, tokens, first_channel)
+    return _drop(x, residual, p, training, key, site, tokens, first_channel)
+
+
+def _drop(
+    x: Tensor,
+    residual: Tensor | None,
+    p: float,
+    training: bool,
+    key: int | None,
+    site: int,
+    tokens: Tensor | None,
+    first_channel: int,
+) -> Tensor:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"p is {p}, expected a probability, 0 <= p <= 1")
+    if not training or p == 0.0 or x.numel() == 0:
+        return x
+    if tokens is not None and tokens.numel() * x.shape[-1] != x.numel():
+        raise ValueError(
+            f"tokens has {tokens.numel()} numbers for an x of shape {tuple(x.shape)}: give one for each row"
+        )
+    threshold = round(p * 65536)
+    # On a GPU, a key that is drawn on the host would be a constant of a CUDA graph.
+    if threshold == 65536 or hasattr(x, "placements") or (key is None and x.device.type != "cpu"):
+        out = F.dropout(x, p)
+        return out if residual is None else residual + out
+    return _eager_drop(x, residual, threshold, key, site, tokens, first_channel)
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, tokens: Tensor | None, *numbers: int) -> Tensor:
+        ctx.tokens, ctx.numbers = tokens, numbers
+        return _run(x, residual, tokens, *numbers)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        need_x, need_residual = ctx.needs_input_grad[:2]
+        x = _run(grad, None, ctx.tokens, *ctx.numbers) if need_x else None
+        return x, grad if need_residual else None, None, None, None, None, None
+
+
+def _apply(
+    x: Tensor,
+    residual: Tensor | None,
+    threshold: int,
+    key: int | None,
+    site: int,
+    tokens: Tensor | None,
+    first_channel: int,
+) -> Tensor:
+    if key is None:
+        key = int(torch.randint(2**62, (), dtype=torch.int64))
+    return _Dropout.apply(x, residual, tokens, threshold, key, site, first_channel)
+
+
+def _run(
+    x: Tensor, residual: Tensor | None, tokens: Tensor | None, threshold: int, key: int, site: int, first_channel: int
+) -> Tensor:
+    from engine.ops import library
+
+    rows = x.reshape(-1, x.shape[-1] if x.dim() else 1).contiguous()
+    add = None if residual is None else residual.reshape(rows.shape).contiguous()
+    out = torch.empty_like(rows)
+    if x.dtype in _DTYPES and library.serves(x.device):
+        numbers = None if tokens is None else tokens.to(x.device).reshape(-1).contiguous()
+        torch.ops.modelcenter.dropout_(
+            out, rows, add, numbers, 0, first_channel, key, site, threshold, library.stream(x.device)
+        )
+    else:
+        _reference(out, rows, add, tokens, first_channel, key, site, threshold)
+    return out.view(x.shape)
+
+
+def _reference(
+    out: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    tokens: Tensor | None,
+    first_channel: int,
+    key: int,
+    site: int,
+    threshold: int,
+) -> None:
+    scale = torch.tensor(65536.0) / torch.tensor(float(65536 - threshold))  # in fp32, as csrc has it
+    scale = scale.to(x.device)
+    work = torch.promote_types(x.dtype, torch.float32)
+    count, channels = x.shape
+    numbers = torch.arange(count, device=x.device) if tokens is None else tokens.to(x.device).reshape(-1)
+    width = min(channels, _CHUNK)
+    height = max(1, _CHUNK // width)
+    for top in range(0, count, height):
+        for left in range(0, channels, width):
+            part = slice(top, top + height), slice(left, left + width)
+            bits = random_bits(numbers[part[0]], first_channel + left, min(width, channels - left), key, site)
+            y = torch.where(bits >= threshold, x[part].to(work) * scale, 0.0)
+            out[part] = y if residual is None else residual[part].to(work) + y
+
+
+def random_bits(tokens: Tensor, first_channel: int, channels: int, key: int, site: int) -> Tensor:
+    """(tokens, channels) int64 of 16 random bits each."""
+    blocks = range(first_channel // _BLOCK, (first_channel + channels - 1) // _BLOCK + 1)
+    a = torch.arange(blocks.start * _LANES, blocks.stop * _LANES, device=tokens.device)[None]
+    b: Any = site & _MASK32
+    c, d = (tokens & _MASK32)[:, None], (tokens >> 32 & _MASK32)[:, None]
+    low, high = key & _MASK32, key >> 32 & _MASK32
+    for _ in range(10):
+        x, y = a * 0xD2511F53, c * 0xCD9E8D57  # the lower 64 bits, with int64's sign
+        a, b = (y >> 32 & _MASK32) ^ b ^ low, y & _MASK32
+        c, d = (x >> 32 & _MASK32) ^ d ^ high, x & _MASK32
+        low, high = low + 0x9E3779B9 & _MASK32, high + 0xBB67AE85 & _MASK32
+    halves = [half for word in torch.broadcast_tensors(a, b, c, d) for half in (word & 0xFFFF, word >> 16)]
+    every = torch.stack([half.unflatten(1, (len(blocks), _LANES)) for half in halves], 2).flatten(1)
+    begin = first_channel - blocks.start * _BLOCK
+    return every[:, begin : begin + channels]
+
+
+def _splitmix(x: int) -> int:
+    """A bijection of 64-bit numbers that mixes all bits (Steele et al. 2014)."""
+    x = x + 0x9E3779B97F4A7C15 & _MASK64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK64
+    return x ^ x >> 31
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _left_to_eager() -> Any:
+    from engine.ops import eager
+
+    return eager(_apply, "engine.ops.masks.drop")
+
+
+_eager_drop = _left_to_eager()

@@ -1,0 +1,220 @@
+"""Adafactor on sharded parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from engine.optim.base import check_group
+from engine.torch_compat import as_shard, local_box, local_tensor, shard_of
+
+Groups = list[dist.ProcessGroup]
+
+
+@dataclass
+class _Part:
+    """One parameter in a step: this rank's part, and over which ranks its rows and its columns are cut."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    state: dict[str, torch.Tensor]
+    cut: Groups  # along any dimension
+    rows: Groups  # along the last but one: a sum over rows needs these
+    columns: Groups
+
+    @property
+    def shard(self) -> torch.Tensor:
+        return local_tensor(self.parameter)
+
+
+class Adafactor(torch.optim.Optimizer):
+    """torch.optim.Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) on sharded parameters.
+
+    The second moment of a matrix is kept as the means of its rows and columns (``row_var``, ``col_var``; ``variance``
+    of a vector), of the last two dimensions of what has more. These means, and the norms that scale a step, are of the
+    whole parameter on any mesh: sums of a shard are added up over the ranks, in fp64, three collectives for each group
+    of ranks and a step, of all parameters at once. States are placed as the dimension that they keep, and reshard.
+    Without a first moment, states are a few bytes a row. Nothing here waits for a GPU.
+
+    Args:
+        params: fp32 parameters or groups of them; from a model that is already sharded. Every rank has the same ones.
+        lr, beta2_decay, eps, d, weight_decay, maximize: as in torch.optim.Adafactor; weight decay is decoupled.
+
+    Raises:
+        ValueError: a value is out of its range, or a parameter is not fp32 or is on meta.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": tuple(eps), "d": d, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "maximize": maximize})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; checks the group's values and parameters."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        check_group(group)
+        if not group["beta2_decay"] <= 0:
+            raise ValueError(f"beta2_decay is {group['beta2_decay']!r}, expected at most 0")
+        if not group["d"] >= 1:
+            raise ValueError(f"d is {group['d']!r}, expected at least 1")
+        if not ((group["eps"][0] is None or group["eps"][0] >= 0) and group["eps"][1] >= 0):
+            raise ValueError(f"eps is {group['eps']!r}, expected two numbers of at least 0, or None for the first")
+        for parameter in group["params"]:
+            if parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, expected torch.float32: "
+                    "small updates would be lost; give it to an AdamOptimizer, which keeps masters"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]
+        """One step. Collective: on all ranks the same parameters have gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parts = [self._part(p, group["maximize"]) for p in group["params"] if p.grad is not None]
+            if parts:
+                _step(parts, group)
+                torch.autograd.graph.increment_version([part.shard for part in parts])
+        return loss
+
+    def _part(self, parameter: torch.Tensor, maximize: bool) -> _Part:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            for name in _names(parameter):
+                shape, placements = _kept(parameter, name)
+                size = shape
+                if isinstance(parameter, DTensor):
+                    size, _ = local_box(shape, parameter.device_mesh, placements)
+                zeros = torch.zeros(size, dtype=torch.float32, device=parameter.device)
+                if isinstance(parameter, DTensor):
+                    zeros = as_shard(zeros, shape, parameter.device_mesh, placements)
+                state[name] = zeros
+        assert parameter.grad is not None
+        gradient = local_tensor(parameter.grad)
+        return _Part(
+            parameter,
+            -gradient if maximize else gradient,
+            {name: local_tensor(value) for name, value in state.items()},
+            _cut(parameter, None),
+            _cut(parameter, parameter.ndim - 2),
+            _cut(parameter, parameter.ndim - 1),
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch; states of whole parameters are cut as this rank's are."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state.get(parameter, {})
+                for name in _names(parameter):
+                    if name in state and isinstance(parameter, DTensor):
+                        shape, placements = _kept(parameter, name)
+                        value = state[name]
+                        if isinstance(value, DTensor) and tuple(value.placements) == tuple(placements):
+                            continue
+                        whole = value.full_tensor() if isinstance(value, DTensor) else value
+                        state[name] = shard_of(whole.view(shape), parameter.device_mesh, placements)
+                if "step" in state:
+                    state["step"] = state["step"].to(parameter.device, torch.float32)
+
+
+def _step(parts: list[_Part], group: dict[str, Any]) -> None:
+    lr, eps1, eps2 = group["lr"], group["eps"][0], group["eps"][1]
+    eps1 = torch.finfo(torch.float32).eps if eps1 is None else eps1
+    sums: list[tuple[torch.Tensor, Groups]] = []
+    for part in parts:
+        part.state["step"] += 1
+        sums.append((part.shard.double().square().sum(), part.cut))
+        if part.parameter.ndim > 1:
+            squares = part.gradient.double().square()
+            sums += [(squares.sum(-1, keepdim=True), part.columns), (squares.sum(-2, keepdim=True), part.rows)]
+    found = iter(_added_up(sums))
+    sizes, row_sums = [], []
+    for part in parts:
+        sizes.append((next(found) / part.parameter.numel()).sqrt())
+        weight = part.state["step"].double().pow(group["beta2_decay"]).float()
+        if part.parameter.ndim > 1:
+            for name, dim in (("row_var", -1), ("col_var", -2)):
+                part.state[name].lerp_((next(found) / part.parameter.shape[dim]).float(), weight)
+            row_sums.append((part.state["row_var"].double().sum(-2, keepdim=True), part.rows))
+        else:
+            part.state["variance"].lerp_(part.gradient.square(), weight)
+    found = iter(_added_up(row_sums))
+    updates, norms = [], []
+    for part in parts:
+        if part.parameter.ndim > 1:
+            mean = (next(found) / part.parameter.shape[-2]).float().clamp_(min=eps1)
+            estimate = (part.state["row_var"] @ part.state["col_var"]).div_(mean)
+        else:
+            estimate = part.state["variance"].clone()
+        updates.append(estimate.clamp_(min=eps1 * eps1).rsqrt_().mul_(part.gradient))
+        norms.append((updates[-1].double().square().sum(), part.cut))
+    for part, update, size, square in zip(parts, updates, sizes, _added_up(norms), strict=True):
+        rate = part.state["step"].double().rsqrt().clamp(max=lr) * size.clamp(min=eps2)
+        below = (square.sqrt() / (math.sqrt(part.parameter.numel()) * group["d"])).clamp(min=1.0)
+        if group["weight_decay"] != 0:
+            part.shard.mul_(1 - lr * group["weight_decay"])
+        part.shard.sub_(update.mul_((rate / below).float()))
+
+
+def _added_up(sums: list[tuple[torch.Tensor, Groups]]) -> list[torch.Tensor]:
+    """Each fp64 tensor, added up over its groups of ranks: one collective for each group."""
+    values = [value for value, _ in sums]
+    groups = {id(group): group for _, needed in sums for group in needed}
+    for key, group in groups.items():
+        members = [i for i, (_, needed) in enumerate(sums) if any(id(one) == key for one in needed)]
+        flat = torch.cat([values[i].reshape(-1) for i in members])
+        dist.all_reduce(flat, group=group)
+        for i, part in zip(members, flat.split([values[i].numel() for i in members]), strict=True):
+            values[i] = part.view(values[i].shape)
+    return values
+
+
+def _cut(parameter: torch.Tensor, dim: int | None) -> Groups:
+    """The ranks that share a parameter's parts along a dimension, or along any."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh = parameter.device_mesh
+    return [
+        mesh.get_group(i)
+        for i, placement in enumerate(parameter.placements)
+        if mesh.size(i) > 1 and not placement.is_replicate() and (dim is None or placement.dim == dim)  # type: ignore[attr-defined]
+    ]
+
+
+def _names(parameter: torch.Tensor) -> tuple[str, ...]:
+    return ("row_var", "col_var") if parameter.ndim > 1 else ("variance",)
+
+
+def _kept(parameter: torch.Tensor, name: str) -> tuple[tuple[int, ...], list[Placement]]:
+    """(shape of the whole, placements) of a state: along the dimension that it sums up, it is not cut."""
+    shape = list(parameter.shape)
+    summed = {"row_var": parameter.ndim - 1, "col_var": parameter.ndim - 2}.get(name)
+    if summed is not None:
+        shape[summed] = 1
+    placements = list(parameter.placements) if isinstance(parameter, DTensor) else []
+    return tuple(shape), [
+        Replicate() if not p.is_replicate() and p.dim == summed else p  # type: ignore[attr-defined]
+        for p in placements
+    ]

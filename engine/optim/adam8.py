@@ -1,0 +1,151 @@
+"""AdamW whose moments have 8 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from engine.ops import fused
+from engine.ops.reference import BLOCK
+from engine.optim.adam import AdamOptimizer
+from engine.optim.base import Batch
+from engine.torch_compat import as_shard, local_box, local_tensor, shard_of
+
+_SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+
+
+class AdamW8bit(AdamOptimizer):
+    """``AdamOptimizer`` with both moments in 8 bits, block by block (Dettmers et al. 2022, arXiv:2110.02861), and the
+    parameter's fp32 value exact beside them.
+
+    A block is 128 numbers of a row (the last dimension) and has an fp32 scale; the numbers are small floats times it,
+    the second moment's rounded at random by (parameter, step, place), so that it follows changes below its precision.
+    No block goes across the end of a row, so shards of rows hold whole blocks: parameters are the same, bit for bit, on
+    one process and on any mesh, and states reshard (``exp_avg_scale``, ``exp_avg_sq_scale``: a number for each block,
+    placed as the rows are). Vectors and parameters of fewer than ``min_size`` elements keep fp32 moments.
+
+    Args:
+        params, lr, betas, eps, weight_decay, hold_steps: as in ``AdamOptimizer``.
+        master: as there, "remainder" by default: 8 bytes a bf16 parameter with its gradient, where AdamW has 16.
+        min_size: elements of the whole parameter from which on its moments have 8 bits.
+
+    Raises:
+        ValueError: as ``AdamOptimizer``; or ranks cut the rows of a parameter inside a block, or more than two of its
+            dimensions (tensor parallelism of a row that is no multiple of 128 times the ranks), or a loaded state has
+            moments of another kind.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        hold_steps: int = 0,
+        *,
+        master: str = "remainder",
+        min_size: int = 4096,
+    ) -> None:
+        if not isinstance(min_size, int) or min_size < 1:
+            raise ValueError(f"min_size is {min_size!r}, expected a whole number of at least 1")
+        self._min_size = min_size
+        super().__init__(params, lr, betas, eps, weight_decay, hold_steps, master=master)
+
+    def _quantised(self, parameter: torch.Tensor) -> bool:
+        return parameter.ndim > 1 and parameter.numel() >= self._min_size
+
+    def _init_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = super()._init_state(parameter)
+        if self._quantised(parameter):
+            for name, scale in zip(self.moments, _SCALES, strict=True):
+                state[name] = torch.zeros_like(parameter, dtype=torch.uint8)
+                shape, size = _scales_of(parameter)
+                state[scale] = torch.zeros(size, dtype=torch.float32, device=parameter.device)
+                if isinstance(parameter, DTensor):
+                    state[scale] = as_shard(state[scale], shape, parameter.device_mesh, parameter.placements)
+        return state
+
+    def update(
+        self, group: dict[str, Any], batch: Batch, gscale: torch.Tensor | None, found_inf: torch.Tensor | None
+    ) -> None:
+        if batch.m[0].dtype != torch.uint8:
+            super().update(group, batch, gscale, found_inf)
+            return
+        if not batch.fits:
+            raise ValueError(
+                f"a parameter of {batch.p[0].dtype}, shape {tuple(batch.p[0].shape)} and strides "
+                f"{tuple(batch.p[0].stride())} cannot be stepped: AdamW8bit takes contiguous fp32, bf16 and fp16 "
+                "shards that cut at most two dimensions"
+            )
+        states = [self.state[parameter] for parameter in batch.whole]
+        m_scale, v_scale = ([local_tensor(state[name]) for state in states] for name in _SCALES)
+        fused.adamw8_(
+            batch.p,
+            batch.g,
+            batch.m,
+            batch.v,
+            m_scale,
+            v_scale,
+            batch.steps,
+            batch.aux,
+            widths=[max(1, shard.shape[-1]) for shard in batch.p],
+            places=batch.places,
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            mode=batch.mode,
+            gscale=gscale,
+            found_inf=found_inf,
+        )
+
+    def _dtype_of(self, name: str, parameter: torch.Tensor) -> torch.dtype:
+        if name in self.moments and self._quantised(parameter):
+            return torch.uint8
+        return super()._dtype_of(name, parameter)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``AdamOptimizer``. Raises ValueError for moments that are not kept as these are."""
+        ours = [p for group in self.param_groups for p in group["params"]]
+        theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for parameter, index in zip(ours, theirs, strict=False):
+            state = state_dict["state"].get(index, {})
+            if "exp_avg" in state and (_SCALES[0] in state) != self._quantised(parameter):
+                kinds = ("8-bit", "fp32") if _SCALES[0] in state else ("fp32", "8-bit")
+                raise ValueError(
+                    f"the state of a parameter of shape {tuple(parameter.shape)} has {kinds[0]} moments, this "
+                    f"AdamW8bit keeps {kinds[1]} ones: load it with the optimizer and min_size it was saved with"
+                )
+        super().load_state_dict(state_dict)
+        for parameter in ours:
+            state = self.state.get(parameter, {})
+            for name in _SCALES:
+                if name in state and isinstance(parameter, DTensor) and not isinstance(state[name], DTensor):
+                    _scales_of(parameter)
+                    state[name] = shard_of(state[name], parameter.device_mesh, parameter.placements)
+
+
+def _scales_of(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, size of this rank's part) of the scales of a parameter.
+
+    Raises ValueError if its shards do not hold whole blocks.
+    """
+    shape = (*parameter.shape[:-1], -(-parameter.shape[-1] // BLOCK))
+    if not isinstance(parameter, DTensor):
+        return shape, shape
+    mesh, placements = parameter.device_mesh, parameter.placements
+    size, offset = local_box(parameter.shape, mesh, placements)
+    wanted = ((*size[:-1], -(-size[-1] // BLOCK)), (*offset[:-1], offset[-1] // BLOCK))
+    found = local_box(shape, mesh, placements)
+    whole = offset[-1] % BLOCK == 0 and (size[-1] % BLOCK == 0 or offset[-1] + size[-1] == parameter.shape[-1])
+    if math.prod(size) and not (whole and found == wanted):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} is cut inside its rows into parts of {size[-1]}, which are "
+            f"not whole blocks of {BLOCK}: use fewer ranks of tensor parallelism, or an AdamOptimizer for it"
+        )
+    return shape, found[0]

@@ -20,6 +20,7 @@ from engine.checkpoint import (
     wait_checkpoint,
 )
 from engine.ops import dropout_key
+from modelcenter.adapters import merge_lora, save_adapter, trainable_parameters
 from modelcenter.data.prefetch import Prefetch
 from modelcenter.hub.card import complete_card
 from modelcenter.hub.push import push_directory
@@ -31,6 +32,7 @@ from modelcenter.training.autobatch import fit_batch
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.errors import Stopped
 from modelcenter.training.feed import GlobalBatch
+from modelcenter.training.metrics import SMALLER_IS_BETTER
 from modelcenter.training.record import Record, clear_output, peak_memory, summarise
 from modelcenter.training.resume import Continuation
 from modelcenter.training.setup import data_name, make_feed, make_optimizer
@@ -69,6 +71,8 @@ def train(
             if engine.rank() == 0 and output is not None:
                 cfg.save(output / "config.yaml")
                 run.record.say(run.describe())
+                if cfg.lora_rank is not None or cfg.freeze:
+                    run.record.say(trainable_parameters(model))
             run.train()
             status, reason = ("finished", None) if run.stopping.reason is None else ("stopped", run.stopping.reason)
             if output is not None and status == "finished":
@@ -215,7 +219,7 @@ class Run:
         return better
 
     def _better(self, metric: str, value: float, than: float) -> bool:
-        lower = metric.removeprefix("eval_") in LOWER_IS_BETTER
+        lower = metric.removeprefix("eval_") in SMALLER_IS_BETTER
         return value < than if lower else value > than
 
     def _due(self, every: str, last: bool, possible: bool = True) -> bool:
@@ -306,6 +310,12 @@ class Run:
             if path is None:
                 raise OSError(f"{target.parent / resume.CHECKPOINTS}: the best checkpoint is not there any more")
             load_model(path, self.model)
+        if self.cfg.lora_rank is not None:
+            save_adapter(self.model, target.parent / "adapter")
+            if self.cfg.quantize is not None:
+                self.record.say("the weights are in 4 bits, which take no updates: adapter/ is what was trained")
+                return
+            merge_lora(self.model)
         self.model.save_pretrained(target, tokenizer=self.tokenizer, card=self.card())
 
     def publish(self, output: Path) -> None:
@@ -416,7 +426,7 @@ class Run:
         return summarise(
             self.record.rows,
             metric,
-            metric in LOWER_IS_BETTER,
+            metric in SMALLER_IS_BETTER,
             status=status,
             **({} if reason is None else {"reason": reason}),
             task=self.task.name,
@@ -434,9 +444,6 @@ class Run:
                 "eval": self.eval_set and self.eval_set.fingerprint(),
             },
         )
-
-
-LOWER_IS_BETTER = ("loss", "mse", "perplexity")
 
 
 def size_of(batch: dict[str, Any]) -> tuple[int, int]:

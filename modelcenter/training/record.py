@@ -24,6 +24,7 @@ _FILES = (
     "summary.json",
     "curves.png",
     "model",
+    "adapter",
     "checkpoints",
     "tracking",
 )

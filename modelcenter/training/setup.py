@@ -16,9 +16,11 @@ import modelcenter
 from engine.checkpoint import together
 from engine.lr_scheduler import WSD, Cosine, Linear, NoDecay
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion, Muon, OptimManager
+from modelcenter.adapters import Freeze, Lora
 from modelcenter.data.sampling import EpochBatches, TokenBatches
 from modelcenter.hub.download import HubOptions
 from modelcenter.hub.resolve import resolve
+from modelcenter.hub.tokenizer import add_tokens
 from modelcenter.models.base import Model
 from modelcenter.training import trackers
 from modelcenter.training.config import TrainConfig
@@ -139,7 +141,19 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
         zero_level=cfg.zero, precision=cfg.precision, recompute=cfg.recompute, compile=cfg.compile
     )
     name: Any = cfg.model
-    if cfg.from_scratch:
+    adapters = options["adapter"] = make_adapters(cfg)
+    if cfg.add_tokens and not cfg.from_scratch:
+        # New rows are made before anything is sharded.
+        model = modelcenter.from_pretrained(
+            name, task.head, revision=cfg.revision, ignore_mismatched_sizes=cfg.ignore_mismatched_sizes,
+            **{**options, "policy": False, "adapter": None},
+        )  # fmt: skip
+        add_tokens(tokenizer, model, cfg.add_tokens)
+        for adapter in adapters:
+            adapter.attach(model)
+        model = engine.shard(model, policy=options["policy"])
+    elif cfg.from_scratch:
+        tokenizer.add_tokens(cfg.add_tokens or [])
         sizes = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
         model = modelcenter.from_config(name, task.head, **{**sizes, **options})
     else:
@@ -153,6 +167,15 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
         )
     cfg.max_length = max_length(model, tokenizer, cfg.max_length)
     return model
+
+
+def make_adapters(cfg: TrainConfig) -> list[Any]:
+    """What --freeze and --lora_rank put into the model; see modelcenter.adapters."""
+    adapters: list[Any] = [Freeze(cfg.freeze)] if cfg.freeze else []
+    if cfg.lora_rank is not None:
+        more = {"use_dora": cfg.use_dora, "use_rslora": cfg.use_rslora, "quantize": cfg.quantize}
+        adapters.append(Lora(cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets, **more))
+    return adapters
 
 
 def max_length(model: Model, tokenizer: Any, wanted: int | None) -> int:

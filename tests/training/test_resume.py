@@ -11,8 +11,8 @@ import warnings
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from toydata import SIZES, command, flags, make_rows, write_folder, write_jsonl
+from toyruns import assert_same_end, curve, die_at, in_a_process, weights
 
 from engine.testing import run as on_ranks
 from modelcenter.training import loop
@@ -34,53 +34,15 @@ def values_of(folder, name, **changes):
     return flags(folder, output_dir=str(folder / name), epochs=3, save_every=2, **changes)
 
 
-def in_a_process(values) -> int:
-    """Run the script in a process of its own; its exit code, -9 for a killed one."""
-    child = multiprocessing.get_context("fork").Process(target=main, args=(command(values),))
-    child.start()
-    child.join(120)
-    assert child.exitcode is not None
-    return child.exitcode
-
-
-def curve(folder, name) -> list[dict]:
-    """The rows of a run but for the times in them."""
-    with open(folder / name / "metrics.jsonl", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
-
-
-def weights(folder, name) -> dict:
-    return load_file(folder / name / "model" / "model.safetensors")
-
-
-def assert_same_end(folder, name, other="whole"):
-    assert curve(folder, name) == curve(folder, other)
-    for key, tensor in weights(folder, other).items():
-        assert torch.equal(tensor, weights(folder, name)[key]), key
-
-
-def die_at(monkeypatch, step, number=signal.SIGKILL):
-    """Let the process (rank 0 of several) get a signal before it takes a step."""
-    take = loop.Run.train_step
-
-    def train_step(self, batch):
-        if batch.step == step:
-            os.kill(os.getpid(), number)
-        return take(self, batch)
-
-    monkeypatch.setattr(loop.Run, "train_step", train_step)
-
-
 @pytest.mark.parametrize("step", [1, 5, pytest.param(11, marks=pytest.mark.full)])
 def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, step):
     """12 steps of 3 epochs, with dropout; checkpoints at every second one."""
-    assert in_a_process(values_of(folder, "whole", **DROPPED)) == 0
+    assert in_a_process(main, values_of(folder, "whole", **DROPPED)) == 0
     with monkeypatch.context() as patch:
         die_at(patch, step)
-        assert in_a_process(values_of(folder, "run", **DROPPED)) == -signal.SIGKILL
+        assert in_a_process(main, values_of(folder, "run", **DROPPED)) == -signal.SIGKILL
     assert not (folder / "run" / "model").exists()
-    assert in_a_process(values_of(folder, "run", **DROPPED)) == 0
+    assert in_a_process(main, values_of(folder, "run", **DROPPED)) == 0
     assert_same_end(folder, "run")
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["steps"] == 12
@@ -90,7 +52,7 @@ def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, step):
 def test_killed_during_a_save(folder, monkeypatch):
     from engine.checkpoint import training
 
-    assert in_a_process(values_of(folder, "whole", **DROPPED)) == 0
+    assert in_a_process(main, values_of(folder, "whole", **DROPPED)) == 0
     write = training.write_tensors
 
     def killed(path, *args):
@@ -100,10 +62,10 @@ def test_killed_during_a_save(folder, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(training, "write_tensors", killed)
-        assert in_a_process(values_of(folder, "run", **DROPPED)) == -signal.SIGKILL
+        assert in_a_process(main, values_of(folder, "run", **DROPPED)) == -signal.SIGKILL
     names = {p.name for p in (folder / "run" / "checkpoints").iterdir()}
     assert "step-00000006" not in names and any(name.startswith(".step-00000006.partial") for name in names)
-    assert in_a_process(values_of(folder, "run", **DROPPED)) == 0
+    assert in_a_process(main, values_of(folder, "run", **DROPPED)) == 0
     assert_same_end(folder, "run")
     assert not [p for p in (folder / "run" / "checkpoints").iterdir() if "partial" in p.name]
 
@@ -157,7 +119,7 @@ def test_sigterm_stops_in_order_and_the_command_goes_on(folder, monkeypatch, cap
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         die_at(patch, 4, signal.SIGTERM)
-        assert in_a_process(values_of(folder, "run", **DROPPED)) == 0
+        assert in_a_process(main, values_of(folder, "run", **DROPPED)) == 0
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert (summary["status"], summary["reason"], summary["steps"]) == ("stopped", "stopped by SIGTERM", 5)
     assert (folder / "run" / "checkpoints" / "last").resolve().name == "step-00000005"

@@ -25,6 +25,7 @@ FREE = frozenset(
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
 _batches, _optimisation, _engine = partial(flag, "batches"), partial(flag, "optimisation"), partial(flag, "engine")
+_adapters = partial(flag, "adapters")
 
 
 # fmt: off
@@ -114,6 +115,19 @@ class TrainConfig(Flags):
     adam_epsilon: float = _optimisation(1e-8, "AdamW's epsilon", "adam_eps")
     seed: int = _optimisation(42, "of the order of rows, new weights and dropout")
 
+    lora_rank: int | None = _adapters(None, "train low-rank updates of this rank in place of the weights; none: train "
+        "the weights", "lora_r")
+    lora_alpha: float | None = _adapters(None, "an update counts alpha / rank times; none: 2 * rank")
+    lora_dropout: float = _adapters(0.0, "dropout of what goes into an update")
+    lora_targets: list[str] | None = _adapters(None, "layers that get updates, by our names (q, v, mlp.up) or Hugging "
+        "Face's (q_proj); none: every linear layer outside heads", "lora_target_modules", "lora_target")
+    use_dora: bool = _adapters(False, "DoRA: the updates change directions, and lengths are trained beside them")
+    use_rslora: bool = _adapters(False, "an update counts alpha / sqrt(rank) times")
+    quantize: str | None = _adapters(None, "keep the weights under the updates in 4 bits: nf4 or fp4 (bitsandbytes)")
+    freeze: list[str] | None = _adapters(None, "patterns of parameters that are not trained, such as embed.* or "
+        "layers.[0-5].*, by our names or Hugging Face's")
+    add_tokens: list[str] | None = _adapters(None, "words that become tokens of their own, with new rows in the model")
+
     precision: str = _engine("auto", "arithmetic. auto: bf16 on a GPU that has it, else fp32. Weights stay in fp32 but "
         "for bf16-params (fp32 masters in the optimizer) and bf16-sr (none: rounded at random)",
         "mixed_precision", choices=PRECISIONS, means={"no": "fp32"})
@@ -171,6 +185,7 @@ class TrainConfig(Flags):
         if self.global_batch_tokens is not None and self.batch_tokens is None:
             raise ValueError("global_batch_tokens: it needs batch_tokens, the tokens of a microbatch")
         self._check_columns()
+        self._check_adapters()
         if self.eval_fraction is not None:
             if not 0 < self.eval_fraction < 1:
                 raise ValueError(f"eval_fraction: got {self.eval_fraction}, expected a fraction between 0 and 1")
@@ -178,6 +193,21 @@ class TrainConfig(Flags):
                 raise ValueError(
                     "eval_fraction: it holds out training rows, so give it or eval_data and eval_split, not both"
                 )
+
+    def _check_adapters(self) -> None:
+        if self.lora_rank is not None:
+            if self.lora_rank <= 0:
+                raise ValueError(f"lora_rank: got {self.lora_rank}, expected a number above 0")
+            if self.add_tokens:
+                raise ValueError(
+                    "add_tokens: the rows of new words are not trained by lora_rank, which leaves the embedding as it "
+                    "is; give one of them"
+                )
+            return
+        given = [n for n in ("lora_alpha", "lora_targets", "quantize") if getattr(self, n) is not None]
+        given += [n for n in ("lora_dropout", "use_dora", "use_rslora") if getattr(self, n)]
+        if given:
+            raise ValueError(f"{given[0]}: it is about low-rank updates; give lora_rank too")
 
     def _check_columns(self) -> None:
         """--columns ROLE=NAME says the same as --ROLE_column NAME."""

@@ -1,0 +1,50 @@
+"""Runs of scripts on toy data: killing them, and comparing what they leave."""
+
+import json
+import multiprocessing
+import os
+import signal
+
+import torch
+from safetensors.torch import load_file
+from toydata import command
+
+from modelcenter.training import loop
+
+
+def in_a_process(main, values) -> int:
+    """Run a script in a process of its own; its exit code, -9 for a killed one."""
+    child = multiprocessing.get_context("fork").Process(target=main, args=(command(values),))
+    child.start()
+    child.join(120)
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def curve(folder, name) -> list[dict]:
+    """The rows of a run but for the times in them."""
+    with open(folder / name / "metrics.jsonl", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
+
+
+def weights(folder, name) -> dict:
+    return load_file(folder / name / "model" / "model.safetensors")
+
+
+def assert_same_end(folder, name, other="whole"):
+    assert curve(folder, name) == curve(folder, other)
+    for key, tensor in weights(folder, other).items():
+        assert torch.equal(tensor, weights(folder, name)[key]), key
+
+
+def die_at(monkeypatch, step, number=signal.SIGKILL):
+    """Let the process (rank 0 of several) get a signal before it takes a step."""
+    take = loop.Run.train_step
+
+    def train_step(self, batch):
+        if batch.step == step:
+            os.kill(os.getpid(), number)
+        return take(self, batch)
+
+    monkeypatch.setattr(loop.Run, "train_step", train_step)

@@ -1,0 +1,95 @@
+"""Runs that train adapters, a part of the weights, or new tokens."""
+
+import json
+import signal
+
+import pytest
+import torch
+from toydata import command, flags, make_rows, make_tokenizer, write_folder
+from toyruns import curve, die_at, weights
+
+import modelcenter as mc
+from engine.testing import run as on_ranks
+from modelcenter.training.config import ClassificationConfig
+from scripts.finetune_classification import main
+
+LORA = {"lora_rank": 3, "lora_alpha": 5, "lora_targets": ["q", "mlp.up"]}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_folder(tmp_path, train=27)
+    sizes = flags(tmp_path)["model_config"] | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0}
+    mc.from_config("tiny/bert", "sequence-classification", num_labels=2, **sizes).save_pretrained(tmp_path / "base")
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    return tmp_path
+
+
+def values_of(folder, name, **changes):
+    start = {"model": str(folder / "base"), "from_scratch": "false", "tokenizer": str(folder / "base")}
+    values = flags(folder, output_dir=str(folder / name), epochs=2, save_every=2) | start | changes
+    return {k: v for k, v in values.items() if k != "model_config"}
+
+
+def test_a_lora_run_leaves_an_adapter_and_a_whole_model(folder, capsys):
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    main(command(values_of(folder, "run", **LORA)))
+    assert "trainable parameters:" in capsys.readouterr().out
+    batch = make_tokenizer()([row["text"] for row in make_rows(5)], padding=True, return_tensors="pt")
+    base = AutoModelForSequenceClassification.from_pretrained(str(folder / "base")).eval()
+    merged = AutoModelForSequenceClassification.from_pretrained(str(folder / "run" / "model")).eval()
+    with torch.no_grad():
+        before = base(**batch).logits
+        adapted = PeftModel.from_pretrained(base, str(folder / "run" / "adapter")).eval()(**batch).logits
+        assert torch.allclose(adapted, merged(**batch).logits, atol=1e-5)
+        assert not torch.allclose(before, adapted, atol=1e-3)
+
+
+def test_a_lora_run_goes_on_and_does_not_depend_on_the_cut(folder, monkeypatch):
+    main(command(values_of(folder, "whole", **LORA)))
+    with monkeypatch.context() as patch:
+        die_at(patch, 3, signal.SIGTERM)
+        main(command(values_of(folder, "run", **LORA)))
+    main(command(values_of(folder, "run", **LORA)))
+    assert curve(folder, "run") == curve(folder, "whole")
+    cut = {"zero": 3, "batch_size": 2, "gradient_accumulation_steps": 2}
+    on_ranks(lambda: main(command(values_of(folder, "two", **LORA, **cut))), 2, timeout=90)
+    for row, expected in zip(curve(folder, "two"), curve(folder, "whole"), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    for name, tensor in weights(folder, "whole").items():
+        assert torch.allclose(tensor, weights(folder, "two")[name], atol=1e-4), name
+
+
+def test_frozen_parameters_stay(folder):
+    main(command(values_of(folder, "run", freeze=["*embed*", "layers.*.attn.*"])))
+    from safetensors.torch import load_file
+
+    start, end = load_file(folder / "base" / "model.safetensors"), weights(folder, "run")
+    moved = {name for name in start if not torch.equal(start[name], end[name])}
+    assert moved and not [name for name in moved if "embeddings" in name or "attention.self" in name]
+    with pytest.raises(ValueError, match="freeze: .*layer0"):
+        main(command(values_of(folder, "other", freeze=["layer0.*"])))
+
+
+def test_new_tokens_get_rows(folder):
+    main(command(values_of(folder, "run", add_tokens=["<film>", "cinema"])))
+    config = json.loads((folder / "run" / "model" / "config.json").read_text())
+    assert config["vocab_size"] == len(make_tokenizer()) + 2
+    tokenizer = mc.AutoTokenizer.from_pretrained(str(folder / "run" / "model"))
+    assert tokenizer("the cinema")["input_ids"][2] == len(make_tokenizer()) + 1
+    assert mc.from_pretrained(str(folder / "run" / "model")).config.vocab_size == len(make_tokenizer()) + 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lora_alpha": 3}, "lora_alpha: it is about low-rank updates; give lora_rank too"),
+        ({"lora_rank": 0}, "lora_rank: got 0, expected a number above 0"),
+        ({"lora_rank": 2, "add_tokens": ["x"]}, "add_tokens: the rows of new words are not trained by lora_rank"),
+    ],
+)
+def test_mistakes(changes, says):
+    with pytest.raises(ValueError, match=says):
+        ClassificationConfig(**changes)

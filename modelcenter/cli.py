@@ -153,6 +153,27 @@ def _preprocess(argv: Sequence[str]) -> None:
     main(argv)
 
 
+def _convert(argv: Sequence[str]) -> None:
+    """SRC DST --to hf|distributed [flags]: convert a checkpoint, tensor by tensor, with all its heads"""
+    from modelcenter.hub.verbs import convert_main
+
+    raise SystemExit(convert_main(argv))
+
+
+def _verify(argv: Sequence[str]) -> None:
+    """A B: compare two checkpoints of any form, exactly; exit status 1 if they differ"""
+    from modelcenter.hub.verbs import verify_main
+
+    raise SystemExit(verify_main(argv))
+
+
+def _export(argv: Sequence[str]) -> None:
+    """RUN_OR_CKPT DST [--step N|best|last]: write a run's model as a Hugging Face directory"""
+    from modelcenter.hub.verbs import export_main
+
+    raise SystemExit(export_main(argv))
+
+
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "finetune": _finetune,
     "predict": _predict,
@@ -163,6 +184,9 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "download": _download,
     "push": _push,
     "compare": _compare,
+    "convert": _convert,
+    "verify": _verify,
+    "export": _export,
     "preprocess": _preprocess,
 }
 

@@ -32,7 +32,7 @@ RULES: dict[str, set[str]] = {
     "modelcenter.convert": {"torch", "modelcenter.config"},
     "modelcenter.hub": {
         "torch", "numpy", "engine", "safetensors", "huggingface_hub",
-        "modelcenter.convert", "modelcenter.registry", "modelcenter.config",
+        "modelcenter.convert", "modelcenter.registry", "modelcenter.config", "modelcenter._version",
     },
     "modelcenter.auto": {"modelcenter.registry", "modelcenter.hub", "modelcenter.models"},
     "modelcenter.data": {"torch", "numpy", "datasets", "pyarrow"},

@@ -16,6 +16,7 @@ from engine.checkpoint.model import (
     local_slices,
     named_tensors,
     save_model,
+    stored_metadata,
     stored_tensors,
     write_model,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "named_tensors",
     "save_checkpoint",
     "save_model",
+    "stored_metadata",
     "stored_tensors",
     "together",
     "wait_checkpoint",

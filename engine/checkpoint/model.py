@@ -184,16 +184,23 @@ def stored_tensors(
     directory: str | os.PathLike[str], part: str = MODEL
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """{name: (shape, dtype)} of a checkpoint's model, without reading a tensor. ValueError if it cannot be read."""
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in stored_metadata(directory, part).state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def stored_metadata(directory: str | os.PathLike[str], part: str = MODEL) -> Metadata:
+    """What a checkpoint says of its tensors and where they lie, read as data. ValueError if it cannot be read."""
     reader = _Reader(Path(directory) / part)
     try:
         metadata = reader.read_metadata()
-    except (OSError, pickle.UnpicklingError, EOFError) as error:
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+            raise pickle.UnpicklingError("it is not the metadata of a checkpoint")
+    except Exception as error:  # a damaged pickle fails in every way there is; each is reported with its cause
         raise ValueError(f"{reader.path}/.metadata cannot be read: {error}") from error
-    return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    return metadata
 
 
 class _Reader(dcp.FileSystemReader):

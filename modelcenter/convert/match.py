@@ -39,7 +39,8 @@ def to_key(arch: ArchMap, name: str) -> str:
     return name
 
 
-def _names_of(arch: ArchMap, part: str, key: str) -> bool:
+def names_of_part(arch: ArchMap, part: str, key: str) -> bool:
+    """Whether a key is a tensor of the part, in any form of it."""
     templates = (t for rule in arch.parts[part].rules for t in (*rule.hub_templates(), *rule.aliases))
     return any(template_regex(t).fullmatch(key) for t in templates)
 
@@ -72,7 +73,7 @@ def match_names(
                 match.found[key] = name
         elif key in layout.ties:
             ties[key] = name
-        elif any(_names_of(arch, part, key) for part in arch.parts) or re.fullmatch(layout.without or "", key):
+        elif any(names_of_part(arch, part, key) for part in arch.parts) or re.fullmatch(layout.without or "", key):
             match.skipped.append(name)
         else:
             match.unknown.append(name)
@@ -92,7 +93,7 @@ def _is_foreign(arch: ArchMap, part: str, key: str, declared: tuple[str, ...] | 
     """Whether a declared head of another kind owns this tensor."""
     if not part or declared is None or part in declared:
         return False
-    return any(_names_of(arch, other, key) for other in declared)
+    return any(names_of_part(arch, other, key) for other in declared)
 
 
 def unknown_message(arch: ArchMap, layout: Layout, match: Match, where: Mapping[str, str]) -> str:

@@ -131,15 +131,16 @@ def view(tensor: torch.Tensor, piece: Piece, side: int, origin: Sequence[int] | 
     return tensor.as_strided(piece.sizes, strides, offset)
 
 
-def is_plain_copy(piece: Piece, tensor: torch.Tensor, origin: Sequence[int]) -> bool:
-    """Whether the piece is its whole hub bounding box in row-major order and contiguous in the native `tensor`.
+def is_plain_copy(piece: Piece, tensor: torch.Tensor, origin: Sequence[int], side: int = NATIVE) -> bool:
+    """Whether the piece is its whole bounding box of the other side in row-major order and contiguous in `tensor`.
 
-    Then bytes of the file can be read straight into `view(tensor, piece, NATIVE, origin)`.
+    Then bytes of the other side can be read straight into `view(tensor, piece, side, origin)`.
     """
-    if piece.numel != box_numel(bounds(piece, HUB)):
+    other = 1 - side
+    if piece.numel != box_numel(bounds(piece, other)):
         return False
-    places = [(axis.dims[HUB], -axis.strides[HUB]) for axis in piece.axes if axis.size > 1]
-    return places == sorted(places) and view(tensor, piece, NATIVE, origin).is_contiguous()
+    places = [(axis.dims[other], -axis.strides[other]) for axis in piece.axes if axis.size > 1]
+    return places == sorted(places) and view(tensor, piece, side, origin).is_contiguous()
 
 
 def export_box(

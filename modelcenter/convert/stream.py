@@ -11,7 +11,6 @@ import torch
 
 from modelcenter.convert.match import Match
 from modelcenter.convert.pieces import (
-    HUB,
     NATIVE,
     Box,
     Piece,
@@ -50,9 +49,10 @@ class _Part:
     piece: Piece  # restricted to the target
     local: torch.Tensor
     origin: tuple[int, ...]
+    side: int = NATIVE  # of the target; the source is read on the other
 
     def destination(self, piece: Piece) -> torch.Tensor:
-        return view(self.local, piece, NATIVE, self.origin)
+        return view(self.local, piece, self.side, self.origin)
 
 
 @torch.no_grad()
@@ -100,13 +100,13 @@ def _zero(local: torch.Tensor, box: Box, pad: Box) -> None:
 def _load(source: Source, name: str, parts: list[_Part]) -> None:
     dtype, others = source.dtype(name), []
     for part in parts:
-        local = part.local
-        if local.dtype == dtype and local.device.type == "cpu" and is_plain_copy(part.piece, local, part.origin):
-            source.read(name, bounds(part.piece, HUB), part.destination(part.piece))
+        local, side = part.local, part.side
+        if local.dtype == dtype and local.device.type == "cpu" and is_plain_copy(part.piece, local, part.origin, side):
+            source.read(name, bounds(part.piece, 1 - side), part.destination(part.piece))
         else:
             others.append(part)
     for part, piece, values in _stream(source, name, others):
-        part.destination(piece).copy_(values)
+        copy_values(part.destination(piece), values)
 
 
 def _compare(source: Source, name: str, key: str, loaded: str, parts: list[_Part]) -> None:
@@ -123,21 +123,22 @@ def _stream(source: Source, name: str, parts: list[_Part]) -> Iterator[tuple[_Pa
     """Read the hub tensor in chunks; yield for each part its piece of the chunk and the values there."""
     if not parts:
         return
-    region = _union([bounds(part.piece, HUB) for part in parts])
-    for chunk in _chunks(region, CHUNK_BYTES // source.dtype(name).itemsize):
-        inside = [(part, piece) for part in parts for piece in restrict(part.piece, HUB, chunk)]
-        for group in _groups(source, name, inside):
-            box = _union([bounds(piece, HUB) for _, piece in group])
+    side = 1 - parts[0].side
+    region = _union([bounds(part.piece, side) for part in parts])
+    for chunk in chunks(region, CHUNK_BYTES // source.dtype(name).itemsize):
+        inside = [(part, piece) for part in parts for piece in restrict(part.piece, side, chunk)]
+        for group in _groups(source, name, inside, side):
+            box = _union([bounds(piece, side) for _, piece in group])
             values = source.read(name, box)
             for part, piece in group:
-                yield part, piece, view(values, piece, HUB, [low for low, _ in box])
+                yield part, piece, view(values, piece, side, [low for low, _ in box])
 
 
 def _union(boxes: Sequence[Box]) -> Box:
     return tuple((min(low for low, _ in dim), max(high for _, high in dim)) for dim in zip(*boxes, strict=True))
 
 
-def _chunks(box: Box, limit: int) -> Iterator[Box]:
+def chunks(box: Box, limit: int) -> Iterator[Box]:
     """Cut a box along its leading dimensions into boxes of at most `limit` elements."""
     if box_numel(box) <= limit or not box:
         yield box
@@ -148,15 +149,15 @@ def _chunks(box: Box, limit: int) -> Iterator[Box]:
         if step > 1 or box_numel(rest) <= limit:
             yield ((start, min(start + step, high)), *rest)
         else:
-            yield from (((start, start + 1), *inner) for inner in _chunks(rest, limit))
+            yield from (((start, start + 1), *inner) for inner in chunks(rest, limit))
 
 
-def _groups(source: Source, name: str, items: list[tuple[_Part, Piece]]) -> list[list[tuple[_Part, Piece]]]:
+def _groups(source: Source, name: str, items: list[tuple[_Part, Piece]], side: int) -> list[list[tuple[_Part, Piece]]]:
     """Group what one read serves without reading more than separate reads would."""
     groups: list[list[tuple[_Part, Piece]]] = []
     boxes: list[Box] = []
     for item in items:
-        box = bounds(item[1], HUB)
+        box = bounds(item[1], side)
         for g, other in enumerate(boxes):
             both = _union([box, other])
             if source.cost(name, both) <= source.cost(name, box) + source.cost(name, other):
@@ -167,6 +168,62 @@ def _groups(source: Source, name: str, items: list[tuple[_Part, Piece]]) -> list
             groups.append([item])
             boxes.append(box)
     return groups
+
+
+@torch.no_grad()
+def fill_box(
+    pieces: Sequence[Piece],
+    side: int,
+    box: Box,
+    out: torch.Tensor,
+    source: Source,
+    names: Mapping[str, str],
+    pads: Sequence[Box] = (),
+) -> None:
+    """Fill `out`, a box of one tensor of either side, from a source that holds the other side.
+
+    Args:
+        pieces: all pieces of that tensor. side: which of their sides it is on.
+        names: name on the other side -> name in the source.
+        pads: boxes of the tensor that nothing fills; they become zero.
+    """
+    for pad in pads:
+        _zero(out, box, pad)
+    by_name: dict[str, list[_Part]] = {}
+    for piece in pieces:
+        for part in restrict(piece, side, box):
+            found = _Part(part, out, tuple(low for low, _ in box), side)
+            by_name.setdefault(names[piece.names[1 - side]], []).append(found)
+    for name, parts in by_name.items():
+        _load(source, name, parts)
+
+
+@torch.no_grad()
+def read_into(source: Source, name: str, offsets: Sequence[int], local: torch.Tensor) -> None:
+    """Fill a local slice, which starts at `offsets`, from the tensor of the same layout, in chunks if need be."""
+    local = local.detach()
+    box = tuple((start, start + size) for start, size in zip(offsets, local.shape, strict=True))
+    if local.device.type == "cpu" and local.dtype == source.dtype(name) and local.is_contiguous():
+        source.read(name, box, local)
+        return
+    for part in chunks(box, CHUNK_BYTES // source.dtype(name).itemsize):
+        place = tuple(slice(low - start, high - start) for (low, high), start in zip(part, offsets, strict=True))
+        local[place].copy_(source.read(name, part))
+
+
+_TILE = 256  # rows and columns that are transposed at once, so that both sides of it stay in the cache
+
+
+def copy_values(target: torch.Tensor, values: torch.Tensor) -> None:
+    """`target.copy_(values)`; a transpose into a part of a tensor goes by tiles, which is three times faster."""
+    turned = target.dim() == 2 and target.stride(1) == values.stride(0) == 1
+    if not turned or target.is_contiguous() or target.device != values.device or min(target.shape) < _TILE:
+        target.copy_(values)
+        return
+    for rows in range(0, target.shape[0], _TILE):
+        for columns in range(0, target.shape[1], _TILE):
+            at = (slice(rows, rows + _TILE), slice(columns, columns + _TILE))
+            target[at].copy_(values[at])
 
 
 def export_tensor(layout: Layout, key: str, natives: Mapping[str, torch.Tensor]) -> torch.Tensor:

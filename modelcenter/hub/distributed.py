@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
+import engine
 from engine import checkpoint
 from modelcenter.convert.rules import ArchMap, Layout
+from modelcenter.convert.stream import read_into
+from modelcenter.convert.whole import OTHER_HEADS, native_prefix
 from modelcenter.hub.resolve import Resolved
+from modelcenter.hub.stored import StoredSource
 
 
 class StoredModel:
@@ -25,7 +28,8 @@ class StoredModel:
         assert found.directory is not None
         self.directory, self._layout = found.directory, layout
         checkpoint.check_manifest(found.directory)
-        self._stored = checkpoint.stored_tensors(found.directory)
+        self._source = StoredSource(found.directory)
+        self._stored = {name: (info.shape, info.dtype) for name, info in self._source.tensors.items()}
         saved_as = arch.declared_task(found.config.get("architectures"))
         if saved_as is None:
             raise ValueError(f"{found.directory}: its architectures name no head of {arch.model_type} that exists here")
@@ -34,11 +38,11 @@ class StoredModel:
         for name, part in layout.part.items():
             if not part:
                 self._name_of[name] = name
-            elif part in there:
-                self._name_of[name] = there[part] + name.removeprefix(here[part])
+            else:
+                self._name_of[name] = native_prefix(arch, saved_as, part) + name.removeprefix(here[part])
         used = set(self._name_of.values())
         rest = [name for name in self._stored if name not in used]
-        heads, lacks = tuple(there.values()), re.compile(layout.without or "")
+        heads, lacks = (OTHER_HEADS, *there.values()), re.compile(layout.without or "")
         self.skipped = [name for name in rest if name.startswith(heads) or lacks.fullmatch(name)]
         self.unknown = [name for name in rest if name not in self.skipped]
         self.fresh = [name for name in layout.native_shapes if self._name_of.get(name) not in self._stored]
@@ -76,24 +80,13 @@ class StoredModel:
     def dtypes(self) -> set[torch.dtype]:
         return {self._stored[stored][1] for name, stored in self._name_of.items() if name not in self.fresh}
 
-    def fill(self, model: Any) -> None:
-        """Fill a model that has its memory, plain or sharded; each rank reads its slices. Collective."""
-        tensors = checkpoint.named_tensors(model)
-        wanted = {name: stored for name, stored in self._name_of.items() if name not in self.fresh}
-        # What is not here is on another stage of a pipeline.
-        names = {stored: tensors[name] for name, stored in wanted.items() if name in tensors}
-        checkpoint.load_model(self.directory, _tree(names), strict=False)
-
-
-def _tree(tensors: dict[str, torch.Tensor]) -> nn.Module:
-    """A module whose state has these dotted names."""
-    root = nn.Module()
-    for name, tensor in tensors.items():
-        module = root
-        *path, last = name.split(".")
-        for step in path:
-            if step not in module._modules:
-                module.add_module(step, nn.Module())
-            module = module._modules[step]  # type: ignore[assignment]
-        module.register_buffer(last, tensor)
-    return root
+    def fill(self, model: Any) -> int:
+        """Fill a model that has its memory, plain or sharded, with this rank's slices; returns the bytes it read."""
+        with self._source as source:
+            # In the order of the files. What is not here is on another stage of a pipeline.
+            mine = [slot for slot in engine.local_slices(model) if slot[0] not in self.fresh]
+            mine = [slot for slot in mine if slot[0] in self._name_of]
+            mine.sort(key=lambda slot: source.position(self._name_of[slot[0]]))
+            for name, offsets, local in mine:
+                read_into(source, self._name_of[name], offsets, local)
+            return source.bytes_read

@@ -141,15 +141,15 @@ def load_model(
         found = replace(found, prefix=prefix, ignore=(ignore,) if isinstance(ignore, str) else tuple(ignore))
     found = in_hf_form(found, architecture)
     start = time.perf_counter()
-    spec = _spec(found.config, architecture, found.origin)
+    spec = find_spec(found.config, architecture, found.origin)
     arch: ArchMap = spec.arch_map()
     overrides = _overrides(config_overrides, num_labels, id2label)
     chosen = _task(arch, task, found.config, found.origin)
     if arch.settle is not None and found.weights is not None:
         with open_source(found) as source:
             overrides = {**arch.settle(found.config, source.tensors), **overrides}
-    settings = _config(spec, arch, found.config, chosen, overrides, found.origin)
-    model = _on_meta(spec, settings, chosen)
+    settings = read_config(spec, arch, found.config, chosen, overrides, found.origin)
+    model = on_meta(spec, settings, chosen)
     layout = compile_layout(arch, chosen, settings, {n: tuple(p.shape) for n, p in model.named_parameters()})
     report = LoadReport(found.origin, found.directory, found.repo)
     if found.distributed:
@@ -159,7 +159,7 @@ def load_model(
         model.base_name = found.repo or str(found.directory or found.origin)
         kept = parse_dtype(dtype) or _one_dtype(stored.dtypes(), found.config, report)
         _place(model, kept, policy, adapter, fresh)
-        stored.fill(model)
+        report.bytes_read = stored.fill(model)
         report.skipped, report.unknown = stored.skipped, stored.unknown
     else:
         assert found.weights is not None
@@ -216,7 +216,7 @@ def build_model(
     """
     overrides = _overrides(config_overrides, num_labels, id2label)
     if isinstance(config, ModelConfig):
-        spec = _spec({"model_type": config.model_type}, architecture, "the config")
+        spec = find_spec({"model_type": config.model_type}, architecture, "the config")
         values: Mapping[str, Any] = config.to_dict()
     else:
         if isinstance(config, Mapping):
@@ -225,11 +225,11 @@ def build_model(
             values, origin = read_json(Path(config).expanduser()), str(config)
         else:
             values, origin = resolve(config, weights=False).config, str(config)
-        spec = _spec(values, architecture, origin)
+        spec = find_spec(values, architecture, origin)
     arch: ArchMap = spec.arch_map()
     chosen = _task(arch, task or "base", values, "the config")
-    built = _config(spec, arch, values, chosen, overrides, "the config")
-    model = _on_meta(spec, built, chosen)
+    built = read_config(spec, arch, values, chosen, overrides, "the config")
+    model = on_meta(spec, built, chosen)
     _place(model, parse_dtype(dtype) or torch.float32, policy, adapter)
     engine.init.init_parameters_(model, seed)
     for each in _listed(adapter):
@@ -240,7 +240,8 @@ def build_model(
 # -- steps -----------------------------------------------------------------------------------------------------------
 
 
-def _spec(config: Mapping[str, Any], architecture: str | None, origin: str) -> ArchSpec:
+def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) -> ArchSpec:
+    """The architecture that a config.json names. Raises ValueError: none, an unknown one, or not `architecture`."""
     kind = config.get("model_type", architecture)
     if kind is None:
         raise ValueError(
@@ -277,9 +278,10 @@ def _overrides(given: dict[str, Any], num_labels: int | None, id2label: Any) -> 
     return given
 
 
-def _config(
+def read_config(
     spec: ArchSpec, arch: ArchMap, values: Mapping[str, Any], task: str, overrides: dict[str, Any], origin: str
 ) -> ModelConfig:
+    """Our config of a config.json for a task. Raises ValueError: a field is not understood."""
     fixed = arch.tasks[task].labels
     if fixed is not None:
         overrides = {"num_labels": fixed, **overrides}
@@ -298,7 +300,8 @@ class _NoInit(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _on_meta(spec: ArchSpec, config: ModelConfig, task: str) -> Any:
+def on_meta(spec: ArchSpec, config: ModelConfig, task: str) -> Any:
+    """A model without memory: names and shapes."""
     with torch.device("meta"), _NoInit():
         return spec.model_class()(config, task)
 

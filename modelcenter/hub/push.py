@@ -94,12 +94,12 @@ def _check_tensors(directory: Path, say: Callable[[str], None]) -> None:
                 f"{directory}: {found.config.get('model_type')!r} is not known here; its tensors' names and "
                 "shapes are not checked"
             )
-        spec = load._spec(found.config, None, found.origin)
+        spec = load.find_spec(found.config, None, found.origin)
         arch = spec.arch_map()
         task = load._task(arch, None, found.config, found.origin)
         settled = {} if arch.settle is None else dict(arch.settle(found.config, source.tensors))
-        config = load._config(spec, arch, found.config, task, settled, found.origin)
-        shapes = {name: tuple(p.shape) for name, p in load._on_meta(spec, config, task).named_parameters()}
+        config = load.read_config(spec, arch, found.config, task, settled, found.origin)
+        shapes = {name: tuple(p.shape) for name, p in load.on_meta(spec, config, task).named_parameters()}
         layout = compile_layout(arch, task, config, shapes)
         match = match_names(arch, layout, source.tensors, found.config.get("architectures"))
         load._check(arch, layout, match, source, found, strict=True, ignore_sizes=False)

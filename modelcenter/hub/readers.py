@@ -43,7 +43,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FIRST_PART, PARTS = "mp_rank_00_model_states.pt", "mp_rank_*_model_states.pt"
 _HEADER_LIMIT = 100 * 2**20  # as the safetensors library
 _LEGACY_LIMIT = 4 * 10**9  # largest pickle without random access that is read whole
-_GAP = 4096  # bytes; rows with a hole at least this long are read one by one
+_GAP = 1024  # bytes; rows with a hole at least this long are read one by one
 _BATCH = 8 * 2**20  # bytes of rows that are read at once where their holes are shorter
 
 
@@ -123,6 +123,9 @@ class FileSource:
             self._pread(info, start + row * (box[0][0] if box else 0), out)
             return
         if _hole(item, inner, rest) >= _GAP:
+            if rest[1:] == whole(inner[1:]) and out.is_contiguous():
+                self._read_rows(info, start + row * box[0][0] + row // inner[0] * rest[0][0], row, out)
+                return
             for index in range(*box[0]):
                 self._read_box(info, start + index * row, inner, rest, out[index - box[0][0]])
             return
@@ -134,6 +137,15 @@ class FileSource:
             self._pread(info, start + low * row, rows)
             out[low - box[0][0] : high - box[0][0]] = rows[(slice(None), *columns)]
 
+    def _read_rows(self, info: TensorInfo, start: int, step: int, out: torch.Tensor) -> None:
+        """Read pieces of one length that begin every `step` bytes into the rows of `out`, contiguous."""
+        target = as_bytes(out)
+        size, handle, read = len(target) // len(out), self._handle(info.file), os.preadv
+        for index in range(len(out)):
+            if read(handle, [target[index * size : (index + 1) * size]], start + index * step) != size:
+                raise ValueError(f"{info.file} ended before byte {start + index * step + size}")
+        self.bytes_read += len(target)
+
     def _read_strided(self, info: TensorInfo, box: Box, sizes: list[int]) -> torch.Tensor:
         """Read a box of a tensor stored with other strides: the span it occupies, then a view of that."""
         first = sum(low * s for (low, _), s in zip(box, info.strides, strict=True))
@@ -142,19 +154,26 @@ class FileSource:
         self._pread(info, info.offset + first * info.dtype.itemsize, flat)
         return flat.as_strided(sizes, info.strides)
 
+    def _handle(self, file: Path) -> int:
+        if file not in self._open:
+            self._open[file] = os.open(file, os.O_RDONLY)
+        return self._open[file]
+
     def _pread(self, info: TensorInfo, start: int, out: torch.Tensor) -> None:
-        if info.file not in self._open:
-            self._open[info.file] = os.open(info.file, os.O_RDONLY)
-        target = out.reshape(-1).view(torch.uint8).numpy().data
-        done = 0
+        target, handle, done = as_bytes(out), self._handle(info.file), 0
         while done < len(target):
-            count = os.preadv(self._open[info.file], [target[done:]], start + done)
+            count = os.preadv(handle, [target[done:]], start + done)
             if count == 0:
                 raise ValueError(
                     f"{info.file} ended at byte {start + done} while {len(target) - done} more were needed"
                 )
             done += count
         self.bytes_read += done
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor. (One of a single element is contiguous whatever its strides say.)"""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -294,8 +313,11 @@ def pickle_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, torch.T
             )
         loaded = _state_dict(_torch_load(path), path)
         return {n: TensorInfo(path, 0, t.dtype, tuple(t.shape), tuple(t.stride())) for n, t in loaded.items()}, loaded
-    with zipfile.ZipFile(path) as archive:
-        packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as weights: {error}") from error
     if packed:
         raise ValueError(
             f"{path}: {packed[0]} inside is compressed, which torch.save never does; refusing to unpack it"

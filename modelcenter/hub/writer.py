@@ -23,6 +23,23 @@ from modelcenter.hub.readers import DTYPE_NAMES
 Entry = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape of a tensor to write
 
 
+def file_head(entries: Sequence[Entry]) -> tuple[bytes, list[int]]:
+    """What a safetensors file of these tensors starts with, and the byte at which each, then the file, ends or starts.
+
+    Returns:
+        (length and header, padded to a multiple of 8 bytes; first byte of each tensor, then the size of the file).
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    places = [0]
+    for name, dtype, shape in entries:
+        end = places[-1] + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [places[-1], end]}
+        places.append(end)
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, [8 + len(text) + place for place in places]
+
+
 class SafetensorsWriter:
     """Writes a file of known entries, one tensor at a time, in the order given. A context manager.
 
@@ -30,15 +47,7 @@ class SafetensorsWriter:
     """
 
     def __init__(self, path: Path, entries: Sequence[Entry]):
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        for name, dtype, shape in entries:
-            end = position + prod(shape) * dtype.itemsize
-            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
-            position = end
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        self._start = struct.pack("<Q", len(text)) + text
+        self._start, _ = file_head(entries)
         self._path, self._left = path, list(reversed(entries))
 
     def __enter__(self) -> "SafetensorsWriter":
@@ -137,7 +146,9 @@ def parse_size(size: int | str) -> int:
 # What an earlier checkpoint leaves that would contradict the new one.
 _REPLACED = re.compile(
     r"(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?|(generation_)?config\.json|manifest\.json"
+    r"|conversion\.json"
 )
+_PARTS = ("model", "optim", "state")  # directories of a distributed checkpoint
 
 
 @contextmanager
@@ -150,14 +161,7 @@ def new_directory(target: Path) -> Iterator[Path]:
     Raises:
         ValueError: the place cannot be written, or `target` is not a directory that may be replaced.
     """
-    target = target.expanduser()
-    target = target.resolve() if target.exists() else target.absolute()
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"cannot save to {target}: it is a file, expected a directory or a new name")
-    if target in (Path.cwd(), *Path.cwd().parents) or target.is_mount():
-        raise ValueError(
-            f"cannot save to {target}: it is the current directory, one above it, or a mount point; name one inside"
-        )
+    target = checked_target(target)
     scratch = target.parent / f".{target.name}.saving-{secrets.token_hex(4)}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -168,15 +172,33 @@ def new_directory(target: Path) -> Iterator[Path]:
         raise ValueError(f"cannot save to {target}: {error.strerror or error} ({error.filename})") from error
     try:
         yield scratch
-        sync_to_disk(scratch)
-        _swap(scratch, target)
+        put_in_place(scratch, target)
     except OSError as error:
         raise ValueError(f"saving to {target} failed: {error.strerror or error}; nothing was changed there") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _swap(scratch: Path, target: Path) -> None:
+def checked_target(target: Path) -> Path:
+    """The absolute path of a directory to make or replace.
+
+    Raises:
+        ValueError: it is something that must not be replaced.
+    """
+    target = target.expanduser()
+    target = target.resolve() if target.exists() else target.absolute()
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"cannot save to {target}: it is a file, expected a directory or a new name")
+    if target in (Path.cwd(), *Path.cwd().parents) or target.is_mount():
+        raise ValueError(
+            f"cannot save to {target}: it is the current directory, one above it, or a mount point; name one inside"
+        )
+    return target
+
+
+def put_in_place(scratch: Path, target: Path) -> None:
+    """Give a finished directory the name `target`, once all of it is on the disk; see new_directory."""
+    sync_to_disk(scratch)
     if not target.exists():
         scratch.rename(target)
         return
@@ -192,6 +214,6 @@ def _swap(scratch: Path, target: Path) -> None:
     distributed = (old / MANIFEST_FILE).is_file()
     for path in old.iterdir():
         stale = _REPLACED.fullmatch(path.name) or (tokenizer and path.name in TOKENIZER_FILES)
-        if not (stale or (distributed and path.name == "model") or (target / path.name).exists()):
+        if not (stale or (distributed and path.name in _PARTS) or (target / path.name).exists()):
             path.rename(target / path.name)
     shutil.rmtree(old, ignore_errors=True)

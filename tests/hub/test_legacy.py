@@ -419,3 +419,19 @@ def test_tensors_that_do_not_fit(tmp_path):
     del tensors["encoder.layers.2.ffn.ffn.w_out.bias"]
     with pytest.raises(ValueError, match=r"'transformer\.h\.2\.mlp\.c_proj\.bias'"):
         mc.from_pretrained(save(tmp_path / "gpt2", config, tensors))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_converted_without_a_model(name, tmp_path):
+    """`modelcenter convert` reads them tensor by tensor, as a directory or a bare file with a prefix."""
+    from modelcenter import cli
+
+    _, config, tensors = make(name)
+    folder = save(tmp_path / "old", config, tensors)
+    loaded = mc.from_pretrained(str(folder))
+    loaded.save_pretrained(tmp_path / "expected")
+    with pytest.raises(SystemExit) as done:
+        cli.run(["convert", str(folder), str(tmp_path / "new"), "--to", "hf", "--workers", "1", "--verify"])
+    assert not done.value.code
+    expected, found = (load_file(tmp_path / at / "model.safetensors") for at in ("expected", "new"))
+    assert set(expected) <= set(found) and all(torch.equal(expected[key], found[key]) for key in expected)

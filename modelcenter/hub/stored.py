@@ -1,0 +1,178 @@
+"""The tensors of a distributed checkpoint, read by boxes: each part of a tensor straight from its place in a file."""
+
+import itertools
+import pickle
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from engine import checkpoint
+from modelcenter.convert.pieces import Box, whole
+from modelcenter.hub.blobs import locate
+from modelcenter.hub.readers import FileSource
+
+MODEL = "model"  # where engine.checkpoint puts the parameters
+
+
+@dataclass(frozen=True)
+class StoredInfo:
+    """A tensor: its shape and dtype, and (box, file, first byte, length) of the parts it is stored in."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[Box, str, int, int], ...]
+
+
+class StoredSource:
+    """The model in a distributed checkpoint, saved on any mesh (convert.stream.Source)."""
+
+    def __init__(self, directory: Path, part: str = MODEL):
+        """Reads the descriptions, no tensor. Raises ValueError: damaged, or the parts of a tensor do not make it up."""
+        self._root = (directory / part).resolve()
+        self.tensors = _read_infos(checkpoint.stored_metadata(directory, part), directory / part)
+        self._located: dict[str, list[tuple[Box, str]]] = {}
+        self._parts = FileSource({})
+
+    def __enter__(self) -> "StoredSource":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._parts.close()
+
+    @property
+    def bytes_read(self) -> int:
+        return self._parts.bytes_read
+
+    def position(self, name: str) -> tuple[str, int]:
+        _, file, start, _ = self.tensors[name].parts[0] if self.tensors[name].parts else ((), "", 0, 0)
+        return file, start
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+    def cost(self, name: str, box: Box) -> int:
+        found = ((part, _overlap(own, box)) for own, part in self._locate(name))
+        return sum(self._parts.cost(part, inside) for part, inside in found if inside is not None)
+
+    def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A box of a tensor (all of it by default) as a contiguous CPU tensor; into `out` if given."""
+        info = self.tensors[name]
+        box = whole(info.shape) if box is None else box
+        sizes = [high - low for low, high in box]
+        if out is None:
+            out = torch.empty(sizes, dtype=info.dtype)
+        if not out.numel():
+            return out
+        target = out.view(sizes)
+        for own, part in self._locate(name):
+            inside = _overlap(own, box)
+            if inside is None:
+                continue
+            into = tuple(
+                slice(a + o - start, b + o - start) for (a, b), (o, _), (start, _) in zip(inside, own, box, strict=True)
+            )
+            place = target[into]
+            if place.is_contiguous():
+                self._parts.read(part, inside, place)
+            else:
+                place.copy_(self._parts.read(part, inside))
+        return out
+
+    def _locate(self, name: str) -> list[tuple[Box, str]]:
+        """(box in the tensor, name of the part among `self._parts`), found when first needed."""
+        if name not in self._located:
+            info, found = self.tensors[name], []
+            for number, (box, file, start, length) in enumerate(info.parts):
+                key, path = f"{name}/{number}", self._root / file
+                with open(path, "rb") as stream:
+                    part = locate(path, stream, start, length)
+                shape = tuple(high - low for low, high in box)
+                if part.shape != shape or part.dtype != info.dtype:
+                    raise ValueError(
+                        f"{path}: part {number} of tensor {name!r} has shape {part.shape} and dtype {part.dtype}, its "
+                        f"metadata says {shape} and {info.dtype}"
+                    )
+                self._parts.tensors[key] = part
+                found.append((box, key))
+            self._located[name] = found
+        return self._located[name]
+
+
+def _overlap(own: Box, box: Box) -> Box | None:
+    """What `box` of a tensor takes of the part that is its box `own`, counted from the part's beginning."""
+    inside = tuple((max(a, c) - a, min(b, d) - a) for (a, b), (c, d) in zip(own, box, strict=True))
+    return inside if all(low < high for low, high in inside) else None
+
+
+def _read_infos(metadata: Any, where: Path) -> dict[str, StoredInfo]:
+    infos = {}
+    storage = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+    try:
+        places = {(index.fqn, tuple(index.offset)): info for index, info in storage.items() if index.offset is not None}
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{where}/.metadata does not say where tensors lie: {error}") from error
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, dcp.TensorStorageMetadata):
+            continue
+        try:
+            infos[name] = _read_info(name, entry, places)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{where}/.metadata: the entry of tensor {name!r} is malformed: {error}") from error
+    return infos
+
+
+def _read_info(name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> StoredInfo:
+    shape, dtype, parts = tuple(entry.size), entry.properties.dtype, []
+    for chunk in entry.chunks:
+        place = places[name, tuple(chunk.offsets)]
+        box = tuple((o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        parts.append((box, _plain_name(place.relative_path), int(place.offset), int(place.length)))
+    boxes = [box for box, *_ in parts]
+    inside = all(0 <= a <= b <= n for box in boxes for (a, b), n in zip(box, shape, strict=True))
+    twice = any(_overlap(a, b) is not None for a, b in itertools.combinations(boxes, 2)) if shape else False
+    if not inside or twice or sum(_numel(box) for box in boxes) != prod(shape):
+        raise ValueError(f"its parts do not make up its shape {shape} once")
+    if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"it has the name {name!r} and the dtype {dtype!r}")
+    return StoredInfo(shape, dtype, tuple(part for part in parts if _numel(part[0])))
+
+
+def _numel(box: Box) -> int:
+    return prod(high - low for low, high in box)
+
+
+def _plain_name(name: Any) -> str:
+    if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\\0"):
+        raise ValueError(f"it names the file {name!r}, expected one beside it")
+    return name
+
+
+def write_metadata(directory: Path, infos: Mapping[str, StoredInfo]) -> None:
+    """Write the description of tensors whose files lie in `directory`, for torch.distributed.checkpoint to read."""
+    entries: dict[str, Any] = {}
+    places = {}
+    for name, info in infos.items():
+        chunks = []
+        for number, (box, file, start, length) in enumerate(info.parts):
+            offsets = torch.Size(low for low, _ in box)
+            chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(high - low for low, high in box)))
+            places[dcp.MetadataIndex(name, offsets, number)] = _StorageInfo(file, start, length)
+        properties = dcp.TensorProperties(dtype=info.dtype)
+        entries[name] = dcp.TensorStorageMetadata(properties, torch.Size(info.shape), chunks)
+    told = dcp.Metadata(
+        state_dict_metadata=entries,
+        planner_data={name: (name,) for name in entries},
+        storage_data=places,
+        storage_meta=dcp.StorageMeta(save_id=str(uuid.uuid4())),
+    )
+    (directory / ".metadata").write_bytes(pickle.dumps(told))

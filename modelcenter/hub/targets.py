@@ -1,0 +1,282 @@
+"""What a conversion writes: files whose every byte has its place before the first is written, and how one is filled.
+
+Since a tensor's place follows from shapes alone, workers write tensors into the same files in any order, and none waits
+for another.
+"""
+
+import contextlib
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelcenter.convert.pieces import HUB, NATIVE, Axis, Box, Piece, box_numel, whole
+from modelcenter.convert.stream import chunks, fill_box
+from modelcenter.hub.blobs import frame
+from modelcenter.hub.opened import Opened
+from modelcenter.hub.readers import as_bytes
+from modelcenter.hub.stored import MODEL, StoredInfo, write_metadata
+from modelcenter.hub.workers import Report
+from modelcenter.hub.writer import Entry, FilePlan, file_head, plan_files, write_index
+
+_PART_BYTES = 256 * 2**20  # of a tensor in a distributed checkpoint; torch reads a part whole
+_ROWS_BYTES = 8 * 2**20  # most that is held of others: what is read is hashed and written while it is in the cache
+_TURNED_BYTES = 128 * 2**20  # most that is held of a tensor whose elements change their order
+_SHARDS_BYTES = 512 * 2**20  # of one file of a distributed checkpoint, the work of one process at a time
+
+
+Wrote = Callable[[str, str], None]  # name of a tensor, sha256 of its elements
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A box of a tensor that lies in one piece, in row-major order, from byte `start` of the file."""
+
+    box: Box
+    start: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One tensor to write.
+
+    Attributes:
+        name: in the target. key: in the layout, on the target's side. file: relative to the target.
+        framed: each segment is an archive of its own, as torch.distributed.checkpoint has them.
+    """
+
+    name: str
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: str
+    segments: tuple[Segment, ...]
+    framed: bool
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class Plan:
+    """The files of weights of a target: their sizes, what each starts with, and the tensors to fill in."""
+
+    side: int
+    sizes: dict[str, int]
+    heads: dict[str, bytes]
+    jobs: list[Job]
+
+    def prepare(self, directory: Path) -> None:
+        """Make the files at their full size, with all but the tensors; raises OSError where the disk is too full."""
+        for name, size in self.sizes.items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_file() and path.stat().st_size == size:
+                continue
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            try:
+                if size:
+                    os.posix_fallocate(handle, 0, size)
+                write_at(handle, memoryview(self.heads.get(name, b"")), 0)
+            finally:
+                os.close(handle)
+        if self.side == NATIVE:
+            write_metadata(directory / MODEL, {job.name: _stored(job) for job in self.jobs})
+
+
+def write_at(handle: int, data: memoryview, start: int) -> None:
+    while len(data):
+        count = os.pwrite(handle, data, start)
+        data, start = data[count:], start + count
+
+
+def target_dtype(opened: Opened, side: int, key: str, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype of a tensor of the target: that of what it is made of, or `wanted` if it is a number with a fraction.
+
+    Raises:
+        ValueError: it is made of tensors of several dtypes, and none is wanted.
+    """
+    parts = opened.stored_as(side, key)
+    dtypes = {opened.source.dtype(name) for name in parts}
+    if wanted is not None and all(dtype.is_floating_point for dtype in dtypes):
+        return wanted
+    if len(dtypes) > 1:
+        held = ", ".join(f"{name} is {opened.source.dtype(name)}" for name in parts)
+        raise ValueError(f"{opened.origin}: {key!r} is one tensor, but {held}; choose one with --dtype")
+    return next(iter(dtypes))
+
+
+def plan_hub(opened: Opened, wanted: torch.dtype | None, max_bytes: int) -> tuple[Plan, list[FilePlan]]:
+    """A Hugging Face directory of everything that `opened` holds; also its FilePlans, for the index."""
+    layout = opened.layout
+    keys = {layout.written[key]: key for key in opened.keys()}
+    held = set(keys.values())
+    ties = [tie for tie in layout.ties.values() if tie.write and tie.to in held]
+    keys.update({layout.written[tie.key]: tie.to for tie in ties})
+    entries: list[Entry] = [
+        (name, target_dtype(opened, HUB, key, wanted), layout.shapes[key]) for name, key in keys.items()
+    ]
+    files = plan_files(entries, max_bytes)
+    plan = Plan(HUB, {}, {}, [])
+    for file in files:
+        plan.heads[file.name], places = file_head(file.entries)
+        plan.sizes[file.name] = places[-1]
+        for (name, dtype, shape), start in zip(file.entries, places, strict=False):
+            plan.jobs.append(Job(name, keys[name], dtype, shape, file.name, (Segment(whole(shape), start),), False))
+    return plan, files
+
+
+def write_hub_index(directory: Path, files: Sequence[FilePlan]) -> None:
+    if len(files) > 1:
+        write_index(directory, files)
+
+
+def plan_distributed(opened: Opened, wanted: torch.dtype | None) -> Plan:
+    """A distributed checkpoint of everything that `opened` holds."""
+    plan, number, at = Plan(NATIVE, {}, {}, []), 0, 0
+    for name in opened.natives():
+        shape, dtype = opened.layout.native_shapes[name], target_dtype(opened, NATIVE, name, wanted)
+        if at and at + prod(shape) * dtype.itemsize > _SHARDS_BYTES:
+            number, at = number + 1, 0
+        file = f"{MODEL}/__{number}_0.distcp"
+        segments = []
+        for box in chunks(whole(shape), max(1, _PART_BYTES // dtype.itemsize)):
+            before, after = frame(dtype, tuple(high - low for low, high in box), 0)
+            segments.append(Segment(box, at + len(before)))
+            at += len(before) + box_numel(box) * dtype.itemsize + len(after)
+        plan.jobs.append(Job(name, name, dtype, shape, file, tuple(segments), True))
+        plan.sizes[file] = at
+    return plan
+
+
+def _stored(job: Job) -> StoredInfo:
+    parts = []
+    for segment in job.segments:
+        before, after = frame(job.dtype, tuple(high - low for low, high in segment.box), 0)
+        length = len(before) + box_numel(segment.box) * job.dtype.itemsize + len(after)
+        parts.append((segment.box, Path(job.file).name, segment.start - len(before), length))
+    return StoredInfo(job.shape, job.dtype, tuple(parts))
+
+
+# -- filling ---------------------------------------------------------------------------------------------------------
+
+
+def keeps_order(piece: Piece) -> bool:
+    """Whether a piece steps through both sides in the same order, so that rows stay rows."""
+
+    def order(side: int) -> list[Axis]:
+        return sorted((a for a in piece.axes if a.size > 1), key=lambda a: (a.dims[side], -a.strides[side]))
+
+    return order(HUB) == order(NATIVE)
+
+
+def boxes_of(opened: Opened, side: int, key: str, box: Box, dtype: torch.dtype) -> Iterator[Box]:
+    """Boxes that make up `box`, in row-major order, each as large as may be held at once."""
+    turned = side != opened.side and not all(keeps_order(piece) for piece in opened.pieces(side, key))
+    yield from chunks(box, (_TURNED_BYTES if turned else _ROWS_BYTES) // dtype.itemsize)
+
+
+def read_box(opened: Opened, side: int, key: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+    """A box of a tensor of either side, from what the checkpoint holds; contiguous, on the CPU."""
+    if side == opened.side:
+        values = opened.source.read(opened.names[key], box)
+        return values if values.dtype == dtype else values.to(dtype)
+    out = torch.empty([high - low for low, high in box], dtype=dtype)
+    pads = opened.layout.pads.get(key, ()) if side == NATIVE else ()
+    fill_box(opened.pieces(side, key), side, box, out, opened.source, opened.names, pads)
+    return out
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tensors that one process writes one after the other.
+
+    Attributes:
+        file: the whole file they are, whose hash is wanted; None: they lie in a file among others.
+    """
+
+    jobs: tuple[Job, ...]
+    file: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(job.nbytes for job in self.jobs)
+
+
+def units_of(plan: Plan, written: Collection[str]) -> list[Unit]:
+    """The work that is left, the largest first: files of a distributed checkpoint, single tensors of other files."""
+    left = [job for job in plan.jobs if job.name not in written]
+    units = []
+    if plan.side == NATIVE:
+        whole_files = {file: tuple(job for job in plan.jobs if job.file == file) for file in plan.sizes}
+        for file, jobs in whole_files.items():
+            if not any(job.name in written for job in jobs):
+                units.append(Unit(jobs, file))
+        begun = {unit.file for unit in units}
+        left = [job for job in left if job.file not in begun]
+    units += [Unit((job,)) for job in left]
+    return sorted(units, key=lambda unit: -unit.nbytes)
+
+
+def write_unit(
+    opened: Opened, side: int, unit: Unit, directory: Path, report: Report, wrote: Wrote, lock: Any
+) -> str | None:
+    """Write tensors; `wrote` is told the sha256 of the elements of each. Returns the sha256 of the file.
+
+    Args:
+        lock: held while a file is written that others write too.
+    """
+    lock = lock if unit.file is None else contextlib.nullcontext()
+    whole_file = hashlib.sha256() if unit.file is not None else None
+    for job in unit.jobs:
+        wrote(job.name, _write_job(opened, side, job, directory, report, whole_file, lock))
+    return whole_file.hexdigest() if whole_file is not None else None
+
+
+def _write_job(opened: Opened, side: int, job: Job, directory: Path, report: Report, whole_file: Any, lock: Any) -> str:
+    digest = hashlib.sha256()
+    handle = os.open(directory / job.file, os.O_WRONLY)
+
+    def put(data: memoryview, at: int) -> int:
+        with lock:
+            write_at(handle, data, at)
+        if whole_file is not None:
+            whole_file.update(data)
+        return at + len(data)
+
+    try:
+        for segment in job.segments:
+            at, crc, shape = segment.start, 0, tuple(high - low for low, high in segment.box)
+            if job.framed:
+                before, _ = frame(job.dtype, shape)
+                put(memoryview(before), at - len(before))
+            for box in boxes_of(opened, side, job.key, segment.box, job.dtype):
+                data = as_bytes(read_box(opened, side, job.key, box, job.dtype))
+                digest.update(data)
+                at = put(data, at)
+                if job.framed:
+                    crc = zlib.crc32(data, crc)
+                report(len(data))
+            if job.framed:
+                put(memoryview(frame(job.dtype, shape, crc)[1]), at)
+    finally:
+        os.close(handle)
+    return digest.hexdigest()
+
+
+def hash_tensor(source: Any, name: str, report: Report) -> str:
+    """The sha256 of a tensor's elements in row-major order, as a reader of the files finds them."""
+    digest = hashlib.sha256()
+    info = source.tensors[name]
+    for box in chunks(whole(info.shape), _ROWS_BYTES // info.dtype.itemsize):
+        data = as_bytes(source.read(name, box))
+        digest.update(data)
+        report(len(data))
+    return digest.hexdigest()

@@ -1,0 +1,108 @@
+"""The verbs `convert`, `verify` and `export`: flags, and what is printed."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+
+def _parser(verb: str, about: str) -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"modelcenter {verb}", description=about, formatter_class=form)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _where_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="NAME|FILE", help="config.json to take in place of the checkpoint's")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
+    parser.add_argument("--local_files_only", action="store_true", help="take Hub models from the cache only")
+
+
+def _source_flags(parser: argparse.ArgumentParser) -> None:
+    _where_flags(parser)
+    parser.add_argument("--prefix", default="", metavar="P", help="what precedes the names in the files ('module.')")
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="GLOB", help="tensors to leave out; may be given again"
+    )
+
+
+def _work_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", metavar="D", help="of floating tensors: float32, bfloat16, float16 (default: kept)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per processor, at most 8)")
+    parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
+    parser.add_argument("--verify", action="store_true", help="read all files again and compare their hashes")
+
+
+def _request(args: argparse.Namespace) -> Any:
+    from modelcenter.hub.download import HubOptions
+    from modelcenter.hub.opened import Request
+
+    options = HubOptions(args.revision, None, None, args.local_files_only)
+    return Request(args.config, getattr(args, "prefix", ""), tuple(getattr(args, "ignore", ())), options)
+
+
+def _work(args: argparse.Namespace) -> dict[str, Any]:
+    work = {name: getattr(args, name) for name in ("dtype", "workers", "max_shard_size", "verify")}
+    return {**work, "request": _request(args), "progress": not args.json or sys.stderr.isatty()}
+
+
+def _show(args: argparse.Namespace, result: Any, **more: Any) -> None:
+    print(json.dumps({**asdict(result), **more}) if args.json else result)
+
+
+def convert_main(argv: Sequence[str]) -> int:
+    about = (
+        "Convert a checkpoint, tensor by tensor, with all the heads it holds.\n\n"
+        "SRC is a name of `modelcenter list`, a Hub id, a Hugging Face directory (safetensors or .bin), a distributed\n"
+        "or training checkpoint, or a run's folder. DST appears when it is complete. An interrupted conversion goes\n"
+        "on when it is started again."
+    )
+    parser = _parser("convert", about)
+    parser.add_argument("source", metavar="SRC")
+    parser.add_argument("target", metavar="DST")
+    parser.add_argument("--to", required=True, choices=("hf", "distributed"), help="form of DST")
+    _source_flags(parser)
+    _work_flags(parser)
+    args = parser.parse_args(list(argv))
+    from modelcenter.hub.conversion import convert
+
+    _show(args, convert(args.source, args.target, args.to, **_work(args)))
+    return 0
+
+
+def export_main(argv: Sequence[str]) -> int:
+    about = (
+        "Write the model of a run or of a checkpoint as a Hugging Face directory.\n\n"
+        "Of a run: its final model, or its last checkpoint while it has none, or the one that --step names."
+    )
+    parser = _parser("export", about)
+    parser.add_argument("source", metavar="RUN_OR_CKPT")
+    parser.add_argument("target", metavar="DST")
+    parser.add_argument("--step", metavar="N|best|last", help="checkpoint of a run (default: its final model)")
+    _source_flags(parser)
+    _work_flags(parser)
+    args = parser.parse_args(list(argv))
+    from modelcenter.hub.conversion import export
+
+    _show(args, export(args.source, args.target, step=args.step, **_work(args)))
+    return 0
+
+
+def verify_main(argv: Sequence[str]) -> int:
+    about = (
+        "Compare two checkpoints of any form, exactly. Both are read as Hugging Face's tensors; those that are\n"
+        "renamed, and those that hold nothing of their own, are listed. Exit status 1 if anything differs."
+    )
+    parser = _parser("verify", about)
+    parser.add_argument("first", metavar="A")
+    parser.add_argument("second", metavar="B")
+    _where_flags(parser)
+    args = parser.parse_args(list(argv))
+    from modelcenter.hub.verify import verify
+
+    result = verify(args.first, args.second, request=_request(args), progress=not args.json)
+    _show(args, result, same=result.same)
+    return 0 if result.same else 1

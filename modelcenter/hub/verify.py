@@ -1,0 +1,136 @@
+"""Are two checkpoints the same? Both are read as Hugging Face's tensors, through the rules, whatever form they have."""
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from modelcenter.convert.pieces import HUB, whole
+from modelcenter.hub.opened import Opened, Request, open_any
+from modelcenter.hub.readers import as_bytes
+from modelcenter.hub.targets import boxes_of, read_box
+from modelcenter.hub.workers import Progress
+
+
+@dataclass
+class Verification:
+    """What `verify` found. Names are Hugging Face's.
+
+    Attributes:
+        equal: tensors that both have, with the same shape, dtype and bits.
+        different: name -> what differs. only_first, only_second: tensors that one of the two lacks.
+        renamed: (name in the first, name in the second) where files spell a tensor differently, or hold it in parts.
+        dropped: checkpoint -> its tensors without content, or that repeat another.
+    """
+
+    first: str
+    second: str
+    equal: int = 0
+    bytes: int = 0
+    different: dict[str, str] = field(default_factory=dict)
+    only_first: list[str] = field(default_factory=list)
+    only_second: list[str] = field(default_factory=list)
+    renamed: list[tuple[str, str]] = field(default_factory=list)
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def same(self) -> bool:
+        return not (self.different or self.only_first or self.only_second)
+
+    def __str__(self) -> str:
+        lines = [f"{self.first}\n{self.second}", f"{self.equal} tensors, {self.bytes / 1e9:.2f} GB, are equal"]
+        lines += [f"  {name!r} differs: {why}" for name, why in list(self.different.items())[:20]]
+        for names, which in ((self.only_first, self.first), (self.only_second, self.second)):
+            if names:
+                lines.append(f"{len(names)} only in {which}: {', '.join(names[:10])}{', ...' if names[10:] else ''}")
+        if self.renamed:
+            shown = "; ".join(f"{a} = {b}" for a, b in self.renamed[:3])
+            lines.append(f"{len(self.renamed)} have other names or parts: {shown}{'; ...' if self.renamed[3:] else ''}")
+        for which, names in self.dropped.items():
+            if names:
+                shown = ", ".join(names[:5]) + (", ..." if names[5:] else "")
+                lines.append(f"{len(names)} in {which} hold nothing of their own: {shown}")
+        return "\n".join([*lines, "the same" if self.same else "NOT the same"])
+
+
+def verify(first: Any, second: Any, *, request: Request | None = None, progress: bool = False) -> Verification:
+    """Compare two checkpoints of any kind, exactly, tensor by tensor.
+
+    Raises:
+        ValueError: one of them cannot be read, or they are of different architectures.
+    """
+    with open_any(first, request) as a, open_any(second, request) as b:
+        if a.arch.model_type != b.arch.model_type:
+            raise ValueError(
+                f"{a.origin} has the model_type {a.arch.model_type!r} and {b.origin} has {b.arch.model_type!r}: there "
+                "is nothing to compare"
+            )
+        result = Verification(a.origin, b.origin, dropped={o.origin: _dropped(o) for o in (a, b)})
+        ours, theirs = a.keys(), set(b.keys())
+        result.only_first = [a.layout.written[key] for key in ours if key not in theirs]
+        result.only_second = [b.layout.written[key] for key in b.keys() if key not in set(ours)]
+        both = [key for key in ours if key in theirs]
+        bar = Progress("comparing", sum(_bytes(a, key) for key in both), progress)
+        for key in both:
+            names = tuple(" + ".join(o.stored_as(HUB, key)) for o in (a, b))
+            if names[0] != names[1]:
+                result.renamed.append((names[0], names[1]))
+            why = _difference(a, b, key, bar)
+            if why:
+                result.different[a.layout.written[key]] = why
+            else:
+                result.equal += 1
+                result.bytes += _bytes(a, key)
+        bar.close()
+        return result
+
+
+def _dropped(opened: Opened) -> list[str]:
+    return [*opened.whole.dropped, *opened.left_out, *(name for name, _ in opened.whole.repeats)]
+
+
+def _dtype(opened: Opened, key: str) -> torch.dtype | None:
+    dtypes = {opened.source.dtype(name) for name in opened.stored_as(HUB, key)}
+    return next(iter(dtypes)) if len(dtypes) == 1 else None
+
+
+def _bytes(opened: Opened, key: str) -> int:
+    dtype = _dtype(opened, key) or torch.float32
+    return prod(opened.layout.shapes[key]) * dtype.itemsize
+
+
+def _difference(a: Opened, b: Opened, key: str, bar: Progress) -> str | None:
+    """What differs in one tensor, or None."""
+    shapes = a.layout.shapes[key], b.layout.shapes[key]
+    if shapes[0] != shapes[1]:
+        return f"shape {shapes[0]} and {shapes[1]}"
+    dtypes = _dtype(a, key), _dtype(b, key)
+    dtype = dtypes[0]
+    if dtype is None or dtype != dtypes[1]:
+        shown = [str(d or "several dtypes").removeprefix("torch.") for d in dtypes]
+        return f"dtype {shown[0]} and {shown[1]}"
+    count, most = 0, 0.0
+    at: tuple[int, ...] = ()
+    # A checkpoint whose elements change their order says how much may be held at once.
+    turned = a if b.side == HUB else b
+    for box in boxes_of(turned, HUB, key, whole(shapes[0]), dtype):
+        left, right = read_box(a, HUB, key, box, dtype), read_box(b, HUB, key, box, dtype)
+        bar.add(left.nbytes)
+        if as_bytes(left) == as_bytes(right):
+            continue
+        width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(dtype.itemsize, torch.uint8)
+        unequal = left.reshape(-1).view(width) != right.reshape(-1).view(width)
+        if not count:
+            place = int(unequal.nonzero()[0])
+            sizes = [high - low for low, high in box]
+            where = torch.unravel_index(torch.tensor(place), sizes) if sizes else ()
+            at = tuple(int(i) + low for i, (low, _) in zip(where, box, strict=True))
+        count += int(unequal.sum())
+        if dtype.is_floating_point:
+            gap = (left.double() - right.double()).abs().nan_to_num(float("inf"))
+            most = max(most, float(gap.max()))
+    if not count:
+        return None
+    by = f", by at most {most:.3g}" if dtype.is_floating_point else ""
+    return f"{count} of {prod(shapes[0])} elements, first at {at}{by}"

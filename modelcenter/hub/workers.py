@@ -1,0 +1,216 @@
+"""Work on many tensors in several processes: shared out as they become free, with progress; the first error ends it."""
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Report = Callable[[int], None]  # bytes that were done since the last report
+Work = Callable[[Any, Report], Any]
+
+
+class Progress:
+    """Bytes done of a known number: throughput and the time that is left, on stderr."""
+
+    def __init__(self, what: str, total: int, shown: bool = True):
+        self.what, self.total, self.done, self.shown = what, total, 0, shown
+        self._began = self._last = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+        self._printed = False
+
+    def add(self, count: int) -> None:
+        self.done += count
+        now = time.monotonic()
+        if now - self._last >= (0.5 if self._terminal else 10):
+            self._last = now
+            self._print(now)
+
+    def close(self) -> None:
+        if self._printed or (self.shown and self.total >= 2**30):
+            self._print(time.monotonic())
+            if self._terminal and self.shown:
+                print(file=sys.stderr)
+
+    def _print(self, now: float) -> None:
+        if self.shown:
+            self._printed = True
+            print(self.text(now - self._began), end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+
+    def text(self, seconds: float) -> str:
+        """The line after so many seconds."""
+        rate = self.done / max(seconds, 1e-9)
+        left = f", {_duration((self.total - self.done) / rate)} left" if rate and self.done < self.total else ""
+        line = f"{self.what}: {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s{left}"
+        return f"\r{line:<78}" if self._terminal else line
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return (
+        f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    )
+
+
+def can_fork() -> bool:
+    """Whether worker processes may be forked: CUDA is unused, and no other thread works (a progress bar's may wait)."""
+    others = [t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
+    return not others and not torch.cuda.is_initialized()
+
+
+def run_all(
+    work: Work, items: Sequence[Any], workers: int, progress: Progress, peaks: list[int] | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Do `work(item, report)` for every item; yields (index, result) as they come.
+
+    With one worker, or where forking is not safe, in this process; else in `workers` forked ones, which take the next
+    item when they are free. What `work` refers to is inherited, not sent.
+
+    Args:
+        peaks: gets the largest resident size of each worker, in bytes.
+
+    Raises:
+        ValueError, OSError: as a worker raised it. RuntimeError: a worker died. The other workers are ended.
+    """
+    workers = min(workers, len(items))
+    if workers > 1 and can_fork():
+        yield from _forked(work, items, workers, progress, peaks)
+        return
+    for index, item in enumerate(items):
+        yield index, work(item, progress.add)
+    if peaks is not None:
+        peaks.append(_peak())
+
+
+def keep_memory() -> None:
+    """Tell glibc to use freed buffers again and not to fetch pages anew for each, which costs as much as reading."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(-3, 32 * 2**20)  # M_MMAP_THRESHOLD, at most this
+        set_option(-1, 512 * 2**20)  # M_TRIM_THRESHOLD
+
+
+def make_lock() -> AbstractContextManager[Any]:
+    """A lock among the forked workers. (Where two write one file, the kernel's own makes the waiting one spin.)"""
+    return multiprocessing.get_context("fork").Lock() if can_fork() else threading.Lock()
+
+
+@contextlib.contextmanager
+def flushing(files: Sequence[Path], pause: float = 0.5) -> Iterator[None]:
+    """Bring files to the disk while they are being written, by a process of its own, so that no one waits at the end.
+
+    Does nothing where forking is not safe.
+    """
+    if not can_fork():
+        yield
+        return
+    process = multiprocessing.get_context("fork").Process(target=_flush, args=(files, pause), daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _flush(files: Sequence[Path], pause: float) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(pause)
+        for path in files:
+            with contextlib.suppress(OSError):  # whoever writes the file reports it
+                handle = os.open(path, os.O_RDONLY)
+                os.fdatasync(handle)
+                os.close(handle)
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _forked(
+    work: Work, items: Sequence[Any], workers: int, progress: Progress, peaks: list[int] | None
+) -> Iterator[tuple[int, Any]]:
+    context = multiprocessing.get_context("fork")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    running: dict[Any, Any] = {}
+    waiting = list(reversed(range(len(items))))
+    try:
+        for _ in range(workers):
+            here, there = context.Pipe()
+            process = context.Process(target=_worker, args=(work, items, there, [here, *running]), daemon=True)
+            process.start()
+            there.close()
+            running[here] = process
+            here.send(waiting.pop())
+        while running:
+            ready: list[Any] = multiprocessing.connection.wait(list(running))
+            for pipe in ready:
+                try:
+                    kind, value = pipe.recv()
+                except (EOFError, ConnectionError):
+                    process = running.pop(pipe)
+                    process.join()
+                    if process.exitcode:
+                        raise RuntimeError(_died(process.exitcode)) from None
+                    continue
+                if kind == "progress":
+                    progress.add(value)
+                elif kind == "error":
+                    raise value
+                elif kind == "peak":
+                    if peaks is not None:
+                        peaks.append(value)
+                else:
+                    pipe.send(waiting.pop() if waiting else None)
+                    yield value
+    finally:
+        for process in running.values():
+            process.kill()
+        for process in running.values():
+            process.join()
+
+
+def _died(status: int) -> str:
+    if status == -signal.SIGKILL:
+        return "a worker process was killed, perhaps for want of memory: use fewer with --workers"
+    return f"a worker process ended with status {status}"
+
+
+def _worker(work: Work, items: Sequence[Any], pipe: Any, others: Sequence[Any]) -> None:
+    for other in others:
+        other.close()  # so that this process ends when its parent does
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    torch.set_num_threads(1)
+    keep_memory()
+    status = 1
+    with contextlib.suppress(BrokenPipeError, ConnectionError, EOFError):  # the parent is gone
+        try:
+            while (index := pipe.recv()) is not None:
+                pipe.send(("done", (index, work(items[index], lambda count: pipe.send(("progress", count))))))
+            pipe.send(("peak", _peak()))
+            status = 0
+        except (BrokenPipeError, ConnectionError, EOFError):
+            raise
+        except Exception as error:
+            kind = type(error) if type(error) in (ValueError, RuntimeError) else None
+            if isinstance(error, OSError):
+                pipe.send(("error", OSError(error.errno, error.strerror, error.filename)))
+            else:
+                pipe.send(("error", kind(str(error)) if kind else RuntimeError(f"{type(error).__name__}: {error}")))
+    os._exit(status)  # nothing of the parent's is to be run or flushed here

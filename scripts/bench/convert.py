@@ -1,0 +1,180 @@
+"""Conversion and loading of a GPT-2-XL-shaped bf16 checkpoint, against `cp` with fsync and against transformers.
+
+Peak is the resident size of a process (ru_maxrss, mapped pages included) above what importing torch takes. Targets:
+
+- HF -> distributed -> HF at 60 % or more of the throughput of cp and fsync, each process taking at most twice the
+  largest tensor + 300 MB;
+- loading no slower than transformers; two ranks read at most 1.1 times the file, and each holds at most its shard, the
+  largest slice and 300 MB.
+
+    python scripts/bench/convert.py --gigabytes 4 --output result.json
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.lib import child, finish, median, parser, take_turns
+
+HIDDEN, VOCABULARY = 1600, 50257
+LARGEST = VOCABULARY * HIDDEN * 2
+
+MAKE = """
+import sys, torch, modelcenter as mc
+from modelcenter.convert.rules import compile_layout
+from modelcenter.hub.load import on_meta
+from modelcenter.hub.writer import SafetensorsWriter, plan_files, write_json
+from modelcenter.registry import get
+from pathlib import Path
+target, layers = Path(sys.argv[1]), int(sys.argv[2])
+spec = get("gpt2")
+config = mc.from_config("gpt2-xl", "causal-lm", num_layers=1, vocab_size=8, hidden_size=25, num_heads=25).config
+config = config.replace(num_layers=layers, vocab_size=50257, hidden_size=1600)
+model = on_meta(spec, config, "causal-lm")
+layout = compile_layout(spec.arch_map(), "causal-lm", config, {n: tuple(p.shape) for n, p in model.named_parameters()})
+target.mkdir(parents=True)
+write_json(target / "config.json", spec.arch_map().config.write(config, "GPT2LMHeadModel", "bfloat16"))
+entries = [(layout.written[key], torch.bfloat16, shape) for key, shape in layout.shapes.items()]
+(file,) = plan_files(entries, 10**12)
+with SafetensorsWriter(target / file.name, file.entries) as writer:
+    for name, dtype, shape in file.entries:
+        writer.write(torch.randn(shape, dtype=torch.float32).mul_(0.02).to(dtype))
+print("{}")
+"""
+
+BASE = """
+import json, resource, torch
+print(json.dumps({"torch_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+"""
+
+LOAD = """
+import json, os, resource, sys, time, torch
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+base = peak()
+began = time.perf_counter()
+ids = torch.arange(8)[None]
+if sys.argv[2] == "transformers":
+    import transformers
+    model = transformers.GPT2LMHeadModel.from_pretrained(sys.argv[1], dtype="bfloat16")
+    held, read = sum(p.nbytes for p in model.parameters()) / 2**20, 0
+else:
+    import engine, modelcenter as mc
+    if "RANK" in os.environ:
+        engine.init_distributed(zero_level=3)
+    model = mc.from_pretrained(sys.argv[1])
+    held = sum(t.nbytes for _, _, t in engine.local_slices(model)) / 2**20
+    read = model.load_report.bytes_read / 2**20
+loading, above = time.perf_counter() - began, peak() - base - held
+if "RANK" not in os.environ:
+    with torch.no_grad():
+        model(ids)
+result = {"load_seconds": loading, "first_token_seconds": time.perf_counter() - began, "held_mb": held,
+    "peak_above_held_mb": above, "read_mb": read}
+if "RANK" in os.environ:
+    found = [None] * engine.world_size()
+    torch.distributed.all_gather_object(found, result)
+    result = {key: max(r[key] for r in found) for key in result} | {"read_mb": sum(r["read_mb"] for r in found)}
+    if engine.rank():
+        sys.exit()
+print(json.dumps(result))
+"""
+
+
+def copy(source: Path, target: Path) -> float:
+    """Seconds that cp and fsync take."""
+    began = time.perf_counter()
+    subprocess.run(["cp", "-r", str(source), str(target)], check=True)
+    for path in target.rglob("*"):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+    return time.perf_counter() - began
+
+
+def clear(*targets: Path) -> None:
+    for target in targets:
+        shutil.rmtree(target, ignore_errors=True)
+    os.sync()
+
+
+def contenders(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    source, there, back = folder / "source", folder / "there", folder / "back"
+
+    def cp(turn: int) -> dict[str, float]:
+        clear(there, back)
+        return {"there_seconds": copy(source, there), "back_seconds": copy(there, back)}
+
+    def convert(turn: int) -> dict[str, float]:
+        clear(there, back)
+        flags = ["-m", "modelcenter", "convert", "--json", "--workers", str(args.workers)]
+        first = child([*flags, str(source), str(there), "--to", "distributed"], 1)
+        second = child([*flags, str(there), str(back), "--to", "hf"], 1)
+        peak = max(first["peak_bytes"], second["peak_bytes"]) / 2**20
+        return {
+            "there_seconds": first["process_seconds"], "back_seconds": second["process_seconds"],
+            "there_inner_seconds": first["seconds"], "back_inner_seconds": second["seconds"], "peak_mb": peak,
+        }  # fmt: skip
+
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = folder / "load.py"
+    script.write_text(LOAD)
+    return {
+        "cp": cp,
+        "convert": convert,
+        "load": lambda turn: child([str(script), str(source), "ours"], args.threads),
+        "load, 2 ranks": lambda turn: child([*launch, str(script), str(source), "ours"], 1),
+        "load, transformers": lambda turn: child([str(script), str(source), "transformers"], args.threads),
+    }
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--gigabytes", type=float, default=4.0, help="size of the checkpoint")
+    p.add_argument("--workers", type=int, default=2, help="processes of a conversion")
+    p.add_argument("--folder", help="where to work (default: the system's folder for temporary files)")
+    p.add_argument("--only", help="contenders, with commas between them (default: all)")
+    args = p.parse_args()
+    layers = max(1, round((args.gigabytes * 1e9 - LARGEST) / (12 * HIDDEN**2 * 2)))
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        child(["-c", MAKE, str(folder / "source"), str(layers)], args.threads)
+        size = sum(path.stat().st_size for path in (folder / "source").iterdir())
+        base = child(["-c", BASE], 1)["torch_mb"]
+        chosen = {n: f for n, f in contenders(args, folder).items() if not args.only or n in args.only.split(",")}
+        results = take_turns(chosen, args.rounds)
+        if "convert" in chosen:
+            whole = subprocess.run(["cmp", folder / "source/model.safetensors", folder / "back/model.safetensors"])
+            if "cp" not in chosen and whole.returncode:
+                raise SystemExit("what came back differs from what went out")
+    numbers: dict[str, Any] = {
+        name: {key: round(median(found, key), 3) for key in found[0]} for name, found in results.items()
+    }
+    numbers["bytes"], numbers["largest_tensor_mb"] = size, round(LARGEST / 2**20, 1)
+    if {"cp", "convert"} <= results.keys():
+        ratios = sorted(
+            (a["there_seconds"] + a["back_seconds"]) / (b["there_seconds"] + b["back_seconds"])
+            for a, b in zip(results["cp"], results["convert"], strict=True)
+        )
+        numbers["throughput_of_cp"] = round(ratios[len(ratios) // 2], 3)
+        peak = max(found["peak_mb"] for found in results["convert"])
+        numbers["convert_peak_above_torch_mb"] = round(peak - base, 1)
+    if {"load", "load, transformers"} <= results.keys():
+        ours, theirs = numbers["load"], numbers["load, transformers"]
+        numbers["first_token_of_transformers"] = round(ours["first_token_seconds"] / theirs["first_token_seconds"], 3)
+    if "load, 2 ranks" in results:
+        numbers["read_of_file_2_ranks"] = round(numbers["load, 2 ranks"]["read_mb"] * 2**20 / size, 3)
+    finish(args, "convert", numbers, {**vars(args), "layers": layers})
+    print(json.dumps({"targets": {"throughput_of_cp": 0.6, "peak_mb": round(2 * LARGEST / 2**20 + 300)}}))
+
+
+if __name__ == "__main__":
+    main()

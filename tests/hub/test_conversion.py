@@ -1,0 +1,283 @@
+"""Conversion there and back, bit for bit: every architecture, every kind of source, any number of ranks."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import engine
+import modelcenter as mc
+from engine import testing
+from modelcenter import registry
+from modelcenter.convert.stream import copy_values
+from modelcenter.hub.conversion import CONVERSION_FILE, convert, export
+from modelcenter.hub.opened import Request, open_any
+from modelcenter.hub.verify import verify
+
+
+def weights(directory) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face directory, by the safetensors library."""
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype and tensor.shape == b[name].shape, name
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), b[name].reshape(-1).view(torch.uint8)), name
+
+
+def last_task(kind: str) -> str:
+    """A task with a head of the architecture."""
+    tasks = list(registry.get(kind).arch_map().tasks)
+    return next((t for t in ("pretraining", "seq2seq-lm", "causal-lm", "masked-lm") if t in tasks), tasks[-1])
+
+
+@pytest.mark.parametrize("kind", sorted(registry.ARCHITECTURES))
+def test_there_and_back(kind, tmp_path):
+    model = mc.from_config(f"tiny/{kind}", last_task(kind), seed=1, dtype="bfloat16")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    model.save_pretrained(tmp_path / "hub", max_shard_size="40KB")
+    there = convert(tmp_path / "hub", tmp_path / "shards", "distributed", workers=1, verify=True)
+    back = convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1, verify=True, max_shard_size="70KB")
+    same_bits(weights(tmp_path / "hub"), weights(tmp_path / "back"))
+    assert there.verified == there.tensors == len(dict(model.named_parameters()))
+    assert back.verified == back.tensors
+    # What torch.distributed.checkpoint reads of it is the model.
+    plain = mc.from_config(f"tiny/{kind}", last_task(kind), dtype="bfloat16")
+    engine.checkpoint.load_model(tmp_path / "shards", plain, verify=True)
+    same_bits(dict(model.state_dict()), dict(plain.state_dict()))
+    again = mc.from_pretrained(tmp_path / "shards")
+    same_bits(dict(model.state_dict()), dict(again.state_dict()))
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (tmp_path / "hub" / "config.json").read_text()
+    )
+
+
+@pytest.mark.parametrize("task", ["base", "masked-lm", "pretraining", "token-classification", "question-answering"])
+def test_files_of_transformers(task, saved, tmp_path):
+    path = saved(task)
+    convert(path, tmp_path / "shards", "distributed", workers=2)
+    convert(tmp_path / "shards", tmp_path / "back", "hf", workers=2)
+    same_bits(weights(path), weights(tmp_path / "back"))
+    a, b = mc.from_pretrained(path), mc.from_pretrained(tmp_path / "shards")
+    same_bits(dict(a.state_dict()), dict(b.state_dict()))
+
+
+def test_all_heads_travel(saved, config_of, tmp_path):
+    """A file of one class that holds more: the further heads come along, and load from the distributed checkpoint."""
+    path = saved("pretraining")
+    config_of(path, architectures=["BertForMaskedLM"])
+    done = convert(path, tmp_path / "shards", "distributed", workers=1)
+    assert done.task == "masked-lm" and sorted(done.further_heads) == ["nsp", "pooler"]
+    convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
+    same_bits(weights(path), weights(tmp_path / "back"))
+    for task in ("pretraining", "masked-lm", "base"):
+        expected = mc.from_pretrained(path, task)
+        found = mc.from_pretrained(tmp_path / "shards", task)
+        assert not found.load_report.initialised
+        same_bits(dict(expected.state_dict()), dict(found.state_dict()))
+
+
+def test_heads_of_two_tasks_in_one_file(saved, tmp_path):
+    first, second = saved("token-classification", "a"), saved("question-answering", "b", seed=3)
+    both = {**weights(first), **{n: t for n, t in weights(second).items() if n.startswith("qa_outputs")}}
+    save_file(both, first / "model.safetensors", {"format": "pt"})
+    convert(first, tmp_path / "shards", "distributed", workers=1)
+    convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
+    same_bits(both, weights(tmp_path / "back"))
+    assert torch.equal(mc.from_pretrained(tmp_path / "shards", "question-answering").head.weight,
+                       both["qa_outputs.weight"])  # fmt: skip
+
+
+def test_old_names_and_masks(tmp_path):
+    """What the hub's GPT-2 looks like: no prefix, causal masks, a tied head written out."""
+    mc.from_config("tiny/gpt2", "causal-lm", seed=2).save_pretrained(tmp_path / "new")
+    new = weights(tmp_path / "new")
+    old = {name.removeprefix("transformer."): t.clone() for name, t in new.items()}
+    old |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "lm_head.weight": old["wte.weight"].clone()}
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    save_file(old, tmp_path / "old" / "model.safetensors")
+    done = convert(tmp_path / "old", tmp_path / "shards", "distributed", workers=1)
+    assert done.dropped == ["h.0.attn.bias"] and done.tied == ["lm_head.weight"]
+    convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
+    same_bits(new, weights(tmp_path / "back"))
+    result = verify(tmp_path / "old", tmp_path / "back")
+    assert result.same and ("wte.weight", "transformer.wte.weight") in result.renamed
+    assert result.dropped[str(tmp_path / "old")] == ["h.0.attn.bias", "lm_head.weight"]
+    old["lm_head.weight"][0, 0] += 1
+    save_file(old, tmp_path / "old" / "model.safetensors")
+    with pytest.raises(ValueError, match="'lm_head.weight' should repeat 'wte.weight'.*values differ"):
+        convert(tmp_path / "old", tmp_path / "bad", "distributed", workers=1)
+    assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
+def test_pickles_with_a_prefix(new, saved, tmp_path):
+    path = saved("masked-lm")
+    held = weights(path)
+    (path / "model.safetensors").unlink()
+    wrapped = {f"module.{name}": tensor for name, tensor in held.items()} | {"step": torch.tensor(3)}
+    torch.save(wrapped, path / "pytorch_model.bin", _use_new_zipfile_serialization=new)
+    with pytest.raises(ValueError, match="unknown to bert .--ignore GLOB leaves them out"):
+        convert(path, tmp_path / "out", "hf")
+    done = convert(path, tmp_path / "out", "hf", workers=2, request=Request(prefix="module.", ignore=("step",)))
+    same_bits(held, weights(tmp_path / "out"))
+    assert done.ignored == ["step"]
+    for request, message in ((Request(prefix="x."), "prefix: no tensor"), (Request(ignore=("y*",)), "--ignore: 'y")):
+        with pytest.raises(ValueError, match=message):
+            convert(path, tmp_path / "no", "hf", request=request)
+
+
+def test_dtype_on_request(saved, tmp_path):
+    path = saved("base")
+    convert(path, tmp_path / "half", "distributed", dtype="bf16", workers=1)
+    convert(tmp_path / "half", tmp_path / "out", "hf", workers=1)
+    same_bits({name: t.bfloat16() for name, t in weights(path).items()}, weights(tmp_path / "out"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    result = verify(path, tmp_path / "out")
+    assert not result.same and "dtype float32 and bfloat16" in next(iter(result.different.values()))
+
+
+def test_mixed_dtypes_stay(tmp_path):
+    mc.from_config("tiny/gpt2", "causal-lm", seed=2).save_pretrained(tmp_path / "a")
+    held = weights(tmp_path / "a")
+    held = {n: t.half() if "mlp" in n else t for n, t in held.items()}
+    save_file(held, tmp_path / "a" / "model.safetensors", {"format": "pt"})
+    convert(tmp_path / "a", tmp_path / "shards", "distributed", workers=1)
+    convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
+    same_bits(held, weights(tmp_path / "back"))
+
+
+def test_manifest(saved, tmp_path):
+    import hashlib
+
+    path = saved("masked-lm")
+    convert(path, tmp_path / "out", "hf", workers=1)
+    said = json.loads((tmp_path / "out" / CONVERSION_FILE).read_text())
+    assert said["source"]["origin"] == str(path) and said["tool"]["version"] == mc.__version__
+    assert said["task"] == "masked-lm" and said["format"] == "hf" and said["dtype"] is None
+    for name, tensor in weights(tmp_path / "out").items():
+        entry = said["tensors"][name]
+        assert (entry["shape"], entry["dtype"]) == (list(tensor.shape), "float32")
+        assert entry["sha256"] == hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
+# -- checkpoints of many ranks ---------------------------------------------------------------------------------------
+
+
+def save_sharded(path, name, kwargs, mesh, training):
+    engine.init_distributed(**mesh)
+    model = mc.from_pretrained(path, **kwargs)
+    if training:
+        optimizer = engine.optim.AdamOptimizer(model.parameters(), lr=0.0)
+        model(torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+        optimizer.step()
+        engine.save_checkpoint(name, model, optimizer, {"step": 1}, step=7)
+    else:
+        model.save_pretrained(name, format="distributed")
+
+
+@pytest.mark.parametrize(
+    "ranks, mesh", [(1, {}), (2, {}), (2, {"tp_size": 2}), (4, {"tp_size": 2}), (4, {"dp_replicate": 2})], ids=str
+)
+def test_any_mesh(ranks, mesh, tmp_path):
+    """A vocabulary of 131 rows is split over two ranks; on export it is whole again, and nothing is padded."""
+    mc.from_config("tiny/gpt2", "causal-lm", seed=2, vocab_size=131).save_pretrained(tmp_path / "hub")
+    testing.run(save_sharded, ranks, tmp_path / "hub", tmp_path / "shards", {}, mesh, False)
+    done = convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1, verify=True)
+    assert done.verified
+    same_bits(weights(tmp_path / "hub"), weights(tmp_path / "back"))
+    assert verify(tmp_path / "hub", tmp_path / "shards").same
+    # Distributed to distributed: parts become whole.
+    convert(tmp_path / "shards", tmp_path / "whole", "distributed", workers=1)
+    assert verify(tmp_path / "hub", tmp_path / "whole").same
+
+
+def read_shares(path):
+    engine.init_distributed()
+    model = mc.from_pretrained(path)
+    held = sum(local.nbytes for _, _, local in engine.local_slices(model))
+    state = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in model.named_parameters()}
+    return model.load_report.bytes_read, held, {n: t.numpy() for n, t in state.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_read_their_slices(ranks, tmp_path):
+    """Of a converted checkpoint, and of one that other ranks saved."""
+    mc.from_config("tiny/gpt2", "causal-lm", seed=2, vocab_size=131).save_pretrained(tmp_path / "hub")
+    convert(tmp_path / "hub", tmp_path / "converted", "distributed", workers=1)
+    testing.run(save_sharded, 6 - ranks, tmp_path / "hub", tmp_path / "resharded", {}, {}, False)
+    expected = mc.from_pretrained(tmp_path / "hub").state_dict()
+    total = sum(t.nbytes for t in expected.values())
+    for name in ("converted", "resharded"):
+        results = testing.run(read_shares, ranks, tmp_path / name)
+        for read, held, state in results:
+            assert read == held
+            for key, tensor in expected.items():
+                assert torch.equal(torch.from_numpy(state[key]), tensor), key
+        assert total <= sum(read for read, _, _ in results) < 1.1 * total
+
+
+def test_training_checkpoints(tmp_path):
+    """A step without a config, a run's folder, and `export` of a step that is named."""
+    mc.from_config("tiny/gpt2", "causal-lm", seed=2).save_pretrained(tmp_path / "hub")
+    run = tmp_path / "run"
+    testing.run(save_sharded, 2, tmp_path / "hub", run / "checkpoints", {}, {}, True)
+    step = run / "checkpoints" / "step-00000007"
+    with pytest.raises(ValueError, match="has no config.json; say with --config"):
+        convert(step, tmp_path / "out", "hf")
+    request = Request(config=str(tmp_path / "hub" / "config.json"))
+    for source, chosen in ((step, None), (run, None), (run, "7"), (run, "last"), (run / "checkpoints", None)):
+        export(source, tmp_path / "out", step=chosen, request=request, workers=1)
+        same_bits(weights(tmp_path / "hub"), weights(tmp_path / "out"))
+    with pytest.raises(ValueError, match="--step best: .* holds no complete checkpoint of that name; it holds last, s"):
+        export(run, tmp_path / "out", step="best", request=request)
+    with pytest.raises(ValueError, match="holds no checkpoints"):
+        export(tmp_path / "hub", tmp_path / "out", step="3")
+    shutil.copytree(tmp_path / "hub", run / "model")
+    export(run, tmp_path / "final", workers=1)  # the final model needs no --config
+    same_bits(weights(tmp_path / "hub"), weights(tmp_path / "final"))
+
+
+def test_presets_by_name_as_config(tmp_path):
+    mc.from_config("tiny/gpt2", "causal-lm", seed=2).save_pretrained(tmp_path / "hub")
+    (tmp_path / "hub" / "config.json").unlink()
+    with open_any(tmp_path / "hub", Request(config="tiny/gpt2")) as opened:
+        assert opened.whole.task == "causal-lm" or opened.whole.task == "base"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "cpmant"])
+def test_in_small_parts(kind, workers, tmp_path, monkeypatch):
+    """Tensors that are cut into many boxes, parts and files: the sizes of large ones, scaled down."""
+    for name, size in (("_ROWS_BYTES", 300), ("_TURNED_BYTES", 500), ("_PART_BYTES", 1000), ("_SHARDS_BYTES", 9000)):
+        monkeypatch.setattr(f"modelcenter.hub.targets.{name}", size)
+    monkeypatch.setattr("modelcenter.convert.stream.CHUNK_BYTES", 400)
+    monkeypatch.setattr("modelcenter.hub.readers._GAP", 16)
+    model = mc.from_config(f"tiny/{kind}", "causal-lm", seed=1)
+    model.save_pretrained(tmp_path / "hub", max_shard_size="40KB")
+    convert(tmp_path / "hub", tmp_path / "shards", "distributed", workers=workers, verify=True)
+    assert len(list((tmp_path / "shards" / "model").glob("*.distcp"))) > 2
+    engine.checkpoint.check_manifest(tmp_path / "shards", hashes=True)
+    convert(tmp_path / "shards", tmp_path / "back", "hf", workers=workers, verify=True)
+    same_bits(weights(tmp_path / "hub"), weights(tmp_path / "back"))
+    plain = mc.from_config(f"tiny/{kind}", "causal-lm")
+    engine.checkpoint.load_model(tmp_path / "shards", plain)  # as torch reads it
+    same_bits(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_transpose_into_a_part():
+    """By tiles, the last of them smaller."""
+    values = torch.randn(300, 700)
+    target = torch.zeros(700, 1000)
+    copy_values(target[:, 500:800], values.t())
+    assert torch.equal(target[:, 500:800], values.t())
+    assert not target[:, :500].any() and not target[:, 800:].any()

@@ -1,0 +1,435 @@
+"""Whatever a file holds and wherever a conversion stops: one clear error, nothing executed, no partial target."""
+
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import modelcenter as mc
+from modelcenter.hub import conversion, targets
+from modelcenter.hub.conversion import convert
+from modelcenter.hub.verify import verify
+
+TURNS = int(os.environ.get("MODELCENTER_FUZZ_TURNS", "30"))
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A small model in three forms."""
+    root = tmp_path_factory.mktemp("good")
+    mc.from_config("tiny/gpt2", "causal-lm", seed=2).save_pretrained(root / "hub")
+    mc.from_config("tiny/gpt2", "causal-lm", seed=2).save_pretrained(root / "many", max_shard_size="30KB")
+    convert(root / "hub", root / "shards", "distributed", workers=1)
+    shutil.copytree(root / "hub", root / "bin")
+    torch.save(load_file(root / "hub" / "model.safetensors"), root / "bin" / "pytorch_model.bin")
+    (root / "bin" / "model.safetensors").unlink()
+    return root
+
+
+@pytest.fixture
+def copy(good, tmp_path):
+    def make(form):
+        shutil.copytree(good / form, tmp_path / "bad")
+        return tmp_path / "bad"
+
+    return make
+
+
+def refused(path, tmp_path, *names) -> str:
+    """The error of converting `path`; checks that it is a clear one and that nothing is left."""
+    before = {p.name for p in tmp_path.iterdir()}
+    with pytest.raises(ValueError) as error:
+        convert(path, tmp_path / "out", "hf", workers=1)
+    assert {p.name for p in tmp_path.iterdir()} == before
+    message = str(error.value)
+    assert len(message) < 4000 and all(name in message for name in names), message
+    return message
+
+
+def manifest_of(path):
+    """Make the manifest agree with the files, so that what is tested is what comes after it."""
+    values = json.loads((path / "manifest.json").read_text())
+    for name, entry in values["files"].items():
+        entry["size"] = (path / name).stat().st_size
+    (path / "manifest.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("form", ["hub", "bin", "shards", "metadata", "config"])
+def test_random_bytes(form, copy, good, tmp_path):
+    """Flipped, cut and repeated bytes anywhere in a file: an error that names it, or tensors of the same shapes."""
+    path = copy("shards" if form in ("metadata", "config") else form)
+    file = {
+        "hub": "model.safetensors", "bin": "pytorch_model.bin", "shards": "model/__0_0.distcp",
+        "metadata": "model/.metadata", "config": "config.json",
+    }[form]  # fmt: skip
+    data, rng = (path / file).read_bytes(), random.Random(f"{form} {TURNS}")
+    shapes = {name: t.shape for name, t in load_file(good / "hub" / "model.safetensors").items()}
+    for turn in range(TURNS):
+        bad = bytearray(data)
+        # Most of a file of weights is elements; the interesting bytes are around them.
+        limit = min(len(bad), 4000) if turn % 2 else len(bad)
+        if turn % 5 == 0:
+            bad = bad[: rng.randrange(len(bad))]
+        elif turn % 5 == 1:
+            start = rng.randrange(limit)
+            bad[start:start] = bad[start : start + rng.randrange(1, 50)]
+        else:
+            for _ in range(rng.randint(1, 4)):
+                bad[rng.randrange(limit)] = rng.randrange(256)
+        (path / file).write_bytes(bytes(bad))
+        if (path / "manifest.json").is_file():
+            manifest_of(path)
+        try:
+            convert(path, tmp_path / "out", "hf", workers=1)
+        except ValueError as error:
+            assert str(path) in str(error)
+            assert sorted(p.name for p in tmp_path.iterdir()) == ["bad"]
+        else:
+            found = load_file(tmp_path / "out" / "model.safetensors")
+            assert form == "config" or {name: t.shape for name, t in found.items()} == shapes
+            shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "where, edit",
+    [
+        ("file", "../../secret"), ("file", "/etc/passwd"), ("file", ".."), ("file", ""), ("file", "gone.distcp"),
+        ("offset", 1 << 60), ("offset", -1), ("length", 0), ("length", 1 << 60),
+        ("size", (3, 3)), ("chunk", (1, 0)), ("chunks", 2), ("overlap", 2), ("dtype", torch.float64),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_metadata_that_lies(where, edit, copy, tmp_path):
+    path = copy("shards")
+    told = pickle.loads((path / "model" / ".metadata").read_bytes())
+    name = "layers.1.mlp.up.weight"
+    index = next(i for i in told.storage_data if i.fqn == name)
+    place, entry = told.storage_data[index], told.state_dict_metadata[name]
+    if where == "file":
+        place.relative_path = edit
+    elif where in ("offset", "length"):
+        setattr(place, where, edit)
+    elif where == "size":
+        entry.size = torch.Size(edit)
+    elif where == "chunk":
+        entry.chunks[0].offsets = torch.Size(edit)
+    elif where == "chunks":
+        entry.chunks = entry.chunks * edit
+    elif where == "overlap":  # one half twice: the number of elements is right
+        entry.chunks[0].sizes = torch.Size((entry.size[0] // edit, *entry.size[1:]))
+        entry.chunks = entry.chunks * edit
+    else:
+        entry.properties.dtype = edit
+    (path / "model" / ".metadata").write_bytes(pickle.dumps(told))
+    manifest_of(path)
+    refused(path, tmp_path, str(path))
+
+
+class Act:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_code_where_a_description_belongs(copy, tmp_path):
+    """In the metadata, in the description of a tensor, and in a .bin."""
+    ran = tmp_path / "ran"
+    path = copy("shards")
+    (path / "model" / ".metadata").write_bytes(pickle.dumps(Act(ran)))
+    manifest_of(path)
+    assert "which no checkpoint of ours does" in refused(path, tmp_path)
+    shutil.rmtree(path)
+
+    path = copy("shards")
+    told = pickle.loads((path / "model" / ".metadata").read_bytes())
+    blob = io.BytesIO()
+    with zipfile.ZipFile(blob, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Act(ran), protocol=2))
+        archive.writestr("archive/data/0", bytes(64))
+    file = path / "model" / "__0_0.distcp"
+    index = next(i for i in told.storage_data if i.fqn == "final_norm.weight")
+    told.storage_data[index].offset, told.storage_data[index].length = file.stat().st_size, len(blob.getvalue())
+    with open(file, "ab") as stream:
+        stream.write(blob.getvalue())
+    (path / "model" / ".metadata").write_bytes(pickle.dumps(told))
+    manifest_of(path)
+    assert "which no tensor needs" in refused(path, tmp_path, str(file))
+    shutil.rmtree(path)
+
+    path = copy("bin")
+    torch.save({"a": Act(ran)}, path / "pytorch_model.bin")
+    assert "nothing in it is executed" in refused(path, tmp_path, "pytorch_model.bin")
+    assert not ran.exists()
+
+
+def test_a_zip_bomb(copy, tmp_path):
+    """Gigabytes of zeros that take kilobytes in the file are not unpacked."""
+    path = copy("bin")
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(200 * 2**20))
+        archive.writestr("archive/version", "3\n")
+    (path / "pytorch_model.bin").write_bytes(packed.getvalue())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert "compressed" in refused(path, tmp_path, "pytorch_model.bin")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024
+
+
+def test_a_header_that_promises_much(copy, tmp_path):
+    """A tensor of 2^50 elements takes no memory to refuse."""
+    path = copy("hub")
+    header = {"transformer.wte.weight": {"dtype": "F32", "shape": [1 << 40, 1 << 10], "data_offsets": [0, 1 << 52]}}
+    text = json.dumps(header).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    assert "truncated" in refused(path, tmp_path, "model.safetensors")
+
+
+def test_a_legacy_pickle_that_is_too_large(copy, tmp_path, monkeypatch):
+    path = copy("bin")
+    held = torch.load(path / "pytorch_model.bin")
+    torch.save(held, path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    monkeypatch.setattr("modelcenter.hub.readers._LEGACY_LIMIT", 1000)
+    assert "Convert it once on a large machine" in refused(path, tmp_path, "pytorch_model.bin")
+
+
+def test_duplicate_keys(copy, tmp_path):
+    path = copy("many")
+    index = path / "model.safetensors.index.json"
+    text = index.read_text()
+    index.write_text(text.replace('"weight_map": {', '"weight_map": {\n"transformer.wte.weight": "a",', 1))
+    assert "'transformer.wte.weight' occurs twice" in refused(path, tmp_path, str(index))
+
+
+def test_two_names_for_one_tensor(copy, tmp_path):
+    path = copy("hub")
+    held = load_file(path / "model.safetensors")
+    held["wte.weight"] = held["transformer.wte.weight"].clone()
+    save_file(held, path / "model.safetensors")
+    assert "mean the same" in refused(path, tmp_path)
+
+
+def test_stale_shards_are_not_read(copy, good, tmp_path):
+    """Files that the index does not list, of an earlier and larger checkpoint."""
+    path = copy("many")
+    stale = {name: t + 1 for name, t in load_file(good / "hub" / "model.safetensors").items()}
+    save_file(stale, path / "model-00001-of-00099.safetensors")
+    convert(path, tmp_path / "out", "hf", workers=1)
+    assert verify(good / "hub", tmp_path / "out").same
+
+
+def test_stale_shards_are_not_left(good, tmp_path):
+    """A target that held more files keeps none of them; a tokenizer that was there stays."""
+    convert(good / "hub", tmp_path / "out", "hf", workers=1, max_shard_size="20KB")
+    (tmp_path / "out" / "vocab.txt").write_text("a")
+    convert(good / "hub", tmp_path / "out", "hf", workers=1)
+    names = sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert names == ["README.md", "config.json", "conversion.json", "model.safetensors", "vocab.txt"]
+    convert(good / "hub", tmp_path / "out", "distributed", workers=1)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    assert verify(good / "hub", tmp_path / "out").same
+    mc.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out" / "conversion.json").exists()  # it told of other files
+    assert not (tmp_path / "out" / "model").exists()
+
+
+# -- the target ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["hf", "distributed"])
+@pytest.mark.parametrize("what", ["posix_fallocate", "pwrite"])
+def test_a_full_disk(what, to, good, tmp_path, monkeypatch):
+    kept, calls = getattr(os, what), []
+
+    def full(*arguments):
+        calls.append(arguments)
+        if len(calls) > (0 if what == "posix_fallocate" else 7):
+            raise OSError(28, "No space left on device")
+        return kept(*arguments)
+
+    convert(good / "shards", tmp_path / "out", "hf", workers=1)  # what is there stays
+    kept_files = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(os, what, full)
+    with pytest.raises(ValueError, match=r"converting to .*out failed: No space left on device.*; nothing was changed"):
+        convert(good / "hub", tmp_path / "out", to, workers=1)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == kept_files
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_full_disk_in_a_worker(good, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(targets, "write_unit", full)
+    monkeypatch.setattr(conversion, "write_unit", full)
+    with pytest.raises(ValueError, match="No space left on device.*; nothing was changed"):
+        convert(good / "hub", tmp_path / "out", "hf", workers=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_is_too_small(good, tmp_path):
+    """A real one, where this user may mount one."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(place)], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        mc.from_config("tiny/gpt2", "causal-lm", vocab_size=3000).save_pretrained(tmp_path / "large")
+        for to in ("hf", "distributed"):
+            with pytest.raises(ValueError, match="No space left on device"):
+                convert(tmp_path / "large", place / "out", to, workers=2)
+            assert not list(place.iterdir())
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_target_that_cannot_be_written(good, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="it is a file, expected a directory"):
+        convert(good / "hub", tmp_path / "file", "hf")
+    with pytest.raises(ValueError, match="failed: (Not a directory|File exists)"):
+        convert(good / "hub", tmp_path / "file" / "out", "hf")
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_two_at_once(good, tmp_path):
+    with conversion._claimed(tmp_path / "out", tmp_path / "scratch"):
+        with pytest.raises(ValueError, match="another conversion to .* is running"):
+            convert(good / "hub", tmp_path / "out", "hf", workers=1)
+
+
+# -- killed ----------------------------------------------------------------------------------------------------------
+
+
+def convert_slowly(source, target, to, workers):
+    """In a process of its own, which prints a line for each tensor and takes its time after it."""
+    code = f"""
+        import time
+        from modelcenter.hub import targets
+        from modelcenter.hub.conversion import convert
+        kept = targets._write_job
+        def slow(*arguments):
+            found = kept(*arguments)
+            print(arguments[2].name, flush=True)
+            time.sleep(0.05)
+            return found
+        targets._write_job = slow
+        convert({str(source)!r}, {str(target)!r}, {to!r}, workers={workers})
+        print("finished", flush=True)
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+@pytest.mark.parametrize(
+    "to, workers, after", [("hf", 1, 5), ("hf", 2, 12), ("distributed", 1, 7), ("distributed", 2, 1)]
+)
+def test_killed_and_started_again(to, workers, after, good, tmp_path):
+    process = convert_slowly(good / "hub", tmp_path / "out", to, workers)
+    for _ in range(after):
+        assert process.stdout.readline().strip() not in ("", "finished")
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "out").exists()
+    (left,) = [p for p in tmp_path.iterdir() if p.is_dir()]
+    assert left.name.startswith(".out.converting-")
+    with pytest.raises(ValueError, match="neither|config|no such|not a"):
+        mc.from_pretrained(left)  # it does not look whole
+    for _ in range(100):  # its workers end when they find that it is gone
+        try:
+            done = convert(good / "hub", tmp_path / "out", to, workers=1, verify=True)
+            break
+        except ValueError as error:
+            assert "is running" in str(error)
+            time.sleep(0.05)
+    assert after - 1 <= done.continued < done.tensors == done.verified
+    assert verify(good / "hub", tmp_path / "out").same
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    if to == "distributed":
+        from engine.checkpoint import check_manifest
+
+        check_manifest(tmp_path / "out", hashes=True)
+
+
+def test_what_was_written_is_looked_at_again(good, tmp_path, monkeypatch):
+    """After a stop, a tensor that is not as it was written, as after a power cut, is written anew."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion._Run, "_finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(good / "hub", tmp_path / "out", "hf", workers=1)
+    (left,) = [p for p in tmp_path.iterdir() if p.is_dir()]
+    data = bytearray((left / "model.safetensors").read_bytes())
+    data[-3] ^= 1
+    (left / "model.safetensors").write_bytes(bytes(data))
+    done = convert(good / "hub", tmp_path / "out", "hf", workers=1)
+    assert done.continued == done.tensors - 1
+    assert verify(good / "hub", tmp_path / "out").same
+
+
+def test_another_source_starts_again(good, tmp_path, monkeypatch):
+    """What is left of a conversion of other files is not taken for this one's."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    shutil.copytree(good / "hub", tmp_path / "source")
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion._Run, "_finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(tmp_path / "source", tmp_path / "out", "hf", workers=1)
+    held = {name: t + 1 for name, t in load_file(good / "hub" / "model.safetensors").items()}
+    save_file(held, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    assert convert(tmp_path / "source", tmp_path / "out", "hf", workers=1).continued == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
+    assert verify(tmp_path / "source", tmp_path / "out").same
+
+
+def test_a_worker_that_is_killed(good, tmp_path, monkeypatch):
+    kept, here = targets._write_job, os.getpid()
+
+    def die(opened, side, job, *rest):
+        if job.name == "transformer.ln_f.bias" and os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return kept(opened, side, job, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(targets, "_write_job", die)
+        with pytest.raises(RuntimeError, match="a worker process was killed, perhaps for want of memory"):
+            convert(good / "hub", tmp_path / "out", "hf", workers=2)
+    assert not (tmp_path / "out").exists()
+    assert convert(good / "hub", tmp_path / "out", "hf", workers=2).continued > 0
+    assert verify(good / "hub", tmp_path / "out").same
+
+
+def test_a_file_that_reads_back_otherwise(good, tmp_path, monkeypatch):
+    """--verify notices what the disk did not keep."""
+    kept = targets.write_at
+
+    def lossy(handle, data, start):
+        kept(handle, memoryview(bytes(len(data))) if len(data) == 192 else data, start)
+
+    monkeypatch.setattr(targets, "write_at", lossy)
+    with pytest.raises(ValueError, match="does not read back as it was written"):
+        convert(good / "hub", tmp_path / "out", "hf", workers=1, verify=True)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,127 @@
+"""Distributed checkpoints as files: what torch writes is read in part, what is written here torch reads."""
+
+import io
+import random
+import warnings
+import zipfile
+import zlib
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from engine.checkpoint.model import _Reader
+from modelcenter.convert.pieces import whole
+from modelcenter.hub.blobs import frame, locate
+from modelcenter.hub.stored import StoredInfo, StoredSource, write_metadata
+from modelcenter.hub.targets import Job, Plan, Segment
+from modelcenter.hub.writer import SafetensorsWriter, file_head
+
+TENSORS = {
+    "half": torch.randn(3, 4).bfloat16(),
+    "count": torch.tensor(3),
+    "flag": torch.tensor(True),
+    "scale": torch.tensor(2.5),
+    "mask": torch.tensor([True, False, True]),
+    "small": torch.arange(5, dtype=torch.int32).to(torch.uint16),
+    "bytes": torch.arange(7, dtype=torch.uint8),
+    "turned": torch.randn(3, 5).t(),
+    "none": torch.empty(0, 3),
+    "eight": torch.randn(4).to(torch.float8_e4m3fn),
+    "deep": torch.randn(2, 3, 4, dtype=torch.float64),
+}
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.new_empty(tensor.numel()).copy_(tensor.flatten()).view(torch.uint8).numpy())
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(TENSORS, storage_writer=dcp.FileSystemWriter(tmp_path / "model"), no_dist=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_what_torch_writes(name, theirs):
+    tensor = TENSORS[name]
+    with StoredSource(theirs) as source:
+        assert same(source.read(name), tensor)
+        rng = random.Random(0)
+        for _ in range(10):
+            box = tuple(tuple(sorted((rng.randint(0, n), rng.randint(0, n)))) for n in tensor.shape)
+            assert same(source.read(name, box), tensor[tuple(slice(*b) for b in box)].clone())
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_torch_reads(parts, tmp_path):
+    """0-d, integer, bool, empty and 8-bit tensors; whole or in two parts."""
+    (tmp_path / "model").mkdir()
+    infos = {}
+    with open(tmp_path / "model" / "__0_0.distcp", "wb") as file:
+        for name, tensor in TENSORS.items():
+            rows = len(tensor) if tensor.dim() and tensor.numel() else 0
+            cuts = [(0, rows // 2), (rows // 2, rows)] if parts == 2 and rows > 1 else [(0, rows)]
+            places = []
+            for low, high in cuts:
+                box = ((low, high), *whole(tensor.shape[1:])) if rows else whole(tensor.shape)
+                part = tensor[low:high] if rows else tensor
+                before, after = frame(part.dtype, tuple(part.shape), zlib.crc32(raw(part)))
+                places.append((box, "__0_0.distcp", file.tell(), len(before) + part.nbytes + len(after)))
+                assert file.write(before) % 64 == 0
+                file.write(raw(part) + after)
+                whole_file = before + raw(part) + after
+                assert zipfile.ZipFile(io.BytesIO(whole_file)).testzip() is None
+                assert same(torch.load(io.BytesIO(whole_file), weights_only=True), part)
+            infos[name] = StoredInfo(tuple(tensor.shape), tensor.dtype, tuple(places))
+    write_metadata(tmp_path / "model", infos)
+    found = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    dcp.load(found, storage_reader=_Reader(tmp_path / "model"), no_dist=True)
+    with StoredSource(tmp_path) as source:
+        for name, tensor in TENSORS.items():
+            assert same(found[name], tensor) and same(source.read(name), tensor), name
+
+
+def test_more_than_four_gigabytes(tmp_path):
+    """The archive around a large tensor has the long form of its numbers. (The file is sparse.)"""
+    count, path = 2**30 + 5, tmp_path / "large"
+    before, after = frame(torch.float32, (count,))
+    with open(path, "wb") as file:
+        file.write(before)
+        file.seek(len(before) + 4 * (count - 1))
+        file.write(torch.tensor([7.0]).numpy().tobytes() + after)
+        length = file.tell()
+    with open(path, "rb") as file:
+        info = locate(path, file, 0, length)
+    assert (info.offset, info.shape, info.dtype) == (len(before), (count,), torch.float32)
+    found = torch.load(path, weights_only=True, mmap=True)
+    assert found.shape == (count,) and found[-1] == 7.0
+
+
+def test_safetensors_of_every_kind(tmp_path):
+    """0-d, integer and bool tensors, by the writer of one file and at places known before."""
+    entries = [(name, t.dtype, tuple(t.shape)) for name, t in TENSORS.items()]
+    with SafetensorsWriter(tmp_path / "a.safetensors", entries) as writer:
+        for tensor in TENSORS.values():
+            writer.write(tensor)
+    head, places = file_head(entries)
+    jobs = [
+        Job(n, n, d, s, "b.safetensors", (Segment(whole(s), at),), False)
+        for (n, d, s), at in zip(entries, places, strict=False)
+    ]
+    Plan(0, {"b.safetensors": places[-1]}, {"b.safetensors": head}, jobs).prepare(tmp_path)
+    with open(tmp_path / "b.safetensors", "r+b") as file:
+        for job in reversed(jobs):
+            file.seek(job.segments[0].start)
+            file.write(raw(TENSORS[job.name]))
+    assert len(head) % 8 == 0
+    for name in ("a", "b"):
+        found = load_file(tmp_path / f"{name}.safetensors")
+        assert found.keys() == TENSORS.keys() and all(same(found[n], t) for n, t in TENSORS.items())

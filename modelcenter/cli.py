@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 from modelcenter._version import __version__
 from modelcenter.registry import nearest
@@ -171,7 +172,13 @@ def _export(argv: Sequence[str]) -> None:
     """RUN_OR_CKPT DST [--step N|best|last]: write a run's model as a Hugging Face directory"""
     from modelcenter.hub.verbs import export_main
 
-    raise SystemExit(export_main(argv))
+    raise SystemExit(export_main(argv, _export_adapter))
+
+
+def _export_adapter(path: Any, target: Any, keep: bool, **options: Any) -> str | None:
+    from modelcenter.training.export import export_adapter, has_adapter
+
+    return export_adapter(path, target, keep, **options) if has_adapter(path) else None
 
 
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {

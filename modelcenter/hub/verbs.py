@@ -3,8 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 
@@ -73,7 +74,9 @@ def convert_main(argv: Sequence[str]) -> int:
     return 0
 
 
-def export_main(argv: Sequence[str]) -> int:
+def export_main(argv: Sequence[str], with_adapter: Callable[..., str | None] | None = None) -> int:
+    """with_adapter: `with_adapter(path, target, keep, **options)` exports the runs that trained an adapter, and returns
+    what it wrote, None for others."""
     about = (
         "Write the model of a run or of a checkpoint as a Hugging Face directory.\n\n"
         "Of a run: its final model, or its last checkpoint while it has none, or the one that --step names."
@@ -84,9 +87,22 @@ def export_main(argv: Sequence[str]) -> int:
     parser.add_argument("--step", metavar="N|best|last", help="checkpoint of a run (default: its final model)")
     _source_flags(parser)
     _work_flags(parser)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--merge", action="store_true", help="of a run with an adapter: the whole model (the default)")
+    how.add_argument("--keep_adapter", action="store_true", help="of a run with an adapter: that alone, for peft")
     args = parser.parse_args(list(argv))
     from modelcenter.hub.conversion import export
+    from modelcenter.hub.opened import find_step
 
+    path = Path(find_step(args.source, args.step)).expanduser()
+    if with_adapter is not None and path.is_dir():
+        options = {} if args.keep_adapter else {"dtype": args.dtype, "max_shard_size": args.max_shard_size}
+        said = with_adapter(path, Path(args.target).expanduser(), args.keep_adapter, **options)
+        if said is not None:
+            print(json.dumps({"written": said}) if args.json else said)
+            return 0
+    if args.keep_adapter:
+        raise ValueError(f"keep_adapter: {args.source} is of no run with an adapter (--lora_rank)")
     _show(args, export(args.source, args.target, step=args.step, **_work(args)))
     return 0
 

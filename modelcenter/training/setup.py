@@ -15,7 +15,15 @@ import engine
 import modelcenter
 from engine.checkpoint import together
 from engine.lr_scheduler import WSD, Cosine, Linear, NoDecay
-from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion, Muon, OptimManager
+from engine.optim import (
+    Adafactor,
+    AdamOffloadOptimizer,
+    AdamOptimizer,
+    AdamW8bit,
+    Lion,
+    Muon,
+    OptimManager,
+)
 from modelcenter.adapters import Freeze, Lora
 from modelcenter.data.sampling import EpochBatches, TokenBatches
 from modelcenter.hub.download import HubOptions
@@ -237,8 +245,11 @@ def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimMan
     groups = [group for group in groups if group["params"]]
     if groups and cfg.optimizer == "lion":
         optimizers.append(Lion(groups, lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2)))
+    elif groups and cfg.optimizer == "adafactor":
+        optimizers.append(Adafactor(groups, lr=cfg.lr))
     elif groups:
-        kind = AdamOffloadOptimizer if cfg.offload == "optimizer" else AdamOptimizer
+        kind: Any = AdamW8bit if cfg.optimizer == "adamw8bit" else AdamOptimizer
+        kind = AdamOffloadOptimizer if cfg.offload == "optimizer" else kind
         optimizers.append(kind(groups, lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_epsilon))
     # As transformers, but a run of one step is not spent at learning rate 0.
     warmup = min(math.ceil(cfg.warmup * steps), steps - 1) if cfg.warmup < 1 else int(cfg.warmup)

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from toydata import command, flags, make_rows, make_tokenizer, write_folder
 from toyruns import curve, die_at, weights
 
@@ -62,10 +63,28 @@ def test_a_lora_run_goes_on_and_does_not_depend_on_the_cut(folder, monkeypatch):
         assert torch.allclose(tensor, weights(folder, "two")[name], atol=1e-4), name
 
 
+def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder):
+    from modelcenter import cli
+
+    main(command(values_of(folder, "run", **LORA)))
+    (folder / "base").rename(folder / "gone")
+    for name, words in (("last", ["--step", "last"]), ("adapter", ["--step", "last", "--keep_adapter"]), ("final", [])):
+        with pytest.raises(SystemExit) as done:
+            cli.run(["export", str(folder / "run"), str(folder / "out" / name), *words])
+        assert not done.value.code
+    for name in ("last", "final"):
+        exported = load_file(folder / "out" / name / "model.safetensors")
+        for key, tensor in weights(folder, "run").items():
+            assert torch.allclose(exported[key], tensor, atol=1e-6), (name, key)
+    assert (folder / "out" / "last" / "tokenizer.json").is_file()
+    ours, theirs = (load_file(folder / at / "adapter_model.safetensors") for at in ("out/adapter", "run/adapter"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    with pytest.raises(ValueError, match="keep_adapter: .* is of no run with an adapter"):
+        cli.run(["export", str(folder / "gone"), str(folder / "x"), "--keep_adapter"])
+
+
 def test_frozen_parameters_stay(folder):
     main(command(values_of(folder, "run", freeze=["*embed*", "layers.*.attn.*"])))
-    from safetensors.torch import load_file
-
     start, end = load_file(folder / "base" / "model.safetensors"), weights(folder, "run")
     moved = {name for name in start if not torch.equal(start[name], end[name])}
     assert moved and not [name for name in moved if "embeddings" in name or "attention.self" in name]

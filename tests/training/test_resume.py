@@ -336,7 +336,7 @@ def test_automatic_batch_size(folder):
     assert rows_that_fit(5000, 5100, 4000) == 1  # at least one is tried
 
 
-@pytest.mark.parametrize("optimizer", ["lion", "muon"])
+@pytest.mark.parametrize("optimizer", ["lion", "muon", "adamw8bit", "adafactor"])
 def test_other_optimizers_go_on_too(folder, monkeypatch, optimizer):
     main(command(values_of(folder, "whole", optimizer=optimizer)))
     with monkeypatch.context() as patch:

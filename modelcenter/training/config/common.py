@@ -15,7 +15,7 @@ from modelcenter.training.flags import Flags, flag
 RECOMPUTES = ("none", "full", "selective")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
 SCHEDULERS = ("linear", "cosine", "constant", "wsd")
-OPTIMIZERS = ("adamw", "lion", "muon")
+OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "muon")
 # Flags that say how a run is cut, watched or kept, not what it computes: they may change when it goes on.
 FREE = frozenset(
     "train_data eval_data eval_split output_dir overwrite_output_dir log_every eval_every save_every save_minutes keep "
@@ -109,7 +109,8 @@ class TrainConfig(Flags):
     weight_decay: float = _optimisation(0.01, "decoupled weight decay, of matrices only: not of biases and norms")
     max_grad_norm: float = _optimisation(1.0, "clip the global gradient norm to this; 0: do not clip", "clip_grad")
     optimizer: str = _optimisation("adamw", "optimizer; muon: for matrices, adamw for the rest", "optim",
-        choices=OPTIMIZERS, means={"adamw_torch": "adamw", "adamw_torch_fused": "adamw"})
+        choices=OPTIMIZERS, means={"adamw_torch": "adamw", "adamw_torch_fused": "adamw",
+        "adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit"})
     adam_beta1: float = _optimisation(0.9, "AdamW's decay of the gradient's mean")
     adam_beta2: float = _optimisation(0.999, "AdamW's decay of the gradient's square")
     adam_epsilon: float = _optimisation(1e-8, "AdamW's epsilon", "adam_eps")

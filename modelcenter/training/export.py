@@ -1,0 +1,64 @@
+"""What a run with low-rank updates leaves in its checkpoints, as a Hugging Face directory or as an adapter."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import modelcenter
+from engine.checkpoint import load_model
+from modelcenter.adapters import merge_lora, save_adapter
+from modelcenter.hub.names import CONFIG_FILE
+from modelcenter.hub.tokenizer import load_tokenizer
+from modelcenter.hub.writer import TOKENIZER_FILES
+from modelcenter.training.resume import RUN_FILE
+from modelcenter.training.setup import make_adapters
+from modelcenter.training.tasks import TASKS
+
+
+def has_adapter(path: Path) -> bool:
+    """Whether it is a checkpoint of a run with low-rank updates, or such a run that finished."""
+    if (path / RUN_FILE).is_file():
+        return json.loads((path / RUN_FILE).read_text(encoding="utf-8"))["flags"].get("lora_rank") is not None
+    return (path.parent / "adapter").is_dir() and path.name == "model"
+
+
+def export_adapter(path: Path, target: Path, keep: bool, **options: Any) -> str:
+    """Write the model with its updates merged, or (keep) the adapter alone, in peft's format. One process.
+
+    Args:
+        path: a checkpoint, or the model/ of a finished run. options: of save_pretrained.
+
+    Returns:
+        What was written, in words.
+
+    Raises:
+        ValueError: the weights are in 4 bits, which cannot be merged; the target cannot be written.
+    """
+    if not (path / RUN_FILE).is_file():  # a finished run, whose model is merged
+        if not keep:
+            modelcenter.from_pretrained(str(path), policy=False).save_pretrained(target, **options)
+            return f"{target}: the model of {path}"
+        if target.exists():
+            raise ValueError(f"{target} exists; give a new directory")
+        shutil.copytree(path.parent / "adapter", target)
+        return f"{target}: the adapter of {path.parent}"
+    about = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+    info = TASKS[about["task"]]
+    cfg = info.flags()(**about["flags"])
+    model = modelcenter.from_config(
+        str(path / CONFIG_FILE), info.load().head, adapter=make_adapters(cfg), policy=False, dtype=_dtype(path)
+    )
+    model.base_name = cfg.model
+    load_model(path, model)
+    if keep:
+        save_adapter(model, target)
+        return f"{target}: the adapter of {path}"
+    merge_lora(model)
+    has_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)
+    model.save_pretrained(target, tokenizer=load_tokenizer(path) if has_tokenizer else None, **options)
+    return f"{target}: the model of {path} with its adapter merged"
+
+
+def _dtype(path: Path) -> str:
+    return json.loads((path / CONFIG_FILE).read_text(encoding="utf-8")).get("dtype", "float32")

@@ -55,6 +55,22 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, _at_least_one(count), label_smoothing, part)
 
 
+def linear_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    """log_softmax(hidden @ weight.T + bias) at the target of each row, without ever holding all logits.
+
+    For losses that are no sum over rows, such as of preferences. As their gradient is not known in forward, chunks of
+    logits are computed again in backward.
+
+    Args:
+        hidden: (n, hidden_size). weight, bias: as for linear_cross_entropy. targets: (n,) int64, none of them -100.
+
+    Returns:
+        (n,) fp32.
+    """
+    weight, bias, part = _own_vocabulary(weight, bias)
+    return _LinearLogProbs.apply(hidden, weight, bias, targets, part)
+
+
 def vocabulary_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """hidden (..., hidden_size) @ weight.T + bias, whole on every rank however weight and bias are split."""
     weight, bias, part = _own_vocabulary(weight, bias)
@@ -121,9 +137,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         smoothing: float,
         part: _Part | None,
     ) -> Tensor:
-        vocab = weight.shape[0] if part is None else part.vocab
-        held = vocab if part is None else -(-vocab // part.group.size())  # the same chunks on every rank
-        rows = max(1, _CHUNK_BYTES // (4 * held))
+        vocab, rows = _chunks(weight, part)
         ctx.part = part
         train = any(ctx.needs_input_grad[:3])
         total = hidden.new_zeros((), dtype=torch.float32)
@@ -170,6 +184,57 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad.device.type != "cpu" or grad.item() != 1.0:  # reading a scalar costs nothing on a CPU
             dhidden, dweight, dbias = (None if g is None else g * grad.to(g.dtype) for g in (dhidden, dweight, dbias))
         return dhidden, dweight, dbias, None, None, None, None
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, part: _Part | None
+    ) -> Tensor:
+        _, rows = _chunks(weight, part)
+        sums = hidden.new_empty((hidden.shape[0], 1), dtype=torch.float32)
+        found = torch.empty_like(sums)
+        for start in range(0, hidden.shape[0], rows):
+            chunk = slice(start, start + rows)
+            logits, t = matmul_nt(hidden[chunk], weight, bias).float(), targets[chunk, None]
+            if part is None:
+                sums[chunk], found[chunk] = torch.logsumexp(logits, -1, keepdim=True), logits.gather(1, t)
+            else:
+                t, hit = _within(t - part.first, logits.shape[1])
+                sums[chunk], found[chunk], _ = _agree(logits, t, hit, part)
+        ctx.part = part
+        ctx.save_for_backward(hidden, weight, bias, targets, sums)
+        return (found - sums).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, sums = ctx.saved_tensors
+        part = ctx.part
+        _, rows = _chunks(weight, part)
+        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
+        dbias = None if bias is None else torch.zeros_like(bias)
+        for start in range(0, hidden.shape[0], rows):
+            chunk = slice(start, start + rows)
+            h, t, g = hidden[chunk], targets[chunk, None], grad[chunk, None].float()
+            d = matmul_nt(h, weight, bias).float().sub_(sums[chunk]).exp_().mul_(-g)
+            if part is not None:
+                t, hit = _within(t - part.first, d.shape[1])
+                g = g * hit
+            if d.shape[1]:
+                d.scatter_add_(1, t, g)
+            d = d.to(hidden.dtype)
+            dhidden[chunk] = matmul_nt(d, weight.t())
+            dweight += matmul_nt(d.t(), h.t())
+            if dbias is not None:
+                dbias += d.sum(0)
+        return dhidden if part is None else part.sum(dhidden), dweight, dbias, None, None
+
+
+def _chunks(weight: Tensor, part: _Part | None) -> tuple[int, int]:
+    """(size of the vocabulary, rows whose logits are held at once: as many on every rank)."""
+    vocab = weight.shape[0] if part is None else part.vocab
+    held = vocab if part is None else -(-vocab // part.group.size())
+    return vocab, max(1, _CHUNK_BYTES // (4 * held))
 
 
 def _within(t: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -100,17 +100,19 @@ def test_commands_exist(block: Block):
 
 def test_fine_tuning_commands_parse(monkeypatch: pytest.MonkeyPatch):
     """Not only the flags but their values: a command of the documentation is a valid configuration."""
-    from modelcenter.training.config import ClassificationConfig
+    from modelcenter.training.tasks import TASKS
 
     parsed = 0
     monkeypatch.chdir(ROOT)
     for block in ALL_BLOCKS:
         for words in commands(block) if block.kind == "bash" else ():
             program = ours(words)
-            if program and ("finetune" in program[0] or program[0][0].endswith("finetune_classification.py")):
-                if "--help" not in program[1]:
-                    ClassificationConfig.from_args(program[1]).require("model", "train_data", "output_dir")
-                    parsed += 1
+            known = {f"{info.script}.py": name for name, info in TASKS.items()}
+            task = program and (known.get(Path(program[0][-1]).name) or ("finetune" in program[0] and program[0][-1]))
+            if task in TASKS and "--help" not in program[1]:
+                cfg = TASKS[task].flags().from_args(program[1])
+                cfg.require("model", "train_data", *(() if cfg.dry_run else ("output_dir",)))
+                parsed += 1
     assert parsed >= 3
 
 
@@ -125,11 +127,14 @@ def test_yaml_is_a_configuration(block: Block, tmp_path: Path):
 
 @each_document
 def test_flags_in_the_text_exist(document: Path):
+    from modelcenter.training.tasks import TASKS
+
     known = {"--help", "--editable"}
     known |= flags_in(help_of("-m", "modelcenter")) | flags_in(help_of("-m", "torch.distributed.run"))
     for verb in verbs():
-        program = ("-m", "modelcenter", verb, "classification") if verb == "finetune" else ("-m", "modelcenter", verb)
-        known |= flags_in(help_of(*program))
+        tasks = [name for name, info in TASKS.items() if info.verb == verb]
+        for words in [(verb, task) for task in tasks] or [(verb,)]:
+            known |= flags_in(help_of("-m", "modelcenter", *words))
     known |= flags_in(help_of(str(ROOT / "scripts" / "demo.py")))
     text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.S)
     unknown = flags_in(" ".join(re.findall(r"`([^`\n]*)`", text))) - known

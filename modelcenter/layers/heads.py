@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy, vocabulary_logits
+from engine.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy, linear_log_probs, vocabulary_logits
 from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS
@@ -41,7 +41,19 @@ def check_labels(labels: Tensor, classes: int, name: str = "labels") -> None:
         )
 
 
-class SequenceClassifier(Linear):
+class Smoothing:
+    """A head whose loss in training can take a share of each label's weight and spread it over all classes."""
+
+    label_smoothing: float = 0.0
+    training: bool
+
+    @property
+    def smoothing(self) -> float:
+        """The share now: evaluation judges by the labels alone."""
+        return self.label_smoothing if self.training else 0.0
+
+
+class SequenceClassifier(Smoothing, Linear):
     """One vector per sequence -> (n, num_labels); regression, one label or several, as transformers' problem_type."""
 
     def __init__(self, hidden_size: int, num_labels: int, dropout: float, problem_type: str | None, bias: bool = True):
@@ -77,7 +89,7 @@ class SequenceClassifier(Linear):
         kind = self.kind(labels)
         if kind == "single_label_classification":
             check_labels(labels, self.out_features)
-            loss = cross_entropy(logits, labels.reshape(-1), counts["loss"])
+            loss = cross_entropy(logits, labels.reshape(-1), counts["loss"], label_smoothing=self.smoothing)
         else:
             if labels.numel() != logits.numel():
                 raise ValueError(
@@ -103,7 +115,7 @@ class DenseClassifier(SequenceClassifier):
         return super().forward(pooled, batch, counts, ctx)
 
 
-class MultipleChoice(Linear):
+class MultipleChoice(Smoothing, Linear):
     """One vector per choice -> (batch, choices); the choices of an example are consecutive sequences."""
 
     def __init__(self, hidden_size: int, dropout: float):
@@ -121,10 +133,11 @@ class MultipleChoice(Linear):
         if labels is None:
             return {"logits": logits}
         check_labels(labels, choices)
-        return {"loss": cross_entropy(logits, labels, counts["loss"]), "logits": logits}
+        loss = cross_entropy(logits, labels, counts["loss"], label_smoothing=self.smoothing)
+        return {"loss": loss, "logits": logits}
 
 
-class TokenClassifier(Linear):
+class TokenClassifier(Smoothing, Linear):
     """Each token -> (batch, seq, num_labels)."""
 
     def __init__(self, hidden_size: int, num_labels: int, dropout: float, bias: bool = True):
@@ -140,7 +153,8 @@ class TokenClassifier(Linear):
         if batch.get("labels") is not None:
             labels = ctx.unpad(batch["labels"], IGNORE_INDEX)
             check_labels(labels, self.out_features)
-            out["loss"] = ctx.total(cross_entropy(logits, labels, counts["loss"]))
+            loss = cross_entropy(logits, labels, counts["loss"], label_smoothing=self.smoothing)
+            out["loss"] = ctx.total(loss)
         return out
 
 
@@ -189,7 +203,7 @@ class ExtractiveQA(Linear):
         return {"loss": loss / 2, **out}
 
 
-class VocabularyHead(nn.Module):
+class VocabularyHead(Smoothing, nn.Module):
     """Hidden states -> the vocabulary, for labelled positions only in the loss, chunk by chunk.
 
     It owns no output matrix while embeddings are tied: it is called with the table.
@@ -221,7 +235,9 @@ class VocabularyHead(nn.Module):
             labelled = (labels != IGNORE_INDEX).nonzero().flatten()
             hidden = self.transform(x.index_select(0, labelled))
             targets = labels.index_select(0, labelled)
-            out["loss"] = ctx.total(linear_cross_entropy(hidden, weight, self.bias, targets, count))
+            smoothing = self.smoothing
+            loss = linear_cross_entropy(hidden, weight, self.bias, targets, count, label_smoothing=smoothing)
+            out["loss"] = ctx.total(loss)
         if want_logits and last:
             out["logits"] = vocabulary_logits(self.transform(ctx.last(x)), weight, self.bias)[:, None]
         elif want_logits:
@@ -271,8 +287,25 @@ class CausalLM(VocabularyHead):
     def forward(
         self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool
     ) -> dict[str, Tensor]:
+        if batch.get("output_log_probs"):
+            return {"log_probs": self.log_probs(x, ctx, next_labels(batch), table)}
         last = bool(batch.get("logits_to_keep"))
         return self.predict(x, ctx, next_labels(batch), count, table, want_logits, last)
+
+    def log_probs(self, x: Tensor, ctx: Packed, labels: Tensor | None, table: Tensor) -> Tensor:
+        """(n,) fp32: the log-probability of all labels of each sequence. labels stand at the tokens that predict them.
+
+        Raises:
+            ValueError: there are no labels.
+        """
+        if labels is None:
+            raise ValueError("output_log_probs: of which tokens? Pass labels, -100 where there is none")
+        labels = ctx.unpad(labels, IGNORE_INDEX)
+        weight = table if self.weight is None else self.weight
+        check_labels(labels, weight.shape[0])
+        labelled = (labels != IGNORE_INDEX).nonzero().flatten()
+        hidden = self.transform(x.index_select(0, labelled))
+        return ctx.sums(linear_log_probs(hidden, weight, self.bias, labels.index_select(0, labelled)), labelled)
 
 
 class Seq2SeqLM(CausalLM):

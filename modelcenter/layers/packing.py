@@ -335,6 +335,14 @@ class Packed:
             x = full.index_copy(0, self.indices, x)
         return x.unflatten(0, self.shape)
 
+    def sums(self, x: Tensor, places: Tensor) -> Tensor:
+        """(n,): for each sequence the sum of x (m,), which is of this rank's tokens number `places` (m,)."""
+        first = 0 if self.split is None else self.split.rank * self.num_tokens
+        of = torch.searchsorted(
+            self.cu_seqlens[1:].contiguous(), (places + first).to(self.cu_seqlens.dtype), right=True
+        )
+        return self.total(x.new_zeros(self.num_sequences).index_add(0, of, x))
+
     def by_sequence(self, x: Tensor, fill: float) -> Tensor:
         """(T,) -> (n, max_seqlen), left-aligned, `fill` after each end; for a softmax over each sequence."""
         x = self.whole(x)

@@ -277,7 +277,7 @@ class Model(nn.Module):
 
     def ordered(self, out: Mapping[str, Any]) -> ModelOutput:
         """What a head gives, in the order of transformers' outputs of the task."""
-        order = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits")
+        order = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits", "log_probs")
         if self.task == "question-answering":
             order = ("loss", "start_logits", "end_logits", "logits")
         return ModelOutput((name, out[name]) for name in order if name in out)

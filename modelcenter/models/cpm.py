@@ -153,6 +153,7 @@ class CPM(Decoder):
         num_items_in_batch: Tensor | int | None = None,
         output_logits: bool | None = None,
         logits_to_keep: int = 0,
+        output_log_probs: bool = False,
         output_hidden_states: bool = False,
     ) -> ModelOutput:
         """Run the model; arguments that are not named here are Decoder's.

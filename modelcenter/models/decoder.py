@@ -90,6 +90,7 @@ class Decoder(Model):
         num_items_in_batch: Tensor | int | None = None,
         output_logits: bool | None = None,
         logits_to_keep: int = 0,
+        output_log_probs: bool = False,
         output_hidden_states: bool = False,
     ) -> ModelOutput:
         """Run the model.
@@ -107,6 +108,8 @@ class Decoder(Model):
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
                 for a loss of one term. output_logits: None leaves vocabulary logits out in training with labels.
             logits_to_keep: 1: logits of each sequence's last token only, (batch, 1, vocab_size). 0: of all.
+            output_log_probs: a causal model gives log_probs (sequences,), the log-probability of each sequence's
+                labels, in place of loss and logits.
 
         Raises:
             ValueError: inputs that do not fit together or the model, naming the field.

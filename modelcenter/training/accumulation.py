@@ -33,7 +33,9 @@ def accumulate(
             sequences are, and inside engine.ops.dropout_key(seed, step), the masks of dropout too do not depend on how
             the batch is cut.
         loss_fn: `loss_fn(output, microbatch, totals)` -> 0-d, in place of the model's own loss: the sum over this
-            microbatch's items, divided by `totals[term]`, the items of the global batch.
+            microbatch's items, divided by `totals[term]`, the items of the global batch. Where it has them,
+            `loss_fn.counts(microbatch)` is {term: items}, in place of the model's, and `loss_fn.inputs(microbatch)`
+            what the model is given of a microbatch.
         backward: called with the loss in place of loss.backward(), such as OptimManager.backward.
 
     Returns:
@@ -46,11 +48,19 @@ def accumulate(
     def forward(microbatch: Batch, totals: Mapping[str, int]) -> Tensor:
         batch = to_device(microbatch, model.device)
         with dropout_rows(batch.pop("row_ids", None)):
-            out = model(**batch, loss_counts=totals)
+            out = model(**inputs(batch), loss_counts=totals)
         return out.loss if loss_fn is None else loss_fn(out, batch, totals)
 
+    inputs, counts = parts_of(model, loss_fn)
     batches: Sequence[Batch] = list(microbatches)
-    return engine.accumulate(model, batches, forward, model.loss_counts, model.empty_batch, backward)
+    return engine.accumulate(model, batches, forward, counts, model.empty_batch, backward)
+
+
+def parts_of(
+    model: Model, loss_fn: LossFn | None
+) -> tuple[Callable[[Batch], Batch], Callable[[Batch], Mapping[str, int]]]:
+    """(what the model is given of a batch, what is counted in it): the loss function's, else all, and the model's."""
+    return getattr(loss_fn, "inputs", dict), getattr(loss_fn, "counts", model.loss_counts)
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:

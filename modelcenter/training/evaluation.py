@@ -11,14 +11,18 @@ from torch import Tensor
 import engine
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
-from modelcenter.training.accumulation import Batch, to_device
+from modelcenter.training.accumulation import Batch, LossFn, parts_of, to_device
 from modelcenter.training.metrics import Metrics, sum_over_ranks
 
 Feed = Callable[[Metrics, ModelOutput, Any], None]
 
 
 def evaluate(
-    model: Model, batches: Sequence[Batch], metrics: Metrics | None = None, feed: Feed | None = None
+    model: Model,
+    batches: Sequence[Batch],
+    metrics: Metrics | None = None,
+    feed: Feed | None = None,
+    loss_fn: LossFn | None = None,
 ) -> dict[str, float | None]:
     """The loss over all labelled items of all ranks, and the metrics of all rows. Collective.
 
@@ -26,18 +30,20 @@ def evaluate(
         model: a model of ours, plain or sharded; it is left in the mode (train or eval) it was in.
         batches: this rank's, with labels; read twice, the first time to count labels. Ranks may have different numbers.
         metrics: fed with the logits and labels of every batch, or by `feed(metrics, output, batch)` where it is given.
+        loss_fn: as for accumulate.
 
     Returns:
         {"loss": mean over the items (a sum of means, for a loss of several terms), **metrics.result()}.
     """
-    terms = sorted(model.loss_counts(model.empty_batch()))
-    own = [[model.loss_counts(batch)[term] for term in terms] for batch in (batches if _counts() else ())]
+    inputs, count = parts_of(model, loss_fn)
+    terms = sorted(count(model.empty_batch()))
+    own = [[count(batch)[term] for term in terms] for batch in (batches if _counts() else ())]
     counts = sum_over_ranks(torch.tensor([[0] * len(terms), *own]).sum(0))
     totals = {term: max(1, n) for term, n in zip(terms, counts.tolist(), strict=True)}
     total = torch.zeros((), dtype=torch.float64, device=model.device)
-    for batch, out in _outputs(model, batches, totals):
+    for batch, out in _outputs(model, batches, totals, inputs):
         if batch is not None:
-            total += out.loss.double()
+            total += (out.loss if loss_fn is None else loss_fn(out, batch, totals)).double()
             if metrics is not None:
                 (feed or _feed)(metrics, out, batch)
     result: dict[str, float | None] = {"loss": sum_over_ranks(total).item()}
@@ -57,16 +63,31 @@ def logits_of(model: Model, batches: Sequence[Batch], places: Sequence[Tensor], 
     Returns:
         (rows, width) fp32 on the host.
     """
+    outputs = _outputs(model, batches, None, lambda batch: {k: v for k, v in batch.items() if k != "labels"})
+    return _placed(outputs, "logits", places, rows, width)
+
+
+def log_probs_of(
+    model: Model, batches: Sequence[Batch], places: Sequence[Tensor], rows: int, width: int, loss_fn: LossFn
+) -> Tensor:
+    """As logits_of, of the log-probabilities of the labels of `width` neighbouring sequences; loss_fn: whose inputs ask
+    for them."""
+    return _placed(_outputs(model, batches, None, parts_of(model, loss_fn)[0]), "log_probs", places, rows, width)
+
+
+def _placed(
+    outputs: Iterator[tuple[Batch | None, ModelOutput]], name: str, places: Sequence[Tensor], rows: int, width: int
+) -> Tensor:
     result = torch.zeros(rows, width)
-    for turn, (batch, out) in enumerate(_outputs(model, batches, None)):
+    for turn, (batch, out) in enumerate(outputs):
         if batch is not None:
-            result[places[turn]] = out.logits.float().cpu()
+            result[places[turn]] = out[name].float().cpu().view(-1, width)
     return sum_over_ranks(result)  # a row is zero on all ranks but one, so the sum is exact
 
 
 @torch.no_grad()
 def _outputs(
-    model: Model, batches: Sequence[Batch], totals: dict[str, int] | None
+    model: Model, batches: Sequence[Batch], totals: dict[str, int] | None, inputs: Callable[[Batch], Batch]
 ) -> Iterator[tuple[Batch | None, ModelOutput]]:
     """(batch on the device, output) of each batch, in eval mode; (None, ...) where another rank's output counts, or
     only other ranks have a batch left."""
@@ -83,12 +104,11 @@ def _outputs(
             mine = turn < len(batches)
             batch = to_device(batches[turn] if mine else model.empty_batch(), model.device)
             batch.pop("row_ids", None)  # for dropout
-            if totals is None:
-                batch.pop("labels", None)
+            given = inputs(batch)
             if pipeline is None:
-                out = model(**batch, loss_counts=totals)
+                out = model(**given, loss_counts=totals)
             else:
-                out = pipeline.forward(functools.partial(model, **batch, loss_counts=totals))
+                out = pipeline.forward(functools.partial(model, **given, loss_counts=totals))
             yield (batch if mine and _counts() else None), out
     finally:
         if pipeline is not None:

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import engine
 import modelcenter
 from modelcenter.training import setup
 from modelcenter.training.config import GenerateConfig
 from modelcenter.training.predict import Trained, check_output, write_lines
-
-_SEARCH = """max_new_tokens num_beams do_sample temperature top_k top_p repetition_penalty length_penalty
-no_repeat_ngram_size num_return_sequences stop_strings""".split()
+from modelcenter.training.texts import complete, share_out
 
 
 class _Terminal:
@@ -98,10 +95,9 @@ class _Writer:
                 f"tokenizer: has {size} tokens, the model's vocabulary {self.model.config.vocab_size}; give the one "
                 "the model was trained with"
             )
-        self.options = {name: getattr(cfg, name) for name in _SEARCH} | {"seed": cfg.seed, "tokenizer": self.tokenizer}
 
-    def encode(self, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids, mask), padded on the right."""
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """The tokens of each text."""
         if self.cfg.chat:
             if getattr(self.tokenizer, "chat_template", None) is None:
                 raise ValueError("chat: this tokenizer has no chat template; leave --chat out")
@@ -111,25 +107,17 @@ class _Writer:
         for text, one in zip(texts, ids, strict=True):
             if not one:
                 raise ValueError(f"prompt: {text!r} has no token; give a text to continue")
-        rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(one) for one in ids], batch_first=True)
-        lengths = torch.tensor([len(one) for one in ids])
-        mask = (torch.arange(rows.shape[1]) < lengths[:, None]).long()
-        return rows.to(self.model.device), mask.to(self.model.device)
+        return ids
 
     def texts(self, prompts: list[str], streamer: Any = None) -> list[list[str]]:
         """What is written for each prompt."""
-        ids, mask = self.encode(prompts)
-        whole = self.model.generate(ids, mask, streamer=streamer, **self.options)
-        new = whole[:, 1:] if self.model.is_encoder_decoder else whole[:, ids.shape[1] :]
-        decoded = self.tokenizer.batch_decode(new, skip_special_tokens=True)
-        several = self.cfg.num_return_sequences
-        return [decoded[i : i + several] for i in range(0, len(decoded), several)]
+        return complete(self.model, self.tokenizer, self.encode(prompts), streamer=streamer, **self.cfg.search())
 
     def show(self, prompts: Iterator[str]) -> None:
         """Answer one prompt at a time, as it comes where the search allows."""
         for prompt in prompts:
             if self.cfg.num_beams == 1 and self.cfg.num_return_sequences == 1:
-                skip = 1 if self.model.is_encoder_decoder else self.encode([prompt])[0].shape[1]
+                skip = 1 if self.model.is_encoder_decoder else len(self.encode([prompt])[0])
                 self.texts([prompt], _Terminal(self.tokenizer, skip))
             else:
                 print("\n".join(self.texts([prompt])[0]))
@@ -141,17 +129,7 @@ class _Writer:
             self.streamed = True
             self.show(iter(prompts))
             return [[]]
-        mine: list[tuple[int, list[str]]] = []
-        for start in range(0, len(prompts), size * ranks):
-            numbers = list(range(start, min(start + size * ranks, len(prompts))))[engine.data_rank() :: ranks]
-            texts = self.texts([prompts[i] for i in numbers] or prompts[:1])
-            mine += zip(numbers, texts, strict=False)
-        everyone: list[Any] = [mine]
-        if engine.world_size() > 1:
-            everyone = [None] * engine.world_size()
-            dist.all_gather_object(everyone, mine)
-        found = {number: texts for part in everyone for number, texts in part}
-        return [found[i] for i in range(len(prompts))]
+        return share_out(len(prompts), size, lambda numbers: self.texts([prompts[i] for i in numbers]))
 
 
 def _typed(cfg: GenerateConfig) -> bool:

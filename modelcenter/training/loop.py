@@ -202,6 +202,8 @@ class Run:
         found = self.task.evaluate(self.model, self.eval_set, self.cfg.eval_batch_size)
         row = {"step": self.step, "epoch": self._epoch(), **{f"eval_{name}": value for name, value in found.items()}}
         self.record.log({**row, "eval_seconds": round(time.perf_counter() - began, 3)})
+        for sample in self.task.samples(self.model, self.tokenizer, self.eval_set):
+            self.record.sample({"step": self.step, **sample})
         return row
 
     def _judge(self, row: dict[str, Any]) -> bool:

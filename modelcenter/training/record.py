@@ -21,6 +21,7 @@ _FILES = (
     "config.yaml",
     "metrics.jsonl",
     "skipped.jsonl",
+    "samples.jsonl",
     "summary.json",
     "curves.png",
     "model",
@@ -88,6 +89,7 @@ class Record:
         if self.path is not None:
             self.rows = cut(self.path / "metrics.jsonl", step)
             cut(self.path / "skipped.jsonl", step)
+            cut(self.path / "samples.jsonl", step)
             self._file = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
             self._trackers = Trackers(self.path, cfg)
 
@@ -102,11 +104,20 @@ class Record:
         if self.show is not None:
             self.show.row(row)
 
+    def sample(self, row: dict[str, Any]) -> None:
+        """Write down and show what the model made of a row."""
+        self._add("samples.jsonl", row)
+        self.say("\n".join(f"  {name:<10} {str(value)!r:.500}" for name, value in row.items() if name != "step"))
+
+    def _add(self, name: str, row: dict[str, Any]) -> None:
+        if self.path is not None:
+            with (self.path / name).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
     def skipped(self, row: dict[str, Any]) -> None:
         """Write down a step that changed nothing, as its gradient was not finite."""
         if self.path is not None:
-            with (self.path / "skipped.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._add("skipped.jsonl", row)
             self.say(f"step {row['step']}: the gradient was not finite, skipped; its rows are in skipped.jsonl")
 
     def say(self, text: str) -> None:

@@ -174,6 +174,9 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
             f"{vocab_size}: they do not belong together"
         )
     cfg.max_length = max_length(model, tokenizer, cfg.max_length)
+    if cfg.label_smoothing and task.loss_fn is None:
+        smooth_labels(model, cfg.label_smoothing)
+    task.attach(model)
     return model
 
 
@@ -184,6 +187,22 @@ def make_adapters(cfg: TrainConfig) -> list[Any]:
         more = {"use_dora": cfg.use_dora, "use_rslora": cfg.use_rslora, "quantize": cfg.quantize}
         adapters.append(Lora(cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets, **more))
     return adapters
+
+
+def smooth_labels(model: Model, share: float) -> None:
+    """Let the loss in training take this share of each label's weight and spread it over all classes.
+
+    Raises:
+        ValueError: a head without classes.
+    """
+    head: Any = getattr(model, "head", None)
+    if head is None and model.pipeline is not None:
+        return  # another stage has it
+    kind = getattr(model.config, "problem_type", None) if model.task == "sequence-classification" else None
+    if not hasattr(head, "label_smoothing") or kind not in (None, "single_label_classification"):
+        what = f"{model.task}, {kind}" if kind else model.task
+        raise ValueError(f"label_smoothing: for one label among classes, not for {what}; leave it out")
+    head.label_smoothing = share
 
 
 def max_length(model: Model, tokenizer: Any, wanted: int | None) -> int:

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from toydata import command, flags, write_folder
 
 from modelcenter._paths import scripts_dir
-from modelcenter.training.config import ClassificationConfig
+from modelcenter.training.tasks import TASKS
 
 SCRIPT = scripts_dir() / "finetune_classification.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -69,7 +70,8 @@ def test_script_is_readable_in_one_sitting():
 
 @pytest.mark.parametrize("path", sorted((scripts_dir() / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_recipes_are_flags(path):
-    cfg = ClassificationConfig.from_yaml(path)
+    task = (yaml.safe_load(path.read_text()) or {}).get("task", "classification")
+    cfg = TASKS[task].flags().from_yaml(path)
     assert cfg.model and cfg.train_data and cfg.output_dir is None  # the folder is the user's choice
     assert path.read_text().startswith("# ") and f"--config scripts/recipes/{path.name}" in path.read_text()
 

@@ -123,6 +123,6 @@ def test_a_model_without_a_trained_head_is_refused(folder, tmp_path):
     model = modelcenter.from_config("tiny/bert", "masked-lm")
     model.save_pretrained(tmp_path / "mlm")
     with pytest.raises(
-        ValueError, match="a model for masked-lm, expected one that was trained for sequence-classification"
+        ValueError, match="a model for masked-lm, expected one that was trained for .*sequence-classification"
     ):
         cli(["predict", str(tmp_path / "mlm"), str(folder / "data"), "--tokenizer", str(folder / "tokenizer")])

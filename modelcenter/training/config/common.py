@@ -20,7 +20,8 @@ OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "muon")
 FREE = frozenset(
     "train_data eval_data eval_split output_dir overwrite_output_dir log_every eval_every save_every save_minutes keep "
     "resume max_time dry_run trackers push_to_hub batch_size gradient_accumulation_steps eval_batch_size zero "
-    "dp_replicate tp cp pp pp_schedule recompute compile offload best_metric early_stopping prefetch".split()
+    "dp_replicate tp cp pp pp_schedule recompute compile offload best_metric early_stopping prefetch "
+    "eval_samples eval_max_new_tokens token_accuracy".split()
 )
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
@@ -108,6 +109,8 @@ class TrainConfig(Flags):
         "warmup_steps", "warmup_ratio", "warmup_iters", "num_warmup_steps")
     weight_decay: float = _optimisation(0.01, "decoupled weight decay, of matrices only: not of biases and norms")
     max_grad_norm: float = _optimisation(1.0, "clip the global gradient norm to this; 0: do not clip", "clip_grad")
+    label_smoothing: float = _optimisation(0.0, "share of a label's weight that training spreads over all classes",
+        "label_smoothing_factor")
     optimizer: str = _optimisation("adamw", "optimizer; muon: for matrices, adamw for the rest", "optim",
         choices=OPTIMIZERS, means={"adamw_torch": "adamw", "adamw_torch_fused": "adamw",
         "adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit"})
@@ -163,7 +166,7 @@ class TrainConfig(Flags):
         for name in ("lr", "weight_decay", "max_grad_norm", "warmup", "adam_epsilon", "seed", "prefetch"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected 0 or more")
-        for name in ("adam_beta1", "adam_beta2"):
+        for name in ("adam_beta1", "adam_beta2", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected 0 or more and less than 1")
         for name in ("eval_every", "save_every"):

@@ -1,7 +1,8 @@
 """Flags of the verbs that use a trained model. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 from modelcenter.registry import nearest
 from modelcenter.training.config.common import PRECISIONS
@@ -13,7 +14,31 @@ _batches, _engine, _search = partial(flag, "batches"), partial(flag, "engine"), 
 
 # fmt: off
 @dataclass(kw_only=True)
-class PredictConfig(Flags):
+class SearchFlags(Flags):
+    """How texts are generated; see modelcenter.generation.generate."""
+
+    max_new_tokens: int = _search(128, "tokens to add at most")
+    num_beams: int = _search(1, "sequences that beam search keeps; 1: none", "beam_size")
+    do_sample: bool = _search(False, "draw tokens instead of taking the best")
+    temperature: float = _search(1.0, "divides the scores before a draw")
+    top_k: int = _search(0, "draw among so many best tokens; 0: all")
+    top_p: float = _search(1.0, "draw among the fewest tokens whose probabilities reach this")
+    repetition_penalty: float = _search(1.0, "divides the score of tokens that came already")
+    length_penalty: float = _search(1.0, "of beams: above 0 favours long texts")
+    no_repeat_ngram_size: int = _search(0, "n: no n tokens twice; 0: any")
+    num_return_sequences: int = _search(1, "texts for each prompt")
+    stop_strings: list[str] | None = _search(None, "texts that end an answer", "stop")
+    seed: int = _search(0, "of the draws")
+    # fmt: on
+
+    def search(self) -> dict[str, Any]:
+        """These flags, as arguments of model.generate."""
+        return {field.name: getattr(self, field.name) for field in fields(SearchFlags)}
+
+
+# fmt: off
+@dataclass(kw_only=True)
+class PredictConfig(SearchFlags):
     """Flags of predict and evaluate."""
 
     run: str | None = _model(None, "folder of a run, checkpoint directory or Hub name", positional=True)
@@ -27,6 +52,11 @@ class PredictConfig(Flags):
     text_column: str | None = _data(None, "column of the text; none: the run's, or found")
     text_pair_column: str | None = _data(None, "column of a second text; none: the run's, or found")
     label_column: str | None = _data(None, "column of the label; none: the run's, or found")
+    messages_column: str | None = _data(None, "column of the messages of a chat; none: the run's, or found")
+    prompt_column: str | None = _data(None, "column of what is asked; none: the run's, or found", "instruction_column")
+    response_column: str | None = _data(None, "column of the answer; none: the run's, or found", "completion_column")
+    template: str = _data("auto", "how a prompt is written: chat, plain, none or a Jinja file. auto: as the run's",
+        "chat_template")
     max_length: int | None = _data(None, "tokens per row; none: the run's, or what the model takes", "max_seq_length")
     batch_size: int = _batches(64, "rows per rank and batch", "eval_batch_size", "per_device_eval_batch_size")
     precision: str = _engine("auto", "arithmetic. auto: bf16 on a GPU that has it, else fp32", choices=PRECISIONS)
@@ -55,7 +85,7 @@ class PredictConfig(Flags):
 
 # fmt: off
 @dataclass(kw_only=True)
-class GenerateConfig(Flags):
+class GenerateConfig(SearchFlags):
     """Flags of generate."""
 
     run: str | None = _model(None, "folder of a run, checkpoint directory or Hub name", positional=True)
@@ -67,17 +97,6 @@ class GenerateConfig(Flags):
     chat: bool = _data(False, "prompts are what a user says: the tokenizer's chat template goes around them")
     output: str | None = _output(None, "file to write, a JSON line for each text; none: the terminal", "output_file")
     max_new_tokens: int = _search(128, "tokens to add at most", "max_length")
-    num_beams: int = _search(1, "sequences that beam search keeps; 1: none", "beam_size")
-    do_sample: bool = _search(False, "draw tokens instead of taking the best")
-    temperature: float = _search(1.0, "divides the scores before a draw")
-    top_k: int = _search(0, "draw among so many best tokens; 0: all")
-    top_p: float = _search(1.0, "draw among the fewest tokens whose probabilities reach this")
-    repetition_penalty: float = _search(1.0, "divides the score of tokens that came already")
-    length_penalty: float = _search(1.0, "of beams: above 0 favours long texts")
-    no_repeat_ngram_size: int = _search(0, "n: no n tokens twice; 0: any")
-    num_return_sequences: int = _search(1, "texts for each prompt")
-    stop_strings: list[str] | None = _search(None, "texts that end an answer", "stop")
-    seed: int = _search(0, "of the draws")
     batch_size: int = _batches(8, "prompts per rank at a time", "per_device_eval_batch_size")
     precision: str = _engine("auto", "arithmetic. auto: bf16 on a GPU that has it, else fp32", choices=PRECISIONS)
     zero: int = _engine(3, "3 shards the weights over the ranks, 0 does not", "zero_level", choices=(0, 1, 2, 3))

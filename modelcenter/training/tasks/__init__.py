@@ -37,6 +37,8 @@ TASKS: dict[str, TaskInfo] = {
         "classification:Classification",
         ("sequence-classification",),
     ),
+    "lm": TaskInfo("finetune", "finetune_lm", "LMConfig", "lm:LanguageModelling", ("causal-lm",)),
+    "dpo": TaskInfo("finetune", "finetune_dpo", "DPOConfig", "dpo:DPO", ("causal-lm",)),
 }
 
 

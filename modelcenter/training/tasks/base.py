@@ -6,6 +6,7 @@ and has read its data by then, so that wrong data is an error before anything el
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -14,13 +15,50 @@ from torch import Tensor
 
 import engine
 from modelcenter.data import sources
+from modelcenter.data.collate import pack
 from modelcenter.data.examples import Examples
 from modelcenter.data.readers import Table
 from modelcenter.data.sampling import evaluation_batches
+from modelcenter.data.tokenize import Tokens
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.evaluation import evaluate
 from modelcenter.training.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Examples that are rows of tokens. A subclass adds what is asked of them to `batch` and `show`."""
+
+    table: Table
+    tokens: Tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def name(self) -> str:
+        return self.table.name
+
+    @property
+    def truncated(self) -> int:
+        return self.tokens.truncated
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.tokens.lengths
+
+    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
+        return pack(self.tokens, rows)
+
+    def where(self, row: int) -> str:
+        return self.table.where(row)
+
+    def fingerprint(self) -> Any:
+        return self.table.fingerprint()
+
+    def show(self, row: int, tokenizer: Any) -> str:
+        return shortened(tokenizer.decode(self.tokens.row(row)))
 
 
 class Batches:
@@ -60,6 +98,10 @@ class Task(ABC):
         """Last look at the model before it trains, such as a pass over the data with the untrained one."""
         return
 
+    def attach(self, model: Model) -> None:
+        """First look at the model, before rows are tokenised."""
+        return
+
     @abstractmethod
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[Examples, Examples | None]:
         """The rows to train on, and those to evaluate on if there are any."""
@@ -82,6 +124,10 @@ class Task(ABC):
         """The loss and the metrics over all rows. Collective."""
         batches = Batches(examples, own_batches(examples, batch_size))
         return evaluate(model, batches, self.metrics(model.device), self.feed)
+
+    def samples(self, model: Model, tokenizer: Any, examples: Examples) -> list[dict[str, Any]]:
+        """What the model makes of some rows, for people: lines of samples.jsonl. Collective."""
+        return []
 
     # -- use of a trained model --------------------------------------------------------------------------------------
 

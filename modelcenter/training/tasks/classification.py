@@ -18,45 +18,21 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import ClassificationConfig, TrainConfig
 from modelcenter.training.evaluation import logits_of
 from modelcenter.training.metrics import Metrics, MultiLabel, Regression, SingleLabel
-from modelcenter.training.tasks.base import Batches, Task, own_batches, read_splits, shortened, strings, usual_columns
+from modelcenter.training.tasks.base import Batches, Task, TokenRows, own_batches, read_splits, strings, usual_columns
 
 
 @dataclass(frozen=True)
-class LabelledRows:
+class LabelledRows(TokenRows):
     """Rows of text with their labels (targets None: none were read)."""
 
-    table: Table
-    tokens: Tokens
     labels: Labels
     targets: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def name(self) -> str:
-        return self.table.name
-
-    @property
-    def truncated(self) -> int:
-        return self.tokens.truncated
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.tokens.lengths
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
         return pack(self.tokens, rows, self.targets)
 
-    def where(self, row: int) -> str:
-        return self.table.where(row)
-
-    def fingerprint(self) -> Any:
-        return self.table.fingerprint()
-
     def show(self, row: int, tokenizer: Any) -> str:
-        text = shortened(tokenizer.decode(self.tokens.row(row)))
-        return f"[{label_text(self.labels, self.targets, row)}] {text}"
+        return f"[{label_text(self.labels, self.targets, row)}] {super().show(row, tokenizer)}"
 
 
 class Classification(Task):

@@ -1,0 +1,212 @@
+"""Rows as conversations: which columns hold what is asked and what is answered, and the turns they make.
+
+A row is a chat (a list of messages), an instruction with its answer, or plain text. A conversation is a list of
+{"role": "system" | "user" | "assistant" | "tool", "content": str}, as chat templates take it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from modelcenter.data.readers import TEXT_NAMES, Table
+
+Conversation = list[dict[str, Any]]
+
+MESSAGES_NAMES = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns")
+PAIRS = (
+    ("instruction", "output"), ("instruction", "response"), ("instruction", "completion"), ("prompt", "completion"),
+    ("prompt", "response"), ("prompt", "output"), ("prompt", "answer"), ("query", "response"), ("query", "answer"),
+    ("question", "answer"), ("question", "response"), ("problem", "solution"), ("input", "output"),
+    ("source", "target"), ("context", "response"), ("mr", "ref"),
+)  # fmt: skip
+INPUT_NAMES = ("input", "context")  # what an instruction is about
+SYSTEM_NAMES = ("system", "system_prompt")
+_ROLES = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user", "prompter": "user",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChatColumns:
+    """Names of the columns by role. One of messages, prompt and text is there; the others are as the data have them."""
+
+    messages: str | None = None
+    prompt: str | None = None
+    input: str | None = None
+    response: str | None = None
+    system: str | None = None
+    text: str | None = None
+
+    def shown(self) -> str:
+        """In words: "prompt 'mr', response 'ref'"."""
+        return ", ".join(f"{role} {name!r}" for role, name in vars(self).items() if name is not None)
+
+
+def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered: bool = True) -> ChatColumns:
+    """Check the columns given by role and find the others by their usual names.
+
+    Messages win over instructions with answers, and these over plain text; a column given decides.
+
+    Args:
+        answered: a response is needed beside a prompt; otherwise it stays None unless given.
+
+    Raises:
+        ValueError: a column that is not there, roles that do not go together, or nothing that can be used.
+    """
+    named = {role: name for role, name in given.items() if name is not None}
+    check_columns(table, named)
+    kinds = [kind for kind, roles in _KINDS.items() if roles & set(named)]
+    if len(kinds) > 1:
+        raise ValueError(
+            f"columns: {' and '.join(f'{role}_column' for role in named)} do not go together: give messages, or prompt "
+            "and response, or text"
+        )
+    lower = {name.lower(): name for name in reversed(table.columns)}
+    kind = kinds[0] if kinds else None
+    if kind == "messages" or kind is None:
+        messages = named.get("messages") or next(
+            (lower[n] for n in MESSAGES_NAMES if n in lower and _holds_messages(table.columns[lower[n]])), None
+        )
+        if messages is not None:
+            return ChatColumns(messages=messages, system=named.get("system"))
+    if kind == "pair" or kind is None:
+        found = _find_pair(table, named, lower, answered)
+        if found is not None:
+            return found
+    text = named.get("text") or next((lower[n] for n in TEXT_NAMES if n in lower), None)
+    if text is None and len(table.columns) == 1:
+        (text,) = table.columns
+    if text is not None:
+        return ChatColumns(text=text)
+    raise ValueError(
+        f"columns: {table.name} has the columns {', '.join(map(repr, table.columns))}, none of which is known as "
+        "messages, a prompt with its response, or text. Give messages_column, or prompt_column and response_column, or "
+        "text_column"
+    )
+
+
+_KINDS = {"messages": {"messages"}, "pair": {"prompt", "response", "input"}, "text": {"text"}}
+
+
+def check_columns(table: Table, named: Mapping[str, str]) -> None:
+    """Raise ValueError for the first column given by role that the table lacks, or one column of two roles."""
+    for role, name in named.items():
+        if name not in table.columns:
+            near = difflib.get_close_matches(name, table.columns, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            has = ", ".join(map(repr, table.columns))
+            raise ValueError(f"{role}_column: {table.name} has no column {name!r}, it has {has}{hint}")
+    twice = next((n for n in named.values() if list(named.values()).count(n) > 1), None)
+    if twice is not None:
+        raise ValueError(f"columns: {twice!r} has two roles ({', '.join(r for r, n in named.items() if n == twice)})")
+
+
+def _find_pair(table: Table, named: Mapping[str, str], lower: Mapping[str, str], answered: bool) -> ChatColumns | None:
+    prompt, response = named.get("prompt"), named.get("response")
+    taken = set(named.values())
+    free = {low: name for low, name in lower.items() if name not in taken}
+    if prompt is None and response is None:
+        found = next(((a, b) for a, b in PAIRS if a in free and (b in free or not answered)), None)
+        if found is None:
+            if "input" in named:
+                raise ValueError("prompt_column: which column is the prompt that input_column belongs to? Give it")
+            return None
+        prompt, response = free[found[0]], free.get(found[1])
+    elif prompt is None:
+        prompt = next((free[a] for a, _ in PAIRS if a in free), None)
+    elif response is None:
+        response = next((free[b] for _, b in PAIRS if b in free), None)
+    if prompt is None or (response is None and answered):
+        role, other = ("prompt", response) if prompt is None else ("response", prompt)
+        raise ValueError(
+            f"{role}_column: which column of {table.name} goes with {other!r}? It has "
+            f"{', '.join(map(repr, table.columns))}. Give {role}_column"
+        )
+    about, system = named.get("input"), named.get("system")
+    if about is None and prompt.lower() == "instruction":
+        about = next((free[n] for n in INPUT_NAMES if n in free and free[n] not in (prompt, response)), None)
+    if system is None:
+        system = next((free[n] for n in SYSTEM_NAMES if n in free and free[n] not in (prompt, response)), None)
+    return ChatColumns(prompt=prompt, input=about, response=response if answered else None, system=system)
+
+
+def _holds_messages(values: Sequence[Any]) -> bool:
+    first = next((v for v in values if v), None)
+    if isinstance(first, str):
+        return first.lstrip().startswith("[{")
+    return isinstance(first, (list, tuple)) and all(isinstance(m, dict) for m in first)
+
+
+def conversations(table: Table, columns: ChatColumns) -> list[Conversation]:
+    """The turns of every row that is not plain text.
+
+    Where there is no response column, a row ends with what is asked. A row whose response is empty ends so, too.
+
+    Raises:
+        ValueError: a row that is none, naming file and line.
+    """
+    rows = []
+    for row in range(len(table)):
+        if columns.messages is not None:
+            found = as_turns(table, columns.messages, row, "user")
+        else:
+            assert columns.prompt is not None
+            found = as_turns(table, columns.prompt, row, "user")
+            about = table.columns[columns.input][row] if columns.input is not None else None
+            if about is not None and str(about).strip():
+                found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n{about}"}
+            if columns.response is not None:
+                found = found + as_turns(table, columns.response, row, "assistant")
+        system = table.columns[columns.system][row] if columns.system is not None else None
+        if system is not None and str(system).strip() and found[0]["role"] != "system":
+            found = [{"role": "system", "content": str(system)}, *found]
+        rows.append(found)
+    return rows
+
+
+def as_turns(table: Table, column: str, row: int, role: str) -> Conversation:
+    """What a cell says: a text is one turn of `role` (none, where it is blank), a list is its messages.
+
+    Raises:
+        ValueError: neither of them, or a message without a known role or a text.
+    """
+    value = table.columns[column][row]
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            pass  # a text that begins so
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        text = str(value)
+        if role == "user" and not text.strip():
+            raise ValueError(f"{table.where(row)}: the row has an empty text in column {column!r}")
+        return [{"role": role, "content": text}] if text.strip() else []
+    if not isinstance(value, (list, tuple)):
+        found = "nothing" if value is None else f"{value!r:.60}"
+        raise ValueError(f"{table.where(row)}: the row has {found} in column {column!r}, expected a text or messages")
+    if not value:
+        raise ValueError(f"{table.where(row)}: the row has no message in column {column!r}")
+    return [_message(m, f"{table.where(row)}, message {i + 1} of column {column!r}") for i, m in enumerate(value)]
+
+
+def _message(message: Any, place: str) -> dict[str, Any]:
+    """{"role", "content"} and what else the message has, from today's names or ShareGPT's."""
+    if not isinstance(message, dict):
+        raise ValueError(f"{place}: got {message!r:.60}, expected an object with role and content")
+    said = {name: value for name, value in message.items() if value is not None}  # parquet fills fields up with None
+    role, content = said.pop("role", None) or said.pop("from", None), said.pop("content", None)
+    content = said.pop("value", None) if content is None else content
+    if str(role).lower() not in _ROLES:
+        raise ValueError(f"{place}: got the role {role!r}, expected one of {', '.join(_ROLES)}")
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) and not (content is None and "tool_calls" in said):
+        raise ValueError(f"{place}: got {content!r:.60} as content, expected a text")
+    return {"role": _ROLES[str(role).lower()], "content": content or "", **said}

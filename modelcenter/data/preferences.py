@@ -1,0 +1,84 @@
+"""Rows of preferences: what is asked, the answer that was chosen and the one that was rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelcenter.data.conversations import Conversation, as_turns, check_columns
+from modelcenter.data.readers import Table
+
+_NAMES = {
+    "prompt": ("prompt", "question", "instruction", "query", "input"),
+    "chosen": ("chosen", "preferred", "accepted"),
+    "rejected": ("rejected", "dispreferred"),
+    "system": ("system", "system_prompt"),
+}
+
+
+def find_preference_columns(table: Table, given: Mapping[str, str | None]) -> dict[str, str | None]:
+    """{role: column} for prompt, chosen, rejected and system: those given, else those with the usual names.
+
+    Without a prompt column the chosen and the rejected messages begin with what is asked.
+
+    Raises:
+        ValueError: a column that is not there, or none for chosen or rejected.
+    """
+    named = {role: name for role, name in given.items() if name is not None}
+    check_columns(table, named)
+    lower = {name.lower(): name for name in reversed(table.columns) if name not in named.values()}
+    found = {
+        role: named.get(role) or next((lower[n] for n in names if n in lower), None) for role, names in _NAMES.items()
+    }
+    for role in ("chosen", "rejected"):
+        if found[role] is None:
+            raise ValueError(
+                f"{role}_column: which column of {table.name} has the {role} answers? It has "
+                f"{', '.join(map(repr, table.columns))}. Give {role}_column"
+            )
+    return found
+
+
+def preferences(table: Table, columns: Mapping[str, str | None]) -> list[Conversation]:
+    """Two conversations for each row, with the chosen and with the rejected answer; only these are to be trained on
+    (the other turns of the assistant have "weight": 0).
+
+    Raises:
+        ValueError: a row without a prompt or with an answer that is no text and no messages, naming file and line.
+    """
+    rows: list[Conversation] = []
+    for row in range(len(table)):
+        asked, answers = _parts(table, columns, row)
+        if not asked:
+            raise ValueError(
+                f"{table.where(row)}: the row has no prompt: give prompt_column, or chosen and rejected messages that "
+                "begin with the same question"
+            )
+        asked = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in asked]
+        rows += [asked + answer for answer in answers]
+    return rows
+
+
+def questions(table: Table, columns: Mapping[str, str | None]) -> list[Conversation]:
+    """What each row asks."""
+    return [_parts(table, columns, row)[0] for row in range(len(table))]
+
+
+def _parts(table: Table, columns: Mapping[str, str | None], row: int) -> tuple[Conversation, list[Conversation]]:
+    prompt, system = columns["prompt"], columns.get("system")
+    asked: list[dict[str, Any]] = [] if prompt is None else as_turns(table, prompt, row, "user")
+    answers = [as_turns(table, columns[role] or "", row, "assistant") for role in ("chosen", "rejected")]
+    # Messages often repeat the question before the answer.
+    same = 0
+    for one, other in zip(*answers, strict=False):
+        if one != other or same + 1 == min(map(len, answers)):
+            break
+        same += 1
+    shared = answers[0][:same]
+    if shared and (not asked or shared[-len(asked) :] == asked):
+        asked = shared
+        answers = [answer[same:] for answer in answers]
+    about = table.columns[system][row] if system is not None else None
+    if about is not None and str(about).strip() and asked and asked[0]["role"] != "system":
+        asked = [{"role": "system", "content": str(about)}, *asked]
+    return asked, answers

@@ -1,0 +1,52 @@
+"""Flags of fine-tuning language models. Imports no torch."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from modelcenter.training.config.common import TrainConfig
+from modelcenter.training.flags import flag
+
+TOO_LONG = ("cut", "drop", "error")
+TRAIN_ON = ("all", "last")
+_data, _output = partial(flag, "data"), partial(flag, "output")
+
+
+# fmt: off
+@dataclass(kw_only=True)
+class LMConfig(TrainConfig):
+    """Flags of fine-tuning on instructions, chats or plain text."""
+
+    task: ClassVar[str] = "lm"
+    roles: ClassVar[tuple[str, ...]] = ("messages", "prompt", "input", "response", "system", "text")
+
+    messages_column: str | None = _data(None, "column of the messages of a chat; none: found")
+    prompt_column: str | None = _data(None, "column of what is asked; none: found by its usual names",
+        "instruction_column")
+    input_column: str | None = _data(None, "column of what an instruction is about, put after it; none: found beside "
+        "'instruction'")
+    response_column: str | None = _data(None, "column of the answer; none: found by its usual names",
+        "completion_column")
+    system_column: str | None = _data(None, "column of a system prompt; none: found by its usual names")
+    text_column: str | None = _data(None, "column of plain text, all of which is trained on; none: found where there "
+        "are no chats or instructions", "dataset_text_field", "text_column_name")
+    template: str = _data("auto", "chat: the tokenizer's own template; plain: a line for each turn; none: nothing "
+        "between prompt and answer; or a Jinja file. auto: chat where there is one, else plain", "chat_template")
+    train_on: str = _data("all", "answers of a chat that are trained on, all or the last of each row", choices=TRAIN_ON)
+    too_long: str = _data("cut", "rows longer than max_length: cut from the right (left out, where nothing of the "
+        "answer is left), drop or error", choices=TOO_LONG)
+    token_accuracy: bool = _output(False, "evaluations also tell how often the most probable token was right; needs "
+        "memory for all logits of a batch")
+    eval_samples: int = _output(0, "answers to the first rows of the evaluation data that each evaluation writes and "
+        "shows; all are in samples.jsonl")
+    eval_max_new_tokens: int = _output(128, "tokens of such an answer at most", "generation_max_length")
+    # fmt: on
+
+    def check(self) -> None:
+        super().check()
+        if self.eval_samples < 0:
+            raise ValueError(f"eval_samples: got {self.eval_samples}, expected 0 or more")
+        if self.eval_max_new_tokens <= 0:
+            raise ValueError(f"eval_max_new_tokens: got {self.eval_max_new_tokens}, expected a number above 0")
+        if self.eval_samples and (self.cp > 1 or self.pp > 1):
+            raise ValueError("eval_samples: a model that is split by --cp or --pp generates nothing; leave it out")

@@ -1,0 +1,218 @@
+"""Preference training: DPO (Rafailov et al. 2023), with label smoothing (Mitchell 2023), and IPO (Azar et al. 2023).
+
+A pair is two sequences of a batch, the chosen answer before the rejected one, each after its prompt. The reference
+model's log-probabilities are worked out once, before the first step, and are part of the batches.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import modelcenter
+from engine.parallel.shard import policy_of
+from modelcenter.data.conversations import find_chat_columns
+from modelcenter.data.preferences import find_preference_columns, preferences, questions
+from modelcenter.data.readers import Table
+from modelcenter.data.templates import IGNORED, LabelledTokens, Template, label_conversations
+from modelcenter.models.base import Model
+from modelcenter.training.config import DPOConfig, TrainConfig
+from modelcenter.training.evaluation import evaluate, log_probs_of
+from modelcenter.training.metrics import Metrics, Preference
+from modelcenter.training.tasks.base import Batches, TokenRows, own_batches, read_splits, usual_columns
+from modelcenter.training.tasks.lm import (
+    AnswerRows,
+    LanguageModelling,
+    add_stops,
+    kept,
+    prompts_of,
+    rows_of,
+    say_left_out,
+)
+
+
+@dataclass(frozen=True)
+class PairRows(TokenRows):
+    """Rows of pairs, over the tokens of `answers`. pairs: int64 (n, 2), numbers of the chosen and of the rejected
+    sequence; reference: fp32 (n, 2), their log-probabilities by the reference model, NaN until these are known."""
+
+    answers: AnswerRows
+    pairs: np.ndarray
+    reference: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.answers.lengths[self.pairs].sum(1)
+
+    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
+        numbers = self.pairs[rows].reshape(-1)
+        batch = self.answers.batch(numbers)
+        tokens = [int((self.answers.labels_of(n)[1:] != IGNORED).sum()) for n in numbers]
+        batch["answer_tokens"] = torch.tensor(tokens)
+        batch["row_ids"] = torch.from_numpy(numbers)  # for dropout: each answer has masks of its own
+        batch["reference"] = torch.from_numpy(self.reference[rows].reshape(-1))
+        return batch
+
+    def show(self, row: int, tokenizer: Any) -> str:
+        chosen, rejected = (self.answers.show(int(n), tokenizer) for n in self.pairs[row])
+        return f"chosen: {chosen}\n  rejected: {rejected}"
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """The loss of pairs, from the log-probabilities of their answers; its items are pairs."""
+
+    beta: float
+    smoothing: float = 0.0
+    kind: str = "sigmoid"
+
+    OWN: ClassVar[tuple[str, ...]] = ("reference", "answer_tokens")  # entries of a batch that the model does not take
+
+    def counts(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        return {"loss": (len(batch["cu_seqlens"]) - 1) // 2}
+
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in batch.items() if name not in self.OWN} | {"output_log_probs": True}
+
+    def rewards(self, out: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """(n,) each: beta times the log-probability beyond the reference's, of chosen and rejected answers; for IPO of
+        their tokens on average."""
+        if not out.log_probs.numel():
+            return out.log_probs, out.log_probs
+        ahead = out.log_probs - batch["reference"]
+        if self.kind == "ipo":
+            ahead = ahead / batch["answer_tokens"]
+        chosen, rejected = (self.beta * ahead).view(-1, 2).unbind(1)
+        return chosen, rejected
+
+    def __call__(self, out: Any, batch: Mapping[str, Any], totals: Mapping[str, int]) -> Tensor:
+        chosen, rejected = self.rewards(out, batch)
+        margin = chosen - rejected
+        if self.kind == "ipo":
+            each = (margin / self.beta - 1 / (2 * self.beta)) ** 2
+        else:
+            each = -(1 - self.smoothing) * F.logsigmoid(margin) - self.smoothing * F.logsigmoid(-margin)
+        return each.sum() / totals["loss"]
+
+
+class DPO(LanguageModelling):
+    """Preferences. Flags: DPOConfig."""
+
+    name: ClassVar[str] = "dpo"
+    cfg: Any
+    pair_columns: Mapping[str, str | None]
+
+    def __init__(self, cfg: DPOConfig):
+        """Read the data, find its columns and its pairs.
+
+        Raises:
+            ValueError: no such data or column, or a row that is no pair; see data.sources and data.preferences.
+        """
+        self.cfg, self.loss_fn = cfg, PreferenceLoss(cfg.beta, cfg.label_smoothing, cfg.loss_type)
+        self.train, self.eval = read_splits(cfg)
+        given = {role: getattr(cfg, f"{role}_column") for role in DPOConfig.roles}
+        self.pair_columns = find_preference_columns(self.train, given)
+        for role, name in self.pair_columns.items():
+            setattr(cfg, f"{role}_column", name)
+        self.train_rows = preferences(self.train, self.pair_columns)
+        self.eval_rows = None
+        if self.eval is not None:
+            self.eval_rows = preferences(self.eval, find_preference_columns(self.eval, self.pair_columns))
+
+    def attach(self, model: Model) -> None:
+        super().attach(model)
+        if "output_log_probs" not in inspect.signature(model.forward).parameters:
+            raise ValueError(f"model: {model.config.model_type} gives no log-probabilities of answers; use another")
+
+    def about_columns(self) -> str:
+        names = ", ".join(f"{role} {name!r}" for role, name in self.pair_columns.items() if name is not None)
+        return f"{names}, template {self.template.name}"
+
+    def _label(self, table: Table, rows: Any, max_length: int) -> PairRows:  # type: ignore[override]
+        options = {"too_long": self.cfg.too_long, "max_length": max_length}
+        found = label_conversations(self.template, rows, lambda i: table.where(i // 2), **options)
+        numbers = np.full(len(rows), -1, np.int64)
+        numbers[found.rows] = np.arange(len(found.rows))
+        pairs = numbers.reshape(-1, 2)
+        whole = np.flatnonzero((pairs >= 0).all(1))
+        if not len(whole):
+            raise ValueError(f"{table.name}: in no row both answers have a token within max_length {max_length}")
+        say_left_out(table, _of_pairs(found), max_length)
+        if self.model is not None:
+            add_stops(self.model, found.stops, anew=self.cfg.from_scratch)
+        answers = AnswerRows(table, found.tokens, found.labels, self.context)
+        unknown = np.full((len(whole), 2), np.nan, np.float32)
+        return PairRows(kept(table, whole), found.tokens, answers, pairs[whole], unknown)
+
+    def set_reference(self, model: Model, *examples: PairRows | None) -> None:
+        """Work out the reference's log-probabilities of all answers; model: as it is before the first step. Collective.
+
+        A run that goes on does it again, before it reads its checkpoint.
+        """
+        if self.cfg.reference is not None:
+            options = {"dtype": "float32", "policy": policy_of(model) or False}
+            model = modelcenter.from_pretrained(self.cfg.reference, self.head, **options)
+        for rows in examples:
+            if rows is not None:
+                size = self.cfg.eval_batch_size or max(self.cfg.batch_size, 8)  # auto is not settled yet
+                own = own_batches(rows, size)
+                places = [torch.from_numpy(part) for part in own]
+                found = log_probs_of(model, Batches(rows, own), places, len(rows), 2, self.loss_fn)
+                rows.reference[:] = found.numpy()
+
+    def metrics(self, device: torch.device | str = "cpu") -> Metrics:
+        return Preference()  # type: ignore[return-value]
+
+    def feed(self, metrics: Any, out: Any, batch: dict[str, Any]) -> None:
+        metrics.update(*self.loss_fn.rewards(out, batch))
+
+    def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
+        batches = Batches(examples, own_batches(examples, batch_size))
+        return evaluate(model, batches, self.metrics(), self.feed, self.loss_fn)
+
+    def samples(self, model: Model, tokenizer: Any, examples: Any) -> list[dict[str, Any]]:
+        return []
+
+    @classmethod
+    def to_use(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
+        assert isinstance(run, DPOConfig)  # a checkpoint by itself is a language model: see tasks.task_of_head
+        task = cls.__new__(cls)
+        task.cfg, task.loss_fn = run, PreferenceLoss(run.beta, run.label_smoothing, run.loss_type)
+        task.train, task.eval, task.answered = table, None, labelled
+        task.settle_template(cfg.template)
+        given = usual_columns(cfg, run, table, DPOConfig.roles, needed="prompt")
+        pairs = labelled or given["prompt"] is None and "chosen" in map(str.lower, table.columns)
+        if pairs:
+            task.pair_columns = find_preference_columns(table, given)
+            task.train_rows = (preferences if labelled else questions)(table, task.pair_columns)
+        else:
+            prompt = {"prompt": given["prompt"], "system": given["system"]}
+            task.train_rows = rows_of(table, find_chat_columns(table, prompt, answered=False))
+        return task
+
+    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> Any:
+        self.template = Template(tokenizer, self.cfg.template)
+        if not self.answered:
+            return TokenRows(self.train, prompts_of(self.template, self.train_rows, self.train, max_length))
+        self.attach(model)
+        self.model = None  # what ends its answers is settled
+        rows = self._label(self.train, self.train_rows, max_length)
+        self.cfg.reference = self.cfg.reference or self.cfg.model
+        if self.cfg.from_scratch:
+            raise ValueError("reference: the run started from random weights, which are not kept; nothing to compare")
+        self.set_reference(model, rows)
+        return rows
+
+
+def _of_pairs(found: LabelledTokens) -> LabelledTokens:
+    """The same with the rows of the data, not of their answers, as those left out."""
+    names = ("unanswered", "unfitting")
+    return LabelledTokens(**{**vars(found), **{name: np.unique(getattr(found, name) // 2) for name in names}})

@@ -1,0 +1,262 @@
+"""Fine-tuning of language models: instructions and chats, of which the answers are trained on, and plain text."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+
+import engine
+from modelcenter.data.collate import pack
+from modelcenter.data.conversations import ChatColumns, Conversation, conversations, find_chat_columns
+from modelcenter.data.readers import Table
+from modelcenter.data.templates import IGNORED, LAYOUTS, LabelledTokens, Template, label_conversations
+from modelcenter.data.tokenize import Tokens
+from modelcenter.models.base import Model
+from modelcenter.training.config import LMConfig, TrainConfig
+from modelcenter.training.evaluation import evaluate
+from modelcenter.training.metrics import LanguageModel, Metrics, perplexity
+from modelcenter.training.tasks.base import Batches, Task, TokenRows, own_batches, read_splits, strings, usual_columns
+from modelcenter.training.texts import complete, share_out
+
+log = logging.getLogger("modelcenter")
+
+
+@dataclass(frozen=True)
+class AnswerRows(TokenRows):
+    """Rows of tokens with the labels of those that are trained on. context: batches say which tokens come before the
+    first of them."""
+
+    labels: np.ndarray  # int32 (T,)
+    context: bool = False
+
+    def labels_of(self, row: int) -> np.ndarray:
+        return self.labels[self.tokens.offsets[row] : self.tokens.offsets[row + 1]]
+
+    def prompt_length(self, row: int) -> int:
+        """Tokens before the first that is trained on."""
+        return int(np.argmax(self.labels_of(row) != IGNORED))
+
+    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
+        batch: dict[str, Any] = pack(self.tokens, rows)
+        batch["labels"] = pack(replace(self.tokens, ids=self.labels), rows)["input_ids"]
+        if self.context:
+            before = [np.arange(self.tokens.lengths[row]) < self.prompt_length(row) for row in rows]
+            batch["context"] = torch.from_numpy(np.concatenate(before).astype(np.int64))[None]
+        return batch
+
+    def show(self, row: int, tokenizer: Any) -> str:
+        return marked_text(self.tokens.row(row), self.labels_of(row) != IGNORED, tokenizer)
+
+
+class _WithoutLogits(Batches):
+    """Batches whose loss alone is asked for."""
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return super().__getitem__(i) | {"output_logits": False}
+
+
+class LanguageModelling(Task):
+    """Instructions, chats and plain text. Flags: LMConfig."""
+
+    name: ClassVar[str] = "lm"
+    head: ClassVar[str] = "causal-lm"
+    columns: ChatColumns
+    context = False
+    answered = True
+    cfg: Any
+    model: Model | None = None
+
+    def __init__(self, cfg: LMConfig):
+        """Read the data, find its columns and its turns.
+
+        Raises:
+            ValueError: no such data or column, or a row without a prompt; see data.sources and data.conversations.
+        """
+        self.cfg = cfg
+        self.train, self.eval = read_splits(cfg)
+        given = {role: getattr(cfg, f"{role}_column") for role in LMConfig.roles}
+        self.columns = find_chat_columns(self.train, given)
+        # The columns that were found count as given from here on: in config.yaml, and for the evaluation data.
+        for role, name in vars(self.columns).items():
+            setattr(cfg, f"{role}_column", name)
+        self.train_rows, self.eval_rows = rows_of(self.train, self.columns), None
+        if self.eval is not None:
+            find_chat_columns(self.eval, vars(self.columns))
+            self.eval_rows = rows_of(self.eval, self.columns)
+
+    def attach(self, model: Model) -> None:
+        # CPM-Ant takes all tokens for context, which sees what comes after it, unless a batch says what is none.
+        self.model, self.context = model, getattr(model, "usual", {}).get("context") == 1
+
+    def tokenize(self, tokenizer: Any, max_length: int) -> tuple[AnswerRows, AnswerRows | None]:
+        self.template = Template(tokenizer, self.cfg.template)
+        self.cfg.template = self.template.name
+        train = self._label(self.train, self.train_rows, max_length)
+        held = self._label(self.eval, self.eval_rows, max_length) if self.eval is not None else None
+        return train, held
+
+    def _label(self, table: Table, rows: Any, max_length: int) -> AnswerRows:
+        options = {"too_long": self.cfg.too_long, "train_on": self.cfg.train_on}
+        found = label_conversations(self.template, rows, table.where, max_length=max_length, **options)
+        say_left_out(table, found, max_length)
+        if self.model is not None:
+            add_stops(self.model, found.stops, anew=self.cfg.from_scratch)
+        return AnswerRows(kept(table, found.rows), found.tokens, found.labels, self.context)
+
+    def about_columns(self) -> str:
+        layout = f", template {self.template.name}" if self.columns.text is None and hasattr(self, "template") else ""
+        return self.columns.shown() + layout
+
+    def metrics(self, device: torch.device | str = "cpu") -> Metrics:
+        return LanguageModel()
+
+    def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
+        rows = own_batches(examples, batch_size)
+        if self.cfg.token_accuracy:
+            return evaluate(model, Batches(examples, rows), LanguageModel(), _feed_logits)
+        found = evaluate(model, _WithoutLogits(examples, rows))
+        assert found["loss"] is not None
+        return {**found, "perplexity": perplexity(found["loss"])}
+
+    def samples(self, model: Model, tokenizer: Any, examples: Any) -> list[dict[str, Any]]:
+        """Answers to the first rows of the evaluation data; of a plain text, how its first half goes on."""
+        count, most = min(self.cfg.eval_samples, len(examples)), self.cfg.eval_max_new_tokens
+        prompts, truths = [], []
+        for row in range(count):
+            ids, at = examples.tokens.row(row), examples.prompt_length(row)
+            at = at if self.columns.text is None else max(1, len(ids) // 2)
+            label = examples.labels_of(row)
+            end = next((i for i in range(at, len(ids)) if label[i] == IGNORED), len(ids))
+            prompts.append(ids[:at])
+            truths.append(tokenizer.decode(ids[at:end], skip_special_tokens=True))
+        room = (model.config.max_tokens or sys.maxsize) - max(map(len, prompts), default=0)
+        if not count or room < 1:
+            return []
+        new = min(most, room)
+        size = self.cfg.eval_batch_size or count
+        said = share_out(
+            count, size, lambda rows: complete(model, tokenizer, [prompts[i] for i in rows], max_new_tokens=new)
+        )
+        return [
+            {"where": examples.where(i), "prompt": tokenizer.decode(p), "completion": s[0], "reference": truth}
+            for i, (p, s, truth) in enumerate(zip(prompts, said, truths, strict=True))
+        ]
+
+    @classmethod
+    def to_use(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
+        task = cls.__new__(cls)
+        task.cfg = run if isinstance(run, LMConfig) else LMConfig()
+        task.settle_template(cfg.template)
+        main = next((role for role in ("messages", "prompt", "text") if getattr(run, f"{role}_column", None)), "prompt")
+        given = usual_columns(cfg, run, table, LMConfig.roles, needed=main)
+        if not labelled:
+            given["response"] = None
+        task.train, task.eval, task.answered = table, None, labelled
+        task.columns = find_chat_columns(table, given, answered=labelled)
+        task.train_rows = rows_of(table, task.columns)
+        return task
+
+    def settle_template(self, wanted: str) -> None:
+        """Use the template that is wanted, else the run's."""
+        if wanted != "auto":
+            self.cfg.template = wanted
+        elif self.cfg.template not in ("auto", "chat", *LAYOUTS):
+            self.cfg.template = "chat"  # a file, which is the tokenizer's own template by now
+
+    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> Any:
+        self.attach(model)
+        self.template = Template(tokenizer, self.cfg.template)
+        if self.answered:
+            self.model = None  # what ends its answers is settled
+            return self._label(self.train, self.train_rows, max_length)
+        return TokenRows(self.train, prompts_of(self.template, self.train_rows, self.train, max_length))
+
+    def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
+        """prompt and completion of each row; with num_return_sequences above 1 completions."""
+        order = np.argsort(-examples.lengths, kind="stable")  # rows of similar length together
+
+        def work(numbers: list[int]) -> list[list[str]]:
+            rows = [examples.tokens.row(int(order[i])) for i in numbers]
+            return complete(model, tokenizer, rows, **cfg.search())
+
+        texts = share_out(len(order), cfg.batch_size, work)
+        if engine.rank() != 0:
+            return iter(())
+        placed = dict(zip(order.tolist(), texts, strict=True))
+        return (_said(tokenizer.decode(examples.tokens.row(row)), placed[row]) for row in range(len(examples)))
+
+
+def _said(prompt: str, texts: list[str]) -> dict[str, Any]:
+    return {"prompt": prompt, **({"completion": texts[0]} if len(texts) == 1 else {"completions": texts})}
+
+
+def _feed_logits(metrics: Any, out: Any, batch: dict[str, Any]) -> None:
+    metrics.update(out.logits, batch["labels"], batch["cu_seqlens"])
+
+
+def rows_of(table: Table, columns: ChatColumns) -> Sequence[Conversation] | list[str]:
+    """The conversations of a table, or its texts. Raises ValueError: a row that holds none."""
+    return conversations(table, columns) if columns.text is None else strings(table, columns.text)
+
+
+def kept(table: Table, rows: np.ndarray) -> Table:
+    """The table of some of its rows."""
+    return table if len(rows) == len(table) else table.take(rows)
+
+
+def prompts_of(template: Template, rows: Sequence[Any], table: Table, max_length: int) -> Tokens:
+    """Tokens of what each row asks. Raises ValueError: a row that asks nothing, or leaves no room for an answer."""
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            ids = template.text_prompt(row) if isinstance(row, str) else template.prompt(row)
+        except ValueError as error:
+            raise ValueError(f"{table.where(number)}: {error}") from error
+        if not 0 < len(ids) < max_length:
+            raise ValueError(
+                f"{table.where(number)}: the prompt has {len(ids)} tokens, expected 1 to {max_length - 1}, so that "
+                f"something can follow within max_length {max_length}"
+            )
+        found.append(ids)
+    offsets = np.concatenate(([0], np.cumsum([len(ids) for ids in found]))).astype(np.int64)
+    return Tokens(np.concatenate(found).astype(np.int32), offsets, None, 0)
+
+
+def say_left_out(table: Table, found: LabelledTokens, max_length: int) -> None:
+    """Tell, once, which rows cannot be trained on."""
+    reasons = ((found.unanswered, "have no answer"), (found.unfitting, f"have no answer within {max_length} tokens"))
+    for rows, why in reasons:
+        if len(rows) and engine.rank() == 0:
+            log.warning("%s: %d rows %s and are left out (first: %s)", table.name, len(rows), why, table.where(rows[0]))
+
+
+def add_stops(model: Model, stops: Sequence[int], anew: bool) -> None:
+    """Let generation end at the tokens that end the answers, beside those that the checkpoint names (anew: alone)."""
+    config: Any = model.config
+    named = model.generation_config.get("eos_token_id", getattr(config, "eos_token_id", None))
+    named = config.extra.get("eos_token_id") if named is None else named
+    old = [] if named is None or anew else [named] if isinstance(named, int) else list(named)
+    ends = [*old, *(token for token in stops if token not in old)]
+    if ends != old:
+        model.generation_config = {**model.generation_config, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+        if engine.rank() == 0 and old:
+            log.warning("generation_config: answers end with token %s, added to eos_token_id %s", ends[len(old) :], old)
+
+
+def marked_text(ids: np.ndarray, trained: np.ndarray, tokenizer: Any) -> str:
+    """The text of some tokens, those that are trained on in green on a terminal, else between marks; the middle of long
+    parts is left out."""
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    start, end = ("\x1b[32m", "\x1b[0m") if colour else ("⟦", "⟧")
+    bounds = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(ids)]
+    parts = []
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        text = tokenizer.decode(ids[a:b])
+        text = text if len(text) <= 240 else f"{text[:160]} ... {text[-70:]}"
+        parts.append(f"{start}{text}{end}" if trained[a] else text)
+    return "".join(parts).replace("\n", "\\n")

@@ -1,0 +1,48 @@
+"""Texts that a model writes for rows of prompts, on any number of ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import engine
+from modelcenter.models.base import Model
+
+
+def complete(
+    model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], *, streamer: Any = None, **search: Any
+) -> list[list[str]]:
+    """The num_return_sequences texts for each prompt, without the prompt. Collective on a sharded model.
+
+    Args:
+        prompts: tokens of each. search: arguments of model.generate.
+    """
+    rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(list(one)) for one in prompts], batch_first=True).long()
+    lengths = torch.tensor([len(one) for one in prompts])
+    mask = (torch.arange(rows.shape[1]) < lengths[:, None]).long()
+    rows, mask = rows.to(model.device), mask.to(model.device)
+    whole = model.generate(rows, mask, streamer=streamer, tokenizer=tokenizer, **search)
+    new = whole[:, 1:] if model.is_encoder_decoder else whole[:, rows.shape[1] :]
+    decoded = tokenizer.batch_decode(new, skip_special_tokens=True)
+    several = search.get("num_return_sequences", 1)
+    return [decoded[i : i + several] for i in range(0, len(decoded), several)]
+
+
+def share_out(count: int, batch_size: int, work: Callable[[list[int]], list[Any]]) -> list[Any]:
+    """What `work` makes of the numbers 0 to count - 1, a result for each, in order, on every rank. Collective.
+
+    Every rank takes as many turns of at most batch_size numbers, as ranks of a sharded model must: where none is left
+    for a rank, it does the number 0 again.
+    """
+    ranks = engine.data_size()
+    mine: list[tuple[int, Any]] = []
+    for start in range(0, count, batch_size * ranks):
+        numbers = list(range(start, min(start + batch_size * ranks, count)))[engine.data_rank() :: ranks]
+        mine += zip(numbers, work(numbers or [0]), strict=False)
+    everyone: list[Any] = [mine]
+    if engine.world_size() > 1:
+        everyone = [None] * engine.world_size()
+        dist.all_gather_object(everyone, mine)
+    found = {number: result for part in everyone for number, result in part}
+    return [found[i] for i in range(count)]

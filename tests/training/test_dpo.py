@@ -1,0 +1,253 @@
+"""Preference training: against DPO and IPO written out in float64 over transformers' models, and cut differently."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import toydata
+from chat_toys import CHATML, SIZES, STILL, make_pairs, make_tokenizer
+from toydata import command, write_jsonl
+
+import modelcenter
+from engine.testing import run as on_ranks
+from modelcenter.cli import run as cli
+from modelcenter.data.sampling import EpochBatches
+from modelcenter.training import loop
+from scripts.finetune_dpo import main
+
+TOKENIZER = {"template": CHATML, "end": "<|im_end|>"}
+
+
+def make_preferences(count, seed):
+    """Rejected answers are of another length, and wrong."""
+    found = []
+    for row in make_pairs(count, seed):
+        wrong = " ".join(row["ref"].split()[:3][::-1])
+        found.append({"prompt": row["mr"], "chosen": row["ref"], "rejected": wrong})
+    return found
+
+
+def make_model(path, seed, **more):
+    tokenizer = make_tokenizer(**TOKENIZER)
+    sizes = SIZES | STILL | {"vocab_size": len(tokenizer), "initializer_range": 0.3} | more
+    model = modelcenter.from_config("tiny/gpt2", "causal-lm", seed=seed, **sizes)
+    model.save_pretrained(path, tokenizer=tokenizer)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_jsonl(tmp_path / "data" / "train.jsonl", make_preferences(19, seed=1))
+    write_jsonl(tmp_path / "data" / "dev.jsonl", make_preferences(7, seed=2))
+    make_model(tmp_path / "start", 5)
+    make_model(tmp_path / "other", 6)
+    return tmp_path
+
+
+def flags(folder, **changes):
+    base = toydata.flags(folder, model=str(folder / "start"), batch_size=4, epochs=2, beta=0.3)
+    for name in ("from_scratch", "model_config", "tokenizer"):
+        del base[name]
+    return base | changes
+
+
+def rows_of(folder, name="run"):
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if "second" not in k} for line in lines]
+
+
+def losses(folder, name="run"):
+    return [row["loss"] for row in rows_of(folder, name) if "loss" in row]
+
+
+class Written:
+    """DPO as the papers write it, one answer at a time, in float64."""
+
+    def __init__(self, folder, reference="start"):
+        from transformers import AutoModelForCausalLM
+
+        self.policy, self.reference = (
+            AutoModelForCausalLM.from_pretrained(str(folder / name), dtype=torch.float64)
+            for name in ("start", reference)
+        )
+        self.tokenizer = make_tokenizer(**TOKENIZER)
+
+    def log_prob(self, model, prompt, text):
+        """(log-probability of the answer and its end token, tokens of it)."""
+        asked = [{"role": "user", "content": prompt}]
+        before = self.tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=True)["input_ids"]
+        answer = self.tokenizer(text + "<|im_end|>")["input_ids"]
+        logits = model(torch.tensor([before + answer])).logits[0, len(before) - 1 : -1]
+        return logits.log_softmax(-1)[range(len(answer)), answer].sum(), len(answer)
+
+    def margin(self, row, kind):
+        """(how far the chosen answer is ahead beyond the reference, rewards of both but for beta)."""
+        parts = []
+        for name in ("chosen", "rejected"):
+            own, tokens = self.log_prob(self.policy, row["prompt"], row[name])
+            with torch.no_grad():
+                ahead = own - self.log_prob(self.reference, row["prompt"], row[name])[0]
+            ahead = own - (own - ahead).detach()
+            parts.append(ahead / tokens if kind == "ipo" else ahead)
+        return parts[0] - parts[1], parts
+
+    def loss(self, row, beta, smoothing, kind):
+        h = self.margin(row, kind)[0]
+        if kind == "ipo":
+            return (h - 1 / (2 * beta)) ** 2
+        return -(1 - smoothing) * torch.log(torch.sigmoid(beta * h)) - smoothing * torch.log(torch.sigmoid(-beta * h))
+
+
+@pytest.mark.parametrize(
+    ("kind", "smoothing", "reference"), [("sigmoid", 0.0, "start"), ("sigmoid", 0.2, "other"), ("ipo", 0.0, "start")]
+)
+def test_same_losses_as_written_out(folder, kind, smoothing, reference):
+    still = {"weight_decay": 0.0, "warmup": 0, "lr_scheduler": "constant", "max_grad_norm": 0, "lr": 1e-3}
+    changes = {"loss_type": kind, "label_smoothing": smoothing, "gradient_accumulation_steps": 2, "batch_size": 2}
+    if reference != "start":
+        changes["reference"] = str(folder / reference)
+    main(command(flags(folder, **changes, **still)))
+    truth, data = Written(folder, reference), make_preferences(19, seed=1)
+    optimizer = torch.optim.AdamW(truth.policy.parameters(), lr=1e-3, weight_decay=0.0)
+    chats = [
+        [
+            [{"role": "user", "content": r["prompt"]}, {"role": "assistant", "content": r[k]}]
+            for k in ("chosen", "rejected")
+        ]
+        for r in data
+    ]
+    tokenizer = truth.tokenizer
+    lengths = [sum(len(tokenizer.apply_chat_template(c, tokenize=True)["input_ids"]) for c in pair) for pair in chats]
+    plan, expected, norms = EpochBatches(np.array(lengths), 4, 42), [], []
+    for epoch in range(2):
+        for rows in plan.epoch(epoch):
+            optimizer.zero_grad()
+            loss = torch.stack([truth.loss(data[i], 0.3, smoothing, kind) for i in rows]).mean()
+            loss.backward()
+            expected.append(loss.item())
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in truth.policy.parameters()]).item())
+            optimizer.step()
+    assert losses(folder) == pytest.approx(expected, rel=2e-4)
+    assert [row["grad_norm"] for row in rows_of(folder) if "loss" in row] == pytest.approx(norms, rel=2e-3)
+    if reference == "start":
+        assert losses(folder)[0] == pytest.approx(math.log(2) if kind == "sigmoid" else 1 / 0.36, rel=1e-4)
+    # Evaluation with the trained weights, against the reference.
+    from transformers import AutoModelForCausalLM
+
+    path = str(folder / "run" / "model")
+    truth.policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).requires_grad_(False)
+    dev = make_preferences(7, seed=2)
+    margins = [truth.margin(row, kind) for row in dev]
+    last = rows_of(folder)[-1]
+    own = [truth.loss(row, 0.3, smoothing, kind).item() for row in dev]
+    assert last["eval_loss"] == pytest.approx(np.mean(own), rel=1e-3)
+    assert last["eval_accuracy"] == pytest.approx(np.mean([h.item() > 0 for h, _ in margins]))
+    assert last["eval_margin"] == pytest.approx(0.3 * np.mean([h.item() for h, _ in margins]), rel=1e-3, abs=1e-4)
+    assert last["eval_chosen"] == pytest.approx(0.3 * np.mean([p[0].item() for _, p in margins]), rel=1e-3, abs=1e-4)
+
+
+def test_ranks_and_microbatches_change_nothing(folder):
+    main(command(flags(folder)))
+    main(command(flags(folder, output_dir=str(folder / "cut"), batch_size=1, gradient_accumulation_steps=4)))
+    on_ranks(lambda: main(command(flags(folder, output_dir=str(folder / "two"), batch_size=2))), 2, timeout=90)
+    for name in ("cut", "two"):
+        assert losses(folder, name) == pytest.approx(losses(folder), abs=1e-5)
+        last = rows_of(folder)[-1]
+        assert rows_of(folder, name)[-1] == pytest.approx(last, abs=1e-4)
+
+
+def test_dropout_does_not_depend_on_the_cut(folder):
+    dropped = {"model_config": {"dropout": 0.3}, "epochs": 1}
+    main(command(flags(folder, **dropped)))
+    cut = {"batch_size": 1, "gradient_accumulation_steps": 4, "output_dir": str(folder / "cut")}
+    main(command(flags(folder, **dropped, **cut)))
+    assert losses(folder, "cut") == pytest.approx(losses(folder), abs=1e-5)
+    assert losses(folder)[0] != pytest.approx(math.log(2), abs=1e-3)  # the reference has none
+
+
+def test_a_stopped_run_goes_on_with_the_reference_it_began_with(folder, monkeypatch):
+    main(command(flags(folder, output_dir=str(folder / "whole"), save_every=2)))
+    take = loop.Run.train_step
+
+    def broken(self, batch):
+        if batch.step == 7:
+            raise RuntimeError("power cut")
+        return take(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "train_step", broken)
+        with pytest.raises(RuntimeError, match="power cut"):
+            main(command(flags(folder, save_every=2)))
+    main(command(flags(folder, save_every=2)))
+    assert rows_of(folder) == rows_of(folder, "whole")
+
+
+def test_use(folder, tmp_path, capsys):
+    main(command(flags(folder, save_every="never")))
+    last = rows_of(folder)[-1]
+    capsys.readouterr()
+    cli(["evaluate", str(folder / "run"), str(folder / "data"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found.pop("rows") == 7
+    assert found == pytest.approx({k[5:]: v for k, v in last.items() if k.startswith("eval_")}, abs=1e-5)
+    for data in ({"prompt": "Aromi"}, make_preferences(1, 3)[0]):
+        path = write_jsonl(tmp_path / "new.jsonl", [data])
+        cli(["predict", str(folder / "run"), str(path), "--max_new_tokens", "3"])
+        said = json.loads(capsys.readouterr().out)
+        assert said["prompt"].endswith("<|im_start|>assistant\n") and data["prompt"] in said["prompt"]
+
+
+def test_pairs_without_both_answers_are_left_out(folder, caplog):
+    rows = make_preferences(6, seed=3)
+    rows[2]["rejected"] = ""
+    data = write_jsonl(folder / "some.jsonl", rows)
+    main(command(flags(folder, train_data=str(data), max_steps=1)))
+    assert "some.jsonl: 1 rows have no answer and are left out" in caplog.text and "line 3)" in caplog.text
+    assert json.loads((folder / "run" / "summary.json").read_text())["data"]["train"]["rows"] == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"beta": 0}, "beta: got 0.0, expected a number above 0"),
+        ({"label_smoothing": 0.5}, "label_smoothing: got 0.5, expected less than 0.5"),
+        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "label_smoothing: belongs to loss_type sigmoid, not to ipo"),
+        ({"loss_type": "hinge"}, "loss_type: got 'hinge', expected one of sigmoid, ipo"),
+        ({"chosen_column": "better"}, "chosen_column: .* has no column 'better'"),
+        ({"reference": "nowhere/at-all"}, "nowhere/at-all"),
+        ({"model": "tiny/cpmant", "from_scratch": True}, "--tokenizer is needed"),
+    ],
+)
+def test_mistakes(folder, changes, said):
+    with pytest.raises((ValueError, OSError), match=said):
+        main(command(flags(folder, **changes)))
+
+
+def test_models_without_log_probabilities(folder):
+    model = {"model": "tiny/cpmbee", "from_scratch": True, "tokenizer": str(folder / "start")}
+    with pytest.raises(ValueError, match="model: cpmbee gives no log-probabilities of answers"):
+        main(command(flags(folder, **model)))
+
+
+def test_dry_run(folder, capsys):
+    main(command(flags(folder, dry_run=True)))
+    shown = capsys.readouterr().out
+    assert (
+        "chosen: <|im_start|>user" in shown and "rejected: <|im_start|>user" in shown and "One step: loss 0.69" in shown
+    )
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("split", ["tp", "cp", "pp"])
+def test_models_over_ranks_change_nothing(folder, split):
+    main(command(flags(folder, max_steps=3)))
+    values = flags(folder, output_dir=str(folder / "two"), max_steps=3, **{split: 2})
+    if split == "pp":  # a layer for each stage
+        for name in ("start", "other"):
+            make_model(folder / name, 5, num_layers=2)
+        main(command(flags(folder, max_steps=3, overwrite_output_dir=True)))
+    on_ranks(lambda: main(command(values)), 2, timeout=90)
+    assert losses(folder, "two") == pytest.approx(losses(folder), abs=1e-5)
+    assert rows_of(folder, "two")[-1] == pytest.approx(rows_of(folder)[-1], abs=1e-4)

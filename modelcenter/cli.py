@@ -41,7 +41,9 @@ def _predict(argv: Sequence[str]) -> None:
     """RUN_OR_CKPT DATA [--output OUT.jsonl]: a JSON line for each row, in order"""
     from modelcenter.training.config import PredictConfig
 
-    cfg = PredictConfig.from_args(argv, "modelcenter predict", "Label rows with a trained model: a JSON line for each.")
+    cfg = PredictConfig.from_args(
+        argv, "modelcenter predict", "What a trained model makes of rows: a JSON line for each."
+    )
     from modelcenter.training.predict import run_predict
 
     run_predict(cfg)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from modelcenter.data.collate import pack_documents
 from modelcenter.data.token_files import TokenFile
@@ -105,10 +104,12 @@ class Blocks:
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
         """The packed batch of these rows for a causal language model: see `collate.pack_documents`."""
-        pieces = [self.row(int(row)) for row in rows]
-        # Dropout draws by these, the same for a piece whatever is in its batch.
-        ids = [(int(row) * _PIECES + i) % 2**31 for row, of in zip(rows, pieces, strict=True) for i in range(len(of))]
-        return {**pack_documents(pieces), "row_ids": torch.tensor(ids, dtype=torch.int64)}
+        return pack_documents([self.row(int(row)) for row in rows])
+
+    def row_ids(self, rows: np.ndarray) -> np.ndarray:
+        """Numbers of the pieces of these rows, by which dropout draws the same masks whatever is in their batch."""
+        counts = [len(self.pieces(int(row))) for row in rows]
+        return np.concatenate([int(row) * _PIECES + np.arange(n) for row, n in zip(rows, counts, strict=True)]) % 2**31
 
     def where(self, row: int) -> str:
         """The file and document of a row: "corpus:document 12"."""

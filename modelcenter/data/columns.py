@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +34,7 @@ def find_columns(
     labelled: a label column is needed; otherwise it stays None unless given.
     Raises ValueError if a given column is not there, or one that is needed cannot be told.
     """
-    for role, name in (("text_column", text), ("text_pair_column", text_pair), ("label_column", label)):
-        if name is not None and name not in table.columns:
-            near = difflib.get_close_matches(name, table.columns, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{role}: {table.name} has no column {name!r}, it has {_names(table)}{hint}")
+    check_there(table, {"text": text, "text_pair": text_pair, "label": label})
     given = [name for name in (text, text_pair, label) if name is not None]
     if len(set(given)) < len(given):
         raise ValueError(f"columns: one column has two roles (text {text!r}, text_pair {text_pair!r}, label {label!r})")
@@ -47,6 +44,15 @@ def find_columns(
         text, found_pair = _find_text(table, {text_pair, label})
         text_pair = text_pair or found_pair
     return Columns(text, text_pair, label)
+
+
+def check_there(table: Table, given: Mapping[str, str | None]) -> None:
+    """Raise ValueError for the first column given for a role that the table lacks."""
+    for role, name in given.items():
+        if name is not None and name not in table.columns:
+            near = difflib.get_close_matches(name, table.columns, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{role}_column: {table.name} has no column {name!r}, it has {_names(table)}{hint}")
 
 
 def _names(table: Table) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from modelcenter.data.collate import merge
 from modelcenter.data.examples import Examples
@@ -67,10 +66,18 @@ class Mixture:
         rows = np.asarray(rows)
         part = np.searchsorted(self._starts, rows, side="right") - 1
         present = np.unique(part).tolist() or [0]
-        batch = merge([self.parts[i].batch(rows[part == i] - self._starts[i], epoch) for i in present])
-        if "row_ids" not in batch and len(batch["cu_seqlens"]) == len(rows) + 1:
-            batch["row_ids"] = torch.from_numpy(np.concatenate([rows[part == i] for i in present]).astype(np.int64))
-        return batch
+        return merge([self.parts[i].batch(rows[part == i] - self._starts[i], epoch) for i in present])
+
+    def row_ids(self, rows: np.ndarray) -> np.ndarray:
+        """Numbers of the sequences of `batch`, in its order: see Examples."""
+        rows = np.asarray(rows)
+        part = np.searchsorted(self._starts, rows, side="right") - 1
+        found = []
+        for i in np.unique(part).tolist():
+            own, first = rows[part == i], int(self._starts[i])
+            numbered = getattr(self.parts[i], "row_ids", None)
+            found.append(own if numbered is None else (numbered(own - first) + 64 * first) % 2**31)
+        return np.concatenate(found).astype(np.int64)
 
     @property
     def name(self) -> str:

@@ -61,6 +61,32 @@ def tokenize(
     return Tokens(arrays["ids"], arrays["offsets"], arrays.get("type_ids"), int(arrays["truncated"][0]))
 
 
+def tokenize_ended(tokenizer: Any, texts: Sequence[str], *, max_length: int) -> Tokens:
+    """Tokens of texts that a model shall write, each with the token that ends it, which some tokenizers do not add.
+
+    Raises:
+        ValueError: max_length leaves no room for a text.
+    """
+    special = max(tokenizer.num_special_tokens_to_add(), 1)
+    if max_length <= special:
+        raise ValueError(f"max_target_length: got {max_length}, expected more than the {special} special tokens")
+    tokens, end = tokenize(tokenizer, texts, max_length=max_length), tokenizer.eos_token_id
+    if _ended(tokens, end).all():
+        return tokens
+    tokens = tokenize(tokenizer, texts, max_length=max_length - 1)
+    lacking = ~_ended(tokens, end)
+    offsets = np.concatenate(([0], np.cumsum(tokens.lengths + lacking)))
+    return Tokens(np.insert(tokens.ids, tokens.offsets[1:][lacking], end), offsets, None, tokens.truncated)
+
+
+def _ended(tokens: Tokens, end: int) -> np.ndarray:
+    """Which rows end with a token."""
+    found = np.zeros(len(tokens), dtype=bool)
+    some = tokens.lengths > 0
+    found[some] = tokens.ids[tokens.offsets[1:][some] - 1] == end
+    return found
+
+
 def _tokenize(
     tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
 ) -> dict[str, np.ndarray]:

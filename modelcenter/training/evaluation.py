@@ -103,7 +103,6 @@ def _outputs(
         for turn in range(int(rounds)):
             mine = turn < len(batches)
             batch = to_device(batches[turn] if mine else model.empty_batch(), model.device)
-            batch.pop("row_ids", None)  # for dropout
             given = inputs(batch)
             if pipeline is None:
                 out = model(**given, loss_counts=totals)

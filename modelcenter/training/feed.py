@@ -55,11 +55,12 @@ class Plan(Protocol):
     def deal(self, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]: ...
 
 
-def named(batch: dict[str, Any], rows: np.ndarray) -> dict[str, Any]:
-    """A batch with the numbers of its rows, by which dropout draws the same masks however the batch is cut. One whose
-    sequences are not its rows, in their order, has brought its own numbers, or goes without."""
-    if "row_ids" not in batch and len(batch["cu_seqlens"]) == len(rows) + 1:
-        batch["row_ids"] = torch.from_numpy(np.asarray(rows, np.int64))
+def numbered(examples: Any, batch: dict[str, Any], rows: np.ndarray) -> dict[str, Any]:
+    """A batch with numbers of its sequences, by which dropout draws the same masks however the rows are cut: those of
+    the rows, or what `examples.row_ids(rows)` says where a row is several sequences."""
+    ids = getattr(examples, "row_ids", np.asarray)(rows)
+    if len(batch["cu_seqlens"]) == len(ids) + 1:
+        batch["row_ids"] = torch.from_numpy(np.asarray(ids, np.int64))
     return batch
 
 
@@ -81,7 +82,7 @@ class RowFeed:
     def batch(self, step: int, rows: np.ndarray, epoch: int) -> GlobalBatch:
         """This rank's microbatches of some rows; the empty ones of a short batch are left out."""
         own = self.plan.deal(rows, engine.data_size(), self.microbatches)[engine.data_rank()]
-        made = [named(self.examples.batch(part, epoch), part) for part in own if len(part)]
+        made = [numbered(self.examples, self.examples.batch(part, epoch), part) for part in own if len(part)]
         return GlobalBatch(step, made, int(self.examples.lengths[rows].sum()), rows, {})
 
     def epochs_at(self, step: int) -> float:

@@ -162,7 +162,7 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
         model = engine.shard(model, policy=options["policy"])
     elif cfg.from_scratch:
         tokenizer.add_tokens(cfg.add_tokens or [])
-        sizes = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+        sizes = {"vocab_size": len(tokenizer), **task.special_tokens(tokenizer)}
         model = modelcenter.from_config(name, task.head, **{**sizes, **options})
     else:
         mismatched = {"ignore_mismatched_sizes": cfg.ignore_mismatched_sizes, "revision": cfg.revision}

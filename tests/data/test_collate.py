@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from modelcenter.data.collate import pack
+from modelcenter.data.collate import pack, pack_pairs
 from modelcenter.data.tokenize import Tokens
 
 TOKENS = Tokens(np.arange(10, 20, dtype=np.int32), np.array([0, 3, 3, 4, 10]), None, 0)
@@ -34,3 +34,12 @@ def test_float_targets_keep_their_shape():
 def test_no_rows():
     batch = pack(TOKENS, np.zeros(0, dtype=np.int64), np.zeros(4, dtype=np.int64))
     assert batch["input_ids"].shape == (1, 0) and batch["cu_seqlens"].tolist() == [0] and batch["max_seqlen"] == 0
+
+
+def test_both_sides_of_rows():
+    sources = Tokens(np.arange(30, 35, dtype=np.int32), np.array([0, 2, 4, 4, 5]), np.ones(5, np.uint8), 0)
+    batch = pack_pairs(sources, TOKENS, np.array([3, 0]))
+    assert batch["input_ids"].tolist() == [[34, 30, 31]] and batch["cu_seqlens"].tolist() == [0, 1, 3]
+    assert batch["labels"].tolist() == [[14, 15, 16, 17, 18, 19, 10, 11, 12]]
+    assert batch["decoder_cu_seqlens"].tolist() == [0, 6, 9]
+    assert (batch["max_seqlen"], batch["decoder_max_seqlen"]) == (2, 6) and len(batch) == 6

@@ -8,6 +8,15 @@ from modelcenter.training.config.classification import ClassificationConfig
 from modelcenter.training.config.common import TrainConfig
 from modelcenter.training.config.dpo import DPOConfig
 from modelcenter.training.config.lm import LMConfig
+from modelcenter.training.config.seq2seq import Seq2SeqConfig
 from modelcenter.training.config.use import GenerateConfig, PredictConfig
 
-__all__ = ["ClassificationConfig", "DPOConfig", "GenerateConfig", "LMConfig", "PredictConfig", "TrainConfig"]
+__all__ = [
+    "ClassificationConfig",
+    "DPOConfig",
+    "GenerateConfig",
+    "LMConfig",
+    "PredictConfig",
+    "Seq2SeqConfig",
+    "TrainConfig",
+]

@@ -18,6 +18,7 @@ SCHEDULERS = ("linear", "cosine", "constant", "wsd")
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "muon")
 # Flags that say how a run is cut, watched or kept, not what it computes: they may change when it goes on.
 FREE = frozenset(
+    "eval_generate eval_samples num_beams max_new_tokens length_penalty no_repeat_ngram_size metrics language "
     "train_data eval_data eval_split output_dir overwrite_output_dir log_every eval_every save_every save_minutes keep "
     "resume max_time dry_run trackers push_to_hub batch_size gradient_accumulation_steps eval_batch_size zero "
     "dp_replicate tp cp pp pp_schedule recompute compile offload best_metric early_stopping prefetch "

@@ -6,6 +6,7 @@ from typing import Any
 
 from modelcenter.registry import nearest
 from modelcenter.training.config.common import PRECISIONS
+from modelcenter.training.config.seq2seq import LANGUAGES, check_metrics
 from modelcenter.training.flags import Flags, flag
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
@@ -57,7 +58,21 @@ class PredictConfig(SearchFlags):
     response_column: str | None = _data(None, "column of the answer; none: the run's, or found", "completion_column")
     template: str = _data("auto", "how a prompt is written: chat, plain, none or a Jinja file. auto: as the run's",
         "chat_template")
-    max_length: int | None = _data(None, "tokens per row; none: the run's, or what the model takes", "max_seq_length")
+    max_length: int | None = _data(None, "tokens per row; none: the run's, or what the model takes", "max_seq_length",
+        "max_source_length")
+    source_column: str | None = _data(None, "column of what is read; none: the run's, or found")
+    target_column: str | None = _data(None, "column of what is to be written; none: the run's, or found",
+        "summary_column")
+    source_lang: str | None = _data(None, "language to translate from; none: the run's")
+    target_lang: str | None = _data(None, "language to translate to; none: the run's")
+    prefix: str | None = _data(None, "text put before each source; none: the run's", "source_prefix")
+    metrics: list[str] | None = _data(None, "how written texts are judged: rouge, bleu, chrf; none: as in the run")
+    language: str | None = _data(None, "zh: Chinese characters are words to these metrics; none: as in the run",
+        choices=LANGUAGES)
+    max_new_tokens: int | None = _search(None, "tokens to write at most; none: the run's, or 128")
+    num_beams: int | None = _search(None, "sequences that beam search keeps; none: the run's, or 1", "beam_size")
+    length_penalty: float | None = _search(None, "of beams: above 0 favours long texts; none: the run's, or 1")
+    no_repeat_ngram_size: int | None = _search(None, "n: no n tokens twice; none: the run's, or 0")
     batch_size: int = _batches(64, "rows per rank and batch", "eval_batch_size", "per_device_eval_batch_size")
     precision: str = _engine("auto", "arithmetic. auto: bf16 on a GPU that has it, else fp32", choices=PRECISIONS)
     zero: int = _engine(3, "3 shards the weights over the ranks, 0 does not", "zero_level", choices=(0, 1, 2, 3))
@@ -67,10 +82,19 @@ class PredictConfig(SearchFlags):
         for name in ("max_length", "batch_size"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected a number above 0")
+        if self.metrics is not None:
+            check_metrics(self.metrics)
         for role, column in self.columns.items():
             own = getattr(self, f"{role}_column", None)
             if own not in (None, column):
                 raise ValueError(f"columns: {role}={column} contradicts {role}_column {own!r}")
+
+    def search(self, run: Any = None) -> dict[str, Any]:
+        """The arguments of model.generate: those given, else those of the flags of a run, else the usual ones."""
+        given = super().search()
+        usual = {field.name: field.default for field in fields(SearchFlags)}
+        said = {name: getattr(run, name, None) for name, value in given.items() if value is None}
+        return usual | {n: v for found in (said, given) for n, v in found.items() if v is not None}
 
     def column(self, role: str) -> str | None:
         """The column that the flags name for a role; None: they name none."""

@@ -37,6 +37,7 @@ TASKS: dict[str, TaskInfo] = {
         "classification:Classification",
         ("sequence-classification",),
     ),
+    "seq2seq": TaskInfo("finetune", "finetune_seq2seq", "Seq2SeqConfig", "seq2seq:SequenceToSequence", ("seq2seq-lm",)),
     "lm": TaskInfo("finetune", "finetune_lm", "LMConfig", "lm:LanguageModelling", ("causal-lm",)),
     "dpo": TaskInfo("finetune", "finetune_dpo", "DPOConfig", "dpo:DPO", ("causal-lm",)),
 }

@@ -74,6 +74,13 @@ class Batches:
         return self.examples.batch(self.rows[i])  # the IndexError of rows ends a loop over the batches
 
 
+class LossBatches(Batches):
+    """Batches whose loss alone is asked for: vocabulary logits are not held."""
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return super().__getitem__(i) | {"output_logits": False}
+
+
 class Task(ABC):
     """One kind of work. A subclass reads its data in __init__(cfg), from the flags of its own TrainConfig.
 
@@ -93,6 +100,10 @@ class Task(ABC):
     def model_options(self) -> dict[str, Any]:
         """What the model's configuration must say."""
         return {}
+
+    def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
+        """What the configuration of a model from random weights says of the tokenizer's special tokens."""
+        return {"pad_token_id": tokenizer.pad_token_id}
 
     def prepare_model(self, model: Model, tokenizer: Any) -> None:
         """Last look at the model before it trains, such as a pass over the data with the untrained one."""

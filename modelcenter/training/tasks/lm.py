@@ -20,7 +20,16 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import LMConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate
 from modelcenter.training.metrics import LanguageModel, Metrics, perplexity
-from modelcenter.training.tasks.base import Batches, Task, TokenRows, own_batches, read_splits, strings, usual_columns
+from modelcenter.training.tasks.base import (
+    Batches,
+    LossBatches,
+    Task,
+    TokenRows,
+    own_batches,
+    read_splits,
+    strings,
+    usual_columns,
+)
 from modelcenter.training.texts import complete, share_out
 
 log = logging.getLogger("modelcenter")
@@ -51,13 +60,6 @@ class AnswerRows(TokenRows):
 
     def show(self, row: int, tokenizer: Any) -> str:
         return marked_text(self.tokens.row(row), self.labels_of(row) != IGNORED, tokenizer)
-
-
-class _WithoutLogits(Batches):
-    """Batches whose loss alone is asked for."""
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return super().__getitem__(i) | {"output_logits": False}
 
 
 class LanguageModelling(Task):
@@ -119,7 +121,7 @@ class LanguageModelling(Task):
         rows = own_batches(examples, batch_size)
         if self.cfg.token_accuracy:
             return evaluate(model, Batches(examples, rows), LanguageModel(), _feed_logits)
-        found = evaluate(model, _WithoutLogits(examples, rows))
+        found = evaluate(model, LossBatches(examples, rows))
         assert found["loss"] is not None
         return {**found, "perplexity": perplexity(found["loss"])}
 

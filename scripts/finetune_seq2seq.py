@@ -1,0 +1,47 @@
+#!/usr/bin/env python
+"""Fine-tune an encoder-decoder to write a text for a text: summaries, translations, sentences from data.
+
+    python scripts/finetune_seq2seq.py --model google-t5/t5-small --prefix "summarize: " --train_data data/news \\
+        --output_dir out
+    torchrun --nproc_per_node 8 scripts/finetune_seq2seq.py --config scripts/recipes/xsum.yaml --output_dir out
+
+The data are files (json, jsonl, csv, tsv, parquet; a folder may hold train, dev and test files) or a Hub data set.
+Source and target columns are found by their usual names, or given; a column of translations needs --source_lang and
+--target_lang. Evaluations write texts and judge them by --metrics. --dry_run shows the plan and runs one step.
+The same as: modelcenter finetune seq2seq
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):  # run from a checkout: the packages lie beside this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from modelcenter.training.config import Seq2SeqConfig
+from modelcenter.training.errors import user_errors
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Run the task from a command line. Raises ValueError for wrong flags, files or data."""
+    cfg = Seq2SeqConfig.from_args(sys.argv[1:] if argv is None else argv, prog, __doc__)
+    cfg.require("model", "train_data", *(() if cfg.dry_run else ("output_dir",)))
+
+    # Imported here, so that --help and mistakes in the flags take no time.
+    from modelcenter.training.loop import train
+    from modelcenter.training.plan import dry_run
+    from modelcenter.training.setup import build_model, load_tokenizer, prepare, start
+    from modelcenter.training.tasks.seq2seq import SequenceToSequence
+
+    prepare(cfg)  # the output folder can be written and holds no finished run
+    task = SequenceToSequence(cfg)  # reads the data, finds its columns
+    start(cfg)  # the ranks meet
+    tokenizer = load_tokenizer(cfg)
+    model = build_model(cfg, task, tokenizer)
+    train_set, eval_set = task.tokenize(tokenizer, cfg.max_length)
+    (dry_run if cfg.dry_run else train)(cfg, task, model, tokenizer, train_set, eval_set)
+
+
+if __name__ == "__main__":
+    with user_errors():
+        main()

@@ -101,3 +101,8 @@ def merge(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _of_tokens(value: torch.Tensor, batch: dict[str, Any]) -> bool:
     totals = {int(batch[name][-1]) for name in batch if name.endswith("cu_seqlens")}
     return value.dim() == 2 and value.shape[0] == 1 and value.shape[1] in totals
+
+
+def pack_tokens(flat: np.ndarray, tokens: Tokens, rows: np.ndarray) -> torch.Tensor:
+    """(1, T) int64: the values of the rows' tokens, laid end to end as `pack` lays the tokens; flat: one for each."""
+    return _lay(flat, tokens.offsets[rows], tokens.offsets[rows + 1])

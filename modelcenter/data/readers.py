@@ -1,4 +1,4 @@
-"""Files of rows: json, jsonl, csv, tsv, parquet and txt, read into columns with the place every row came from.
+"""Files of rows: json, jsonl, csv, tsv, parquet, txt and conll, read into columns with the place every row came from.
 
 Plain readers of the standard library: importing `datasets` costs seconds, and its readers lose the line numbers that an
 error needs.
@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 
 from modelcenter.data.compressed import COMPRESSED, read_bytes, suffix_of
+from modelcenter.data.conll import is_conll, read_conll
+from modelcenter.data.squad import flatten, is_nested
 
 # Names that say "this is a header" and, in roles.py, what a column is for. Lower case.
 LABEL_NAMES = (
@@ -65,6 +67,7 @@ TEXT_PAIRS = (
     ("query", "document"),
 )
 ID_NAMES = ("id", "idx", "index", "guid", "uid")
+_WORD_LISTS = frozenset(("words", "tokens"))  # columns that hold a list in each row
 _HEADER_WORDS = frozenset((*LABEL_NAMES, *TEXT_NAMES, *itertools.chain.from_iterable(TEXT_PAIRS), *ID_NAMES))
 
 
@@ -200,7 +203,10 @@ def _guess(raw: bytes) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- json
 def _read_json(path: Path, raw: bytes) -> _Parsed:
-    """JSON lines, an array of objects, {column: [values]}, or an object with one list of objects ({"data": [...]})."""
+    """JSON lines, an array of objects, {column: [values]}, or an object with one list of objects ({"data": [...]}).
+
+    Of objects as SQuAD nests them (data.squad) each question becomes a row.
+    """
     text = _decode(path, raw)
     if text.lstrip()[:1] == "[":
         try:
@@ -211,7 +217,7 @@ def _read_json(path: Path, raw: bytes) -> _Parsed:
             ) from None
         if not all(isinstance(row, dict) for row in rows):
             raise ValueError(f"{path}: expected one JSON object a line, or an array of objects")
-        return _columns(rows), None, {}
+        return _columns(flatten(path, rows) if is_nested(rows) else rows), None, {}
     lines: Sequence[int] | None = None
     try:
         columns, lines, _ = _json_lines(path, text)
@@ -221,13 +227,13 @@ def _read_json(path: Path, raw: bytes) -> _Parsed:
         except ValueError:
             raise error from None
     else:
-        if lines is None or len(lines) != 1:
+        if lines is None or len(lines) != 1 or not _WORD_LISTS.isdisjoint(columns):
             return columns, lines, {}
         whole = {name: values[0] for name, values in columns.items()}
     lists = [value for value in whole.values() if isinstance(value, list)]
     tables = [value for value in lists if value and all(isinstance(row, dict) for row in value)]
     if len(tables) == 1:
-        return _columns(tables[0]), None, {}
+        return _columns(flatten(path, tables[0]) if is_nested(tables[0]) else tables[0]), None, {}
     if lists and len(lists) == len(whole) and len({len(value) for value in lists}) == 1:
         return whole, None, {}
     return {name: [value] for name, value in whole.items()}, lines, {}
@@ -379,9 +385,18 @@ def _read_parquet(path: Path, raw: bytes) -> _Parsed:
 
 
 def _read_txt(path: Path, raw: bytes) -> _Parsed:
-    lines = [(i, line.rstrip("\r")) for i, line in enumerate(_decode(path, raw).split("\n"), 1)]
+    """A text a line; tagged words (data.conll) if every line is one."""
+    text = _decode(path, raw)
+    if is_conll(text):
+        return (*read_conll(path, text), {})
+    lines = [(i, line.rstrip("\r")) for i, line in enumerate(text.split("\n"), 1)]
     kept = [(i, line) for i, line in lines if line and not line.isspace()]
     return {"text": [line for _, line in kept]}, [i for i, _ in kept], {}
+
+
+def _read_conll(path: Path, raw: bytes) -> _Parsed:
+    """Tagged words, a word a line: see data.conll."""
+    return (*read_conll(path, _decode(path, raw)), {})
 
 
 READERS: dict[str, Callable[[Path, bytes], _Parsed]] = {
@@ -391,6 +406,8 @@ READERS: dict[str, Callable[[Path, bytes], _Parsed]] = {
     ".tsv": _read_tsv,
     ".parquet": _read_parquet,
     ".txt": _read_txt,
+    ".conll": _read_conll,
+    ".bio": _read_conll,
 }
 
 

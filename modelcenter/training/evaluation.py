@@ -14,7 +14,7 @@ from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.accumulation import Batch, LossFn, parts_of, to_device
 from modelcenter.training.metrics import Metrics, sum_over_ranks
 
-Feed = Callable[[Metrics, ModelOutput, Any], None]
+Feed = Callable[[Any, ModelOutput, Any], None]
 
 
 def evaluate(
@@ -29,7 +29,8 @@ def evaluate(
     Args:
         model: a model of ours, plain or sharded; it is left in the mode (train or eval) it was in.
         batches: this rank's, with labels; read twice, the first time to count labels. Ranks may have different numbers.
-        metrics: fed with the logits and labels of every batch, or by `feed(metrics, output, batch)` where it is given.
+        metrics: fed with the logits and labels of every batch, or by `feed(metrics, output, batch)` where it is given
+            (which may do without metrics).
         loss_fn: as for accumulate.
 
     Returns:
@@ -44,7 +45,7 @@ def evaluate(
     for batch, out in _outputs(model, batches, totals, inputs):
         if batch is not None:
             total += (out.loss if loss_fn is None else loss_fn(out, batch, totals)).double()
-            if metrics is not None:
+            if metrics is not None or feed is not None:
                 (feed or _feed)(metrics, out, batch)
     result: dict[str, float | None] = {"loss": sum_over_ranks(total).item()}
     return {**result, **(metrics.result() if metrics is not None else {})}
@@ -63,8 +64,7 @@ def logits_of(model: Model, batches: Sequence[Batch], places: Sequence[Tensor], 
     Returns:
         (rows, width) fp32 on the host.
     """
-    outputs = _outputs(model, batches, None, lambda batch: {k: v for k, v in batch.items() if k != "labels"})
-    return _placed(outputs, "logits", places, rows, width)
+    return _placed(_outputs(model, batches, None, _unlabelled), "logits", places, rows, width)
 
 
 def log_probs_of(
@@ -76,13 +76,24 @@ def log_probs_of(
 
 
 def _placed(
-    outputs: Iterator[tuple[Batch | None, ModelOutput]], name: str, places: Sequence[Tensor], rows: int, width: int
+    found: Iterator[tuple[Batch | None, ModelOutput]], name: str, places: Sequence[Tensor], rows: int, width: int
 ) -> Tensor:
     result = torch.zeros(rows, width)
-    for turn, (batch, out) in enumerate(outputs):
+    for turn, (batch, out) in enumerate(found):
         if batch is not None:
             result[places[turn]] = out[name].float().cpu().view(-1, width)
     return sum_over_ranks(result)  # a row is zero on all ranks but one, so the sum is exact
+
+
+def outputs(model: Model, batches: Sequence[Batch]) -> Iterator[tuple[int, ModelOutput]]:
+    """(number of the batch, what the model makes of it) of this rank's batches whose results count here. Collective."""
+    for turn, (batch, out) in enumerate(_outputs(model, batches, None, _unlabelled)):
+        if batch is not None:
+            yield turn, out
+
+
+def _unlabelled(batch: Batch) -> Batch:
+    return {name: value for name, value in batch.items() if name != "labels"}
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ def run_evaluate(cfg: PredictConfig, as_json: bool = False) -> dict[str, float |
     task, trained = _read(cfg, labelled=True)
     model, _, examples = _load(cfg, task, trained)
     found = task.evaluate(model, examples, cfg.batch_size)
-    rows = len(examples)
+    rows = task.count(examples)
     if engine.rank() == 0:
         text = json.dumps({"rows": rows, **found})
         if cfg.output is not None:

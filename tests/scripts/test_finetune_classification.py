@@ -70,10 +70,18 @@ def test_script_is_readable_in_one_sitting():
 
 @pytest.mark.parametrize("path", sorted((scripts_dir() / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_recipes_are_flags(path):
-    task = (yaml.safe_load(path.read_text()) or {}).get("task", "classification")
+    text = path.read_text()
+    task = yaml.safe_load(text).get("task", "classification")
     cfg = TASKS[task].flags().from_yaml(path)
     assert cfg.model and cfg.train_data and cfg.output_dir is None  # the folder is the user's choice
-    assert path.read_text().startswith("# ") and f"--config scripts/recipes/{path.name}" in path.read_text()
+    assert (
+        text.startswith("# ")
+        and f"modelcenter {TASKS[task].verb} {task}" in text
+        and f"--config scripts/recipes/{path.name}" in text
+    )
+    named = [role for role in cfg.roles if getattr(cfg, f"{role}_column") is not None]
+    if task in ("classification", "token-classification", "qa"):
+        assert set(cfg.roles) - set(named) <= {"text_pair"}  # nothing is left to be found
 
 
 def test_recipes_are_shipped():

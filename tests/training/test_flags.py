@@ -6,7 +6,13 @@ import sys
 
 import pytest
 
-from modelcenter.training.config import ClassificationConfig, PredictConfig, TrainConfig
+from modelcenter.training.config import (
+    ClassificationConfig,
+    PredictConfig,
+    QAConfig,
+    TokenClassificationConfig,
+    TrainConfig,
+)
 from modelcenter.training.flags import parser
 
 
@@ -182,7 +188,7 @@ def test_needed_flags_say_what_they_are():
         read("--model", "m").require("model", "train_data")
 
 
-@pytest.mark.parametrize("cls", [TrainConfig, ClassificationConfig, PredictConfig])
+@pytest.mark.parametrize("cls", [TrainConfig, ClassificationConfig, TokenClassificationConfig, QAConfig, PredictConfig])
 def test_help_names_every_flag_and_default(cls):
     text = " ".join(parser(cls).format_help().split())
     for field in dataclasses.fields(cls):
@@ -194,7 +200,7 @@ def test_help_names_every_flag_and_default(cls):
 
 
 def test_no_spelling_means_two_flags():
-    for cls in (TrainConfig, ClassificationConfig, PredictConfig):
+    for cls in (TrainConfig, ClassificationConfig, TokenClassificationConfig, QAConfig, PredictConfig):
         names = [name for f in dataclasses.fields(cls) for name in (f.name, *f.metadata["aliases"])]
         assert len(names) == len(set(names))
 

@@ -8,7 +8,9 @@ from modelcenter.training.config.classification import ClassificationConfig
 from modelcenter.training.config.common import TrainConfig
 from modelcenter.training.config.dpo import DPOConfig
 from modelcenter.training.config.lm import LMConfig
+from modelcenter.training.config.qa import QAConfig
 from modelcenter.training.config.seq2seq import Seq2SeqConfig
+from modelcenter.training.config.token_classification import TokenClassificationConfig
 from modelcenter.training.config.use import GenerateConfig, PredictConfig
 
 __all__ = [
@@ -18,5 +20,7 @@ __all__ = [
     "LMConfig",
     "PredictConfig",
     "Seq2SeqConfig",
+    "QAConfig",
+    "TokenClassificationConfig",
     "TrainConfig",
 ]

@@ -11,6 +11,7 @@ from modelcenter.training.flags import Flags, flag
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
 _batches, _engine, _search = partial(flag, "batches"), partial(flag, "engine"), partial(flag, "search")
+_answers = partial(flag, "answers")
 
 
 # fmt: off
@@ -73,13 +74,17 @@ class PredictConfig(SearchFlags):
     num_beams: int | None = _search(None, "sequences that beam search keeps; none: the run's, or 1", "beam_size")
     length_penalty: float | None = _search(None, "of beams: above 0 favours long texts; none: the run's, or 1")
     no_repeat_ngram_size: int | None = _search(None, "n: no n tokens twice; none: the run's, or 0")
+    null_threshold: float | None = _answers(None, "of questions that may have no answer: how much better `no answer` "
+        "must score to be given; none: the run's, or 0", "null_score_diff_threshold")
+    max_answer_length: int | None = _answers(None, "tokens of an answer in a text, at most; none: the run's, or 30")
+    n_best: int | None = _answers(None, "answers that share the probability; none: the run's, or 20", "n_best_size")
     batch_size: int = _batches(64, "rows per rank and batch", "eval_batch_size", "per_device_eval_batch_size")
     precision: str = _engine("auto", "arithmetic. auto: bf16 on a GPU that has it, else fp32", choices=PRECISIONS)
     zero: int = _engine(3, "3 shards the weights over the ranks, 0 does not", "zero_level", choices=(0, 1, 2, 3))
     # fmt: on
 
     def check(self) -> None:
-        for name in ("max_length", "batch_size"):
+        for name in ("max_length", "batch_size", "max_answer_length", "n_best"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected a number above 0")
         if self.metrics is not None:

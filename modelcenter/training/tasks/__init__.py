@@ -38,6 +38,14 @@ TASKS: dict[str, TaskInfo] = {
         ("sequence-classification",),
     ),
     "seq2seq": TaskInfo("finetune", "finetune_seq2seq", "Seq2SeqConfig", "seq2seq:SequenceToSequence", ("seq2seq-lm",)),
+    "token-classification": TaskInfo(
+        "finetune",
+        "finetune_token_classification",
+        "TokenClassificationConfig",
+        "token_classification:TokenClassification",
+        ("token-classification",),
+    ),
+    "qa": TaskInfo("finetune", "finetune_qa", "QAConfig", "qa:QuestionAnswering", ("question-answering",)),
     "lm": TaskInfo("finetune", "finetune_lm", "LMConfig", "lm:LanguageModelling", ("causal-lm",)),
     "dpo": TaskInfo("finetune", "finetune_dpo", "DPOConfig", "dpo:DPO", ("causal-lm",)),
 }

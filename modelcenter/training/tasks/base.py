@@ -136,6 +136,10 @@ class Task(ABC):
         batches = Batches(examples, own_batches(examples, batch_size))
         return evaluate(model, batches, self.metrics(model.device), self.feed)
 
+    def count(self, examples: Examples) -> int:
+        """Rows of the data, where examples are parts of them."""
+        return len(examples)
+
     def samples(self, model: Model, tokenizer: Any, examples: Examples) -> list[dict[str, Any]]:
         """What the model makes of some rows, for people: lines of samples.jsonl. Collective."""
         return []

@@ -1,0 +1,65 @@
+"""CoNLL's form of tagged words: a word a line with its tags behind it, and an empty line between sentences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_TAG = re.compile(r"O|[BIESMLU]-\S+")
+_COMMENT = re.compile(r"#\s?(id|sent_id|text|newdoc|newpar|global\.columns)\b")
+_BOUNDARY = "-DOCSTART-"
+
+
+def is_conll(text: str) -> bool:
+    """Whether a text is of this form beyond doubt: every line has a word and ends in a tag such as O or B-PER."""
+    tagged = False
+    for line in text.split("\n"):
+        fields = _fields(line)
+        if not fields or fields[0] == _BOUNDARY or _COMMENT.match(line):
+            continue
+        if len(fields) < 2 or not _TAG.fullmatch(fields[-1]):
+            return False
+        tagged = True
+    return tagged
+
+
+def read_conll(path: Path, text: str) -> tuple[dict[str, list[Any]], Sequence[int]]:
+    """{"words": [[word, ...], ...], "tags": the same of the last column}, and the line at which each sentence begins.
+
+    Columns are set apart by tabs, or else by spaces; those between the first and the last are left out. Files of one
+    column have no tags. Sentences end at empty lines and at -DOCSTART-. Tags are kept as they are, of whatever scheme.
+
+    Raises:
+        ValueError: a line with more or fewer columns than the first, naming both.
+    """
+    words: list[list[str]] = []
+    tags: list[list[str]] = []
+    starts: list[int] = []
+    width, fresh = 0, True
+    for number, line in enumerate(text.split("\n"), 1):
+        fields = _fields(line)
+        if not fields or fields[0] == _BOUNDARY:
+            fresh = True
+            continue
+        if fresh and _COMMENT.match(line):
+            continue
+        if not width:
+            width, first = len(fields), number
+        if len(fields) != width or not fields[0]:
+            raise ValueError(
+                f"{path}, line {number}: got {len(fields)} columns ({line.strip()[:60]!r}), expected {width} as in "
+                f"line {first}: a word and its tags, and an empty line between sentences"
+            )
+        if fresh:
+            words.append([]), tags.append([]), starts.append(number)
+            fresh = False
+        words[-1].append(fields[0]), tags[-1].append(fields[-1])
+    return ({"words": words, "tags": tags} if width > 1 else {"words": words}), starts
+
+
+def _fields(line: str) -> list[str]:
+    if not line or line.isspace():
+        return []
+    return [field.strip() for field in line.rstrip("\r").split("\t")] if "\t" in line else line.split()

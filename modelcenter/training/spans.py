@@ -1,0 +1,87 @@
+"""From scores of starts and ends to answers: the best spans of each window, and the best answer of all windows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Span = tuple[float, int, int]  # score, first character, character after the last
+
+
+@dataclass(frozen=True)
+class WindowSpans:
+    """What one window of a context says: its best spans, best first, and the score of `no answer here`."""
+
+    spans: list[Span]
+    null: float
+
+
+def best_spans(start: Tensor, end: Tensor, chars: np.ndarray, first: int, n_best: int, longest: int) -> WindowSpans:
+    """The spans of a window with the highest start plus end score; all are looked at.
+
+    Args:
+        start, end: (tokens,) scores of a window's tokens, special ones included. chars: int (n, 2), the characters of
+            the context's tokens. first: where these begin in the window. longest: tokens of a span, at most.
+    """
+    null = float(start[0] + end[0])
+    a, b = (scores[first : first + len(chars)].float().cpu() for scores in (start, end))
+    longest = min(longest, len(chars))
+    lowest = float("-inf")
+    # sums[i, j]: from token i to token i + j.
+    behind = torch.nn.functional.pad(b, (0, longest - 1), value=lowest).unfold(0, longest, 1)
+    sums = (a[:, None] + behind).flatten()
+    values, places = sums.topk(min(n_best, len(sums)))
+    spans: list[Span] = []
+    for value, place in zip(values.tolist(), places.tolist(), strict=True):
+        i, j = divmod(place, longest)
+        if value > lowest and chars[i + j, 1] > chars[i, 0]:
+            spans.append((value, int(chars[i, 0]), int(chars[i + j, 1])))
+    return WindowSpans(spans, null)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """text: "" for no answer. score: its probability among the n best. start, end: characters of the context, -1 for
+    no answer. null: how much better `no answer` scores than the best text."""
+
+    text: str
+    score: float
+    start: int
+    end: int
+    null: float
+    best_text: str  # the best text, whatever `no answer` scores
+
+
+def best_answer(context: str, windows: Sequence[WindowSpans], n_best: int, null_threshold: float | None) -> Answer:
+    """The answer of a question from all windows of its context, as SQuAD's scripts choose it.
+
+    Args:
+        null_threshold: `no answer` is given where it scores so much better than any text; None: it never is. Its score
+            is the lowest of all windows, as each window that does not hold the answer says there is none.
+    """
+    best: dict[tuple[int, int], float] = {}
+    for window in windows:
+        for score, start, end in window.spans:
+            start, end = _trimmed(context, start, end)
+            if start < end and score > best.get((start, end), float("-inf")):
+                best[start, end] = score
+    ranked = sorted(best.items(), key=lambda item: (-item[1], item[0]))[:n_best]
+    null = min((window.null for window in windows), default=0.0)
+    if not ranked:
+        return Answer("", 1.0, -1, -1, 0.0, "")
+    scores = [score for _, score in ranked] + ([null] if null_threshold is not None else [])
+    chances = np.exp(np.array(scores) - max(scores))
+    chances /= chances.sum()
+    (start, end), top = ranked[0]
+    text, difference = context[start:end], null - top
+    if null_threshold is not None and difference > null_threshold:
+        return Answer("", float(chances[-1]), -1, -1, difference, text)
+    return Answer(text, float(chances[0]), start, end, difference, text)
+
+
+def _trimmed(context: str, start: int, end: int) -> tuple[int, int]:
+    """Without the spaces at its ends, which some tokenizers count to their tokens."""
+    text = context[start:end]
+    return start + len(text) - len(text.lstrip()), start + len(text.rstrip())

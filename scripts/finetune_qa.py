@@ -1,0 +1,46 @@
+#!/usr/bin/env python
+"""Fine-tune a model to answer questions by a part of a given text (extractive question answering).
+
+    python scripts/finetune_qa.py --model bert-base-uncased --train_data rajpurkar/squad --output_dir out
+    torchrun --nproc_per_node 8 scripts/finetune_qa.py --config scripts/recipes/squad_v2.yaml --output_dir out
+
+The data are files as SQuAD and CMRC 2018 have them (json), rows of question, context and answers (json, jsonl, parquet;
+a folder may hold train and dev files) or a Hub data set. Long contexts are read in windows that overlap. Questions may
+have no answer. --dry_run shows the plan and runs one step.
+The same as: modelcenter finetune qa
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):  # run from a checkout: the packages lie beside this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from modelcenter.training.config import QAConfig
+from modelcenter.training.errors import user_errors
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Run the task from a command line. Raises ValueError for wrong flags, files or data."""
+    cfg = QAConfig.from_args(sys.argv[1:] if argv is None else argv, prog, __doc__)
+    cfg.require("model", "train_data", *(() if cfg.dry_run else ("output_dir",)))
+
+    # Imported here, so that --help and mistakes in the flags take no time.
+    from modelcenter.training.loop import train
+    from modelcenter.training.plan import dry_run
+    from modelcenter.training.setup import build_model, load_tokenizer, prepare, start
+    from modelcenter.training.tasks.qa import QuestionAnswering
+
+    prepare(cfg)  # the output folder can be written and holds no finished run
+    task = QuestionAnswering(cfg)  # reads the data, finds its columns and answers
+    start(cfg)  # the ranks meet
+    tokenizer = load_tokenizer(cfg)
+    model = build_model(cfg, task, tokenizer)
+    train_set, eval_set = task.tokenize(tokenizer, cfg.max_length)
+    (dry_run if cfg.dry_run else train)(cfg, task, model, tokenizer, train_set, eval_set)
+
+
+if __name__ == "__main__":
+    with user_errors():
+        main()

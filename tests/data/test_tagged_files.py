@@ -1,0 +1,71 @@
+"""CoNLL's and SQuAD's files as rows."""
+
+import json
+
+import pytest
+from span_toys import make_asked, make_tagged, nested, write_conll
+
+from modelcenter.data.readers import read_file
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_conll(tmp_path):
+    rows = make_tagged(5)
+    table = read_file(write_conll(tmp_path / "a.conll", rows))
+    assert table.columns == {"words": [row["tokens"] for row in rows], "tags": [row["ner_tags"] for row in rows]}
+    assert table.where(0).endswith("a.conll, line 3")  # behind -DOCSTART- and an empty line
+    assert table.where(1).endswith(f"a.conll, line {3 + len(rows[0]['tokens']) + 1}")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.bio", "a.conll"])
+def test_chinese_tabs_comments_windows_lines_and_other_schemes(tmp_path, name):
+    text = "# id 1\n\u4e2d\tS-LOC\r\n \u3000\r\n\r\n# id 2\r\n#\tO\r\nNew York\tB-LOC\n-DOCSTART-\tO\nx\tE-PER\n\n"
+    table = read_file(write(tmp_path / name, text))
+    assert table.columns["words"] == [["\u4e2d"], ["#", "New York"], ["x"]]
+    assert table.columns["tags"] == [["S-LOC"], ["O", "B-LOC"], ["E-PER"]]
+    assert list(table.origins[0].lines) == [2, 6, 9]
+
+
+def test_only_words_and_other_texts(tmp_path):
+    assert read_file(write(tmp_path / "a.conll", "a\nb\n\nc\n")).columns == {"words": [["a", "b"], ["c"]]}
+    texts = ["vitamin B-12", "and O"]
+    assert read_file(write(tmp_path / "a.txt", "a text\nof words\n")).columns == {"text": ["a text", "of words"]}
+    found = read_file(write(tmp_path / "b.txt", "\n".join([*texts, "plain"]))).columns
+    assert found == {"text": [*texts, "plain"]}  # one line that is no tagged word, and it is a text
+
+
+def test_ragged_lines(tmp_path):
+    path = write(tmp_path / "a.conll", "a NN O\nb O\n")
+    with pytest.raises(ValueError, match=r"a.conll, line 2: got 2 columns \('b O'\), expected 3 as in line 1"):
+        read_file(path)
+    with pytest.raises(ValueError, match="line 2: got 2 columns"):
+        read_file(write(tmp_path / "b.conll", "a\tO\n\tO\n"))
+
+
+@pytest.mark.parametrize("form", ["object", "list", "indented"])
+def test_squad(tmp_path, form):
+    rows = make_asked(6, none=0.4)
+    whole = nested(rows)
+    text = json.dumps(whole["data"] if form == "list" else whole, indent=1 if form == "indented" else None)
+    table = read_file(write(tmp_path / "a.json", text))
+    assert list(table.columns) == ["id", "title", "context", "question", "answers"] and len(table) == 6
+    for i, row in enumerate(rows):
+        assert {name: table.columns[name][i] for name in row} == row
+    assert not all(row["answers"]["text"] for row in rows)
+
+
+def test_squad_of_cmrc_and_without_answers(tmp_path):
+    article = {"context_id": "T", "context_text": "\u6587", "qas": [{"query_text": "\u4f55", "query_id": "T_0"}]}
+    table = read_file(write(tmp_path / "a.json", json.dumps([article])))
+    assert table.columns == {"id": ["T_0"], "title": [None], "context": ["\u6587"], "question": ["\u4f55"]}
+    article["qas"][0]["answers"] = ["\u6587"]
+    with pytest.raises(ValueError, match="article 1, paragraph 1, question 1: answers .* expected"):
+        read_file(write(tmp_path / "b.json", json.dumps([article])))
+    with pytest.raises(ValueError, match="article 1, paragraph 1: it has no text called context"):
+        read_file(write(tmp_path / "c.json", json.dumps([{"paragraphs": [{"qas": []}]}])))
+    with pytest.raises(ValueError, match="question 1: it has no text called question"):
+        read_file(write(tmp_path / "d.json", json.dumps([{"context": "a", "qas": [{}]}])))

@@ -1,0 +1,265 @@
+"""Token classification from the command line: against transformers, against itself cut differently, and mistakes."""
+
+import json
+import signal
+
+import numpy as np
+import pytest
+import torch
+from span_toys import TAGS, make_bytes_tokenizer, make_tagged, make_tokenizer, write_conll, write_folder
+from toydata import SIZES, STILL, command, flags, write_jsonl
+from toyruns import assert_same_end, die_at, in_a_process
+
+import modelcenter
+from engine.testing import run as on_ranks
+from modelcenter.cli import run as cli
+from modelcenter.data.sampling import EpochBatches
+from modelcenter.training import metrics
+from modelcenter.training.tasks import token_classification as module
+from scripts.finetune_token_classification import main
+
+LONG = SIZES | {"max_positions": 64}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path / "cache"))
+    return write_folder(tmp_path, "token-classification", train=27)
+
+
+def finetune(folder, ranks: int = 1, **changes) -> list[dict]:
+    values = flags(folder, **{"model_config": LONG | STILL, **changes})
+    if ranks == 1:
+        main(command(values))
+    else:
+        on_ranks(lambda: main(command(values)), ranks, timeout=90)
+    return read(f"{values['output_dir']}/metrics.jsonl")
+
+
+def read(path) -> list[dict]:
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def encoded(rows: list[dict], max_length: int = 64) -> dict[str, torch.Tensor]:
+    """A padded batch as transformers' example script makes it: labels at the first token of each word."""
+    batch = make_tokenizer()([r["tokens"] for r in rows], is_split_into_words=True, padding=True, return_tensors="pt")
+    labels = torch.full_like(batch["input_ids"], -100)
+    for i, row in enumerate(rows):
+        numbers = batch.word_ids(i)
+        for at, number in enumerate(numbers):
+            if number is not None and (at == 0 or numbers[at - 1] != number):
+                labels[i, at] = TAGS.index(row["ner_tags"][number])
+    return {**batch, "labels": labels}
+
+
+def start_model(folder, **changes):
+    """The model that a run starts from, in transformers."""
+    from transformers import AutoModelForTokenClassification
+
+    options = LONG | STILL | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0, "num_labels": len(TAGS)}
+    start = modelcenter.from_config("tiny/bert", "token-classification", seed=42, **options | changes)
+    start.save_pretrained(folder / "start")
+    return AutoModelForTokenClassification.from_pretrained(str(folder / "start")).train()
+
+
+def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder):
+    rows = finetune(folder, epochs=2, lr_scheduler="constant", warmup=0, weight_decay=0, max_grad_norm=0.5)
+    ours = [row for row in rows if "loss" in row]
+    model, data = start_model(folder), make_tagged(27, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    lengths = encoded(data)["attention_mask"].sum(1).numpy()
+    batches = [b for epoch in range(2) for b in EpochBatches(lengths, 8, 42).epoch(epoch)]
+    for row, batch in zip(ours, batches, strict=True):
+        loss = model(**encoded([data[i] for i in batch])).loss
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        expected = {"loss": loss.item(), "grad_norm": norm.item()}
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=2e-5), row["step"]
+        optimizer.step()
+    model.eval()
+    dev = make_tagged(11, seed=2)
+    batch = encoded(dev)
+    with torch.no_grad():
+        out = model(**batch)
+    assert rows[-1]["eval_loss"] == pytest.approx(out.loss.item(), abs=1e-4)
+    right = (out.logits.argmax(-1) == batch["labels"])[batch["labels"] != -100]
+    assert rows[-1]["eval_accuracy"] == pytest.approx(right.float().mean().item())
+    by_hand = metrics.TokenLabels(TAGS)
+    by_hand.update(out.logits, batch["labels"])
+    assert {n: rows[-1][f"eval_{n}"] for n in by_hand.result()} == pytest.approx(by_hand.result())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [(1, {"batch_size": 2, "global_batch_size": 8}), (2, {"batch_size": 2, "global_batch_size": 8, "zero": 3})],
+)
+def test_losses_do_not_depend_on_the_cut(folder, ranks, changes):
+    """Microbatches and ranks have different numbers of words, and long rows come in several windows."""
+    options = {"epochs": 2, "max_length": 16, "eval_batch_size": 3}
+    whole = finetune(folder, output_dir=str(folder / "whole"), **options)
+    rows = finetune(folder, ranks, **options, **changes)
+    for row, expected in zip(rows, whole, strict=True):
+        compared = {k: v for k, v in expected.items() if "second" not in k}
+        assert {k: row[k] for k in compared} == pytest.approx(compared, rel=1e-4, abs=1e-5)
+
+
+def test_killed_and_gone_on(folder, monkeypatch):
+    values = flags(folder, epochs=2, save_every=2, model_config=LONG | {"dropout": 0.3}, max_length=16)
+    assert in_a_process(main, values | {"output_dir": str(folder / "whole")}) == 0
+    with monkeypatch.context() as patch:
+        die_at(patch, 5)
+        assert in_a_process(main, values) == -signal.SIGKILL
+    assert in_a_process(main, values) == 0
+    assert_same_end(folder, "run")
+
+
+def test_predictions_are_those_of_transformers_pipeline(folder, tmp_path, capsys):
+    from transformers import pipeline
+
+    write_jsonl(folder / "data" / "train.jsonl", make_tagged(150, seed=6))
+    finetune(folder, epochs=3, log_every=100)
+    rows = make_tagged(13, seed=8)
+    data = write_jsonl(tmp_path / "new.jsonl", [{"tokens": row["tokens"]} for row in rows])
+    cli(["predict", str(folder / "run"), str(data), "--output", str(tmp_path / "out.jsonl"), "--batch_size", "4"])
+    ours = read(tmp_path / "out.jsonl")
+    theirs = pipeline("token-classification", model=str(folder / "run" / "model"), aggregation_strategy="first")
+    assert any(row["entities"] for row in ours)
+    for row, given in zip(ours, rows, strict=True):
+        assert row["words"] == given["tokens"] and len(row["tags"]) == len(row["words"])
+        found = theirs(" ".join(given["tokens"]))
+        assert [(e["text"], e["type"]) for e in row["entities"]] == [(e["word"], e["entity_group"]) for e in found]
+        scores = [float(e["score"]) for e in found]
+        assert [e["score"] for e in row["entities"]] == pytest.approx(scores, abs=1e-5)
+        for entity in row["entities"]:
+            assert " ".join(row["words"][entity["start"] : entity["end"]]) == entity["text"]
+    two = str(tmp_path / "two.jsonl")
+    words = ["predict", str(folder / "run"), str(data), "--output", two, "--batch_size", "2", "--max_length", "9"]
+    on_ranks(lambda: cli(words), 2)  # several windows for each row
+    assert [row["words"] for row in read(two)] == [row["words"] for row in ours]
+    assert all(len(row["tags"]) == len(row["words"]) for row in read(two))
+    capsys.readouterr()
+    conll = write_conll(tmp_path / "new.conll", rows)
+    cli(["evaluate", str(folder / "run" / "model"), str(conll), "--json"])
+    judged = metrics.TokenLabels(TAGS)
+    for row, true in zip(ours, rows, strict=True):
+        judged.add([TAGS.index(t) for t in row["tags"]], [TAGS.index(t) for t in true["ner_tags"]])
+    found = json.loads(capsys.readouterr().out)
+    assert found.pop("rows") > 0 and found.pop("loss") > 0
+    assert found == pytest.approx(judged.result())
+
+
+def test_plain_texts_and_empty_rows(folder, tmp_path, capsys):
+    finetune(folder, max_steps=1)
+    capsys.readouterr()
+    (tmp_path / "new.txt").write_text("Anna met (dmitri).\n\u5f20\u4e09\u5728\u5317\u4eac\n", encoding="utf-8")
+    cli(["predict", str(folder / "run"), str(tmp_path / "new.txt")])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0]["words"] == ["Anna", "met", "(", "dmitri", ")", "."]
+    assert lines[1]["words"] == list("\u5f20\u4e09\u5728\u5317\u4eac")
+    data = write_jsonl(tmp_path / "new.jsonl", [{"words": []}, {"words": ["a"]}])
+    cli(["predict", str(folder / "run"), str(data)])
+    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert first == {"words": [], "tags": [], "entities": []}
+    assert module.joined(["\u5f20", "\u4e09", "a", "b", "\u5728"]) == "\u5f20\u4e09 a b \u5728"
+
+
+def test_all_tokens_of_a_word(folder):
+    names = ("B-PER", "I-PER", "B-LOC", "O")
+    assert module.inside_tags(names).tolist() == [1, 1, 2, 3]
+    rows = [["zurich", "met"]]  # a word in pieces
+    words = module.tokenize_words(make_tokenizer(), rows, max_length=20)
+    pieces = int((words.word == 0).sum())
+    assert pieces > 1
+    table = module.Table({}, [])
+    examples = module.TaggedWords(table, rows, words, names, np.array([0, 3]), module.inside_tags(names))
+    rest = (words.word == 1).sum() - 1
+    assert examples.labels.tolist() == [-100, 0, *[1] * (pieces - 1), 3, *[3] * rest, -100]
+    one = finetune(folder, max_steps=2, label_all_tokens=True)
+    other = finetune(folder, max_steps=2, output_dir=str(folder / "first"))
+    assert one[0]["loss"] != other[0]["loss"]  # more tokens are trained
+    accuracy = 1 - round((1 - one[-1]["eval_accuracy"]) * words_in_dev()) / words_in_dev()
+    assert one[-1]["eval_accuracy"] == pytest.approx(accuracy)  # each word is judged once all the same
+
+
+def words_in_dev() -> int:
+    return sum(len(row["tokens"]) for row in make_tagged(11, seed=2))
+
+
+def test_a_tokenizer_of_bytes_puts_a_space_before_words(folder):
+    from transformers import AutoTokenizer
+
+    make_bytes_tokenizer().save_pretrained(folder / "tokenizer")
+    finetune(folder, model="tiny/roberta", max_steps=1, model_config={"max_positions": 200})
+    saved = AutoTokenizer.from_pretrained(str(folder / "run" / "model"))
+    assert saved(["ab"], is_split_into_words=True)["input_ids"] == saved(" ab")["input_ids"] == saved("ab")["input_ids"]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "t5", "llama"])
+def test_other_families(folder, model):
+    rows = finetune(folder, model=f"tiny/{model}", max_steps=1, batch_size=2, model_config={"num_layers": 1})
+    assert np.isfinite(rows[-1]["eval_loss"])
+
+
+def test_numbers_and_their_names(folder):
+    rows = [{**row, "ner_tags": [TAGS.index(t) for t in row["ner_tags"]]} for row in make_tagged(27, seed=1)]
+    data = str(write_jsonl(folder / "numbers.jsonl", rows))
+    with pytest.raises(
+        ValueError, match="tag_names: .* has the tag [0-6] in column 'ner_tags', a number without a name"
+    ):
+        finetune(folder, train_data=data, max_steps=1)
+    numbers = finetune(folder, train_data=data, max_steps=1, tag_names=TAGS)
+    names = finetune(folder, max_steps=1, output_dir=str(folder / "names"))
+    assert numbers[0]["loss"] == names[0]["loss"]
+    saved = modelcenter.from_pretrained(str(folder / "run" / "model"), None)
+    assert saved.config.id2label == dict(enumerate(TAGS))
+    rows[4]["ner_tags"][1] = 7
+    write_jsonl(folder / "numbers.jsonl", rows)
+    with pytest.raises(ValueError, match=r"numbers.jsonl, line 5, word 2 \(.*\): the tag 7 is not one of the tags"):
+        finetune(folder, train_data=data, max_steps=1, tag_names=TAGS, overwrite_output_dir=True)
+
+
+def test_mistakes(folder):
+    dev, rows = folder / "data" / "dev.jsonl", make_tagged(3, seed=2)
+    wrong = [*rows[:1], {"tokens": ["a", "b"], "ner_tags": ["O", "B-XYZ"]}]
+    write_jsonl(dev, wrong)
+    with pytest.raises(
+        ValueError, match=r"dev.jsonl, line 2, word 2 \('b'\): the tag 'B-XYZ' is not one of the tags of"
+    ):
+        finetune(folder)
+    for row, says in (
+        ({"tokens": ["a", "b"], "ner_tags": ["O"]}, "line 2: got 1 tags in column 'ner_tags' for 2 words"),
+        ({"tokens": ["a"], "ner_tags": None}, "line 2: got None in column 'ner_tags' for 1 words"),
+        ({"tokens": None, "ner_tags": []}, "line 2: got None in column 'tokens', expected a list of words"),
+        ({"tokens": ["a", ""], "ner_tags": ["O", "O"]}, r"line 2: got \['a', ''\] in column 'tokens', expected a list"),
+    ):
+        write_jsonl(dev, [*rows[:1], row])
+        with pytest.raises(ValueError, match=says):
+            finetune(folder)
+    data = str(write_jsonl(folder / "empty.jsonl", [{"tokens": [], "ner_tags": []}]))
+    with pytest.raises(ValueError, match="empty.jsonl: no row has a word in column 'tokens'"):
+        finetune(folder, train_data=data)
+    for row, says in (
+        ({"x": ["a"], "ner_tags": ["O"]}, "words_column: which column of .* has the words. None is called words or"),
+        ({"tokens": ["a"], "y": ["O"]}, "tags_column: which column .* the columns are 'tokens', 'y'. Give tags_column"),
+    ):
+        data = str(write_jsonl(folder / "columns.jsonl", [row]))
+        with pytest.raises(ValueError, match=says):
+            finetune(folder, train_data=data)
+    data = str(folder / "data" / "train.jsonl")
+    with pytest.raises(ValueError, match="words_column: .* has no column 'token', it has 'tokens', .* Did you mean"):
+        finetune(folder, train_data=data, words_column="token")
+    with pytest.raises(ValueError, match="tags_column: got 'tokens', which is the column of the words already"):
+        finetune(folder, train_data=data, words_column="tokens", tags_column="tokens")
+
+
+def test_a_dry_run_shows_tags_and_empty_rows_are_counted(folder, capsys):
+    rows = [*make_tagged(6, seed=1), {"tokens": [], "ner_tags": []}]
+    write_jsonl(folder / "data" / "train.jsonl", rows)
+    finetune_flags = flags(folder, model_config=LONG | STILL, dry_run=True)
+    main(command(finetune_flags))
+    shown = capsys.readouterr().out
+    assert "tags: B-LOC, B-ORG" in shown and "/B-" in shown and "train.jsonl, line" in shown
+    finetune(folder)
+    assert "1 rows without words are left out" in capsys.readouterr().out

@@ -23,9 +23,9 @@ def _pretrain(argv: Sequence[str]) -> None:
 
 
 def _train(verb: str, argv: Sequence[str]) -> None:
-    from modelcenter.training.tasks import TASKS
+    from modelcenter.training.tasks import tasks_of
 
-    tasks = {name: info for name, info in TASKS.items() if info.verb == verb}
+    tasks = tasks_of(verb)
     shown = ", ".join(tasks)
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: modelcenter {verb} TASK [flags]\n\nTASK: {shown}\n{verb} TASK --help lists its flags.")
@@ -185,6 +185,7 @@ def _export_adapter(path: Any, target: Any, keep: bool, **options: Any) -> str |
 
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "finetune": _finetune,
+    "pretrain": _pretrain,
     "predict": _predict,
     "evaluate": _evaluate,
     "generate": _generate,

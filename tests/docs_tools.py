@@ -94,7 +94,7 @@ def ours(words: list[str]) -> tuple[tuple[str, ...], list[str]] | None:
             return (str(ROOT / word),), words[i + 1 :]
         if word == "modelcenter":
             verb = words[i + 1 : i + 2]
-            if verb == ["finetune"]:
+            if verb in (["finetune"], ["pretrain"]):
                 return ("-m", "modelcenter", *words[i + 1 : i + 3]), words[i + 3 :]
             if verb and not verb[0].startswith("-"):
                 return ("-m", "modelcenter", *verb), words[i + 2 :]

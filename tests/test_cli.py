@@ -82,7 +82,7 @@ def test_list_is_json(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["lsit"], "unknown verb 'lsit'. Did you mean 'list'? Verbs: finetune, predict"),
+        (["lsit"], "unknown verb 'lsit'. Did you mean 'list'? Verbs: finetune, pretrain, predict"),
         (["finetune"], "finetune: which task?"),
         (["finetune", "clasification"], "unknown task 'clasification'. Did you mean 'classification'?"),
         (["list", "--jsn"], "list: unknown argument '--jsn'. Did you mean '--json'?"),

@@ -36,6 +36,7 @@ RULES: dict[str, set[str]] = {
     },
     "modelcenter.auto": {"modelcenter.registry", "modelcenter.hub", "modelcenter.models"},
     "modelcenter.data": {"torch", "numpy", "datasets", "pyarrow"},
+    "modelcenter.data.masking": {"numpy", "rjieba"},
     "modelcenter.training": TOOLKIT | {"transformers", "yaml", "rich", "accelerate", "matplotlib"},
     "modelcenter.preprocess": {"modelcenter.data", "modelcenter.hub"},
     "modelcenter.adapters": TOOLKIT,

@@ -22,7 +22,8 @@ class Blocks:
         nothing attends, or is predicted, across its start.
 
     eos: the token after each document; left out where the file has its own. documents: (first, end) restricts the rows
-    to some of the documents, e.g. to hold others out.
+    to some of the documents, e.g. to hold others out. bare: documents without the eos that the file has after them, and
+    without another: what follows adds its own special tokens.
 
     Raises:
         ValueError: no document that makes a row, a wrong max_length or packing, "concat" without any eos.
@@ -36,6 +37,7 @@ class Blocks:
         eos: int | None = None,
         documents: tuple[int, int] | None = None,
         min_length: int = 2,
+        bare: bool = False,
     ):
         if packing not in ("none", "concat"):
             raise ValueError(f"packing: got {packing!r}, expected none or concat")
@@ -47,16 +49,17 @@ class Blocks:
             raise ValueError(f"documents: got {self.first} to {end}, {file.path} has {len(file)}")
         offsets = file.offsets[self.first : end + 1]
         self._start = int(offsets[0])
-        self.eos = None if file.eos is not None else eos
+        self.eos = None if file.eos is not None or bare else eos
+        self._left_out = 1 if bare and file.eos is not None else 0  # tokens at the end of each document
         if packing == "concat":
-            if eos is None and file.eos is None:
+            if eos is None and file.eos is None and not bare:
                 raise ValueError(f"packing concat: {file.path} has no eos after its documents; give eos")
-            # Where documents start among the tokens with eos after each.
+            # Where documents start among the tokens with eos after each (or without those that the file has).
             extra = 0 if self.eos is None else np.arange(len(offsets))
-            self._bounds = offsets - self._start + extra
+            self._bounds = offsets - self._start + extra - self._left_out * np.arange(len(offsets))
             self._rows = -(-int(self._bounds[-1]) // max_length)
         else:
-            sizes = np.diff(offsets)
+            sizes = np.diff(offsets) - self._left_out
             pieces = sizes // max_length + (sizes % max_length >= max(min_length, 1))
             self._bounds = np.concatenate(([0], np.cumsum(pieces)))
             self._rows = int(self._bounds[-1])
@@ -73,10 +76,18 @@ class Blocks:
         if self.packing == "concat":
             lengths[-1] = int(self._bounds[-1]) - (len(self) - 1) * self.max_length
             return lengths
-        rest = np.diff(self.file.offsets[self.first : self.first + len(self._bounds)]) % self.max_length
+        sizes = np.diff(self.file.offsets[self.first : self.first + len(self._bounds)]) - self._left_out
+        rest = sizes % self.max_length
         kept = np.flatnonzero(rest >= max(self.min_length, 1))
         lengths[self._bounds[kept + 1] - 1] = rest[kept]
         return lengths
+
+    def piece_sizes(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, row) of each piece of all rows, in order; both int64."""
+        if self.packing == "none":
+            return self.lengths, np.arange(len(self))
+        cuts = np.union1d(self._bounds, np.arange(0, int(self._bounds[-1]), self.max_length))
+        return np.diff(cuts), cuts[:-1] // self.max_length
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
         """The row as (document, start, end) runs of tokens within documents; `eos` counts as a document's last."""
@@ -85,7 +96,8 @@ class Blocks:
         if self.packing == "none":
             document = int(np.searchsorted(self._bounds, row, side="right")) - 1
             start = (row - int(self._bounds[document])) * self.max_length
-            size = int(self.file.offsets[self.first + document + 1] - self.file.offsets[self.first + document])
+            offsets = self.file.offsets
+            size = int(offsets[self.first + document + 1] - offsets[self.first + document]) - self._left_out
             return [(self.first + document, start, min(start + self.max_length, size))]
         at, end = row * self.max_length, min((row + 1) * self.max_length, int(self._bounds[-1]))
         found = []
@@ -118,7 +130,8 @@ class Blocks:
     def fingerprint(self) -> dict[str, Any]:
         """JSON-able; changes when the tokens or the way they are cut do."""
         cut = {name: getattr(self, name) for name in ("max_length", "packing", "first", "min_length")}
-        return {**self.file.fingerprint(), **cut, "rows": len(self), "added_eos": self.eos}
+        about = {**self.file.fingerprint(), **cut, "rows": len(self), "added_eos": self.eos}
+        return {**about, "left_out": self._left_out} if self._left_out else about
 
     def _tokens(self, document: int, start: int, end: int) -> np.ndarray:
         base = int(self.file.offsets[document])

@@ -61,7 +61,7 @@ class Mixture:
         """The rows of an epoch, int64 (rows,), part after part; a row may come several times."""
         return np.concatenate([self._part(i, epoch) for i in range(len(self.parts))])
 
-    def batch(self, rows: np.ndarray, epoch: int) -> dict[str, Any]:
+    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
         """The packed batch of these rows: those of one part after those of another."""
         rows = np.asarray(rows)
         part = np.searchsorted(self._starts, rows, side="right") - 1

@@ -49,7 +49,7 @@ def preprocess(
     Raises:
         ValueError: the folder exists, no such column, a row whose text is no text, no documents, no token for `eos`.
     """
-    end = _end_token(tokenizer) if eos else None
+    end = end_token(tokenizer) if eos else None
     vocab_size = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
     state = tokenizer_state(tokenizer)
     about = {
@@ -62,8 +62,7 @@ def preprocess(
     }
     counts = {"skipped": 0}
     texts = _texts(source, text_column, counts)
-    # A copy of the Rust tokenizer, which neither cuts nor pads, and which a worker gets without importing transformers.
-    encode = _Encoder(type(tokenizer.backend_tokenizer).from_str(state) if tokenizer.is_fast else tokenizer, end)
+    encode = DocumentEncoder.of(tokenizer, end)
     pool: Any = nullcontext()
     if workers:
         # Started afresh, not forked: the threads of a tokenizer or of PyTorch do not survive a fork.
@@ -82,7 +81,8 @@ def preprocess(
     return open_tokens(path)
 
 
-def _end_token(tokenizer: Any) -> int:
+def end_token(tokenizer: Any) -> int:
+    """The token after a document: eos_token, else sep_token. Raises ValueError if the tokenizer has neither."""
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
         if token is not None:
             return int(token)
@@ -126,12 +126,20 @@ def _pieces(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:
         yield piece
 
 
-class _Encoder:
-    """Texts to (tokens end to end, length of each)."""
+class DocumentEncoder:
+    """Texts to (tokens end to end, length of each): no special tokens but `end` after each."""
 
     def __init__(self, tokenizer: Any, end: int | None):
         self.tokenizer, self.end = tokenizer, end
         self.fast = hasattr(tokenizer, "encode_batch_fast")  # the Rust one itself
+
+    @classmethod
+    def of(cls, tokenizer: Any, end: int | None) -> DocumentEncoder:
+        """Of a copy of the Rust tokenizer, which neither cuts nor pads, and which a worker gets without importing
+        transformers."""
+        if not tokenizer.is_fast:
+            return cls(tokenizer, end)
+        return cls(type(tokenizer.backend_tokenizer).from_str(tokenizer_state(tokenizer)), end)
 
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         if self.fast:
@@ -145,10 +153,10 @@ class _Encoder:
         return np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(lengths.sum())), lengths
 
 
-_worker: _Encoder | None = None
+_worker: DocumentEncoder | None = None
 
 
-def _start_worker(encode: _Encoder) -> None:
+def _start_worker(encode: DocumentEncoder) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _worker = encode

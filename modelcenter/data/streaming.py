@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import dropwhile, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,8 @@ class _Item(NamedTuple):
     cursor: Cursor  # of the row in the source
     row: Any  # tokenised; None: dropped
     length: int
+    piece: int = 0  # of what the source's row became
+    last: bool = True  # of these
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class StreamBatch:
     """One global batch.
 
     rows: tokenised rows; places: where each stands in the data, in words; epoch: of the rows.
+    keys: what tells a row from all others of its epoch: its file, its number in it, and its piece.
     state: JSON-able; `StreamBatches.at(state)` goes on with the batch after this one.
     """
 
@@ -50,9 +53,14 @@ class StreamBatch:
     epoch: int
     state: dict[str, Any]
     budget: int | None
+    keys: list[tuple[int, int, int]]
 
     def rank_batches(self, data_rank: int, ranks: int, microbatches: int) -> list[list[Any]]:
-        """The rows of each microbatch of a rank; over the ranks every row once.
+        """The rows of each microbatch of a rank: see `rank_numbers`."""
+        return [[self.rows[i] for i in part] for part in self.rank_numbers(data_rank, ranks, microbatches)]
+
+    def rank_numbers(self, data_rank: int, ranks: int, microbatches: int) -> list[np.ndarray]:
+        """The numbers among `rows` of each microbatch of a rank; over the ranks every row once.
 
         By rows they are dealt as by `EpochBatches`, by tokens as by `TokenBatches` (which see).
         """
@@ -61,7 +69,7 @@ class StreamBatch:
         else:
             ends = cut(self.lengths, self.budget // (ranks * microbatches))
             dealt = deal_parts(ends, np.arange(len(self.rows)), ranks, microbatches)
-        return [[self.rows[i] for i in part] for part in dealt[data_rank]]
+        return dealt[data_rank]
 
 
 class StreamBatches:
@@ -72,7 +80,8 @@ class StreamBatches:
     (source, tokenise, window, seed and the size of a batch) alone: not on ranks, workers, or where a run was resumed.
 
     source: see `streams`. tokenise: rows -> for each what a batch is made of, or None to drop it; what it makes of a
-    row may not depend on the others. Empty rows are dropped before.
+    row may not depend on the others. Empty rows are dropped before. several: it gives a list for each row, such as the
+    pieces of a long text, which are rows of their own from then on, and come one after the other.
     global_batch_size: rows of a batch. Or budget: tokens of a batch, in parts of at most `part` (the microbatch; None:
     the budget), best fit: up to 64 rows that no part has room for wait, and come first into the next batch.
     length: tokens of a tokenised row; the default counts input_ids and decoder_input_ids.
@@ -97,6 +106,7 @@ class StreamBatches:
         window: int = 10_000,
         workers: int = 0,
         length: Callable[[Any], int] | None = None,
+        several: bool = False,
     ):
         if (global_batch_size is None) == (budget is None):
             raise ValueError("streaming: give either global_batch_size (rows) or budget (tokens)")
@@ -109,16 +119,18 @@ class StreamBatches:
             raise ValueError(f"streaming: a part of {self.part} tokens does not fit the budget of {budget}")
         self.source, self.tokenise, self.seed, self.window = source, tokenise, seed, window
         self.global_batch_size, self.budget, self.workers = global_batch_size, budget, workers
-        self.length = length or _length
+        self.length, self.several = length or _length, several
 
     def at(self, state: Mapping[str, Any] | None = None) -> Iterator[StreamBatch]:
         """Batches from a state on; None: from the start."""
-        window, place, skipped, held = self._restore(state)
+        window, place, piece, skipped, held = self._restore(state)
         pool: Any = ThreadPoolExecutor(self.workers) if self.workers else nullcontext()
         with pool as executor:
             chunks = self._chunks(window, place)
             tokenised = ordered_map(self._tokenise, chunks, executor, 2 * max(1, self.workers))
             drawn = (item for items in tokenised for item in items)
+            if piece:  # of the first row, so many were in batches before
+                drawn = dropwhile(lambda item, first=(place, piece): (item.place, item.piece) < first, drawn)
             seen = state is not None  # whether rows have come since the last epoch ended
             while True:
                 taken, held = self._from_held(held)
@@ -127,7 +139,8 @@ class StreamBatches:
                 while not ended and not taken.full and len(held) < _HELD:
                     item = next(drawn)
                     ended = item.window.epoch > window.epoch  # then the item only says so
-                    window, place = item.window, item.place + 1
+                    window = item.window
+                    place, piece = (item.place + 1, 0) if item.last else (item.place, item.piece + 1)
                     if ended:
                         break
                     if item.row is None:
@@ -136,7 +149,7 @@ class StreamBatches:
                         held.append(item)
                 if taken.items:
                     seen = True
-                    yield self._batch(taken, self._state(window, place, skipped, held))
+                    yield self._batch(taken, self._state(window, (place, piece), skipped, held))
                 elif not seen:
                     raise ValueError(f"{self.source.name}: an epoch holds no rows")
                 else:
@@ -150,29 +163,31 @@ class StreamBatches:
         items = taken.in_order()
         lengths = np.array([item.length for item in items], dtype=np.int64)
         places = [self.source.where(item.cursor) for item in items]
-        return StreamBatch([i.row for i in items], lengths, places, items[0].window.epoch, state, self.budget)
+        keys = [(item.cursor.file, item.cursor.row, item.piece) for item in items]
+        return StreamBatch([i.row for i in items], lengths, places, items[0].window.epoch, state, self.budget, keys)
 
-    def _state(self, window: Window, place: int, skipped: int, held: list[_Item]) -> dict[str, Any]:
+    def _state(self, window: Window, place: tuple[int, int], skipped: int, held: list[_Item]) -> dict[str, Any]:
         windows = list(dict.fromkeys([*(item.window for item in held), window]))
         return {
             "windows": [[w.epoch, w.number, *w.cursor] for w in windows],
-            "place": place,
-            "held": [[windows.index(item.window), item.place] for item in held],
+            "place": list(place),
+            "held": [[windows.index(item.window), item.place, item.piece] for item in held],
             "skipped": skipped,
         }
 
-    def _restore(self, state: Mapping[str, Any] | None) -> tuple[Window, int, int, list[_Item]]:
+    def _restore(self, state: Mapping[str, Any] | None) -> tuple[Window, int, int, int, list[_Item]]:
         if state is None:
-            return Window(0, 0, START), 0, 0, []
+            return Window(0, 0, START), 0, 0, 0, []
         windows = [Window(epoch, number, Cursor(*cursor)) for epoch, number, *cursor in state["windows"]]
-        held: dict[tuple[int, int], _Item] = {}
+        held: dict[tuple[int, int, int], _Item] = {}
         for i, window in enumerate(windows):
-            wanted = [place for n, place in state["held"] if n == i]
+            wanted = dict.fromkeys(place for n, place, _ in state["held"] if n == i)
             if wanted:
                 rows = self._shuffled(window, list(islice(self._read(window.cursor), self.window)))
                 for place in wanted:
-                    (held[i, place],) = self._tokenise([rows[place]])
-        return windows[-1], state["place"], state["skipped"], [held[n, place] for n, place in state["held"]]
+                    held |= {(i, place, item.piece): item for item in self._tokenise([rows[place]])}
+        place, piece = state["place"]
+        return windows[-1], place, piece, state["skipped"], [held[tuple(key)] for key in state["held"]]
 
     def _read(self, cursor: Cursor) -> Iterator[tuple[Cursor, Row | None, Cursor]]:
         for row, after in self.source.read(cursor):
@@ -202,7 +217,10 @@ class StreamBatches:
         found = []
         for item in items:
             row = None if item.row is None else next(made)
-            found.append(item._replace(row=row, length=0 if row is None else self.length(row)))
+            rows = [row] if not self.several else [None] if not row else row
+            for piece, one in enumerate(rows):
+                length = 0 if one is None else self.length(one)
+                found.append(item._replace(row=one, length=length, piece=piece, last=piece == len(rows) - 1))
         return found
 
 

@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from modelcenter.data.cache import tokenizer_state
+
 FORMAT, VERSION = "modelcenter-tokens", 1
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -98,6 +100,19 @@ def is_tokens(path: str | Path) -> bool:
     path = Path(path).expanduser()
     stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     return (path / "about.json").is_file() or (Path(f"{stem}.bin").is_file() and Path(f"{stem}.idx").is_file())
+
+
+def check_tokenizer(file: TokenFile, tokenizer: Any) -> None:
+    """Raise ValueError if the file says that another tokenizer made it. Megatron's pairs say nothing of theirs."""
+    made = file.about.get("tokenizer")
+    if made is None:
+        return
+    found = hashlib.sha256(tokenizer_state(tokenizer).encode()).hexdigest()
+    if made["sha256"] != found:
+        raise ValueError(
+            f"tokenizer: {file.path} was made with {made['name']!r} ({made['vocab_size']:,} tokens), not with "
+            f"{tokenizer.name_or_path!r} ({len(tokenizer):,}); give that one, or preprocess the texts again"
+        )
 
 
 def _open_folder(path: Path) -> TokenFile:

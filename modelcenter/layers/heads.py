@@ -223,12 +223,18 @@ class VocabularyHead(Smoothing, nn.Module):
         labels: Tensor | None,
         count: Tensor | int,
         table: Tensor,
-        want_logits: bool,
+        want_logits: bool | str,
         last: bool = False,
     ) -> dict[str, Tensor]:
-        """Loss where there are labels (shaped as the input), logits where wanted; `last`: of last tokens only."""
+        """Loss where there are labels (shaped as the input), logits where wanted; `last`: of last tokens only.
+
+        want_logits: "labelled": (labels, vocabulary), of the tokens that have one, in their order.
+        """
         weight = table if self.weight is None else self.weight
         out = {}
+        if want_logits == "labelled" and labels is not None and ctx.split is not None:
+            whole = ctx.repad(vocabulary_logits(self.transform(x), weight, self.bias))
+            out["logits"], want_logits = whole[labels != IGNORE_INDEX], False
         if labels is not None:
             labels = ctx.unpad(labels, IGNORE_INDEX)
             check_labels(labels, weight.shape[0])
@@ -238,6 +244,8 @@ class VocabularyHead(Smoothing, nn.Module):
             smoothing = self.smoothing
             loss = linear_cross_entropy(hidden, weight, self.bias, targets, count, label_smoothing=smoothing)
             out["loss"] = ctx.total(loss)
+            if want_logits == "labelled":
+                out["logits"], want_logits = vocabulary_logits(hidden, weight, self.bias), False
         if want_logits and last:
             out["logits"] = vocabulary_logits(self.transform(ctx.last(x)), weight, self.bias)[:, None]
         elif want_logits:

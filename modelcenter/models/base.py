@@ -176,8 +176,9 @@ class Model(nn.Module):
                 "(max_positions); truncate to that"
             )
 
-    def wants_logits(self, batch: Batch) -> bool:
-        """Whether a vocabulary-sized head is to return logits: not in training with labels, unless asked."""
+    def wants_logits(self, batch: Batch) -> bool | str:
+        """Whether a vocabulary-sized head is to return logits: not in training with labels, unless asked; "labelled":
+        those of the tokens that have a label."""
         wanted = batch.get("output_logits")
         return not (self.training and batch.get("labels") is not None) if wanted is None else wanted
 

@@ -41,7 +41,7 @@ class Pretraining(nn.Module):
         batch: Batch,
         counts: Mapping[str, Any],
         table: Tensor,
-        want_logits: bool,
+        want_logits: bool | str,
     ) -> dict[str, Tensor]:
         out = self.lm(x, ctx, batch, counts["masked_lm"], table, want_logits)
         out["seq_relationship_logits"] = self.nsp(pooled)

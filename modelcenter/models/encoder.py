@@ -184,7 +184,7 @@ class Encoder(Model):
         max_seqlen: int | None = None,
         loss_counts: Mapping[str, Any] | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        output_logits: bool | None = None,
+        output_logits: bool | str | None = None,
         output_hidden_states: bool = False,
     ) -> ModelOutput:
         """Run the model.
@@ -197,7 +197,8 @@ class Encoder(Model):
             start_positions, end_positions, next_sentence_label: (batch,).
             cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
-                for a loss of one term. output_logits: None leaves vocabulary logits out in training with labels.
+                for a loss of one term. output_logits: None leaves vocabulary logits out in training with labels;
+                "labelled": (labels, vocab_size), those of the tokens that have a label, in their order.
 
         Raises:
             ValueError: inputs that do not fit together or the model, naming the field.

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 import engine
+from modelcenter.data.streaming import StreamBatches
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Plan(Protocol):
     def deal(self, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]: ...
 
 
-def numbered(examples: Any, batch: dict[str, Any], rows: np.ndarray) -> dict[str, Any]:
+def numbered(examples: Any, batch: dict[str, Any], rows: Any) -> dict[str, Any]:
     """A batch with numbers of its sequences, by which dropout draws the same masks however the rows are cut: those of
     the rows, or what `examples.row_ids(rows)` says where a row is several sequences."""
     ids = getattr(examples, "row_ids", np.asarray)(rows)
@@ -89,5 +90,39 @@ class RowFeed:
         return step / self.plan.steps
 
     def where(self, rows: np.ndarray, most: int = 4) -> str:
-        places = [self.examples.where(int(row)) for row in rows[:most]]
-        return "; ".join(places) + (f" and {len(rows) - most} more" if len(rows) > most else "")
+        return in_words([self.examples.where(int(row)) for row in rows[:most]], len(rows))
+
+
+class StreamFeed:
+    """Batches of rows that are read while training goes on. Its state is the stream's: a few integers."""
+
+    steps_per_epoch = None
+
+    def __init__(self, examples: Any, stream: StreamBatches, steps: int, microbatches: int):
+        self.examples, self.stream, self.steps, self.microbatches = examples, stream, steps, microbatches
+        self._epochs: dict[int, int] = {}  # step -> epoch of the rows before it
+
+    def batches(self, step: int = 0, state: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
+        batches = self.stream.at((state or {}).get("stream"))
+        for number in range(step, self.steps):
+            batch = next(batches)
+            own = batch.rank_numbers(engine.data_rank(), engine.data_size(), self.microbatches)
+            rows = self.examples.rows_of(batch)
+            parts = [[rows[i] for i in part] for part in own if len(part)]
+            made = [numbered(self.examples, self.examples.batch(part, batch.epoch), part) for part in parts]
+            self._epochs[number + 1] = batch.epoch
+            yield GlobalBatch(number, made, int(batch.lengths.sum()), rows, {"stream": batch.state})
+
+    def epochs_at(self, step: int) -> float:
+        """The epoch of the rows of the step before; nobody knows how far in it they are."""
+        for old in [known for known in self._epochs if known < step]:
+            del self._epochs[old]
+        return float(self._epochs.get(step, 0))
+
+    def where(self, rows: Any, most: int = 4) -> str:
+        return in_words([self.examples.where(row) for row in rows[:most]], len(rows))
+
+
+def in_words(places: list[str], count: int) -> str:
+    """Where `count` rows are, of which some places are shown."""
+    return "; ".join(places) + (f" and {count - len(places)} more" if count > len(places) else "")

@@ -237,7 +237,8 @@ class Run:
 
     def describe(self) -> str:
         """One line on what is about to happen."""
-        rows = f"{len(self.train_set):,} rows ({self.task.about_columns()})"
+        count = f"{len(self.train_set):,} rows" if self.feed.steps_per_epoch is not None else "a stream of rows"
+        rows = f"{count} ({self.task.about_columns()})"
         judged = f"evaluation on {len(self.eval_set):,} rows" if self.eval_set is not None else "no evaluation data"
         ranks = f"{engine.world_size()} rank{'s' if engine.world_size() > 1 else ''}"
         size = self.cfg.global_batch_size

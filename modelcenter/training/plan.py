@@ -25,7 +25,7 @@ def dry_run(
             print(f"{name:<11} {value}")
         print("\nFirst batch, longest rows first:")
         for row in first.rows[:4]:
-            print(f"  {train_set.show(int(row), tokenizer)}  ({train_set.where(int(row))})")
+            print(f"  {train_set.show(row, tokenizer)}  ({train_set.where(row)})")
     task.prepare_model(model, tokenizer)
     model.train()
     began = time.perf_counter()
@@ -40,12 +40,11 @@ def dry_run(
 
 def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[str, str]]:
     model, examples, feed, ranks = run.model, run.train_set, run.feed, engine.data_size()
-    lengths, parameters = examples.lengths, model.num_parameters()
-    points = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
+    parameters = model.num_parameters()
     split = {"tensor": cfg.tp, "context": cfg.cp, "pipeline": cfg.pp}
     shards = max(1, ranks * cfg.cp // cfg.dp_replicate)
     state = memory_of_state(parameters // (cfg.tp * cfg.pp), cfg.zero, shards)
-    tokens, each = int(lengths.sum()), max(cfg.batch_size, 1)
+    each = max(cfg.batch_size, 1)
     trained = model.num_parameters(only_trainable=True)
     some = "" if trained == parameters else f", {trained:,} of them trained"
     parts = cfg.gradient_accumulation_steps
@@ -53,12 +52,9 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
     rows = [
         ("model", f"{cfg.model}: {type(model).__name__}, {parameters:,} parameters{some}, {run.task.head}"),
         *([("labels", labels)] if labels else []),
-        ("train", f"{len(lengths):,} rows, {tokens:,} tokens from {examples.name}"),
+        ("train", _amount(examples)),
         ("eval", "none" if eval_set is None else f"{len(eval_set):,} rows from {eval_set.name}"),
-        ("lengths", f"shortest {points[0]}, median {points[1]}, 95 % {points[2]}, longest {points[3]} tokens; "
-         f"{examples.truncated} rows cut at {cfg.max_length}"),
-        ("padding", f"none; {100 * padding_if_padded(lengths, each, cfg.seed):.1f} % of the slots if "
-         "rows were padded to the longest of their batch"),
+        *_about_lengths(cfg, examples, each),
         ("step", (f"{cfg.global_batch_size} rows, {each}" if cfg.batch_tokens is None else f"{cfg.batch_tokens} tokens")
          + f" x {parts} parts x {ranks} ranks"
          + "".join(f", {name} {size}" for name, size in split.items() if size > 1)),
@@ -68,6 +64,29 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
         ("memory", f"about {_bytes(state)} per rank for weights, gradients and optimizer, activations apart"),
     ]  # fmt: skip
     return rows
+
+
+def _streamed(examples: Any) -> bool:
+    return not hasattr(examples, "lengths")
+
+
+def _amount(examples: Any) -> str:
+    if _streamed(examples):
+        return f"a stream of rows from {examples.name}"
+    return f"{len(examples):,} rows, {int(examples.lengths.sum()):,} tokens from {examples.name}"
+
+
+def _about_lengths(cfg: TrainConfig, examples: Any, each: int) -> list[tuple[str, str]]:
+    if _streamed(examples):
+        return [("lengths", f"up to {cfg.max_length} tokens; longer texts make several rows"), ("padding", "none")]
+    lengths = examples.lengths
+    points = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
+    return [
+        ("lengths", f"shortest {points[0]}, median {points[1]}, 95 % {points[2]}, longest {points[3]} tokens; "
+         f"{examples.truncated} rows cut at {cfg.max_length}"),
+        ("padding", f"none; {100 * padding_if_padded(lengths, each, cfg.seed):.1f} % of the slots if "
+         "rows were padded to the longest of their batch"),
+    ]  # fmt: skip
 
 
 def _labels(model: Model) -> str:

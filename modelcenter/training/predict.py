@@ -13,6 +13,7 @@ import engine
 import modelcenter
 from modelcenter import registry
 from modelcenter.data import sources
+from modelcenter.data.token_files import is_tokens
 from modelcenter.hub.download import HubOptions
 from modelcenter.hub.resolve import resolve
 from modelcenter.models.base import Model
@@ -105,11 +106,10 @@ def _task_of_run(path: Path) -> str:
 def _read(cfg: PredictConfig, labelled: bool) -> tuple[Task, Trained]:
     cfg.require("run", "data")
     trained = Trained.find(cfg.run or "")
-    source = sources.find(cfg.data or [], cfg.data_config)
-    order = ("validation", "test") if labelled else ("test", "validation")
-    table = source.read(cfg.split or next((s for s in order if s in source.splits), source.splits[0]))
+    if not any(map(is_tokens, cfg.data or [])):
+        sources.find(cfg.data or [], cfg.data_config)  # data that are not there are told before the model is looked for
     task = trained.task_info(cfg.revision).load()
-    return task.to_use(cfg, trained.run, table, labelled), trained
+    return task.to_use(cfg, trained.run, task.read(cfg, trained.run, labelled), labelled), trained
 
 
 def _load(cfg: PredictConfig, task: Task, trained: Trained) -> tuple[Model, Any, Examples]:
@@ -118,7 +118,7 @@ def _load(cfg: PredictConfig, task: Task, trained: Trained) -> tuple[Model, Any,
     policy = engine.Policy(zero_level=cfg.zero, precision=setup.resolve_precision(cfg.precision))
     model = modelcenter.from_pretrained(trained.source, None, revision=cfg.revision, dtype="float32", policy=policy)
     fresh = getattr(model, "load_report", None)
-    if model.task != task.head or (fresh is not None and fresh.initialised):
+    if model.task not in TASKS[task.name].heads or (fresh is not None and fresh.initialised):
         raise ValueError(
             f"{cfg.run}: a model for {model.task}, expected one that was trained for {task.head}; "
             f"`modelcenter {TASKS[task.name].verb} {task.name}` trains it"

@@ -26,16 +26,17 @@ from engine.optim import (
 )
 from modelcenter.adapters import Freeze, Lora
 from modelcenter.data.sampling import EpochBatches, TokenBatches
+from modelcenter.data.streaming import StreamBatches
+from modelcenter.data.text_rows import StreamRows
 from modelcenter.hub.download import HubOptions
 from modelcenter.hub.resolve import resolve
 from modelcenter.hub.tokenizer import add_tokens
 from modelcenter.models.base import Model
 from modelcenter.training import trackers
 from modelcenter.training.config import TrainConfig
-from modelcenter.training.feed import Feed, Plan, RowFeed
+from modelcenter.training.feed import Feed, Plan, RowFeed, StreamFeed
 from modelcenter.training.record import prepare_output
 from modelcenter.training.resume import find_continuation, keep_global_batch
-from modelcenter.training.tasks.base import Examples
 
 SCHEDULES: dict[str, Any] = {"linear": Linear, "cosine": Cosine, "constant": NoDecay, "wsd": WSD}
 _SKIPS_IN_A_ROW = 8  # steps without a finite gradient after which a run gives up
@@ -223,9 +224,11 @@ def max_length(model: Model, tokenizer: Any, wanted: int | None) -> int:
     return wanted
 
 
-def make_feed(cfg: TrainConfig, examples: Examples) -> Feed:
+def make_feed(cfg: TrainConfig, examples: Any) -> Feed:
     """The batches of the run, by rows or by tokens; of a mixture, the rows that it draws for each epoch."""
     assert cfg.gradient_accumulation_steps is not None
+    if isinstance(examples, StreamRows):
+        return stream_feed(cfg, examples)
     draw = getattr(examples, "draw", None)
     if cfg.batch_tokens is not None:
         assert cfg.global_batch_tokens is not None
@@ -236,6 +239,16 @@ def make_feed(cfg: TrainConfig, examples: Examples) -> Feed:
         plan = EpochBatches(examples.lengths, cfg.global_batch_size, cfg.seed, draw)
     steps = cfg.max_steps or max(1, math.ceil(cfg.epochs * plan.steps - 1e-6))
     return RowFeed(examples, plan, steps, cfg.gradient_accumulation_steps)
+
+
+def stream_feed(cfg: Any, examples: StreamRows) -> StreamFeed:
+    """The batches of a run over a stream."""
+    sizes: dict[str, Any] = {"global_batch_size": cfg.global_batch_size}
+    if cfg.batch_tokens is not None:
+        sizes = {"budget": cfg.global_batch_tokens, "part": cfg.batch_tokens}
+    make: dict[str, Any] = {"length": examples.length, "several": True, "window": cfg.shuffle_window, "seed": cfg.seed}
+    stream = StreamBatches(examples.source, examples.pieces, **sizes, **make)
+    return StreamFeed(examples, stream, cfg.max_steps, cfg.gradient_accumulation_steps)
 
 
 def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimManager, Any, Any]:

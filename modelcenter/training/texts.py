@@ -13,7 +13,15 @@ from modelcenter.models.base import Model
 def complete(
     model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], *, streamer: Any = None, **search: Any
 ) -> list[list[str]]:
-    """The num_return_sequences texts for each prompt, without the prompt. Collective on a sharded model.
+    """The num_return_sequences texts for each prompt, without the prompt: see `complete_ids`."""
+    found = complete_ids(model, tokenizer, prompts, streamer=streamer, **search)
+    return [tokenizer.batch_decode(several, skip_special_tokens=True) for several in found]
+
+
+def complete_ids(
+    model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], *, streamer: Any = None, **search: Any
+) -> list[list[list[int]]]:
+    """The tokens of the num_return_sequences texts for each prompt, padded. Collective on a sharded model.
 
     Args:
         prompts: tokens of each. search: arguments of model.generate.
@@ -24,9 +32,8 @@ def complete(
     rows, mask = rows.to(model.device), mask.to(model.device)
     whole = model.generate(rows, mask, streamer=streamer, tokenizer=tokenizer, **search)
     new = whole[:, 1:] if model.is_encoder_decoder else whole[:, rows.shape[1] :]
-    decoded = tokenizer.batch_decode(new, skip_special_tokens=True)
     several = search.get("num_return_sequences", 1)
-    return [decoded[i : i + several] for i in range(0, len(decoded), several)]
+    return [part.tolist() for part in new.split(several)]
 
 
 def share_out(count: int, batch_size: int, work: Callable[[list[int]], list[Any]]) -> list[Any]:

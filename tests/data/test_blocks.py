@@ -96,3 +96,19 @@ def test_fingerprint_tells_tokens_and_cuts_apart(file, tmp_path):
     prints = [Blocks(file, 8), Blocks(file, 9), Blocks(file, 8, "concat", eos=2), Blocks(file, 8, documents=(0, 5))]
     prints = [str(b.fingerprint()) for b in [*prints, Blocks(other, 8)]]
     assert len(set(prints)) == 5 and prints[0] == str(Blocks(file, 8).fingerprint())
+
+
+@pytest.mark.parametrize("length", [2, 7, 16, 1000])
+@pytest.mark.parametrize("written", [True, False], ids=["eos in the file", "none in it"])
+@pytest.mark.parametrize("packing", ["none", "concat"])
+def test_bare_documents_have_no_eos(tmp_path, length, written, packing):
+    ended = [[*d, EOS] for d in DOCUMENTS]
+    file = write_tokens(tmp_path / "a", ended if written else DOCUMENTS, 100, eos=EOS if written else None)
+    blocks = Blocks(file, length, packing, bare=True, min_length=1)
+    found = [piece.tolist() for i in range(len(blocks)) for piece in blocks.row(i)]
+    assert sum(found, []) == sum(DOCUMENTS, [])
+    sizes, rows = blocks.piece_sizes()
+    assert sizes.tolist() == [len(piece) for piece in found]
+    assert np.bincount(rows, sizes, len(blocks)).tolist() == blocks.lengths.tolist()
+    if packing == "none":
+        assert found == [d[i : i + length] for d in DOCUMENTS for i in range(0, len(d), length)]

@@ -132,3 +132,31 @@ def test_each_window_has_an_order_of_its_own(tmp_path):
     found = StreamBatches(FileRows([path]), keep, seed=0, global_batch_size=20, window=20).at()
     first, second = ([row["n"] % 20 for row in next(found).rows] for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(20)) and first != second
+
+
+@pytest.mark.parametrize("by", BY)
+def test_long_rows_in_pieces_go_on_anywhere(files, by):
+    """Each row becomes none to four pieces; from the state after any batch the same batches follow."""
+
+    def pieces(rows):
+        return [[{"input_ids": [row["n"]] * (1 + row["n"] % 3)}] * (row["n"] % 5) for row in rows]
+
+    sizes = {"window": 16, "seed": 3, "several": True, **BY[by]}
+
+    def batches_from(state=None):
+        return StreamBatches(FileRows(files), pieces, **sizes).at(state)
+
+    whole = []
+    for batch in batches_from():
+        whole.append(batch)
+        if batch.epoch > 0 and len(whole) > 24:
+            break
+    first = [batch for batch in whole if batch.epoch == 0]
+    keys = [key for batch in first for key in batch.keys]
+    assert len(set(keys)) == len(keys) and whole[-1].epoch > 0
+    rows = [row["input_ids"][0] for batch in first for row in batch.rows]
+    assert all(rows.count(n) == rows.count(n) // (n % 5) * (n % 5) for n in set(rows))
+    for i in range(0, len(whole) - 1, 3):
+        again = list(islice(batches_from(json.loads(json.dumps(whole[i].state))), 4))
+        for one, other in zip(again, whole[i + 1 :], strict=False):
+            assert (one.rows, one.keys, one.epoch, one.state) == (other.rows, other.keys, other.epoch, other.state)

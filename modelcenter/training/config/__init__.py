@@ -8,6 +8,7 @@ from modelcenter.training.config.classification import ClassificationConfig
 from modelcenter.training.config.common import TrainConfig
 from modelcenter.training.config.dpo import DPOConfig
 from modelcenter.training.config.lm import LMConfig
+from modelcenter.training.config.pretrain import MLMConfig, PretrainConfig, PretrainLMConfig, SpanCorruptionConfig
 from modelcenter.training.config.qa import QAConfig
 from modelcenter.training.config.seq2seq import Seq2SeqConfig
 from modelcenter.training.config.token_classification import TokenClassificationConfig
@@ -18,9 +19,13 @@ __all__ = [
     "DPOConfig",
     "GenerateConfig",
     "LMConfig",
+    "MLMConfig",
     "PredictConfig",
-    "Seq2SeqConfig",
+    "PretrainConfig",
+    "PretrainLMConfig",
     "QAConfig",
+    "Seq2SeqConfig",
+    "SpanCorruptionConfig",
     "TokenClassificationConfig",
     "TrainConfig",
 ]

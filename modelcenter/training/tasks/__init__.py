@@ -48,7 +48,20 @@ TASKS: dict[str, TaskInfo] = {
     "qa": TaskInfo("finetune", "finetune_qa", "QAConfig", "qa:QuestionAnswering", ("question-answering",)),
     "lm": TaskInfo("finetune", "finetune_lm", "LMConfig", "lm:LanguageModelling", ("causal-lm",)),
     "dpo": TaskInfo("finetune", "finetune_dpo", "DPOConfig", "dpo:DPO", ("causal-lm",)),
+    # Pretraining comes last: a model is used by the first task that its head is for.
+    "mlm": TaskInfo("pretrain", "pretrain_mlm", "MLMConfig", "mlm:MaskedLanguageModel", ("masked-lm", "pretraining")),
+    "pretrain-lm": TaskInfo(
+        "pretrain", "pretrain_lm", "PretrainLMConfig", "causal:CausalLanguageModel", ("causal-lm",)
+    ),
+    "span-corruption": TaskInfo(
+        "pretrain", "pretrain_span_corruption", "SpanCorruptionConfig", "spans:SpanCorruptionModel", ("seq2seq-lm",)
+    ),
 }
+
+
+def tasks_of(verb: str) -> dict[str, TaskInfo]:
+    """The tasks of a verb by their names on the command line: both verbs have one that is called lm there."""
+    return {name.removeprefix(f"{verb}-"): info for name, info in TASKS.items() if info.verb == verb}
 
 
 def task_of_head(head: str) -> str | None:

@@ -147,6 +147,12 @@ class Task(ABC):
     # -- use of a trained model --------------------------------------------------------------------------------------
 
     @classmethod
+    def read(cls, cfg: Any, run: TrainConfig | None, labelled: bool) -> Any:
+        """The rows that a trained model shall work on, for `to_use`."""
+        source = sources.find(cfg.data or [], cfg.data_config)
+        return source.read(split_to_use(source, cfg.split, labelled))
+
+    @classmethod
     @abstractmethod
     def to_use(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
         """The task for rows that a trained model shall work on: the columns are found now.
@@ -196,6 +202,12 @@ def evaluation_split(source: sources.Source) -> str:
             f"eval_split: {source.name} has the splits {', '.join(source.splits)}; say which to evaluate on"
         )
     return source.splits[0]
+
+
+def split_to_use(source: sources.Source, given: str | None, labelled: bool) -> str:
+    """The split that a trained model is used on: the one given, else the usual one."""
+    order = ("validation", "test") if labelled else ("test", "validation")
+    return given or next((split for split in order if split in source.splits), source.splits[0])
 
 
 def strings(table: Table, name: str) -> list[str]:

@@ -1,0 +1,161 @@
+"""Masks of masked-language-model training: which tokens are to be guessed, and what stands in their place.
+
+As BERT (Devlin et al. 2019, arXiv:1810.04805): of the tokens chosen, 80 % become the mask token, 10 % any other token
+and 10 % stay. Whole words are masked together (Cui et al. 2021, arXiv:1906.08101, for Chinese).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+IGNORED = -100
+MASKED, REPLACED = 0.8, 0.1  # of the tokens chosen; the others stay
+Words = Literal["none", "words", "rjieba"]
+_CJK = ((0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xAC00, 0xD7AF), (0xF900, 0xFAFF), (0x20000, 0x3134F))
+
+
+class Masking:
+    """Chooses tokens and hides them.
+
+    fraction: of the tokens of a sequence that are chosen, on average exactly; at least one. Special tokens never are,
+    and unknown ones only where there is nothing else.
+    words: "words": all tokens of a word or none; Chinese, Japanese and Korean characters are words. "rjieba": words of
+    Chinese are those that rjieba finds. "none": token by token.
+
+    Raises:
+        ValueError: a tokenizer without a mask token, or whose tokens have no readable Chinese for rjieba.
+    """
+
+    def __init__(self, tokenizer: Any, fraction: float = 0.15, words: Words = "none"):
+        if tokenizer.mask_token_id is None:
+            raise ValueError("tokenizer: it has no mask token; masked-language-model training needs one, as BERT's has")
+        if not 0 < fraction < 1:
+            raise ValueError(f"mask_fraction: got {fraction}, expected a fraction between 0 and 1")
+        self.fraction, self.mask_id = fraction, int(tokenizer.mask_token_id)
+        count = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+        self.never = np.zeros(count, bool)  # by token
+        self.never[list(tokenizer.all_special_ids)] = True
+        self.replacements = np.flatnonzero(~self.never)
+        self.unknown = tokenizer.unk_token_id
+        self.words = None if words == "none" else WordStarts(tokenizer, segment=words == "rjieba")
+
+    def apply(self, ids: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens with some hidden, the tokens that stood there and -100 elsewhere), both int64 (n,)."""
+        chosen = self.choose(ids, random)
+        labels = np.full(len(ids), IGNORED, np.int64)
+        labels[chosen] = ids[chosen]
+        inputs = ids.astype(np.int64)
+        draw = random.random(len(chosen))
+        inputs[chosen[draw < MASKED]] = self.mask_id
+        others = chosen[(draw >= MASKED) & (draw < MASKED + REPLACED)]
+        inputs[others] = random.choice(self.replacements, len(others))
+        return inputs, labels
+
+    def choose(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """The places of the tokens to be guessed; none only where all are special."""
+        allowed = ~self.never[ids]
+        if not allowed.any() and self.unknown is not None:
+            allowed = ids == self.unknown
+        places = np.flatnonzero(allowed)
+        if not len(places):
+            return places
+        if self.words is None:
+            word = np.arange(len(places))
+        else:
+            word = np.unique(np.cumsum(self.words(ids))[places], return_inverse=True)[1]
+        sizes = np.bincount(word)
+        order = random.permutation(len(sizes))
+        ends = np.cumsum(sizes[order])
+        # Words are taken while they fit; the one at the limit with the probability that makes the average exact.
+        wanted = self.fraction * len(places)
+        whole = int(np.searchsorted(ends, wanted, side="right"))
+        if whole < len(ends):
+            whole += bool(random.random() * sizes[order[whole]] < wanted - (ends[whole - 1] if whole else 0))
+        return places[np.isin(word, order[: max(whole, 1)])]
+
+
+class WordStarts:
+    """At which tokens words start, by the marks that tokenizers put on their tokens.
+
+    WordPiece marks what goes on with a word by ##; SentencePiece and byte-level tokenizers mark spaces, so what has no
+    mark goes on, but for punctuation, and characters that are words. Without marks each token is a word.
+    """
+
+    def __init__(self, tokenizer: Any, segment: bool = False):
+        count = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+        found = tokenizer.convert_ids_to_tokens(list(range(count)))
+        tokens = ["" if token is None else token for token in found]
+        special = set(tokenizer.all_special_ids)
+        spaced = {mark: sum(token.startswith(mark) for token in tokens) for mark in ("Ġ", "▁", "##")}
+        mark = max(spaced, key=lambda name: spaced[name]) if any(spaced.values()) else None
+        self.pieces = mark == "##"  # marks stand at what goes on
+        self.marked = mark is not None
+        bytelike = mark == "Ġ"
+        if segment and bytelike:
+            raise ValueError(
+                "word_segmenter: rjieba reads characters, the tokens of this tokenizer are bytes; use none"
+            )
+        self.texts: list[str] = []
+        self.prefixed, self.joins, self.alone = (np.zeros(count, bool) for _ in range(3))
+        to_byte = _bytes_of_characters() if bytelike else {}
+        for i, token in enumerate(tokens):
+            text = token.removeprefix(mark) if mark is not None and i not in special else token
+            self.prefixed[i] = i not in special and text != token
+            if bytelike and i not in special:
+                raw = bytes(to_byte.get(c, 0x3F) for c in text)
+                self.joins[i] = bool(raw) and 0x80 <= raw[0] < 0xC0  # within a character
+                text = raw.decode("utf-8", "ignore") or ("\u4e00" if raw and 0xE3 <= raw[0] <= 0xED else text)
+            elif self.pieces:
+                self.joins[i] = self.prefixed[i]
+            self.texts.append("\ufffc" if i in special else text)
+            self.alone[i] = i in special or not any(c.isalnum() for c in text) or _is_cjk(text[0])
+        self.cut: Any = None
+        if segment:
+            try:
+                import rjieba
+            except ImportError:
+                raise ValueError("word_segmenter: rjieba is not installed: pip install rjieba") from None
+            self.cut = rjieba.cut
+
+    def __call__(self, ids: np.ndarray) -> np.ndarray:
+        """bool (n,): whether a word starts at a token of a sequence."""
+        if not len(ids):
+            return np.zeros(0, bool)
+        if self.cut is not None:
+            starts = self._segmented(ids)
+        elif self.pieces:
+            starts = ~self.joins[ids]
+        elif not self.marked:
+            starts = np.ones(len(ids), bool)
+        else:
+            alone = self.alone[ids]
+            starts = (self.prefixed[ids] | alone | np.concatenate(([True], alone[:-1]))) & ~self.joins[ids]
+        starts[0] = True
+        return starts
+
+    def _segmented(self, ids: np.ndarray) -> np.ndarray:
+        text, at, before = "", [], ""
+        for token in ids.tolist():
+            piece = self.texts[token]
+            spaced = not self.joins[token] if self.pieces else self.prefixed[token]
+            if spaced and before and piece and not (_is_cjk(before[-1]) and _is_cjk(piece[0])):
+                text += " "
+            at.append(len(text))
+            text, before = text + piece, piece or before
+        ends = np.cumsum([0, *map(len, self.cut(text))])
+        return np.isin(at, ends) & ~(self.joins[ids] if self.pieces else np.zeros(len(ids), bool))
+
+
+def _is_cjk(character: str) -> bool:
+    return any(low <= ord(character) <= high for low, high in _CJK)
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level token stands for: printable ones for themselves, the others, in
+    their order, for the characters from 256 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in shown}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return table | {chr(256 + i): byte for i, byte in enumerate(hidden)}

@@ -1,0 +1,99 @@
+"""Span corruption: T5's objective (Raffel et al. 2019, arXiv:1910.10683, section 3.1.4), by the published recipe.
+
+Spans of a sequence are each replaced by a sentinel of its own; the target says each sentinel and what it stands for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+_NAMES = ("<extra_id_{}>", "▁<extra_id_{}>", "<s_{}>")  # T5, mT5 (as a SentencePiece token), CPM-2
+
+
+def sentinels_of(tokenizer: Any) -> np.ndarray:
+    """The tokenizer's sentinels, int64, in the order in which they are used.
+
+    Raises:
+        ValueError: it has none.
+    """
+    vocabulary = tokenizer.get_vocab()
+    for name in _NAMES:
+        found = []
+        while (token := vocabulary.get(name.format(len(found)))) is not None:
+            found.append(token)
+        if found:
+            return np.array(found, np.int64)
+    raise ValueError(
+        f"tokenizer: it has no sentinels ({_NAMES[0].format(0)} and so on), which span corruption puts in place of "
+        "spans; use one of T5's family, or add them to it with add_special_tokens"
+    )
+
+
+class SpanCorruption:
+    """Corrupts sequences of tokens.
+
+    density: of the tokens that are noise; span: their mean number in a row. eos: after inputs and targets; None: none.
+    max_length: tokens of the inputs. `room` tokens of text make so many, and targets of `target_length`.
+
+    Raises:
+        ValueError: a density or span out of range, too few sentinels for max_length.
+    """
+
+    def __init__(
+        self, sentinels: np.ndarray, max_length: int, eos: int | None, density: float = 0.15, span: float = 3.0
+    ):
+        if not 0 < density < 1:
+            raise ValueError(f"noise_density: got {density}, expected a fraction between 0 and 1")
+        if not span >= 1:
+            raise ValueError(f"mean_span: got {span}, expected at least 1 token")
+        self.sentinels, self.eos, self.density, self.span = sentinels, eos, density, span
+        self.room = self._room(max_length)
+        self.target_length = int(self.lengths(np.array([self.room]))[1][0])
+        spans = int(self.counts(np.array([self.room]))[1][0])
+        if spans > len(sentinels):
+            raise ValueError(
+                f"max_length: rows of {max_length} tokens have {spans} spans, but the tokenizer has {len(sentinels)} "
+                "sentinels; lower max_length or noise_density, or raise mean_span"
+            )
+
+    def _room(self, max_length: int) -> int:
+        """The most tokens of text whose corrupted form has at most max_length."""
+        if int(self.lengths(np.array([2]))[0][0]) > max_length:
+            raise ValueError(f"max_length: got {max_length}, too few for a span and its sentinel")
+        sizes = np.arange(2, int((max_length + 2) / (1 - self.density)) + 3)
+        inputs = self.lengths(sizes)[0]
+        first = int(np.argmax(inputs > max_length)) if bool((inputs > max_length).any()) else len(sizes)
+        return int(sizes[first - 1])
+
+    def counts(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(noise tokens, spans) of sequences of so many tokens, each at least 2."""
+        noise = np.clip(np.rint(sizes * self.density), 1, sizes - 1).astype(np.int64)
+        spans = np.maximum(np.rint(noise / self.span), 1).astype(np.int64)
+        return noise, np.minimum(spans, np.minimum(noise, sizes - noise))
+
+    def lengths(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens of the inputs, of the targets) of sequences of so many tokens; 0 for those of fewer than 2."""
+        sizes = np.asarray(sizes, np.int64)
+        noise, spans = self.counts(np.maximum(sizes, 2))
+        end = 0 if self.eos is None else 1
+        return tuple(np.where(sizes < 2, 0, n + spans + end) for n in (sizes - noise, noise))  # type: ignore[return-value]
+
+    def apply(self, ids: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, targets), both int64, of at least 2 tokens; they start with text and end in noise."""
+        noise, spans = (int(n[0]) for n in self.counts(np.array([len(ids)])))
+        hidden, kept = _segments(noise, spans, random), _segments(len(ids) - noise, spans, random)
+        bounds = np.cumsum(np.stack((kept, hidden), 1).ravel())
+        pieces = np.split(ids.astype(np.int64), bounds[:-1])
+        marks = self.sentinels[:spans, None]
+        end = [] if self.eos is None else [np.array([self.eos], np.int64)]
+        inputs = [part for i in range(spans) for part in (pieces[2 * i], marks[i])]
+        targets = [part for i in range(spans) for part in (marks[i], pieces[2 * i + 1])]
+        return np.concatenate(inputs + end), np.concatenate(targets + end)
+
+
+def _segments(total: int, parts: int, random: np.random.Generator) -> np.ndarray:
+    """Sizes of `parts` segments, none empty, that make up `total`; every way to cut is as likely."""
+    cuts = np.sort(random.permutation(total - 1)[: parts - 1]) + 1
+    return np.diff(np.concatenate(([0], cuts, [total])))

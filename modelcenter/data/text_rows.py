@@ -1,0 +1,208 @@
+"""Rows of pretraining: pieces of the documents of a text or token file, or of a stream, under an objective."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from modelcenter.data.blocks import Blocks
+from modelcenter.data.cache import cached, tokenizer_state
+from modelcenter.data.examples import Examples
+from modelcenter.data.objectives import Batch, Key, Objective, Paired, sequence_numbers
+from modelcenter.data.parallel import ordered_map
+from modelcenter.data.preprocess import DocumentEncoder
+from modelcenter.data.readers import Table
+from modelcenter.data.streaming import StreamBatch
+from modelcenter.data.streams import Row, RowSource
+from modelcenter.data.token_files import TokenFile
+
+_CHUNK = 4096  # documents per call of the tokenizer
+_VERSION = 1  # part of the cache's key
+
+
+class TextRows(Examples):
+    """Rows of token blocks.
+
+    rows: (first, end) restricts them to a part of the blocks. table: where the documents come from, row by row, where
+    the blocks are of texts.
+    """
+
+    truncated = 0  # long documents make several rows
+
+    def __init__(
+        self, blocks: Blocks, objective: Objective, table: Table | None = None, rows: tuple[int, int] | None = None
+    ):
+        self.blocks, self.table = blocks, table
+        self.name = str(blocks.file.path) if table is None else table.name
+        self.first, self.end = rows or (0, len(blocks))
+        self.objective = objective
+        if isinstance(objective, Paired):
+            self.objective = objective.beside(self.elsewhere)
+            self.elsewhere((self.first,), 1, np.random.default_rng(0))  # there is another document
+        sizes, row = blocks.piece_sizes()
+        found = np.bincount(row, weights=objective.lengths(sizes), minlength=len(blocks)).astype(np.int64)
+        self._lengths = found[self.first : self.end]
+
+    def split(self, fraction: float) -> tuple[TextRows, TextRows]:
+        """(all but the last rows, the last fraction of them): no token is in both.
+
+        Raises:
+            ValueError: one of them would be empty.
+        """
+        count = round(fraction * len(self))
+        if not 0 < count < len(self):
+            raise ValueError(
+                f"eval_fraction: got {fraction}, which is {count} of {len(self)} rows, expected some rows on each side"
+            )
+        cut = self.end - count
+        parts = ((self.first, cut), (cut, self.end))
+        first, second = (TextRows(self.blocks, self.objective, self.table, part) for part in parts)
+        return first, second
+
+    def asking(self, objective: Objective) -> TextRows:
+        """The same rows under another objective of the same lengths."""
+        return TextRows(self.blocks, objective, self.table, (self.first, self.end))
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self._lengths
+
+    def batch(self, rows: np.ndarray, epoch: int = 0) -> Batch:
+        numbers = [self.first + int(row) for row in rows]
+        return self.objective.batch([self.blocks.row(n) for n in numbers], [(n,) for n in numbers], epoch)
+
+    def row_ids(self, rows: np.ndarray) -> np.ndarray:
+        """Numbers of the sequences of `batch`, in its order: see Examples."""
+        numbers, least = [self.first + int(row) for row in rows], self.objective.kept
+        counts = [sum(end - start >= least for _, start, end in self.blocks.pieces(n)) for n in numbers]
+        return sequence_numbers([(n,) for n in numbers], counts)
+
+    def where(self, row: int) -> str:
+        document = self.blocks.pieces(self.first + int(row))[0][0]
+        return self.blocks.where(self.first + int(row)) if self.table is None else self.table.where(document)
+
+    def fingerprint(self) -> Any:
+        about = self.blocks.fingerprint() | {"rows": len(self), "first_row": self.first}
+        return about if self.table is None else about | {"sha256": self.table.fingerprint()["sha256"]}
+
+    def show(self, row: int, tokenizer: Any) -> str:
+        return shown(self.batch(np.array([row])), tokenizer)
+
+    def elsewhere(self, key: Key, count: int, random: np.random.Generator) -> np.ndarray:
+        """Up to `count` tokens of a document of these rows that is not the one of row `key`.
+
+        Raises:
+            ValueError: all rows are of one document.
+        """
+        own = self.blocks.pieces(key[0])[0][0]
+        drawn = int(random.integers(self.first, self.end))
+        for row in itertools.chain(range(drawn, self.end), range(self.first, drawn)):
+            (document, _, _) = self.blocks.pieces(row)[0]
+            if document != own:
+                (tokens,) = self.blocks.row(row)
+                start = int(random.integers(0, max(len(tokens) - count, 0) + 1))
+                return tokens[start : start + count]
+        raise ValueError(f"next_sentence: {self.name} is one document; it needs at least two, see --document")
+
+
+class StreamRow(NamedTuple):
+    """A row that was read while training goes on."""
+
+    tokens: np.ndarray
+    key: Key
+    place: str
+
+
+class StreamRows:
+    """Rows of a stream of texts: each document in pieces, as they come. It has no length and no row numbers; a row is a
+    StreamRow."""
+
+    truncated = 0
+
+    def __init__(self, source: RowSource, tokenizer: Any, objective: Objective, column: str, end: int | None):
+        self.source, self.objective, self.column = source, objective, column
+        self.name = source.name
+        self.encode = DocumentEncoder.of(tokenizer, None if objective.bare else end)
+
+    def pieces(self, rows: list[Row]) -> list[list[np.ndarray]]:
+        """The pieces of the text of each row; none of a row without text.
+
+        Raises:
+            ValueError: a row whose column holds something else.
+        """
+        texts = []
+        for row in rows:
+            text = row.get(self.column)
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"{self.name}: column {self.column!r} holds {text!r:.60}, expected a text")
+            texts.append(text or "")
+        ids, lengths = self.encode(texts)
+        ends, room, least = np.cumsum(lengths), self.objective.room, self.objective.least
+        found = []
+        for end, length in zip(ends.tolist(), lengths.tolist(), strict=True):
+            start = end - length
+            cuts = [ids[at : min(at + room, end)] for at in range(start, end, room)]
+            found.append([piece for piece in cuts if len(piece) >= least])
+        return found
+
+    def rows_of(self, batch: StreamBatch) -> list[StreamRow]:
+        """The rows of a global batch."""
+        return [StreamRow(*row) for row in zip(batch.rows, batch.keys, batch.places, strict=True)]
+
+    def length(self, piece: np.ndarray) -> int:
+        """Tokens of a piece in a batch."""
+        return int(self.objective.lengths(np.array([len(piece)]))[0])
+
+    def batch(self, rows: Sequence[StreamRow], epoch: int = 0) -> Batch:
+        return self.objective.batch([[row.tokens] for row in rows], [row.key for row in rows], epoch)
+
+    def row_ids(self, rows: Sequence[StreamRow]) -> np.ndarray:
+        """Numbers of the sequences of `batch`, in its order."""
+        return sequence_numbers([row.key for row in rows], [1] * len(rows))
+
+    def where(self, row: StreamRow) -> str:
+        return row.place
+
+    def fingerprint(self) -> Any:
+        return {"source": self.source.fingerprint(), "column": self.column}
+
+    def show(self, row: StreamRow, tokenizer: Any) -> str:
+        return shown(self.batch([row]), tokenizer)
+
+
+def encode_texts(tokenizer: Any, texts: Sequence[str], name: str, end: int | None, cache: bool = True) -> TokenFile:
+    """Texts as documents of tokens, each ending in `end`, or read from the cache; without text a document is empty."""
+
+    def build() -> dict[str, np.ndarray]:
+        encode = DocumentEncoder.of(tokenizer, end)
+        chunks = (list(texts[start : start + _CHUNK]) for start in range(0, len(texts), _CHUNK))
+        found = list(ordered_map(encode, chunks))
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([sizes for _, sizes in found]))])
+        return {"ids": np.concatenate([ids for ids, _ in found]).astype(np.int32), "offsets": offsets}
+
+    key = ["documents", _VERSION, end, tokenizer_state(tokenizer), texts]
+    arrays = cached(key, build, cache=cache)
+    about = {"format": "text", "dtype": "int32", "documents": len(texts), "tokens": len(arrays["ids"]), "eos": end}
+    return TokenFile(Path(name), arrays["ids"], arrays["offsets"], about)
+
+
+def shown(batch: Batch, tokenizer: Any, most: int = 200) -> str:
+    """A batch of one row, for people: what the model reads, and what it is asked."""
+    read = tokenizer.decode(batch["input_ids"][0].tolist())
+    text = read if len(read) <= most else read[: most - 3] + "..."
+    labels = batch["labels"][0]
+    if batch["labels"].shape == batch["input_ids"].shape and bool((labels == batch["input_ids"][0]).all()):
+        return f"[next tokens] {text}"
+    asked = " ".join(_words(labels[labels >= 0].tolist(), tokenizer))
+    return f"{text} -> {asked if len(asked) <= most else asked[: most - 3] + '...'}"
+
+
+def _words(ids: list[int], tokenizer: Any) -> Iterator[str]:
+    return (tokenizer.decode([i]).strip() for i in ids)

@@ -1,0 +1,105 @@
+"""Flags of pretraining. Imports no torch."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from modelcenter.training.config.common import TrainConfig
+from modelcenter.training.flags import flag
+
+DOCUMENTS = ("line", "paragraph", "file")
+STREAM_EVERY = "1000"  # steps between checkpoints and evaluations of a stream, whose epochs nobody can count
+_data, _objective = partial(flag, "data"), partial(flag, "objective")
+
+
+# fmt: off
+@dataclass(kw_only=True)
+class PretrainConfig(TrainConfig):
+    """Flags of every kind of pretraining. An entry of train_data may be PATH@WEIGHT: its share of the rows."""
+
+    roles: ClassVar[tuple[str, ...]] = ("text",)
+
+    text_column: str | None = _data(None, "column of the text; none: found", "text_column_name")
+    document: str = _data("line", "what a document of a txt file is: a line, lines up to an empty one, or the file",
+        choices=DOCUMENTS)
+    packing: str = _data("none", "none: a row is a piece of a document; concat: rows are cut from all documents end to "
+        "end, and nothing is seen across their ends", choices=("none", "concat"))
+    streaming: bool = _data(False, "read and tokenise while training, for text too large for a pass beforehand; needs "
+        "max_steps")
+    shuffle_window: int = _data(10_000, "rows of a stream that are shuffled together", "shuffle_buffer")
+    # fmt: on
+
+    def check(self) -> None:
+        super().check()
+        if self.shuffle_window <= 0:
+            raise ValueError(f"shuffle_window: got {self.shuffle_window}, expected a number above 0")
+        if not self.streaming:
+            return
+        if self.max_steps is None:
+            raise ValueError("max_steps: a stream has no known end; with streaming say how many steps to train")
+        if self.packing != "none":
+            raise ValueError(f"packing: got {self.packing!r}; a stream is cut document by document, use none")
+        if self.eval_fraction is not None:
+            raise ValueError("eval_fraction: a stream has no known size; with streaming give eval_data")
+        if self.batch_size == self.AUTO:
+            raise ValueError("batch_size: auto looks at all rows first; with streaming give a number, or batch_tokens")
+        if self.eval_every == "epoch":
+            self.eval_every = STREAM_EVERY
+        if self.save_every == "epoch":
+            self.save_every = STREAM_EVERY
+
+
+# fmt: off
+@dataclass(kw_only=True)
+class MLMConfig(PretrainConfig):
+    """Flags of masked-language-model pretraining."""
+
+    task: ClassVar[str] = "mlm"
+
+    mask_fraction: float = _objective(0.15, "tokens that are to be guessed", "mlm_probability")
+    whole_word: bool = _objective(False, "mask all tokens of a word or none; Chinese characters are words",
+        "whole_word_masking")
+    word_segmenter: str = _objective("none", "what finds the words of Chinese, for whole_word",
+        choices=("none", "rjieba"))
+    next_sentence: bool = _objective(False, "BERT's second task: does the second part of a row follow the first?")
+    # fmt: on
+
+    def check(self) -> None:
+        super().check()
+        if not 0 < self.mask_fraction < 1:
+            raise ValueError(f"mask_fraction: got {self.mask_fraction}, expected a fraction between 0 and 1")
+        if self.word_segmenter != "none" and not self.whole_word:
+            raise ValueError(f"word_segmenter: {self.word_segmenter} finds words for whole_word; give that too")
+        if self.next_sentence and self.streaming:
+            raise ValueError(
+                "next_sentence: it draws from all documents, so not with streaming; `modelcenter preprocess` makes "
+                "token files of text of any size"
+            )
+        if self.next_sentence and self.packing != "none":
+            raise ValueError(f"packing: got {self.packing!r}; pairs are made of pieces of one document, use none")
+
+
+@dataclass(kw_only=True)
+class PretrainLMConfig(PretrainConfig):
+    """Flags of causal pretraining."""
+
+    task: ClassVar[str] = "pretrain-lm"
+
+
+# fmt: off
+@dataclass(kw_only=True)
+class SpanCorruptionConfig(PretrainConfig):
+    """Flags of T5's pretraining."""
+
+    task: ClassVar[str] = "span-corruption"
+
+    noise_density: float = _objective(0.15, "tokens that are hidden")
+    mean_span: float = _objective(3.0, "tokens hidden in a row, on average", "mean_noise_span_length")
+    # fmt: on
+
+    def check(self) -> None:
+        super().check()
+        if not 0 < self.noise_density < 1:
+            raise ValueError(f"noise_density: got {self.noise_density}, expected a fraction between 0 and 1")
+        if not self.mean_span >= 1:
+            raise ValueError(f"mean_span: got {self.mean_span}, expected at least 1 token")

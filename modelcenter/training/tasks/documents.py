@@ -1,0 +1,130 @@
+"""The documents of pretraining: token files, texts, mixtures of them, and the column of the text."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import engine
+from modelcenter.data import sources
+from modelcenter.data.columns import find_columns
+from modelcenter.data.compressed import suffix_of
+from modelcenter.data.mixture import parse_weight
+from modelcenter.data.readers import Origin, Table
+from modelcenter.data.streams import FileRows, RowSource
+from modelcenter.data.token_files import TokenFile, is_tokens, open_tokens
+
+log = logging.getLogger("modelcenter")
+Split = Callable[[sources.Source], str]  # which split of a source is meant
+
+
+@dataclass
+class Part:
+    """Documents: of a token file, or of a table of texts."""
+
+    data: TokenFile | Table
+    weight: float | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.data.path) if isinstance(self.data, TokenFile) else self.data.name
+
+
+def read_parts(
+    data: Sequence[str], config: str | None, document: str, split: Callable[[sources.Source], str]
+) -> list[Part]:
+    """The parts that a data argument names: each token file, and all texts together; or each entry by itself, with its
+    weight, where they have weights.
+
+    Args:
+        split: source -> the split to read.
+
+    Raises:
+        ValueError: nothing is there; weights of some entries only; a document unit that the files do not have.
+    """
+    parsed = [parse_weight(spec) for spec in data]
+    bare = [path for path, weight in parsed if weight is None]
+    if bare and len(bare) < len(parsed):
+        raise ValueError(f"train_data: {bare[0]} has no weight, but others have; write {bare[0]}@1, or leave all out")
+    if not bare:
+        groups = [([path], weight) for path, weight in parsed]
+    else:
+        texts = [path for path in bare if not is_tokens(path)]
+        groups = [([path], None) for path in bare if is_tokens(path)] + ([(texts, None)] if texts else [])
+    parts = []
+    for specs, weight in groups:
+        if is_tokens(specs[0]):
+            parts.append(Part(open_tokens(specs[0]), weight))
+        else:
+            source = sources.find(specs, config)
+            parts.append(Part(read_texts(specs, config, source, split(source), document), weight))
+    return parts
+
+
+def read_texts(specs: list[str], config: str | None, source: sources.Source, split: str, document: str) -> Table:
+    """A table with a document in each row."""
+    if document == "line":
+        return source.read(split)
+    paths = sources.find_paths(specs, config, split)
+    wrong = next((path for path in paths or [] if suffix_of(path) != ".txt"), None)
+    if paths is None or wrong is not None:
+        raise ValueError(f"document: {document} is for txt files, but {wrong or source.name} has rows of its own")
+    origins, texts = [], []
+    for path in paths:
+        lines: list[int] = []
+        first = 1
+        for row, after in FileRows([path], document).read():  # type: ignore[arg-type]
+            if row is not None:
+                texts.append(row["text"])
+                lines.append(first)
+            first = after.row + 1
+        origins.append(Origin(str(path), len(lines), _digest(path), lines))
+    if not texts:
+        raise ValueError(f"{source.name}: holds no text")
+    return Table({"text": texts}, origins)
+
+
+def text_column(table: Table, given: str | None) -> str:
+    """The column of the text: the one given, the only one, or as for fine-tuning."""
+    if given is None and len(table.columns) == 1:
+        return next(iter(table.columns))
+    return find_columns(table, text=given, labelled=False).text
+
+
+def texts_of(table: Table, column: str) -> list[str]:
+    """The texts of a column, "" for a row without one; how many these are is logged.
+
+    Raises:
+        ValueError: a row that holds something else, or no text at all.
+    """
+    values = table.columns[column]
+    for i, value in enumerate(values):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{table.where(i)}: column {column!r} holds {value!r:.60}, expected a text")
+    texts = [value if value and not value.isspace() else "" for value in values]
+    missing = texts.count("")
+    if missing == len(texts):
+        raise ValueError(f"{table.name}: column {column!r} holds no text")
+    if missing and engine.rank() == 0:
+        log.warning("%s: %d of %d rows have no text, they are left out", table.name, missing, len(texts))
+    return texts
+
+
+def head_of(source: RowSource, count: int = 1000) -> Table:
+    """The first rows of a stream, to find its columns by."""
+    rows = []
+    for row, _ in source.read():
+        if row is not None:
+            rows.append(row)
+        if len(rows) == count:
+            break
+    if not rows:
+        raise ValueError(f"{source.name}: holds no rows")
+    names = dict.fromkeys(name for row in rows for name in row)
+    return Table({name: [row.get(name) for row in rows] for name in names}, [Origin(source.name, len(rows), "")])
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

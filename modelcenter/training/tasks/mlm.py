@@ -1,0 +1,158 @@
+"""Masked-language-model pretraining: hidden tokens, and BERT's next sentence."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import engine
+from modelcenter.data.masking import IGNORED, Masking
+from modelcenter.data.objectives import Frame, Masked, Objective, Paired, labelled, sentence_ends
+from modelcenter.models.base import Model
+from modelcenter.training.config import MLMConfig
+from modelcenter.training.evaluation import evaluate
+from modelcenter.training.metrics import LanguageModel, Metrics, sum_over_ranks
+from modelcenter.training.tasks.base import own_batches
+from modelcenter.training.tasks.causal import asked_ids
+from modelcenter.training.tasks.pretraining import AskedBatches, Pretraining
+
+_FILLINGS = 5  # for each mask, unless top_k says how many
+
+
+class MaskedMetrics:
+    """perplexity and accuracy of the hidden tokens; next_sentence_accuracy where pairs are judged."""
+
+    main = "perplexity"
+
+    def __init__(self, pairs: bool):
+        self.tokens, self.pairs = LanguageModel(causal=False), pairs
+        self.counts = torch.zeros(2, dtype=torch.int64)  # pairs, pairs judged right
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """logits (n, vocabulary), targets (n,)."""
+        self.tokens.update(logits, targets)
+
+    def result(self) -> dict[str, float | None]:
+        found = self.tokens.result()
+        del found["loss"]  # of several terms, it is not the perplexity's
+        if self.pairs:
+            total, right = sum_over_ranks(self.counts).tolist()
+            found["next_sentence_accuracy"] = right / total if total else None
+        return found
+
+
+class MaskedLanguageModel(Pretraining):
+    """Masked-language-model pretraining. Flags: MLMConfig."""
+
+    name: ClassVar[str] = "mlm"
+    cfg: MLMConfig
+    evaluated_logits = "labelled"
+
+    @property
+    def head(self) -> str:  # type: ignore[override]
+        return "pretraining" if self.cfg.next_sentence else "masked-lm"
+
+    def objective(self, tokenizer: Any, max_length: int, seed: int) -> Objective:
+        words: Any = "none"
+        if self.cfg.whole_word:
+            words = "words" if self.cfg.word_segmenter == "none" else self.cfg.word_segmenter
+        masking = Masking(tokenizer, self.cfg.mask_fraction, words)
+        if not self.cfg.next_sentence:
+            return Masked(masking, Frame.of(tokenizer), max_length, seed)
+        return Paired(masking, Frame.of(tokenizer, pair=True), max_length, seed, sentence_ends(tokenizer))
+
+    def metrics(self, device: torch.device | str = "cpu") -> Metrics:
+        return MaskedMetrics(self.cfg.next_sentence)
+
+    def feed(self, metrics: Any, out: Any, batch: dict[str, Any]) -> None:
+        labels = batch["labels"]
+        metrics.update(out.logits, labels[labels != IGNORED])
+        if self.cfg.next_sentence:
+            right = out.seq_relationship_logits.argmax(-1) == batch["next_sentence_label"]
+            metrics.counts += torch.tensor([len(right), int(right.sum())])
+
+    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> Any:
+        self.cfg.next_sentence = model.task == "pretraining"
+        return super().rows_for(model, tokenizer, max_length)
+
+    def asked_rows(self, model: Model, tokenizer: Any, max_length: int, table: Any, column: str) -> "MaskedTexts":
+        rows = asked_ids(tokenizer, table, column, max_length, special=True)
+        mask = tokenizer.mask_token_id
+        for i, ids in enumerate(rows):
+            if mask not in ids:
+                raise ValueError(
+                    f"{table.where(i)}: the row has no {tokenizer.mask_token} to fill; put it where a token is missing"
+                )
+        return MaskedTexts([np.array(ids, np.int64) for ids in rows], mask, self.cfg.next_sentence)
+
+    def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
+        """For each mask of a row the most probable tokens with their probabilities, and the row with the first ones."""
+        count = min(cfg.top_k or _FILLINGS, model.config.vocab_size)
+        rows = own_batches(examples, cfg.batch_size)
+        best = BestTokens(examples, rows, count)
+        evaluate(model, AskedBatches(examples, rows, "labelled"), best, best.feed)
+        return best.said(tokenizer) if engine.rank() == 0 else iter(())
+
+
+class MaskedTexts:
+    """Texts with masks, which are the tokens that have a label."""
+
+    def __init__(self, ids: list[np.ndarray], mask: int, pairs: bool):
+        self.ids, self.mask, self.pairs = ids, mask, pairs
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(ids) for ids in self.ids], np.int64)
+
+    def masks(self, row: int) -> np.ndarray:
+        """Where the masks of a row are."""
+        return np.flatnonzero(self.ids[row] == self.mask)
+
+    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
+        ids = [self.ids[row] for row in rows]
+        batch = labelled(ids, [np.where(row == self.mask, 0, IGNORED) for row in ids])
+        return batch | {"next_sentence_label": torch.full((len(rows),), IGNORED)} if self.pairs else batch
+
+
+class BestTokens:
+    """The most probable tokens at each mask of all rows: metrics fed batch by batch, in the order of `rows`."""
+
+    main = ""
+
+    def __init__(self, examples: MaskedTexts, rows: list[np.ndarray], count: int):
+        self.examples, self.rows, self.turn = examples, rows, 0
+        self.starts = np.concatenate(([0], np.cumsum([len(examples.masks(i)) for i in range(len(examples))])))
+        self.tokens = torch.zeros(int(self.starts[-1]), count, dtype=torch.int64)
+        self.chances = torch.zeros(int(self.starts[-1]), count)
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """logits (masks, vocabulary), of the next batch."""
+        places = np.concatenate([np.arange(self.starts[row], self.starts[row + 1]) for row in self.rows[self.turn]])
+        best = logits.float().softmax(-1).topk(self.chances.shape[1])
+        self.tokens[places], self.chances[places] = best.indices.cpu(), best.values.cpu()
+        self.turn += 1
+
+    def feed(self, metrics: Any, out: Any, batch: dict[str, Any]) -> None:
+        metrics.update(out.logits, batch["labels"])
+
+    def result(self) -> dict[str, float | None]:
+        """A mask is zero on all ranks but one, so the sums are exact."""
+        sum_over_ranks(self.tokens), sum_over_ranks(self.chances)
+        return {}
+
+    def said(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
+        for row in range(len(self.examples)):
+            part = slice(self.starts[row], self.starts[row + 1])
+            tokens, chances = self.tokens[part].tolist(), self.chances[part].tolist()
+            masks = [
+                [{"token": tokenizer.decode([t]).strip(), "score": round(c, 6)} for t, c in zip(*pair, strict=True)]
+                for pair in zip(tokens, chances, strict=True)
+            ]
+            ids = self.examples.ids[row].copy()
+            ids[self.examples.masks(row)] = [best[0] for best in tokens]
+            yield {"text": tokenizer.decode(ids.tolist(), skip_special_tokens=True), "masks": masks}

@@ -1,0 +1,47 @@
+#!/usr/bin/env python
+"""Pretrain an encoder to guess hidden tokens, from random or pretrained weights.
+
+    python scripts/pretrain_mlm.py --model google-bert/bert-base-uncased --train_data corpus.txt --output_dir out
+    torchrun --nproc_per_node 8 scripts/pretrain_mlm.py --config scripts/recipes/bert_base.yaml --output_dir out
+
+BERT, RoBERTa and XLM-R; --whole_word masks words, --next_sentence adds BERT's second task.
+The data are text (txt, jsonl, json, csv, tsv, parquet, a Hub data set), token files that `modelcenter preprocess` made,
+or Megatron's .bin and .idx; PATH@WEIGHT mixes several, --streaming reads text too large for a pass beforehand.
+--from_scratch starts from random weights of a preset or config.json. --dry_run shows the plan and runs one step.
+The same as: modelcenter pretrain mlm
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):  # run from a checkout: the packages lie beside this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from modelcenter.training.config import MLMConfig
+from modelcenter.training.errors import user_errors
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Run the task from a command line. Raises ValueError for wrong flags, files or data."""
+    cfg = MLMConfig.from_args(sys.argv[1:] if argv is None else argv, prog, __doc__)
+    cfg.require("model", "train_data", *(() if cfg.dry_run else ("output_dir",)))
+
+    # Imported here, so that --help and mistakes in the flags take no time.
+    from modelcenter.training.loop import train
+    from modelcenter.training.plan import dry_run
+    from modelcenter.training.setup import build_model, load_tokenizer, prepare, start
+    from modelcenter.training.tasks.mlm import MaskedLanguageModel
+
+    prepare(cfg)  # the output folder can be written and holds no finished run
+    task = MaskedLanguageModel(cfg)  # opens the data, finds the column of the text
+    start(cfg)  # the ranks meet
+    tokenizer = load_tokenizer(cfg)
+    model = build_model(cfg, task, tokenizer)
+    train_set, eval_set = task.tokenize(tokenizer, cfg.max_length)
+    (dry_run if cfg.dry_run else train)(cfg, task, model, tokenizer, train_set, eval_set)
+
+
+if __name__ == "__main__":
+    with user_errors():
+        main()

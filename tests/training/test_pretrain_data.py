@@ -1,0 +1,230 @@
+"""What pretraining reads: texts, token files, mixtures, streams; pairs and masks; and what it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from text_toys import KINDS, TOKENIZERS, flags, make_texts, pretrain, rows_of, write_texts
+from toydata import command, write_jsonl
+
+from modelcenter.cli import run as cli
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_texts(tmp_path)
+
+
+def test_masks_change_with_the_epoch_and_stay_in_evaluations(folder):
+    train_set, eval_set = rows_of(folder, "mlm")
+    rows = np.arange(5)
+    first, again, later = (train_set.batch(rows, epoch)["labels"] for epoch in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, later)
+    batch = train_set.batch(rows)
+    ids, ends = batch["input_ids"][0], batch["cu_seqlens"].tolist()
+    alone = train_set.batch(rows[3:4], 1)["labels"]
+    assert torch.equal(alone, later[:, ends[3] : ends[4]])  # whatever is in its batch
+    other_seed = rows_of(folder, "mlm", seed=5)
+    assert torch.equal(eval_set.batch(rows)["labels"], other_seed[1].batch(rows)["labels"])
+    assert not torch.equal(first, other_seed[0].batch(rows)["labels"])
+    for start, end in zip(ends, ends[1:], strict=False):
+        assert ids[start] == 2 and ids[end - 1] == 3 and end - start <= 24
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_files_give_the_rows_of_their_texts(folder, kind):
+    model = KINDS[kind][0]
+    tokens = str(folder / "tokens")
+    words = ["--tokenizer", str(folder / model.replace("/", "-")), "--output", tokens]
+    cli(["preprocess", str(folder / "data" / "train.jsonl"), *words])
+    of_texts, _ = rows_of(folder, kind)
+    of_tokens, none = rows_of(folder, kind, train_data=tokens)
+    assert none is None and len(of_texts) == len(of_tokens)
+    assert (of_texts.lengths == of_tokens.lengths).all()
+    rows = np.arange(len(of_texts))
+    for name, value in of_texts.batch(rows).items():
+        other = of_tokens.batch(rows)[name]
+        assert value == other if isinstance(value, int) else torch.equal(value, other), name
+    assert of_texts.where(0).endswith("train.jsonl, line 1") and of_tokens.where(0) == f"{tokens}:document 1"
+    rows = pretrain(folder, kind, train_data=tokens, eval_fraction=0.2, max_steps=2)
+    assert "eval_perplexity" in rows[-1]
+    cli(["evaluate", str(folder / "run"), tokens, "--output", str(folder / "scores.json")])
+    assert json.loads((folder / "scores.json").read_text())["rows"] == len(of_tokens)
+
+
+@pytest.mark.parametrize("packing", ["none", "concat"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lengths_are_those_of_the_batches(folder, kind, packing):
+    train_set, _ = rows_of(folder, kind, packing=packing)
+    for row in range(len(train_set)):
+        batch = train_set.batch(np.array([row]))
+        both = batch["input_ids"].numel() + (batch["labels"].numel() if kind == "span-corruption" else 0)
+        assert both == train_set.lengths[row], row
+        assert len(train_set.row_ids(np.array([row]))) == len(batch["cu_seqlens"]) - 1
+
+
+def test_held_out_rows_share_no_token_with_the_others(folder):
+    whole, _ = rows_of(folder, "lm", train_data=str(folder / "data" / "train.jsonl"))
+    train_set, eval_set = rows_of(folder, "lm", train_data=str(folder / "data" / "train.jsonl"), eval_fraction=0.2)
+    assert len(eval_set) == round(0.2 * len(whole)) and len(train_set) + len(eval_set) == len(whole)
+    pieces = [(rows.blocks.pieces(rows.first + i)[0]) for rows in (train_set, eval_set) for i in range(len(rows))]
+    assert len(set(pieces)) == len(pieces)
+    masks = []
+    for seed in (1, 2):
+        _, eval_set = rows_of(
+            folder, "mlm", eval_fraction=0.2, train_data=str(folder / "data" / "train.jsonl"), seed=seed
+        )
+        masks.append(eval_set.batch(np.arange(len(eval_set)))["labels"])
+    assert torch.equal(*masks)  # the same in every run
+
+
+def test_pairs_follow_or_come_from_another_document(folder):
+    train_set, _ = rows_of(folder, "mlm", next_sentence=True)
+    tokenizer = TOKENIZERS["tiny/bert"]()
+    plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in make_texts(24, 1)]
+    follows, stops, ends = [], 0, 0
+    for epoch in range(8):
+        for row in range(len(train_set)):
+            batch = train_set.batch(np.array([row]), epoch)
+            ids, kinds = batch["input_ids"][0], batch["token_type_ids"][0]
+            ids = torch.where(batch["labels"][0] >= 0, batch["labels"][0], ids).tolist()
+            cut = int((kinds == 0).sum())
+            assert ids[0] == 2 and ids[cut - 1] == 3 and ids[-1] == 3 and len(ids) <= 24
+            assert kinds.tolist() == [0] * cut + [1] * (len(ids) - cut)
+            a, b = ids[1 : cut - 1], ids[cut:-1]
+            assert a and b
+            at = int(train_set.where(row).rsplit(" ", 1)[1]) - 1
+            follows.append(int(batch["next_sentence_label"]))
+            if not follows[-1]:
+                assert inside(a + b, plain[at])
+                if tokenizer.convert_tokens_to_ids(".") in (a + b)[:-1]:
+                    stops, ends = stops + 1, ends + (a[-1] == tokenizer.convert_tokens_to_ids("."))
+            else:
+                assert inside(a, plain[at])
+                assert any(inside(b, other) for i, other in enumerate(plain) if i != at)
+    assert np.mean(follows) == pytest.approx(0.5, abs=0.09)
+    assert stops > 20 and ends == stops  # cut after a sentence, where there is one
+
+
+def inside(part: list[int], whole: list[int]) -> bool:
+    return any(whole[i : i + len(part)] == part for i in range(len(whole) - len(part) + 1))
+
+
+def test_parts_with_weights(folder):
+    write_jsonl(folder / "more.jsonl", [{"text": text} for text in make_texts(10, 5, longest=10)])
+    first, more = str(folder / "data" / "train.jsonl"), str(folder / "more.jsonl")
+    mixed, _ = rows_of(folder, "lm", train_data=[f"{first}@1", f"{more}@3"])
+    share = np.mean([mixed.where(int(row)).startswith(more) for row in mixed.draw(0)])
+    assert share == pytest.approx(0.75, abs=0.02)
+    both, _ = rows_of(folder, "lm", train_data=[first, more])
+    assert len(both) == len(mixed)
+    assert len(pretrain(folder, "lm", train_data=[f"{first}@1", f"{more}@3"], max_steps=3)) == 3
+    with pytest.raises(ValueError, match=r"more.jsonl has no weight, but others have; write .*more.jsonl@1"):
+        rows_of(folder, "lm", train_data=[f"{first}@1", more])
+
+
+def test_documents_of_txt_files(folder):
+    texts = make_texts(6, 3)
+    (folder / "a.txt").write_text("\n\n".join(text.replace(" . ", " .\n") for text in texts) + "\n")
+    sizes = {}
+    for unit in ("line", "paragraph", "file"):
+        rows, _ = rows_of(folder, "lm", train_data=str(folder / "a.txt"), document=unit)
+        sizes[unit] = rows.blocks.file.about["documents"]
+        assert rows.where(0).endswith("a.txt, line 1")
+    assert sizes["paragraph"] == 6 and sizes["file"] == 1 and sizes["line"] > 6
+    with pytest.raises(ValueError, match="document: paragraph is for txt files, but .*train.jsonl has rows of its own"):
+        rows_of(folder, "lm", document="paragraph")
+
+
+def test_a_stream_has_all_tokens_of_its_texts(folder):
+    """Once per epoch, in pieces of at most max_length, each with a key of its own."""
+    from modelcenter.training.feed import StreamFeed
+    from modelcenter.training.setup import stream_feed
+    from modelcenter.training.tasks import TASKS
+
+    values = flags(folder, "tiny/gpt2", streaming=True, max_steps=100, shuffle_window=7)
+    cfg = TASKS["pretrain-lm"].flags()(**values)
+    cfg.global_batch_size, cfg.gradient_accumulation_steps = 8, 1
+    rows, _ = TASKS["pretrain-lm"].load()(cfg).tokenize(TOKENIZERS["tiny/gpt2"](), 24)
+    feed = stream_feed(cfg, rows)
+    assert isinstance(feed, StreamFeed)
+    pieces = {}
+    for batch in feed.batches():
+        if feed.epochs_at(batch.step + 1) > 0:
+            break
+        for row in batch.rows:
+            assert row.key not in pieces and len(row.tokens) <= 24
+            pieces[row.key] = row.tokens.tolist()
+    tokenizer = TOKENIZERS["tiny/gpt2"]()
+    for i, text in enumerate(make_texts(24, 1)):
+        found = sum((pieces[key] for key in sorted(pieces) if key[1] == i), [])
+        whole = [*tokenizer(text)["input_ids"], 0]
+        assert found in (whole, whole[:-1])  # a last piece of one token asks nothing
+
+
+# -------------------------------------------------------------------------------------------------------- gone wrong
+STREAM = {"streaming": True, "max_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("lm", {"streaming": True}, "max_steps: a stream has no known end"),
+        ("lm", {**STREAM, "eval_fraction": 0.1}, "eval_fraction: a stream has no known size"),
+        ("lm", {**STREAM, "packing": "concat"}, "packing: got 'concat'; a stream is cut"),
+        ("lm", {**STREAM, "batch_size": "auto"}, "batch_size: auto looks at all rows first"),
+        ("lm", {**STREAM, "train_data": "data@2"}, "parts have no weights in a stream"),
+        ("lm", {"shuffle_window": 0}, "shuffle_window: got 0"),
+        ("lm", {"text_column": "txt"}, "no column 'txt', it has 'text'"),
+        ("lm", {"eval_fraction": 0.001}, "eval_fraction: got 0.001, which is 0 of"),
+        ("mlm", {**STREAM, "next_sentence": True}, "next_sentence: it draws from all docu"),
+        ("mlm", {"packing": "concat", "next_sentence": True}, "packing: got 'concat'; pairs are made of pieces"),
+        ("mlm", {"word_segmenter": "rjieba"}, "word_segmenter: rjieba finds words for whole_word; give that too"),
+        ("mlm", {"mlm_probability": 1}, "mask_fraction: got 1.0"),
+        ("mlm", {"tokenizer": "tiny-gpt2"}, "tokenizer: it has no mask token"),
+        ("span-corruption", {"noise_density": 0}, "noise_density: got 0.0"),
+        ("span-corruption", {"mean_noise_span_length": 0.1}, "mean_span: got 0.1"),
+        ("span-corruption", {"tokenizer": "tiny-gpt2"}, "tokenizer: it has no sentinels"),
+    ],
+)
+def test_mistakes(folder, monkeypatch, kind, changes, message):
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match=message):
+        pretrain(folder, kind, **changes)
+
+
+def test_wrong_data(folder):
+    data = folder / "x.jsonl"
+    write_jsonl(data, [{"text": "a film"}, {"text": 3}])
+    with pytest.raises(ValueError, match=r"x.jsonl, line 2: column 'text' holds 3, expected a text"):
+        pretrain(folder, "lm", train_data=str(data))
+    write_jsonl(data, [{"text": ""}, {"text": " "}])
+    with pytest.raises(ValueError, match="column 'text' holds no text"):
+        pretrain(folder, "lm", train_data=str(data))
+    write_jsonl(data, [{"text": " ".join(make_texts(9))}])
+    with pytest.raises(ValueError, match="next_sentence: .*x.jsonl is one document; it needs at least two"):
+        pretrain(folder, "mlm", train_data=str(data), next_sentence=True)
+    cli(["preprocess", str(data), "--tokenizer", str(folder / "tiny-bert"), "--output", str(folder / "t")])
+    with pytest.raises(ValueError, match=r"tokenizer: .*t was made with .*bert' \(\d+ tokens\), not with .*tiny-gpt2"):
+        pretrain(folder, "lm", train_data=str(folder / "t"))
+
+
+def test_rows_without_text_are_counted(folder, caplog):
+    rows = ["a film with a plot", "", None, "it was"]
+    write_jsonl(folder / "x.jsonl", [{"text": text} for text in rows])
+    with caplog.at_level("WARNING", "modelcenter"):
+        train_set, _ = rows_of(folder, "mlm", train_data=str(folder / "x.jsonl"))
+    assert len(train_set) == 2 and train_set.where(1).endswith("line 4")
+    assert "2 of 4 rows have no text" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("changes", [{}, {**STREAM, "batch_tokens": 96}], ids=["rows", "stream"])
+def test_dry_run_shows_what_is_asked(folder, kind, changes, capsys):
+    cli(["pretrain", kind, *command(flags(folder, KINDS[kind][0], dry_run=True, **changes))])
+    shown = capsys.readouterr().out
+    marks = {"mlm": "[MASK]", "lm": "[next tokens]", "span-corruption": "<extra_id_0>"}
+    assert marks[kind] in shown and "line " in shown and "One step: loss" in shown
+    assert ("a stream of rows" in shown) == bool(changes)
+    assert not (folder / "run").exists()

@@ -107,9 +107,11 @@ def _of_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _count(about: dict[str, Any], config: Mapping[str, Any]) -> None:
     """parameters, components, counted_from: the files where their headers can be read, else arithmetic."""
-    bare = body_sizes(config)
+    # A preset whose sizes nobody published has a file's own config.json to say them.
+    known = about.get("confirmed") is not False or "hidden_size" in about["sizes"]
+    bare = body_sizes(config) if known else None
     about["bare_parameters"] = None if bare is None else sum(bare.values())
-    held, whole = about["stored"], task_sizes(config, about["task"])
+    held, whole = about["stored"], task_sizes(config, about["task"]) if known else None
     if held is not None and held["components"]:
         sizes, source = held["components"], "files"
     elif whole is not None:
@@ -256,7 +258,9 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         labels = about["labels"]
         facts.append(("labels", ", ".join(map(str, labels[:8])) + (f", ... ({len(labels)})" if labels[8:] else "")))
     if about["parameters"] is None:
-        facts.append(("parameters", f"unknown: {about['model_type']!r} is no architecture that is known here"))
+        known = about["model_type"] in ARCHITECTURES
+        why = "its config says no sizes" if known else f"{about['model_type']!r} is no architecture that is known here"
+        facts.append(("parameters", f"unknown: {why}"))
     else:
         bare = "" if about["bare_parameters"] is None else f"; the bare model has {about['bare_parameters']:,}"
         facts.append(("parameters", f"{about['parameters']:,} by the {about['counted_from']}{bare}"))

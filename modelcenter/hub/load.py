@@ -22,7 +22,7 @@ from modelcenter.hub.legacy import in_hf_form, open_source
 from modelcenter.hub.names import GENERATION_FILE
 from modelcenter.hub.readers import FileSource
 from modelcenter.hub.resolve import Resolved, read_json, resolve
-from modelcenter.registry import TASKS, ArchSpec, get, nearest
+from modelcenter.registry import ARCHITECTURES, TASKS, ArchSpec, get, nearest
 
 log = logging.getLogger("modelcenter")
 
@@ -248,7 +248,9 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
             f"{origin}: config.json names no model_type; say which by loading it with a class, such as "
             "modelcenter.Bert.from_pretrained"
         )
-    spec = get(kind, config.get("architectures"))
+    spec = None if architecture is not None and kind not in ARCHITECTURES else get(kind, config.get("architectures"))
+    if spec is None:
+        raise ValueError(f"{origin} has the model_type {kind!r}, expected {architecture!r}; load it with its own class")
     if architecture not in (None, spec.model_type):
         held = repr(kind) if kind == spec.model_type else f"{kind!r} and is of {spec.model_type!r}"
         raise ValueError(f"{origin} has the model_type {held}, expected {architecture!r}; load it with its own class")

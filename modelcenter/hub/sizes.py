@@ -27,6 +27,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "t5": {"head_dim": 64, "num_buckets": 32},
     "mt5": {"head_dim": 64, "num_buckets": 32, "gated": True, "tie_embeddings": False},
     "umt5": {"head_dim": 64, "num_buckets": 32, "gated": True},
+    "cpm1": {"num_buckets": 32, "tie_embeddings": False},
+    "cpm3": {"num_buckets": 512, "prompt_types": 32, "prompt_length": 64, "segment_types": 34},
+    "cpmbee": {"num_buckets": 256, "num_relations": 256},
     "cpmant": {"num_buckets": 512, "prompt_types": 32, "prompt_length": 32, "segment_types": 32},
 }
 
@@ -205,11 +208,14 @@ def _t5(c: _Fields, kind: str) -> dict[str, int]:
     }
 
 
-def _cpmant(c: _Fields, kind: str) -> dict[str, int]:
+def _cpm(c: _Fields, kind: str) -> dict[str, int]:
+    """CPM-1, CPM-3, CPM-Ant and CPM-Bee: prompts and relations of segments beside the words and distances of CPM-1."""
     d, layers = c.hidden_size, c.num_layers
-    words = c.vocab_size + c.prompt_types * c.prompt_length + c.segment_types
+    words = c.vocab_size + (c.prompt_types * c.prompt_length if kind in ("cpmant", "cpm3") else 0)
+    words += c.segment_types if kind == "cpmant" else 0
+    relations = 0 if kind == "cpm1" else c.num_relations if kind == "cpmbee" else c.segment_types**2
     return {
-        "embeddings": words * d + (c.num_buckets + c.segment_types**2) * c.num_heads,
+        "embeddings": words * d + (c.num_buckets + relations) * c.num_heads,
         "attention": layers * _attention(c, False),
         "mlp": layers * _mlp(c, False, gated=True),
         "norms": d * (1 + 2 * layers),
@@ -222,7 +228,7 @@ _COUNTS: dict[str, Callable[[_Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
     "opt": _opt,
-    "cpmant": _cpmant,
+    **dict.fromkeys(("cpm1", "cpm3", "cpmant", "cpmbee"), _cpm),
 }
 
 

@@ -33,6 +33,10 @@ def test_every_preset_is_counted_from_its_config():
     assert len(preset_names()) > 80
     for name in preset_names():
         entry = preset(name)
+        if entry["parameters"] is None:  # sizes that nobody published
+            with pytest.raises(ValueError, match="lacks hidden_size, so its size is not known"):
+                body_sizes(entry["config"])
+            continue
         assert sum(body_sizes(entry["config"]).values()) == entry["parameters"], name
 
 
@@ -40,6 +44,8 @@ def test_every_preset_is_counted_from_its_config():
 @pytest.mark.parametrize("tied", [None, *(pytest.param(tied, marks=pytest.mark.full) for tied in (True, False))])
 def test_components_are_those_of_the_model(name, tied):
     """Of every task whose head a config decides, against the model that is built."""
+    if name == "tiny/cpmbee" and tied is False:
+        return  # its head is the embedding, whatever a config says
     config = dict(preset(name)["config"]) | ({} if tied is None else {"tie_word_embeddings": tied})
     tasks = [task for task in get(config["model_type"]).arch_map().tasks if task_sizes(config, task) is not None]
     assert "base" in tasks

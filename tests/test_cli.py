@@ -84,7 +84,7 @@ def test_list_is_json(capsys):
     [
         (["lsit"], "unknown verb 'lsit'. Did you mean 'list'? Verbs: finetune, pretrain, predict"),
         (["finetune"], "finetune: which task?"),
-        (["finetune", "clasification"], "unknown task 'clasification'. Did you mean 'classification'?"),
+        (["finetune", "clasification"], "unknown task 'clasification'. Did you mean 'classification' or"),
         (["list", "--jsn"], "list: unknown argument '--jsn'. Did you mean '--json'?"),
         (["finetune", "classification", "--modl", "x"], "unknown flag --modl. Did you mean '--model'?"),
         (["predict"], "the following arguments are required: RUN, DATA"),

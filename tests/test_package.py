@@ -131,6 +131,7 @@ def test_editable_install_finds_everything(source: Path, tmp_path: Path):
     assert "bert-base-uncased" in run(python.parent / "modelcenter", "list", cwd=tmp_path)
 
 
+@pytest.mark.full
 def test_the_operators_are_built_from_the_wheel(python: Path, tmp_path: Path):
     """The sources are in it; nothing is compiled by the install. Skipped where there is no compiler."""
     from engine.ops import build

@@ -30,6 +30,7 @@ def test_what_is_loaded_is_printed(compiled):
     assert lines[2].startswith("linear on the CPU: ")
 
 
+@pytest.mark.full
 def test_without_a_library_one_line_says_so_and_all_works(tmp_path):
     assert "not loaded: not built; python -m engine.ops --build" in ops(MODELCENTER_LIBRARY_DIR=tmp_path).stdout
     assert "not loaded: MODELCENTER_FUSED=0" in ops(MODELCENTER_FUSED=0).stdout

@@ -53,6 +53,7 @@ def test_compiled_and_reference_agree_bit_for_bit(compiled, monkeypatch):
         assert torch.equal(a, b)
 
 
+@pytest.mark.full
 def test_every_instruction_set_and_number_of_threads_gives_the_same_bits(compiled, tmp_path):
     code = (
         "import sys, torch, test_dropout as t\ntorch.set_num_threads(int(sys.argv[2]))\n"

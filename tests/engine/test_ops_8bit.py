@@ -54,6 +54,7 @@ def test_compiled_and_reference_agree_bit_for_bit(compiled, monkeypatch, kind):
         assert torch.equal(a, b)
 
 
+@pytest.mark.full
 def test_every_instruction_set_gives_the_same_bits(compiled, tmp_path):
     code = (
         "import sys, torch, test_ops_8bit as t\ntorch.save([x for k in t.KINDS for x in t.steps_of(k)()], sys.argv[1])"

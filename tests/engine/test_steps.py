@@ -130,6 +130,7 @@ def ranks_of_accumulate(fn, how):
         return pool.run(fn, how, timeout=30)
 
 
+@pytest.mark.full
 def test_a_rank_that_leaves_accumulate_is_named():
     """What the others say while one is away; the limit of a collective is 4 s."""
     texts = ranks_of_accumulate(accumulates, "raises")

@@ -38,7 +38,12 @@ def last_task(kind: str) -> str:
     return next((t for t in ("pretraining", "seq2seq-lm", "causal-lm", "masked-lm") if t in tasks), tasks[-1])
 
 
-@pytest.mark.parametrize("kind", sorted(registry.ARCHITECTURES))
+FEW = ("bert", "gpt2", "gpt_neox", "t5", "cpmant", "llama")
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in FEW else pytest.param(k, marks=pytest.mark.full) for k in sorted(registry.ARCHITECTURES)]
+)
 def test_there_and_back(kind, tmp_path):
     model = mc.from_config(f"tiny/{kind}", last_task(kind), seed=1, dtype="bfloat16")
     with torch.no_grad():
@@ -186,7 +191,13 @@ def save_sharded(path, name, kwargs, mesh, training):
 
 
 @pytest.mark.parametrize(
-    "ranks, mesh", [(1, {}), (2, {}), (2, {"tp_size": 2}), (4, {"tp_size": 2}), (4, {"dp_replicate": 2})], ids=str
+    "ranks, mesh",
+    [
+        (1, {}),
+        (2, {"tp_size": 2}),
+        *(pytest.param(*m, marks=pytest.mark.full) for m in ((2, {}), (4, {"tp_size": 2}), (4, {"dp_replicate": 2}))),
+    ],
+    ids=str,
 )
 def test_any_mesh(ranks, mesh, tmp_path):
     """A vocabulary of 131 rows is split over two ranks; on export it is whole again, and nothing is padded."""
@@ -209,7 +220,7 @@ def read_shares(path):
     return model.load_report.bytes_read, held, {n: t.numpy() for n, t in state.items()}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_ranks_read_their_slices(ranks, tmp_path):
     """Of a converted checkpoint, and of one that other ranks saved."""
     mc.from_config("tiny/gpt2", "causal-lm", seed=2, vocab_size=131).save_pretrained(tmp_path / "hub")
@@ -254,8 +265,8 @@ def test_presets_by_name_as_config(tmp_path):
         assert opened.whole.task == "causal-lm" or opened.whole.task == "base"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "cpmant"])
+@pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["gpt2", *(pytest.param(k, marks=pytest.mark.full) for k in ("gpt_neox", "cpmant"))])
 def test_in_small_parts(kind, workers, tmp_path, monkeypatch):
     """Tensors that are cut into many boxes, parts and files: the sizes of large ones, scaled down."""
     for name, size in (("_ROWS_BYTES", 300), ("_TURNED_BYTES", 500), ("_PART_BYTES", 1000), ("_SHARDS_BYTES", 9000)):

@@ -68,7 +68,9 @@ def manifest_of(path):
     (path / "manifest.json").write_text(json.dumps(values))
 
 
-@pytest.mark.parametrize("form", ["hub", "bin", "shards", "metadata", "config"])
+@pytest.mark.parametrize(
+    "form", ["hub", *(pytest.param(f, marks=pytest.mark.full) for f in ("bin", "shards", "metadata", "config"))]
+)
 def test_random_bytes(form, copy, good, tmp_path):
     """Flipped, cut and repeated bytes anywhere in a file: an error that names it, or tensors of the same shapes."""
     path = copy("shards" if form in ("metadata", "config") else form)
@@ -339,7 +341,9 @@ def convert_slowly(source, target, to, workers):
 
 
 @pytest.mark.parametrize(
-    "to, workers, after", [("hf", 1, 5), ("hf", 2, 12), ("distributed", 1, 7), ("distributed", 2, 1)]
+    "to, workers, after",
+    [("hf", 1, 5), *(pytest.param(*c, marks=pytest.mark.full) for c in (("hf", 2, 12), ("distributed", 1, 7)))]
+    + [("distributed", 2, 1)],
 )
 def test_killed_and_started_again(to, workers, after, good, tmp_path):
     process = convert_slowly(good / "hub", tmp_path / "out", to, workers)

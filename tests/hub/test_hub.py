@@ -111,6 +111,7 @@ out = [digest(model), digest(again), model.task, model.load_report.source, token
     assert hub.requests == []
 
 
+@pytest.mark.full
 def test_revisions_and_only_what_is_needed(hub, saved, home):
     one, two = saved("base", "one", seed=1), saved("base", "two", seed=2, max_shard_size="30KB")
     (one / "tf_model.h5").write_bytes(b"x")
@@ -200,6 +201,7 @@ out["tokenizer"] = attempt(lambda: mc.AutoTokenizer.from_pretrained("me/missing"
     assert not [path for path in hub.downloaded() if "secret" in path]
 
 
+@pytest.mark.full
 def test_without_a_network(hub, home):
     """Offline with an empty cache, and a Hub that does not answer."""
     code = "out = attempt(lambda: mc.from_pretrained(ARGS[0]))"

@@ -95,6 +95,7 @@ def test_a_broken_download_goes_on(hub, home, tmp_path):
     assert hub.ranges == [10 * 2**20], "the rest only"
 
 
+@pytest.mark.full
 def test_a_broken_upload_goes_on(hub, home, tmp_path):
     path = small(tmp_path / "m", max_shard_size="60KB")
     shards = {p.name for p in path.glob("model-*")}
@@ -143,6 +144,7 @@ def test_one_format_and_its_shards(hub, home, tmp_path):
     assert (tmp_path / "all/onnx/model.onnx").is_file()
 
 
+@pytest.mark.full
 def test_mistakes_are_explained(hub, home, tmp_path):
     path = small(tmp_path / "m")
     hub.add("me/private", path, private=True)
@@ -295,6 +297,7 @@ FACTS = ("120 (3 epochs)", "45,678", "25.00 %", "1,234 rows, train.jsonl (`ababa
          "torch 2.13.0", "0.3123")  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_run_s_card_is_whole(hub, home, tmp_path):
     """Base, data, metrics, command, versions, hardware, curve; the Hub validates it, and nothing secret is in it."""
     run = tmp_path / "run"

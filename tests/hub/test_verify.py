@@ -117,6 +117,7 @@ def test_errors_are_one_line(words, said, pair, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*convert*"))
 
 
+@pytest.mark.full
 def test_scripts(pair, tmp_path):
     for script, more in (("convert", ["--to", "hf"]), ("export", [])):
         done = subprocess.run(

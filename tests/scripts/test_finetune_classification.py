@@ -76,7 +76,7 @@ def test_recipes_are_flags(path):
     assert cfg.model and cfg.train_data and cfg.output_dir is None  # the folder is the user's choice
     assert (
         text.startswith("# ")
-        and f"modelcenter {TASKS[task].verb} {task}" in text
+        and f"modelcenter {TASKS[task].verb} {task.removeprefix(TASKS[task].verb + '-')}" in text
         and f"--config scripts/recipes/{path.name}" in text
     )
     named = [role for role in cfg.roles if getattr(cfg, f"{role}_column") is not None]

@@ -311,6 +311,7 @@ def cpm_folder(path):
     return path
 
 
+@pytest.mark.full
 def test_cpm_ant_in_chinese(tmp_path, capsys):
     """What is asked is seen as a whole, an answer from left to right: as in generation, token by token."""
     pytest.importorskip("rjieba")

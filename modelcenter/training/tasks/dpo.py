@@ -57,9 +57,12 @@ class PairRows(TokenRows):
         batch = self.answers.batch(numbers)
         tokens = [int((self.answers.labels_of(n)[1:] != IGNORED).sum()) for n in numbers]
         batch["answer_tokens"] = torch.tensor(tokens)
-        batch["row_ids"] = torch.from_numpy(numbers)  # for dropout: each answer has masks of its own
         batch["reference"] = torch.from_numpy(self.reference[rows].reshape(-1))
         return batch
+
+    def row_ids(self, rows: np.ndarray) -> np.ndarray:
+        """Numbers of the answers, by which dropout gives each masks of its own."""
+        return self.pairs[rows].reshape(-1)
 
     def show(self, row: int, tokenizer: Any) -> str:
         chosen, rejected = (self.answers.show(int(n), tokenizer) for n in self.pairs[row])

@@ -195,7 +195,7 @@ class QuestionAnswering(WindowTask):
     def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> QuestionWindows:
         return self._windows(self.train, self.asked, tokenizer, max_length)
 
-    def read(self, examples: QuestionWindows, windows: np.ndarray, out: ModelOutput) -> list[WindowSpans]:
+    def read_windows(self, examples: QuestionWindows, windows: np.ndarray, out: ModelOutput) -> list[WindowSpans]:
         passages = examples.passages
         lengths = passages.tokens.lengths[windows].tolist()
         starts, ends = (logits[0].float().cpu().split(lengths) for logits in (out.start_logits, out.end_logits))

@@ -175,7 +175,9 @@ class TokenClassification(WindowTask):
         words = tokenize_words(tokenizer, self.rows, max_length=max_length)
         return TaggedWords(self.train, self.rows, words, self.names, targets)
 
-    def read(self, examples: TaggedWords, windows: np.ndarray, out: ModelOutput) -> list[tuple[list[int], list[float]]]:
+    def read_windows(
+        self, examples: TaggedWords, windows: np.ndarray, out: ModelOutput
+    ) -> list[tuple[list[int], list[float]]]:
         """The tag of each word of a window, and its probability."""
         words = examples.words
         first = pack_tokens(words.first, words.tokens, windows)[0].bool()

@@ -23,7 +23,7 @@ class WindowTask(Task):
     """
 
     @abstractmethod
-    def read(self, examples: Any, windows: np.ndarray, out: ModelOutput) -> list[Any]:
+    def read_windows(self, examples: Any, windows: np.ndarray, out: ModelOutput) -> list[Any]:
         """What is kept of the model's output for each window of a batch."""
 
     @abstractmethod
@@ -59,7 +59,7 @@ class WindowTask(Task):
         return (every[row] if row in every else self.say(examples, row, []) for row in rows)
 
     def _keep(self, said: dict[int, list[Any]], examples: Any, windows: np.ndarray, out: ModelOutput) -> None:
-        for window, found in zip(windows.tolist(), self.read(examples, windows, out), strict=True):
+        for window, found in zip(windows.tolist(), self.read_windows(examples, windows, out), strict=True):
             said.setdefault(int(examples.owner[window]), []).append(found)
 
 

@@ -111,7 +111,7 @@ class Run:
         self.train_set, self.eval_set = train_set, eval_set
         fit_batch(cfg, task, model, train_set)
         self.feed = make_feed(cfg, train_set)
-        self.manager, self.optimizer, self.rate = make_optimizer(cfg, model, self.feed.steps)
+        self.manager, self.rate = make_optimizer(cfg, model, self.feed.steps)
         self.step = 0  # steps taken
         self.tokens = 0  # real tokens trained on, over all ranks
         self.seconds = 0.0  # of training: evaluation and saving are not in it
@@ -208,21 +208,21 @@ class Run:
 
     def _judge(self, row: dict[str, Any]) -> bool:
         """Whether an evaluation is the best so far."""
-        metric = self.cfg.best_metric or self.task.metrics().main
-        name = f"eval_{metric.removeprefix('eval_')}"
+        metric = self._metric()
+        name = f"eval_{metric}"
         if name not in row:
             known = ", ".join(key.removeprefix("eval_") for key in row if key.startswith("eval_"))
             raise ValueError(f"best_metric: got {metric!r}, the evaluation gives {known}")
-        value = row[name]
-        better = value is not None and ("value" not in self.best or self._better(metric, value, self.best["value"]))
+        value, sign = row[name], -1 if metric in SMALLER_IS_BETTER else 1
+        better = value is not None and ("value" not in self.best or sign * value > sign * self.best["value"])
         if better:
             self.best = {"metric": name, "value": value, "step": self.step}
         self.bad_evaluations = 0 if better else self.bad_evaluations + 1
         return better
 
-    def _better(self, metric: str, value: float, than: float) -> bool:
-        lower = metric.removeprefix("eval_") in SMALLER_IS_BETTER
-        return value < than if lower else value > than
+    def _metric(self) -> str:
+        """The metric that says which evaluation is best, without the eval_ of its rows."""
+        return (self.cfg.best_metric or self.task.metrics().main).removeprefix("eval_")
 
     def _due(self, every: str, last: bool, possible: bool = True) -> bool:
         """Whether an evaluation or a checkpoint is due by its flag; also at the end, whatever the flag says."""
@@ -254,8 +254,9 @@ class Run:
             return False
         if self._due(self.cfg.save_every, last):
             return True
-        late = self.cfg.save_minutes is not None and time.monotonic() - self._saved[1] > 60 * self.cfg.save_minutes
-        return self.stopping.any_rank(late) if self.cfg.save_minutes is not None else False
+        if self.cfg.save_minutes is None:
+            return False
+        return self.stopping.any_rank(time.monotonic() - self._saved[1] > 60 * self.cfg.save_minutes)
 
     def save(self, best: bool = False, wait: bool = False) -> None:
         """Write a checkpoint beside the training, which goes on; `wait`: until it is on the disk.
@@ -425,7 +426,7 @@ class Run:
             most = torch.tensor(list(peak.values()), device=engine.device())
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             peak = dict(zip(peak, most.tolist(), strict=True))
-        metric = self.cfg.best_metric or self.task.metrics().main
+        metric = self._metric()
         return summarise(
             self.record.rows,
             metric,

@@ -278,7 +278,7 @@ def command_line() -> str:
 def summarise(rows: list[dict[str, Any]], main_metric: str, lower: bool, **more: Any) -> dict[str, Any]:
     """The fields of summary.json that follow from the rows. lower: the main metric is better so."""
     evals = [r for r in rows if "eval_loss" in r]
-    key = f"eval_{main_metric.removeprefix('eval_')}"
+    key = f"eval_{main_metric}"
     scored = [r for r in evals if r.get(key) is not None]
     train = [r for r in rows if r.get("loss") is not None]
     of = min if lower else max

@@ -251,12 +251,12 @@ def stream_feed(cfg: Any, examples: StreamRows) -> StreamFeed:
     return StreamFeed(examples, stream, cfg.max_steps, cfg.gradient_accumulation_steps)
 
 
-def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimManager, Any, Any]:
+def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimManager, Any]:
     """The optimizer over the sharded parameters (with Muon: it and AdamW), the schedules of their learning rates, and
     the manager of both. Biases and norms do not decay.
 
     Returns:
-        (manager, first optimizer, its schedule)
+        (manager, the schedule of its first optimizer)
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
@@ -287,11 +287,9 @@ def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimMan
     warmup = min(math.ceil(cfg.warmup * steps), steps - 1) if cfg.warmup < 1 else int(cfg.warmup)
     fp16 = {"loss_scale": 2.0**16} if cfg.precision == "fp16" else {}
     manager = OptimManager(abort_after=_SKIPS_IN_A_ROW, **fp16)
-    schedules = []
     for optimizer in optimizers:
-        schedules.append(SCHEDULES[cfg.lr_scheduler](optimizer, cfg.lr, warmup, steps))
-        manager.add_optimizer(optimizer, schedules[-1])
-    return manager, optimizers[0], schedules[0]
+        manager.add_optimizer(optimizer, SCHEDULES[cfg.lr_scheduler](optimizer, cfg.lr, warmup, steps))
+    return manager, manager.lr_schedulers[0]
 
 
 def data_name(cfg: TrainConfig) -> str | None:

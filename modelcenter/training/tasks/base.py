@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import engine
 from modelcenter.data import sources
@@ -242,8 +241,3 @@ def usual_columns(cfg: Any, run: TrainConfig | None, table: Table, roles: Sequen
         if usual.get(needed) in table.columns:
             given |= {role: name for role, name in usual.items() if given[role] is None and name in table.columns}
     return given
-
-
-def to_host(values: Tensor) -> Tensor:
-    """fp32, on the CPU."""
-    return values.detach().float().cpu()

@@ -10,7 +10,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full check bench gpu-check clean
+.PHONY: help demo test test-full first-half second-half check bench gpu-check clean
 
 # NO_VENV=1 runs with $(PYTHON) as it is: nothing is created, installed or downloaded.
 ifdef NO_VENV
@@ -38,17 +38,34 @@ help:  ## list the targets and the variables
 demo: $(READY)  ## tokenizer, model, fine-tuning on 2 sharded ranks, export, proof of equal logits; offline, 1 minute
 	$(PY) scripts/demo.py $(ARGS)
 
+# Two halves of the tests run side by side, for most tests use one core; with ARGS, which may name files, all in one run.
+# Not by pytest-xdist: tests fork ranks, which a worker with threads may not.
+FIRST_HALF := $(addprefix tests/,training scripts data adapters hub)
+FAST := not full and not gpu and not network
+FULL := full and not gpu and not network
+ifeq ($(strip $(ARGS)),)
+TEST = $(MAKE) --no-print-directory -j 2 --output-sync=target "MARKS=$(1)" first-half second-half
+else
+TEST = $(PY) -m pytest -m "$(1)" $(ARGS)
+endif
+
 test: $(READY)  ## the fast tests, under 10 minutes on 2 cores
-	$(PY) -m pytest -m "not full and not gpu and not network" $(ARGS)
+	$(call TEST,$(FAST))
 
 test-full: $(READY)  ## the products that `make test` leaves out, under 20 minutes more
-	$(PY) -m pytest -m "full and not gpu and not network" $(ARGS)
+	$(call TEST,$(FULL))
+
+first-half:
+	$(PY) -m pytest -q -m "$(MARKS)" $(FIRST_HALF)
+
+second-half:
+	$(PY) -m pytest -q -m "$(MARKS)" $(FIRST_HALF:%=--ignore=%)
 
 check: $(READY_DEV)  ## what a change must pass: linter, formatter, types, fast tests
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q -m "not full and not gpu and not network" $(ARGS)
+	$(call TEST,$(FAST))
 
 bench: $(READY)  ## the benchmarks of scripts/bench, one JSON file each in bench-results/
 	mkdir -p bench-results

@@ -23,8 +23,17 @@ def test_every_block_is_of_a_known_kind():
     assert not unknown
 
 
+# What a newcomer reads first in the fast set, the others in the full one.
+FIRST = {"README.md", "quickstart.md", "load-and-convert.md"}
+
+
 @pytest.mark.parametrize(
-    "document", [d for d in DOCUMENTS if blocks(d, "python")], ids=lambda d: str(d.relative_to(ROOT))
+    "document",
+    [
+        pytest.param(d, marks=() if d.name in FIRST else pytest.mark.full, id=str(d.relative_to(ROOT)))
+        for d in DOCUMENTS
+        if blocks(d, "python")
+    ],
 )
 def test_python_runs(document: Path, tmp_path: Path):
     """The blocks of a document run in order in one process, offline, in an empty folder that has the sample data."""
@@ -36,7 +45,6 @@ def test_python_runs(document: Path, tmp_path: Path):
     assert done.returncode == 0, f"{document.name}:\n{done.stderr}"
 
 
-# The README's in the fast set, the others in the full one.
 LAUNCHED = [
     pytest.param(b, marks=() if b.document.name == "README.md" else pytest.mark.full, id=str(b))
     for b in ALL_BLOCKS

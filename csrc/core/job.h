@@ -43,6 +43,7 @@ struct Slab {
 struct Types {
   int p, g, m;
   int mode;
+  bool stream;  // on a CPU: what is only written goes past the caches
 };
 
 inline int size_of(int type) { return type == kFloat ? 4 : type == kByte ? 1 : 2; }

@@ -8,6 +8,7 @@ namespace modelcenter {
 namespace {
 
 constexpr int64_t kChunk = 16384;  // elements that a thread takes at a time; also the unit of the norm's order
+constexpr int64_t kStreamed = 1 << 23;  // parameters in one call from which on their state cannot stay in a cache
 
 // Cuts tensors of these sizes into chunks and runs body(tensor, begin, end) for each, in one parallel region.
 template <class Sizes, class Body>
@@ -29,7 +30,10 @@ void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const 
           const Tensors& steps, const std::optional<Tensor>& gscale, const std::optional<Tensor>& found_inf,
           const Settings& settings, int64_t mode, const std::vector<int64_t>& places, const Scales& scales, int64_t) {
   if (p.empty()) return;
-  const Call call = lay_out(p, g, m, v, aux, steps, rule, mode, places, scales);
+  Call call = lay_out(p, g, m, v, aux, steps, rule, mode, places, scales);
+  int64_t numbers = 0;
+  for (const Slab& slab : call.slabs) numbers += slab.n;
+  call.types.stream = numbers >= kStreamed;
   const float* factor = scalar(gscale, p[0], "gscale");
   const float* skip = scalar(found_inf, p[0], "found_inf");
   if (skip && *skip != 0.0f) return;

@@ -116,12 +116,28 @@ MC_INLINE float* values(const Slab& slab, const Types& types, int64_t i, float* 
   return room;
 }
 
+// bf16 numbers for memory that is only written: a store past the caches saves reading the line first, which is 2 of the
+// 30 bytes that a step moves for a parameter. Takes whole blocks at the start of a line; false for others.
+MC_INLINE bool stream_out(const float* __restrict w, uint16_t* __restrict p, int64_t n) {
+#if defined(__AVX2__)
+  if (n != kBlock || ((uintptr_t)p & 63)) return false;
+  alignas(64) uint16_t room[kBlock];
+  each(n, [&](int64_t k) { room[k] = to_bf16(w[k]); });
+  for (int64_t k = 0; k < kBlock; k += 16)
+    _mm256_stream_si256((__m256i*)(p + k), _mm256_load_si256((const __m256i*)(room + k)));
+  return true;
+#else
+  return false;
+#endif
+}
+
 // Writes to the parameters what their values have become.
 MC_INLINE void keep_values(const Slab& slab, const Types& types, int64_t i, const float* __restrict w, uint32_t salt,
                            int64_t n) {
   uint16_t* __restrict p = (uint16_t*)slab.p + i;
   int16_t* __restrict low = (int16_t*)slab.aux + i;
-  if (types.mode == kMaster) from_floats(w, place(slab.p, types.p, i), types.p, n);
+  if (types.mode == kMaster && !(types.stream && types.p == kBfloat16 && stream_out(w, p, n)))
+    from_floats(w, place(slab.p, types.p, i), types.p, n);
   if (types.mode == kRemainder) each(n, [=](int64_t k) { split(w[k], p[k], low[k]); });
   if (types.mode == kRandom) round_at_random(w, p, slab.place, salt, i, n);
 }
@@ -147,6 +163,9 @@ void update(const Slab& slab, const Types& types, const Scalars& s, float scale,
     }
     keep_values(slab, types, i, w, salt, n);
   }
+#if defined(__AVX2__)
+  if (types.stream) _mm_sfence();
+#endif
 }
 
 void update8(const Slab& slab, const Types& types, const Scalars& s, float scale, uint32_t salt, int64_t begin,

@@ -239,6 +239,26 @@ def test_denormals_are_flushed(compiled):
     assert (torch.full((600,), 1e-39) * 0.5 != 0).all()
 
 
+def test_parameters_that_are_written_past_the_caches_are_the_same(compiled):
+    # Above 2**23 numbers; of the three tensors one starts inside a cache line and none ends with a block.
+    sizes, start = (5_000_001, 3_400_000, 77), {"fill_value": 0.5, "dtype": F32}
+    w = [torch.randn(n) for n in sizes]
+    g = [torch.randn(n).bfloat16() for n in sizes]
+    p = [torch.empty(n + 1, dtype=BF16)[first:][:n] for n, first in zip(sizes, (0, 1, 0), strict=True)]
+
+    def step(chosen):
+        some = [(p[i], g[i], torch.full((sizes[i],), **start), torch.full((sizes[i],), **start)) for i in chosen]
+        masters = [w[i].clone() for i in chosen]
+        steps = [torch.zeros(()) for _ in chosen]
+        fused.adamw_(*map(list, zip(*some, strict=True)), steps, masters, lr=0.05, mode="master")
+        return [p[i].clone() for i in chosen], masters
+
+    together, masters = step([0, 1, 2])
+    alone = [step([i])[0][0] for i in range(3)]
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+    assert all(torch.equal(a, master.bfloat16()) for a, master in zip(together, masters, strict=True))
+
+
 def test_threads_do_not_change_the_step(compiled):
     results = []
     for count in (1, 3):

@@ -57,6 +57,7 @@ def test_under_accelerate(folder):
     assert summary["status"] == "finished" and summary["hardware"]["ranks"] == 2
 
 
+@pytest.mark.full
 def test_mistakes_are_said_once_under_torchrun(folder):
     done = start(*TORCHRUN, str(SCRIPT), *command(flags(folder, train_data="nowhere.tsv")), cwd=folder)
     lines = [line for line in done.stderr.splitlines() if "error: " in line]

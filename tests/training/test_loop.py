@@ -419,6 +419,7 @@ def test_starting_from_a_checkpoint(folder):
     }
 
 
+@pytest.mark.full
 def test_bf16_runs(folder):
     rows = finetune(folder, precision="bf16", max_steps=3)
     whole = finetune(folder, precision="fp32", max_steps=3, output_dir=str(folder / "fp32"))

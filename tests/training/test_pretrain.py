@@ -105,8 +105,15 @@ def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder, kind):
         assert rows[-1]["eval_accuracy"] == pytest.approx(right / count)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("data", ["rows", "tokens", "stream"])
+def product(forms: tuple[str, ...], fast: set[tuple[str, str]]) -> pytest.MarkDecorator:
+    """Each kind with each form of data; those in `fast` in the fast set."""
+    pairs = [(kind, data) for kind in KINDS for data in forms]
+    return pytest.mark.parametrize(
+        ("kind", "data"), [pytest.param(*p, marks=() if p in fast else pytest.mark.full) for p in pairs]
+    )
+
+
+@product(("rows", "tokens", "stream"), {("mlm", "rows"), ("lm", "tokens"), ("span-corruption", "stream")})
 def test_losses_do_not_depend_on_the_cut(folder, kind, data):
     """With dropout of hidden states, on 1 and 2 ranks; T5's one rate is for attention too, which draws otherwise."""
     model = KINDS[kind][0]
@@ -124,8 +131,7 @@ def test_losses_do_not_depend_on_the_cut(folder, kind, data):
         assert {k: row[k] for k in compared} == pytest.approx(compared, rel=1e-4, abs=1e-5), row["step"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("data", ["rows", "stream"])
+@product(("rows", "stream"), {("mlm", "stream"), ("lm", "rows")})
 def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, kind, data):
     changes = {"save_every": 2, "model_config": SIZES[KINDS[kind][0]] | {"dropout": 0.3}, "max_steps": 9}
     if data == "stream":  # the window ends, and long texts are in pieces, within and between checkpoints

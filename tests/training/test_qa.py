@@ -196,7 +196,7 @@ def test_killed_and_gone_on(folder, monkeypatch):
     assert_same_end(folder, "run")
 
 
-@pytest.mark.parametrize("model", ["roberta", "gpt2", "t5"])
+@pytest.mark.parametrize("model", ["gpt2", *(pytest.param(name, marks=pytest.mark.full) for name in ("roberta", "t5"))])
 def test_other_families(folder, model, capsys):
     make_bytes_tokenizer().save_pretrained(folder / "tokenizer")
     config = {"dropout": 0.0} | ({} if model == "t5" else {"max_positions": 140})
@@ -211,6 +211,7 @@ def test_other_families(folder, model, capsys):
         assert answer["answer"] and context[answer["start"] : answer["end"]] == answer["answer"]
 
 
+@pytest.mark.full
 def test_chinese(folder, tmp_path, capsys):
     context = "\u5f20\u4e09\u5728\u5317\u4eac\u5de5\u4f5c\uff0c\u674e\u56db\u53bb\u4e86\u4e0a\u6d77"
     answers = {"text": ["\u5317\u4eac"], "answer_start": [3]}

@@ -34,7 +34,7 @@ def values_of(folder, name, **changes):
     return flags(folder, output_dir=str(folder / name), epochs=3, save_every=2, **changes)
 
 
-@pytest.mark.parametrize("step", [1, 5, pytest.param(11, marks=pytest.mark.full)])
+@pytest.mark.parametrize("step", [5, *(pytest.param(step, marks=pytest.mark.full) for step in (1, 11))])
 def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, step):
     """12 steps of 3 epochs, with dropout; checkpoints at every second one."""
     assert in_a_process(main, values_of(folder, "whole", **DROPPED)) == 0
@@ -132,6 +132,7 @@ def test_sigterm_stops_in_order_and_the_command_goes_on(folder, monkeypatch, cap
     assert rows == curve(folder, "whole")
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_and_is_an_error(folder, monkeypatch):
     die_at(monkeypatch, 4, signal.SIGINT)
     with pytest.raises(Stopped, match="stopped by SIGINT"):
@@ -186,6 +187,7 @@ def test_max_time(folder):
         90, 90, 28800, 172800, 3723, 86410]  # fmt: skip
 
 
+@pytest.mark.full
 def test_resume_never_and_by_path(folder, monkeypatch):
     with monkeypatch.context() as patch:
         die_at(patch, 5, signal.SIGTERM)
@@ -262,6 +264,7 @@ def test_best_model_and_early_stopping(folder, monkeypatch):
         main(command(values_of(folder, "wrong", best_metric="rouge")))
 
 
+@pytest.mark.full
 def test_the_best_checkpoint_becomes_the_model(folder, monkeypatch):
     judged = loop.Run._judge
     monkeypatch.setattr(loop.Run, "_judge", lambda self, row: judged(self, row | {"eval_accuracy": -self.step}))
@@ -307,6 +310,7 @@ def test_skipped_steps_name_their_rows(folder, monkeypatch):
     assert [row["step"] for row in rows] == [3, 4] and all(row["rows"].count("train.jsonl, line") >= 3 for row in rows)
 
 
+@pytest.mark.full
 def test_batches_by_tokens_go_on_too(folder, monkeypatch):
     """On 1 rank and on 2; every row once an epoch, no microbatch above its tokens."""
     by_tokens = {"batch_tokens": 40, "gradient_accumulation_steps": 2}
@@ -326,6 +330,7 @@ def test_batches_by_tokens_go_on_too(folder, monkeypatch):
         main(command(values_of(folder, "small", batch_tokens=5)))
 
 
+@pytest.mark.full
 def test_automatic_batch_size(folder):
     main(command(values_of(folder, "run") | {"batch_size": "auto", "global_batch_size": 12}))
     whole = curve(folder, "run")
@@ -336,6 +341,7 @@ def test_automatic_batch_size(folder):
     assert rows_that_fit(5000, 5100, 4000) == 1  # at least one is tried
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["lion", "muon", "adamw8bit", "adafactor"])
 def test_other_optimizers_go_on_too(folder, monkeypatch, optimizer):
     main(command(values_of(folder, "whole", optimizer=optimizer)))
@@ -346,7 +352,9 @@ def test_other_optimizers_go_on_too(folder, monkeypatch, optimizer):
     assert_same_end(folder, "run")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-params", "bf16-sr"])
+@pytest.mark.parametrize(
+    "precision", ["bf16-params", *(pytest.param(p, marks=pytest.mark.full) for p in ("bf16", "fp16", "bf16-sr"))]
+)
 def test_precisions_train(folder, precision):
     """The curve is that of fp32 but for the rounding; what the parameters are kept in is what is exported."""
     main(command(values_of(folder, "whole", max_steps=6)))

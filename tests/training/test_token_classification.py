@@ -196,7 +196,7 @@ def test_a_tokenizer_of_bytes_puts_a_space_before_words(folder):
     assert saved(["ab"], is_split_into_words=True)["input_ids"] == saved(" ab")["input_ids"] == saved("ab")["input_ids"]
 
 
-@pytest.mark.parametrize("model", ["gpt2", "t5", "llama"])
+@pytest.mark.parametrize("model", ["t5", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "llama"))])
 def test_other_families(folder, model):
     rows = finetune(folder, model=f"tiny/{model}", max_steps=1, batch_size=2, model_config={"num_layers": 1})
     assert np.isfinite(rows[-1]["eval_loss"])

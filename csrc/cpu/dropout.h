@@ -126,6 +126,28 @@ void dropout(const Draw& d, int64_t i, const void* x, const void* residual, void
           keep(words[word], 1, threshold, scale, source + to + kDropoutLanes, target + to + kDropoutLanes);
         }
       }
+    } else if (skipped % kDropoutLanes == 0) {
+      // A short row: whole vectors, the last of them with room behind it.
+      alignas(64) float last_x[kDropoutLanes] = {}, last_r[kDropoutLanes] = {}, last_out[kDropoutLanes];
+      for (int64_t k = 0; k < n; k += kDropoutLanes) {
+        const int group = (int)((skipped + k) / kDropoutLanes);
+        const float* from = source + k;
+        const float* plus = add ? add + k : nullptr;
+        float* to = target + k;
+        const int64_t rest = n - k;
+        if (rest < kDropoutLanes) {
+          for (int64_t i = 0; i < rest; i++) last_x[i] = from[i];
+          if (plus) for (int64_t i = 0; i < rest; i++) last_r[i] = plus[i];
+          from = last_x, plus = plus ? last_r : nullptr, to = last_out;
+        }
+        if (plus) {
+          keep(words[group / 2], group % 2, threshold, scale, from, plus, to);
+        } else {
+          keep(words[group / 2], group % 2, threshold, scale, from, to);
+        }
+        if (rest < kDropoutLanes)
+          for (int64_t i = 0; i < rest; i++) target[k + i] = last_out[i];
+      }
     } else {
       for (int64_t k = 0; k < n; k++) {
         const int c = (int)(skipped + k);

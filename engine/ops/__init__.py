@@ -5,9 +5,7 @@ unused: half the speed of oneDNN, which torch ships too. There `linear` calls on
 depends on the CPU alone, never on a timing, so that a run repeats bit for bit.
 
 Dropout (`engine.ops.masks`): torch's `bernoulli_` draws one number at a time on one thread, slower than the matrix
-product beside it. Here 16 bits of a counter-based generator decide an element. `keep_mask` makes masks for the
-probabilities of attention, four elements to a draw of numpy's SFC64, seeded from torch's generator, so that
-`torch.manual_seed` and a saved torch RNG state reproduce it. The keep probability is exact to 2^-16.
+product beside it. Here 16 bits of a counter-based generator decide an element.
 """
 
 import functools
@@ -16,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,7 +22,7 @@ _EAGER: dict[str, Callable[..., Any]] = {}
 
 
 def eager(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-    """`function`, left out of compiled graphs: for one that draws numbers in numpy or plans in Python."""
+    """`function`, left out of compiled graphs: for one that takes the key of a step or plans in Python."""
     key = name or f"{function.__module__}.{function.__qualname__}"
     _EAGER[key] = function
 
@@ -113,23 +110,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
 
-def keep_mask(shape: torch.Size | tuple[int, ...], p: float, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, float]:
-    """Bernoulli mask on the CPU: 1 with probability 1 - p. Returns (mask, 1 / the keep probability actually used)."""
-    n = 1
-    for size in shape:
-        n *= size
-    dropped = round(p * 65536)
-    seed = int(torch.randint(2**62, (), dtype=torch.int64))
-    raw = np.random.SFC64(seed).random_raw((n + 3) // 4)
-    bits = torch.from_numpy(raw.view(np.int16))[:n].view(shape)
-    mask = torch.empty(shape, dtype=dtype)
-    torch.ge(bits, dropped - 32768, out=mask)
-    return mask, 65536 / (65536 - dropped) if dropped < 65536 else 0.0
-
-
-from engine.ops.masks import Draws, draws_of, dropout, dropout_add, dropout_key, dropout_rows  # noqa: E402
+from engine.ops.masks import Draws, draws_of, dropout, dropout_add, dropout_key, dropout_rows, fresh_key  # noqa: E402
 
 __all__ = [
-    "Draws", "draws_of", "dropout", "dropout_add", "dropout_key", "dropout_rows", "eager", "keep_mask",
+    "Draws", "draws_of", "dropout", "dropout_add", "dropout_key", "dropout_rows", "eager", "fresh_key",
     "leave_to_eager", "linear", "matmul_nt", "onednn_linear",
 ]  # fmt: skip

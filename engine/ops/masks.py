@@ -58,12 +58,19 @@ class Draws:
         key: of (seed, step). sequences: (n,) int64, the number of each sequence, its place in the data times 2^32.
         tokens: (T,) int64, the number of each token of this rank, that of its sequence plus its place in it.
         parts: other ways to cut the tokens, found by how many there are (a part of them under sequence parallelism).
+        every: the numbers of all tokens of the batch, where several ranks share them; None: `tokens`.
     """
 
     key: int
     sequences: Tensor
     tokens: Tensor
     parts: dict[int, Tensor] = field(default_factory=dict)
+    every: Tensor | None = None
+
+    @property
+    def whole(self) -> Tensor:
+        """The numbers of all tokens of the batch."""
+        return self.tokens if self.every is None else self.every
 
     def of(self, count: int) -> Tensor:
         """The numbers of the tokens of an activation that has so many."""
@@ -94,6 +101,11 @@ def draws_of(cu_seqlens: Tensor, tokens: int) -> Draws | None:
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
     first = torch.repeat_interleave(sequences - cu_seqlens[:-1].long(), lengths, output_size=tokens)
     return Draws(key, sequences, first + torch.arange(tokens, device=device))
+
+
+def fresh_key() -> int:
+    """A key from torch's generator."""
+    return int(torch.randint(2**62, (), dtype=torch.int64))
 
 
 def dropout(
@@ -187,7 +199,7 @@ def _apply(
     first_channel: int,
 ) -> Tensor:
     if key is None:
-        key = int(torch.randint(2**62, (), dtype=torch.int64))
+        key = fresh_key()
     return _Dropout.apply(x, residual, tokens, threshold, key, site, first_channel)
 
 

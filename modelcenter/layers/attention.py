@@ -6,9 +6,22 @@ from torch import Tensor, nn
 
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.norm import RMSNorm
-from modelcenter.layers.packed_attention import Mask, packed_attention
+from modelcenter.layers.packed_attention import NO_DROP, Drop, Mask, packed_attention
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import rotate
+
+
+def first_head(attention: Any) -> int:
+    """Number of the first head on this rank, under tensor parallelism."""
+    split = getattr(attention.q, "base_layer", attention.q)  # under a low-rank update
+    return getattr(split, "_first", 0) // attention.head_dim
+
+
+def drop_of(attention: Any, ctx: Packed) -> Drop:
+    """The dropout of a layer's attention weights in this forward."""
+    if not attention.training or attention.dropout == 0.0:
+        return NO_DROP
+    return Drop(attention.dropout, ctx.draws, attention.site, first_head(attention))
 
 
 class SelfAttention(nn.Module):
@@ -17,6 +30,8 @@ class SelfAttention(nn.Module):
     Rotates queries and keys where the batch has rotary angles (`ctx.rotary`), adds the batch's relative position bias
     (`ctx.bias`), and reads and writes `ctx.cache` in generation.
     """
+
+    site: int | None = None  # as layers.dropout has it
 
     def __init__(
         self,
@@ -71,20 +86,20 @@ class SelfAttention(nn.Module):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, ctx: Packed) -> Tensor:
         """What `project` gave -> (T, heads * head_dim), each head's values under its attention."""
-        p = self.dropout if self.training else 0.0
         mask = Mask(self.causal, self.window, ctx.bias, ctx.marks, ctx.others)
         # Under tensor parallelism q, k and v are some of the heads.
         heads, kv_heads = q.shape[1] // self.head_dim, k.shape[1] // self.head_dim
         if ctx.bias is not None and heads != self.num_heads:
-            split: Any = getattr(self.q, "base_layer", self.q)  # under a low-rank update
-            mask = mask.of_heads(getattr(split, "_first", 0) // self.head_dim, heads)
+            mask = mask.of_heads(first_head(self), heads)
         if ctx.cache is not None and ctx.cache.extend(self, k, v, kv_heads, ctx):
             return ctx.cache.attend(self, q, heads, mask, self.scale)
-        return packed_attention(q, k, v, ctx, heads, p, kv_heads=kv_heads, mask=mask, scale=self.scale)
+        return packed_attention(q, k, v, ctx, heads, drop_of(self, ctx), kv_heads=kv_heads, mask=mask, scale=self.scale)
 
 
 class CrossAttention(nn.Module):
     """Attention of a decoder's tokens to the encoder's, `ctx.memory`. x: (T, hidden_size) -> the same."""
+
+    site: int | None = None
 
     def __init__(
         self,
@@ -115,5 +130,4 @@ class CrossAttention(nn.Module):
         k, v = self.k(states), self.v(states)
         if ctx.cache is not None:
             ctx.cache.remember(self, k, v, heads, memory)
-        p = self.dropout if self.training else 0.0
-        return self.out(packed_attention(q, k, v, ctx, heads, p, memory=memory, scale=self.scale))
+        return self.out(packed_attention(q, k, v, ctx, heads, drop_of(self, ctx), memory=memory, scale=self.scale))

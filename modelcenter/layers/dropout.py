@@ -1,4 +1,7 @@
-"""Dropout of hidden states, keyed by the token where a training loop says which rows a batch holds."""
+"""Dropout of hidden states, keyed by the token where a training loop says which rows a batch holds.
+
+That of attention weights is layers.packed_attention.Drop.
+"""
 
 import zlib
 
@@ -56,7 +59,7 @@ _keyed = eager(_draw, "modelcenter.layers.dropout.keyed")
 
 
 def name_sites(model: nn.Module) -> None:
-    """Give each Dropout of a model its site."""
+    """Give each Dropout and each attention of a model its site."""
     for name, module in model.named_modules():
-        if isinstance(module, Dropout):
+        if hasattr(type(module), "site"):
             module.site = zlib.crc32(name.encode())

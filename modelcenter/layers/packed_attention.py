@@ -1,8 +1,8 @@
 """Attention over packed tokens: no T x T mask, no padding beyond what a bucket of similar lengths needs.
 
 On a CPU sequences of similar length are attended as one rectangle (`Packed.buckets`) by one autograd function: it keeps
-the softmax and a byte mask, and writes gradients without zero-filling. On CUDA without dropout or bias it is torch's
-variable-length flash attention; otherwise scaled_dot_product_attention per bucket.
+the softmax, draws dropout's masks anew in backward, and writes gradients without zero-filling. On CUDA without dropout
+or bias it is torch's variable-length flash attention; otherwise scaled_dot_product_attention per bucket.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops import eager, keep_mask
+from engine.ops import Draws, dropout, eager, fresh_key
 from modelcenter.layers.marks import Marks, by_pair
 from modelcenter.layers.packing import Bucket, Packed
 
@@ -78,6 +78,57 @@ class Mask:
         )
 
 
+@dataclass(frozen=True)
+class Drop:
+    """Which attention weights are dropped.
+
+    On a CPU the mask of a weight is a function of its query, its head and the place of its key, as that of a hidden
+    state is of token and channel (engine.ops.masks); on CUDA it is torch's.
+
+    Attributes:
+        p: the probability. draws, site: of the batch and of the layer; None: from torch's generator. first_head: the
+            number of the first head here, where several ranks share the heads.
+        tokens: (T,) int64, the numbers of the queries; None: those of the draws, or where there are none 0, 1, 2, ...
+    """
+
+    p: float = 0.0
+    draws: Draws | None = None
+    site: int | None = None
+    first_head: int = 0
+    tokens: Tensor | None = None
+
+    def of_heads(self, first: int) -> "Drop":
+        """The same for the heads from `first` on."""
+        return replace(self, first_head=self.first_head + first)
+
+    def of_queries(self, start: int, stop: int) -> "Drop":
+        """The same for the queries start to stop - 1 as if they were all."""
+        return self if self.draws is None else replace(self, tokens=self.draws.whole[start:stop])
+
+    def numbers(self, total: int, places: Tensor | slice, n: int, heads: int) -> Tensor:
+        """Numbers of the rows of (n, heads, queries, keys) weights, whose queries are `places` among `total`.
+
+        A token's number has its place in its sequence in the lower 32 bits; the head stands above the first 20 of them.
+        """
+        tokens = self.tokens if self.tokens is not None or self.draws is None else self.draws.whole
+        if tokens is None:
+            tokens = torch.arange(total)
+        head = torch.arange(self.first_head, self.first_head + heads, device=tokens.device) << 20
+        return (tokens[places].view(n, 1, -1) + head[:, None]).flatten()
+
+    @property
+    def key(self) -> int:
+        """Of the draws, or one drawn now."""
+        return fresh_key() if self.draws is None else self.draws.key
+
+    def drop(self, weights: Tensor, key: int, numbers: Tensor) -> Tensor:
+        """Weights (..., keys), a row for each of the numbers -> the same, those that are kept scaled up."""
+        return dropout(weights, self.p, key=key, site=self.site or 0, tokens=numbers)
+
+
+NO_DROP = Drop()
+
+
 def _gather(x: Tensor, bucket: Bucket, heads: int) -> Tensor:
     """(T, heads * head_dim) -> (n, heads, length, head_dim)."""
     rows = x[bucket.start : bucket.stop] if bucket.index is None else x.index_select(0, bucket.index)
@@ -134,9 +185,10 @@ class _BucketedAttention(torch.autograd.Function):
         pairs: Pairs,
         heads: tuple[int, int],
         scale: float,
-        p: float,
+        drop: Drop,
     ) -> Tensor:
-        ctx.mask, ctx.pairs, ctx.heads, ctx.scale, ctx.keep_scale = mask, pairs, heads, scale, 1.0
+        ctx.mask, ctx.pairs, ctx.heads, ctx.scale = mask, pairs, heads, scale
+        ctx.drop, ctx.key, ctx.numbers = drop, drop.key if drop.p else 0, []
         ctx.rows, ctx.bias, ctx.others = (q.shape, k.shape, v.shape), bias, others
         of_queries, of_keys = heads
         out = torch.zeros_like(q) if _partial(pairs, q.shape[0]) else torch.empty_like(q)
@@ -158,14 +210,13 @@ class _BucketedAttention(torch.autograd.Function):
                 by_row.masked_fill_(hidden, -math.inf)
             elif keys.keep is not None:
                 by_row.masked_fill_(~keys.keep[:, None, None, :], -math.inf)
-            probs, keep = torch.softmax(scores, -1), None
-            if p:
-                keep, ctx.keep_scale = keep_mask(probs.shape, p)
-                mixed = torch.bmm(probs * keep, vb).mul_(ctx.keep_scale)
-            else:
-                mixed = torch.bmm(probs, vb)
-            _scatter(out, mixed, queries, of_queries)
-            saved += [qb, kb, vb, probs, keep]
+            dropped = probs = torch.softmax(scores, -1)
+            if drop.p:
+                places = slice(queries.start, queries.stop) if queries.index is None else queries.index
+                ctx.numbers.append(drop.numbers(q.shape[0], places, queries.n, of_queries))
+                dropped = drop.drop(probs, ctx.key, ctx.numbers[-1])
+            _scatter(out, torch.bmm(dropped, vb), queries, of_queries)
+            saved += [qb, kb, vb, probs]
         ctx.save_for_backward(*saved)
         return out
 
@@ -179,27 +230,26 @@ class _BucketedAttention(torch.autograd.Function):
         dbias, dothers = (None if x is None else torch.zeros_like(x) for x in (ctx.bias, ctx.others))
         saved = ctx.saved_tensors
         for i, (queries, keys) in enumerate(ctx.pairs):
-            qb, kb, vb, probs, keep = saved[5 * i : 5 * i + 5]
+            qb, kb, vb, probs = saved[4 * i : 4 * i + 4]
             go = _matrices(grad, queries, of_queries, of_keys)
             if queries.keep is not None:  # a row of padding repeats a token, and must not send its gradient again
                 by_row = go.view(queries.n, of_queries, queries.length, -1)
                 go = (by_row * queries.keep[:, None, :, None]).view(go.shape)
             dprobs, dropped = torch.bmm(go, vb.transpose(1, 2)), probs
-            if keep is not None:
-                dprobs.mul_(keep)
-                dropped = probs * keep
-            _scatter(dv, torch.bmm(dropped.transpose(1, 2), go).mul_(ctx.keep_scale), keys, of_keys)
+            if ctx.drop.p:
+                dprobs, dropped = (ctx.drop.drop(x, ctx.key, ctx.numbers[i]) for x in (dprobs, probs))
+            _scatter(dv, torch.bmm(dropped.transpose(1, 2), go), keys, of_keys)
             dscores = torch._softmax_backward_data(dprobs, probs, -1, probs.dtype)
             if dbias is not None:
                 n, middle = queries.length, dbias.shape[1] // 2
                 by_row, marks = dscores.view(queries.n, of_queries, n, n), ctx.mask.rows(queries)
                 if dothers is not None and marks is not None:
                     apart = marks.apart(marks)
-                    marks.add_pairs_(dothers, by_row * apart, ctx.keep_scale)
+                    marks.add_pairs_(dothers, by_row * apart)
                     by_row = by_row.masked_fill(apart, 0.0)
                 by_head = by_row.sum(0)
-                dbias[:, middle - n + 1 : middle + n].add_(_diagonal_sums(by_head), alpha=ctx.keep_scale)
-            dscores.mul_(ctx.scale * ctx.keep_scale)
+                dbias[:, middle - n + 1 : middle + n].add_(_diagonal_sums(by_head))
+            dscores.mul_(ctx.scale)
             _scatter(dq, torch.bmm(dscores, kb), queries, of_queries)
             _scatter(dk, torch.bmm(dscores.transpose(1, 2), qb), keys, of_keys)
         return dq, dk, dv, dbias, dothers, None, None, None, None, None
@@ -213,7 +263,7 @@ def _partial(pairs: Pairs, tokens: int, side: int = 0) -> bool:
 
 
 def _bucketed_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, pairs: Pairs, heads: tuple[int, int], scale: float, p: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, pairs: Pairs, heads: tuple[int, int], scale: float, drop: Drop
 ) -> Tensor:
     """The same arithmetic by torch's scaled_dot_product_attention, any device; also the reference of the CPU path."""
     mixed, places = [], []
@@ -221,7 +271,7 @@ def _bucketed_sdpa(
         qb = _gather(q, queries, heads[0])
         kb, vb = (_gather(x, keys, heads[1]) for x in (k, v))
         marks = mask.rows(queries), mask.rows(keys)
-        rows = _sdpa(qb, kb, vb, mask, keys.keep, scale, p, marks=marks).transpose(1, 2).flatten(0, 1).flatten(1)
+        rows = _sdpa(qb, kb, vb, mask, keys.keep, scale, drop, marks=marks).transpose(1, 2).flatten(0, 1).flatten(1)
         if queries.tokens is not None:
             rows = rows.index_select(0, queries.tokens)
         mixed.append(rows)
@@ -239,7 +289,7 @@ def _sdpa(
     mask: Mask,
     keep: Tensor | None,
     scale: float,
-    p: float,
+    drop: Drop,
     first: int = 0,
     marks: tuple[Marks | None, Marks | None] = (None, None),
 ) -> Tensor:
@@ -256,7 +306,22 @@ def _sdpa(
     if added is not None:
         seen = added.to(q.dtype) if seen is None else torch.where(seen, added.to(q.dtype), -math.inf)
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=p, scale=scale, enable_gqa=grouped)
+    if drop.p and q.device.type == "cpu":
+        return _dropping(q, k, v, seen, scale, drop)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=drop.p, scale=scale, enable_gqa=grouped)
+
+
+# The key changes at each step: it must not be a constant of a compiled graph.
+@eager
+def _dropping(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, drop: Drop) -> Tensor:
+    """One rectangle whose weights are dropped by query, head and key, by torch's operators."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3)) * scale
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -math.inf) if seen.dtype == torch.bool else scores + seen
+    n, heads, length = q.shape[:3]
+    numbers = drop.numbers(n * length, slice(0, n * length), n, heads)
+    return drop.drop(scores.softmax(-1), drop.key, numbers) @ v
 
 
 def packed_attention(
@@ -265,7 +330,7 @@ def packed_attention(
     v: Tensor,
     packed: Packed,
     heads: int,
-    p: float = 0.0,
+    drop: Drop = NO_DROP,
     *,
     kv_heads: int | None = None,
     mask: Mask = Mask(),
@@ -276,8 +341,8 @@ def packed_attention(
 
     Args:
         q: (T, heads * head_dim). k, v: (T, kv_heads * head_dim), or of the tokens of `memory`. packed: where the
-            sequences lie. heads, kv_heads: `heads` is a multiple of `kv_heads`, None: the same. p: dropout probability
-            on the weights. scale: of the scores, None: 1 / sqrt(head_dim).
+            sequences lie. heads, kv_heads: `heads` is a multiple of `kv_heads`, None: the same. drop: which weights are
+            dropped. scale: of the scores, None: 1 / sqrt(head_dim).
 
     Returns:
         (T, heads * head_dim)
@@ -285,8 +350,8 @@ def packed_attention(
     kv_heads = kv_heads or heads
     scale = 1.0 / math.sqrt(q.shape[1] // heads) if scale is None else scale
     if packed.split is not None and packed.split.size > 1:
-        return _shared_attention(q, k, v, packed, (heads, kv_heads), p, mask, memory, scale)
-    return _attention(q, k, v, packed, (heads, kv_heads), p, mask, memory, scale)
+        return _shared_attention(q, k, v, packed, (heads, kv_heads), drop, mask, memory, scale)
+    return _attention(q, k, v, packed, (heads, kv_heads), drop, mask, memory, scale)
 
 
 def _shared_attention(
@@ -295,7 +360,7 @@ def _shared_attention(
     v: Tensor,
     packed: Packed,
     heads: tuple[int, int],
-    p: float,
+    drop: Drop,
     mask: Mask,
     memory: Packed | None,
     scale: float,
@@ -307,12 +372,13 @@ def _shared_attention(
         own = heads[0] // split.size, heads[1] // split.size
         q = split.to_heads(q[:, None]).squeeze(1)
         k, v = (x.contiguous() for x in split.to_heads(both).unbind(1))
-        mask = mask.of_heads(split.rank * own[0], own[0])
-        return split.to_tokens(_attention(q, k, v, packed, own, p, mask, memory, scale))
+        mask, drop = mask.of_heads(split.rank * own[0], own[0]), drop.of_heads(split.rank * own[0])
+        return split.to_tokens(_attention(q, k, v, packed, own, drop, mask, memory, scale))
     k, v = (x.contiguous() for x in split.gather(both).unbind(1))
-    mixed = []
+    mixed, before = [], split.rank * packed.num_tokens
     for piece in packed.own_pieces():
         rows, keys = slice(*piece.rows), slice(*piece.tokens)
+        own_drop = drop.of_queries(*(before + place for place in piece.rows))
         among = None if memory is None else memory.some(*piece.sequences)
         if among is not None:
             keys = slice(*among.tokens)
@@ -321,14 +387,16 @@ def _shared_attention(
                 continue
         if piece.packed is not None:
             inner, part = None if among is None else among.packed, mask.of_tokens(*piece.tokens)
-            mixed.append(_attention(q[rows], k[keys], v[keys], piece.packed, heads, p, part, inner, scale))
+            mixed.append(_attention(q[rows], k[keys], v[keys], piece.packed, heads, own_drop, part, inner, scale))
         else:
             parts = ((q[rows], heads[0]), (k[keys], heads[1]), (v[keys], heads[1]))
             one = [x.unflatten(1, (n, -1)).transpose(0, 1)[None] for x, n in parts]
             first = piece.first if among is None else 0
             marks = None if mask.marks is None else mask.marks[keys][None]
             both_marks = None if marks is None else marks[:, first : first + one[0].shape[2]], marks
-            mixed.append(_sdpa(*one, mask, None, scale, p, first, marks=both_marks)[0].transpose(0, 1).flatten(1))
+            mixed.append(
+                _sdpa(*one, mask, None, scale, own_drop, first, marks=both_marks)[0].transpose(0, 1).flatten(1)
+            )
     return torch.cat(mixed)
 
 
@@ -338,16 +406,16 @@ def _attention(
     v: Tensor,
     packed: Packed,
     heads: tuple[int, int],
-    p: float,
+    drop: Drop,
     mask: Mask,
     memory: Packed | None,
     scale: float,
 ) -> Tensor:
     low = q.dtype in (torch.bfloat16, torch.float16)
     plain = mask.bias is None and mask.marks is None
-    if q.device.type == "cuda" and p == 0.0 and low and plain and q.shape[0] and k.shape[0]:
+    if q.device.type == "cuda" and drop.p == 0.0 and low and plain and q.shape[0] and k.shape[0]:
         return _varlen(q, k, v, packed, heads, mask, memory or packed, scale)
-    return _in_buckets(q, k, v, packed, heads, p, mask, memory, scale)
+    return _in_buckets(q, k, v, packed, heads, drop, mask, memory, scale)
 
 
 @eager
@@ -357,7 +425,7 @@ def _in_buckets(
     v: Tensor,
     packed: Packed,
     heads: tuple[int, int],
-    p: float,
+    drop: Drop,
     mask: Mask,
     memory: Packed | None,
     scale: float,
@@ -365,8 +433,8 @@ def _in_buckets(
     pairs = packed.pairs(memory)
     if q.device.type == "cpu":
         rest = replace(mask, bias=None, others=None)
-        return _BucketedAttention.apply(q, k, v, mask.bias, mask.others, rest, pairs, heads, scale, p)
-    return _bucketed_sdpa(q, k, v, mask, pairs, heads, scale, p)
+        return _BucketedAttention.apply(q, k, v, mask.bias, mask.others, rest, pairs, heads, scale, drop)
+    return _bucketed_sdpa(q, k, v, mask, pairs, heads, scale, drop)
 
 
 def _varlen(

@@ -261,9 +261,10 @@ class Packed:
         positions = split.local(torch.nn.functional.pad(self.positions, (0, dummy)))
         draws = self.draws
         if draws is not None:
-            mine = split.local(torch.nn.functional.pad(draws.tokens, (0, dummy)))
+            all_tokens = torch.nn.functional.pad(draws.tokens, (0, dummy))
+            mine = split.local(all_tokens)
             part = split.of_units(mine)
-            draws = replace(draws, tokens=mine, parts={part.numel(): part})
+            draws = replace(draws, tokens=mine, parts={part.numel(): part}, every=all_tokens)
         longest = max(self.max_seqlen, dummy)
         return replace(
             self,

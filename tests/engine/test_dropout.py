@@ -5,6 +5,7 @@ import pytest
 import torch
 from engine_toys import whole
 from fused_cases import KEY, MASK_DTYPES, MASK_SHAPES, masked, on_each_isa, run_on
+from parallel_bert import noted_masks
 
 import engine
 import modelcenter as mc
@@ -158,8 +159,8 @@ def test_bad_input_says_what_is_wrong():
 # -- in models ---------------------------------------------------------------------------------------------------------
 
 MODELS = {
-    "bert": ("tiny/bert", "sequence-classification", {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.0}),
-    "gpt2": ("tiny/gpt2", "causal-lm", {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.0}),
+    "bert": ("tiny/bert", "sequence-classification", {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.4}),
+    "gpt2": ("tiny/gpt2", "causal-lm", {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.4}),
     "t5": ("tiny/t5", "seq2seq-lm", {"dropout_rate": 0.3}),
 }
 LENGTHS = (5, 3, 7, 2, 4, 6, 2, 9)
@@ -174,9 +175,6 @@ def gradients(model, cut, sizes=None, policy=None, step=4):
     if sizes is not None:
         engine.init_distributed(**sizes, seed=sum(map(len, cut)))
     built = randomize_(mc.from_config(name, task, num_layers=2, policy=False, **fields)).train()
-    for module in built.modules():  # T5's one probability is that of attention, too
-        if "Attention" in type(module).__name__:
-            module.dropout = 0.0
     if sizes is not None:
         built = engine.shard(built, policy=engine.Policy(**policy or {}))
     rows = rows_for(task, built.config, lengths=LENGTHS)
@@ -213,6 +211,16 @@ def test_two_ranks_have_the_masks_of_one(two, model):
             assert_same(found, expected)
 
 
+def test_sequences_that_are_cut_have_the_masks_of_whole_ones(monkeypatch):
+    """Three heads on two ranks: keys are gathered, and a rank has a part of the queries of some sequences."""
+    name, task, fields = MODELS["t5"]
+    monkeypatch.setitem(MODELS, "3 heads", (name, task, fields | {"num_heads": 3}))
+    with engine.testing.Pool(2) as ranks:  # forked now, with the third model
+        expected = gradients("3 heads", ONE_BATCH)
+        for found in ranks.run(gradients, "3 heads", CUTS, {"cp_size": 2}):
+            assert_same(found, expected)
+
+
 def test_four_ranks_have_the_masks_of_one(four):
     expected = gradients("bert", ONE_BATCH)
     for found in four.run(gradients, "bert", FOURTHS, {"zero_level": 2}, {"recompute": "full"}):
@@ -230,13 +238,27 @@ def test_a_place_in_the_batch_in_place_of_the_row_is_noticed(monkeypatch):
 
 
 def test_places_in_a_model_draw_apart():
+    from modelcenter.layers.attention import CrossAttention, SelfAttention
     from modelcenter.layers.dropout import Dropout, name_sites
 
     for name, task, _ in MODELS.values():
         model = mc.from_config(name, task, policy=False)
         name_sites(model)
-        sites = [module.site for module in model.modules() if isinstance(module, Dropout)]
-        assert len(sites) > 4 and len(set(sites)) == len(sites)
+        kinds = Dropout | SelfAttention | CrossAttention
+        sites = [module.site for module in model.modules() if isinstance(module, kinds)]
+        assert None not in sites and len(sites) > 6 and len(set(sites)) == len(sites)
+
+
+def test_layers_and_heads_drop_different_weights():
+    name, task, fields = MODELS["bert"]
+    model = randomize_(mc.from_config(name, task, num_layers=3, policy=False, **fields)).train()
+    batch = pack_rows(task, rows_for(task, model.config, lengths=(9, 9)))
+    with noted_masks() as drawn, dropout_key(1, 1), dropout_rows(torch.arange(2)):
+        model(**batch)
+    layers = [mask.view(2, -1, 9, 9) for mask in drawn if mask.dim() == 3]  # sequences, heads, queries, keys
+    assert len(layers) == 3 and layers[0].shape[1] > 1
+    heads = [head for layer in layers for sequence in layer for head in sequence]
+    assert not any(torch.equal(a, b) for i, a in enumerate(heads) for b in heads[:i])
 
 
 def test_without_a_key_each_forward_draws_anew_and_a_seed_repeats():

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from engine import ops
 from modelcenter.layers.marks import Marks
-from modelcenter.layers.packed_attention import Mask, _bucketed_sdpa, packed_attention
+from modelcenter.layers.packed_attention import NO_DROP, Drop, Mask, _bucketed_sdpa, packed_attention
 from modelcenter.layers.packing import Packed
 
 LENGTHS = {
@@ -60,7 +59,7 @@ class Problem:
         memory = self.memory if self.kind == "cross" else None
         if path == "sdpa":
             heads = self.heads, self.kv_heads
-            return _bucketed_sdpa(q, k, v, mask, self.packed.pairs(memory), heads, self.scale, 0.0)
+            return _bucketed_sdpa(q, k, v, mask, self.packed.pairs(memory), heads, self.scale, NO_DROP)
         more = {"kv_heads": self.kv_heads, "mask": mask, "memory": memory, "scale": self.scale}
         return packed_attention(q, k, v, self.packed, self.heads, **more)
 
@@ -139,7 +138,7 @@ def test_dropout_backward_is_the_derivative_of_its_forward(packed):
     def run(step: float) -> torch.Tensor:
         torch.manual_seed(5)
         moved = [x + step * direction for x in (q, k, v)]
-        return (packed_attention(*moved, packed, heads, 0.3) * grad).sum()
+        return (packed_attention(*moved, packed, heads, Drop(0.3)) * grad).sum()
 
     analytic = sum((g * direction).sum() for g in torch.autograd.grad(run(0.0), (q, k, v)))
     numeric = (run(1e-6) - run(-1e-6)) / 2e-6
@@ -150,6 +149,5 @@ def test_dropout_keeps_the_mean():
     packed = Packed.from_cu_seqlens(torch.tensor([0, 6, 14], dtype=torch.int32), None, 14)
     q, k, v = (torch.randn(14, 8) for _ in range(3))
     wanted = packed_attention(q, k, v, packed, 2)
-    mean = sum(packed_attention(q, k, v, packed, 2, 0.2) for _ in range(3000)) / 3000
+    mean = sum(packed_attention(q, k, v, packed, 2, Drop(0.2)) for _ in range(3000)) / 3000
     assert (mean - wanted).abs().max() < 0.06
-    assert ops.keep_mask((3,), 0.0)[1] == 1.0

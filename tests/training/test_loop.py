@@ -194,7 +194,7 @@ def test_dropout_does_not_depend_on_the_cut(folder):
     """Masks are of the row and of the place in it."""
 
     def losses(name, dropout, ranks=1, **changes):
-        model = SIZES | STILL | {"dropout": dropout}
+        model = SIZES | {"dropout": dropout, "attention_dropout": dropout}
         rows = finetune(folder, ranks, model_config=model, output_dir=str(folder / name), **changes)
         return [row["loss"] for row in rows if "loss" in row]
 

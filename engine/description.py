@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.init import clean_name
-from engine.parallel.pipeline import stages_of
 from engine.parallel.shard import _groups, policy_of, reshard, zero_level
+from engine.parallel.stages import stages_of
 from engine.torch_compat import local_tensor
 
 

@@ -54,7 +54,7 @@ def init_parameters_(model: nn.Module, seed: int, names: Collection[str] | None 
     """
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed is {seed!r}, expected a whole number of at least 0")
-    from engine.parallel.pipeline import elsewhere
+    from engine.parallel.stages import elsewhere
 
     owners = dict(_owners(model))
     wanted = set(owners) if names is None else set(names)

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.init import clean_name
-from engine.parallel.pipeline import place_of, stages_of
 from engine.parallel.shard import reshard
+from engine.parallel.stages import place_of, stages_of
 from engine.torch_compat import all_gather_flat, in_backward, local_tensor
 
 _CHUNK = 1 << 22  # elements that are raised to fp64 at a time

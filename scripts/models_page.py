@@ -35,12 +35,11 @@ def tables() -> dict[str, str]:
         head = next((t for t in ("causal-lm", "seq2seq-lm", "masked-lm") if t in model.tasks), "base")
         alone = "transformers with trust_remote_code" if arch.files else "transformers alone"
         served = ", ".join(name for name, known in SERVED.items() if model_type in known) or alone
-        stages = "yes" if model.splits_into_stages else "no"
         cells = [
             "yes",
             "yes",
             "yes",
-            stages,
+            "yes",
             "yes" if writes else "no",
             f"`{arch.tasks[head].hf_class}`",
             served,

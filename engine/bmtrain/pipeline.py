@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from engine import runtime
 from engine.bmtrain.block import Block, TransformerBlockList
-from engine.parallel.pipeline import Neighbours, is_absent, parts
+from engine.parallel.neighbours import Neighbours
+from engine.parallel.schedule import parts
+from engine.parallel.stages import is_absent
 from engine.torch_compat import all_gather_flat
 
 

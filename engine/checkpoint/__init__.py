@@ -26,7 +26,7 @@ from engine.checkpoint.training import (
     save_checkpoint,
     wait_checkpoint,
 )
-from engine.parallel.pipeline import whole_tensor
+from engine.parallel.stages import whole_tensor
 
 __all__ = [
     "FORMAT_VERSION",

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from engine import runtime
 from engine.checkpoint.files import atomic_directory, check_manifest, together
 from engine.init import clean_name
-from engine.parallel.pipeline import stages_of
 from engine.parallel.shard import reshard
+from engine.parallel.stages import stages_of
 from engine.torch_compat import local_box, local_tensor
 
 MODEL = "model"

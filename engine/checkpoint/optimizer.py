@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.checkpoint.model import read_tensors, stored_tensors
 from engine.init import clean_name
-from engine.parallel.pipeline import elsewhere, of_all_stages
+from engine.parallel.stages import elsewhere, of_all_stages
 from engine.torch_compat import local_tensor, with_local
 
 OPTIM = "optim"

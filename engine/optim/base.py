@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,18 @@ class Batch:
     steps: list[torch.Tensor] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     whole: list[torch.Tensor] = field(default_factory=list)  # the parameters, where something is rounded at random
+    gradient_dtype: torch.dtype | None = None
+    # (parameter, shard, values of its state) of each: what must be as it was for the batch to serve again.
+    members: list[tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]] = field(default_factory=list)
+
+
+@dataclass
+class _Sorted:
+    """A group as a step has found it: its parameters, those without a gradient, and the rest in batches."""
+
+    parameters: list[torch.Tensor]
+    without: list[torch.Tensor]
+    batches: list[tuple[torch.device, Batch]]
 
 
 def check_group(group: dict[str, Any], *names: str) -> None:
@@ -65,6 +78,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if moment_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"moment_dtype is {moment_dtype}, expected torch.float32 or torch.bfloat16")
         self._hold_steps, self._master, self._moment_dtype = hold_steps, master, moment_dtype
+        self._before: dict[int, _Sorted] = {}  # of each group, by the id of its parameters
         super().__init__(params, defaults)
 
     def update(
@@ -114,14 +128,50 @@ class FusedOptimizer(torch.optim.Optimizer):
                 skip = None if found_inf is None else found_inf.to(device, non_blocking=True)
                 self.update({**group, "lr": 0.0} if held else group, batch, scale, skip)
                 torch.autograd.graph.increment_version(batch.p)  # as torch's own in-place operators do
+                batch.g = []  # so that zero_grad frees them
         return loss
 
     def _batches(self, group: dict[str, Any]) -> list[tuple[torch.device, Batch]]:
-        """The shards of a group that have gradients. Called each step: for many small ones it is the step's cost."""
+        """The shards of a group that have gradients: as in the step before, if only the gradients are others.
+
+        With many small parameters, sorting them is the step's cost.
+        """
+        parameters = group["params"]
+        before = self._before.get(id(parameters))
+        if before is not None and len(parameters) == len(before.parameters):
+            if all(map(operator.is_, parameters, before.parameters)) and all(p.grad is None for p in before.without):
+                if all(self._serves(batch) for _, batch in before.batches):
+                    return before.batches
+        without = [p for p in parameters if p.grad is None]
+        self._before[id(parameters)] = before = _Sorted([*parameters], without, self._sorted(parameters))
+        return before.batches
+
+    def _serves(self, batch: Batch) -> bool:
+        """Whether a batch of the step before holds what its parameters have; it then has their gradients."""
+        dtype, states, same = batch.gradient_dtype, self.state, operator.is_
+        gradients: list[torch.Tensor] = []
+        for parameter, shard, values in batch.members:
+            gradient = parameter.grad
+            if type(gradient) is DTensor:
+                gradient = gradient._local_tensor
+            local = parameter._local_tensor if type(parameter) is DTensor else parameter
+            state = states[parameter]
+            if gradient is None or local is not shard or len(state) != len(values):
+                return False
+            if not all(map(same, state.values(), values)):
+                return False
+            if gradient.dtype is not dtype or not gradient.is_contiguous():
+                return False
+            gradients.append(gradient)
+        batch.g = gradients
+        return batch.fits
+
+    def _sorted(self, parameters: list[torch.Tensor]) -> list[tuple[torch.device, Batch]]:
+        """The shards that have gradients, by what one call of an operator takes."""
         batches: dict[tuple[Any, ...], Batch] = {}
         first, second = self.moments[0], self.moments[1] if len(self.moments) > 1 else None
         states = self.state
-        for parameter in group["params"]:
+        for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
@@ -155,7 +205,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             batch = batches.get(key)
             if batch is None:
                 fits = fits and shard.dtype in _FUSED and gradient.dtype in _FUSED
-                batch = batches[key] = Batch(mode, fits)
+                batch = batches[key] = Batch(mode, fits, gradient_dtype=gradient.dtype)
+            batch.members.append((parameter, shard, tuple(state.values())))
             batch.p.append(shard)
             batch.g.append(gradient)
             batch.m.append(m)
@@ -192,6 +243,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Masters kept one way ("fp32", "remainder") are brought to the other, without loss.
         """
         super().load_state_dict(state_dict)
+        self._before.clear()
         ours = [p for group in self.param_groups for p in group["params"]]
         theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
         for parameter, index in zip(ours, theirs, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -11,11 +12,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from engine import runtime
 from engine.ops import fused, library
-from engine.parallel.pipeline import place_of
+from engine.parallel.stages import place_of
 from engine.torch_compat import local_tensor
 
 _EPS = 1e-6
 _FUSED = (torch.float32, torch.bfloat16, torch.float16)
+# The mesh dimensions over which the ranks hold different parts, and the place in a pipeline.
+_Kind = tuple[tuple[DeviceMesh | None, tuple[int, ...]], str | None]
 
 
 @torch.no_grad()
@@ -34,24 +37,26 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
     if not p > 0:
         raise ValueError(f"norm_type is {norm_type!r}, expected a number above 0")
     # Groups come from the parameters, not from the gradients, so that all ranks make the same collectives.
-    groups: dict[tuple[DeviceMesh | None, tuple[int, ...], str | None], list[torch.Tensor]] = {}
+    groups: dict[int, tuple[_Kind, list[torch.Tensor]]] = {}
     for parameter in params:
         try:
-            over = parameter._engine_sharded_over  # type: ignore[attr-defined]
+            kind = parameter._engine_kind  # type: ignore[attr-defined]
         except AttributeError:  # found once for each parameter: with many small ones it costs as much as the norm
-            over = parameter._engine_sharded_over = _sharded_over(parameter)  # type: ignore[attr-defined]
-        members = groups.setdefault((*over, place_of(parameter)), [])
+            kind = parameter._engine_kind = _kind(_sharded_over(parameter), place_of(parameter))  # type: ignore[attr-defined]
+        members = groups.get(id(kind))
+        if members is None:
+            members = groups[id(kind)] = kind, []
         if (gradient := parameter.grad) is not None:
             if type(gradient) is DTensor:
                 # FSDP gives a gradient the very layout of its parameter; looking into others takes as long as the norm.
                 if gradient._spec is not parameter._spec and any(p.is_partial() for p in gradient.placements):  # type: ignore[attr-defined]
                     gradient = parameter.grad = _summed(gradient, parameter)
                 gradient = gradient._local_tensor
-            members.append(gradient)
+            members[1].append(gradient)
     home = params[0].device if params else torch.device("cpu")
     largest, squares = p == float("inf"), p == 2.0
     total, of_stage = torch.zeros(2, dtype=torch.float64 if squares else torch.float32, device=home).unbind()
-    for (mesh, dims, place), gradients in groups.items():
+    for ((mesh, dims), place), gradients in groups.values():
         if place == "copy":  # counted where it belongs
             continue
         gradients = [g for g in gradients if g.numel()]
@@ -78,6 +83,12 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
     if squares:
         return total.sqrt().float()
     return total if largest else total.pow(1.0 / p)
+
+
+@functools.cache
+def _kind(over: tuple[DeviceMesh | None, tuple[int, ...]], place: str | None) -> _Kind:
+    """One object for all parameters that are laid out alike: its identity is compared, not what it holds."""
+    return over, place
 
 
 def _fit(gradients: list[torch.Tensor]) -> bool:

@@ -159,7 +159,8 @@ class OptimManager:
                 if defer and isinstance(optimizer, FusedOptimizer):
                     self._deferred[index] = coefficient
                     inside.difference_update(map(id, own))
-        scale_gradients_((p for p in parameters if id(p) in inside), coefficient)
+        if inside:
+            scale_gradients_((p for p in parameters if id(p) in inside), coefficient)
         return norm
 
     @torch.no_grad()

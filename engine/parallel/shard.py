@@ -17,8 +17,9 @@ from engine.optim.rounding import round_at_random
 from engine.optim.stale import mark_stale
 from engine.parallel.context import split_tokens
 from engine.parallel.mesh import data_mesh, storage_mesh
-from engine.parallel.pipeline import absent_names, mark, pipeline_of, split, split_lists
+from engine.parallel.pipeline import pipeline_of, split
 from engine.parallel.reduce import exchange_gradients
+from engine.parallel.stages import absent_names, mark, split_lists
 from engine.parallel.tensor import check_inputs, parallelize
 from engine.precision import Policy
 from engine.recompute import wrap_units_

@@ -59,11 +59,12 @@ def generate(
         (batch * num_return_sequences, length): the prompts as they came and the new tokens, or for an encoder-decoder
         the decoder's tokens; `pad_token_id` after each end.
 
-    On a sharded model every rank calls it, each with rows of its own, and takes steps until all have ended.
+    On a sharded model every rank calls it, each with rows of its own, and takes steps until all have ended. The ranks
+    of a pipeline (pp_size) call it with the same rows and arguments, and return the same tokens.
 
     Raises:
-        ValueError: an argument out of range, a model without a language-model head, or a prompt that leaves no room in
-            the position table.
+        ValueError: an argument out of range, a model without a language-model head, a prompt that leaves no room in the
+            position table, or other rows on another rank of the pipeline.
     """
     if model.task not in ("causal-lm", "seq2seq-lm"):
         raise ValueError(f"generate: task {model.task!r} writes no text; load the model with causal-lm or seq2seq-lm")
@@ -79,6 +80,8 @@ def generate(
     rng = None
     if s.do_sample:
         number = int(torch.randint(2**62, ())) if seed is None else seed
+        if (pipeline := getattr(model, "pipeline", None)) is not None:  # whose stages draw different numbers
+            number = int(pipeline.from_last(torch.tensor([number], device=input_ids.device)))
         rng = torch.Generator(input_ids.device).manual_seed(number)
     was_training = model.training
     model.eval()

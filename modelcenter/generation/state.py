@@ -1,5 +1,7 @@
 """The model while it generates: prompts go in once, then one token of each sequence at a time."""
 
+import functools
+import zlib
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ class State:
 
     def __init__(self, model: Any, input_ids: Tensor, attention_mask: Tensor | None, s: Settings):
         self.model, self.encodes = model, bool(getattr(model, "is_encoder_decoder", False))
+        self.pipeline: Any = getattr(model, "pipeline", None)  # where this rank has a part of the model only
         rows, length = input_ids.shape
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if tuple(mask.shape) != (rows, length):
@@ -35,6 +38,9 @@ class State:
                 f"max_new_tokens: a prompt of {longest} tokens and {s.max_new_tokens} new ones exceed the "
                 f"{model.config.max_positions} positions of this model; ask for fewer or shorten the prompt"
             )
+        if self.pipeline is not None:
+            settings = torch.tensor(zlib.crc32(repr(s).encode()))
+            self.pipeline.check_same([{"input_ids": input_ids, "attention_mask": mask, "settings": settings}])
         ends = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
         batch = {"input_ids": input_ids[mask.bool()][None], "cu_seqlens": ends, "max_seqlen": max(lengths)}
         self.cache = KVCache(most)
@@ -48,7 +54,15 @@ class State:
         self.sharded = dist.is_initialized() and any(isinstance(p, DTensor) for p in model.parameters())
 
     def _run(self, batch: dict[str, Any]) -> Tensor:
-        return self.model(**batch, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        call = functools.partial(self.model, **batch, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        if self.pipeline is None:
+            return call().logits[:, -1].float()
+        # The stages have the same logits to choose from, so they choose the same tokens and sort their caches alike.
+        out = self.pipeline.forward(call)
+        self.pipeline.flush()
+        size = len(self.cache.lengths), self.model.config.vocab_size
+        logits = self.tokens.new_empty(size, dtype=torch.float32) if out is None else out.logits[:, -1].float()
+        return self.pipeline.from_last(logits)
 
     def repeat(self, times: int) -> None:
         """Each sequence so many times over, neighbours."""

@@ -38,8 +38,6 @@ class Model(nn.Module):
     # Parameters under these belong to heads: a checkpoint may lack them when the caller names the task.
     head_prefixes: ClassVar[tuple[str, ...]] = ("head.",)
     is_encoder_decoder: ClassVar[bool] = False
-    # Pipelines: only hidden states go from unit to unit; nothing else that `begin` makes needs parameters.
-    splits_into_stages: ClassVar[bool] = True
     # HF Trainer: our loss takes num_items_in_batch, do not rescale it.
     accepts_loss_kwargs: ClassVar[bool] = True
     # Positions of a padded batch number the tokens of a row, not its columns.
@@ -79,40 +77,44 @@ class Model(nn.Module):
 
     def run(self, batch: Batch) -> ModelOutput:
         """What every `forward` does with its named inputs."""
-        stage = self.pipeline
-        if stage is not None and batch.get("output_hidden_states"):
-            raise ValueError("output_hidden_states: under pp_size they are on several ranks; leave it out")
+        stage, wanted = self.pipeline, bool(batch.get("output_hidden_states"))
+        part = range(len(self.units)) if stage is None else stage.part
         if stage is None or stage.first:
             x, ctx = self.begin(batch)
+            states = [x]
         else:
             ctx = stage.context(self, batch)
-            x = stage.receive(ctx.positions.shape[0], self.config.hidden_size)
-        states = [x] if batch.get("output_hidden_states") else None
-        units = self.units if stage is None else stage.units(self.units)
-        x = self.through(units, x, ctx, states)
+            states = stage.receive(self._travelling(ctx, part.start, wanted))
+        states = self.through([self.units[i] for i in part], states, ctx, wanted)
+        if ctx.cache is not None and (stage is None or stage.leaves):
+            ctx.cache.end()
         if stage is not None and not stage.last:
-            return stage.hand_over(x, ctx.positions.shape[0], self.config.hidden_size)
-        x = self.finish(x)
-        if states is not None:
-            states[-1] = x
+            return stage.hand_over(states, self._travelling(ctx, part.stop, wanted))
+        x = states[-1] = self.finish(states[-1])
         out = self.end(x, ctx, batch)
         if ctx.cache is not None:
-            ctx.cache.end()
             out["past_key_values"] = ctx.cache
-        if states is not None:
+        if wanted:
             out["last_hidden_state"] = ctx.repad(x)
             out["hidden_states"] = tuple(ctx.repad(state) for state in states)
         return out
 
-    def through(self, units: Iterable[nn.Module], x: Tensor, ctx: Packed, states: list[Tensor] | None) -> Tensor:
-        """x (T, hidden_size) after the units; what each gives is added to `states`."""
-        split = self.token_split
+    def through(self, units: Iterable[nn.Module], states: list[Tensor], ctx: Packed, wanted: bool) -> list[Tensor]:
+        """Hidden states (T, hidden_size) after the units, which go on from the last of `states`: all of them and what
+        each unit gives if they are `wanted`, else one."""
+        split, x = self.token_split, states[-1]
+        states = [*states] if wanted else []
         x = x if split is None else split.to_units(x)
         for unit in units:
             x = unit(x, ctx)
-            if states is not None:
+            if wanted:
                 states.append(x if split is None else split.from_units(x, last=False))
-        return x if split is None else split.from_units(x)
+        x = x if split is None else split.from_units(x)
+        return [*states[:-1], x]
+
+    def _travelling(self, ctx: Packed, units: int, wanted: bool) -> list[tuple[int, int]]:
+        """Shapes of the hidden states that go from a stage to the next, after so many units."""
+        return [(ctx.num_tokens, self.config.hidden_size)] * (units + 1 if wanted else 1)
 
     # -- what `begin` is made of --------------------------------------------------------------------------------------
 
@@ -188,10 +190,12 @@ class Model(nn.Module):
     # Set by engine.shard where this rank is a stage of a pipeline (engine.parallel.pipeline).
     pipeline: Any = None
 
-    def stage_ends(self) -> tuple[list[str], list[str]]:
-        """Names of the modules that `begin` calls, and of those that `end` uses, which a pipeline keeps on its first
-        and its last stage: those defined before the units, and those after them. `end` of a tied vocabulary head reads
-        the table, too. `begin` must not do anything with these modules but call them.
+    def stage_homes(self) -> dict[str, Iterable[int]]:
+        """{name of a module outside the units: numbers of the units with which a pipeline keeps it on a stage}.
+
+        What is defined before the units is `begin`'s, on the first stage; what is defined after them is `end`'s, on the
+        last. `end` of a tied vocabulary head reads the table, too. `begin` must not do anything with these modules but
+        call them; one whose results all units read is at home with each of them.
 
         Raises ValueError if the units are not one list.
         """
@@ -201,9 +205,14 @@ class Model(nn.Module):
             raise ValueError(
                 f"{type(self).__name__} cannot be split into stages: its units are not one list; use pp_size=1"
             )
-        at = lists[0]
-        tied = getattr(self.config, "tie_embeddings", False) and self.task in VOCABULARY_TASKS
-        return names[:at], names[at + 1 :] + (["embed"] if tied else [])
+        at, last = lists[0], len(self.units) - 1
+        homes: dict[str, Iterable[int]] = {name: [0] if i < at else [last] for i, name in enumerate(names) if i != at}
+        return homes | ({"embed": [0, last]} if self.ties_head else {})
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether the head reads the table of embeddings."""
+        return getattr(self.config, "tie_embeddings", False) and self.task in VOCABULARY_TASKS
 
     def divide(self, ctx: Packed) -> Packed:
         """What `begin` does with the Packed it made, before it looks at the tokens."""

@@ -4,7 +4,7 @@ Their attention is not simply causal: tokens of the context see each other, whic
 causal; tokens of different spans do not see each other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -74,7 +74,6 @@ class CPM(Decoder):
     """Base of the CPM decoders. A subclass builds `embed`, `relative`, `layers`, `final_norm` and `head`, and
     implements `begin`."""
 
-    splits_into_stages = False
     tasks = ("base", "causal-lm")
 
     # What a token says of itself where the caller does not.
@@ -133,6 +132,9 @@ class CPM(Decoder):
 
     def tp_plan(self) -> dict[str, str]:
         return super().tp_plan() | {"relative": "partial"}
+
+    def stage_homes(self) -> dict[str, Iterable[int]]:
+        return super().stage_homes() | {"relative": range(len(self.units))}
 
     def forward(  # type: ignore[override]
         self,

@@ -44,6 +44,7 @@ class CPMAnt(CPM):
 
     config_class = CPMAntConfig
     usual = {"context": 1, "span": 0, "segment": OF_TEXT}
+    ties_head = False
 
     def __init__(self, config: CPMAntConfig, task: str = "base"):
         super().__init__(config, task)

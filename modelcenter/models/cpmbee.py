@@ -42,6 +42,17 @@ class CPMBeeConfig(CPMConfig):
         self.require(self.num_relations >= 1, "num_relations", "at least 1, that between samples")
 
 
+class Turned(nn.Module):
+    """Embeddings (T, hidden_size) of tokens with a number (T,) below theirs."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.angles = Rotary(hidden_size, 10000.0)
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        return rotate(x, self.angles(number * DISTANCE, x.dtype), x.shape[1])
+
+
 class CPMBee(CPM):
     """CPM-Bee with the head of `task`."""
 
@@ -53,15 +64,11 @@ class CPMBee(CPM):
         super().__init__(config, task)
         c = config
         self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.turned = Turned(c.hidden_size)
         self.relative = RelationBias(c.num_buckets, c.num_heads, c.max_distance, c.num_relations)
         self.layers = self.make_layers(scaled=True, shrink=SHRINK)
         self.final_norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.head = self.lm_head(task, scaled=True)
-        self.turn = Rotary(c.hidden_size, 10000.0)
-
-    def turned(self, x: Tensor, number: Tensor) -> Tensor:
-        """Embeddings (T, hidden_size) of tokens with a number (T,) below theirs."""
-        return rotate(x, self.turn(number * DISTANCE, x.dtype), x.shape[1])
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         c: Any = self.config

@@ -1,16 +1,18 @@
 """What encoder-decoders share: two sides of units, their inputs, their heads and their outputs.
 
-    x, ctx = self.begin(batch)                 # the encoder's tokens
-    x = each unit of self.encoder.layers
+    x, memory = self.begin(batch)              # the encoder's tokens
     y, ctx = self.begin_decoder(batch)         # the decoder's
-    ctx.memory = (x, the encoder's ctx)
+    x = each unit of self.encoder.layers
+    ctx.memory = (x, memory)
     y = each unit of self.decoder.layers
     return self.end(y, ctx, batch)
 
-In generation the encoder runs in the first forward; cross-attention layers remember its keys in the cache.
+In generation the encoder runs in the first forward; cross-attention layers remember its keys in the cache. From stage
+to stage of a pipeline go the hidden states of both sides, so that all embeddings are made on the first stage: the table
+may be half of the model, and a stage in the middle would need a copy of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +37,10 @@ class Side(nn.Module):
         self.final_norm = final_norm
 
 
+def _first(given: Any) -> Tensor:
+    return given if isinstance(given, Tensor) else given[0]
+
+
 class EncoderDecoder(Model):
     """Base of models with an encoder and a decoder. A subclass builds `embed`, `encoder`, `decoder` and `head`, and
     says what precedes (`enter`) and follows (`leave`) the units of a side.
@@ -43,7 +49,6 @@ class EncoderDecoder(Model):
     one place to the right, makes of its last end-of-sequence token; question answering reads all tokens of it.
     """
 
-    splits_into_stages = False
     is_encoder_decoder = True
     tasks = ("base", "seq2seq-lm", "sequence-classification", "token-classification", "question-answering")
 
@@ -72,6 +77,9 @@ class EncoderDecoder(Model):
         """The units of both sides, in order."""
         return nn.ModuleList([*self.encoder.layers, *(() if self.decoder is None else self.decoder.layers)])
 
+    def look(self, ctx: Packed, side: Side) -> None:
+        """Tell the units of a side, of which some run here, what they share."""
+
     def enter(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         """Embeddings (T, hidden_size) as the units of a side take them."""
         return x
@@ -81,9 +89,10 @@ class EncoderDecoder(Model):
         return side.final_norm(x)
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
-        """The encoder's embeddings."""
-        batch = {name: value for name, value in batch.items() if name not in _CACHE}
-        ctx = self.pack(batch)
+        """The encoder's embeddings, or its final states if the caller has them of an earlier forward."""
+        ctx = self._encoder_shape(batch)
+        if (given := batch.get("encoder_outputs")) is not None:
+            return ctx.unpad(_first(given)), ctx
         return self.enter(self.embedded(batch, ctx, self.embed), ctx, self.encoder), ctx
 
     def begin_decoder(self, batch: Batch) -> tuple[Tensor, Packed]:
@@ -97,62 +106,100 @@ class EncoderDecoder(Model):
         ctx = self.pack(batch, "decoder_")
         return self.enter(self.embedded(batch, ctx, self.embed, "decoder_"), ctx, self.decoder), ctx
 
+    def _encoder_shape(self, batch: Batch) -> Packed:
+        batch = {name: value for name, value in batch.items() if name not in _CACHE}
+        if (given := batch.pop("encoder_outputs", None)) is not None:
+            batch = {**batch, "input_ids": None, "inputs_embeds": _first(given)}
+        return self.pack(batch)
+
     def run(self, batch: Batch) -> ModelOutput:
-        wanted = bool(batch.get("output_hidden_states"))
-        cache = past_of(batch)
+        stage, wanted, cache = self.pipeline, bool(batch.get("output_hidden_states")), past_of(batch)
         if cache is not None:
             batch = {**batch, "past_key_values": cache}
-        if cache is not None and cache.lengths:
-            states, memory, encoded = None, None, None
-        else:
-            states, memory, encoded = self._encode(batch, wanted)
-        if self.decoder is None:
-            assert states is not None and memory is not None
-            return self._with_states(self.end(states, memory, batch), "", states, memory, encoded)
-        x, ctx = self.begin_decoder(batch)
-        if states is not None and memory is not None:
-            if ctx.num_sequences != memory.num_sequences:
-                raise ValueError(
-                    f"the encoder has {memory.num_sequences} sequences and the decoder {ctx.num_sequences}; "
-                    "input_ids and decoder_input_ids (or labels) must agree in rows; packed ones take cu_seqlens and "
-                    "decoder_cu_seqlens"
-                )
-            split = self.token_split
-            ctx.memory = (states if split is None else split.to_units(states), memory)
-        hidden = [x] if wanted else None
-        x = self.leave(self.through(self.decoder.layers, x, ctx, hidden), ctx, self.decoder)
-        out = self.end(x, ctx, batch)
-        if cache is not None:
+        # The hidden states of each side, and the shape of its tokens; nothing of the encoder once its keys are cached.
+        encoded: list[Tensor] = []
+        decoded: list[Tensor] = []
+        memory: Packed | None = None
+        ctx: Packed | None = None
+        encodes, first = cache is None or not cache.lengths, stage is None or stage.first
+        if first and encodes:
+            x, memory = self.begin(batch)
+            encoded = [x]
+        elif encodes:
+            memory = self._encoder_shape(batch)
+        if first and self.decoder is not None:
+            x, ctx = self.begin_decoder(batch)
+            decoded = [x]
+        elif self.decoder is not None:
+            ctx = self.pack(self.decoder_inputs(batch), "decoder_")
+        if memory is not None and ctx is not None and ctx.num_sequences != memory.num_sequences:
+            raise ValueError(
+                f"the encoder has {memory.num_sequences} sequences and the decoder {ctx.num_sequences}; "
+                "input_ids and decoder_input_ids (or labels) must agree in rows; packed ones take cu_seqlens and "
+                "decoder_cu_seqlens"
+            )
+        runs_encoder = memory is not None and batch.get("encoder_outputs") is None
+        kept = wanted and runs_encoder  # states of the encoder's units
+        part = range(len(self.units)) if stage is None else stage.part
+        if not first:
+            shapes = self._both(memory, ctx, part.start, kept, wanted)
+            given = stage.receive(shapes)
+            own = len(given) - (0 if ctx is None else self._decoder_states(part.start, wanted))
+            encoded, decoded = given[:own], given[own:]
+        depth = len(self.encoder.layers)
+        if runs_encoder and memory is not None and part.start < depth:
+            self.look(memory, self.encoder)
+            encoded = self.through(self.encoder.layers[part.start : part.stop], encoded, memory, kept)
+            if part.stop >= depth:
+                encoded[-1] = self.leave(encoded[-1], memory, self.encoder)
+        if self.decoder is not None and ctx is not None and part.stop > depth:
+            self.look(ctx, self.decoder)
+            if memory is not None:
+                split = self.token_split
+                ctx.memory = (encoded[-1] if split is None else split.to_units(encoded[-1]), memory)
+            units = self.decoder.layers[max(0, part.start - depth) : part.stop - depth]
+            decoded = self.through(units, decoded, ctx, wanted)
+        if cache is not None and (stage is None or stage.leaves):
             cache.end()
+        if stage is not None and not stage.last:
+            return stage.hand_over([*encoded, *decoded], self._both(memory, ctx, part.stop, kept, wanted))
+        if self.decoder is None or ctx is None:
+            assert memory is not None
+            return self._with_states(self.end(encoded[-1], memory, batch), "", encoded, memory, kept)
+        decoded[-1] = self.leave(decoded[-1], ctx, self.decoder)
+        out = self.end(decoded[-1], ctx, batch)
+        if cache is not None:
             out["past_key_values"] = cache
         if wanted:
-            self._with_states(out, "decoder_", x, ctx, hidden)
-        if states is not None and memory is not None and (wanted or not self.training):
-            self._with_states(out, "encoder_", states, memory, encoded)
+            self._with_states(out, "decoder_", decoded, ctx, wanted)
+        if memory is not None and (wanted or not self.training):
+            self._with_states(out, "encoder_", encoded, memory, kept)
         return out
-
-    def _encode(self, batch: Batch, wanted: bool) -> tuple[Tensor, Packed, list[Tensor] | None]:
-        """The encoder's final states, and what its units gave, or what the caller has of an earlier forward."""
-        if (given := batch.get("encoder_outputs")) is None:
-            x, ctx = self.begin(batch)
-            hidden = [x] if wanted else None
-            return self.leave(self.through(self.encoder.layers, x, ctx, hidden), ctx, self.encoder), ctx, hidden
-        found = given if isinstance(given, Tensor) else given[0]
-        rest = {name: value for name, value in batch.items() if name not in ("input_ids", *_CACHE)}
-        ctx = self.pack({**rest, "inputs_embeds": found})
-        return ctx.unpad(found), ctx, None
 
     @staticmethod
-    def _with_states(
-        out: ModelOutput, prefix: str, last: Tensor, ctx: Packed, hidden: list[Tensor] | None
-    ) -> ModelOutput:
-        """Add the hidden states of a side to the outputs, in transformers' names."""
+    def _with_states(out: ModelOutput, prefix: str, states: list[Tensor], ctx: Packed, kept: bool) -> ModelOutput:
+        """Add the hidden states of a side to the outputs, in transformers' names; kept: those of its units, too."""
         name = "last_hidden_state" if prefix == "decoder_" else f"{prefix}last_hidden_state"
-        if prefix or hidden is not None:
-            out[name] = ctx.repad(last)
-        if hidden is not None:
-            out[f"{prefix}hidden_states"] = tuple(ctx.repad(state) for state in [*hidden[:-1], last])
+        if prefix or kept:
+            out[name] = ctx.repad(states[-1])
+        if kept:
+            out[f"{prefix}hidden_states"] = tuple(ctx.repad(state) for state in states)
         return out
+
+    def _decoder_states(self, units: int, wanted: bool) -> int:
+        """How many of the decoder's hidden states there are after so many units of both sides."""
+        return max(0, units - len(self.encoder.layers)) + 1 if wanted else 1
+
+    def _both(
+        self, memory: Packed | None, ctx: Packed | None, units: int, kept: bool, wanted: bool
+    ) -> list[tuple[int, int]]:
+        """Shapes of the hidden states that go from a stage to the next, after so many units of both sides."""
+        shapes: list[tuple[int, int]] = []
+        if memory is not None:
+            shapes += self._travelling(memory, min(units, len(self.encoder.layers)), kept)
+        if ctx is not None:
+            shapes += self._travelling(ctx, self._decoder_states(units, wanted) - 1, wanted)
+        return shapes
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         if self.task == "base":
@@ -246,6 +293,20 @@ class EncoderDecoder(Model):
         return last
 
     # -- the rest of the protocol -------------------------------------------------------------------------------------
+
+    def stage_homes(self) -> dict[str, Iterable[int]]:
+        """As of every model, of two lists of units one after the other. What a side has besides them is read by each of
+        its units, but for what is called final."""
+        depth, count = len(self.encoder.layers), len(self.units)
+        homes: dict[str, Iterable[int]] = {"embed": [0, count - 1] if self.ties_head else [0], "head": [count - 1]}
+        for name, side, units in (
+            ("encoder", self.encoder, range(depth)),
+            ("decoder", self.decoder, range(depth, count)),
+        ):
+            for own, module in () if side is None else side.named_children():
+                if module is not side.layers:
+                    homes[f"{name}.{own}"] = units[-1:] if own.startswith("final") else units
+        return homes if self.head is not None else {k: v for k, v in homes.items() if k != "head"}
 
     def tp_plan(self) -> dict[str, str]:
         plan = {"embed": "vocab"}

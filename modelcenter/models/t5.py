@@ -130,10 +130,13 @@ class T5(EncoderDecoder):
                 layer.position = position()
         return T5Side(layers, RMSNorm(width, c.norm_eps), None if c.bias_per_layer else position(), c.dropout)
 
-    def enter(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
+    def look(self, ctx: Packed, side: Side) -> None:
         assert isinstance(side, T5Side)
         if side.position is not None:
             ctx.bias = side.position(reach(ctx))
+
+    def enter(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
+        assert isinstance(side, T5Side)
         return side.embed_dropout(x, ctx)
 
     def leave(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:

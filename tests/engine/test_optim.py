@@ -1,6 +1,7 @@
 """AdamW, clipping and the manager against torch's own."""
 
 import copy
+import weakref
 
 import engine_toys as toys
 import pytest
@@ -263,3 +264,40 @@ def test_states_are_placed_as_their_parameters_also_empty_ones(two):
     for found in two.run(sharded_states):
         assert {name: shape for name, (shape, _, _) in found.items()} == shapes
         assert all(sharded and step == 1 for _, sharded, step in found.values())
+
+
+def test_steps_see_what_changed_since_the_last_one(either):
+    """Of gradients, states and members of a group: against torch, which looks anew each time."""
+    ours, theirs = ([torch.nn.Parameter(torch.linspace(-1, 1, n + 3)) for n in range(4)] for _ in range(2))
+    mine = AdamOptimizer(ours[:3], lr=0.1, weight_decay=0.1)
+    other = torch.optim.AdamW(theirs[:3], lr=0.1, weight_decay=0.1)
+    rng = torch.Generator().manual_seed(0)
+
+    def step(with_gradient):
+        for i in range(4):
+            gradient = torch.randn(i + 3, generator=rng)
+            for parameters in (ours, theirs):
+                parameters[i].grad = gradient.clone() if i in with_gradient else None
+        for optimizer in (mine, other):
+            optimizer.step()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q)
+
+    for with_gradient in ([0, 1], [0, 1], [0, 1, 2], [1], [0, 1, 2]):
+        step(with_gradient)
+    for optimizer in (mine, other):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step([0, 1, 2])
+    for optimizer in (mine, other):
+        optimizer.state.clear()
+    step([0, 1, 2])
+    for optimizer, parameters in ((mine, ours), (other, theirs)):
+        optimizer.param_groups[0]["params"][1] = parameters[3]
+    step([0, 1, 2, 3])
+    with torch.no_grad():
+        for parameters in (ours, theirs):
+            parameters[0].data = parameters[0].data.clone()
+    step([0, 2, 3])
+    gradient = weakref.ref(ours[0].grad)
+    mine.zero_grad()
+    assert gradient() is None  # nothing holds it

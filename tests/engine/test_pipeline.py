@@ -7,7 +7,7 @@ import torch
 
 import engine
 import modelcenter as mc
-from engine.parallel import pipeline
+from engine.parallel import schedule
 from engine.testing import Pool
 from modelcenter.models.gpt2 import GPT2, GPT2Config
 from modelcenter.training import evaluation, metrics
@@ -332,7 +332,7 @@ def test_evaluation(four, sizes):
 def test_every_stage_finds_what_it_waits_for(size, chunks):
     """Played through: each action has what it needs, and what goes one way comes in the order it was sent."""
     microbatches = 2 * size
-    left = [pipeline.order(rank, size, chunks, microbatches) for rank in range(size)]
+    left = [schedule.order(rank, size, chunks, microbatches) for rank in range(size)]
     assert all(len(set(actions)) == len(actions) == 2 * chunks * microbatches for actions in left)
     last, done, sent = size * chunks - 1, set(), {}
     while any(left):
@@ -354,7 +354,7 @@ def test_every_stage_finds_what_it_waits_for(size, chunks):
                 done.add((forward, stage, number))
         assert len(done) > before
     in_flight = 0
-    for forward, _, _ in pipeline.order(0, size, 1, 4 * size):
+    for forward, _, _ in schedule.order(0, size, 1, 4 * size):
         in_flight += 1 if forward else -1
         assert in_flight <= size  # 1F1B holds no more activations than there are stages
 
@@ -391,9 +391,6 @@ def refused(what):
         batches = [bert.batch(model.task, i, model.config) for i in (0, 2)]
         if what == "call":
             model(**batches[0])
-        if what == "hidden":
-            forward = lambda b, totals: model(**b, loss_counts=totals, output_hidden_states=True).loss  # noqa: E731
-            engine.accumulate(model, batches, forward, model.loss_counts)
         batches[0]["input_ids"] = batches[0]["input_ids"] + (engine.rank() if what == "other batches" else 0)
         mc.training.accumulate(model, batches[: 1 + (what == "other number" and engine.rank())])
     except ValueError as error:
@@ -409,11 +406,10 @@ def refused(what):
         ("plain", "Toy cannot be split into stages"),
         ("units", "Bert has 1 units, which are fewer than the 2 parts"),
         ("lists", "Bert cannot be split into stages: its units are not one list"),
-        ("begin", "its begin computes more than the first hidden states from its parameters (embed, position"),
+        ("begin", "its begin computes more than the first hidden states from its parameters (position, token_type"),
         ("interleaved", "Bert has 2 units, which are fewer than the 4 parts"),
         ("unsplit", "this Bert is not split into stages: call engine.shard"),
         ("call", "no rank can call it alone: use engine.accumulate"),
-        ("hidden", "output_hidden_states: under pp_size"),
         ("other batches", "its pipeline (pp_size=2) were given other microbatches"),
         ("other number", "compute one batch together (pp_size, tp_size, cp_size) but were given other"),
     ],

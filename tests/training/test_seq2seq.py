@@ -308,7 +308,7 @@ def test_rows_without_a_text_are_left_out(folder, caplog):
         ({"num_beams": 0}, "num_beams: got 0"),
         ({"eval_samples": -1}, "eval_samples: got -1, expected 0 or more"),
         ({"source_lang": "en"}, "target_lang: is needed beside the other language"),
-        ({"cp": 2}, "eval_generate: a model that is split by --cp or --pp writes no text"),
+        ({"cp": 2}, "eval_generate: a model that is split by --cp writes no text"),
         ({"max_target_length": 1}, "max_target_length: got 1, expected more than the 1 special"),
         ({"model": "tiny/bert", "model_config": {"dropout": 0}}, "(?i)seq2seq-lm"),
         ({"model_config": SIZES | {"eos_token_id": 5}}, r"tokenizer: its token .* is 3 \(.</s>.\), the model.s 5"),
@@ -334,3 +334,16 @@ def test_the_plan_shows_both_sides(folder, capsys):
     main(command(flags(folder, dry_run=True)))
     shown = capsys.readouterr().out
     assert "</s> -> \u27e6in the " in shown and " </s>\u27e7" in shown and "One step: loss" in shown
+
+
+@pytest.mark.full
+def test_two_stages_train_and_write_as_one_process(folder):
+    one = finetune(folder, output_dir=str(folder / "one"))
+    two = finetune(folder, 2, output_dir=str(folder / "two"), pp=2, batch_size=2, gradient_accumulation_steps=4)
+    for row, other in zip(one, two, strict=True):
+        keys = [k for k in row if k.startswith(("eval_loss", "eval_rouge")) or k in ("loss", "grad_norm")]
+        assert [other[k] for k in keys] == pytest.approx([row[k] for k in keys], rel=1e-4)
+    assert any("eval_rougeL" in row for row in one)
+    assert (folder / "one" / "model" / "config.json").read_text() == (
+        folder / "two" / "model" / "config.json"
+    ).read_text()

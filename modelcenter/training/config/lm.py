@@ -48,5 +48,5 @@ class LMConfig(TrainConfig):
             raise ValueError(f"eval_samples: got {self.eval_samples}, expected 0 or more")
         if self.eval_max_new_tokens <= 0:
             raise ValueError(f"eval_max_new_tokens: got {self.eval_max_new_tokens}, expected a number above 0")
-        if self.eval_samples and (self.cp > 1 or self.pp > 1):
-            raise ValueError("eval_samples: a model that is split by --cp or --pp generates nothing; leave it out")
+        if self.eval_samples and self.cp > 1:
+            raise ValueError("eval_samples: a model that is split by --cp generates nothing; leave it out")

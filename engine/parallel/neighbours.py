@@ -1,0 +1,78 @@
+"""The way from a stage of a pipeline to those before and after it."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections import deque
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from engine import runtime
+
+
+class Neighbours:
+    """The stages before and after this rank's, in a ring. Made by all ranks at once."""
+
+    def __init__(self, mesh: DeviceMesh, ring: bool = False) -> None:
+        self._rank, self._size = mesh["pp"].get_local_rank(), mesh["pp"].size()
+        self._channels = _groups(mesh, dist.group.WORLD, ring)
+        self._sends: deque[tuple[Any, Tensor]] = deque()
+
+    def send(self, x: Tensor, forward: bool) -> None:
+        """Start to send ``x`` to the next stage, or back to the one before."""
+        # Of what has left nothing is held.
+        while self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()[0].wait()
+        if x.numel():
+            x = x.contiguous()
+            to = (self._rank + (1 if forward else -1)) % self._size
+            wraps = self._rank == (self._size - 1 if forward else 0)
+            self._sends.append((dist.isend(x, group=self._channel(forward, wraps), group_dst=to), x))
+
+    def receive(self, x: Tensor, forward: bool) -> None:
+        """Fill ``x`` with what the stage before, or the next one, sent."""
+        if x.numel():
+            source = (self._rank - (1 if forward else -1)) % self._size
+            wraps = self._rank == (0 if forward else self._size - 1)
+            work = dist.irecv(x, group=self._channel(forward, wraps), group_src=source)
+            assert work is not None
+            work.wait()
+
+    def flush(self) -> None:
+        """Wait until everything has left."""
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
+    def _channel(self, forward: bool, wraps: bool) -> dist.ProcessGroup:
+        # Whatever goes from one rank to another in one group comes in the order it was sent. Each of the four kinds has
+        # a group of its own, because stages do not alternate between them in the same order.
+        return self._channels[2 * wraps + forward]
+
+
+def _lines(mesh: DeviceMesh) -> list[list[int]]:
+    """The ranks of each pipeline, from the first stage to the last."""
+    return mesh.mesh.reshape(mesh["pp"].size(), -1).t().tolist()
+
+
+@functools.cache
+def _groups(mesh: DeviceMesh, world: dist.ProcessGroup, wraps: bool) -> list[dist.ProcessGroup]:
+    """Groups of this rank's pipeline: backward, forward, and both for what goes around. Collective."""
+    return [_line_group(_lines(mesh)) for _ in range(4 if wraps else 2)]
+
+
+@functools.cache
+def group_of(mesh: DeviceMesh, world: dist.ProcessGroup, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """These stages of this rank's pipeline; None on other ones. Collective."""
+    if len(stages) == mesh["pp"].size():
+        return mesh["pp"].get_group()
+    return _line_group([[ranks[stage] for stage in stages] for ranks in _lines(mesh)])
+
+
+def _line_group(lines: list[list[int]]) -> Any:
+    timeout = datetime.timedelta(seconds=runtime.current().timeout)
+    mine, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
+    return mine

@@ -1,0 +1,156 @@
+"""What a model was before one stage of it was left on this rank, and what the stages have together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from engine import runtime
+from engine.init import clean_name
+from engine.parallel.neighbours import Neighbours
+from engine.parallel.schedule import parts
+
+_ABSENT = "_engine_absent"
+_PLACE = "_engine_stage"
+_STAGES = "_engine_stages"
+
+
+class Stages:
+    """What a model was before this rank's stage was left of it.
+
+    Attributes:
+        rank, size: of the stage.
+        whole: {name: meta tensor} of all parameters and persistent buffers of the model, in its order.
+        parameters: names of the parameters.
+        spread: names of those that the stages have different ones of. copies: names among them that this stage holds
+            too but another one owns: the table of a tied head, a position bias that blocks share.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.rank, self.size = mesh["pp"].get_local_rank(), mesh["pp"].size()
+        self.whole = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in stored(model)}
+        self.parameters = [clean_name(name) for name, _ in model.named_parameters()]
+        self.spread, self.copies = set(self.whole), set[str]()
+        self._names: list[set[str]] = []
+
+    def holders(self, names: Iterable[str]) -> list[set[str]]:
+        """The names that each stage holds; asked once. Collective."""
+        if not self._names:
+            found: list[Any] = [None] * self.size
+            dist.all_gather_object(found, set(names), group=self.mesh["pp"].get_group())
+            self._names = found
+        return self._names
+
+
+def split_lists(model: nn.Module, lists: Iterable[nn.ModuleList], mesh: DeviceMesh) -> None:
+    """Leave this rank's stage of each of ``lists``, and of the rest of ``model`` all, in place; on meta too."""
+    stages = Stages(model, mesh)
+    stages.spread = set()
+    Neighbours(mesh)  # made here by all ranks at once, used in forward
+    names = {module: name for name, module in model.named_modules()}
+    for blocks in lists:
+        for stage, part in enumerate(parts(len(blocks), stages.size)):
+            for index in part:
+                prefix = clean_name(names[blocks[index]]) + "."
+                stages.spread |= {name for name in stages.whole if name.startswith(prefix)}
+                if stage != stages.rank:
+                    hollow(blocks[index])
+    set_stages(model, stages)
+
+
+def set_stages(model: nn.Module, stages: Stages) -> None:
+    """Note that ``model`` has been left one stage of ``stages``."""
+    model.__dict__[_STAGES] = stages
+
+
+def stages_of(model: nn.Module) -> Stages | None:
+    """What ``model`` was before one stage was left of it; None: it is whole."""
+    return model.__dict__.get(_STAGES)
+
+
+def is_absent(module: nn.Module) -> bool:
+    """Whether the module is on another stage."""
+    return getattr(module, _ABSENT, False)
+
+
+def absent_names(model: nn.Module) -> set[str]:
+    """Names of modules, and of their parameters, that are on other stages."""
+    return elsewhere(model) | {clean_name(name) for name, m in model.named_modules() if is_absent(m)}
+
+
+def elsewhere(model: nn.Module) -> set[str]:
+    """Names of parameters and persistent buffers that other stages hold and this one does not."""
+    if (stages := stages_of(model)) is None:
+        return set()
+    return set(stages.whole) - {name for name, _ in stored(model)}
+
+
+def mark(model: nn.Module) -> None:
+    """Note on each parameter that the stages have different ones, and which of them are copies: for ``grad_norm``."""
+    if (stages := stages_of(model)) is not None:
+        for name, parameter in model.named_parameters():
+            if clean_name(name) in stages.spread:
+                setattr(parameter, _PLACE, "copy" if clean_name(name) in stages.copies else "own")
+
+
+def place_of(parameter: Tensor) -> str | None:
+    """ "own": other stages do not have this parameter; "copy": this stage's copy of another's; None: all have it."""
+    return getattr(parameter, _PLACE, None)
+
+
+def of_all_stages(model: nn.Module, value: Any) -> list[Any]:
+    """``value`` of each stage, by pickle; collective where ``model`` is split. Without a split: [value]."""
+    if (stages := stages_of(model)) is None:
+        return [value]
+    found: list[Any] = [None] * stages.size
+    dist.all_gather_object(found, value, group=stages.mesh["pp"].get_group())
+    return found
+
+
+@torch.no_grad()
+def whole_tensor(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> Tensor | None:
+    """One tensor of ``model``, whole, on rank 0 at least; collective, None where it did not come by.
+
+    Args:
+        tensors: what this rank holds of the model, by name.
+    """
+    stages, held = stages_of(model), tensors.get(name)
+    full = held.full_tensor() if isinstance(held, DTensor) else held
+    if stages is None:
+        return full
+    owner = next(stage for stage, names in enumerate(stages.holders(tensors)) if name in names)
+    if owner == 0 or runtime.rank() % (runtime.world_size() // stages.size):
+        return full  # the ranks in line with rank 0 hand it on
+    group = stages.mesh["pp"].get_group()
+    if stages.rank == owner:
+        assert full is not None
+        dist.send(full.contiguous(), group=group, group_dst=0)
+    elif stages.rank == 0:
+        full = torch.empty_like(stages.whole[name], device=runtime.device())
+        dist.recv(full, group=group, group_src=owner)
+    return full
+
+
+def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all parameters and persistent buffers."""
+    for name, parameter in model.named_parameters():
+        yield clean_name(name), parameter
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield clean_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def hollow(module: nn.Module) -> None:
+    """Take its parameters and buffers from a module that is on other stages."""
+    for inner in module.modules():
+        for tensors in (inner._parameters, inner._buffers):
+            tensors.update(dict.fromkeys(tensors))
+        setattr(inner, _ABSENT, True)

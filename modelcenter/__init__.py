@@ -26,6 +26,8 @@ _PUBLIC = {
         "AutoModelForTokenClassification",
         "AutoModelForQuestionAnswering",
         "AutoModelForMultipleChoice",
+        "AutoModelForNextSentencePrediction",
+        "AutoModelForTextEncoding",
         "AutoTokenizer",
     ),
     "modelcenter.registry": ("list_models", "ModelInfo"),

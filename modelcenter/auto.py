@@ -10,10 +10,12 @@ __all__ = [
     "AutoModelForCausalLM",
     "AutoModelForMaskedLM",
     "AutoModelForMultipleChoice",
+    "AutoModelForNextSentencePrediction",
     "AutoModelForPreTraining",
     "AutoModelForQuestionAnswering",
     "AutoModelForSeq2SeqLM",
     "AutoModelForSequenceClassification",
+    "AutoModelForTextEncoding",
     "AutoModelForTokenClassification",
     "AutoTokenizer",
     "from_config",
@@ -108,6 +110,14 @@ class AutoModelForQuestionAnswering(AutoModel):
 
 class AutoModelForMultipleChoice(AutoModel):
     task = "multiple-choice"
+
+
+class AutoModelForNextSentencePrediction(AutoModel):
+    task = "next-sentence-prediction"
+
+
+class AutoModelForTextEncoding(AutoModel):
+    task = "text-encoding"
 
 
 class AutoTokenizer:

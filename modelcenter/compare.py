@@ -88,8 +88,8 @@ def make_rows(
             labels[-1] = draw(vocab_size, 1)[0]
         elif task == "base" and decodes:
             decoder_ids = draw(vocab_size, 1 + (3 * i + 1) % 7)
-        elif task == "sequence-classification":
-            labels = draw(num_labels, 1)[0]
+        elif task in ("sequence-classification", "next-sentence-prediction"):
+            labels = draw(2 if task.startswith("next") else num_labels, 1)[0]
         elif task == "question-answering":
             start = draw(n, 1)[0]
             labels = (start, start + draw(n - start, 1)[0])
@@ -120,7 +120,7 @@ def _labels(task: str, rows: Sequence[Row], columns: list[list[int]] | None) -> 
         extra["labels"] = torch.tensor(columns)
     if task == "pretraining":
         extra["next_sentence_label"] = torch.tensor([row.labels[1] for row in rows])
-    elif task in ("sequence-classification", "multiple-choice"):
+    elif task in ("sequence-classification", "multiple-choice", "next-sentence-prediction"):
         extra["labels"] = torch.tensor([row.labels for row in rows if row.labels is not None])
     return extra
 

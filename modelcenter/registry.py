@@ -25,6 +25,9 @@ TASKS = (
     "question-answering",
     "multiple-choice",
     "pretraining",
+    "next-sentence-prediction",
+    "double-heads",
+    "text-encoding",
 )
 
 
@@ -78,7 +81,9 @@ def _ours(
     return ArchSpec(model_type, home, f"{home}Config", f"modelcenter.convert.{rules or f'{file}:ARCH'}", architectures)
 
 
-_T5_TASKS = "Model ForConditionalGeneration ForSequenceClassification ForTokenClassification ForQuestionAnswering"
+_T5_TASKS = (
+    "Model EncoderModel ForConditionalGeneration ForSequenceClassification ForTokenClassification ForQuestionAnswering"
+)
 
 
 ARCHITECTURES: dict[str, ArchSpec] = {

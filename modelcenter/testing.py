@@ -86,7 +86,7 @@ class ArchitectureTests:
     @classmethod
     def supervised_tasks(cls) -> tuple[str, ...]:
         model = registry.get(cls.hf_config["model_type"]).model_class()
-        return tuple(task for task in (cls.tasks or model.tasks) if task != "base")
+        return tuple(task for task in (cls.tasks or model.tasks) if task not in ("base", "text-encoding"))
 
     @classmethod
     def main_task(cls) -> str:
@@ -326,7 +326,15 @@ class ArchitectureTests:
         with torch.no_grad():
             logits = model(**packed, output_logits=True).logits[0]
             whole = torch.stack([logits[end - new - 1 : end] for end in packed["cu_seqlens"][1:].tolist()])
-            before = [replace(row, input_ids=row.input_ids[:-new], labels=row.labels[:-new]) for row in rows]
+            before = [
+                replace(
+                    row,
+                    input_ids=row.input_ids[:-new],
+                    token_type_ids=row.token_type_ids[:-new],
+                    labels=row.labels[:-new],
+                )
+                for row in rows
+            ]
             batch = self.generating(pad_rows("causal-lm", before, "left"))
             del batch["labels"]
             out = model(**batch, use_cache=True, logits_to_keep=1)

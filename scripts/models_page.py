@@ -31,8 +31,8 @@ def tables() -> dict[str, str]:
     for model_type, spec in sorted(registry.ARCHITECTURES.items()):
         model, arch = spec.model_class(), spec.arch_map()
         families.append(f"| {model_type} | {', '.join(model.tasks)} |")
-        writes = {"causal-lm", "seq2seq-lm"} & set(model.tasks)
-        head = next((t for t in ("causal-lm", "seq2seq-lm", "masked-lm") if t in model.tasks), "base")
+        head = next((t for t in ("masked-lm", "causal-lm", "seq2seq-lm") if t in model.tasks), "base")
+        writes = "with is_decoder" if head == "masked-lm" else "yes"
         alone = "transformers with trust_remote_code" if arch.files else "transformers alone"
         served = ", ".join(name for name, known in SERVED.items() if model_type in known) or alone
         cells = [
@@ -40,7 +40,7 @@ def tables() -> dict[str, str]:
             "yes",
             "yes",
             "yes",
-            "yes" if writes else "no",
+            writes,
             f"`{arch.tasks[head].hf_class}`",
             served,
             "not yet",

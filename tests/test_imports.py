@@ -34,6 +34,7 @@ RULES: dict[str, set[str]] = {
         "torch", "numpy", "engine", "safetensors", "huggingface_hub",
         "modelcenter.convert", "modelcenter.registry", "modelcenter.config", "modelcenter._version",
     },
+    "modelcenter.hub.tokenization_cpm": {"transformers", "rjieba"},  # imported when one of its tokenizers is loaded
     "modelcenter.auto": {"modelcenter.registry", "modelcenter.hub", "modelcenter.models"},
     "modelcenter.data": {"torch", "numpy", "datasets", "pyarrow"},
     "modelcenter.data.masking": {"numpy", "rjieba"},

@@ -56,9 +56,11 @@ PARTS = {
 TASKS = {
     "base": Task("BertModel", {"pooler": "pooler."}, prefix=""),
     "masked-lm": Task("BertForMaskedLM", {"lm": "head."}),
+    "causal-lm": Task("BertLMHeadModel", {"lm": "head."}),
     "pretraining": Task("BertForPreTraining", {"pooler": "pooler.", "lm": "head.lm.", "nsp": "head.nsp."}),
     "sequence-classification": Task("BertForSequenceClassification", {"pooler": "pooler.", "classifier": "head."}),
     "token-classification": Task("BertForTokenClassification", {"token classifier": "head."}),
+    "next-sentence-prediction": Task("BertForNextSentencePrediction", {"pooler": "pooler.", "nsp": "head."}),
     "question-answering": Task("BertForQuestionAnswering", {"qa": "head."}, labels=2),
     "multiple-choice": Task("BertForMultipleChoice", {"pooler": "pooler.", "choice": "head."}),
 }
@@ -78,6 +80,7 @@ CONFIG = ConfigMap(
         "attention_probs_dropout_prob": "attention_dropout",
         "classifier_dropout": "classifier_dropout",
         "pad_token_id": "pad_token_id",
+        "is_decoder": "is_decoder",
         "initializer_range": "initializer_range",
     },
     required={"position_embedding_type": ("absolute",)},
@@ -99,5 +102,4 @@ ARCH = ArchMap(
     config=CONFIG,
     ignore=IGNORE,
     legacy=LEGACY,
-    other_classes={"BertForNextSentencePrediction": ("pooler", "nsp"), "BertLMHeadModel": ("lm",)},
 )

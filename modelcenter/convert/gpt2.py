@@ -33,13 +33,13 @@ PARTS = {
     "score": Part((Rename("score.*", "*"),)),
     "classifier": Part((Rename("classifier.*", "*"),)),
     "qa": Part((Rename("qa_outputs.*", "*"),)),
-    # Of GPT2DoubleHeadsModel, whose language model is loaded; no task here has it.
     "double choice": Part((Rename("multiple_choice_head.summary.*", "*"),)),
 }
 
 TASKS = {
     "base": Task("GPT2Model", prefix=""),
-    "causal-lm": Task("GPT2LMHeadModel", {"lm": "head."}, also=("GPT2DoubleHeadsModel",)),
+    "causal-lm": Task("GPT2LMHeadModel", {"lm": "head."}),
+    "double-heads": Task("GPT2DoubleHeadsModel", {"lm": "head.lm.", "double choice": "head.choice."}),
     "sequence-classification": Task("GPT2ForSequenceClassification", {"score": "head."}),
     "token-classification": Task("GPT2ForTokenClassification", {"classifier": "head."}),
     "question-answering": Task("GPT2ForQuestionAnswering", {"qa": "head."}, labels=2),
@@ -59,14 +59,15 @@ CONFIG = ConfigMap(
         "embd_pdrop": "embedding_dropout",
         "attn_pdrop": "attention_dropout",
         "classifier_dropout": "classifier_dropout",
+        "summary_first_dropout": "choice_dropout",
         "scale_attn_weights": "scale_attention",
         "scale_attn_by_inverse_layer_idx": "scale_attention_by_layer",
         "initializer_range": "initializer_range",
     },
     # reorder_and_upcast_attn changes the order of the same products in half precision, not what is computed.
     ignored=frozenset(
-        """n_ctx pad_token_id reorder_and_upcast_attn summary_activation summary_first_dropout summary_proj_to_labels
-        summary_type summary_use_proj""".split()
+        """n_ctx pad_token_id reorder_and_upcast_attn summary_activation summary_proj_to_labels summary_type
+        summary_use_proj""".split()
     ),
 )
 

@@ -21,6 +21,7 @@ def _tasks(name: str) -> dict[str, Task]:
     return {
         "base": Task(f"{name}Model", {"pooler": "pooler."}, prefix=""),
         "masked-lm": Task(f"{name}ForMaskedLM", {"lm": "head."}),
+        "causal-lm": Task(f"{name}ForCausalLM", {"lm": "head."}),
         "sequence-classification": Task(f"{name}ForSequenceClassification", {"classifier": "head."}),
         "token-classification": Task(f"{name}ForTokenClassification", {"token classifier": "head."}),
         "question-answering": Task(f"{name}ForQuestionAnswering", {"qa": "head."}, labels=2),
@@ -37,12 +38,10 @@ ARCH = ArchMap(
     config=replace(CONFIG, ignored=frozenset()),
     ignore=IGNORE,
     legacy=LEGACY,
-    other_classes={"RobertaForCausalLM": ("lm",)},
 )
 
 XLM_ROBERTA = replace(
     ARCH,
     model_type="xlm-roberta",
     tasks=_tasks("XLMRoberta"),
-    other_classes={"XLMRobertaForCausalLM": ("lm",)},
 )

@@ -343,7 +343,6 @@ class ArchMap:
         config: the two-way map of config.json.
         ignore: patterns of hub tensors that hold nothing to learn; dropped when loaded, never written.
         legacy: (pattern, replacement) applied to the names of a file before anything else.
-        other_classes: transformers classes that are no task of ours -> the parts their files hold.
         settle: (config.json, names of the tensors beside it) -> what these say of the config that it does not.
         files: in model_configs, written beside a checkpoint: code for transformers, which its `auto_map` names.
     """
@@ -356,7 +355,6 @@ class ArchMap:
     config: ConfigMap
     ignore: tuple[str, ...] = ()
     legacy: tuple[tuple[str, str], ...] = ()
-    other_classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     settle: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
     files: tuple[str, ...] = ()
 
@@ -371,9 +369,7 @@ class ArchMap:
     def declared_parts(self, architectures: Sequence[str] | None) -> tuple[str, ...] | None:
         """The parts that a file of the declared class holds; None: it declares nothing known."""
         task = self.declared_task(architectures)
-        if task is not None:
-            return tuple(self.tasks[task].parts)
-        return next((self.other_classes[name] for name in architectures or () if name in self.other_classes), None)
+        return None if task is None else tuple(self.tasks[task].parts)
 
 
 @dataclass

@@ -77,6 +77,7 @@ PARTS = {
 def _tasks(family: str) -> dict[str, Task]:
     return {
         "base": Task(f"{family}Model", prefix=""),
+        "text-encoding": Task(f"{family}EncoderModel", prefix="", without=r"decoder\..*"),
         "seq2seq-lm": Task(f"{family}ForConditionalGeneration", {"lm": "head."}, prefix=""),
         "sequence-classification": Task(f"{family}ForSequenceClassification", {"classifier": "head."}),
         "token-classification": Task(
@@ -119,7 +120,7 @@ class T5ConfigMap(ConfigMap):
         out = super().write(config, hf_class, dtype)
         act = out["dense_act_fn"]
         out["feed_forward_proj"] = f"gated-{'gelu' if act == 'gelu_new' else act}" if out["is_gated_act"] else act
-        out["is_encoder_decoder"] = not hf_class.endswith("ForTokenClassification")
+        out["is_encoder_decoder"] = not hf_class.endswith(("ForTokenClassification", "EncoderModel"))
         return dict(sorted(out.items()))
 
 
@@ -168,6 +169,13 @@ ARCH = ArchMap(
     ignore=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     settle=_settle,
 )
-# mT5 is never scaled; umT5 is where its file says that it is tied, as transformers computes it.
+# mT5 is never scaled. umT5 always is, as transformers 5 computes it whatever the file says; version 4 went by what it
+# says of tying, so that it did not scale the published ones.
 MT5 = replace(ARCH, model_type="mt5", tasks=_tasks("MT5"), config=replace(CONFIG, scaled=lambda tied: False))
-UMT5 = replace(ARCH, model_type="umt5", tasks=_tasks("UMT5"), body=_body(per_layer=True))
+UMT5 = replace(
+    ARCH,
+    model_type="umt5",
+    tasks=_tasks("UMT5"),
+    body=_body(per_layer=True),
+    config=replace(CONFIG, scaled=lambda tied: True),
+)

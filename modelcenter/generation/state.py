@@ -33,10 +33,10 @@ class State:
             raise ValueError(f"attention_mask: row {lengths.index(0)} has no token; each prompt needs at least one")
         longest = 1 if self.encodes else max(lengths)
         table, most = getattr(model, "position", None), longest + s.max_new_tokens
-        if table is not None and most > model.config.max_positions:
+        if table is not None and most > model.config.max_tokens:
             raise ValueError(
                 f"max_new_tokens: a prompt of {longest} tokens and {s.max_new_tokens} new ones exceed the "
-                f"{model.config.max_positions} positions of this model; ask for fewer or shorten the prompt"
+                f"{model.config.max_tokens} positions of this model; ask for fewer or shorten the prompt"
             )
         if self.pipeline is not None:
             settings = torch.tensor(zlib.crc32(repr(s).encode()))

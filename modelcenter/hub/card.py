@@ -21,6 +21,9 @@ PIPELINES = {
     "token-classification": "token-classification",
     "question-answering": "question-answering",
     "multiple-choice": "multiple-choice",
+    "next-sentence-prediction": "text-classification",
+    "double-heads": "text-generation",
+    "text-encoding": "feature-extraction",
 }
 _SUBTASKS = {"seq2seq-lm": ["text2text-generation"]}
 # Keys of `details` that go into the front matter as they are.

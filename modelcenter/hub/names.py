@@ -16,4 +16,5 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "sentencepiece.bpe.model",
     "chat_template.jinja",
+    "tokenization_cpm.py",
 )

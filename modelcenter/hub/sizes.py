@@ -84,7 +84,7 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
     d, head = c.hidden_size, 0
     if task != "base":
         head = 0 if tied else c.vocab_size * (c.embedding_size if kind == "opt" else d)
-    if task in ("masked-lm", "pretraining"):
+    if task == "pretraining" or (task != "base" and "masked-lm" in arch.tasks):
         head += _linear(d, d, True) + 2 * d + c.vocab_size
     if task == "pretraining":
         head += _linear(d, 2, True)

@@ -1,15 +1,32 @@
-"""Tokenizers are transformers' own; only names are resolved here."""
+"""Tokenizers are transformers' own, but for CPM's (tokenization_cpm); names are resolved here."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from modelcenter.hub.resolve import local_directory, repo_of
-from modelcenter.hub.writer import TOKENIZER_FILES
+from modelcenter.hub.names import CONFIG_FILE, TOKENIZER_FILES
+from modelcenter.hub.resolve import local_directory, read_json, repo_of
+from modelcenter.registry import ARCHITECTURES, get
+
+SETTINGS_FILE, VOCABULARY_FILE = "tokenizer_config.json", "vocab.txt"
+# What reads the vocab.txt of a model that no file names a tokenizer for; CpmAntTokenizer is transformers' own.
+_OF_MODEL = {
+    "cpm1": "CPM1Tokenizer",
+    "cpm2": "CPM2Tokenizer",
+    "cpm3": "CpmAntTokenizer",
+    "cpmbee": "CPMBeeTokenizer",
+}
+# Spellings in tokenizer_config.json -> class. The last is of the code published with CPM-Bee.
+_OURS = {name: name for name in _OF_MODEL.values() if name != "CpmAntTokenizer"} | {
+    "CpmBeeTokenizer": "CPMBeeTokenizer"
+}
 
 
 def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
-    """transformers' AutoTokenizer for a directory, a name of `list_models`, or a Hub id.
+    """transformers' AutoTokenizer, or one of CPM's, for a directory, a name of `list_models`, or a Hub id.
+
+    A directory of CPM-1, CPM-2, CPM-3 or CPM-Bee needs no more than a vocab.txt.
 
     Args:
         kwargs: passed on (revision, token, cache_dir, local_files_only, use_fast, ...).
@@ -21,7 +38,7 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
 
     folder = Path(str(name_or_path)).expanduser()
     directory: Path | None = folder
-    if not (folder / "tokenizer_config.json").is_file():  # else a tokenizer, perhaps without a model beside it
+    if not (folder / SETTINGS_FILE).is_file():  # else a tokenizer, perhaps without a model beside it
         directory = local_directory(str(name_or_path))
     source, pinned = (str(directory), None) if directory is not None else repo_of(str(name_or_path))
     if pinned is not None:
@@ -34,13 +51,49 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
         )
     kwargs.setdefault("trust_remote_code", False)  # transformers would ask on the terminal about the code of a model
     try:
+        if (of_cpm := _class_of_cpm(directory, source, kwargs)) is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "use_fast")}
+            return of_cpm.from_pretrained(source, **kwargs)
         return AutoTokenizer.from_pretrained(source, **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         why = " ".join(str(error).split())
         raise ValueError(
             f"no tokenizer could be loaded from {source}: {why} A vocabulary alone does not say whose it is: "
             "tokenizer_config.json names the class, and some have none in transformers"
         ) from error
+
+
+def _class_of_cpm(directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Any:
+    """The class that reads the vocabulary of a CPM, None where transformers' AutoTokenizer knows it.
+
+    Args:
+        directory: where the files are, None: on the Hub, as `source`. kwargs: of load_tokenizer.
+    """
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    if directory is None:
+        known = ("revision", "token", "cache_dir", "local_files_only")
+        settings = get_tokenizer_config(source, **{name: kwargs[name] for name in known if name in kwargs})
+    else:
+        path = directory / SETTINGS_FILE
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    name = _OURS.get(settings.get("tokenizer_class", ""))
+    if name is None and not settings and directory is not None:
+        bare = (directory / VOCABULARY_FILE).is_file() and (directory / CONFIG_FILE).is_file()
+        config = read_json(directory / CONFIG_FILE) if bare else {}
+        if config.get("model_type") in ARCHITECTURES:
+            name = _OF_MODEL.get(get(config["model_type"], config.get("architectures")).model_type)
+    if name is None:
+        return None
+    if name not in _OURS:
+        import transformers
+
+        return getattr(transformers, name)
+    from modelcenter.hub import tokenization_cpm
+
+    found = getattr(tokenization_cpm, name)
+    found.register_for_auto_class("AutoTokenizer")  # save_pretrained writes its code beside it, for transformers
+    return found
 
 
 def add_tokens(tokenizer: Any, model: Any, tokens: Sequence[str], *, pad_to_multiple_of: int | None = None) -> int:

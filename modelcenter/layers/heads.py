@@ -276,21 +276,11 @@ class MaskedLM(VocabularyHead):
         return self.predict(x, ctx, batch.get("labels"), count, table, want_logits)
 
 
-class CausalLM(VocabularyHead):
+class NextToken(VocabularyHead):
     """The next token: labels are the input's tokens, and token t is to predict label t + 1 of its sequence."""
-
-    def __init__(self, hidden_size: int, vocab_size: int, tied: bool, bias: bool = False, scale: float = 1.0):
-        """`scale` multiplies the hidden states before the output matrix."""
-        super().__init__()
-        self.scale = scale
-        self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
-        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=0.02))
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": count_labels(next_labels(batch))}
-
-    def transform(self, x: Tensor) -> Tensor:
-        return x if self.scale == 1.0 else x * self.scale
 
     def forward(
         self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool
@@ -314,6 +304,24 @@ class CausalLM(VocabularyHead):
         labelled = (labels != IGNORE_INDEX).nonzero().flatten()
         hidden = self.transform(x.index_select(0, labelled))
         return ctx.sums(linear_log_probs(hidden, weight, self.bias, labels.index_select(0, labelled)), labelled)
+
+
+class CausalLM(NextToken):
+    """The next token, from the hidden states as they are."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, tied: bool, bias: bool = False, scale: float = 1.0):
+        """`scale` multiplies the hidden states before the output matrix."""
+        super().__init__()
+        self.scale = scale
+        self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=0.02))
+
+    def transform(self, x: Tensor) -> Tensor:
+        return x if self.scale == 1.0 else x * self.scale
+
+
+class DenseCausalLM(NextToken, MaskedLM):
+    """The next token, with the layers and tensors of a masked language model: an encoder that is a decoder."""
 
 
 class Seq2SeqLM(CausalLM):

@@ -150,6 +150,11 @@ class Packed:
     draws: Draws | None = None
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, what a cache holds of it included."""
+        return self.max_seqlen + (0 if self.cache is None else len(self.cache))
+
     @classmethod
     def from_cu_seqlens(
         cls, cu_seqlens: Tensor, max_seqlen: int | None, tokens: int, position_ids: Tensor | None = None

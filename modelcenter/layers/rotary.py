@@ -13,12 +13,12 @@ class Rotary:
     Args:
         dim: channels of a head that turn (the first ones); even. theta: base of the frequencies.
         scaling: Hugging Face's rope parameters: {"rope_type": "default" | "linear" | "dynamic" | "llama3" | "yarn" ...}
-            Supported are the keys of KINDS, with the fields that each needs. "dynamic" and "longrope" give long
-            sequences other frequencies: those are refused (check_length).
+            Supported are the keys of KINDS, with the fields that each needs. "dynamic" and "longrope" give a batch
+            with a long sequence other frequencies, all of its sequences alike, as transformers does.
         max_positions: tokens the model is made for; the original number where `scaling` does not say.
 
     Attributes:
-        limit: tokens beyond which the frequencies would change; None: they never do.
+        limit: tokens of the longest sequence of a batch beyond which the frequencies change; None: they never do.
 
     Raises:
         ValueError: a kind of scaling that is not supported, or a field that it lacks, naming what is expected.
@@ -75,18 +75,15 @@ class Rotary:
         above, below = s.get("mscale"), s.get("mscale_all_dim")
         return scale(above) / scale(below) if above and below else scale(1.0)
 
-    def check_length(self, longest: int) -> None:
-        """Raise ValueError for a sequence that would need other frequencies than the others of its batch."""
-        if self.limit is not None and longest > self.limit:
-            raise ValueError(
-                f"input_ids: a sequence has {longest} tokens, but beyond {self.limit} the rotary frequencies of this "
-                f"model change with the length (rope_scaling {self.kind!r}), which is not supported; truncate to that"
-            )
-
-    def frequencies(self, device: torch.device) -> Tensor:
-        """(dim / 2,) fp32, radians per place."""
+    def frequencies(self, device: torch.device, longest: int = 0) -> Tensor:
+        """(dim / 2,) fp32, radians per place, in a batch whose longest sequence has so many tokens."""
         steps = torch.arange(0, self.dim, 2, dtype=torch.int64, device=device).float()
-        turns = 1.0 / self.theta ** (steps / self.dim)
+        long, theta = self.limit is not None and longest > self.limit, self.theta
+        if self.kind == "dynamic" and long:
+            assert self.limit is not None
+            factor = self.scaling["factor"]
+            theta *= (factor * longest / self.limit - (factor - 1)) ** (self.dim / (self.dim - 2))
+        turns = 1.0 / theta ** (steps / self.dim)
         if self.kind == "linear":
             return turns / self.scaling["factor"]
         if self.kind == "llama3":
@@ -94,7 +91,8 @@ class Rotary:
         if self.kind == "yarn":
             return self._yarn(self.theta ** (steps / self.dim))
         if self.kind == "longrope":
-            factors = torch.tensor(self.scaling["short_factor"], dtype=torch.float32, device=device)
+            factors = self.scaling["long_factor" if long else "short_factor"]
+            factors = torch.tensor(factors, dtype=torch.float32, device=device)
             return 1.0 / (factors * self.theta ** (steps / self.dim))
         return turns
 
@@ -128,10 +126,10 @@ class Rotary:
         kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
         return 1.0 / (s["factor"] * places) * (1 - kept) + 1.0 / places * kept
 
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions (T,) -> cos and sin, each (T, 1, dim / 2)."""
+    def __call__(self, positions: Tensor, dtype: torch.dtype, longest: int = 0) -> tuple[Tensor, Tensor]:
+        """positions (T,) -> cos and sin, each (T, 1, dim / 2). longest: see frequencies."""
         with torch.autocast(positions.device.type, enabled=False):
-            angles = (positions.float()[:, None] * self.frequencies(positions.device))[:, None]
+            angles = (positions.float()[:, None] * self.frequencies(positions.device, longest))[:, None]
             return (self.amplitude * angles.cos()).to(dtype), (self.amplitude * angles.sin()).to(dtype)
 
 

@@ -23,7 +23,13 @@ from modelcenter.models import vocabulary
 from modelcenter.models.outputs import ModelOutput
 
 Batch = Mapping[str, Any]
-VOCABULARY_TASKS = ("masked-lm", "causal-lm", "seq2seq-lm", "pretraining")  # their heads may be tied to the embedding
+VOCABULARY_TASKS = (
+    "masked-lm",
+    "causal-lm",
+    "seq2seq-lm",
+    "pretraining",
+    "double-heads",
+)  # their heads may be tied to the embedding
 
 
 class Model(nn.Module):
@@ -279,7 +285,7 @@ class Model(nn.Module):
                 return {"labels": none}
             case "question-answering":
                 return {"start_positions": none[0], "end_positions": none[0]}
-            case "sequence-classification":
+            case "sequence-classification" | "next-sentence-prediction":
                 return {"labels": head.empty_labels(none.device)}
             case "multiple-choice":
                 return {"labels": none[0]}

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from engine.loss import cross_entropy
-from modelcenter.layers.heads import MaskedLM, check_labels, count_labels
+from modelcenter.layers.heads import MaskedLM, SequenceClassifier, check_labels, count_labels
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch
@@ -54,13 +54,18 @@ class Pretraining(nn.Module):
 
 
 class Bert(Encoder):
-    """BERT with the head of `task`, next-sentence pretraining among them."""
+    """BERT with the head of `task`, next-sentence pretraining among them.
+
+    `labels` of next-sentence-prediction: 0: the second text follows the first, 1: it does not.
+    """
 
     config_class = BertConfig
-    tasks = (*Encoder.tasks, "pretraining")
-    pooled_tasks = (*Encoder.pooled_tasks, "pretraining")
+    tasks = (*Encoder.tasks, "pretraining", "next-sentence-prediction")
+    pooled_tasks = (*Encoder.pooled_tasks, "pretraining", "next-sentence-prediction")
 
     def make_head(self, task: str) -> nn.Module | None:
+        if task == "next-sentence-prediction":
+            return SequenceClassifier(self.config.hidden_size, 2, 0.0, "single_label_classification")
         if task != "pretraining":
             return super().make_head(task)
         lm = super().make_head("masked-lm")
@@ -70,6 +75,9 @@ class Bert(Encoder):
     def run_head(
         self, x: Tensor, pooled: Tensor | None, ctx: Packed, batch: Batch, counts: Mapping[str, Any]
     ) -> dict[str, Tensor]:
+        if self.task == "next-sentence-prediction":
+            assert isinstance(self.head, SequenceClassifier) and pooled is not None
+            return self.head(pooled, batch, counts, ctx)
         if self.task != "pretraining":
             return super().run_head(x, pooled, ctx, batch, counts)
         head: Any = self.head

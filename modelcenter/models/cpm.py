@@ -127,7 +127,7 @@ class CPM(Decoder):
     def look(self, ctx: Packed, marks: Marks | None) -> None:
         """Tell attention who sees whom and what it adds for their distance and their segments."""
         ctx.marks = marks
-        bias = self.relative(ctx.max_seqlen + (0 if ctx.cache is None else len(ctx.cache)))
+        bias = self.relative(ctx.longest)
         ctx.bias, ctx.others = bias if isinstance(bias, tuple) else (bias, None)
 
     def tp_plan(self) -> dict[str, str]:

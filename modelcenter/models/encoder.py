@@ -10,8 +10,16 @@ from torch import Tensor, nn
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import PostNormBlock
+from modelcenter.layers.cache import KVCache
 from modelcenter.layers.dropout import Dropout
-from modelcenter.layers.heads import ExtractiveQA, MaskedLM, MultipleChoice, SequenceClassifier, TokenClassifier
+from modelcenter.layers.heads import (
+    DenseCausalLM,
+    ExtractiveQA,
+    MaskedLM,
+    MultipleChoice,
+    SequenceClassifier,
+    TokenClassifier,
+)
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.packing import Packed
@@ -21,7 +29,10 @@ from modelcenter.models.outputs import ModelOutput
 
 @dataclass(kw_only=True)
 class EncoderConfig(ModelConfig):
-    """Fields of an encoder; sizes count elements, dropouts are probabilities."""
+    """Fields of an encoder; sizes count elements, dropouts are probabilities.
+
+    is_decoder: a token sees itself and what is before it, as it must to predict the next one.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -36,6 +47,7 @@ class EncoderConfig(ModelConfig):
     attention_dropout: float = 0.1
     classifier_dropout: float | None = None
     pad_token_id: int | None = 0
+    is_decoder: bool = False
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
@@ -51,11 +63,15 @@ class EncoderConfig(ModelConfig):
 
 
 class Encoder(Model):
-    """Base of encoders. Body names do not depend on the task."""
+    """Base of encoders. Body names do not depend on the task.
+
+    With `is_decoder` they are decoders, which have a task of their own, causal-lm.
+    """
 
     tasks = (
         "base",
         "masked-lm",
+        "causal-lm",
         "sequence-classification",
         "token-classification",
         "question-answering",
@@ -77,7 +93,7 @@ class Encoder(Model):
         self.embed_dropout = Dropout(c.dropout)
         self.layers = nn.ModuleList(
             PostNormBlock(
-                SelfAttention(width, c.num_heads, c.attention_dropout),
+                SelfAttention(width, c.num_heads, c.attention_dropout, causal=c.is_decoder),
                 MLP(width, c.intermediate_size, c.hidden_act),
                 width,
                 c.norm_eps,
@@ -91,8 +107,9 @@ class Encoder(Model):
     def make_head(self, task: str) -> nn.Module | None:
         c = self.config
         match task:
-            case "masked-lm":
-                return MaskedLM(c.hidden_size, c.vocab_size, c.hidden_act, c.norm_eps, c.tie_embeddings)
+            case "masked-lm" | "causal-lm":
+                kind = MaskedLM if task == "masked-lm" else DenseCausalLM
+                return kind(c.hidden_size, c.vocab_size, c.hidden_act, c.norm_eps, c.tie_embeddings)
             case "sequence-classification":
                 return SequenceClassifier(c.hidden_size, c.num_labels, c.head_dropout, c.problem_type)
             case "token-classification":
@@ -132,7 +149,7 @@ class Encoder(Model):
     ) -> dict[str, Tensor]:
         head: Any = self.head
         match self.task:
-            case "masked-lm":
+            case "masked-lm" | "causal-lm":
                 return head(x, ctx, batch, counts["loss"], self.embed.weight, self.wants_logits(batch))
             case "sequence-classification":
                 return head(ctx.first(x) if pooled is None else pooled, batch, counts, ctx)
@@ -151,7 +168,7 @@ class Encoder(Model):
     @property
     def lm_prefix(self) -> str | None:
         """Name of the vocabulary's head, where the task has one."""
-        return "head" if self.task == "masked-lm" else None
+        return "head" if self.task in ("masked-lm", "causal-lm") else None
 
     def _choices(self, ctx: Packed, batch: Batch) -> int:
         """How many consecutive sequences are the choices of one example."""
@@ -180,11 +197,15 @@ class Encoder(Model):
         next_sentence_label: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         loss_counts: Mapping[str, Any] | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_logits: bool | str | None = None,
+        logits_to_keep: int = 0,
+        output_log_probs: bool = False,
         output_hidden_states: bool = False,
     ) -> ModelOutput:
         """Run the model.
@@ -193,8 +214,10 @@ class Encoder(Model):
             input_ids: (batch, seq), or packed (1, T) with cu_seqlens; multiple choice: (batch, choices, seq).
             attention_mask: (batch, seq), 1 at tokens and 0 at padding. token_type_ids, position_ids: as input_ids.
             inputs_embeds: (batch, seq, hidden_size) in place of input_ids.
-            labels: (batch, seq) for token tasks, (batch,) for classification, -100 where there is none.
+            labels: (batch, seq) for token tasks, (batch,) for classification, -100 where there is none; causal-lm is to
+                predict label t + 1 from token t, the shift is made here.
             start_positions, end_positions, next_sentence_label: (batch,).
+            past_key_values, use_cache, logits_to_keep, output_log_probs: of decoders, as in Decoder.forward.
             cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
                 for a loss of one term. output_logits: None leaves vocabulary logits out in training with labels;
@@ -206,6 +229,15 @@ class Encoder(Model):
         batch = {name: value for name, value in locals().items() if name != "self" and value is not None}
         if next_sentence_label is not None and "pretraining" not in self.tasks:
             raise ValueError(f"next_sentence_label: {type(self).__name__} has no next-sentence head; leave it out")
+        if self.task == "causal-lm":  # a checkpoint that lacks it can be loaded, and converted
+            decides = self.config.is_decoder
+            self.config.require(decides, "is_decoder", "True for causal-lm: else a token sees the one it predicts")
+        writing = {"use_cache": use_cache, "logits_to_keep": logits_to_keep, "output_log_probs": output_log_probs}
+        asked = [name for name, value in writing.items() if value] + ["past_key_values"] * (past_key_values is not None)
+        if asked and not self.config.is_decoder:
+            raise ValueError(f"{asked[0]}: this model is an encoder, not a decoder (is_decoder is false); leave it out")
+        if logits_to_keep not in (0, 1):
+            raise ValueError(f"logits_to_keep: got {logits_to_keep}, expected 0 (all tokens) or 1 (the last)")
         if self.task == "multiple-choice" and cu_seqlens is None:
             given = input_ids if input_ids is not None else inputs_embeds
             if given is not None and given.dim() < (3 if input_ids is not None else 4):

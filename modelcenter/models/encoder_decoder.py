@@ -45,12 +45,20 @@ class EncoderDecoder(Model):
     """Base of models with an encoder and a decoder. A subclass builds `embed`, `encoder`, `decoder` and `head`, and
     says what precedes (`enter`) and follows (`leave`) the units of a side.
 
-    Token classification has no decoder. A sequence is classified by what the decoder, which is given the input moved
-    one place to the right, makes of its last end-of-sequence token; question answering reads all tokens of it.
+    Token classification and text encoding have no decoder. A sequence is classified by what the decoder, which is given
+    the input moved one place to the right, makes of its last end-of-sequence token; question answering reads all tokens
+    of it.
     """
 
     is_encoder_decoder = True
-    tasks = ("base", "seq2seq-lm", "sequence-classification", "token-classification", "question-answering")
+    tasks = (
+        "base",
+        "seq2seq-lm",
+        "sequence-classification",
+        "token-classification",
+        "question-answering",
+        "text-encoding",
+    )
 
     embed: nn.Embedding
     encoder: Side
@@ -202,7 +210,7 @@ class EncoderDecoder(Model):
         return shapes
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
-        if self.task == "base":
+        if self.task in ("base", "text-encoding"):
             return ModelOutput(last_hidden_state=ctx.repad(x))
         counts, head = self.counts(batch), self.head
         match self.task:

@@ -1,5 +1,6 @@
 """GPT-2 (Radford et al. 2019), after transformers' GPT2Model and its heads."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,11 +9,23 @@ from torch import Tensor, nn
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import PreNormBlock
+from modelcenter.layers.cache import KVCache
 from modelcenter.layers.dropout import Dropout
+from modelcenter.layers.heads import CausalLM
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch
 from modelcenter.models.decoder import Decoder, scaled_residuals
+from modelcenter.models.double_heads import DoubleHeads, flattened
+from modelcenter.models.outputs import ModelOutput
+
+# How the second of the double heads reads its token: with a matrix of one row. transformers' defaults.
+SUMMARY = {
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "summary_proj_to_labels": True,
+    "summary_activation": None,
+}
 
 
 @dataclass(kw_only=True)
@@ -33,6 +46,7 @@ class GPT2Config(ModelConfig):
     embedding_dropout: float = 0.1
     attention_dropout: float = 0.1
     classifier_dropout: float | None = None
+    choice_dropout: float = 0.1
     scale_attention: bool = True
     scale_attention_by_layer: bool = False
     initializer_range: float = 0.02
@@ -41,7 +55,7 @@ class GPT2Config(ModelConfig):
         super().__post_init__()
         self.require(self.hidden_size % self.num_heads == 0, "hidden_size", f"a multiple of num_heads={self.num_heads}")
         self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
-        for name in ("dropout", "embedding_dropout", "attention_dropout"):
+        for name in ("dropout", "embedding_dropout", "attention_dropout", "choice_dropout"):
             self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
 
     def attention_scale(self, layer: int) -> float:
@@ -51,9 +65,13 @@ class GPT2Config(ModelConfig):
 
 
 class GPT2(Decoder):
-    """GPT-2 with the head of `task`. Body names do not depend on the task."""
+    """GPT-2 with the head of `task`. Body names do not depend on the task.
+
+    "double-heads" writes and chooses: its inputs have a dimension of choices, and its losses stand apart.
+    """
 
     config_class = GPT2Config
+    tasks = (*Decoder.tasks, "double-heads")
 
     def __init__(self, config: GPT2Config, task: str = "base"):
         super().__init__(config, task)
@@ -73,11 +91,89 @@ class GPT2(Decoder):
         self.final_norm = nn.LayerNorm(width, c.norm_eps)
         self.head = self.make_head(task, 0.1 if c.classifier_dropout is None else c.classifier_dropout)
 
+    def make_head(self, task: str, *args: Any, **kwargs: Any) -> nn.Module | None:
+        if task != "double-heads":
+            return super().make_head(task, *args, **kwargs)
+        for field, expected in SUMMARY.items():
+            found = self.config.extra.get(field, expected)
+            if found != expected:
+                raise ValueError(f"gpt2 config: {field} is {found!r}, expected {expected!r} for double-heads")
+        lm = super().make_head("causal-lm")
+        assert isinstance(lm, CausalLM)
+        return DoubleHeads(lm, self.config.hidden_size, self.config.choice_dropout)
+
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(batch)
         self.check_positions(batch, ctx, self.config.max_positions)
         x = self.embedded(batch, ctx, self.embed) + self.position(ctx.positions)
         return self.embed_dropout(x, ctx), ctx
+
+    def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
+        if self.task != "double-heads":
+            return super().end(x, ctx, batch)
+        head: Any = self.head
+        out = head(x, ctx, batch, self.counts(batch), self.embed.weight, self.wants_logits(batch))
+        return ModelOutput((name, out[name]) for name in ("loss", "mc_loss", "logits", "mc_logits") if name in out)
+
+    def tp_plan(self) -> dict[str, str]:
+        plan = super().tp_plan()
+        if self.task == "double-heads":
+            plan |= {f"head.lm.{name}": "vocab" for name, _ in self.head.lm.named_parameters()}
+        return plan
+
+    def empty_batch(self) -> dict[str, Any]:
+        batch = super().empty_batch()
+        if self.task == "double-heads":
+            batch |= {"labels": batch["input_ids"], "mc_labels": batch["input_ids"][0]}
+        return batch
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        mc_token_ids: Tensor | None = None,
+        mc_labels: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        loss_counts: Mapping[str, Any] | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_logits: bool | None = None,
+        logits_to_keep: int = 0,
+        output_log_probs: bool = False,
+        output_hidden_states: bool = False,
+    ) -> ModelOutput:
+        """Run the model; arguments that are not named here are those of Decoder.forward.
+
+        Args:
+            input_ids: of task "double-heads" (batch, choices, seq), as all that is shaped like it; or packed (1, T),
+                the choices of an example consecutive sequences.
+            mc_token_ids: (batch, choices) the column of the token that judges each choice, or its offset in a packed
+                sequence; None: its last token. mc_labels: (batch,) the right choice.
+
+        Returns:
+            Of "double-heads" loss (of the language model), mc_loss, logits (batch, choices, seq, vocab_size) and
+            mc_logits (batch, choices).
+
+        Raises:
+            ValueError: inputs that do not fit together or the model, naming the field.
+        """
+        given = {name: value for name, value in locals().items() if name[0] != "_" and name != "self"}
+        if self.task != "double-heads":
+            if mc_token_ids is not None or mc_labels is not None:
+                raise ValueError(f"mc_token_ids, mc_labels: of task double-heads; this model has {self.task!r}")
+            del given["mc_token_ids"], given["mc_labels"]
+            return super().forward(**given)
+        if use_cache or past_key_values is not None or logits_to_keep or output_log_probs:
+            raise ValueError("use_cache, logits_to_keep, output_log_probs: load the model with task causal-lm")
+        return self.run(flattened({name: value for name, value in given.items() if value is not None}))
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
         return scaled_residuals(super().init_spec(), self.config.num_layers)

@@ -89,6 +89,5 @@ class GPTNeoX(Decoder):
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(batch)
         x = self.embed_dropout(self.embedded(batch, ctx, self.embed), ctx)
-        self.rotary.check_length((0 if ctx.cache is None else len(ctx.cache)) + ctx.max_seqlen)
-        ctx.rotary = self.rotary(ctx.positions, x.dtype)
+        ctx.rotary = self.rotary(ctx.positions, x.dtype, ctx.longest)
         return x, ctx

@@ -116,16 +116,15 @@ class LlamaBody(Decoder):
         return GatedMLP(self.config.hidden_size, self.config.intermediate_size, self.config.hidden_act)
 
     def check_length(self, longest: int) -> None:
-        """Raise ValueError for a sequence of more tokens than the net is made for."""
-        self.rotary.check_length(longest)
+        """Raise ValueError for a sequence of more tokens than the net is made for; Llama's has no end."""
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(batch)
         x = self.embedded(batch, ctx, self.embed)
         if self.embedding_scale != 1.0 and batch.get("inputs_embeds") is None:
             x = x * self.embedding_scale
-        self.check_length((0 if ctx.cache is None else len(ctx.cache)) + ctx.max_seqlen)
-        ctx.rotary = self.rotary(ctx.positions, x.dtype)
+        self.check_length(ctx.longest)
+        ctx.rotary = self.rotary(ctx.positions, x.dtype, ctx.longest)
         return x, ctx
 
 

@@ -77,7 +77,6 @@ class MiniCPM(ScaledBody):
         return super().attention(layer, bias=self.config.attention_bias)
 
     def check_length(self, longest: int) -> None:
-        super().check_length(longest)
         dense = self.config.dense_tokens
         if dense is not None and longest > dense:
             raise ValueError(

@@ -15,7 +15,7 @@ class ModelOutput(OrderedDict):
     # What any task may return: these read as None when absent, anything else is an AttributeError.
     FIELDS = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits", "last_hidden_state")
     FIELDS += ("pooler_output", "hidden_states", "past_key_values", "encoder_last_hidden_state")
-    FIELDS += ("encoder_hidden_states", "decoder_hidden_states")
+    FIELDS += ("encoder_hidden_states", "decoder_hidden_states", "mc_loss", "mc_logits")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -74,6 +74,15 @@ class Roberta(Encoder):
             return batch
         c = self.config
         ids, embeds = batch.get("input_ids"), batch.get("inputs_embeds")
+        past = batch.get("past_key_values")
+        if past is not None and past.lengths:  # as transformers: each token of the past took a number
+            given = ids if ids is not None else embeds
+            assert given is not None
+            before = torch.tensor(past.lengths, device=given.device)[:, None]
+            return {
+                **batch,
+                "position_ids": c.first_position + before + torch.arange(given.shape[1], device=given.device),
+            }
         mask, ends = batch.get("attention_mask"), batch.get("cu_seqlens")
         if ids is not None and ids.dim() == 2:
             real = ids != c.pad_token_id
@@ -92,7 +101,8 @@ class Roberta(Encoder):
 
     def check_positions(self, batch: Batch, ctx: Packed, most: int) -> None:
         columns = batch.get("input_ids") is None and not ctx.packed
-        longest, usable = ctx.shape[1] if columns else ctx.max_seqlen, self.config.max_tokens
+        past = 0 if ctx.cache is None else len(ctx.cache)
+        longest, usable = past + (ctx.shape[1] if columns and not past else ctx.max_seqlen), self.config.max_tokens
         if batch.get("position_ids") is None and longest > usable:
             raise ValueError(
                 f"input_ids: a sequence has {longest} tokens, this model takes {usable}: its position table has {most} "

@@ -19,6 +19,8 @@ from modelcenter.layers.packing import Packed
 from modelcenter.layers.relative import RelativeBias
 from modelcenter.models.encoder_decoder import EncoderDecoder, Side
 
+ENCODER_TASKS = ("token-classification", "text-encoding")  # which have no decoder
+
 
 @dataclass(kw_only=True)
 class T5Config(ModelConfig):
@@ -85,12 +87,7 @@ class BiasedBlock(PreNormBlock):
     position: RelativeBias
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        return super().forward(x, replace(ctx, bias=self.position(reach(ctx))))
-
-
-def reach(ctx: Packed) -> int:
-    """How far apart two tokens of a sequence may be, the past included."""
-    return ctx.max_seqlen + (0 if ctx.cache is None else len(ctx.cache))
+        return super().forward(x, replace(ctx, bias=self.position(ctx.longest)))
 
 
 class T5(EncoderDecoder):
@@ -104,7 +101,7 @@ class T5(EncoderDecoder):
         assert c.num_decoder_layers is not None
         self.embed = nn.Embedding(c.vocab_size, width)
         self.encoder = self._side(c.num_layers, decodes=False)
-        self.decoder = None if task == "token-classification" else self._side(c.num_decoder_layers, decodes=True)
+        self.decoder = None if task in ENCODER_TASKS else self._side(c.num_decoder_layers, decodes=True)
         self.head = self.make_head(task, c.classifier_dropout, width**-0.5 if c.scale_decoder_outputs else 1.0)
 
     def _side(self, num_layers: int, decodes: bool) -> T5Side:
@@ -133,7 +130,7 @@ class T5(EncoderDecoder):
     def look(self, ctx: Packed, side: Side) -> None:
         assert isinstance(side, T5Side)
         if side.position is not None:
-            ctx.bias = side.position(reach(ctx))
+            ctx.bias = side.position(ctx.longest)
 
     def enter(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         assert isinstance(side, T5Side)
@@ -190,13 +187,17 @@ class MT5(T5):
 
 @dataclass(kw_only=True)
 class UMT5Config(MT5Config):
-    """Fields of umT5."""
+    """Fields of umT5.
+
+    scale_decoder_outputs: true in transformers 5, whatever a file says; the published models were trained with false.
+    Both give the same most probable token, and different probabilities.
+    """
 
     model_type: ClassVar[str] = "umt5"
     bias_per_layer: ClassVar[bool] = True
 
     tie_embeddings: bool = True
-    scale_decoder_outputs: bool | None = None
+    scale_decoder_outputs: bool | None = True
 
 
 class UMT5(T5):

@@ -151,7 +151,7 @@ def test_a_bee_of_the_hub(tmp_path):
 
 @pytest.mark.parametrize("kind", ["cpm1", "cpm3", "cpmbee"])
 def test_tokenizers(kind, tmp_path):
-    """CPM-Ant's beside any of them, without a question about the code; none, or a vocabulary alone, is an error."""
+    """CPM-Ant's beside any of them, without a question about the code; none is an error."""
     pytest.importorskip("rjieba")
     from transformers import CpmAntTokenizer
 
@@ -161,9 +161,6 @@ def test_tokenizers(kind, tmp_path):
     model = mc.from_config(f"tiny/{kind}")
     model.save_pretrained(tmp_path / "none")
     with pytest.raises(ValueError, match="none holds no tokenizer"):
-        mc.AutoTokenizer.from_pretrained(tmp_path / "none")
-    (tmp_path / "none" / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="no tokenizer could be loaded .* tokenizer_config.json names the class"):
         mc.AutoTokenizer.from_pretrained(tmp_path / "none")
     model.save_pretrained(tmp_path / "model", tokenizer=tokenizer)
     found = mc.AutoTokenizer.from_pretrained(tmp_path / "model")

@@ -13,6 +13,7 @@ from modelcenter import registry
 from modelcenter.convert.match import match_names
 from modelcenter.convert.pieces import prove
 from modelcenter.convert.rules import compile_layout
+from modelcenter.testing import randomize_
 
 KINDS = ("gpt2", "gpt_neox", "gptj", "opt", "cpmant")
 CASES = [(kind, task) for kind in KINDS for task in registry.get(kind).arch_map().tasks]
@@ -209,7 +210,7 @@ def test_scaled_rotary_embedding(spelling, tmp_path):
 
 
 def test_scaled_rotary_of_gpt_neox():
-    """yarn takes the model's length as the original one; what would change with the length is refused."""
+    """yarn takes the model's length as the original one."""
     config = {"model_type": "gpt_neox", "vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "intermediate_size": 40, "max_position_embeddings": 16, "rotary_pct": 0.5}
     yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 3.0}
@@ -222,32 +223,37 @@ def test_scaled_rotary_of_gpt_neox():
         torch.zeros(1), torch.arange(50)[None]
     )
     assert torch.allclose(model.rotary(torch.arange(50), torch.float32)[0][:, 0], cos[0, :, :6], atol=1e-5)
-    dynamic = mc.from_config(config, "causal-lm", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
-    dynamic(torch.ones(1, 16, dtype=torch.long))
-    with pytest.raises(ValueError, match="a sequence has 17 tokens, but beyond 16 the rotary"):
-        dynamic(torch.ones(1, 17, dtype=torch.long))
 
 
-def test_the_language_model_of_double_heads(tmp_path):
-    """GPT2DoubleHeadsModel: its language model is loaded, its other head is listed as skipped."""
-    config = transformers.GPT2Config(vocab_size=61, n_embd=24, n_layer=2, n_head=4, n_positions=33, num_labels=1)
-    theirs = transformers.GPT2DoubleHeadsModel(config).eval()
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0]}
+LONG |= {"original_max_position_embeddings": 16, "factor": 4.0}
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "dynamic", "factor": 2.0}, LONG], ids=["dynamic", "longrope"])
+@pytest.mark.parametrize("family", ["GPTNeoX", "Llama"])
+def test_frequencies_of_long_batches(family, scaling, tmp_path):
+    """The longest row decides for a batch, as in transformers; with a cache each step for its own tokens."""
+    sizes = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"intermediate_size": 40, "max_position_embeddings": 16, "rope_parameters": {**scaling, "rope_theta": 73.0}}
+    if family == "GPTNeoX":
+        more["rope_parameters"]["partial_rotary_factor"] = 1.0
+    config = getattr(transformers, f"{family}Config")(**sizes, **more)
+    theirs = randomize_(getattr(transformers, f"{family}ForCausalLM")(config)).eval()
     theirs.save_pretrained(tmp_path)
-    model = mc.from_pretrained(tmp_path)
-    assert model.task == "causal-lm"
-    assert [name.rpartition(".")[0] for name in model.load_report.skipped] == ["multiple_choice_head.summary"] * 2
-    ids = torch.randint(61, (2, 9))
-    assert torch.allclose(model(ids).logits, theirs(ids[:, None]).logits[:, 0], atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
-def test_encoders_that_write_are_refused(kind, tmp_path):
-    """BertLMHeadModel and RobertaForCausalLM with is_decoder: another attention than that of the encoders here."""
-    name = {"Bert": "BertLMHeadModel", "Roberta": "RobertaForCausalLM"}[kind]
-    sizes = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = getattr(transformers, f"{kind}Config")(**sizes, intermediate_size=40, is_decoder=True)
-    getattr(transformers, name)(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"its architectures, .*{name}.*, name no head"):
-        mc.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"'is_decoder': got True, but this (bert|roberta) implements False"):
-        mc.from_pretrained(tmp_path, "masked-lm")
+    ours = mc.from_pretrained(tmp_path)
+    ids = torch.randint(1, 61, (2, 29), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 11:] = 0
+    with torch.no_grad():
+        short = ours(ids[1:, :11]).logits[0]
+        assert torch.allclose(short, theirs(ids[1:, :11]).logits[0], atol=3e-5)
+        found, wanted = ours(ids, mask).logits, theirs(ids, attention_mask=mask).logits
+        assert torch.allclose(found[mask.bool()], wanted[mask.bool()], atol=1e-4)
+        assert not torch.allclose(found[1, :11], short, atol=1e-2)
+        assert torch.equal(ours(ids[1:, :11]).logits[0], short)
+        kept, past = None, None
+        for part in ids[:1].split((14, 1, 1, 1, 9, 3), 1):
+            a = ours(part, past_key_values=kept, use_cache=True)
+            b = theirs(part, past_key_values=past, use_cache=True)
+            kept, past = a.past_key_values, b.past_key_values
+            assert torch.allclose(a.logits, b.logits, atol=1e-4)

@@ -32,7 +32,7 @@ def make_theirs(task: str, dtype: torch.dtype = torch.float32, seed: int = 0, **
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        if not built.tie_word_embeddings and hasattr(model, "cls"):
+        if not built.tie_word_embeddings and hasattr(getattr(model, "cls", None), "predictions"):
             # transformers never reads this copy; a checkpoint that trained with it tied has it equal.
             model.cls.predictions.bias.copy_(model.cls.predictions.decoder.bias)
     return model.to(dtype).eval()

@@ -28,14 +28,15 @@ def assert_same_file(a, b):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("task", TASKS)
 def test_round_trip(task, tied, saved, theirs, tmp_path):
-    path = saved(task, tie_word_embeddings=tied)
+    fields = {"tie_word_embeddings": tied} | ({"is_decoder": True} if task == "causal-lm" else {})
+    path = saved(task, **fields)
     model = mc.from_pretrained(path)
     assert model.task == task and not model.training
     model.save_pretrained(tmp_path / "ours")
     assert_same_file(path, tmp_path / "ours")
     shape = (2, 3, 9) if task == "multiple-choice" else (2, 9)
     ids = torch.randint(0, 131, shape, generator=torch.Generator().manual_seed(1))
-    expected, got = theirs(task, tie_word_embeddings=tied)(ids), model(ids)
+    expected, got = theirs(task, **fields)(ids), model(ids)
     for name in ("last_hidden_state", "logits", "prediction_logits", "start_logits", "end_logits"):
         if getattr(expected, name, None) is not None:
             mine = got[name] if name != "prediction_logits" else got["logits"]

@@ -2,6 +2,8 @@
 
 from harness import ArchitectureTests
 
+from modelcenter.models.decoder import Decoder
+
 
 def _see_the_future(model):
     for unit in model.units:
@@ -9,6 +11,7 @@ def _see_the_future(model):
 
 
 class TestGPT2(ArchitectureTests):
+    tasks = Decoder.tasks  # the double heads have tests of their own
     hf_config = {
         "model_type": "gpt2",
         "vocab_size": 131,

@@ -1,0 +1,182 @@
+"""Tokenizers of ModelCenter's CPM-1 and CPM-2 and of CPM-Bee, written for transformers 5.
+
+`modelcenter` loads them for a directory of these models that holds their vocab.txt; beside a saved tokenizer they are
+what transformers loads with AutoTokenizer.from_pretrained(path, trust_remote_code=True). After ModelCenter's
+cpm1_tokenizer.py and cpm2_tokenizer.py, CPM-2-Finetune's tokenization_enc_dec.py and CPM-Live's tokenizers/bee.py.
+
+vocab.txt has a token on each line, and its number is that of the line. Spaces and ends of lines are tokens of their
+own: "</_>" and "</n>", of CPM-2 U+2582 and U+2583. CPM-1 and CPM-2 cut a text into words with jieba first, and then
+take from each word the longest token that it begins with, again and again; CPM-Bee takes it from the text.
+"""
+
+import os
+import re
+from typing import Any
+
+from transformers import PreTrainedTokenizer
+
+try:  # CPM-Bee needs none
+    import rjieba
+except ImportError:
+    rjieba = None  # type: ignore[assignment]
+
+_LONGEST_WORD = 200  # characters; a longer word is unknown as a whole
+# ASCII that is as wide as a Chinese character, but for the punctuation of Chinese.
+_KEPT_WIDE = "，！（）？；："
+_HALF_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F) if chr(code) not in _KEPT_WIDE} | {0x3000: 0x20}
+
+
+class _VocabularyTokenizer(PreTrainedTokenizer):
+    """Longest matches in a vocabulary of lines."""
+
+    vocab_files_names = {"vocab_file": "vocab.txt"}
+    model_input_names = ["input_ids", "attention_mask"]
+    blank_lines_count = True
+
+    def __init__(self, vocab_file: str, space: str, newline: str, unk_token: str, **kwargs: Any):
+        """
+        Args:
+            vocab_file: see the module. space, newline: how it spells a space and the end of a line.
+            kwargs: the other special tokens, and what transformers takes. Special tokens that the vocabulary lacks are
+                left out, as they would have numbers that the model does not know.
+
+        Raises:
+            ValueError: the vocabulary has no token for spaces, ends of lines or what is unknown.
+        """
+        with open(vocab_file, encoding="utf-8", newline="\n") as lines:
+            self._lines = [line.removesuffix("\n") for line in lines]
+        words = [line.strip() for line in self._lines] if self.blank_lines_count else [x for x in self._lines if x]
+        self._numbers = {word: number for number, word in enumerate(words)}
+        self._words = words
+        for name, token in (("space", space), ("newline", newline), ("unk_token", str(unk_token))):
+            if token not in self._numbers:
+                raise ValueError(f"{vocab_file}: it has no {token!r} ({name}); is it the vocabulary of another model?")
+        self._white = {space: " ", newline: "\n"}
+        self._special = {word for word in self._numbers if re.fullmatch(r"<[^<>\s]+>", word)}
+        # What a text is matched with: characters -> token. Special tokens are found by their names before.
+        self._found = {word: word for word in self._numbers if word and word not in self._special}
+        self._found |= {" ": space, "\n": newline}
+        self._longest = max(map(len, self._found))
+        for name in ("bos_token", "eos_token", "pad_token", "mask_token"):
+            if str(kwargs.get(name)) not in self._numbers:
+                kwargs.pop(name, None)
+        kwargs.setdefault("clean_up_tokenization_spaces", False)
+        super().__init__(space=space, newline=newline, unk_token=unk_token, **kwargs)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._words)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._numbers | self.added_tokens_encoder
+
+    def pieces(self, text: str) -> list[str | None]:
+        """The tokens of a text; None: a character that begins none."""
+        out: list[str | None] = []
+        start = 0
+        while start < len(text):
+            for end in range(min(len(text), start + self._longest), start, -1):
+                if (token := self._found.get(text[start:end])) is not None:
+                    break
+            else:
+                token, end = None, start + 1
+            out.append(token)
+            start = end
+        return out
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return self._numbers.get(token, self._numbers[str(self.unk_token)])
+
+    def _convert_id_to_token(self, index: int) -> str:
+        # A model may have more rows than there are words.
+        return self._words[index] if 0 <= index < len(self._words) else str(self.unk_token)
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return "".join(self._white.get(token, token) for token in tokens)
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
+        name = self.vocab_files_names["vocab_file"]
+        path = os.path.join(save_directory, f"{filename_prefix}-{name}" if filename_prefix else name)
+        with open(path, "w", encoding="utf-8", newline="\n") as file:
+            file.writelines(line + "\n" for line in self._lines)
+        return (path,)
+
+
+class CPM1Tokenizer(_VocabularyTokenizer):
+    """Of ModelCenter's CPM-1. Nothing is added to a text; `<eod>` ends one."""
+
+    def __init__(
+        self,
+        vocab_file: str,
+        space: str = "</_>",
+        newline: str = "</n>",
+        unk_token: str = "<unk>",
+        eos_token: str = "<eod>",
+        pad_token: str = "<pad>",
+        half_width: bool = False,
+        **kwargs: Any,
+    ):
+        """half_width: make full-width ASCII narrow first, but for the punctuation of Chinese, as CPM-2's own code."""
+        if rjieba is None:
+            raise ValueError(f"{type(self).__name__} cuts texts into words with rjieba; pip install rjieba")
+        self._half_width = half_width
+        kwargs.setdefault("special_tokens_pattern", "none")
+        more = {"eos_token": eos_token, "pad_token": pad_token, "half_width": half_width}
+        super().__init__(vocab_file, space, newline, unk_token, **more, **kwargs)
+
+    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+        for token, white in self._white.items():
+            text = text.replace(token, white)
+        if self._half_width:
+            text = text.translate(_HALF_WIDTH)
+        out: list[str] = []
+        for word in rjieba.cut(text):
+            found = [None] if len(word) > _LONGEST_WORD else self.pieces(word)
+            out += [str(self.unk_token) if token is None else token for token in found]
+        return out
+
+
+class CPM2Tokenizer(CPM1Tokenizer):
+    """Of CPM-2: `<s>` starts what the decoder writes, `<eod>` ends it and each text, `<s_0>`, `<s_1>`, ... are gaps."""
+
+    def __init__(
+        self,
+        vocab_file: str,
+        space: str = "\u2582",
+        newline: str = "\u2583",
+        unk_token: str = "<unk>",
+        bos_token: str = "<s>",
+        **kwargs: Any,
+    ):
+        with open(vocab_file, encoding="utf-8") as lines:
+            gaps = [line.strip() for line in lines if re.fullmatch(r"<s_\d+>", line.strip())]
+        kwargs.setdefault("special_tokens_pattern", "eos")
+        kwargs.setdefault("extra_special_tokens", gaps)
+        super().__init__(vocab_file, space, newline, unk_token, bos_token=bos_token, **kwargs)
+
+
+class CPMBeeTokenizer(_VocabularyTokenizer):
+    """Of CPM-Bee, for texts without its structure: nothing is added, and what is unknown is one `<unk>` on end."""
+
+    blank_lines_count = False
+
+    def __init__(
+        self,
+        vocab_file: str,
+        space: str = "</_>",
+        newline: str = "</n>",
+        unk_token: str = "<unk>",
+        bos_token: str = "<s>",
+        eos_token: str = "</s>",
+        pad_token: str = "<pad>",
+        mask_token: str = "<mask>",
+        **kwargs: Any,
+    ):
+        kwargs.setdefault("special_tokens_pattern", "none")
+        more = {"bos_token": bos_token, "eos_token": eos_token, "pad_token": pad_token, "mask_token": mask_token}
+        super().__init__(vocab_file, space, newline, unk_token, **more, **kwargs)
+
+    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+        found = self.pieces(text)
+        kept = (token for i, token in enumerate(found) if token is not None or not i or found[i - 1] is not None)
+        return [str(self.unk_token) if token is None else token for token in kept]

@@ -1,0 +1,99 @@
+"""Two heads of GPT-2, after transformers' GPT2DoubleHeadsModel: the next token, and which of several texts is right."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelcenter.layers.heads import CausalLM, MultipleChoice
+from modelcenter.layers.packing import Packed
+from modelcenter.models.base import Batch
+
+_TOKENS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels")
+
+
+class DoubleHeads(nn.Module):
+    """`lm` reads all tokens, `choice` one of each sequence. Two losses, which the caller adds as he likes."""
+
+    def __init__(self, lm: CausalLM, hidden_size: int, dropout: float):
+        super().__init__()
+        self.lm = lm
+        self.choice = MultipleChoice(hidden_size, dropout)
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return self.lm.counts(batch) | {"choice": self.choice.counts({"labels": batch.get("mc_labels")})["loss"]}
+
+    def forward(
+        self,
+        x: Tensor,
+        ctx: Packed,
+        batch: Batch,
+        counts: Mapping[str, Any],
+        table: Tensor,
+        want_logits: bool | str,
+    ) -> dict[str, Tensor]:
+        assert not isinstance(want_logits, str)
+        out = self.lm(x, ctx, batch, counts["loss"], table, want_logits)
+        choices = batch["num_choices"]
+        if "logits" in out and not ctx.packed:
+            out["logits"] = out["logits"].unflatten(0, (-1, choices))
+        pooled = ctx.at(x, places(ctx, batch.get("mc_token_ids")))
+        chosen = self.choice(pooled, {"labels": batch.get("mc_labels")}, {"loss": counts["choice"]}, choices, ctx)
+        return out | {f"mc_{name}": value for name, value in chosen.items()}
+
+
+def places(ctx: Packed, columns: Tensor | None) -> Tensor:
+    """(n,) the number among all tokens of the one that each sequence is judged by.
+
+    Args:
+        columns: of the padded input, or offsets in packed sequences, any shape of n numbers; None: the last tokens.
+
+    Raises:
+        ValueError: not one for each sequence, or one where there is no token.
+    """
+    starts, ends = ctx.cu_seqlens[: ctx.num_sequences].long(), ctx.cu_seqlens[1 : ctx.num_sequences + 1].long()
+    if columns is None:
+        return ends - 1
+    at = columns.reshape(-1).long()
+    if at.numel() != ctx.num_sequences:
+        raise ValueError(
+            f"mc_token_ids: got {at.numel()} numbers for {ctx.num_sequences} sequences, expected one for each"
+        )
+    if ctx.packed:
+        where, inside = starts + at, (at >= 0) & (starts + at < ends)
+    else:
+        rows, width = ctx.shape
+        inside = (at >= 0) & (at < width)
+        cells = torch.arange(rows, device=at.device) * width + at.clamp(0, max(width - 1, 0))
+        where = cells
+        if ctx.indices is not None:  # how many tokens come before the cell, and whether it holds one
+            where = torch.searchsorted(ctx.indices, cells).clamp(max=max(ctx.indices.numel() - 1, 0))
+            inside = inside & (ctx.indices[where] == cells)
+    if not bool(inside.all()):
+        row = int((~inside).nonzero()[0])
+        raise ValueError(f"mc_token_ids: sequence {row} has no token at {int(at[row])}; give the place of one")
+    return where
+
+
+def flattened(batch: Batch) -> dict[str, Any]:
+    """The batch with the choices of an example as consecutive rows, and `num_choices`.
+
+    Raises:
+        ValueError: a padded input without a dimension of choices, or a packed one whose choices cannot be counted.
+    """
+    out = dict(batch)
+    ids, embeds, ends = batch.get("input_ids"), batch.get("inputs_embeds"), batch.get("cu_seqlens")
+    given = ids if ids is not None else embeds
+    labels = batch.get("mc_labels")
+    if ends is not None:
+        sequences, examples = ends.numel() - 1, 1 if labels is None else labels.numel()
+        if sequences and (not examples or sequences % examples):
+            raise ValueError(f"mc_labels: got {examples} for {sequences} sequences; every example needs as many")
+        out["num_choices"] = sequences // examples if sequences else 1
+    elif given is not None:
+        if given.dim() != (3 if ids is not None else 4):
+            raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (batch, choices, seq) or packed")
+        out["num_choices"] = given.shape[1]
+        out |= {name: batch[name].flatten(0, 1) for name in _TOKENS if batch.get(name) is not None}
+    return out

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from engine.rendezvous import launchers_store
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -199,9 +201,11 @@ def _meet(init_method: str, rank_: int, world_size_: int, device_: torch.device,
                 )
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
+        store = launchers_store(rank_, world_size_, seconds) if init_method == "env://" else None
         dist.init_process_group(
             _backend(device_),
-            init_method=init_method,
+            init_method=init_method if store is None else None,
+            store=store,
             rank=rank_,
             world_size=world_size_,
             timeout=datetime.timedelta(seconds=seconds),

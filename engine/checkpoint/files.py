@@ -68,7 +68,7 @@ def together(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[Non
     if runtime.world_size() > 1:
         notes: list[tuple[bool, str] | None] = [None] * runtime.world_size()
         dist.all_gather_object(
-            notes, None if error is None else (isinstance(error, ValueError), repr(error)), group=group
+            notes, None if error is None else (isinstance(error, ValueError), _said(error)), group=group
         )
         for rank, note in enumerate(notes):
             if note is not None and error is None:
@@ -76,6 +76,11 @@ def together(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[Non
                 raise kind(f"rank {rank} failed while {doing}: {note[1]}")
     if error is not None:
         raise error
+
+
+def _said(error: Exception) -> str:
+    """An error as another rank passes it on; what is meant for users stays as it is."""
+    return str(error) if isinstance(error, ValueError) else repr(error)
 
 
 def _hash_files(path: Path, group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:

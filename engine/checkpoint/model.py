@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -111,7 +112,7 @@ def write_model(path: Path, model: nn.Module) -> None:
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Write plain tensors (equal on all ranks) and DTensors as a DCP directory. Collective over ``group``."""
-    with _alone_is_fine():
+    with _plain_errors(path):
         dcp.save(
             tensors,
             storage_writer=dcp.FileSystemWriter(path),
@@ -122,7 +123,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], group: dist.Proc
 
 def read_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Fill ``tensors`` from a DCP directory. Collective."""
-    with _alone_is_fine():
+    with _plain_errors(path):
         dcp.load(tensors, storage_reader=_Reader(path), no_dist=not dist.is_initialized())
 
 
@@ -173,11 +174,19 @@ def load_model(
 
 
 @contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """Without torch's warning that one process without a process group is one process."""
+def _plain_errors(path: Path) -> Iterator[None]:
+    """The error of the first rank that failed, on all ranks, in place of torch's of all: that is no Exception, which
+    nobody would catch. And without torch's warning that one process without a process group is one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+            if isinstance(cause, OSError):  # a full disk names no file
+                raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from cause
+            kind = ValueError if isinstance(cause, ValueError) else RuntimeError
+            raise kind(f"{path}: rank {rank}: {cause}") from cause
 
 
 def stored_tensors(

@@ -110,6 +110,11 @@ class Blocks:
             document += 1
         return found
 
+    def documents_of(self, rows: np.ndarray) -> np.ndarray:
+        """The document in which each of these rows starts, int64 (n,)."""
+        starts = rows if self.packing == "none" else rows * self.max_length
+        return self.first + np.searchsorted(self._bounds, starts, side="right") - 1
+
     def row(self, row: int) -> list[np.ndarray]:
         """The tokens of a row, piece by piece."""
         return [self._tokens(*piece) for piece in self.pieces(row)]

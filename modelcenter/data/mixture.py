@@ -2,13 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from modelcenter.data.collate import merge
 from modelcenter.data.examples import Examples
+from modelcenter.data.readers import Share, Table, concatenate
+
+
+class Draw:
+    """The rows of each epoch, int64 (rows,), of parts that have shares of them; part after part. See Mixture.
+
+    own: the rows of each part. names: of the parts, for messages.
+    """
+
+    def __init__(
+        self,
+        own: Sequence[np.ndarray],
+        weights: Sequence[float],
+        seed: int,
+        rows: int | None = None,
+        names: Sequence[str] = (),
+    ):
+        names = names or [f"part {i + 1}" for i in range(len(own))]
+        for name, part, weight in zip(names, own, weights, strict=True):
+            if not (np.isfinite(weight) and weight > 0):
+                raise ValueError(f"mixture: the weight of {name} is {float(weight)}, expected a positive number")
+            if not len(part):
+                raise ValueError(f"mixture: {name} has no rows")
+        self.own, self.seed = own, seed
+        self.shares = (np.array(weights, np.float64) / np.sum(weights, dtype=np.float64)).tolist()
+        self.rows = sum(map(len, own)) if rows is None else rows
+        self.counts = _whole(np.array(self.shares) * self.rows, self.rows)
+        if min(self.counts) < 1:
+            i = self.counts.index(min(self.counts))
+            raise ValueError(
+                f"mixture: {names[i]} with {100 * self.shares[i]:.2g} % of {self.rows} rows has none of them; give "
+                "an epoch more rows, or the part more weight"
+            )
+
+    def __call__(self, epoch: int) -> np.ndarray:
+        return np.concatenate([self._part(i, epoch) for i in range(len(self.own))])
+
+    def _part(self, i: int, epoch: int) -> np.ndarray:
+        size, count = len(self.own[i]), self.counts[i]
+        first, end = epoch * count, (epoch + 1) * count
+        found = []
+        for turn in range(first // size, -(-end // size)):  # each turn goes through the whole part once
+            order = np.random.default_rng([self.seed, 0x313, i, turn]).permutation(size)
+            found.append(order[max(first - turn * size, 0) : min(end - turn * size, size)])
+        return self.own[i][np.concatenate(found)]
 
 
 class Mixture:
@@ -32,23 +79,11 @@ class Mixture:
         if not parts:
             raise ValueError("mixture: there is nothing to mix")
         self.parts, self.seed = [part for part, _ in parts], seed
-        weights = np.array([weight for _, weight in parts], dtype=np.float64)
         sizes = [len(part) for part in self.parts]
-        for i, (size, weight) in enumerate(zip(sizes, weights.tolist(), strict=True)):
-            if not (np.isfinite(weight) and weight > 0):
-                raise ValueError(f"mixture: the weight of part {i + 1} is {weight}, expected a positive number")
-            if not size:
-                raise ValueError(f"mixture: part {i + 1} has no rows")
-        self.shares = (weights / weights.sum()).tolist()
-        self.rows = sum(sizes) if rows is None else rows
-        self.counts = _whole(np.array(self.shares) * self.rows, self.rows)
-        if min(self.counts) < 1:
-            i = self.counts.index(min(self.counts))
-            raise ValueError(
-                f"mixture: part {i + 1} with {100 * self.shares[i]:.2g} % of {self.rows} rows has none of them; give "
-                "an epoch more rows, or the part more weight"
-            )
         self._starts = np.concatenate(([0], np.cumsum(sizes)))
+        own = [np.arange(a, b) for a, b in itertools.pairwise(self._starts.tolist())]
+        self._draw = Draw(own, [weight for _, weight in parts], seed, rows)
+        self.rows, self.shares, self.counts = self._draw.rows, self._draw.shares, self._draw.counts
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -59,7 +94,7 @@ class Mixture:
 
     def draw(self, epoch: int) -> np.ndarray:
         """The rows of an epoch, int64 (rows,), part after part; a row may come several times."""
-        return np.concatenate([self._part(i, epoch) for i in range(len(self.parts))])
+        return self._draw(epoch)
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
         """The packed batch of these rows: those of one part after those of another."""
@@ -102,14 +137,26 @@ class Mixture:
     def fingerprint(self) -> Any:
         return {"rows": self.rows, "shares": self.shares, "parts": [part.fingerprint() for part in self.parts]}
 
-    def _part(self, i: int, epoch: int) -> np.ndarray:
-        size, count = int(self._starts[i + 1] - self._starts[i]), self.counts[i]
-        first, end = epoch * count, (epoch + 1) * count
-        found = []
-        for turn in range(first // size, -(-end // size)):  # each turn goes through the whole part once
-            order = np.random.default_rng([self.seed, 0x313, i, turn]).permutation(size)
-            found.append(order[max(first - turn * size, 0) : min(end - turn * size, size)])
-        return np.concatenate(found) + self._starts[i]
+
+def mixed(tables: Sequence[Table], weights: Sequence[float]) -> Table:
+    """The rows of several tables as those of one, which `draw_of` draws by the weights."""
+    table = concatenate(list(tables))
+    shares = [Share(part.name, len(part), weight) for part, weight in zip(tables, weights, strict=True)]
+    return Table(table.columns, table.origins, table.classes, None, shares)
+
+
+def draw_of(examples: Any, seed: int) -> Callable[[int], np.ndarray] | None:
+    """epoch -> its rows, where the examples are a mixture or rows of a table of `mixed`; None: every row once.
+
+    Raises:
+        ValueError: a part of which no row is left.
+    """
+    table = getattr(examples, "table", None)
+    if table is None or not table.shares:
+        return getattr(examples, "draw", None)
+    part = table.part_of_rows()
+    own = [np.flatnonzero(part == i) for i in range(len(table.shares))]
+    return Draw(own, [p.weight for p in table.shares], seed, names=[p.name for p in table.shares])
 
 
 def weights_by_size(sizes: Sequence[int], temperature: float = 1.0) -> list[float]:
@@ -124,7 +171,7 @@ def weights_by_size(sizes: Sequence[int], temperature: float = 1.0) -> list[floa
 
 
 def parse_weight(spec: str) -> tuple[str, float | None]:
-    """ "path@weight" as (path, weight); (spec, None) if no number follows an @.
+    """ "path@weight" as (path, weight); (spec, None) if no number follows an @, or it is the name of a file.
 
     Raises:
         ValueError: a weight that is not positive.
@@ -134,11 +181,24 @@ def parse_weight(spec: str) -> tuple[str, float | None]:
         weight = float(number)
     except ValueError:
         return spec, None
-    if not at or not path:
+    if not at or not path or Path(spec).exists():
         return spec, None
     if not (np.isfinite(weight) and weight > 0):
         raise ValueError(f"{spec}: the weight after @ is {number}, expected a positive number")
     return path, weight
+
+
+def parse_weights(specs: Sequence[str]) -> list[tuple[str, float]] | None:
+    """The (path, weight) pairs of a data argument; None if none has a weight.
+
+    Raises:
+        ValueError: some have, others have not.
+    """
+    parsed = [parse_weight(spec) for spec in specs]
+    bare = [path for path, weight in parsed if weight is None]
+    if bare and len(bare) < len(parsed):
+        raise ValueError(f"train_data: {bare[0]} has no weight, but others have; write {bare[0]}@1, or leave all out")
+    return None if bare else [(path, weight) for path, weight in parsed if weight is not None]
 
 
 def _whole(shares: np.ndarray, total: int) -> list[int]:

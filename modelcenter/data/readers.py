@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,18 +81,28 @@ class Origin:
     lines: Sequence[int] | None = None
 
 
+class Share(NamedTuple):
+    """A part of a mixture: so many rows of the origins."""
+
+    name: str
+    rows: int
+    weight: float
+
+
 @dataclass
 class Table:
     """Rows as named columns of equal length, and where each row came from.
 
     columns: name -> list of `len(self)` values (str, int, float, bool, list or None).
     classes: class names of the integer columns for which the source tells them (Hub ClassLabel features).
+    shares: of the parts of a mixture (see mixture.mixed), in the order of the origins.
     """
 
     columns: dict[str, list[Any]]
     origins: list[Origin]
     classes: dict[str, list[str]] = field(default_factory=dict)
     index: np.ndarray | None = None  # row of this table -> row of the origins laid end to end; None: the same
+    shares: Sequence[Share] = ()
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()))) if self.columns else 0
@@ -114,11 +124,18 @@ class Table:
     def take(self, rows: np.ndarray) -> Table:
         """The table of the given rows, in that order."""
         columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
-        return Table(columns, self.origins, self.classes, rows if self.index is None else self.index[rows])
+        rows = rows if self.index is None else self.index[rows]
+        return Table(columns, self.origins, self.classes, rows, self.shares)
+
+    def part_of_rows(self) -> np.ndarray:
+        """The part of a mixture that each row belongs to, int64 (n,)."""
+        ends = np.cumsum([part.rows for part in self.shares])
+        return np.searchsorted(ends, np.arange(len(self)) if self.index is None else self.index, side="right")
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a run's summary keeps about its data: rows, and the SHA-256 of each file."""
-        return {"rows": len(self), "sha256": {origin.path: origin.sha256 for origin in self.origins}}
+        """What a run's summary keeps about its data: rows, the SHA-256 of each file, and the weights of a mixture."""
+        about = {"rows": len(self), "sha256": {origin.path: origin.sha256 for origin in self.origins}}
+        return about | ({"weights": [part.weight for part in self.shares]} if self.shares else {})
 
 
 def what_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

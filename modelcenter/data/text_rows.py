@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from modelcenter.data.blocks import Blocks
-from modelcenter.data.cache import cached, tokenizer_state
+from modelcenter.data.cache import cached, digest, tokenizer_state
 from modelcenter.data.examples import Examples
 from modelcenter.data.objectives import Batch, Key, Objective, Paired, sequence_numbers
 from modelcenter.data.parallel import ordered_map
@@ -27,28 +27,31 @@ _VERSION = 1  # part of the cache's key
 class TextRows(Examples):
     """Rows of token blocks.
 
-    rows: (first, end) restricts them to a part of the blocks. table: where the documents come from, row by row, where
-    the blocks are of texts.
+    rows: numbers of the blocks that are rows, ascending, int64; None: all. table: where the documents come from, row by
+    row, where the blocks are of texts.
     """
 
     truncated = 0  # long documents make several rows
 
     def __init__(
-        self, blocks: Blocks, objective: Objective, table: Table | None = None, rows: tuple[int, int] | None = None
+        self, blocks: Blocks, objective: Objective, table: Table | None = None, rows: np.ndarray | None = None
     ):
         self.blocks, self.table = blocks, table
         self.name = str(blocks.file.path) if table is None else table.name
-        self.first, self.end = rows or (0, len(blocks))
+        self.numbers = np.arange(len(blocks)) if rows is None else rows
         self.objective = objective
         if isinstance(objective, Paired):
             self.objective = objective.beside(self.elsewhere)
-            self.elsewhere((self.first,), 1, np.random.default_rng(0))  # there is another document
+            self.elsewhere((int(self.numbers[0]),), 1, np.random.default_rng(0))  # there is another document
         sizes, row = blocks.piece_sizes()
         found = np.bincount(row, weights=objective.lengths(sizes), minlength=len(blocks)).astype(np.int64)
-        self._lengths = found[self.first : self.end]
+        self._lengths = found[self.numbers]
 
-    def split(self, fraction: float) -> tuple[TextRows, TextRows]:
-        """(all but the last rows, the last fraction of them): no token is in both.
+    def split(self, fraction: float, seed: int) -> tuple[TextRows, TextRows]:
+        """(most rows, a random fraction of them): no token is in both.
+
+        Which ones depends on the seed and on the tokens alone. Where a row is a piece of one document, whole documents
+        are drawn, and no more than one of them is cut; where rows are cut from documents end to end, rows are.
 
         Raises:
             ValueError: one of them would be empty.
@@ -58,39 +61,53 @@ class TextRows(Examples):
             raise ValueError(
                 f"eval_fraction: got {fraction}, which is {count} of {len(self)} rows, expected some rows on each side"
             )
-        cut = self.end - count
-        parts = ((self.first, cut), (cut, self.end))
-        first, second = (TextRows(self.blocks, self.objective, self.table, part) for part in parts)
+        key = [self.blocks.packing, *(str(part) for part in self._content().items())]
+        random = np.random.default_rng([seed, 0x5EED, int(digest(key), 16)])
+        unit = self.blocks.documents_of(self.numbers) if self.blocks.packing == "none" else self.numbers
+        names, unit = np.unique(unit, return_inverse=True)
+        drawn = np.argsort(random.permutation(len(names))[unit], kind="stable")
+        parts = np.sort(drawn[count:]), np.sort(drawn[:count])
+        first, second = (TextRows(self.blocks, self.objective, self.table, self.numbers[part]) for part in parts)
         return first, second
 
     def asking(self, objective: Objective) -> TextRows:
         """The same rows under another objective of the same lengths."""
-        return TextRows(self.blocks, objective, self.table, (self.first, self.end))
+        return TextRows(self.blocks, objective, self.table, self.numbers)
 
     def __len__(self) -> int:
-        return self.end - self.first
+        return len(self.numbers)
 
     @property
     def lengths(self) -> np.ndarray:
         return self._lengths
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> Batch:
-        numbers = [self.first + int(row) for row in rows]
+        numbers = self.numbers[np.asarray(rows)].tolist()
         return self.objective.batch([self.blocks.row(n) for n in numbers], [(n,) for n in numbers], epoch)
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
         """Numbers of the sequences of `batch`, in its order: see Examples."""
-        numbers, least = [self.first + int(row) for row in rows], self.objective.kept
+        numbers, least = self.numbers[np.asarray(rows)].tolist(), self.objective.kept
         counts = [sum(end - start >= least for _, start, end in self.blocks.pieces(n)) for n in numbers]
         return sequence_numbers([(n,) for n in numbers], counts)
 
     def where(self, row: int) -> str:
-        document = self.blocks.pieces(self.first + int(row))[0][0]
-        return self.blocks.where(self.first + int(row)) if self.table is None else self.table.where(document)
+        number = int(self.numbers[row])
+        document = self.blocks.pieces(number)[0][0]
+        return self.blocks.where(number) if self.table is None else self.table.where(document)
 
     def fingerprint(self) -> Any:
-        about = self.blocks.fingerprint() | {"rows": len(self), "first_row": self.first}
+        about = self.blocks.fingerprint() | {"rows": len(self)}
+        if len(self) < len(self.blocks):
+            about["part"] = digest([self.numbers])
         return about if self.table is None else about | {"sha256": self.table.fingerprint()["sha256"]}
+
+    def _content(self) -> dict[str, Any]:
+        """What the tokens are, wherever they lie."""
+        about = self.blocks.file.fingerprint()
+        if self.table is None:
+            return about
+        return about | {"sha256": [origin.sha256 for origin in self.table.origins]}
 
     def show(self, row: int, tokenizer: Any) -> str:
         return shown(self.batch(np.array([row])), tokenizer)
@@ -102,11 +119,12 @@ class TextRows(Examples):
             ValueError: all rows are of one document.
         """
         own = self.blocks.pieces(key[0])[0][0]
-        drawn = int(random.integers(self.first, self.end))
-        for row in itertools.chain(range(drawn, self.end), range(self.first, drawn)):
-            (document, _, _) = self.blocks.pieces(row)[0]
+        drawn = int(random.integers(0, len(self)))
+        for row in itertools.chain(range(drawn, len(self)), range(drawn)):
+            number = int(self.numbers[row])
+            (document, _, _) = self.blocks.pieces(number)[0]
             if document != own:
-                (tokens,) = self.blocks.row(row)
+                (tokens,) = self.blocks.row(number)
                 start = int(random.integers(0, max(len(tokens) - count, 0) + 1))
                 return tokens[start : start + count]
         raise ValueError(f"next_sentence: {self.name} is one document; it needs at least two, see --document")

@@ -28,6 +28,7 @@ from modelcenter.hub.save import write_texts
 from modelcenter.models.base import Model
 from modelcenter.training import resume
 from modelcenter.training.accumulation import accumulate
+from modelcenter.training.agreement import check_data
 from modelcenter.training.autobatch import fit_batch
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.errors import Stopped
@@ -55,8 +56,9 @@ def train(
     Raises:
         FloatingPointError: losses or gradients were not finite in several steps in a row, or in all.
         Stopped: SIGINT came. In all cases summary.json says so.
-        ValueError: the checkpoint in output_dir is of another run.
+        ValueError: the checkpoint in output_dir is of another run; ranks have different data.
     """
+    check_data(train_set, eval_set)
     run = Run(cfg, task, model, tokenizer, train_set, eval_set)
     output = None if cfg.output_dir is None else Path(cfg.output_dir)
     continuation = resume.find_continuation(cfg)
@@ -74,9 +76,9 @@ def train(
                 if cfg.lora_rank is not None or cfg.freeze:
                     run.record.say(trainable_parameters(model))
             run.train()
+            if output is not None and run.stopping.reason is None:
+                run.finish(output / "model")  # a run whose model could not be written has failed, and can go on
             status, reason = ("finished", None) if run.stopping.reason is None else ("stopped", run.stopping.reason)
-            if output is not None and status == "finished":
-                run.finish(output / "model")
     except Stopped as error:
         status, reason = "stopped", str(error)
         raise
@@ -239,6 +241,8 @@ class Run:
         """One line on what is about to happen."""
         count = f"{len(self.train_set):,} rows" if self.feed.steps_per_epoch is not None else "a stream of rows"
         rows = f"{count} ({self.task.about_columns()})"
+        if self.train_set.truncated:
+            rows += f", {self.train_set.truncated:,} of them cut at {self.cfg.max_length} tokens"
         judged = f"evaluation on {len(self.eval_set):,} rows" if self.eval_set is not None else "no evaluation data"
         ranks = f"{engine.world_size()} rank{'s' if engine.world_size() > 1 else ''}"
         size = self.cfg.global_batch_size

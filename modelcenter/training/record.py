@@ -133,9 +133,15 @@ class Record:
         if self._file is not None and self.path is not None:
             self._file.close()
             work = self.path / ".summary.json"
-            work.write_text(json.dumps(finite(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            try:
+                work.write_text(json.dumps(finite(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            except OSError as error:  # a full disk names no file
+                raise OSError(error.errno, error.strerror, str(self.path / "summary.json")) from error
             work.rename(self.path / "summary.json")
-            plot(self.rows, self.path / "curves.png")
+            try:
+                plot(self.rows, self.path / "curves.png")
+            except OSError as error:
+                print(f"curves.png could not be written: {error.strerror}", file=sys.stderr)
 
 
 def cut(path: Path, step: int) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ class Continuation:
                 f"{name}: got {now[name]!r}, but {self.checkpoint} is of a run with {value!r}. Give the same; or "
                 + remedy
             )
-        if _identity(data) != _identity(self.data) and not self.forced:
+        if identity(data) != identity(self.data) and not self.forced:
             raise ValueError(
                 f"train_data: the rows are not those that {self.checkpoint} was trained on "
                 f"({_about(data)} now, {_about(self.data)} then). Give the same; or {remedy}"
@@ -133,12 +133,19 @@ def about_run(cfg: TrainConfig, step: int, data: Any) -> str:
     return json.dumps(about, indent=1, ensure_ascii=False)
 
 
-def _identity(data: Any) -> Any:
+def identity(data: Any) -> Any:
     """Of a fingerprint, what does not change when files are moved."""
-    if isinstance(data, dict) and isinstance(data.get("sha256"), dict):
-        return {**data, "sha256": sorted(data["sha256"].values())}
-    return data
+    if not isinstance(data, dict):
+        return [identity(part) for part in data] if isinstance(data, list) else data
+    hashes = {"sha256", "source"}  # by the files' paths
+    return {
+        name: sorted(value.values(), key=str) if name in hashes and isinstance(value, dict) else identity(value)
+        for name, value in data.items()
+    }
 
 
 def _about(data: Any) -> str:
-    return f"{data['rows']:,} rows" if isinstance(data, dict) and "rows" in data else "others"
+    if not isinstance(data, dict) or "rows" not in data:
+        return "others"
+    weights = f" with weights {', '.join(f'{w:g}' for w in data['weights'])}" if "weights" in data else ""
+    return f"{data['rows']:,} rows{weights}"

@@ -25,6 +25,7 @@ from engine.optim import (
     OptimManager,
 )
 from modelcenter.adapters import Freeze, Lora
+from modelcenter.data.mixture import draw_of
 from modelcenter.data.sampling import EpochBatches, TokenBatches
 from modelcenter.data.streaming import StreamBatches
 from modelcenter.data.text_rows import StreamRows
@@ -33,6 +34,7 @@ from modelcenter.hub.resolve import resolve
 from modelcenter.hub.tokenizer import add_tokens
 from modelcenter.models.base import Model
 from modelcenter.training import trackers
+from modelcenter.training.agreement import check_flags
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.feed import Feed, Plan, RowFeed, StreamFeed
 from modelcenter.training.record import prepare_output
@@ -60,8 +62,9 @@ def start(cfg: TrainConfig) -> None:
         pp_size=cfg.pp,
         pp_chunks=2 if cfg.pp > 1 and cfg.pp_schedule == "interleaved" else 1,
     )
+    check_flags(cfg)
     if cfg.output_dir is not None and not cfg.dry_run:
-        check_shared(Path(cfg.output_dir))
+        check_shared(Path(cfg.output_dir).absolute())
     engine.memory.keep_freed_memory()  # each step asks for the buffers that the last one freed
     cfg.precision = resolve_precision(cfg.precision)
     continuation = find_continuation(cfg)
@@ -229,7 +232,7 @@ def make_feed(cfg: TrainConfig, examples: Any) -> Feed:
     assert cfg.gradient_accumulation_steps is not None
     if isinstance(examples, StreamRows):
         return stream_feed(cfg, examples)
-    draw = getattr(examples, "draw", None)
+    draw = draw_of(examples, cfg.seed)
     if cfg.batch_tokens is not None:
         assert cfg.global_batch_tokens is not None
         sizes = (cfg.global_batch_tokens, cfg.seed, cfg.batch_tokens)

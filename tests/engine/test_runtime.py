@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -11,16 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from nodes import free_port
 
 import engine
 
 ROOT = str(Path(__file__).parents[2])
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def test_import_is_lazy():

@@ -3,6 +3,7 @@
 import copy
 import os
 import random
+import resource
 import signal
 import time
 
@@ -314,3 +315,27 @@ def test_the_staged_copy_is_one_and_shares_nothing():
     for tensor in module.named_tensors(run.model).values():
         copy_ = module._staged(tensor)
         assert torch.equal(copy_, tensor) and copy_.data_ptr() != tensor.data_ptr()
+
+
+def _save_beyond_the_room(level, copies, path, asynchronous):
+    run = Run(level, copies)
+    engine.save_checkpoint(path, run.model, run.manager, {}, step=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))  # a file that grows beyond it is an OSError
+    try:
+        engine.save_checkpoint(path, run.model, run.manager, {}, step=2, asynchronous=asynchronous)
+        engine.checkpoint.wait_checkpoint()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("layout", ["one", "two"])
+def test_a_disk_without_room_is_an_error_of_one_line(request, tmp_path, layout, asynchronous):
+    """On all ranks; the checkpoint before stays the newest, and nothing half is left."""
+    for kind, text in on(request, layout, _save_beyond_the_room, tmp_path, asynchronous):
+        assert kind in ("OSError", "RuntimeError") and "File too large" in text and "\n" not in text, text
+    assert {p.name for p in tmp_path.iterdir()} == {"last", "step-00000001"}
+    assert engine.checkpoint.latest_checkpoint(tmp_path).name == "step-00000001"

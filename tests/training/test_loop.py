@@ -221,6 +221,21 @@ def test_evaluation_times_and_schedule(folder):
     assert rows[-1]["step"] == 2 and read_summary(folder, "c")["data"]["eval"]["rows"] == 5
 
 
+def test_empty_texts_are_told_and_nothing_but_them_is_an_error(folder, caplog, capsys):
+    rows = make_rows(6)
+    rows[2]["text"] = rows[4]["text"] = " "
+    values = flags(folder, train_data=str(write_jsonl(folder / "some.jsonl", rows)), max_length=6, max_steps=1)
+    main(command(values))
+    assert "some.jsonl: 2 rows have an empty text (first: " in caplog.text and "line 3)" in caplog.text
+    cut = sum(len(row["text"].split()) > 4 for row in rows)
+    assert cut and f"6 rows (text 'text', label 'label' with 2 classes: bad, good), {cut} of them cut at 6 tokens" in (
+        capsys.readouterr().out
+    )
+    none = write_jsonl(folder / "none.jsonl", [row | {"text": ""} for row in rows])
+    with pytest.raises(ValueError, match="none.jsonl: column 'text' holds no text"):
+        main(command(flags(folder, train_data=str(none), output_dir=str(folder / "other"))))
+
+
 def test_no_evaluation_data(folder):
     rows = finetune(folder, train_data=str(folder / "data" / "train.jsonl"))
     assert not any("eval_loss" in row for row in rows)

@@ -64,19 +64,34 @@ def test_lengths_are_those_of_the_batches(folder, kind, packing):
         assert len(train_set.row_ids(np.array([row]))) == len(batch["cu_seqlens"]) - 1
 
 
-def test_held_out_rows_share_no_token_with_the_others(folder):
-    whole, _ = rows_of(folder, "lm", train_data=str(folder / "data" / "train.jsonl"))
-    train_set, eval_set = rows_of(folder, "lm", train_data=str(folder / "data" / "train.jsonl"), eval_fraction=0.2)
-    assert len(eval_set) == round(0.2 * len(whole)) and len(train_set) + len(eval_set) == len(whole)
-    pieces = [(rows.blocks.pieces(rows.first + i)[0]) for rows in (train_set, eval_set) for i in range(len(rows))]
-    assert len(set(pieces)) == len(pieces)
-    masks = []
-    for seed in (1, 2):
-        _, eval_set = rows_of(
-            folder, "mlm", eval_fraction=0.2, train_data=str(folder / "data" / "train.jsonl"), seed=seed
-        )
-        masks.append(eval_set.batch(np.arange(len(eval_set)))["labels"])
-    assert torch.equal(*masks)  # the same in every run
+@pytest.mark.parametrize("packing", ["none", "concat"])
+def test_held_out_rows_are_drawn_and_share_no_token_with_the_others(folder, packing):
+    """By the seed and the text alone; of documents in several pieces no more than one is on both sides."""
+    texts = [{"text": " ".join(make_texts(3, 100 + i))} for i in range(20)]  # most are more than 24 tokens
+    data = write_jsonl(folder / "long.jsonl", texts)
+    moved = write_jsonl(folder / "moved" / "other.jsonl", texts)
+    how = {"packing": packing, "eval_data": None, "eval_fraction": 0.2}
+    whole, _ = rows_of(folder, "lm", train_data=str(data), packing=packing)
+
+    def split(data, seed):
+        train_set, eval_set = rows_of(folder, "lm", train_data=str(data), seed=seed, **how)
+        assert len(eval_set) == round(0.2 * len(whole)) and len(train_set) + len(eval_set) == len(whole)
+        pieces = [[p for n in rows.numbers for p in rows.blocks.pieces(int(n))] for rows in (train_set, eval_set)]
+        assert len({*pieces[0], *pieces[1]}) == len(pieces[0]) + len(pieces[1])
+        if packing == "none":
+            assert len({p[0] for p in pieces[0]} & {p[0] for p in pieces[1]}) <= 1
+        assert [rows.fingerprint()["rows"] for rows in (train_set, eval_set)] == [len(train_set), len(eval_set)]
+        return eval_set.numbers.tolist()
+
+    drawn = [split(data, seed) for seed in range(4)]
+    assert split(moved, 2) == drawn[2]
+    assert len({tuple(numbers) for numbers in drawn}) > 1
+    assert any(max(numbers) < len(whole) - 1 for numbers in drawn) and any(min(n) < len(whole) / 2 for n in drawn)
+
+
+def test_what_is_masked_in_evaluation_is_the_same_in_every_run(folder):
+    held = [rows_of(folder, "mlm", seed=seed)[1] for seed in (1, 2)]
+    assert torch.equal(*(rows.batch(np.arange(len(rows)))["labels"] for rows in held))
 
 
 def test_pairs_follow_or_come_from_another_document(folder):

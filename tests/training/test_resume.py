@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -291,6 +292,23 @@ def test_a_full_disk_costs_the_checkpoint_only(folder, monkeypatch, capsys):
     assert "step 4: a checkpoint could not be written, training goes on: [Errno 28] No space left" in said
     assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
     assert not (folder / "run" / "checkpoints" / "step-00000004").exists()
+
+
+def test_a_disk_that_stays_full_is_said_with_the_file(folder, capfd):
+    """Files may grow to 6000 bytes: the records fit, checkpoints, curves and the model do not."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
+    try:
+        with pytest.raises(ValueError, match="saving to .*run/model failed: File too large; nothing was changed"):
+            main(command(values_of(folder, "run", max_steps=4, trackers="no")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed" and summary["steps"] == 4
+    out, err = capfd.readouterr()
+    assert "checkpoint could not be written" in out and "curves.png could not be written" in err
+    assert "Traceback" not in out + err
+    assert not list((folder / "run" / "checkpoints").glob("*")) and not (folder / "run" / "model").exists()
 
 
 def test_skipped_steps_name_their_rows(folder, monkeypatch):

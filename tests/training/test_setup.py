@@ -1,15 +1,18 @@
 """What a run makes sure of before it starts."""
 
+import os
 import shutil
 import sys
 
 import pytest
+from toydata import command, flags, make_rows, write_folder, write_jsonl
 
 import engine
 from engine.testing import run as on_ranks
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.setup import check_shared, prepare
 from modelcenter.training.trackers import Trackers, chosen
+from scripts.finetune_classification import main
 
 
 def _look(root, private):
@@ -79,3 +82,35 @@ def test_trackers_get_the_numbers(tmp_path, monkeypatch):
     trackers.log({"step": 3, "loss": 0.25, "name": "text", "skipped": 1})
     trackers.close()
     assert told == ["my-run", "started", 0.5, (3, {"loss": 0.25, "skipped": 1}), "finished"]
+
+
+def _differ(folder, changes):
+    values = flags(folder, output_dir=str(folder / "run"), max_steps=1)
+    if int(os.environ["RANK"]) == 1:
+        values |= changes
+    main(command(values))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lr": 0.5}, r"lr: rank 1 on .* has 0.5, rank 0 on .* has 0.01; start all ranks with the same"),
+        (
+            {"train_data": "other"},
+            r"train_data: rank 1 on .* has 24 rows of \d+ tokens of its own, rank 0 on .* 24 rows of \d+ tokens of its "
+            "own; let all ranks read the same files",
+        ),
+    ],
+    ids=["flags", "data"],
+)
+def test_ranks_that_are_given_different_things_are_an_error(tmp_path, changes, says):
+    """The same rows at another place are no difference."""
+    write_folder(tmp_path)
+    write_jsonl(tmp_path / "same" / "train.jsonl", make_rows(24, seed=1))
+    write_jsonl(tmp_path / "same" / "dev.jsonl", make_rows(11, seed=2))
+    write_jsonl(tmp_path / "other" / "train.jsonl", make_rows(24, seed=3))
+    here = {k: str(tmp_path / v) if k == "train_data" else v for k, v in changes.items()}
+    with pytest.raises(Exception, match=says):
+        on_ranks(_differ, 2, tmp_path, here)
+    if "train_data" in changes:
+        on_ranks(_differ, 2, tmp_path, {"train_data": str(tmp_path / "same")})

@@ -17,6 +17,7 @@ class ClassificationConfig(TrainConfig):
     """Flags of text classification and regression."""
 
     task: ClassVar[str] = "classification"
+    mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("text", "text_pair", "label")
 
     text_column: str | None = _data(None, "column of the text; none: found", "sentence1_key", "text_column_name",

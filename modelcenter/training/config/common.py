@@ -42,6 +42,7 @@ class TrainConfig(Flags):
     AUTO: ClassVar[int] = -1  # batch_size that is yet to be found
 
     task: ClassVar[str] = ""  # its name in training.tasks.TASKS; also a key of the YAML file
+    mixes: ClassVar[bool] = False  # entries of train_data may be PATH@WEIGHT
     roles: ClassVar[tuple[str, ...]] = ()  # columns that the task reads, each with a flag ROLE_column
 
     model: str | None = _model(None, "Hub name, local directory or preset; with --from_scratch a preset or config.json",
@@ -53,7 +54,7 @@ class TrainConfig(Flags):
     ignore_mismatched_sizes: bool = _model(False, "a head of the checkpoint that does not fit the labels starts anew")
 
     train_data: list[str] | None = _data(None, "files, directories or patterns of json, jsonl, csv, tsv, parquet, txt; "
-        "or the name of a Hub data set", "train_file", "dataset_name")
+        "or the name of a Hub data set; PATH@WEIGHT mixes several", "train_file", "dataset_name")
     eval_data: list[str] | None = _data(None, "the same for evaluation; none: train_data's validation split, if any",
         "validation_file", "eval_file", "dev_data")
     data_config: str | None = _data(None, "configuration of the Hub data set, such as sst2 of nyu-mll/glue",

@@ -18,6 +18,7 @@ class LMConfig(TrainConfig):
     """Flags of fine-tuning on instructions, chats or plain text."""
 
     task: ClassVar[str] = "lm"
+    mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("messages", "prompt", "input", "response", "system", "text")
 
     messages_column: str | None = _data(None, "column of the messages of a chat; none: found")

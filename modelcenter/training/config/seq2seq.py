@@ -19,6 +19,7 @@ class Seq2SeqConfig(TrainConfig):
     """Flags of summarisation, translation and whatever else writes a text for a text."""
 
     task: ClassVar[str] = "seq2seq"
+    mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("source", "target")
 
     source_column: str | None = _data(None, "column of the text that is read; none: found by its usual names",

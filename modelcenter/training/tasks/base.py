@@ -16,7 +16,8 @@ import engine
 from modelcenter.data import sources
 from modelcenter.data.collate import pack
 from modelcenter.data.examples import Examples
-from modelcenter.data.readers import Table
+from modelcenter.data.mixture import mixed, parse_weights
+from modelcenter.data.readers import Table, concatenate
 from modelcenter.data.sampling import evaluation_batches
 from modelcenter.data.tokenize import Tokens
 from modelcenter.models.base import Model
@@ -178,17 +179,34 @@ def own_batches(examples: Examples, batch_size: int) -> list[np.ndarray]:
 def read_splits(cfg: TrainConfig) -> tuple[Table, Table | None]:
     """The rows to train on and, if the flags or the data set name some, the rows to evaluate on."""
     cfg.require("train_data")
-    source = sources.find(cfg.train_data or [], cfg.data_config)
-    train = source.read(cfg.train_split)
+    found, weights = train_sources(cfg)
+    tables = [source.read(cfg.train_split) for source in found]
+    train = tables[0] if weights is None else mixed(tables, weights)
     if cfg.eval_fraction is not None:
         return sources.hold_out(train, cfg.eval_fraction, cfg.seed)
     if cfg.eval_data is not None:
         other = sources.find(cfg.eval_data, cfg.data_config if cfg.eval_data == cfg.train_data else None)
         return train, other.read(cfg.eval_split or evaluation_split(other))
     if cfg.eval_split is not None:
-        return train, source.read(cfg.eval_split)
+        return train, concatenate([source.read(cfg.eval_split) for source in found])
     split = sources.SPLITS["dev"]
-    return train, source.read(split) if split in source.splits and cfg.train_split != split else None
+    others = [source.read(split) for source in found if split in source.splits and cfg.train_split != split]
+    return train, concatenate(others) if others else None
+
+
+def train_sources(cfg: TrainConfig) -> tuple[list[sources.Source], list[float] | None]:
+    """What train_data names: one source; or the parts of a mixture, and their weights.
+
+    Raises:
+        ValueError: nothing is there; weights of some parts only, or for a task that mixes nothing.
+    """
+    data = cfg.train_data or []
+    weighted = parse_weights(data)
+    if weighted is None:
+        return [sources.find(data, cfg.data_config)], None
+    if not cfg.mixes:
+        raise ValueError(f"train_data: {data[0]}: {cfg.task} takes no weights; write {weighted[0][0]}")
+    return [sources.find(path, cfg.data_config) for path, _ in weighted], [weight for _, weight in weighted]
 
 
 def evaluation_split(source: sources.Source) -> str:

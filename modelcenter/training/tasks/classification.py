@@ -1,5 +1,6 @@
 """Text classification: one label, several or scores; one text or a pair."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -19,6 +20,8 @@ from modelcenter.training.config import ClassificationConfig, TrainConfig
 from modelcenter.training.evaluation import logits_of
 from modelcenter.training.metrics import Metrics, MultiLabel, Regression, SingleLabel
 from modelcenter.training.tasks.base import Batches, Task, TokenRows, own_batches, read_splits, strings, usual_columns
+
+log = logging.getLogger("modelcenter")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Classification(Task):
         # The columns that were found count as given from here on: in config.yaml, and for the evaluation data.
         cfg.text_column, cfg.text_pair_column, cfg.label_column = _names(self.columns)
         assert self.columns.label is not None
+        check_texts(self.train, self.columns)
         values, where = self.train.columns[self.columns.label], self.train.where
         self.labels = find_labels(
             values,
@@ -135,6 +139,20 @@ def predictions(logits: Tensor, labels: Labels) -> Iterator[dict[str, Any]]:
         else:
             best = max(range(len(values)), key=values.__getitem__)
             yield {"label": names[best], "score": chances[names[best]], "probabilities": chances}
+
+
+def check_texts(table: Table, columns: Columns) -> None:
+    """Tell, once, which rows have nothing to read: they are trained on, as the labels say something of them.
+
+    Raises:
+        ValueError: no row has something to read.
+    """
+    texts = [table.columns[name] for name in (columns.text, columns.text_pair) if name is not None]
+    blank = [i for i, row in enumerate(zip(*texts, strict=True)) if all(v == "" or str(v).isspace() for v in row)]
+    if len(blank) == len(table):
+        raise ValueError(f"{table.name}: column {columns.text!r} holds no text")
+    if blank and engine.rank() == 0:
+        log.warning("%s: %d rows have an empty text (first: %s)", table.name, len(blank), table.where(blank[0]))
 
 
 def tokenize_rows(tokenizer: Any, table: Table, columns: Columns, max_length: int) -> Tokens:

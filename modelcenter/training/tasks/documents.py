@@ -10,7 +10,7 @@ import engine
 from modelcenter.data import sources
 from modelcenter.data.columns import find_columns
 from modelcenter.data.compressed import suffix_of
-from modelcenter.data.mixture import parse_weight
+from modelcenter.data.mixture import parse_weights
 from modelcenter.data.readers import Origin, Table
 from modelcenter.data.streams import FileRows, RowSource
 from modelcenter.data.token_files import TokenFile, is_tokens, open_tokens
@@ -43,15 +43,13 @@ def read_parts(
     Raises:
         ValueError: nothing is there; weights of some entries only; a document unit that the files do not have.
     """
-    parsed = [parse_weight(spec) for spec in data]
-    bare = [path for path, weight in parsed if weight is None]
-    if bare and len(bare) < len(parsed):
-        raise ValueError(f"train_data: {bare[0]} has no weight, but others have; write {bare[0]}@1, or leave all out")
-    if not bare:
-        groups = [([path], weight) for path, weight in parsed]
+    weighted = parse_weights(data)
+    groups: list[tuple[list[str], float | None]]
+    if weighted is not None:
+        groups = [([path], weight) for path, weight in weighted]
     else:
-        texts = [path for path in bare if not is_tokens(path)]
-        groups = [([path], None) for path in bare if is_tokens(path)] + ([(texts, None)] if texts else [])
+        texts = [path for path in data if not is_tokens(path)]
+        groups = [([path], None) for path in data if is_tokens(path)] + ([(texts, None)] if texts else [])
     parts = []
     for specs, weight in groups:
         if is_tokens(specs[0]):

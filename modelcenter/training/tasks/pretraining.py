@@ -126,7 +126,7 @@ class Pretraining(Task):
             return StreamRows(self.stream, tokenizer, objective, self.column, end), held_out
         rows = [self.rows(part, tokenizer, objective) for part in self.train]
         if self.cfg.eval_fraction is not None:
-            sides = [part.split(self.cfg.eval_fraction) for part in rows]
+            sides = [part.split(self.cfg.eval_fraction, self.cfg.seed) for part in rows]
             rows = [train for train, _ in sides]
             held_out = joined([side.asking(fixed) for _, side in sides])
         weights = [part.weight for part in self.train]

@@ -1,0 +1,115 @@
+"""Every task over 2 ranks that share a model (tp, cp, pp): the curves of one process."""
+
+import json
+
+import pytest
+import span_toys
+import text_toys
+from chat_toys import CHATML, make_pairs
+from chat_toys import SIZES as CHAT_SIZES
+from chat_toys import STILL as CHAT_STILL
+from chat_toys import make_tokenizer as make_chat_tokenizer
+from seq2seq_toys import SIZES as T5_SIZES
+from seq2seq_toys import flags as seq2seq_flags
+from seq2seq_toys import write_folder as write_seq2seq
+from toydata import SIZES, STILL, command, flags, write_folder, write_jsonl
+
+from engine.testing import run as on_ranks
+from modelcenter.cli import main
+
+TWO = {"num_layers": 2}  # a stage each
+ROOMY = SIZES | STILL | TWO | {"max_positions": 64}
+QUIET = {"max_steps": 2, "epochs": 3, "trackers": "no"}
+
+
+def classification(folder):
+    return flags(write_folder(folder, 18, 7), model_config=SIZES | STILL | TWO)
+
+
+def token_classification(folder):
+    return flags(span_toys.write_folder(folder, "token-classification", 18, 7), model_config=ROOMY)
+
+
+def qa(folder):
+    span_toys.write_folder(folder, "qa", 18, 7, none=0.3, facts=4)
+    return flags(folder, model_config=ROOMY, max_length=48, doc_stride=8)
+
+
+def lm(folder):
+    for name, count in (("train", 18), ("dev", 7)):
+        write_jsonl(folder / "data" / f"{name}.jsonl", make_pairs(count, seed=count))
+    make_chat_tokenizer().save_pretrained(folder / "tokenizer")
+    return flags(folder, model="tiny/gpt2", model_config=CHAT_SIZES | CHAT_STILL | TWO)
+
+
+def dpo(folder):
+    for name, count in (("train", 18), ("dev", 7)):
+        pairs = make_pairs(count, seed=count)
+        both = [(row, other["ref"]) for row, other in zip(pairs, pairs[::-1], strict=True) if row != other]
+        rows = [{"prompt": row["mr"], "chosen": row["ref"], "rejected": other} for row, other in both]
+        write_jsonl(folder / "data" / f"{name}.jsonl", rows)
+    make_chat_tokenizer(CHATML).save_pretrained(folder / "tokenizer")
+    return flags(folder, model="tiny/gpt2", model_config=CHAT_SIZES | CHAT_STILL | TWO)
+
+
+def seq2seq(folder):
+    sizes = T5_SIZES | {"num_heads": 2, "num_decoder_layers": 2}
+    return seq2seq_flags(write_seq2seq(folder, 18, 7), model_config=sizes, eval_generate=False)
+
+
+def pretraining(kind):
+    def make(folder):
+        text_toys.write_texts(folder)
+        values = text_toys.flags(folder, text_toys.KINDS[kind][0])
+        sizes = TWO | ({"num_decoder_layers": 2} if kind == "span-corruption" else {})
+        return values | {"model_config": values["model_config"] | sizes}
+
+    return make
+
+
+TASKS = {
+    "finetune classification": classification,
+    "finetune token-classification": token_classification,
+    "finetune qa": qa,
+    "finetune lm": lm,
+    "finetune dpo": dpo,
+    "finetune seq2seq": seq2seq,
+    "pretrain mlm": pretraining("mlm"),
+    "pretrain lm": pretraining("lm"),
+    "pretrain span-corruption": pretraining("span-corruption"),
+}
+FAST = {("finetune token-classification", "tp"), ("finetune qa", "cp"), ("pretrain lm", "pp")}
+REFUSED = {("finetune seq2seq", "pp"), ("pretrain span-corruption", "pp")}  # an encoder-decoder is not cut in stages
+CASES = [
+    pytest.param(task, split, marks=[] if (task, split) in FAST else pytest.mark.full)
+    for task in TASKS
+    for split in ("tp", "cp", "pp")
+]
+
+
+def curve(folder, name):
+    """The numbers of each row but for times, and what is of the batches' form."""
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if "second" not in k and k != "padding"} for row in rows]
+
+
+@pytest.mark.parametrize(("task", "split"), CASES)
+def test_models_over_ranks_change_nothing(tmp_path, monkeypatch, task, split):
+    monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MODELCENTER_TRACEBACK", "1")
+    values = TASKS[task](tmp_path) | QUIET
+
+    def run(name, **changes):
+        main([*task.split(), *command(values | {"output_dir": str(tmp_path / name)} | changes)])
+
+    if (task, split) in REFUSED:
+        with pytest.raises(RuntimeError, match="ValueError: .*pp"):
+            on_ranks(lambda: run("two", pp=2), 2, timeout=90)
+        return
+    run("one")
+    parts = {"batch_size": values["batch_size"] // 2, "gradient_accumulation_steps": 2} if split == "pp" else {}
+    on_ranks(lambda: run("two", **{split: 2}, **parts), 2, timeout=90)
+    one, two = curve(tmp_path, "one"), curve(tmp_path, "two")
+    assert len(one) == 3 and len(two) == 3  # two steps, an evaluation
+    for row, expected in zip(two, one, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-4)

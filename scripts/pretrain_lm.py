@@ -18,28 +18,14 @@ from pathlib import Path
 if __package__ in (None, ""):  # run from a checkout: the packages lie beside this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from modelcenter.training.config import PretrainLMConfig
 from modelcenter.training.errors import user_errors
+from modelcenter.training.script import run_task
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Run the task from a command line. Raises ValueError for wrong flags, files or data."""
-    cfg = PretrainLMConfig.from_args(sys.argv[1:] if argv is None else argv, prog, __doc__)
-    cfg.require("model", "train_data", *(() if cfg.dry_run else ("output_dir",)))
-
-    # Imported here, so that --help and mistakes in the flags take no time.
-    from modelcenter.training.loop import train
-    from modelcenter.training.plan import dry_run
-    from modelcenter.training.setup import build_model, load_tokenizer, prepare, start
-    from modelcenter.training.tasks.causal import CausalLanguageModel
-
-    prepare(cfg)  # the output folder can be written and holds no finished run
-    task = CausalLanguageModel(cfg)  # opens the data, finds the column of the text
-    start(cfg)  # the ranks meet
-    tokenizer = load_tokenizer(cfg)
-    model = build_model(cfg, task, tokenizer)
-    train_set, eval_set = task.tokenize(tokenizer, cfg.max_length)
-    (dry_run if cfg.dry_run else train)(cfg, task, model, tokenizer, train_set, eval_set)
+    # Flags, data, ranks, model, loop: step by step in modelcenter/training/script.py.
+    run_task("pretrain-lm", argv, prog, __doc__)
 
 
 if __name__ == "__main__":

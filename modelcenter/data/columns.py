@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,7 @@ def find_columns(
     labelled: a label column is needed; otherwise it stays None unless given.
     Raises ValueError if a given column is not there, or one that is needed cannot be told.
     """
-    check_there(table, {"text": text, "text_pair": text_pair, "label": label})
-    given = [name for name in (text, text_pair, label) if name is not None]
-    if len(set(given)) < len(given):
-        raise ValueError(f"columns: one column has two roles (text {text!r}, text_pair {text_pair!r}, label {label!r})")
+    check_columns(table, {"text": text, "text_pair": text_pair, "label": label})
     if label is None and labelled:
         label = _find_label(table, {text, text_pair})
     if text is None:
@@ -46,26 +43,33 @@ def find_columns(
     return Columns(text, text_pair, label)
 
 
-def check_there(table: Table, given: Mapping[str, str | None]) -> None:
-    """Raise ValueError for the first column given for a role that the table lacks."""
-    for role, name in given.items():
-        if name is not None and name not in table.columns:
+def check_columns(table: Table, given: Mapping[str, str | None], *, shared: bool = False) -> None:
+    """Raise ValueError for the first column given for a role that the table lacks, or one column of two roles, which
+    `shared` allows."""
+    named = {role: name for role, name in given.items() if name is not None}
+    for role, name in named.items():
+        if name not in table.columns:
             near = difflib.get_close_matches(name, table.columns, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{role}_column: {table.name} has no column {name!r}, it has {_names(table)}{hint}")
+            raise ValueError(f"{role}_column: {table.name} has no column {name!r}, it has {shown_names(table)}{hint}")
+    twice = next((n for n in named.values() if list(named.values()).count(n) > 1), None)
+    if twice is not None and not shared:
+        raise ValueError(f"columns: {twice!r} has two roles ({', '.join(r for r, n in named.items() if n == twice)})")
 
 
-def _names(table: Table) -> str:
+def shown_names(table: Table) -> str:
+    """The columns, for messages."""
     return ", ".join(map(repr, table.columns))
 
 
-def _by_name(table: Table, names: tuple[str, ...], taken: set[str | None]) -> str | None:
+def by_name(table: Table, names: tuple[str, ...], taken: Collection[str | None]) -> str | None:
+    """The first of the usual names (lower case) that a column not taken has; None: none does."""
     lower = {name.lower(): name for name in reversed(table.columns) if name not in taken}
     return next((lower[name] for name in names if name in lower), None)
 
 
 def _find_label(table: Table, taken: set[str | None]) -> str:
-    named = _by_name(table, LABEL_NAMES, taken)
+    named = by_name(table, LABEL_NAMES, taken)
     if named is not None:
         return named
     few = max(2, min(200, len(table) // 10))
@@ -76,7 +80,8 @@ def _find_label(table: Table, taken: set[str | None]) -> str:
     why = (
         "several columns have few distinct values: " + ", ".join(f"{name!r} ({k})" for name, k in candidates.items())
         if candidates
-        else f"no column is called a label or has between 2 and {few} distinct values; the columns are {_names(table)}"
+        else f"no column is called a label or has between 2 and {few} distinct values; the columns are "
+        + shown_names(table)
     )
     raise ValueError(f"label_column: which column of {table.name} is the label? {why}. Give label_column")
 
@@ -98,7 +103,7 @@ def _find_text(table: Table, taken: set[str | None]) -> tuple[str, str | None]:
     for first, second in TEXT_PAIRS:
         if first in lower and second in lower:
             return lower[first], lower[second]
-    named = _by_name(table, TEXT_NAMES, taken)
+    named = by_name(table, TEXT_NAMES, taken)
     if named is not None:
         return named, None
     lengths = {
@@ -109,7 +114,7 @@ def _find_text(table: Table, taken: set[str | None]) -> tuple[str, str | None]:
     }
     longest = sorted(lengths, key=lambda name: -lengths[name])
     if not longest:
-        raise ValueError(f"text_column: {table.name} has no column of texts; the columns are {_names(table)}")
+        raise ValueError(f"text_column: {table.name} has no column of texts; the columns are {shown_names(table)}")
     if len(longest) > 1 and lengths[longest[0]] < 3 * lengths[longest[1]]:
         shown = ", ".join(f"{name!r} ({lengths[name]:.0f} characters on average)" for name in longest)
         raise ValueError(

@@ -6,12 +6,12 @@ A row is a chat (a list of messages), an instruction with its answer, or plain t
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from modelcenter.data.columns import check_columns
 from modelcenter.data.readers import TEXT_NAMES, Table
 
 Conversation = list[dict[str, Any]]
@@ -93,19 +93,6 @@ def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered
 
 
 _KINDS = {"messages": {"messages"}, "pair": {"prompt", "response", "input"}, "text": {"text"}}
-
-
-def check_columns(table: Table, named: Mapping[str, str]) -> None:
-    """Raise ValueError for the first column given by role that the table lacks, or one column of two roles."""
-    for role, name in named.items():
-        if name not in table.columns:
-            near = difflib.get_close_matches(name, table.columns, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            has = ", ".join(map(repr, table.columns))
-            raise ValueError(f"{role}_column: {table.name} has no column {name!r}, it has {has}{hint}")
-    twice = next((n for n in named.values() if list(named.values()).count(n) > 1), None)
-    if twice is not None:
-        raise ValueError(f"columns: {twice!r} has two roles ({', '.join(r for r, n in named.items() if n == twice)})")
 
 
 def _find_pair(table: Table, named: Mapping[str, str], lower: Mapping[str, str], answered: bool) -> ChatColumns | None:

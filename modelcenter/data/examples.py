@@ -25,6 +25,11 @@ class Examples(Protocol):
         such as masks, is a function of (seed, epoch, row)."""
         ...
 
+    def row_ids(self, rows: np.ndarray) -> np.ndarray:
+        """Numbers of the sequences of `batch`, int64, in its order, by which dropout draws the same masks however rows
+        are cut into batches: the rows themselves where each is one sequence."""
+        ...
+
     def where(self, row: int) -> str:
         """Where a row comes from, such as "train.jsonl, line 3"."""
         ...

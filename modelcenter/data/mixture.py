@@ -110,8 +110,7 @@ class Mixture:
         found = []
         for i in np.unique(part).tolist():
             own, first = rows[part == i], int(self._starts[i])
-            numbered = getattr(self.parts[i], "row_ids", None)
-            found.append(own if numbered is None else (numbered(own - first) + 64 * first) % 2**31)
+            found.append((self.parts[i].row_ids(own - first) + 64 * first) % 2**31)
         return np.concatenate(found).astype(np.int64)
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from modelcenter.data.columns import check_there
+from modelcenter.data.columns import check_columns
 from modelcenter.data.readers import TEXT_NAMES, Table
 
 # Usual names, source and target; what is surer comes first.
@@ -56,7 +56,7 @@ def find_pair_columns(
     Raises:
         ValueError: a given column is not there, or one that is needed cannot be told.
     """
-    check_there(table, {"source": source, "target": target})
+    check_columns(table, {"source": source, "target": target}, shared=True)
     several = next((n for n in table.columns if n.lower() in _TRANSLATIONS and _is_mapping(table.columns[n])), None)
     if source is None and target is None and several is not None:
         source, target = several, several if labelled else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelcenter.data.conversations import Conversation, as_turns, check_columns
+from modelcenter.data.columns import check_columns
+from modelcenter.data.conversations import Conversation, as_turns
 from modelcenter.data.readers import Table
 
 _NAMES = {

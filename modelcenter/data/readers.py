@@ -220,7 +220,8 @@ def _guess(raw: bytes) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- json
 def _read_json(path: Path, raw: bytes) -> _Parsed:
-    """JSON lines, an array of objects, {column: [values]}, or an object with one list of objects ({"data": [...]}).
+    """JSON lines, an array of objects or of lists of one length, {column: [values]}, or an object with one list of
+    objects ({"data": [...]}).
 
     Of objects as SQuAD nests them (data.squad) each question becomes a row.
     """
@@ -232,6 +233,8 @@ def _read_json(path: Path, raw: bytes) -> _Parsed:
             raise ValueError(
                 f"{path}, line {error.lineno}: not valid JSON ({error.msg}, column {error.colno})"
             ) from None
+        if rows and all(isinstance(row, list) and len(row) == len(rows[0]) > 0 for row in rows):
+            return {str(i): list(values) for i, values in enumerate(zip(*rows, strict=True))}, None, {}
         if not all(isinstance(row, dict) for row in rows):
             raise ValueError(f"{path}: expected one JSON object a line, or an array of objects")
         return _columns(flatten(path, rows) if is_nested(rows) else rows), None, {}

@@ -126,15 +126,24 @@ class MultipleChoice(Smoothing, Linear):
         return {"loss": count_labels(batch.get("labels"))}
 
     def forward(
-        self, pooled: Tensor, batch: Batch, counts: Counts, choices: int, ctx: Packed | None = None
+        self, pooled: Tensor, batch: Batch, counts: Counts, choices: Tensor | int, ctx: Packed | None = None
     ) -> dict[str, Tensor]:
-        logits = super().forward(self.dropout(pooled, ctx, pooled=True)).view(-1, choices)
+        """choices: of every example, or (batch,) those of each: logits of choices that an example lacks are the
+        lowest number."""
+        logits = super().forward(self.dropout(pooled, ctx, pooled=True))
+        logits = logits.view(-1, choices) if isinstance(choices, int) else _row_by_row(logits.flatten(), choices)
         labels = batch.get("labels")
         if labels is None:
             return {"logits": logits}
-        check_labels(labels, choices)
+        check_labels(labels, logits.shape[1])
         loss = cross_entropy(logits, labels, counts["loss"], label_smoothing=self.smoothing)
         return {"loss": loss, "logits": logits}
+
+
+def _row_by_row(scores: Tensor, counts: Tensor) -> Tensor:
+    """(rows, most): the scores of each row, and behind them the lowest number, whose probability is 0."""
+    there = torch.arange(int(counts.max()), device=scores.device) < counts[:, None]
+    return torch.full_like(there, torch.finfo(scores.dtype).min, dtype=scores.dtype).masked_scatter(there, scores)
 
 
 class TokenClassifier(Smoothing, Linear):

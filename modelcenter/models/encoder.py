@@ -170,15 +170,19 @@ class Encoder(Model):
         """Name of the vocabulary's head, where the task has one."""
         return "head" if self.task in ("masked-lm", "causal-lm") else None
 
-    def _choices(self, ctx: Packed, batch: Batch) -> int:
-        """How many consecutive sequences are the choices of one example."""
-        if batch.get("num_choices") is not None:
-            return batch["num_choices"]
-        labels = batch.get("labels")
+    def _choices(self, ctx: Packed, batch: Batch) -> Tensor | int:
+        """How many consecutive sequences are the choices of one example, or of each."""
+        labels, given = batch.get("labels"), batch.get("num_choices")
+        if given is not None and not isinstance(given, Tensor) and ctx.num_sequences % given:
+            raise ValueError(f"num_choices: got {given} for {ctx.num_sequences} sequences; every example needs as many")
+        if given is not None and ctx.num_sequences:
+            return given
         if labels is None or not labels.numel():
             if ctx.num_sequences == 0:
                 return 1
-            raise ValueError("packed multiple-choice input needs labels: they tell how many choices an example has")
+            raise ValueError(
+                "packed multiple-choice input needs labels or num_choices: they tell how many choices an example has"
+            )
         if ctx.num_sequences % labels.numel():
             raise ValueError(
                 f"got {ctx.num_sequences} sequences for {labels.numel()} labels; every example needs as many"
@@ -201,6 +205,7 @@ class Encoder(Model):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        num_choices: Tensor | int | None = None,
         loss_counts: Mapping[str, Any] | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_logits: bool | str | None = None,
@@ -219,6 +224,8 @@ class Encoder(Model):
             start_positions, end_positions, next_sentence_label: (batch,).
             past_key_values, use_cache, logits_to_keep, output_log_probs: of decoders, as in Decoder.forward.
             cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
+            num_choices: of packed multiple choice, consecutive sequences of an example, or (batch,) of each example;
+                else told by the labels.
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
                 for a loss of one term. output_logits: None leaves vocabulary logits out in training with labels;
                 "labelled": (labels, vocab_size), those of the tokens that have a label, in their order.

@@ -12,7 +12,7 @@ import engine
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.accumulation import Batch, LossFn, parts_of, to_device
-from modelcenter.training.metrics import Metrics, sum_over_ranks
+from modelcenter.training.metrics import Score, sum_over_ranks
 
 Feed = Callable[[Any, ModelOutput, Any], None]
 
@@ -20,7 +20,7 @@ Feed = Callable[[Any, ModelOutput, Any], None]
 def evaluate(
     model: Model,
     batches: Sequence[Batch],
-    metrics: Metrics | None = None,
+    metrics: Score | None = None,
     feed: Feed | None = None,
     loss_fn: LossFn | None = None,
 ) -> dict[str, float | None]:
@@ -29,8 +29,8 @@ def evaluate(
     Args:
         model: a model of ours, plain or sharded; it is left in the mode (train or eval) it was in.
         batches: this rank's, with labels; read twice, the first time to count labels. Ranks may have different numbers.
-        metrics: fed with the logits and labels of every batch, or by `feed(metrics, output, batch)` where it is given
-            (which may do without metrics).
+        metrics: Metrics, fed with the logits and labels of every batch; or any Score, fed by
+            `feed(metrics, output, batch)` (which may do without one).
         loss_fn: as for accumulate.
 
     Returns:
@@ -51,7 +51,7 @@ def evaluate(
     return {**result, **(metrics.result() if metrics is not None else {})}
 
 
-def _feed(metrics: Metrics, out: ModelOutput, batch: Batch) -> None:
+def _feed(metrics: Any, out: ModelOutput, batch: Batch) -> None:
     metrics.update(out.logits, batch["labels"])
 
 

@@ -57,9 +57,8 @@ class Plan(Protocol):
 
 
 def numbered(examples: Any, batch: dict[str, Any], rows: Any) -> dict[str, Any]:
-    """A batch with numbers of its sequences, by which dropout draws the same masks however the rows are cut: those of
-    the rows, or what `examples.row_ids(rows)` says where a row is several sequences."""
-    ids = getattr(examples, "row_ids", np.asarray)(rows)
+    """A batch with numbers of its sequences, by which dropout draws the same masks however the rows are cut."""
+    ids = examples.row_ids(rows)
     if len(batch["cu_seqlens"]) == len(ids) + 1:
         batch["row_ids"] = torch.from_numpy(np.asarray(ids, np.int64))
     return batch

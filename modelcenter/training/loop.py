@@ -42,12 +42,19 @@ from modelcenter.training.tasks.base import Examples
 
 
 def train(
-    cfg: TrainConfig, task: Any, model: Model, tokenizer: Any, train_set: Examples, eval_set: Examples | None
+    cfg: TrainConfig,
+    task: Any,
+    model: Model,
+    tokenizer: Any,
+    train_set: Examples,
+    eval_set: Examples | None,
+    continuation: Continuation | None,
 ) -> dict[str, Any]:
     """Train, evaluate, save; or go on where the run in output_dir was stopped. Every rank calls it.
 
     Args:
-        cfg: flags, as resolved by setup.start and setup.build_model. task: see tasks/base.py.
+        cfg: flags, as resolved by setup.start and setup.build_model. task: see tasks/base.py. continuation: what
+            setup.start found; None starts anew, and clears output_dir.
 
     Returns:
         What summary.json says. Its status is "stopped" where SIGTERM came or max_time passed: the state is in
@@ -61,7 +68,6 @@ def train(
     check_data(train_set, eval_set)
     run = Run(cfg, task, model, tokenizer, train_set, eval_set)
     output = None if cfg.output_dir is None else Path(cfg.output_dir)
-    continuation = resume.find_continuation(cfg)
     if continuation is not None:
         run.load(continuation)
     elif engine.rank() == 0 and output is not None:

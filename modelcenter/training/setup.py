@@ -38,7 +38,7 @@ from modelcenter.training.agreement import check_flags
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.feed import Feed, Plan, RowFeed, StreamFeed
 from modelcenter.training.record import prepare_output
-from modelcenter.training.resume import find_continuation, keep_global_batch
+from modelcenter.training.resume import Continuation, find_continuation, keep_global_batch
 
 SCHEDULES: dict[str, Any] = {"linear": Linear, "cosine": Cosine, "constant": NoDecay, "wsd": WSD}
 _SKIPS_IN_A_ROW = 8  # steps without a finite gradient after which a run gives up
@@ -51,8 +51,12 @@ def prepare(cfg: TrainConfig) -> None:
         prepare_output(Path(cfg.output_dir), cfg.overwrite_output_dir)
 
 
-def start(cfg: TrainConfig) -> None:
-    """Meet the other ranks, if a launcher started some, and resolve the flags that depend on the machine."""
+def start(cfg: TrainConfig) -> Continuation | None:
+    """Meet the other ranks, if a launcher started some, and resolve the flags that depend on the machine.
+
+    Returns:
+        The checkpoint that the run goes on from, if there is one.
+    """
     engine.init_distributed(
         seed=cfg.seed,
         zero_level=cfg.zero,
@@ -72,6 +76,7 @@ def start(cfg: TrainConfig) -> None:
         keep_global_batch(cfg, continuation, engine.data_size())
     if cfg.batch_tokens is not None or cfg.batch_size != cfg.AUTO:
         fix_batches(cfg)
+    return continuation
 
 
 def check_shared(path: Path, patience: float = 10.0) -> None:

@@ -54,7 +54,7 @@ def test_errors_name_the_columns():
         find_columns(data, label="zzz")
     with pytest.raises(ValueError, match="text_pair_column: a.csv has no column"):
         find_columns(data, text_pair="b")
-    with pytest.raises(ValueError, match="one column has two roles"):
+    with pytest.raises(ValueError, match="two roles"):
         find_columns(data, "text", "text")
 
 

@@ -81,8 +81,8 @@ def test_recipes_are_flags(path):
         and f"--config scripts/recipes/{path.name}" in text
     )
     named = [role for role in cfg.roles if getattr(cfg, f"{role}_column") is not None]
-    if task in ("classification", "token-classification", "qa"):
-        assert set(cfg.roles) - set(named) <= {"text_pair"}  # nothing is left to be found
+    if cfg.form is None and task in ("classification", "token-classification", "qa", "multiple-choice"):
+        assert set(cfg.roles) - set(named) <= {"text_pair", "group"}  # nothing is left to be found
 
 
 def test_recipes_are_shipped():

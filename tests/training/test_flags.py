@@ -96,7 +96,7 @@ def test_other_spellings(words, name, value, tmp_path):
         ("--save_every 0", "save_every: got '0', expected a number of steps, 'epoch' or 'never'"),
         ("--dry_run maybe", "dry_run: got 'maybe', expected true or false"),
         ("--columns text", "columns: got 'text', expected KEY=VALUE"),
-        ("--columns txt=a", "columns: txt=a: expected text, text_pair or label. Did you mean 'text'"),
+        ("--columns txt=a", "columns: txt=a: expected text, text_pair, label or group. Did you mean 'text'"),
         ("--columns text=a --text_column b", "columns: text=a contradicts text_column 'b'"),
         ("--eval_fraction 1.5", "eval_fraction: got 1.5, expected a fraction"),
         ("--eval_fraction 0.1 --eval_split dev", "eval_fraction: it holds out training rows"),
@@ -105,6 +105,8 @@ def test_other_spellings(words, name, value, tmp_path):
         ("--num_labels 1 --problem_type multi_label_classification", "num_labels: got 1, which is for regression"),
         ("--bf16 perhaps", "bf16: got 'perhaps', expected true or false"),
         ("--eval_strategy x", "eval_strategy: got 'x', expected epoch or no or steps; eval_every takes more"),
+        ("--form wik", "form: got 'wik', expected one of boolq, .* Did you mean 'wic'"),
+        ("--form copa", "form: got copa, which is for multiple-choice and seq2seq and lm, not for classification"),
         ("--train_split none", None),
     ],
 )

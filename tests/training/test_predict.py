@@ -120,9 +120,9 @@ def test_mistakes(folder, tmp_path):
 def test_a_model_without_a_trained_head_is_refused(folder, tmp_path):
     import modelcenter
 
-    model = modelcenter.from_config("tiny/bert", "multiple-choice")
-    model.save_pretrained(tmp_path / "choice")
+    model = modelcenter.from_config("tiny/bert", "base")
+    model.save_pretrained(tmp_path / "base")
     with pytest.raises(
-        ValueError, match="a model for multiple-choice, expected one that was trained for .*sequence-classification"
+        ValueError, match="a model for base, expected one that was trained for .*sequence-classification"
     ):
-        cli(["predict", str(tmp_path / "choice"), str(folder / "data"), "--tokenizer", str(folder / "tokenizer")])
+        cli(["predict", str(tmp_path / "base"), str(folder / "data"), "--tokenizer", str(folder / "tokenizer")])

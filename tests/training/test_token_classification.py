@@ -173,7 +173,7 @@ def test_all_tokens_of_a_word(folder):
     pieces = int((words.word == 0).sum())
     assert pieces > 1
     table = module.Table({}, [])
-    examples = module.TaggedWords(table, rows, words, names, np.array([0, 3]), module.inside_tags(names))
+    examples = module.windows_of(table, rows, words, names, np.array([0, 3]), module.inside_tags(names))
     rest = (words.word == 1).sum() - 1
     assert examples.labels.tolist() == [-100, 0, *[1] * (pieces - 1), 3, *[3] * rest, -100]
     one = finetune(folder, max_steps=2, label_all_tokens=True)
@@ -248,7 +248,7 @@ def test_mistakes(folder):
         with pytest.raises(ValueError, match=says):
             finetune(folder, train_data=data)
     data = str(folder / "data" / "train.jsonl")
-    with pytest.raises(ValueError, match="words_column: .* has no column 'token', it has 'tokens', .* Did you mean"):
+    with pytest.raises(ValueError, match="words_column: .* has no column 'token', it has 'tokens', .*did you mean"):
         finetune(folder, train_data=data, words_column="token")
     with pytest.raises(ValueError, match="tags_column: got 'tokens', which is the column of the words already"):
         finetune(folder, train_data=data, words_column="tokens", tags_column="tokens")

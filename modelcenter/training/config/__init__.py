@@ -8,6 +8,7 @@ from modelcenter.training.config.classification import ClassificationConfig
 from modelcenter.training.config.common import TrainConfig
 from modelcenter.training.config.dpo import DPOConfig
 from modelcenter.training.config.lm import LMConfig
+from modelcenter.training.config.multiple_choice import MultipleChoiceConfig
 from modelcenter.training.config.pretrain import MLMConfig, PretrainConfig, PretrainLMConfig, SpanCorruptionConfig
 from modelcenter.training.config.qa import QAConfig
 from modelcenter.training.config.seq2seq import Seq2SeqConfig
@@ -20,6 +21,7 @@ __all__ = [
     "GenerateConfig",
     "LMConfig",
     "MLMConfig",
+    "MultipleChoiceConfig",
     "PredictConfig",
     "PretrainConfig",
     "PretrainLMConfig",

@@ -18,7 +18,7 @@ class ClassificationConfig(TrainConfig):
 
     task: ClassVar[str] = "classification"
     mixes: ClassVar[bool] = True
-    roles: ClassVar[tuple[str, ...]] = ("text", "text_pair", "label")
+    roles: ClassVar[tuple[str, ...]] = ("text", "text_pair", "label", "group")
 
     text_column: str | None = _data(None, "column of the text; none: found", "sentence1_key", "text_column_name",
         "text_column_names")
@@ -26,6 +26,8 @@ class ClassificationConfig(TrainConfig):
         "sentence2_key")
     label_column: str | None = _data(None, "column of the label; none: found, the one with few distinct values",
         "label_column_name")
+    group_column: str | None = _data(None, "column that says which rows belong to one question: an evaluation also "
+        "says how many questions have all their rows right", "group_column_name")
     num_labels: int | None = _data(None, "classes: integer labels are 0 to num_labels - 1; none: counted")
     problem_type: str | None = _data(None, "kind of label; none: found (lists are multi-label, fractions regression)",
         choices=PROBLEM_TYPES)

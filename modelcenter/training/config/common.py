@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from modelcenter.data.forms import FORMS
 from modelcenter.registry import nearest
 from modelcenter.training.flags import Flags, flag
 
@@ -63,6 +64,8 @@ class TrainConfig(Flags):
     eval_split: str | None = _data(None, "split to evaluate on; none: validation", "eval_split_name",
         "validation_split_name")
     eval_fraction: float | None = _data(None, "hold out this fraction of the training rows for evaluation")
+    form: str | None = _data(None, "name of a published form that the rows have, of SuperGLUE or CLUE; none: columns "
+        "as named or found", "task_name", choices=tuple(FORMS))
     columns: dict[str, str] = _data({}, "columns by role, such as text=sentence label=y; none: found")
     max_length: int | None = _data(None, "tokens per row, special ones included, longer rows are cut; none: as many as "
         "the model and the tokenizer take", "max_seq_length", "max_encoder_length")
@@ -190,6 +193,9 @@ class TrainConfig(Flags):
             )
         if self.global_batch_tokens is not None and self.batch_tokens is None:
             raise ValueError("global_batch_tokens: it needs batch_tokens, the tokens of a microbatch")
+        if self.form is not None and self.task not in FORMS[self.form].tasks:
+            usable = " and ".join(FORMS[self.form].tasks)
+            raise ValueError(f"form: got {self.form}, which is for {usable}, not for {self.task}")
         self._check_columns()
         self._check_adapters()
         if self.eval_fraction is not None:

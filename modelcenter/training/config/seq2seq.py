@@ -8,7 +8,7 @@ from modelcenter.registry import nearest
 from modelcenter.training.config.common import TrainConfig
 from modelcenter.training.flags import flag
 
-GENERATION_METRICS = ("rouge", "bleu", "chrf")
+GENERATION_METRICS = ("rouge", "bleu", "chrf", "accuracy")
 LANGUAGES = ("other", "zh")
 _data, _output, _search = partial(flag, "data"), partial(flag, "output"), partial(flag, "search")
 
@@ -20,12 +20,14 @@ class Seq2SeqConfig(TrainConfig):
 
     task: ClassVar[str] = "seq2seq"
     mixes: ClassVar[bool] = True
-    roles: ClassVar[tuple[str, ...]] = ("source", "target")
+    roles: ClassVar[tuple[str, ...]] = ("source", "target", "group")
 
     source_column: str | None = _data(None, "column of the text that is read; none: found by its usual names",
         "text_column")
     target_column: str | None = _data(None, "column of the text to write; none: found by its usual names",
         "summary_column")
+    group_column: str | None = _data(None, "column that says which rows belong to one question: accuracy also says how "
+        "many questions have all their rows right", "group_column_name")
     source_lang: str | None = _data(None, "language to translate from: a key of the column of translations, or a "
         "column, such as en")
     target_lang: str | None = _data(None, "language to translate to, such as de")
@@ -37,8 +39,8 @@ class Seq2SeqConfig(TrainConfig):
 
     eval_generate: bool = _output(True, "evaluations write a text for each row and judge it; false: the loss alone",
         "predict_with_generate")
-    metrics: list[str] | None = _output(None, "how written texts are judged: rouge, bleu, chrf; the first decides "
-        "which run is best; none: rouge")
+    metrics: list[str] | None = _output(None, "how written texts are judged: rouge, bleu, chrf, or accuracy where "
+        "they are words for labels; the first decides which run is best; none: rouge, of a form accuracy")
     language: str = _output("other", "zh: Chinese characters are words to these metrics", choices=LANGUAGES)
     eval_samples: int = _output(4, "rows of the evaluation data whose texts each evaluation shows and writes to "
         "samples.jsonl")
@@ -57,7 +59,7 @@ class Seq2SeqConfig(TrainConfig):
         for name in ("eval_samples", "no_repeat_ngram_size"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected 0 or more")
-        self.metrics = self.metrics or ["rouge"]
+        self.metrics = self.metrics or ["rouge" if self.form is None else "accuracy"]
         check_metrics(self.metrics)
         if (self.source_lang is None) != (self.target_lang is None):
             missing = "source_lang" if self.source_lang is None else "target_lang"

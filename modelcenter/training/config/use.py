@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+from modelcenter.data.forms import FORMS
 from modelcenter.registry import nearest
 from modelcenter.training.config.common import PRECISIONS
 from modelcenter.training.config.seq2seq import LANGUAGES, check_metrics
@@ -50,6 +51,8 @@ class PredictConfig(SearchFlags):
     output: str | None = _output(None, "file to write; none: the terminal", "output_file")
     split: str | None = _data(None, "split of the data; none: the one there is, or validation, or test", "eval_split")
     data_config: str | None = _data(None, "configuration of the Hub data set", "dataset_config_name", "dataset_config")
+    form: str | None = _data(None, "published form that the rows have, such as wic; raw: columns as named or found; "
+        "none: the run's", "task_name", choices=("raw", *FORMS))
     columns: dict[str, str] = _data({}, "columns by role, such as text=sentence; none: the run's, or found")
     text_column: str | None = _data(None, "column of the text; none: the run's, or found")
     text_pair_column: str | None = _data(None, "column of a second text; none: the run's, or found")
@@ -67,13 +70,16 @@ class PredictConfig(SearchFlags):
     source_lang: str | None = _data(None, "language to translate from; none: the run's")
     target_lang: str | None = _data(None, "language to translate to; none: the run's")
     prefix: str | None = _data(None, "text put before each source; none: the run's", "source_prefix")
-    metrics: list[str] | None = _data(None, "how written texts are judged: rouge, bleu, chrf; none: as in the run")
+    metrics: list[str] | None = _data(None, "how written texts are judged: rouge, bleu, chrf, accuracy; none: as in "
+        "the run")
     language: str | None = _data(None, "zh: Chinese characters are words to these metrics; none: as in the run",
         choices=LANGUAGES)
     max_new_tokens: int | None = _search(None, "tokens to write at most; none: the run's, or 128")
     num_beams: int | None = _search(None, "sequences that beam search keeps; none: the run's, or 1", "beam_size")
     length_penalty: float | None = _search(None, "of beams: above 0 favours long texts; none: the run's, or 1")
     no_repeat_ngram_size: int | None = _search(None, "n: no n tokens twice; none: the run's, or 0")
+    choices_column: str | None = _data(None, "column of a list of choices, or several with commas between them; none: "
+        "the run's, or found", "choices_columns")
     null_threshold: float | None = _answers(None, "of questions that may have no answer: how much better `no answer` "
         "must score to be given; none: the run's, or 0", "null_score_diff_threshold")
     max_answer_length: int | None = _answers(None, "tokens of an answer in a text, at most; none: the run's, or 30")

@@ -4,8 +4,8 @@ Each has `update` for the batches of this rank, `result` for all ranks together,
 are compared. Fractions are from 0 to 1; BLEU and chrF are on sacrebleu's scale, 0 to 100.
 """
 
-from modelcenter.training.metrics.base import SMALLER_IS_BETTER, Metrics, gather_lists, sum_over_ranks
-from modelcenter.training.metrics.classification import MultiLabel, Regression, SingleLabel
+from modelcenter.training.metrics.base import SMALLER_IS_BETTER, Metrics, Score, gather_lists, sum_over_ranks
+from modelcenter.training.metrics.classification import Accuracy, MultiLabel, Regression, SingleLabel
 from modelcenter.training.metrics.generation import Generation, rouge
 from modelcenter.training.metrics.lm import LanguageModel, perplexity
 from modelcenter.training.metrics.preference import Preference
@@ -14,6 +14,7 @@ from modelcenter.training.metrics.tagging import TokenLabels, entities
 
 __all__ = [
     "SMALLER_IS_BETTER",
+    "Accuracy",
     "ExtractiveAnswers",
     "Generation",
     "LanguageModel",
@@ -21,6 +22,7 @@ __all__ = [
     "MultiLabel",
     "Preference",
     "Regression",
+    "Score",
     "SingleLabel",
     "TokenLabels",
     "entities",

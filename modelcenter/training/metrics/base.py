@@ -12,14 +12,18 @@ import engine
 SMALLER_IS_BETTER = frozenset({"loss", "perplexity", "mse"})
 
 
-class Metrics(Protocol):
-    """What evaluation needs: feed it batches, then ask once, on every rank."""
+class Score(Protocol):
+    """What is asked of all metrics, once, on every rank. How they are fed is between them and their task."""
 
     main: str  # the metric by which runs are compared; higher is better, but for SMALLER_IS_BETTER
 
-    def update(self, logits: Tensor, targets: Tensor) -> None: ...
-
     def result(self) -> dict[str, float | None]: ...
+
+
+class Metrics(Score, Protocol):
+    """Metrics of logits, batch by batch."""
+
+    def update(self, logits: Tensor, targets: Tensor) -> None: ...
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:

@@ -46,6 +46,23 @@ class SingleLabel:
         }
 
 
+class Accuracy:
+    """accuracy alone: of choices, whose numbers are no classes."""
+
+    main = "accuracy"
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(2, dtype=torch.int64)  # rows, right ones
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """logits (n, choices), targets (n,)."""
+        self.counts += torch.tensor([len(targets), int((logits.argmax(-1) == targets).sum())])
+
+    def result(self) -> dict[str, float | None]:
+        rows, right = sum_over_ranks(self.counts).tolist()
+        return {"accuracy": ratio(right, rows)}
+
+
 class MultiLabel:
     """f1 over all decisions (micro), f1_macro (mean over the labels) and accuracy (rows with every label right)."""
 

@@ -1,4 +1,4 @@
-"""Generated texts against references: ROUGE, BLEU and chrF.
+"""Generated texts against references: ROUGE, BLEU, chrF, and accuracy where they are words for labels.
 
 ROUGE (Lin 2004) is counted here, as the package rouge-score does without stemming. BLEU and chrF are sacrebleu's.
 """
@@ -13,7 +13,7 @@ import torch
 from modelcenter.training.metrics.base import gather_lists, ratio, sums
 from modelcenter.training.metrics.qa import is_han
 
-METRICS = ("rouge", "bleu", "chrf")
+METRICS = ("rouge", "bleu", "chrf", "accuracy")
 LANGUAGES = ("other", "zh")
 _WORDS = re.compile(r"[a-z0-9]+")
 
@@ -74,36 +74,46 @@ def import_sacrebleu() -> Any:
 
 
 class Generation:
-    """rouge1, rouge2 and rougeL (means over the texts), bleu and chrf (of all texts together, 0 to 100).
+    """rouge1, rouge2 and rougeL (means over the texts), bleu and chrf (of all texts together, 0 to 100); accuracy, f1
+    and exact_match of texts that are words for labels.
 
-    BLEU and ROUGE keep sums; chrF keeps the texts, which the ranks exchange in the end.
+    BLEU and ROUGE keep sums; chrF and accuracy keep the texts, which the ranks exchange in the end. f1 is that of
+    classification: of two words that of the last in order, of more the mean; a text that is no reference's is wrong.
+    exact_match, where rows have groups: those with all texts right.
 
     Args:
-        metrics: which of "rouge", "bleu", "chrf"; the first decides which run is best.
+        metrics: which of "rouge", "bleu", "chrf", "accuracy"; the first decides which run is best.
         language: "zh": Chinese characters are words.
 
     Raises:
         ValueError: an unknown metric or language; sacrebleu is needed and missing.
     """
 
-    def __init__(self, metrics: Sequence[str] = METRICS, language: str = "other"):
+    def __init__(self, metrics: Sequence[str] = METRICS[:3], language: str = "other"):
         if not metrics or not set(metrics) <= set(METRICS):
             raise ValueError(f"metrics: got {', '.join(metrics) or 'none'}, expected some of {', '.join(METRICS)}")
         if language not in LANGUAGES:
             raise ValueError(f"language: got {language!r}, expected {' or '.join(LANGUAGES)}")
         self.metrics, self.language = tuple(metrics), language
-        self.main = {"rouge": "rougeL", "bleu": "bleu", "chrf": "chrf"}[metrics[0]]
+        self.main = {"rouge": "rougeL"}.get(metrics[0], metrics[0])
         self.rouge = torch.zeros(4, dtype=torch.float64)  # texts, and sums of three scores
         self.counts = [0] * 10  # lengths of texts and references, matches and n-grams of 1 to 4 words
         self.texts: list[tuple[str, list[str]]] = []
+        self.words: list[tuple[str, str, Any]] = []  # text, reference, group
         library = import_sacrebleu() if {"bleu", "chrf"}.intersection(metrics) else None
         self._bleu = library.BLEU(tokenize="zh" if language == "zh" else "13a") if "bleu" in metrics else None
         self._chrf = library.CHRF() if "chrf" in metrics else None
 
-    def update(self, predictions: Sequence[str], references: Sequence[str | Sequence[str]]) -> None:
+    def update(
+        self,
+        predictions: Sequence[str],
+        references: Sequence[str | Sequence[str]],
+        groups: Sequence[Any] | None = None,
+    ) -> None:
         """
         Args:
-            predictions: a text for each row. references: a text, or several, for each row.
+            predictions: a text for each row. references: a text, or several, for each row (of which accuracy takes
+                the first). groups: which rows are judged as one.
 
         Raises:
             ValueError: lists of different lengths, or a row without a reference.
@@ -124,6 +134,9 @@ class Generation:
             self.counts = [a + int(b) for a, b in zip(self.counts, numbers, strict=True)]
         if self._chrf is not None:
             self.texts += zip(predictions, truths, strict=True)
+        if "accuracy" in self.metrics:
+            firsts = [found[0] for found in truths]
+            self.words += zip(predictions, firsts, groups or [None] * len(firsts), strict=True)
 
     def result(self) -> dict[str, float | None]:
         found: dict[str, float | None] = {}
@@ -138,7 +151,26 @@ class Generation:
             every = gather_lists(self.texts)
             score = self._chrf.corpus_score([p for p, _ in every], _streams([t for _, t in every])) if every else None
             found["chrf"] = 0.0 if score is None else score.score
+        if "accuracy" in self.metrics:
+            found |= _of_words(gather_lists(self.words))
         return found
+
+
+def _of_words(rows: Sequence[tuple[str, str, Any]]) -> dict[str, float | None]:
+    """accuracy, f1 and exact_match of (text, reference, group)."""
+    classes = sorted({truth for _, truth, _ in rows})
+    said, actual = Counter(text for text, _, _ in rows), Counter(truth for _, truth, _ in rows)
+    hits = Counter(truth for text, truth, _ in rows if text == truth)
+    f1 = [_f(hits[word], said[word], actual[word]) for word in classes]
+    scores: dict[str, float | None] = {
+        "accuracy": ratio(hits.total(), len(rows)),
+        "f1": f1[1] if len(f1) == 2 else ratio(sum(f1), len(f1)),
+    }
+    wrong = {group for text, truth, group in rows if text != truth}
+    groups = {group for _, _, group in rows}
+    if not groups or None in groups:
+        return scores
+    return {**scores, "exact_match": ratio(len(groups - wrong), len(groups))}
 
 
 def _streams(truths: Sequence[Sequence[str]]) -> list[list[str | None]]:

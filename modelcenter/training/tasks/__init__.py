@@ -37,6 +37,13 @@ TASKS: dict[str, TaskInfo] = {
         "classification:Classification",
         ("sequence-classification",),
     ),
+    "multiple-choice": TaskInfo(
+        "finetune",
+        "finetune_multiple_choice",
+        "MultipleChoiceConfig",
+        "multiple_choice:MultipleChoice",
+        ("multiple-choice",),
+    ),
     "seq2seq": TaskInfo("finetune", "finetune_seq2seq", "Seq2SeqConfig", "seq2seq:SequenceToSequence", ("seq2seq-lm",)),
     "token-classification": TaskInfo(
         "finetune",

@@ -15,7 +15,9 @@ import torch
 import engine
 from modelcenter.data import sources
 from modelcenter.data.collate import pack
+from modelcenter.data.columns import check_columns
 from modelcenter.data.examples import Examples
+from modelcenter.data.forms import apply_form
 from modelcenter.data.mixture import mixed, parse_weights
 from modelcenter.data.readers import Table, concatenate
 from modelcenter.data.sampling import evaluation_batches
@@ -23,7 +25,7 @@ from modelcenter.data.tokenize import Tokens
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.evaluation import evaluate
-from modelcenter.training.metrics import Metrics
+from modelcenter.training.metrics import Score
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class TokenRows:
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
         return pack(self.tokens, rows)
+
+    def row_ids(self, rows: np.ndarray) -> np.ndarray:
+        return np.asarray(rows)
 
     def where(self, row: int) -> str:
         return self.table.where(row)
@@ -117,6 +122,11 @@ class Task(ABC):
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[Examples, Examples | None]:
         """The rows to train on, and those to evaluate on if there are any."""
 
+    def before_training(self, model: Model, train_set: Examples, eval_set: Examples | None) -> None:
+        """What the task needs of the model as it is before the first step, for all rows. Collective. A run that goes on
+        does it again, before it reads its checkpoint."""
+        return
+
     @abstractmethod
     def about_columns(self) -> str:
         """Which columns are used, in words."""
@@ -124,10 +134,10 @@ class Task(ABC):
     # -- judging -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def metrics(self, device: torch.device | str = "cpu") -> Metrics:
+    def metrics(self, device: torch.device | str = "cpu") -> Score:
         """New, empty metrics."""
 
-    def feed(self, metrics: Metrics, out: Any, batch: dict[str, Any]) -> None:
+    def feed(self, metrics: Any, out: Any, batch: dict[str, Any]) -> None:
         """Give the metrics what the model made of a batch."""
         metrics.update(out.logits, batch["labels"])
 
@@ -150,7 +160,7 @@ class Task(ABC):
     def read(cls, cfg: Any, run: TrainConfig | None, labelled: bool) -> Any:
         """The rows that a trained model shall work on, for `to_use`."""
         source = sources.find(cfg.data or [], cfg.data_config)
-        return source.read(split_to_use(source, cfg.split, labelled))
+        return apply_form(source.read(split_to_use(source, cfg.split, labelled)), form_to_use(cfg, run), cls.name)
 
     @classmethod
     @abstractmethod
@@ -179,18 +189,22 @@ def own_batches(examples: Examples, batch_size: int) -> list[np.ndarray]:
 def read_splits(cfg: TrainConfig) -> tuple[Table, Table | None]:
     """The rows to train on and, if the flags or the data set name some, the rows to evaluate on."""
     cfg.require("train_data")
+
+    def read(source: sources.Source, split: str) -> Table:
+        return apply_form(source.read(split), cfg.form, cfg.task)
+
     found, weights = train_sources(cfg)
-    tables = [source.read(cfg.train_split) for source in found]
+    tables = [read(source, cfg.train_split) for source in found]
     train = tables[0] if weights is None else mixed(tables, weights)
     if cfg.eval_fraction is not None:
         return sources.hold_out(train, cfg.eval_fraction, cfg.seed)
     if cfg.eval_data is not None:
         other = sources.find(cfg.eval_data, cfg.data_config if cfg.eval_data == cfg.train_data else None)
-        return train, other.read(cfg.eval_split or evaluation_split(other))
+        return train, read(other, cfg.eval_split or evaluation_split(other))
     if cfg.eval_split is not None:
-        return train, concatenate([source.read(cfg.eval_split) for source in found])
+        return train, concatenate([read(source, cfg.eval_split) for source in found])
     split = sources.SPLITS["dev"]
-    others = [source.read(split) for source in found if split in source.splits and cfg.train_split != split]
+    others = [read(source, split) for source in found if split in source.splits and cfg.train_split != split]
     return train, concatenate(others) if others else None
 
 
@@ -244,6 +258,23 @@ def strings(table: Table, name: str) -> list[str]:
 def shortened(text: str, most: int = 160) -> str:
     """A text that fits a line."""
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def form_to_use(cfg: Any, run: TrainConfig | None) -> str | None:
+    """The form of the rows that a trained model shall work on: the one given ("raw": columns as they are), else the
+    run's."""
+    form = cfg.form or (run and run.form)
+    return None if form == "raw" else form
+
+
+def group_column(table: Table, given: str | None, form: str | None) -> str | None:
+    """The column of the groups of rows that are judged as one: the one given, else that of a form with groups.
+
+    Raises:
+        ValueError: the given one is not there.
+    """
+    check_columns(table, {"group": given})
+    return given or ("group" if form is not None and "group" in table.columns else None)
 
 
 def usual_columns(cfg: Any, run: TrainConfig | None, table: Table, roles: Sequence[str], needed: str) -> dict[str, Any]:

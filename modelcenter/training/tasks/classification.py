@@ -11,25 +11,37 @@ from torch import Tensor
 
 import engine
 from modelcenter.data.collate import pack
-from modelcenter.data.columns import Columns, find_columns
+from modelcenter.data.columns import Columns, check_columns, find_columns
 from modelcenter.data.labels import Labels, find_labels
 from modelcenter.data.readers import Table
 from modelcenter.data.tokenize import Tokens, tokenize
 from modelcenter.models.base import Model
 from modelcenter.training.config import ClassificationConfig, TrainConfig
-from modelcenter.training.evaluation import logits_of
-from modelcenter.training.metrics import Metrics, MultiLabel, Regression, SingleLabel
-from modelcenter.training.tasks.base import Batches, Task, TokenRows, own_batches, read_splits, strings, usual_columns
+from modelcenter.training.evaluation import evaluate, logits_of
+from modelcenter.training.metrics import Metrics, MultiLabel, Regression, SingleLabel, sum_over_ranks
+from modelcenter.training.tasks.base import (
+    Batches,
+    Task,
+    TokenRows,
+    form_to_use,
+    group_column,
+    own_batches,
+    read_splits,
+    strings,
+    usual_columns,
+)
 
 log = logging.getLogger("modelcenter")
 
 
 @dataclass(frozen=True)
 class LabelledRows(TokenRows):
-    """Rows of text with their labels (targets None: none were read)."""
+    """Rows of text with their labels (targets None: none were read). groups: int64 (rows,), which rows are judged as
+    one; None: each by itself."""
 
     labels: Labels
     targets: np.ndarray | None = None
+    groups: np.ndarray | None = None
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
         return pack(self.tokens, rows, self.targets)
@@ -44,6 +56,7 @@ class Classification(Task):
     name: ClassVar[str] = "classification"
     head: ClassVar[str] = "sequence-classification"
     labels: Labels
+    group: str | None
 
     def __init__(self, cfg: ClassificationConfig):
         """Read the data, find its columns and labels.
@@ -53,6 +66,7 @@ class Classification(Task):
         """
         self.train, self.eval = read_splits(cfg)
         self.columns = find_columns(self.train, cfg.text_column, cfg.text_pair_column, cfg.label_column)
+        self.group = cfg.group_column = group_column(self.train, cfg.group_column, cfg.form)
         # The columns that were found count as given from here on: in config.yaml, and for the evaluation data.
         cfg.text_column, cfg.text_pair_column, cfg.label_column = _names(self.columns)
         assert self.columns.label is not None
@@ -66,9 +80,12 @@ class Classification(Task):
             names=self.train.classes.get(self.columns.label),
         )
         self.train_targets = self.labels.encode(values, where)
+        if self.group is not None and self.labels.problem_type != "single_label_classification":
+            raise ValueError(f"group_column: for rows with one label each, not for {self.labels.problem_type}")
         self.eval_targets = None
         if self.eval is not None:
             find_columns(self.eval, *_names(self.columns))
+            check_columns(self.eval, {"group": self.group})
             self.eval_targets = self.labels.encode(self.eval.columns[self.columns.label], self.eval.where)
 
     def model_options(self) -> dict[str, Any]:
@@ -77,7 +94,8 @@ class Classification(Task):
 
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[LabelledRows, LabelledRows | None]:
         def examples(table: Table, targets: np.ndarray | None) -> LabelledRows:
-            return LabelledRows(table, tokenize_rows(tokenizer, table, self.columns, max_length), self.labels, targets)
+            tokens = tokenize_rows(tokenizer, table, self.columns, max_length)
+            return LabelledRows(table, tokens, self.labels, targets, groups_of(table, self.group))
 
         return examples(self.train, self.train_targets), self.eval and examples(self.eval, self.eval_targets)
 
@@ -87,6 +105,22 @@ class Classification(Task):
             return Regression()
         kind = MultiLabel if self.labels.problem_type == "multi_label_classification" else SingleLabel
         return kind(len(self.labels.names), device)
+
+    def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
+        """Also exact_match, where rows have groups: those that are right in all their rows."""
+        if examples.groups is None:
+            return super().evaluate(model, examples, batch_size)
+        batches = Batches(examples, own_batches(examples, batch_size))
+        turns = iter(batches.rows)
+        wrong = torch.zeros(int(examples.groups.max()) + 1, dtype=torch.int64)
+
+        def feed(metrics: Any, out: Any, batch: dict[str, Any]) -> None:
+            self.feed(metrics, out, batch)
+            missed = (out.logits.argmax(-1) != batch["labels"]).cpu().numpy()
+            wrong[torch.from_numpy(examples.groups[next(turns)][missed])] = 1
+
+        found = evaluate(model, batches, self.metrics(model.device), feed)
+        return {**found, "exact_match": (sum_over_ranks(wrong) == 0).double().mean().item()}
 
     def about_columns(self) -> str:
         pair = f" and {self.columns.text_pair!r}" if self.columns.text_pair is not None else ""
@@ -98,6 +132,7 @@ class Classification(Task):
     def to_use(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
         task = cls.__new__(cls)
         given = usual_columns(cfg, run, table, ClassificationConfig.roles, needed="text")
+        task.group = group_column(table, given.pop("group"), form_to_use(cfg, run))
         if not labelled:
             given["label"] = None
         task.train, task.eval = table, None
@@ -114,7 +149,7 @@ class Classification(Task):
             self.labels = find_labels(values, where, problem_type=kind, num_labels=len(names), names=names)
             targets = self.labels.encode(values, where, known_from="the model")
         tokens = tokenize_rows(tokenizer, self.train, self.columns, max_length)
-        return LabelledRows(self.train, tokens, self.labels, targets)
+        return LabelledRows(self.train, tokens, self.labels, targets, groups_of(self.train, self.group))
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """label, score and probabilities of each row (several labels: labels; regression: score)."""
@@ -159,6 +194,14 @@ def tokenize_rows(tokenizer: Any, table: Table, columns: Columns, max_length: in
     """Tokens of the text (and second text) of every row. Raises ValueError: a row without text."""
     pairs = None if columns.text_pair is None else strings(table, columns.text_pair)
     return tokenize(tokenizer, strings(table, columns.text), pairs, max_length=max_length)
+
+
+def groups_of(table: Table, column: str | None) -> np.ndarray | None:
+    """The number of each row's group, int64, from 0; None: there is no such column."""
+    if column is None:
+        return None
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(str(value), len(numbers)) for value in table.columns[column]], np.int64)
 
 
 def label_text(labels: Labels, targets: np.ndarray | None, row: int) -> str:

@@ -23,7 +23,7 @@ from modelcenter.data.templates import IGNORED, LabelledTokens, Template, label_
 from modelcenter.models.base import Model
 from modelcenter.training.config import DPOConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate, log_probs_of
-from modelcenter.training.metrics import Metrics, Preference
+from modelcenter.training.metrics import Preference
 from modelcenter.training.tasks.base import Batches, TokenRows, own_batches, read_splits, usual_columns
 from modelcenter.training.tasks.lm import (
     AnswerRows,
@@ -155,11 +155,12 @@ class DPO(LanguageModelling):
         unknown = np.full((len(whole), 2), np.nan, np.float32)
         return PairRows(kept(table, whole), found.tokens, answers, pairs[whole], unknown)
 
-    def set_reference(self, model: Model, *examples: PairRows | None) -> None:
-        """Work out the reference's log-probabilities of all answers; model: as it is before the first step. Collective.
+    def before_training(self, model: Model, train_set: Any, eval_set: Any) -> None:
+        self.set_reference(model, train_set, eval_set)
 
-        A run that goes on does it again, before it reads its checkpoint.
-        """
+    def set_reference(self, model: Model, *examples: PairRows | None) -> None:
+        """Work out the reference's log-probabilities of all answers; model: as it is before the first step.
+        Collective."""
         if self.cfg.reference is not None:
             options = {"dtype": "float32", "policy": policy_of(model) or False}
             model = modelcenter.from_pretrained(self.cfg.reference, self.head, **options)
@@ -171,8 +172,8 @@ class DPO(LanguageModelling):
                 found = log_probs_of(model, Batches(rows, own), places, len(rows), 2, self.loss_fn)
                 rows.reference[:] = found.numpy()
 
-    def metrics(self, device: torch.device | str = "cpu") -> Metrics:
-        return Preference()  # type: ignore[return-value]
+    def metrics(self, device: torch.device | str = "cpu") -> Preference:
+        return Preference()
 
     def feed(self, metrics: Any, out: Any, batch: dict[str, Any]) -> None:
         metrics.update(*self.loss_fn.rewards(out, batch))

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from modelcenter.data.columns import check_columns
 from modelcenter.data.readers import Table
-from modelcenter.registry import nearest
 
 
 def find_named(table: Table, roles: Mapping[str, tuple[str | None, Sequence[str]]]) -> dict[str, str]:
@@ -18,10 +18,8 @@ def find_named(table: Table, roles: Mapping[str, tuple[str | None, Sequence[str]
     shown = ", ".join(map(repr, table.columns))
     lower = {name.lower(): name for name in reversed(table.columns)}
     found: dict[str, str] = {}
+    check_columns(table, {role: given for role, (given, _) in roles.items()}, shared=True)
     for role, (given, usual) in roles.items():
-        if given is not None and given not in table.columns:
-            near = nearest(given, table.columns)
-            raise ValueError(f"{role}_column: {table.name} has no column {given!r}, it has {shown}.{near}")
         free = [lower[name] for name in usual if name in lower and lower[name] not in found.values()]
         column = given or next(iter(free), None)
         if column is None:

@@ -6,18 +6,17 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
-from modelcenter.data.collate import pack
 from modelcenter.data.passages import Passages, find_answers, tokenize_passages
 from modelcenter.data.readers import Table
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.config import QAConfig, TrainConfig
-from modelcenter.training.metrics import ExtractiveAnswers, Metrics
+from modelcenter.training.metrics import ExtractiveAnswers
 from modelcenter.training.metrics.qa import is_han
 from modelcenter.training.spans import Answer, WindowSpans, best_answer, best_spans
 from modelcenter.training.tasks.base import read_splits, shortened, strings, usual_columns
 from modelcenter.training.tasks.named_columns import find_named
-from modelcenter.training.tasks.windows import WindowTask
+from modelcenter.training.tasks.windows import WindowRows, WindowTask
 
 QUESTIONS = ("question", "query", "question_text")
 CONTEXTS = ("context", "passage", "document", "paragraph", "context_text")
@@ -44,53 +43,49 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class QuestionWindows:
+class QuestionWindows(WindowRows):
     """Windows of the contexts of questions, with the places of the answers."""
 
-    table: Table
     asked: Asked
     passages: Passages
     first: np.ndarray | None = None
     last: np.ndarray | None = None
 
-    def __len__(self) -> int:
-        return len(self.passages)
-
-    @property
-    def name(self) -> str:
-        return self.table.name
-
-    @property
-    def truncated(self) -> int:
-        return self.passages.tokens.truncated
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.passages.tokens.lengths
-
-    @property
-    def owner(self) -> np.ndarray:
-        return self.passages.owner
-
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
-        batch: dict[str, Any] = pack(self.passages.tokens, rows)
+        batch = super().batch(rows)
         if self.first is not None and self.last is not None:
             batch["start_positions"] = torch.from_numpy(self.first[rows])
             batch["end_positions"] = torch.from_numpy(self.last[rows])
         return batch
 
-    def where(self, row: int) -> str:
-        return self.table.where(int(self.owner[row]))
-
-    def fingerprint(self) -> Any:
-        return self.table.fingerprint()
-
     def show(self, row: int, tokenizer: Any) -> str:
-        ids = self.passages.tokens.row(row)
+        ids = self.tokens.row(row)
         found = "no answer here"
         if self.first is not None and self.last is not None and self.first[row]:
             found = tokenizer.decode(ids[self.first[row] : self.last[row] + 1])
         return f"[{shortened(found, 60)}] {shortened(tokenizer.decode(ids))}"
+
+
+class Judged:
+    """The score of the answers that are given; where questions may have none, with the best that another threshold
+    would reach."""
+
+    main = ExtractiveAnswers.main
+
+    def __init__(self, scoring: str, no_answer: bool):
+        self.given = ExtractiveAnswers(scoring)
+        self.texts = ExtractiveAnswers(scoring) if no_answer else None
+
+    def add(self, answer: Answer, true: list[str]) -> None:
+        self.given.update([answer.text], [true])
+        if self.texts is not None:
+            self.texts.update([answer.best_text], [true], [answer.null])
+
+    def result(self) -> dict[str, float | None]:
+        found = self.given.result()
+        if self.texts is not None:
+            found |= {name: value for name, value in self.texts.result().items() if name.startswith("best_")}
+        return found
 
 
 class QuestionAnswering(WindowTask):
@@ -159,9 +154,8 @@ class QuestionAnswering(WindowTask):
     def _windows(self, table: Table, asked: Asked, tokenizer: Any, max_length: int) -> QuestionWindows:
         sizes: Any = {"max_length": max_length, **self.windows}
         passages = tokenize_passages(tokenizer, asked.questions, asked.contexts, where=table.where, **sizes)
-        if asked.answers is None:
-            return QuestionWindows(table, asked, passages)
-        return QuestionWindows(table, asked, passages, *find_answers(passages, asked.starts, asked.ends))
+        places = () if asked.answers is None else find_answers(passages, asked.starts, asked.ends)
+        return QuestionWindows(table, passages.tokens, passages.owner, asked, passages, *places)
 
     def metrics(self, device: torch.device | str = "cpu") -> ExtractiveAnswers:
         return ExtractiveAnswers(self.scoring)
@@ -207,7 +201,7 @@ class QuestionAnswering(WindowTask):
     def _answer(self, examples: QuestionWindows, question: int, read: list[WindowSpans]) -> Answer:
         return best_answer(examples.asked.contexts[question], read, self.n_best, self.null_threshold)
 
-    def judge(self, examples: QuestionWindows, said: dict[int, list[Any]]) -> Metrics:
+    def judge(self, examples: QuestionWindows, said: dict[int, list[Any]]) -> Judged:
         metrics = Judged(self.scoring, self.null_threshold is not None)
         assert examples.asked.answers is not None
         for question, read in said.items():
@@ -227,31 +221,6 @@ class QuestionAnswering(WindowTask):
 
     def count(self, examples: QuestionWindows) -> int:
         return len(examples.asked.questions)
-
-
-class Judged:
-    """Metrics of the answers that are given; where questions may have none, with the best that another threshold would
-    reach."""
-
-    main = ExtractiveAnswers.main
-
-    def __init__(self, scoring: str, no_answer: bool):
-        self.given = ExtractiveAnswers(scoring)
-        self.texts = ExtractiveAnswers(scoring) if no_answer else None
-
-    def update(self, logits: Any, targets: Any) -> None:
-        raise NotImplementedError("answers are judged by `add`")
-
-    def add(self, answer: Answer, true: list[str]) -> None:
-        self.given.update([answer.text], [true])
-        if self.texts is not None:
-            self.texts.update([answer.best_text], [true], [answer.null])
-
-    def result(self) -> dict[str, float | None]:
-        found = self.given.result()
-        if self.texts is not None:
-            found |= {name: value for name, value in self.texts.result().items() if name.startswith("best_")}
-        return found
 
 
 def find_qa(

@@ -12,15 +12,26 @@ import numpy as np
 import torch
 
 import engine
-from modelcenter.data.collate import pack, pack_pairs
+from modelcenter.data.collate import pack_pairs
+from modelcenter.data.columns import check_columns
 from modelcenter.data.pairs import PairColumns, find_pair_columns, texts_of
 from modelcenter.data.readers import Table
 from modelcenter.data.tokenize import Tokens, tokenize, tokenize_ended
 from modelcenter.models.base import Model
 from modelcenter.training.config import Seq2SeqConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate
-from modelcenter.training.metrics import Generation, Metrics
-from modelcenter.training.tasks.base import LossBatches, Task, own_batches, read_splits, shortened, usual_columns
+from modelcenter.training.metrics import Generation, Score
+from modelcenter.training.tasks.base import (
+    LossBatches,
+    Task,
+    TokenRows,
+    form_to_use,
+    group_column,
+    own_batches,
+    read_splits,
+    shortened,
+    usual_columns,
+)
 from modelcenter.training.texts import complete, share_out
 
 log = logging.getLogger("modelcenter")
@@ -30,40 +41,21 @@ _USE = ("source_lang", "target_lang", "prefix", "metrics", "language")
 
 
 @dataclass(frozen=True)
-class PairRows:
-    """Rows of a text to read and, where it is known, the text to write (targets None: it is not)."""
+class PairRows(TokenRows):
+    """Rows of a text to read, `tokens`, and, where it is known, the text to write (target None: it is not)."""
 
-    table: Table
     columns: PairColumns
-    source: Tokens
     target: Tokens | None = None
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    @property
-    def name(self) -> str:
-        return self.table.name
-
-    @property
-    def truncated(self) -> int:
-        return self.source.truncated
 
     @property
     def lengths(self) -> np.ndarray:
-        return self.source.lengths if self.target is None else self.source.lengths + self.target.lengths
+        return self.tokens.lengths if self.target is None else self.tokens.lengths + self.target.lengths
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
-        return pack(self.source, rows) if self.target is None else pack_pairs(self.source, self.target, rows)
-
-    def where(self, row: int) -> str:
-        return self.table.where(row)
-
-    def fingerprint(self) -> Any:
-        return self.table.fingerprint()
+        return super().batch(rows) if self.target is None else pack_pairs(self.tokens, self.target, rows)
 
     def show(self, row: int, tokenizer: Any) -> str:
-        text = shortened(tokenizer.decode(self.source.row(row)))
+        text = super().show(row, tokenizer)
         return text if self.target is None else f"{text} -> {_marked(tokenizer.decode(self.target.row(row)))}"
 
     def texts(self, role: str) -> list[str]:
@@ -77,9 +69,6 @@ class LossAlone:
 
     main = "loss"
 
-    def update(self, predictions: Any, references: Any) -> None:
-        return
-
     def result(self) -> dict[str, float | None]:
         return {}
 
@@ -92,6 +81,7 @@ class SequenceToSequence(Task):
     cfg: Seq2SeqConfig
     train: Table
     columns: PairColumns
+    group: str | None
     search: dict[str, Any]  # arguments of model.generate in evaluations
     model: Model | None = None
     tokenizer: Any = None
@@ -108,12 +98,14 @@ class SequenceToSequence(Task):
         self.search = {name: getattr(cfg, name) for name in _SEARCH}
         self.metrics()
         train, held = read_splits(cfg)
+        self.group = cfg.group_column = group_column(train, cfg.group_column, cfg.form)
         self.columns = find_pair_columns(train, cfg.source_column, cfg.target_column, cfg.source_lang, cfg.target_lang)
         # The columns that were found count as given from here on: in config.yaml, and for the evaluation data.
         cfg.source_column, cfg.target_column = self.columns.source, self.columns.target
         self.train, self.eval = whole_rows(train, self.columns), None
         if held is not None:
             find_pair_columns(held, *dataclasses.astuple(self.columns))
+            check_columns(held, {"group": self.group})
             self.eval = whole_rows(held, self.columns)
 
     def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
@@ -142,21 +134,20 @@ class SequenceToSequence(Task):
             empty = int(np.flatnonzero(source.lengths == 0)[0])
             raise ValueError(f"{table.where(empty)}: {texts[empty]!r:.60} has no token, expected a text to read")
         if columns.target is None:
-            return PairRows(table, columns, source)
+            return PairRows(table, source, columns)
         targets = [text or "" for text in texts_of(table, columns.target, columns.target_lang)]
         target = tokenize_ended(tokenizer, targets, max_length=most)
         if target.truncated and engine.rank() == 0:
             log.warning("%s: %d targets cut at max_target_length %d", table.name, target.truncated, most)
-        return PairRows(table, columns, source, target)
+        return PairRows(table, source, columns, target)
 
     def about_columns(self) -> str:
         return self.columns.shown() + (f", prefix {self.cfg.prefix!r}" if self.cfg.prefix else "")
 
-    def metrics(self, device: torch.device | str = "cpu") -> Metrics:
+    def metrics(self, device: torch.device | str = "cpu") -> Score:
         if not self.cfg.eval_generate:
             return LossAlone()
-        metrics: Any = Generation(self.cfg.metrics or (), self.cfg.language)
-        return metrics
+        return Generation(self.cfg.metrics or (), self.cfg.language)
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
         """The loss; with eval_generate also the metrics of what the model writes for each row."""
@@ -167,15 +158,16 @@ class SequenceToSequence(Task):
         metrics: Any = self.metrics()
         # All ranks have all texts by now: each counts some of them.
         mine = slice(engine.rank(), None, engine.world_size())
-        metrics.update(self.written[mine], [text.strip() for text in examples.texts("target")[mine]])
+        groups = None if self.group is None else [str(value) for value in examples.table.columns[self.group][mine]]
+        metrics.update(self.written[mine], [text.strip() for text in examples.texts("target")[mine]], groups)
         return {**found, **metrics.result()}
 
     def write(self, model: Model, examples: PairRows, batch_size: int, search: dict[str, Any]) -> list[list[str]]:
         """What the model writes for each row, in order, on every rank. Collective."""
-        order = np.argsort(-examples.source.lengths, kind="stable")  # rows of similar length together
+        order = np.argsort(-examples.tokens.lengths, kind="stable")  # rows of similar length together
 
         def work(numbers: list[int]) -> list[list[str]]:
-            sources: Any = [examples.source.row(int(order[i])) for i in numbers]
+            sources: Any = [examples.tokens.row(int(order[i])) for i in numbers]
             return complete(model, self.tokenizer, sources, **search)
 
         texts = share_out(len(order), batch_size, work)
@@ -200,9 +192,11 @@ class SequenceToSequence(Task):
         task = cls.__new__(cls)
         own = {name: value for name in _USE if (value := getattr(cfg, name)) is not None}
         own |= {"eval_generate": True} if cfg.metrics is not None else {}
-        task.cfg = dataclasses.replace(run if isinstance(run, Seq2SeqConfig) else Seq2SeqConfig(), **own)
+        form = form_to_use(cfg, run)
+        task.cfg = dataclasses.replace(run if isinstance(run, Seq2SeqConfig) else Seq2SeqConfig(form=form), **own)
         task.search = {**cfg.search(run), "num_return_sequences": 1}
         given = usual_columns(cfg, run, table, Seq2SeqConfig.roles, needed="source")
+        task.group = group_column(table, given.pop("group"), form)
         if not labelled:
             given["target"] = None
         langs = {"source_lang": task.cfg.source_lang, "target_lang": task.cfg.target_lang}

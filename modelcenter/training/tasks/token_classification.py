@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.loss import IGNORE_INDEX
-from modelcenter.data.collate import pack, pack_tokens
+from modelcenter.data.collate import pack_tokens
 from modelcenter.data.readers import Table
 from modelcenter.data.words import Words, space_before_words, tokenize_words
 from modelcenter.models.base import Model
@@ -21,7 +21,7 @@ from modelcenter.training.metrics.qa import is_han
 from modelcenter.training.metrics.tagging import OUTSIDE
 from modelcenter.training.tasks.base import read_splits, shortened, usual_columns
 from modelcenter.training.tasks.named_columns import find_named
-from modelcenter.training.tasks.windows import WindowTask
+from modelcenter.training.tasks.windows import WindowRows, WindowTask
 
 WORDS = ("words", "tokens", "token", "sentence", "text")
 TAGS = ("tags", "ner_tags", "ner", "labels", "label", "pos_tags", "bio")
@@ -30,38 +30,18 @@ _TEXT = re.compile(r"\w+(?:[-'\u2019.]\w+)*|[^\w\s]")
 
 
 @dataclass(frozen=True)
-class TaggedWords:
+class TaggedWords(WindowRows):
     """Rows of words as windows of tokens, with their tags.
 
     rows: the words of each row. targets: int64, the tag of each word over all rows; None: there are none. inner: the
     tag of the tokens of a word behind its first, by the tag of the word.
     """
 
-    table: Table
     rows: list[list[str]]
     words: Words
     names: tuple[str, ...]
     targets: np.ndarray | None = None
     inner: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self.words.tokens)
-
-    @property
-    def name(self) -> str:
-        return self.table.name
-
-    @property
-    def truncated(self) -> int:
-        return self.words.tokens.truncated
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.words.tokens.lengths
-
-    @property
-    def owner(self) -> np.ndarray:
-        return self.words.owner
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -78,19 +58,13 @@ class TaggedWords:
         return np.where(first, tags, np.where(word >= 0, rest, IGNORE_INDEX))
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
-        batch: dict[str, Any] = pack(self.words.tokens, rows)
+        batch = super().batch(rows)
         if self.targets is not None:
-            batch["labels"] = pack_tokens(self.labels, self.words.tokens, rows)
+            batch["labels"] = pack_tokens(self.labels, self.tokens, rows)
         return batch
 
-    def where(self, row: int) -> str:
-        return self.table.where(int(self.owner[row]))
-
-    def fingerprint(self) -> Any:
-        return self.table.fingerprint()
-
     def show(self, row: int, tokenizer: Any) -> str:
-        a, b = self.words.tokens.offsets[row : row + 2]
+        a, b = self.tokens.offsets[row : row + 2]
         numbers = self.words.word[a:b][self.words.first[a:b]] - self.starts[self.owner[row]]
         words = [self.rows[self.owner[row]][i] for i in numbers]
         if self.targets is None:
@@ -136,11 +110,11 @@ class TokenClassification(WindowTask):
         space_before_words(tokenizer)
         words = tokenize_words(tokenizer, self.rows, max_length=max_length, split=self.split)
         inner = inside_tags(self.names) if self.all_tokens else None
-        train = TaggedWords(self.train, self.rows, words, self.names, self.targets, inner)
+        train = windows_of(self.train, self.rows, words, self.names, self.targets, inner)
         if self.eval is None:
             return train, None
         words = tokenize_words(tokenizer, self.eval_rows, max_length=max_length)
-        return train, TaggedWords(self.eval, self.eval_rows, words, self.names, self.eval_targets, inner)
+        return train, windows_of(self.eval, self.eval_rows, words, self.names, self.eval_targets, inner)
 
     def metrics(self, device: torch.device | str = "cpu") -> TokenLabels:
         return TokenLabels(self.names)
@@ -173,7 +147,7 @@ class TokenClassification(WindowTask):
             tags = tags_of(self.train, self.columns[1], self.rows)
             targets = encode(self.train, self.rows, tags, self.names, known_from="the model")
         words = tokenize_words(tokenizer, self.rows, max_length=max_length)
-        return TaggedWords(self.train, self.rows, words, self.names, targets)
+        return windows_of(self.train, self.rows, words, self.names, targets)
 
     def read_windows(
         self, examples: TaggedWords, windows: np.ndarray, out: ModelOutput
@@ -214,6 +188,11 @@ class TokenClassification(WindowTask):
 
     def count(self, examples: TaggedWords) -> int:
         return len(examples.rows)
+
+
+def windows_of(table: Table, rows: list[list[str]], words: Words, *named: Any) -> TaggedWords:
+    """The windows of tokenised words; named: names, targets and inner of TaggedWords."""
+    return TaggedWords(table, words.tokens, words.owner, rows, words, *named)
 
 
 def find_words(table: Table, words: str | None, tags: str | None, tagged: bool = True) -> tuple[str, str | None]:

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,22 @@ from modelcenter.data.sampling import evaluation_batches
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.evaluation import evaluate, outputs
-from modelcenter.training.metrics import Metrics, gather_lists
-from modelcenter.training.tasks.base import Batches, Task
+from modelcenter.training.metrics import Score, gather_lists
+from modelcenter.training.tasks.base import Batches, Task, TokenRows
+
+
+@dataclass(frozen=True)
+class WindowRows(TokenRows):
+    """Examples that are windows of rows. owner: int64 (windows,), the row of each, in ascending order."""
+
+    owner: np.ndarray
+
+    def where(self, row: int) -> str:
+        return self.table.where(int(self.owner[row]))
 
 
 class WindowTask(Task):
-    """A task whose examples are windows; `examples.owner` int64 (windows,) names the row of each, in ascending order.
+    """A task whose examples are WindowRows.
 
     What the model says of a window is kept on the host in a few numbers, so that all windows of a row can be put
     together, and no logits of many rows are held at once.
@@ -27,8 +38,8 @@ class WindowTask(Task):
         """What is kept of the model's output for each window of a batch."""
 
     @abstractmethod
-    def judge(self, examples: Any, said: dict[int, list[Any]]) -> Metrics:
-        """Metrics that have seen these rows: {row: what was kept of its windows, in order}."""
+    def judge(self, examples: Any, said: dict[int, list[Any]]) -> Score:
+        """The score of these rows: {row: what was kept of its windows, in order}."""
 
     @abstractmethod
     def say(self, examples: Any, row: int, read: list[Any]) -> dict[str, Any]:

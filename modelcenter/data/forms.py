@@ -1,0 +1,228 @@
+"""Published data sets by name: how the rows of SuperGLUE's and CLUE's files become rows of a task.
+
+Each is read as its authors publish it, and as the Hub has it. A task of classification gets the columns text, text_pair
+and label, one of multiple choice context, question, choices and label, and one that writes texts source (the columns of
+the row, each behind its name, as T5 was trained) and target (a word for each label). What words and names are for is
+in FORMS alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from modelcenter.data.readers import Table
+
+Row = dict[str, Any]
+_YES = {"1": "yes", "true": "yes", "0": "no", "false": "no"}
+_RELATIONS = {name: name for name in ("entailment", "neutral", "contradiction")}
+_RTE = {name: name for name in ("entailment", "not_entailment")}
+_SAME = {"yes": "相同", "no": "不同"}
+_TRUE = {"yes": "是", "no": "不是"}
+_RELATION_WORDS = {"entailment": "蕴含", "neutral": "中立", "contradiction": "矛盾"}
+# Numbers and names of TNEWS' topics, and what they are called in Chinese.
+_TOPICS = {
+    "100": ("news_story", "故事"), "101": ("news_culture", "文化"), "102": ("news_entertainment", "娱乐"),
+    "103": ("news_sports", "体育"), "104": ("news_finance", "财经"), "106": ("news_house", "房产"),
+    "107": ("news_car", "汽车"), "108": ("news_edu", "教育"), "109": ("news_tech", "科技"),
+    "110": ("news_military", "军事"), "112": ("news_travel", "旅游"), "113": ("news_world", "国际"),
+    "114": ("news_stock", "股票"), "115": ("news_agriculture", "农业"), "116": ("news_game", "电竞"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Form:
+    """How rows of a data set are read. Texts are templates over the columns of a row.
+
+    text, pair: of classification. choices: of multiple choice, columns or one of lists, with context and question.
+    prompt: of text to text. label: column. names: {published label, in lower case: its name}; none: it is the name.
+    words: {name: word that is written for it}; none: the name. dropped: published labels of rows without one.
+    rows: makes the rows of a task of a published row, which may hold several.
+    """
+
+    prompt: str
+    text: str | None = None
+    pair: str | None = None
+    choices: tuple[str, ...] = ()
+    context: str | None = None
+    question: str | None = None
+    label: str = "label"
+    names: Mapping[str, str] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+    rows: Callable[[Row], list[Row]] = lambda row: [row]
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks that it is for."""
+        kind = "multiple-choice" if self.choices else "classification"
+        return kind, "seq2seq", "lm"
+
+
+def _wic(row: Row) -> list[Row]:
+    for i in "12":
+        start, end = row[f"start{i}"], row[f"end{i}"]
+        row[f"marked{i}"] = _mark(row[f"sentence{i}"], int(start), int(end))
+    return [row]
+
+
+def _wsc(row: Row, by_words: bool = True) -> list[Row]:
+    """The second span marked. Its place counts words, or characters."""
+    row |= row.get("target") or {}
+    text, at = row["text"], int(row["span2_index"])
+    if by_words:
+        words = [found.start() for found in re.finditer(r"\S+", text)]
+        at = words[min(at, len(words) - 1)]
+    places = [found.start() for found in re.finditer(re.escape(row["span2_text"]), text, re.IGNORECASE)]
+    if not places:
+        raise ValueError(f"the text does not hold the span {row['span2_text']!r}")
+    start = min(places, key=lambda place: abs(place - at))
+    row["marked"] = _mark(text, start, start + len(row["span2_text"]))
+    return [row]
+
+
+def _multirc(row: Row) -> list[Row]:
+    if "passage" not in row:  # the Hub's, a row for each answer
+        number = row.get("idx") or {}
+        return [row | {"group": f"{number.get('paragraph')}-{number.get('question')}"}]
+    passage = row["passage"]
+    return [
+        {
+            "paragraph": passage["text"],
+            "question": asked["question"],
+            "answer": answer["text"],
+            "label": answer.get("label"),
+            "group": f"{row['idx']}-{asked['idx']}",
+        }
+        for asked in passage["questions"]
+        for answer in asked["answers"]
+    ]
+
+
+def _c3(row: Row) -> list[Row]:
+    if "choice" in row:
+        found = [row]
+    else:  # [lines of a text or talk, questions, number]
+        found = [{"context": row["0"], **asked} for asked in row["1"]]
+    for one in found:
+        one["context"] = "\n".join(one["context"]) if isinstance(one["context"], list) else one["context"]
+        one["offered"] = " ".join(f"{i}. {text}" for i, text in enumerate(one["choice"], 1))
+        if one.get("answer"):
+            one["answer"] = one["choice"].index(one["answer"])
+    return found
+
+
+def _lcqmc(row: Row) -> list[Row]:
+    first, second, *rest = row.values()
+    return [{"sentence1": first, "sentence2": second, "label": rest[0] if rest else None}]
+
+
+def _csl(row: Row) -> list[Row]:
+    return [row | {"keywords": "；".join(row["keyword"])}]
+
+
+def _mark(text: str, start: int, end: int) -> str:
+    return f"{text[:start]}*{text[start:end]}*{text[end:]}"
+
+
+_SAME_QUESTIONS = Form(
+    "“{sentence1}”和“{sentence2}”问的是否相同？", "{sentence1}", "{sentence2}", names=_YES, words=_SAME
+)
+_CHINESE_RELATION = Form(
+    "前提：{sentence1} 假设：{sentence2} 两句是什么关系？", "{sentence1}", "{sentence2}", names=_RELATIONS,
+    words=_RELATION_WORDS, dropped=("-",),
+)  # fmt: skip
+
+FORMS: dict[str, Form] = {
+    # SuperGLUE (Wang et al. 2019)
+    "boolq": Form("boolq question: {question} passage: {passage}", "{question}", "{passage}", names=_YES),
+    "cb": Form("cb premise: {premise} hypothesis: {hypothesis}", "{premise}", "{hypothesis}", names=_RELATIONS),
+    "rte": Form("rte premise: {premise} hypothesis: {hypothesis}", "{premise}", "{hypothesis}", names=_RTE),
+    "copa": Form(
+        "copa premise: {premise} question: {question} choice1: {choice1} choice2: {choice2}",
+        choices=("choice1", "choice2"), context="premise", question="question",
+        names={"0": "choice1", "1": "choice2", "choice1": "choice1", "choice2": "choice2"},
+    ),
+    "wic": Form("wic word: {word} sentence1: {marked1} sentence2: {marked2}", "{marked1}", "{marked2}", names=_YES,
+        rows=_wic),
+    "wsc": Form("wsc text: {marked} noun: {span1_text}", "{marked}", "{span1_text}", names=_YES, rows=_wsc),
+    "multirc": Form("multirc question: {question} answer: {answer} paragraph: {paragraph}", "{paragraph}",
+        "{question} {answer}", names=_YES, rows=_multirc),
+    # CLUE (Xu et al. 2020) and LCQMC (Liu et al. 2018)
+    "afqmc": _SAME_QUESTIONS,
+    "lcqmc": Form(_SAME_QUESTIONS.prompt, "{sentence1}", "{sentence2}", names=_YES, words=_SAME, rows=_lcqmc),
+    "tnews": Form("新闻：{sentence} 这条新闻属于哪一类？", "{sentence}",
+        names={key: name for number, (name, _) in _TOPICS.items() for key in (number, name)},
+        words=dict(_TOPICS.values())),
+    "iflytek": Form("应用：{sentence} 这个应用属于哪一类？", "{sentence}", label="label_des"),
+    "cmnli": _CHINESE_RELATION,
+    "ocnli": _CHINESE_RELATION,
+    "csl": Form("摘要：{abst} 关键词：{keywords} 这些都是摘要的关键词吗？", "{keywords}", "{abst}", names=_YES,
+        words=_TRUE, rows=_csl),
+    "cluewsc": Form("{marked} 星号里的词指的是“{span1_text}”吗？", "{marked}", "{span1_text}", names=_YES,
+        words=_TRUE, rows=partial(_wsc, by_words=False)),
+    "c3": Form("{context} 问题：{question} 选项：{offered}", choices=("choice",), context="context",
+        question="question", label="answer", names={str(i): str(i + 1) for i in range(8)}, rows=_c3),
+}  # fmt: skip
+
+
+def apply_form(table: Table, name: str | None, task: str) -> Table:
+    """The rows of a published data set as a task reads them; None: the table as it is.
+
+    Raises:
+        ValueError: a row that is not of the form, with its place.
+    """
+    if name is None:
+        return table
+    import numpy as np
+
+    from modelcenter.data.readers import Table
+
+    form = FORMS[name]
+    made: list[Row] = []
+    owner: list[int] = []
+    for i in range(len(table)):
+        row = {column: values[i] for column, values in table.columns.items()}
+        if form.label in table.classes and isinstance(row.get(form.label), int) and row[form.label] >= 0:
+            row[form.label] = table.classes[form.label][row[form.label]]
+        try:
+            found = [_made(form, one, task) for one in form.rows(row) if str(one.get(form.label)) not in form.dropped]
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            lacking = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{table.where(i)}: the row is not of the form {name}: {lacking}") from None
+        made += found
+        owner += [i] * len(found)
+    if not made:
+        raise ValueError(f"{table.name}: no row of the form {name} has a label")
+    index = np.array(owner) if table.index is None else table.index[np.array(owner)]
+    columns = {column: [row.get(column) for row in made] for column in dict.fromkeys(c for row in made for c in row)}
+    return Table(columns, table.origins, {}, index)
+
+
+def _made(form: Form, row: Row, task: str) -> Row:
+    """A row with the columns of a task."""
+    said = row.get(form.label)
+    label = None if said is None or str(said) in ("", "-1") else _name(form, str(said))
+    more = {"group": row["group"]} if "group" in row else {}
+    if task == "classification":
+        pair = {} if form.pair is None else {"text_pair": form.pair.format_map(row)}
+        return {"text": str(form.text).format_map(row), **pair, "label": label, **more}
+    if task == "multiple-choice":
+        offered = row[form.choices[0]] if len(form.choices) == 1 else [row[column] for column in form.choices]
+        right = None if label is None else offered[list(dict.fromkeys(form.names.values())).index(label)]
+        return {"context": row[form.context], "question": row[form.question], "choices": offered, "label": right}
+    word = None if label is None else form.words.get(label, label)
+    return {"source": form.prompt.format_map(row), "target": word, **more}
+
+
+def _name(form: Form, said: str) -> str:
+    key = said.strip().lower()
+    if not form.names:
+        return said.strip()
+    if key not in form.names:
+        raise ValueError(f"label {said!r}, expected one of {', '.join(form.names)}")
+    return form.names[key]

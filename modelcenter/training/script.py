@@ -1,0 +1,37 @@
+"""What every script of a task does, from its command line to the end of its run. Imports no torch before the flags are
+read, so that --help and mistakes in the flags take no time."""
+
+import sys
+from collections.abc import Sequence
+
+from modelcenter.training.tasks import TASKS
+
+
+def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, about: str | None = None) -> None:
+    """Train a model for a task, or show what that would be (--dry_run).
+
+    Args:
+        name: in TASKS. argv: words of the command line; None: those of this process. prog, about: for --help.
+
+    Raises:
+        ValueError: wrong flags, files or data.
+    """
+    info = TASKS[name]
+    cfg = info.flags().from_args(sys.argv[1:] if argv is None else argv, prog, about)
+    cfg.require("model", "train_data", *(() if cfg.dry_run else ("output_dir",)))
+
+    from modelcenter.training.loop import train
+    from modelcenter.training.plan import dry_run
+    from modelcenter.training.setup import build_model, load_tokenizer, prepare, start
+
+    prepare(cfg)  # the output folder can be written and holds no finished run
+    task = info.load()(cfg)  # reads or opens the data, finds its columns and labels
+    continuation = start(cfg)  # the ranks meet; where a stopped run is to go on
+    tokenizer = load_tokenizer(cfg)
+    model = build_model(cfg, task, tokenizer)
+    train_set, eval_set = task.tokenize(tokenizer, cfg.max_length)
+    task.before_training(model, train_set, eval_set)
+    if cfg.dry_run:
+        dry_run(cfg, task, model, tokenizer, train_set, eval_set)
+    else:
+        train(cfg, task, model, tokenizer, train_set, eval_set, continuation)

@@ -1,0 +1,32 @@
+#!/usr/bin/env python
+"""Fine-tune an encoder to choose the right one of a few texts (SWAG, COPA, RACE, C3 and their like).
+
+    python scripts/finetune_multiple_choice.py --model bert-base-uncased --train_data allenai/swag --output_dir out
+    torchrun --nproc_per_node 8 scripts/finetune_multiple_choice.py --config scripts/recipes/race.yaml --output_dir out
+
+The data are files (json, jsonl, csv, tsv, parquet; a folder may hold train, dev and test files) or a Hub data set. The
+columns of context, question, choices and label are found by their usual names, or given; rows may differ in how many
+choices they have. --dry_run shows the plan and runs one step.
+The same as: modelcenter finetune multiple-choice
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):  # run from a checkout: the packages lie beside this folder
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from modelcenter.training.errors import user_errors
+from modelcenter.training.script import run_task
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Run the task from a command line. Raises ValueError for wrong flags, files or data."""
+    # Flags, data, ranks, model, loop: step by step in modelcenter/training/script.py.
+    run_task("multiple-choice", argv, prog, __doc__)
+
+
+if __name__ == "__main__":
+    with user_errors():
+        main()

@@ -1,0 +1,122 @@
+"""Runs on published forms of rows: groups of answers in classification, label words in text to text."""
+
+import json
+import random
+import re
+
+import pytest
+import seq2seq_toys
+import torch
+from toydata import WORDS, command, flags, make_tokenizer, write_jsonl
+
+from engine.testing import run as on_ranks
+from modelcenter.cli import run as cli
+from modelcenter.training.metrics import Generation
+from scripts.finetune_classification import main as classify
+from scripts.finetune_lm import main as continue_texts
+from scripts.finetune_seq2seq import main as write_texts
+
+
+def passages(count: int, seed: int) -> list[dict]:
+    """Rows as MultiRC's files have them: an answer with a good word is right."""
+    rng = random.Random(seed)
+
+    def answer() -> dict:
+        kind = rng.choice(["good", "bad"])
+        return {"text": rng.choice(WORDS[kind]), "label": int(kind == "good")}
+
+    def question(i: int) -> dict:
+        return {"idx": i, "question": "it was", "answers": [answer() for _ in range(rng.randint(1, 3))]}
+
+    texts = [" ".join(rng.choices(WORDS["both"], k=4)) for _ in range(count)]
+    return [{"idx": n, "passage": {"text": t, "questions": [question(0), question(1)]}} for n, t in enumerate(texts)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path / "cache"))
+    for name, count, seed in (("train", 6, 1), ("val", 5, 2)):
+        write_jsonl(tmp_path / "data" / f"{name}.jsonl", passages(count, seed))
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    return tmp_path
+
+
+def read(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_questions_with_all_answers_right(folder, ranks):
+    from transformers import BertForSequenceClassification
+
+    classify(command(flags(folder, form="multirc", epochs=2)))
+    logged = [row for row in read(folder / "run" / "metrics.jsonl") if "eval_loss" in row][-1]
+    model = BertForSequenceClassification.from_pretrained(str(folder / "run" / "model")).eval()
+    assert model.config.id2label == {0: "no", 1: "yes"}
+    right, hit, said, true = {}, 0, 0, 0
+    for row in passages(5, 2):
+        for asked in row["passage"]["questions"]:
+            for answer in asked["answers"]:
+                texts = row["passage"]["text"], f"{asked['question']} {answer['text']}"
+                with torch.no_grad():
+                    guess = int(model(**make_tokenizer()(*texts, return_tensors="pt")).logits.argmax())
+                key = row["idx"], asked["idx"]
+                right[key] = right.get(key, True) and guess == answer["label"]
+                hit, said, true = hit + guess * answer["label"], said + guess, true + answer["label"]
+    expected = {"f1": 2 * hit / (said + true), "exact_match": sum(right.values()) / len(right)}
+    assert len(right) == 10 and true
+    assert {name: logged[f"eval_{name}"] for name in expected} == pytest.approx(expected)
+
+    # Answers of a question lie in several batches, on several ranks.
+    values = ["evaluate", str(folder / "run"), str(folder / "data"), "--batch_size", "2"]
+    if ranks == 1:
+        cli([*values, "--output", str(folder / "two.json")])
+    else:
+        on_ranks(lambda: cli([*values, "--output", str(folder / "two.json")]), ranks, timeout=90)
+    (two,) = read(folder / "two.json")
+    assert {name: two[name] for name in expected} == pytest.approx(expected)
+    cli(["predict", str(folder / "run"), str(folder / "data"), "--output", str(folder / "out.jsonl")])
+    assert len(read(folder / "out.jsonl")) == two["rows"] > 10
+    with pytest.raises(ValueError, match=r"val.jsonl, line 1: the row is not of the form wic: it has no 'start1'"):
+        cli([*values, "--form", "wic"])
+    with pytest.raises(ValueError, match="label_column: which column of .* is the label"):
+        cli([*values, "--form", "raw"])
+
+
+def test_words_for_labels(folder):
+    tokenizer = seq2seq_toys.make_tokenizer()
+    tokenizer.add_tokens(["yes", "no", "multirc", "question:", "answer:", "paragraph:", *sum(WORDS.values(), [])])
+    tokenizer.save_pretrained(folder / "tokenizer")
+    own = {"form": "multirc", "prefix": "", "max_new_tokens": 3, "epochs": 8}
+    write_texts(command(seq2seq_toys.flags(folder, **own)))
+    logged = [row for row in read(folder / "run" / "metrics.jsonl") if "eval_loss" in row][-1]
+    cli(["predict", str(folder / "run"), str(folder / "data"), "--output", str(folder / "out.jsonl")])
+    said = read(folder / "out.jsonl")
+    assert said[0]["source"].startswith("multirc question: it was answer: ")
+    rows = [(f"{p['idx']}-{q['idx']}", "no yes".split()[a["label"]])
+            for p in passages(5, 2) for q in p["passage"]["questions"] for a in q["answers"]]  # fmt: skip
+    hits = [row["prediction"] == truth for row, (_, truth) in zip(said, rows, strict=True)]
+    wrong = {group for hit, (group, _) in zip(hits, rows, strict=True) if not hit}
+    assert logged["eval_accuracy"] == pytest.approx(sum(hits) / len(hits)) and sum(hits)
+    assert logged["eval_exact_match"] == pytest.approx(1 - len(wrong) / 10)
+
+
+def test_scores_of_words():
+    """Two words as classification has them, a text that is no label's, and more words than two."""
+    words = Generation(["accuracy"])
+    words.update(["yes", "no", "maybe", "yes", "no"], ["yes", "yes", "yes", "no", "no"], ["a", "a", "b", "c", "d"])
+    # Of yes: one of two that were said is right, of three that are true.
+    assert words.result() == pytest.approx({"accuracy": 0.4, "f1": 2 / 5, "exact_match": 0.25})
+    more = Generation(["accuracy"])
+    more.update(["a", "b", "c", "x"], ["a", "c", "c", "b"])
+    assert more.result() == pytest.approx({"accuracy": 0.5, "f1": (1 + 0 + 2 / 3) / 3}) and more.main == "accuracy"
+
+
+@pytest.mark.full
+def test_prompts_of_a_decoder(folder, capsys):
+    tokenizer = seq2seq_toys.make_tokenizer(ends=False)
+    tokenizer.add_tokens(["yes", "no"])
+    tokenizer.save_pretrained(folder / "tokenizer")
+    own = {"model": "tiny/gpt2", "form": "multirc", "dry_run": True, "model_config": {"num_layers": 1}}
+    continue_texts(command(flags(folder, **own, max_length=64, template="plain")))
+    assert re.search(r"⟦\s*(yes|no)\W", capsys.readouterr().out)

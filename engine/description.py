@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.init import clean_name
+from engine.memory import readable
 from engine.parallel.shard import _groups, policy_of, reshard, zero_level
 from engine.parallel.stages import stages_of
 from engine.torch_compat import local_tensor
@@ -70,7 +71,13 @@ class Description:
         rows = [("unit", "tensors", "parameters", "trainable", "on this rank", "gathers", "dtype", "placement")]
         for u in self.units:
             placement = ", ".join(sorted(u.placements))
-            cells = (f"{u.tensors}", f"{u.elements:,}", f"{u.trainable:,}", size(u.on_rank), f"{self.gathers[u.name]}")
+            cells = (
+                f"{u.tensors}",
+                f"{u.elements:,}",
+                f"{u.trainable:,}",
+                readable(u.on_rank),
+                f"{self.gathers[u.name]}",
+            )
             rows.append((u.name, *cells, ", ".join(sorted(u.dtypes)), placement))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         align = (str.ljust, *[str.rjust] * 5, str.ljust, str.ljust)
@@ -82,10 +89,10 @@ class Description:
             [
                 self.title,
                 *(line.rstrip() for line in table),
-                f"this rank keeps {size(parameters)} of parameters, {size(gradients)} of gradients after backward, "
-                f"{size(optimizer)} of AdamOptimizer's state",
-                f"a step of one microbatch: all-gather {size(self.all_gather)}, reduce-scatter "
-                f"{size(self.reduce_scatter)}, all-reduce {size(self.all_reduce)} in and out of each rank",
+                f"this rank keeps {readable(parameters)} of parameters, {readable(gradients)} of gradients after "
+                f"backward, {readable(optimizer)} of AdamOptimizer's state",
+                f"a step of one microbatch: all-gather {readable(self.all_gather)}, reduce-scatter "
+                f"{readable(self.reduce_scatter)}, all-reduce {readable(self.all_reduce)} in and out of each rank",
             ]
         )
 
@@ -170,12 +177,3 @@ def _add(unit: Unit, parameter: torch.Tensor, compute: torch.dtype | None, wire:
         unit.reduced += (shards - 1) * part * sent
         # A ring: each rank sends its part on for the sum and again for the result.
         unit.copied += 2 * (copies - 1) * part * sent // copies
-
-
-def size(count: float) -> str:
-    """A number of bytes as people write it, in steps of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"

@@ -1,4 +1,4 @@
-"""Host memory: the C allocator's habits."""
+"""Memory: the C allocator's habits, and how a number of bytes is written."""
 
 import ctypes
 import platform
@@ -16,3 +16,12 @@ def keep_freed_memory() -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     trim_threshold, mmap_max = -1, -4  # from malloc.h
     return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))
+
+
+def readable(count: float) -> str:
+    """A number of bytes in decimal units, as disks, the Hub and file listings give them: "1.23 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

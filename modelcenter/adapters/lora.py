@@ -29,6 +29,7 @@ from modelcenter.adapters.state import (
     trained_whole,
 )
 from modelcenter.convert.rules import Layout
+from modelcenter.hub.download import HubOptions
 from modelcenter.models.base import Model
 from modelcenter.registry import nearest
 
@@ -172,18 +173,19 @@ def add_lora(
     return _put_in(lora, model, seed, () if report is None else report.initialised)
 
 
-def load_lora(path: Any, model: Model | None = None, *, quantize: str | None = None) -> Any:
+def load_lora(path: Any, model: Model | None = None, *, quantize: str | None = None, **hub: Any) -> Any:
     """A saved LoRA in peft's format, trained on our model or on transformers'.
 
     Args:
-        path: its directory.
+        path: its directory, or a Hub id.
         model: the plain model to put it into, which is returned. None: a Lora to pass to from_pretrained(adapter=...).
         quantize: as Lora's.
+        hub: revision, token, cache_dir, local_files_only: as from_pretrained's.
 
     Raises:
-        ValueError: a file is missing or malformed, or the adapter does not fit the model.
+        ValueError: a file is missing or malformed, or the adapter does not fit the model; the Hub refuses.
     """
-    saved = open_adapter(path)
+    saved = open_adapter(path, options=HubOptions(**hub))
     config = saved.config
     lora = Lora(
         max(1, int(config["r"])),

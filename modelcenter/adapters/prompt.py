@@ -24,6 +24,7 @@ from modelcenter.adapters.state import (
     take_over,
     trained_whole,
 )
+from modelcenter.hub.download import HubOptions
 from modelcenter.models.base import Model
 
 
@@ -103,17 +104,18 @@ class PromptTuning:
             init_parameters_(model, seed, adapter_parameters(model))
 
 
-def load_prompt(path: Any, model: Model | None = None) -> Any:
+def load_prompt(path: Any, model: Model | None = None, **hub: Any) -> Any:
     """A saved prompt in peft's format.
 
     Args:
-        path: its directory. model: the plain model to put it into, which is returned; None: a PromptTuning for
-            from_pretrained(adapter=...).
+        path: its directory, or a Hub id. model: the plain model to put it into, which is returned; None: a
+            PromptTuning for from_pretrained(adapter=...).
+        hub: revision, token, cache_dir, local_files_only: as from_pretrained's.
 
     Raises:
-        ValueError: a file is missing or malformed, or does not fit the model.
+        ValueError: a file is missing or malformed, or does not fit the model; the Hub refuses.
     """
-    saved = open_adapter(path, "PROMPT_TUNING")
+    saved = open_adapter(path, "PROMPT_TUNING", HubOptions(**hub))
     prompt = saved.tensors.get("prompt_embeddings")
     if prompt is None or prompt.dim() != 2:
         raise ValueError(f"adapter {path}: it holds no prompt_embeddings")

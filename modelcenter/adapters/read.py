@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ from modelcenter.adapters.state import NAME, layout_of
 from modelcenter.convert.match import to_key
 from modelcenter.convert.pieces import HUB, NATIVE, view
 from modelcenter.convert.rules import Layout
+from modelcenter.hub.download import HubOptions, download_file, is_offline
+from modelcenter.hub.names import ADAPTER_CONFIG_FILE
 from modelcenter.hub.readers import open_checkpoint
+from modelcenter.hub.resolve import is_hub_id
 from modelcenter.models.base import Model
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = ADAPTER_CONFIG_FILE, "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 # Parts of peft's config whose effect we do not reproduce; a file that uses one is refused.
 UNKNOWN_PARTS = (
@@ -166,16 +169,20 @@ class AdapterFile:
                 write_(parameter, value)
 
 
-def open_adapter(path: Any, kind: str = "LORA") -> AdapterFile:
-    """Read an adapter's directory.
+def open_adapter(path: Any, kind: str = "LORA", options: HubOptions | None = None) -> AdapterFile:
+    """Read an adapter's directory, or one of the Hub.
 
     Raises:
-        ValueError: it is not there, incomplete, malformed or of another kind.
+        ValueError: it is not there, incomplete, malformed or of another kind; as hub.download.
     """
     directory = Path(path).expanduser()
+    if is_hub_id(str(path)):
+        directory = _download(str(path), options or HubOptions())
     config_path = directory / CONFIG_FILE
     if not config_path.is_file():
-        raise ValueError(f"adapter {directory}: expected a directory with {CONFIG_FILE} and {WEIGHTS_FILE}")
+        raise ValueError(
+            f"adapter {directory}: expected a directory with {CONFIG_FILE} and {WEIGHTS_FILE}, or a Hub repository"
+        )
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
         found = config["peft_type"]
@@ -183,9 +190,21 @@ def open_adapter(path: Any, kind: str = "LORA") -> AdapterFile:
         raise ValueError(f"{config_path} is not a config of peft: {error!r}") from None
     if found != kind:
         raise ValueError(f"{config_path}: peft_type is {found!r}, expected {kind!r}")
-    weights = next((w for w in (directory / WEIGHTS_FILE, directory / "adapter_model.bin") if w.is_file()), None)
+    weights = next((w for w in (directory / WEIGHTS_FILE, directory / PICKLE_FILE) if w.is_file()), None)
     if weights is None:
         raise ValueError(f"adapter {directory}: {WEIGHTS_FILE} is missing")
     with open_checkpoint(weights) as source:
         tensors = {name: source.read(name) for name in source.tensors}
     return AdapterFile(directory, config, tensors)
+
+
+def _download(repo: str, options: HubOptions) -> Path:
+    """Where in the cache the two files of an adapter lie, both of one commit."""
+    config = download_file(repo, CONFIG_FILE, options)
+    where = "in the cache (offline)" if is_offline(options) else "in the repository"
+    if config is None:
+        raise ValueError(f"adapter {repo}: no {CONFIG_FILE} {where}, so it is no adapter of peft")
+    options = replace(options, revision=config.parent.name)
+    if all(download_file(repo, name, options) is None for name in (WEIGHTS_FILE, PICKLE_FILE)):
+        raise ValueError(f"adapter {repo}: no {WEIGHTS_FILE} {where}")
+    return config.parent

@@ -11,7 +11,7 @@ exact and cheap: they work dimension by dimension and never look at elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -116,6 +116,21 @@ def _take(piece: Piece, k: int, start: int, stop: int) -> Piece:
         offsets[side][axis.dims[side]] += start * axis.strides[side]
     axes = tuple(replace(a, size=stop - start) if j == k else a for j, a in enumerate(piece.axes))
     return Piece(piece.names, axes, (tuple(offsets[HUB]), tuple(offsets[NATIVE])))
+
+
+def split(piece: Piece, side: int) -> Iterator[Piece]:
+    """Pieces that make up `piece`, each of which fills its bounding box on one side."""
+    if piece.numel == box_numel(bounds(piece, side)):
+        yield piece
+        return
+    extents = [high - low for low, high in bounds(piece, side)]
+    for dim, extent in enumerate(extents):
+        inside = [k for k, axis in enumerate(piece.axes) if axis.dims[side] == dim and axis.size > 1]
+        if inside and prod(piece.axes[k].size for k in inside) < extent:
+            widest = max(inside, key=lambda k: piece.axes[k].strides[side])
+            for index in range(piece.axes[widest].size):
+                yield from split(_take(piece, widest, index, index + 1), side)
+            return
 
 
 def view(tensor: torch.Tensor, piece: Piece, side: int, origin: Sequence[int] | None = None) -> torch.Tensor:

@@ -72,9 +72,8 @@ def fill_targets(layout: Layout, match: Match, source: Source, targets: Iterable
         box = tuple((start, start + size) for start, size in zip(offsets, local.shape, strict=True))
         by_name.setdefault(name, []).append((box, local))
     for name, boxes in layout.pads.items():
-        for pad in boxes:
-            for box, local in by_name.get(name, ()):
-                _zero(local, box, pad)
+        for box, local in by_name.get(name, ()):
+            zero_pads(local, box, boxes)
     jobs = [(name, key, False) for key, name in match.found.items()]
     jobs.sort(key=lambda job: source.position(job[0]))
     jobs += [(name, key, True) for name, key in match.compare]  # once what they repeat is there
@@ -91,10 +90,12 @@ def fill_targets(layout: Layout, match: Match, source: Source, targets: Iterable
             _load(source, name, parts)
 
 
-def _zero(local: torch.Tensor, box: Box, pad: Box) -> None:
-    both = [(max(a, c) - a, min(b, d) - a) for (a, b), (c, d) in zip(box, pad, strict=True)]
-    if all(low < high for low, high in both):
-        local[tuple(slice(low, high) for low, high in both)] = 0
+def zero_pads(local: torch.Tensor, box: Box, pads: Iterable[Box]) -> None:
+    """Set to zero what lies in `pads` of a slice that is `box` of its tensor."""
+    for pad in pads:
+        both = [(max(a, c) - a, min(b, d) - a) for (a, b), (c, d) in zip(box, pad, strict=True)]
+        if all(low < high for low, high in both):
+            local[tuple(slice(low, high) for low, high in both)] = 0
 
 
 def _load(source: Source, name: str, parts: list[_Part]) -> None:
@@ -187,8 +188,7 @@ def fill_box(
         names: name on the other side -> name in the source.
         pads: boxes of the tensor that nothing fills; they become zero.
     """
-    for pad in pads:
-        _zero(out, box, pad)
+    zero_pads(out, box, pads)
     by_name: dict[str, list[_Part]] = {}
     for piece in pieces:
         for part in restrict(piece, side, box):
@@ -211,19 +211,37 @@ def read_into(source: Source, name: str, offsets: Sequence[int], local: torch.Te
         local[place].copy_(source.read(name, part))
 
 
+class Space:
+    """Memory for one box after the other, so that pages are not fetched anew for each."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of the shape of `box`, in the memory of the one before."""
+        size = box_numel(box) * dtype.itemsize
+        if size > len(self._bytes):
+            self._bytes = torch.empty(max(size, 2**20), dtype=torch.uint8)
+        return self._bytes[:size].view(dtype).view([high - low for low, high in box])
+
+
 _TILE = 256  # rows and columns that are transposed at once, so that both sides of it stay in the cache
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_values(target: torch.Tensor, values: torch.Tensor) -> None:
-    """`target.copy_(values)`; a transpose into a part of a tensor goes by tiles, which is three times faster."""
-    turned = target.dim() == 2 and target.stride(1) == values.stride(0) == 1
-    if not turned or target.is_contiguous() or target.device != values.device or min(target.shape) < _TILE:
+    """`target.copy_(values)`; a transpose goes by tiles and through numpy, which is up to seven times faster."""
+    turned = target.dim() == 2 and target.stride(1) == values.stride(0) == 1 and values.stride(1) > 1
+    same = target.dtype == values.dtype and target.device.type == values.device.type == "cpu"
+    if not (turned and same) or target.dtype.itemsize not in _WORDS:
         target.copy_(values)
         return
+    words = _WORDS[target.dtype.itemsize]
+    into, of = target.detach().view(words).numpy(), values.detach().view(words).numpy()
     for rows in range(0, target.shape[0], _TILE):
         for columns in range(0, target.shape[1], _TILE):
             at = (slice(rows, rows + _TILE), slice(columns, columns + _TILE))
-            target[at].copy_(values[at])
+            into[at] = of[at]
 
 
 def export_tensor(layout: Layout, key: str, natives: Mapping[str, torch.Tensor]) -> torch.Tensor:

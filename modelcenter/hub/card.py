@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.memory import readable
 from modelcenter.hub.names import CARD_FILE, CURVES_FILE
 from modelcenter.hub.push import without_tokens
 
@@ -168,7 +169,7 @@ def _run_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             "" if not summary.get("tokens_per_second") else f"{summary['tokens_per_second']:,.0f} tokens a second",
         ),
         ("training time", "" if not summary.get("seconds") else f"{summary['seconds']:,.0f} s"),
-        ("peak memory", ", ".join(f"{k.removesuffix('_bytes')} {v / 1e9:.2f} GB" for k, v in peak.items())),
+        ("peak memory", ", ".join(f"{k.removesuffix('_bytes')} {readable(v)}" for k, v in peak.items())),
         ("hardware", device),
         ("versions", ", ".join(f"{name} {version}" for name, version in (summary.get("versions") or {}).items())),
         ("finished", str(summary.get("finished_at") or "")),

@@ -30,6 +30,7 @@ from modelcenter.hub.opened import SIDES, Opened, Request, find_step, open_any
 from modelcenter.hub.readers import find_weights, open_checkpoint
 from modelcenter.hub.stored import StoredSource
 from modelcenter.hub.targets import (
+    Filler,
     Job,
     Unit,
     hash_tensor,
@@ -37,7 +38,6 @@ from modelcenter.hub.targets import (
     plan_hub,
     units_of,
     write_hub_index,
-    write_unit,
 )
 from modelcenter.hub.workers import Progress, Report, can_fork, flushing, make_lock, run_all
 from modelcenter.hub.writer import (
@@ -193,7 +193,7 @@ class _Run:
         written = self._continued(scratch)
         self.done.continued = len(written)
         self._compare_repeats()
-        opened, side, lock = self.opened, self.side, make_lock()
+        filler = Filler(self.opened, self.side, scratch, make_lock())
 
         def write(unit: Unit, report: Report) -> tuple[dict[str, str], str | None]:
             made: dict[str, str] = {}
@@ -203,7 +203,7 @@ class _Run:
                     made[name] = found
                     journal.write(json.dumps([name, found]) + "\n")
 
-                return made, write_unit(opened, side, unit, scratch, report, wrote, lock)
+                return made, filler.write(unit, report, wrote)
 
         units, hashes = units_of(self.plan, written), {}
         with flushing([scratch / name for name in self.plan.sizes]):

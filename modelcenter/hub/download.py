@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelcenter.hub.names import CONFIG_FILE, WEIGHT_FILES
+from modelcenter.hub.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, WEIGHT_FILES
 from modelcenter.registry import nearest, preset_names
 
 
@@ -37,7 +37,7 @@ def download_file(repo: str, name: str, options: HubOptions) -> Path | None:
     cached = _in_cache(repo, name, options)
     with explained(repo, options, name):
         try:
-            if name == CONFIG_FILE and cached is None and not is_offline(options):
+            if name in (CONFIG_FILE, ADAPTER_CONFIG_FILE) and cached is None and not is_offline(options):
                 # hf_hub_download retries for half a minute before it says that there is no network or no such name.
                 get_hf_file_metadata(hf_hub_url(repo, name, revision=options.revision), token=options.token)
             path = hf_hub_download(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.memory import readable
 from modelcenter.hub.download import (
     HubOptions,
     download_config,
@@ -129,12 +130,3 @@ def as_json(fetched: Fetched) -> Mapping[str, Any]:
         "bytes": sum(fetched.files.values()),
         "files": fetched.files,
     }
-
-
-def readable(count: float) -> str:
-    """Bytes in decimal units, as the Hub shows them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -8,8 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from engine.memory import readable
 from modelcenter.hub.download import HubOptions, download_config, is_offline
-from modelcenter.hub.fetch import readable
 from modelcenter.hub.names import CONFIG_FILE, MANIFEST_FILE, WEIGHT_FILES
 from modelcenter.hub.resolve import local_directory, read_json, repo_of
 from modelcenter.hub.sizes import (

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.memory import readable
 from modelcenter.convert.match import match_names
 from modelcenter.convert.rules import compile_layout
-from modelcenter.hub.fetch import readable
 from modelcenter.hub.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, WEIGHT_FILES
 from modelcenter.registry import ARCHITECTURES
 

@@ -86,6 +86,11 @@ def _named(name: str) -> dict[str, Any] | None:
     return None if entry.get("hub") == name else entry
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a name may be one of the Hub: nothing local has it, and it is not written as a path."""
+    return not Path(name).exists() and not name.startswith((".", "/", "~")) and name.count("/") <= 1
+
+
 def local_directory(name: str) -> Path | None:
     """The checkpoint directory that `name` is, if it is one.
 
@@ -106,7 +111,7 @@ def local_directory(name: str) -> Path | None:
             f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights, or a weight file "
             f"({', '.join(WEIGHT_SUFFIXES)})"
         )
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if not is_hub_id(name):
         beside = [str(path.parent / p.name) for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(f"no such directory: {path}.{nearest(str(path), beside)}")
     return None

@@ -1,5 +1,6 @@
 """Save a model as a Hugging Face directory or a distributed checkpoint, and push it to the Hub."""
 
+import logging
 import shutil
 import tempfile
 from collections import deque
@@ -18,6 +19,7 @@ from modelcenter.hub.card import make_card
 from modelcenter.hub.load import parse_dtype
 from modelcenter.hub.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES
 from modelcenter.hub.push import upload
+from modelcenter.hub.slices import SlicedFiles
 from modelcenter.hub.writer import (
     Entry,
     SafetensorsWriter,
@@ -28,6 +30,8 @@ from modelcenter.hub.writer import (
     write_json,
 )
 from modelcenter.registry import get, shipped_file
+
+log = logging.getLogger("modelcenter")
 
 FORMATS = ("hf", "distributed")
 
@@ -76,11 +80,10 @@ def save_pretrained(
                     card = (Path(path) / CARD_FILE).read_text(encoding="utf-8")
                 if format == "hf":
                     write_texts(model, directory, export.dtype, tokenizer, card)
-        if format == "hf":
-            with together(doing):
-                export.write(directory) if first else export.take_part()
-            return
         directory = _from_first(directory)
+        if format == "hf":
+            export.write(directory, doing)
+            return
         inner = directory / "checkpoint"
         save_model(inner, model, lambda place: write_texts(model, place, export.dtype, tokenizer, card))
         if first:
@@ -134,6 +137,14 @@ def _from_first(value: Any) -> Any:
     return box[0]
 
 
+def _from_all(value: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    found = [value] * engine.world_size()
+    if engine.world_size() > 1:
+        torch.distributed.all_gather_object(found, value)
+    return found
+
+
 class _Export:
     """A model as the hub tensors it consists of, in the order of the files to write. Every rank makes the same."""
 
@@ -159,6 +170,29 @@ class _Export:
             entries.append((name, dtype or held, layout.shapes[key]))
         self.files = plan_files(entries, max_bytes)
 
+    def write(self, directory: Path, doing: str) -> None:
+        """Write the files; collective. Each rank writes its slices, unless some do not see the directory of rank 0."""
+        first = engine.rank() == 0
+        sliced = SlicedFiles(directory, self.files, self.layout, self.key_of)
+        with together(doing):
+            if first:
+                sliced.make()
+        if not all(_from_all(sliced.seen())):
+            log.info("%s is on no file system that all ranks share: rank 0 gathers and writes the model", directory)
+            with together(doing):
+                self._write_gathered(directory) if first else deque(self._gathered(), maxlen=0)
+        else:
+            with together(doing):
+                try:
+                    done = sliced.write(self.model)
+                except OSError as error:
+                    why = error.strerror or error
+                    raise ValueError(f"{doing} failed: {why}; nothing was changed there") from error
+            assert sum(_from_all(done)) == sliced.numel, "some element is written by no rank or by two"
+        with together(doing):
+            if first and len(self.files) > 1:
+                write_index(directory, self.files)
+
     @torch.no_grad()
     def _gathered(self) -> Iterator[dict[str, torch.Tensor]]:
         """For each tensor to write, the whole parameters it consists of, on the CPU; collective."""
@@ -170,22 +204,16 @@ class _Export:
                 yield held
 
     @torch.no_grad()
-    def write(self, directory: Path) -> None:
-        """Write the files, on rank 0, while the other ranks `take_part`."""
+    def _write_gathered(self, directory: Path) -> None:
+        """Write the files on rank 0, while the other ranks take part in the gathering."""
         gathered = self._gathered()
         try:
             for file in self.files:
                 with SafetensorsWriter(directory / file.name, file.entries) as writer:
                     for name, dtype, _ in file.entries:
                         writer.write(export_tensor(self.layout, self.key_of[name], next(gathered)).to(dtype))
-            if len(self.files) > 1:
-                write_index(directory, self.files)
         finally:
-            if engine.world_size() > 1:  # after a failure too: the other ranks wait for this one
-                deque(gathered, maxlen=0)
-
-    def take_part(self) -> None:
-        deque(self._gathered(), maxlen=0)
+            deque(gathered, maxlen=0)  # after a failure too: the other ranks wait for this one
 
     def _whole(self, name: str) -> torch.Tensor:
         full = whole_tensor(self.model, self.held, name)

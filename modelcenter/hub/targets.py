@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,18 +16,17 @@ from typing import Any
 
 import torch
 
-from modelcenter.convert.pieces import HUB, NATIVE, Axis, Box, Piece, box_numel, whole
-from modelcenter.convert.stream import chunks, fill_box
+from modelcenter.convert.pieces import HUB, NATIVE, Box, box_numel, whole
+from modelcenter.convert.stream import chunks
 from modelcenter.hub.blobs import frame
+from modelcenter.hub.blocks import Blocks, read_blocks
 from modelcenter.hub.opened import Opened
 from modelcenter.hub.readers import as_bytes
 from modelcenter.hub.stored import MODEL, StoredInfo, write_metadata
 from modelcenter.hub.workers import Report
-from modelcenter.hub.writer import Entry, FilePlan, file_head, plan_files, write_index
+from modelcenter.hub.writer import Entry, FilePlan, file_head, make_file, plan_files, write_at, write_index
 
 _PART_BYTES = 256 * 2**20  # of a tensor in a distributed checkpoint; torch reads a part whole
-_ROWS_BYTES = 8 * 2**20  # most that is held of others: what is read is hashed and written while it is in the cache
-_TURNED_BYTES = 128 * 2**20  # most that is held of a tensor whose elements change their order
 _SHARDS_BYTES = 512 * 2**20  # of one file of a distributed checkpoint, the work of one process at a time
 
 
@@ -80,21 +79,9 @@ class Plan:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_file() and path.stat().st_size == size:
                 continue
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-            try:
-                if size:
-                    os.posix_fallocate(handle, 0, size)
-                write_at(handle, memoryview(self.heads.get(name, b"")), 0)
-            finally:
-                os.close(handle)
+            make_file(path, size, self.heads.get(name, b""))
         if self.side == NATIVE:
             write_metadata(directory / MODEL, {job.name: _stored(job) for job in self.jobs})
-
-
-def write_at(handle: int, data: memoryview, start: int) -> None:
-    while len(data):
-        count = os.pwrite(handle, data, start)
-        data, start = data[count:], start + count
 
 
 def target_dtype(opened: Opened, side: int, key: str, wanted: torch.dtype | None) -> torch.dtype:
@@ -168,32 +155,6 @@ def _stored(job: Job) -> StoredInfo:
 # -- filling ---------------------------------------------------------------------------------------------------------
 
 
-def keeps_order(piece: Piece) -> bool:
-    """Whether a piece steps through both sides in the same order, so that rows stay rows."""
-
-    def order(side: int) -> list[Axis]:
-        return sorted((a for a in piece.axes if a.size > 1), key=lambda a: (a.dims[side], -a.strides[side]))
-
-    return order(HUB) == order(NATIVE)
-
-
-def boxes_of(opened: Opened, side: int, key: str, box: Box, dtype: torch.dtype) -> Iterator[Box]:
-    """Boxes that make up `box`, in row-major order, each as large as may be held at once."""
-    turned = side != opened.side and not all(keeps_order(piece) for piece in opened.pieces(side, key))
-    yield from chunks(box, (_TURNED_BYTES if turned else _ROWS_BYTES) // dtype.itemsize)
-
-
-def read_box(opened: Opened, side: int, key: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
-    """A box of a tensor of either side, from what the checkpoint holds; contiguous, on the CPU."""
-    if side == opened.side:
-        values = opened.source.read(opened.names[key], box)
-        return values if values.dtype == dtype else values.to(dtype)
-    out = torch.empty([high - low for low, high in box], dtype=dtype)
-    pads = opened.layout.pads.get(key, ()) if side == NATIVE else ()
-    fill_box(opened.pieces(side, key), side, box, out, opened.source, opened.names, pads)
-    return out
-
-
 @dataclass(frozen=True)
 class Unit:
     """Tensors that one process writes one after the other.
@@ -225,58 +186,59 @@ def units_of(plan: Plan, written: Collection[str]) -> list[Unit]:
     return sorted(units, key=lambda unit: -unit.nbytes)
 
 
-def write_unit(
-    opened: Opened, side: int, unit: Unit, directory: Path, report: Report, wrote: Wrote, lock: Any
-) -> str | None:
-    """Write tensors; `wrote` is told the sha256 of the elements of each. Returns the sha256 of the file.
+class Filler:
+    """Writes the tensors of a target, in one of the processes that do.
 
     Args:
         lock: held while a file is written that others write too.
     """
-    lock = lock if unit.file is None else contextlib.nullcontext()
-    whole_file = hashlib.sha256() if unit.file is not None else None
-    for job in unit.jobs:
-        wrote(job.name, _write_job(opened, side, job, directory, report, whole_file, lock))
-    return whole_file.hexdigest() if whole_file is not None else None
 
+    def __init__(self, opened: Opened, side: int, directory: Path, lock: Any):
+        self._blocks, self._side, self._directory, self._lock = Blocks(opened), side, directory, lock
 
-def _write_job(opened: Opened, side: int, job: Job, directory: Path, report: Report, whole_file: Any, lock: Any) -> str:
-    digest = hashlib.sha256()
-    handle = os.open(directory / job.file, os.O_WRONLY)
+    def write(self, unit: Unit, report: Report, wrote: Wrote) -> str | None:
+        """Write the tensors of a unit; `wrote` is told the sha256 of the elements of each. Returns that of the file."""
+        whole_file = hashlib.sha256() if unit.file is not None else None
+        for job in unit.jobs:
+            wrote(job.name, self._write(job, report, whole_file))
+        return whole_file.hexdigest() if whole_file is not None else None
 
-    def put(data: memoryview, at: int) -> int:
-        with lock:
-            write_at(handle, data, at)
-        if whole_file is not None:
-            whole_file.update(data)
-        return at + len(data)
+    def _write(self, job: Job, report: Report, whole_file: Any) -> str:
+        digest = hashlib.sha256()
+        lock = self._lock if whole_file is None else contextlib.nullcontext()
+        handle = os.open(self._directory / job.file, os.O_WRONLY)
 
-    try:
-        for segment in job.segments:
-            at, crc, shape = segment.start, 0, tuple(high - low for low, high in segment.box)
-            if job.framed:
-                before, _ = frame(job.dtype, shape)
-                put(memoryview(before), at - len(before))
-            for box in boxes_of(opened, side, job.key, segment.box, job.dtype):
-                data = as_bytes(read_box(opened, side, job.key, box, job.dtype))
-                digest.update(data)
-                at = put(data, at)
+        def put(data: memoryview, at: int) -> int:
+            if whole_file is not None:
+                whole_file.update(data)
+            with lock:
+                write_at(handle, data, at)
+            return at + len(data)
+
+        try:
+            for segment in job.segments:
+                at, crc, shape = segment.start, 0, tuple(high - low for low, high in segment.box)
                 if job.framed:
-                    crc = zlib.crc32(data, crc)
-                report(len(data))
-            if job.framed:
-                put(memoryview(frame(job.dtype, shape, crc)[1]), at)
-    finally:
-        os.close(handle)
-    return digest.hexdigest()
+                    before, _ = frame(job.dtype, shape)
+                    put(memoryview(before), at - len(before))
+                for _, values in self._blocks.of(self._side, job.key, segment.box, job.dtype):
+                    data = as_bytes(values)
+                    digest.update(data)
+                    if job.framed:
+                        crc = zlib.crc32(data, crc)
+                    at = put(data, at)
+                    report(len(data))
+                if job.framed:
+                    put(memoryview(frame(job.dtype, shape, crc)[1]), at)
+        finally:
+            os.close(handle)
+        return digest.hexdigest()
 
 
 def hash_tensor(source: Any, name: str, report: Report) -> str:
     """The sha256 of a tensor's elements in row-major order, as a reader of the files finds them."""
     digest = hashlib.sha256()
-    info = source.tensors[name]
-    for box in chunks(whole(info.shape), _ROWS_BYTES // info.dtype.itemsize):
-        data = as_bytes(source.read(name, box))
-        digest.update(data)
-        report(len(data))
+    for values in read_blocks(source, name):
+        digest.update(as_bytes(values))
+        report(values.nbytes)
     return digest.hexdigest()

@@ -19,6 +19,8 @@ def _parser(verb: str, about: str) -> argparse.ArgumentParser:
 def _where_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="NAME|FILE", help="config.json to take in place of the checkpoint's")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
+    parser.add_argument("--token", help="for private repositories (default: HF_TOKEN, or that of `hf auth login`)")
+    parser.add_argument("--cache_dir", metavar="DIR", help="of downloads (default: huggingface_hub's cache)")
     parser.add_argument("--local_files_only", action="store_true", help="take Hub models from the cache only")
 
 
@@ -41,7 +43,7 @@ def _request(args: argparse.Namespace) -> Any:
     from modelcenter.hub.download import HubOptions
     from modelcenter.hub.opened import Request
 
-    options = HubOptions(args.revision, None, None, args.local_files_only)
+    options = HubOptions(args.revision, args.token, args.cache_dir, args.local_files_only)
     return Request(args.config, getattr(args, "prefix", ""), tuple(getattr(args, "ignore", ())), options)
 
 

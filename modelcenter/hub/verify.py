@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from modelcenter.convert.pieces import HUB, whole
+from modelcenter.hub.blocks import Blocks
 from modelcenter.hub.opened import Opened, Request, open_any
 from modelcenter.hub.readers import as_bytes
-from modelcenter.hub.targets import boxes_of, read_box
 from modelcenter.hub.workers import Progress
 
 
@@ -72,11 +72,12 @@ def verify(first: Any, second: Any, *, request: Request | None = None, progress:
         result.only_second = [b.layout.written[key] for key in b.keys() if key not in set(ours)]
         both = [key for key in ours if key in theirs]
         bar = Progress("comparing", sum(_bytes(a, key) for key in both), progress)
+        readers = Blocks(a), Blocks(b)
         for key in both:
             names = tuple(" + ".join(o.stored_as(HUB, key)) for o in (a, b))
             if names[0] != names[1]:
                 result.renamed.append((names[0], names[1]))
-            why = _difference(a, b, key, bar)
+            why = _difference(a, b, key, bar, readers)
             if why:
                 result.different[a.layout.written[key]] = why
             else:
@@ -100,7 +101,7 @@ def _bytes(opened: Opened, key: str) -> int:
     return prod(opened.layout.shapes[key]) * dtype.itemsize
 
 
-def _difference(a: Opened, b: Opened, key: str, bar: Progress) -> str | None:
+def _difference(a: Opened, b: Opened, key: str, bar: Progress, readers: tuple[Blocks, Blocks]) -> str | None:
     """What differs in one tensor, or None."""
     shapes = a.layout.shapes[key], b.layout.shapes[key]
     if shapes[0] != shapes[1]:
@@ -112,10 +113,8 @@ def _difference(a: Opened, b: Opened, key: str, bar: Progress) -> str | None:
         return f"dtype {shown[0]} and {shown[1]}"
     count, most = 0, 0.0
     at: tuple[int, ...] = ()
-    # A checkpoint whose elements change their order says how much may be held at once.
-    turned = a if b.side == HUB else b
-    for box in boxes_of(turned, HUB, key, whole(shapes[0]), dtype):
-        left, right = read_box(a, HUB, key, box, dtype), read_box(b, HUB, key, box, dtype)
+    first, second = (reader.of(HUB, key, whole(shapes[0]), dtype) for reader in readers)
+    for (box, left), (_, right) in zip(first, second, strict=True):
         bar.add(left.nbytes)
         if as_bytes(left) == as_bytes(right):
             continue

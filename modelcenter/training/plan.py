@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 import engine
+from engine.memory import readable
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.loop import Run
@@ -33,7 +34,7 @@ def dry_run(
     values = loss.item(), norm.item()
     seconds = time.perf_counter() - began
     if engine.rank() == 0:
-        peak = ", ".join(f"{name.removesuffix('_bytes')} {_bytes(n)}" for name, n in peak_memory().items())
+        peak = ", ".join(f"{name.removesuffix('_bytes')} {readable(n)}" for name, n in peak_memory().items())
         print(f"\nOne step: loss {values[0]:.4f}, gradient norm {values[1]:.4f}, {seconds:.2f} s")
         print(f"Peak memory of rank 0: {peak}. Nothing was written.")
 
@@ -61,7 +62,7 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
         ("steps", f"{feed.steps:,} ({feed.steps_per_epoch or 0:,} per epoch), warmup {run.rate.warmup_iter}, "
          f"lr {cfg.lr:g} {cfg.lr_scheduler}"),
         ("precision", f"{cfg.precision} on {engine.device()}, ZeRO level {cfg.zero}"),
-        ("memory", f"about {_bytes(state)} per rank for weights, gradients and optimizer, activations apart"),
+        ("memory", f"about {readable(state)} per rank for weights, gradients and optimizer, activations apart"),
     ]  # fmt: skip
     return rows
 
@@ -113,11 +114,3 @@ def padding_if_padded(lengths: np.ndarray, batch_size: int, seed: int) -> float:
     order = np.random.default_rng(seed).permutation(lengths)
     slots = sum(len(part) * int(part.max()) for part in np.split(order, range(batch_size, len(order), batch_size)))
     return 1 - int(lengths.sum()) / max(slots, 1)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

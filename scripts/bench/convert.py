@@ -116,12 +116,15 @@ def contenders(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     def convert(turn: int) -> dict[str, float]:
         clear(there, back)
         flags = ["-m", "modelcenter", "convert", "--json", "--workers", str(args.workers)]
+        before = os.times()
         first = child([*flags, str(source), str(there), "--to", "distributed"], 1)
         second = child([*flags, str(there), str(back), "--to", "hf"], 1)
+        spent = sum(os.times()[2:4]) - sum(before[2:4])  # of the processes and their workers
         peak = max(first["peak_bytes"], second["peak_bytes"]) / 2**20
         return {
             "there_seconds": first["process_seconds"], "back_seconds": second["process_seconds"],
             "there_inner_seconds": first["seconds"], "back_inner_seconds": second["seconds"], "peak_mb": peak,
+            "cpu_seconds": spent,
         }  # fmt: skip
 
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import engine
-from engine.description import size
+from engine.memory import readable
 from engine.testing import fake_ranks
 
 
@@ -83,7 +83,7 @@ def test_a_plain_model_and_one_on_meta(capsys):
 
 
 def test_sizes():
-    assert [size(n) for n in (0, 1023, 1024, 3 * 2**30, 5 * 2**40)] == ["0 B", "1023 B", "1 KiB", "3 GiB", "5 TiB"]
+    assert [readable(n) for n in (0, 999, 1000, 1230, 3e9, 5e12)] == ["0 B", "999 B", "1 kB", "1.23 kB", "3 GB", "5 TB"]
 
 
 def test_a_trace_of_the_steps_asked_for(tmp_path):

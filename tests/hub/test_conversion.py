@@ -267,10 +267,12 @@ def test_presets_by_name_as_config(tmp_path):
 
 @pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["gpt2", *(pytest.param(k, marks=pytest.mark.full) for k in ("gpt_neox", "cpmant"))])
-def test_in_small_parts(kind, workers, tmp_path, monkeypatch):
+@pytest.mark.parametrize("held", [500, pytest.param(2**20, marks=pytest.mark.full)])
+def test_in_small_parts(kind, workers, held, tmp_path, monkeypatch):
     """Tensors that are cut into many boxes, parts and files: the sizes of large ones, scaled down."""
-    for name, size in (("_ROWS_BYTES", 300), ("_TURNED_BYTES", 500), ("_PART_BYTES", 1000), ("_SHARDS_BYTES", 9000)):
-        monkeypatch.setattr(f"modelcenter.hub.targets.{name}", size)
+    for name, size in (("targets._PART_BYTES", 1000), ("targets._SHARDS_BYTES", 9000), ("blocks._BLOCK_BYTES", 300),
+                       ("blocks._HELD_BYTES", held)):  # fmt: skip
+        monkeypatch.setattr(f"modelcenter.hub.{name}", size)
     monkeypatch.setattr("modelcenter.convert.stream.CHUNK_BYTES", 400)
     monkeypatch.setattr("modelcenter.hub.readers._GAP", 16)
     model = mc.from_config(f"tiny/{kind}", "causal-lm", seed=1)

@@ -277,8 +277,7 @@ def test_a_full_disk_in_a_worker(good, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(targets, "write_unit", full)
-    monkeypatch.setattr(conversion, "write_unit", full)
+    monkeypatch.setattr(targets.Filler, "write", full)
     with pytest.raises(ValueError, match="No space left on device.*; nothing was changed"):
         convert(good / "hub", tmp_path / "out", "hf", workers=2)
     assert not list(tmp_path.iterdir())
@@ -324,13 +323,13 @@ def convert_slowly(source, target, to, workers):
         import time
         from modelcenter.hub import targets
         from modelcenter.hub.conversion import convert
-        kept = targets._write_job
-        def slow(*arguments):
-            found = kept(*arguments)
-            print(arguments[2].name, flush=True)
+        kept = targets.Filler._write
+        def slow(filler, job, *rest):
+            found = kept(filler, job, *rest)
+            print(job.name, flush=True)
             time.sleep(0.05)
             return found
-        targets._write_job = slow
+        targets.Filler._write = slow
         convert({str(source)!r}, {str(target)!r}, {to!r}, workers={workers})
         print("finished", flush=True)
     """
@@ -410,15 +409,15 @@ def test_another_source_starts_again(good, tmp_path, monkeypatch):
 
 
 def test_a_worker_that_is_killed(good, tmp_path, monkeypatch):
-    kept, here = targets._write_job, os.getpid()
+    kept, here = targets.Filler._write, os.getpid()
 
-    def die(opened, side, job, *rest):
+    def die(filler, job, *rest):
         if job.name == "transformer.ln_f.bias" and os.getpid() != here:
             os.kill(os.getpid(), signal.SIGKILL)
-        return kept(opened, side, job, *rest)
+        return kept(filler, job, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(targets, "_write_job", die)
+        patch.setattr(targets.Filler, "_write", die)
         with pytest.raises(RuntimeError, match="a worker process was killed, perhaps for want of memory"):
             convert(good / "hub", tmp_path / "out", "hf", workers=2)
     assert not (tmp_path / "out").exists()

@@ -209,3 +209,71 @@ def test_without_a_network(hub, home):
     assert "not in the cache" in offline and "while offline" in offline and str(home) in offline
     dead = run(hub, home, code, "bert-base-casd", HF_ENDPOINT="http://127.0.0.1:9")
     assert "http://127.0.0.1:9 cannot be reached" in dead and "Did you mean 'bert-base-cased'" in dead
+
+
+def test_verbs_take_names(hub, saved, home, tmp_path):
+    """convert, export and verify of a private repository: by branch and by commit, online and from the cache."""
+    one, two = saved("pretraining", "one", seed=1), saved("pretraining", "two", seed=2, max_shard_size="30KB")
+    (one / "vocab.txt").write_text("good")
+    hub.add("me/tiny", one, private=True)
+    second = hub.add("me/tiny", two, branch="sharded", private=True)
+    code = """
+from modelcenter.hub.verbs import convert_main, export_main, verify_main
+one, two, token, second = ARGS
+asked = ["--token", token, "--cache_dir", "cache"]
+convert_main(["me/tiny", "shards", "--to", "distributed", *asked])
+convert_main(["me/tiny", "half", "--to", "distributed", "--revision", "sharded", "--dtype", "bf16", *asked])
+cached = ["--cache_dir", "cache", "--local_files_only"]
+export_main(["me/tiny", "exported", "--revision", second, *cached])
+out = {
+    "shards": verify_main(["shards", one]),
+    "hub": verify_main(["me/tiny", "shards", *cached]),
+    "exported": verify_main([two, "exported"]),
+    "other": verify_main(["me/tiny", "exported", *cached]),
+    "refused": attempt(lambda: convert_main(["me/tiny", "x", "--to", "hf", "--token", "hf_wrong"])),
+    "branch": attempt(lambda: convert_main(["me/tiny", "x", "--to", "hf", "--revision", "nope", *asked])),
+    "offline": attempt(lambda: convert_main(["me/tiny", "x", "--to", "hf", "--local_files_only"])),
+}
+"""
+    out = run(hub, home, code, str(one), str(two), READ, second)
+    assert [out[name] for name in ("shards", "hub", "exported", "other")] == [0, 0, 0, 1]
+    assert "with the token given" in out["refused"] and "not in the cache" in out["offline"]
+    assert "no revision (branch, tag or commit) 'nope'" in out["branch"]
+    assert not (home / "x").exists() and (home / "shards" / "vocab.txt").read_text() == "good"
+    said = json.loads((home / "half" / "conversion.json").read_text())
+    assert said["source"]["revision"] == second and said["source"]["repository"] == "me/tiny"
+    assert {tensor["dtype"] for tensor in said["tensors"].values()} == {"bfloat16"}
+    half = mc.from_pretrained(home / "half")
+    assert half.dtype == torch.bfloat16 and half.task == "pretraining"
+    for (name, a), (_, b) in zip(half.named_parameters(), mc.from_pretrained(two).named_parameters(), strict=True):
+        assert torch.equal(a, b.bfloat16()), name
+
+
+def test_an_adapter_by_name(hub, home, tmp_path):
+    """From a private repository, of a branch; again from the cache; what is none is said to be none."""
+    from modelcenter.adapters import Lora, save_adapter
+
+    mc.from_config("tiny/bert", "masked-lm", seed=1).save_pretrained(tmp_path / "base")
+    model = mc.from_pretrained(tmp_path / "base", adapter=Lora(rank=3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    save_adapter(model, tmp_path / "adapter")
+    hub.add("me/adapter", tmp_path / "adapter", branch="dev", private=True)
+    hub.add("me/base", tmp_path / "base")
+    code = """
+from modelcenter.adapters import load_lora
+def values(adapter):
+    model = mc.from_pretrained(ARGS[0], adapter=adapter)
+    return [round(float(p.double().sum()), 4) for n, p in model.named_parameters() if "lora" in n]
+where = {"revision": "dev", "token": ARGS[2]}
+out = {"local": values(load_lora(ARGS[1])), "hub": values(load_lora("me/adapter", **where)),
+    "cache": values(load_lora("me/adapter", revision="dev", local_files_only=True)),
+    "private": attempt(lambda: load_lora("me/adapter")), "none": attempt(lambda: load_lora("me/base")),
+    "offline": attempt(lambda: load_lora("me/other", local_files_only=True))}
+"""
+    out = run(hub, home, code, str(tmp_path / "base"), str(tmp_path / "adapter"), READ)
+    assert len(out["local"]) > 4 and any(out["local"]) and out["local"] == out["hub"] == out["cache"]
+    assert "does not exist or is private" in out["private"]
+    assert "no adapter_config.json in the repository, so it is no adapter of peft" in out["none"]
+    assert "no adapter_config.json in the cache (offline)" in out["offline"]

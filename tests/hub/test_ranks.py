@@ -1,6 +1,7 @@
 """Two ranks against one process: same values, half of the reading each, one complete directory, errors on both."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,20 +96,88 @@ def test_distributed_from_two_ranks_to_one_and_back(saved, tmp_path, pool):
             assert torch.equal(torch.from_numpy(state[name]), tensor), name
 
 
+def export_whole(source, target, kwargs, alone=()):
+    """Without a whole tensor on any rank. alone: ranks that do not see the directory of rank 0."""
+    from modelcenter.hub import save, slices
+
+    model = mc.from_pretrained(source, policy=engine.Policy(zero_level=3))
+    kept = save.whole_tensor, slices.SlicedFiles.seen
+    gathered = []
+    save.whole_tensor = lambda *arguments: gathered.append(1) or kept[0](*arguments)
+    slices.SlicedFiles.seen = lambda files: engine.rank() not in alone and kept[1](files)
+    try:
+        model.save_pretrained(target, **kwargs)
+    finally:
+        save.whole_tensor, slices.SlicedFiles.seen = kept
+    return len(gathered)
+
+
+def files_of(path):
+    return {p.name: p.read_bytes() for p in path.iterdir()}
+
+
+@pytest.mark.parametrize("alone", [(), (1,)])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", pytest.param("t5", marks=pytest.mark.full)])
+def test_each_rank_writes_its_part_of_the_files(kind, alone, tmp_path, pool):
+    """Fused and transposed, interleaved by head, cut at odd places; in another dtype. One process gives the bytes."""
+    task = "seq2seq-lm" if kind == "t5" else "causal-lm"
+    mc.from_config(f"tiny/{kind}", task, seed=4).save_pretrained(tmp_path / "source")
+    kwargs = {"max_shard_size": "30KB", "dtype": "bf16"}
+    mc.from_pretrained(tmp_path / "source").save_pretrained(tmp_path / "alone", **kwargs)
+    gathered = pool.run(export_whole, tmp_path / "source", tmp_path / "out", kwargs, alone)
+    assert all(gathered) if alone else not any(gathered)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "alone")
+
+
+def export_on_mesh(source, target, sizes):
+    engine.init_distributed(**sizes)
+    model = mc.from_pretrained(source)
+    model.save_pretrained(target)
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, pytest.param({"pp_size": 2}, marks=pytest.mark.full)])
+def test_export_from_other_meshes(sizes, tmp_path):
+    mc.from_config("tiny/gpt2", "causal-lm", seed=4, vocab_size=101).save_pretrained(tmp_path / "source")
+    testing.run(export_on_mesh, 2, tmp_path / "source", tmp_path / "out", sizes)
+    mc.from_pretrained(tmp_path / "source").save_pretrained(tmp_path / "alone")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "alone")
+
+
+def peak_of_export(source, target):
+    """Bytes of this rank above what it held when it began."""
+    model = mc.from_pretrained(source, policy=engine.Policy(zero_level=3))
+    model.save_pretrained(f"{target}-first")  # what is imported and allocated once
+    held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+    model.save_pretrained(target)
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024 - held
+
+
+def test_memory_of_an_export(tmp_path, pool):
+    """Of a tensor of 48 MiB, 24 a rank, and of a transposed one of 16."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the system does not count peaks anew")
+    wide = {"vocab_size": 2**16, "hidden_size": 192, "num_heads": 3, "num_layers": 1, "intermediate_size": 2**14}
+    mc.from_config("tiny/gpt2", "causal-lm", **wide).save_pretrained(tmp_path / "source")
+    assert max(pool.run(peak_of_export, tmp_path / "source", tmp_path / "out")) < 8 * 2**20
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "out-first")
+
+
 def failing_save(target, where):
     model = mc.from_config("tiny/bert")
-    if engine.rank() == 0 and where == "midway":
-        from modelcenter.hub import writer
+    if where.startswith("midway"):
+        from modelcenter.hub import slices
 
-        kept, count = writer.SafetensorsWriter.write, []
+        kept, count = slices.write_at, []
 
-        def write(self, tensor):
+        def write(*arguments):
             count.append(1)
-            if len(count) == 5:
+            if len(count) == 5 and engine.rank() == int(where[-1]):
                 raise OSError(28, "No space left on device")
-            kept(self, tensor)
+            kept(*arguments)
 
-        writer.SafetensorsWriter.write = write
+        slices.write_at = write
     try:
         model.save_pretrained(target)
     except Exception as error:
@@ -116,12 +185,14 @@ def failing_save(target, where):
     return None
 
 
-@pytest.mark.parametrize("where", ["start", "midway"])
+@pytest.mark.parametrize("where", ["start", "midway 0", "midway 1"])
 def test_a_failure_on_one_rank_ends_both(where, tmp_path):
     target = "/proc/nothing/here" if where == "start" else tmp_path / "out"
-    first, second = testing.run(failing_save, 2, target, where)
-    assert first[0] == "ValueError" and str(target) in first[1]
-    assert second is not None and "rank 0 failed" in second[1] and str(target) in second[1]
+    found = testing.run(failing_save, 2, target, where)
+    failed = 0 if where == "start" else int(where[-1])
+    for rank, (kind, text) in enumerate(found):
+        assert kind == "ValueError" and str(target) in text
+        assert rank == failed or f"rank {failed} failed" in text
     assert list(tmp_path.iterdir()) == []
 
 

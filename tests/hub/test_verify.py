@@ -64,7 +64,7 @@ def test_a_head_that_one_lacks(pair, saved):
 
 def test_a_large_tensor_is_read_in_parts(pair, monkeypatch):
     """A difference in the last part, with its place in the whole tensor."""
-    monkeypatch.setattr("modelcenter.hub.targets._ROWS_BYTES", 1000)
+    monkeypatch.setattr("modelcenter.hub.blocks._BLOCK_BYTES", 1000)
     name = "bert.embeddings.word_embeddings.weight"
     change(pair[0], lambda held: held[name].__setitem__((130, 47), 9.0))
     assert "1 of 6288 elements, first at (130, 47)" in verify(*pair).different[name]

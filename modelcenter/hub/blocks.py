@@ -1,0 +1,118 @@
+"""The elements of a tensor of either side of a checkpoint, in row-major order, in blocks that fit into the cache.
+
+A block is read, hashed and written before the next one is touched, in memory that is used again, so that every element
+comes from and goes to the main memory once.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from modelcenter.convert.pieces import HUB, NATIVE, Axis, Box, Piece, box_numel, restrict, view, whole
+from modelcenter.convert.stream import Space, chunks, copy_values, fill_box, zero_pads
+from modelcenter.hub.opened import Opened, WeightSource
+
+_BLOCK_BYTES = 2**20
+_HELD_BYTES = 128 * 2**20  # most that is held of a tensor whose elements change their order
+_ALIGNMENT = 64
+
+
+def keeps_order(piece: Piece) -> bool:
+    """Whether a piece steps through both sides in the same order, so that rows stay rows."""
+
+    def order(side: int) -> list[Axis]:
+        return sorted((a for a in piece.axes if a.size > 1), key=lambda a: (a.dims[side], -a.strides[side]))
+
+    return order(HUB) == order(NATIVE)
+
+
+def _cut(box: Box, dtype: torch.dtype, size: int) -> Iterator[Box]:
+    return chunks(box, max(1, size // dtype.itemsize))
+
+
+def read_blocks(source: WeightSource, name: str) -> Iterator[torch.Tensor]:
+    """A tensor of a source in blocks, each valid until the next one is asked for."""
+    info, space = source.tensors[name], Space()
+    for block in _cut(whole(info.shape), info.dtype, _BLOCK_BYTES):
+        yield source.read(name, block, space.of(block, info.dtype))
+
+
+class Blocks:
+    """Reads blocks of one checkpoint. A block is valid until the next one is asked for."""
+
+    def __init__(self, opened: Opened):
+        self._opened = opened
+        self._space = Space()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._held: dict[str, torch.Tensor] = {}  # whole tensors of the source, in `_memory`
+
+    def of(self, side: int, key: str, box: Box, dtype: torch.dtype) -> Iterator[tuple[Box, torch.Tensor]]:
+        """(block, its values: contiguous, on the CPU) for the blocks that make up `box` of a tensor.
+
+        The blocks follow from `box` and `dtype` alone, whatever the checkpoint.
+        """
+        opened = self._opened
+        turned = side != opened.side and not all(keeps_order(piece) for piece in opened.pieces(side, key))
+        names = opened.stored_as(side, key) if turned else []
+        held = turned and self._hold(names)
+        for part in _cut(box, dtype, _HELD_BYTES):
+            blocks = _cut(part, dtype, _BLOCK_BYTES)
+            if held:
+                for block in blocks:
+                    yield block, self._move(side, key, block, dtype)
+            elif turned:
+                values, start = torch.empty([high - low for low, high in part], dtype=dtype), part
+                self._fill(side, key, part, values)
+                for block in blocks:
+                    inside = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(block, start, strict=True))
+                    yield block, values[inside]
+            else:
+                for block in blocks:
+                    yield block, self._read(side, key, block, dtype)
+
+    def _read(self, side: int, key: str, block: Box, dtype: torch.dtype) -> torch.Tensor:
+        opened = self._opened
+        if side == opened.side:
+            name = opened.names[key]
+            return opened.source.read(name, block, self._space.of(block, opened.source.dtype(name))).to(dtype)
+        out = self._space.of(block, dtype)
+        self._fill(side, key, block, out)
+        return out
+
+    def _fill(self, side: int, key: str, box: Box, out: torch.Tensor) -> None:
+        opened = self._opened
+        fill_box(opened.pieces(side, key), side, box, out, opened.source, opened.names, self._pads(side, key))
+
+    @torch.no_grad()
+    def _move(self, side: int, key: str, block: Box, dtype: torch.dtype) -> torch.Tensor:
+        """A block made of held tensors."""
+        out, origin = self._space.of(block, dtype), [low for low, _ in block]
+        zero_pads(out, block, self._pads(side, key))
+        for piece in self._opened.pieces(side, key):
+            for part in restrict(piece, side, block):
+                values = self._held[self._opened.names[part.names[1 - side]]]
+                copy_values(view(out, part, side, origin), view(values, part, 1 - side))
+        return out
+
+    def _pads(self, side: int, key: str) -> Sequence[Box]:
+        return self._opened.layout.pads.get(key, ()) if side == NATIVE else ()
+
+    def _hold(self, names: Sequence[str]) -> bool:
+        """Have these tensors of the source in memory; False if they are too large. Those of the tensor before stay if
+        they are the same, as for the parts of a fused one."""
+        if all(name in self._held for name in names):
+            return True
+        source, at, places = self._opened.source, 0, []
+        for name in names:
+            info = source.tensors[name]
+            size = box_numel(whole(info.shape)) * info.dtype.itemsize
+            places.append((name, tuple(info.shape), info.dtype, at, at + size))
+            at += -(-size // _ALIGNMENT) * _ALIGNMENT
+        if at > _HELD_BYTES:
+            return False
+        self._held = {}
+        if not len(self._memory):
+            self._memory = torch.empty(_HELD_BYTES, dtype=torch.uint8)  # takes pages as they are first written
+        for name, shape, dtype, low, high in places:
+            self._held[name] = source.read(name, whole(shape), self._memory[low:high].view(dtype).view(shape))
+        return True

@@ -1,0 +1,102 @@
+"""Export of a sharded model: each rank writes what it holds of every tensor to its place in the final files.
+
+Places follow from shapes alone, so nothing is gathered and no rank waits for another. All ranks must see the files.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+
+import torch
+
+import engine
+from modelcenter.convert.pieces import HUB, NATIVE, Box, Piece, bounds, box_numel, is_plain_copy, restrict, split, view
+from modelcenter.convert.rules import Layout
+from modelcenter.convert.stream import Space, chunks, copy_values
+from modelcenter.hub.readers import as_bytes
+from modelcenter.hub.writer import FilePlan, file_head, make_file, write_at
+
+_BLOCK_BYTES = 2**20  # of elements that change their order, so that they stay in the cache while they are written
+
+
+class SlicedFiles:
+    """The files of an export and where each tensor lies in them; every rank makes the same.
+
+    Args:
+        key_of: name in the files -> key of the layout.
+    """
+
+    def __init__(self, directory: Path, files: Sequence[FilePlan], layout: Layout, key_of: Mapping[str, str]):
+        self._directory, self._files = directory, files
+        self._places: dict[str, list[tuple[Piece, str, int, tuple[int, ...], torch.dtype]]] = {}
+        self.numel = 0
+        for file in files:
+            for (name, dtype, shape), start in zip(file.entries, file_head(file.entries)[1], strict=False):
+                self.numel += prod(shape)
+                for piece in layout.pieces[key_of[name]]:
+                    self._places.setdefault(piece.names[NATIVE], []).append((piece, file.name, start, shape, dtype))
+
+    def make(self) -> None:
+        """Make the files at their full size, with their headers; on one rank, before any writes."""
+        for file in self._files:
+            head, places = file_head(file.entries)
+            make_file(self._directory / file.name, places[-1], head)
+
+    def seen(self) -> bool:
+        """Whether this rank sees the files that rank 0 made."""
+        return all((self._directory / file.name).is_file() for file in self._files)
+
+    @torch.no_grad()
+    def write(self, model: torch.nn.Module) -> int:
+        """Write what this rank holds and no lower rank does, to the disk; returns the number of elements."""
+        done, space = 0, Space()
+        with ExitStack() as stack:
+            handles: dict[str, int] = {}
+            for name, offsets, held in engine.local_slices(model, owned=True):
+                places = self._places.get(name, ())
+                local = held.detach().cpu() if places else held
+                box = tuple((low, low + size) for low, size in zip(offsets, local.shape, strict=True))
+                for piece, file, start, shape, dtype in places:
+                    if file not in handles:
+                        handles[file] = os.open(self._directory / file, os.O_WRONLY)
+                        stack.callback(os.close, handles[file])
+                    for part in restrict(piece, NATIVE, box):
+                        for dense in split(part, HUB):
+                            for block, data in _blocks(dense, local, offsets, dtype, space):
+                                _put(handles[file], data, start, block, shape, dtype.itemsize)
+                        done += part.numel
+            for handle in handles.values():
+                os.fsync(handle)
+        return done
+
+
+def _blocks(
+    piece: Piece, local: torch.Tensor, offsets: Sequence[int], dtype: torch.dtype, space: Space
+) -> Iterator[tuple[Box, memoryview]]:
+    """(block, its bytes) of the box of the file's tensor that a piece of a local slice fills."""
+    box = bounds(piece, HUB)
+    if local.dtype == dtype and is_plain_copy(piece, local, offsets):
+        yield box, as_bytes(view(local, piece, NATIVE, offsets))
+        return
+    for block in chunks(box, max(1, _BLOCK_BYTES // dtype.itemsize)):
+        out = space.of(block, dtype)
+        for part in restrict(piece, HUB, block):
+            copy_values(view(out, part, HUB, [low for low, _ in block]), view(local, part, NATIVE, offsets))
+        yield block, as_bytes(out)
+
+
+def _put(handle: int, data: memoryview, start: int, box: Box, shape: Sequence[int], item: int) -> None:
+    """Write a box of the tensor of that shape whose first element lies at byte `start`: each run that lies in one."""
+    inner = len(shape)  # dimensions from here on are whole
+    while inner and box[inner - 1] == (0, shape[inner - 1]):
+        inner -= 1
+    outer = max(inner - 1, 0)  # the one before them may be cut and is still one run
+    steps = [item * prod(shape[d + 1 :]) for d in range(len(shape))]
+    size = item * box_numel(box[outer:])
+    first = start + sum(low * step for (low, _), step in zip(box, steps, strict=True))
+    for number, index in enumerate(itertools.product(*(range(high - low) for low, high in box[:outer]))):
+        at = first + sum(i * step for i, step in zip(index, steps, strict=False))
+        write_at(handle, data[number * size : (number + 1) * size], at)

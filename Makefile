@@ -33,7 +33,7 @@ help:  ## list the targets and the variables
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=$(PYTHON)  TORCH=$(TORCH)  VENV=$(VENV)  OUT=$(OUT)"
-	@echo "  ARGS=... goes to pytest or to the demo; NO_VENV=1 uses PYTHON as it is, without installing anything"
+	@echo "  ARGS=... goes to pytest, the demo or the benchmarks; NO_VENV=1 uses PYTHON as it is, without installing anything"
 
 demo: $(READY)  ## tokenizer, model, fine-tuning on 2 sharded ranks, export, proof of equal logits; offline, 1 minute
 	$(PY) scripts/demo.py $(ARGS)
@@ -67,10 +67,8 @@ check: $(READY_DEV)  ## what a change must pass: linter, formatter, types, fast 
 	$(PY) -m mypy
 	$(call TEST,$(FAST))
 
-bench: $(READY)  ## the benchmarks of scripts/bench, one JSON file each in bench-results/
-	mkdir -p bench-results
-	for script in $(filter-out scripts/bench/gpu_%,$(wildcard scripts/bench/*.py)); do \
-		$(PY) $$script --output bench-results/$$(basename $$script .py).json $(ARGS); done
+bench: $(READY)  ## the benchmarks against peers from PyPI, about an hour; ARGS="--data DIR --quick --only NAME ..."
+	$(PY) -m scripts.bench $(ARGS)
 
 gpu-check: $(READY)  ## GPU tests and GPU benchmarks (scripts/bench/gpu_*.py), results in OUT
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "gpu-check: torch finds no GPU on this machine"; exit 1; }
@@ -82,7 +80,7 @@ gpu-check: $(READY)  ## GPU tests and GPU benchmarks (scripts/bench/gpu_*.py), r
 	for script in $(wildcard scripts/bench/gpu_*.py); do $(PY) $$script --output "$(OUT)/$$(basename $$script .py).json"; done
 
 clean:  ## remove .venv, caches and the results in their default places
-	rm -rf .venv build dist demo-run bench-results gpu-results .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf .venv build dist demo-run gpu-results .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A torch that PYTHON already has is borrowed by a .pth file, which works where PYTHON is itself in a virtual environment.

@@ -17,6 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
+KEYS = ("stall_s", "written_s", "step_s", "step_while_writing_s", "state_mb", "peak_above_training_mb")
+
+
 def resident(peak: bool) -> int:
     """Bytes of this process in memory, now or at most since `forget_peak`."""
     name = "VmHWM" if peak else "VmRSS"
@@ -87,7 +90,7 @@ def main() -> None:
     p = lib.parser(__doc__)
     p.add_argument("--millions", type=int, default=40, help="parameters, in millions")
     p.add_argument("--child", choices=("sync", "async"), help=argparse.SUPPRESS)
-    args = p.parse_args()
+    args = lib.parse(p, millions=4)
     if args.child:
         import engine
 
@@ -99,13 +102,16 @@ def main() -> None:
         kind: lambda _, kind=kind: lib.child([__file__, "--child", kind, "--millions", str(args.millions)], 1)
         for kind in ("sync", "async")
     }
-    results = lib.take_turns(contenders, args.rounds)
-    numbers = {
-        kind: {key: round(lib.median(runs, key), 4) for key in runs[0] if key != "process_seconds"}
-        for kind, runs in results.items()
-    }
+    results = lib.take_turns(contenders, args.rounds, args.threads)
+    numbers = {kind: {key: round(lib.median(runs, key), 4) for key in KEYS} for kind, runs in results.items()}
     numbers["stall_of_async_over_sync"] = round(numbers["async"]["stall_s"] / numbers["sync"]["stall_s"], 4)
-    lib.finish(args, "checkpoint", numbers, {"millions": args.millions, "ranks": 2, "rounds": args.rounds})
+    found, sync = numbers["async"], numbers["sync"]
+    rows = [
+        lib.against("stall of training by a save", "synchronous saving", found["stall_s"], sync["stall_s"], "s"),
+        lib.against("a step beside a save", "an undisturbed step", found["step_while_writing_s"], found["step_s"], "s",
+                    why="writing takes cores and memory bandwidth from training"),
+    ]  # fmt: skip
+    lib.finish(args, "checkpoint", numbers, rows, ranks=2)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,15 @@ import argparse
 import json
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import traceback
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench import lib
+from scripts.bench.lib import peers
 
 NEEDED = ("peft", "sentence-transformers", "onnx", "onnxruntime", "onnxscript", "gguf")
 PINNED = ("torch", "transformers", "numpy", "tokenizers", "safetensors", "huggingface_hub")
@@ -28,7 +27,9 @@ ARCHITECTURES = (
     "bert roberta xlm-roberta gpt2 gptj gpt_neox opt llama qwen2 qwen3 mistral minicpm3 t5 mt5 umt5 cpmant".split()
 )
 TEXTS = ["the film was good", "a dull slow plot and bad acting that the cast of the movie was in"]
-WORDS = [*lib.WORDS, "excellent", "awful"]
+WORDS = (
+    "the a of and to in is it that film movie story plot acting cast was good bad great dull slow warm excellent awful"
+).split()
 ENCODER_DECODERS = ("t5", "mt5", "umt5")
 Case = tuple[str, str, Path]  # architecture, task, directory
 
@@ -417,25 +418,7 @@ CLIENTS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-# -- the environment and the run -------------------------------------------------------------------------------------
-
-
-def make_environment(folder: Path) -> str:
-    """An interpreter that sees the running one's packages, and what is missing of NEEDED; made once."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        site = subprocess.run(
-            [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-            check=True, capture_output=True, text=True,
-        ).stdout.strip()  # fmt: skip
-        # Not --system-site-packages: where this interpreter is itself in a virtual environment, that means its base.
-        (Path(site) / "packages-of-the-running-interpreter.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pins = folder / "constraints.txt"
-    pins.write_text("".join(f"{name}=={metadata.version(name)}\n" for name in PINNED))
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(pins), *NEEDED]
-    subprocess.run(pip, check=True)
-    return str(python)
+# -- the run ---------------------------------------------------------------------------------------------------------
 
 
 def run_client(python: str, name: str, folder: Path, threads: int) -> dict[str, Any]:
@@ -445,12 +428,6 @@ def run_client(python: str, name: str, folder: Path, threads: int) -> dict[str, 
     if done.returncode or not lines:
         return {"ok": False, "why": done.stderr.strip().splitlines()[-1:] or ["it said nothing"]}
     return json.loads(lines[-1])
-
-
-def client_versions(python: str) -> dict[str, str]:
-    code = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
-    done = subprocess.run([python, "-c", code, *PINNED, *NEEDED], check=True, capture_output=True, text=True)
-    return json.loads(done.stdout)
 
 
 def one_client(name: str, folder: Path, threads: int) -> None:
@@ -468,21 +445,22 @@ def one_client(name: str, folder: Path, threads: int) -> None:
 
 def main() -> None:
     parser = lib.parser(__doc__, rounds=1)
-    parser.add_argument("--env", default=str(Path(tempfile.gettempdir()) / "modelcenter-clients"), help="environment")
+    parser.add_argument("--env", help="environment (default: made in the user's cache folder)")
     parser.add_argument("--only", nargs="+", choices=CLIENTS, help="clients to run (default: all)")
     parser.add_argument("--client", choices=CLIENTS, help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = lib.parse(parser, only=["safetensors"])
     if args.client:
         one_client(args.client, Path(args.work), args.threads)
         return
-    python = make_environment(Path(args.env))
+    python = peers.environment(peers.place() / "clients" if args.env is None else Path(args.env), NEEDED, PINNED)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "exports"
         make_exports(folder)
         numbers = {name: run_client(python, name, folder, args.threads) for name in args.only or CLIENTS}
-    settings = {"clients": client_versions(python), "exports": len(ARCHITECTURES), "limit": "see the script"}
-    lib.finish(args, "clients of exported checkpoints", numbers, settings)
+    notes = [f"{name}: {'ok' if result['ok'] else 'failed'}" for name, result in numbers.items()]
+    packages = peers.versions(python, *PINNED, *NEEDED)
+    lib.finish(args, "clients", numbers, notes=notes, packages=packages, exports=len(ARCHITECTURES))
     failed = [name for name, result in numbers.items() if not result["ok"]]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

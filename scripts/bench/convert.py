@@ -11,7 +11,6 @@ Peak is the resident size of a process (ru_maxrss, mapped pages included) above 
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import child, finish, median, parser, take_turns
+from scripts.bench.lib import against, child, finish, fraction, machine, median, parse, parser, take_turns
 
 HIDDEN, VOCABULARY = 1600, 50257
 LARGEST = VOCABULARY * HIDDEN * 2
@@ -145,7 +144,7 @@ def main() -> None:
     p.add_argument("--workers", type=int, default=2, help="processes of a conversion")
     p.add_argument("--folder", help="where to work (default: the system's folder for temporary files)")
     p.add_argument("--only", help="contenders, with commas between them (default: all)")
-    args = p.parse_args()
+    args = parse(p, gigabytes=0.3)
     layers = max(1, round((args.gigabytes * 1e9 - LARGEST) / (12 * HIDDEN**2 * 2)))
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
@@ -153,7 +152,7 @@ def main() -> None:
         size = sum(path.stat().st_size for path in (folder / "source").iterdir())
         base = child(["-c", BASE], 1)["torch_mb"]
         chosen = {n: f for n, f in contenders(args, folder).items() if not args.only or n in args.only.split(",")}
-        results = take_turns(chosen, args.rounds)
+        results = take_turns(chosen, args.rounds, args.threads)
         if "convert" in chosen:
             whole = subprocess.run(["cmp", folder / "source/model.safetensors", folder / "back/model.safetensors"])
             if "cp" not in chosen and whole.returncode:
@@ -162,6 +161,7 @@ def main() -> None:
         name: {key: round(median(found, key), 3) for key in found[0]} for name, found in results.items()
     }
     numbers["bytes"], numbers["largest_tensor_mb"] = size, round(LARGEST / 2**20, 1)
+    rows = []
     if {"cp", "convert"} <= results.keys():
         ratios = sorted(
             (a["there_seconds"] + a["back_seconds"]) / (b["there_seconds"] + b["back_seconds"])
@@ -170,13 +170,25 @@ def main() -> None:
         numbers["throughput_of_cp"] = round(ratios[len(ratios) // 2], 3)
         peak = max(found["peak_mb"] for found in results["convert"])
         numbers["convert_peak_above_torch_mb"] = round(peak - base, 1)
+        rows += [
+            fraction("HF to distributed and back", numbers["throughput_of_cp"], "cp and fsync of the same bytes", 0.6),
+            fraction("memory of a conversion", (peak - base) / (2 * LARGEST / 2**20 + 300),
+                     "twice the largest tensor and 300 MB", most=1.0),
+        ]  # fmt: skip
+        spent = numbers["convert"]["there_seconds"] + numbers["convert"]["back_seconds"]
+        copied = 4 * size / 1e9 / spent / machine.limits()["copy_gb_per_s"]  # each way reads and writes every byte
+        rows.append(fraction("HF to distributed and back", copied, "copying in memory"))
     if {"load", "load, transformers"} <= results.keys():
         ours, theirs = numbers["load"], numbers["load, transformers"]
         numbers["first_token_of_transformers"] = round(ours["first_token_seconds"] / theirs["first_token_seconds"], 3)
+        rows += [
+            against("loading", "transformers", ours["load_seconds"], theirs["load_seconds"], "s", 1.0),
+            against("start of loading to the first token", "transformers", ours["first_token_seconds"],
+                    theirs["first_token_seconds"], "s", 1.0),
+        ]  # fmt: skip
     if "load, 2 ranks" in results:
         numbers["read_of_file_2_ranks"] = round(numbers["load, 2 ranks"]["read_mb"] * 2**20 / size, 3)
-    finish(args, "convert", numbers, {**vars(args), "layers": layers})
-    print(json.dumps({"targets": {"throughput_of_cp": 0.6, "peak_mb": round(2 * LARGEST / 2**20 + 300)}}))
+    finish(args, "convert", numbers, rows, layers=layers)
 
 
 if __name__ == "__main__":

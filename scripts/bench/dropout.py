@@ -14,6 +14,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
+NAMES = (
+    "copy torch torch_add torch_bf16 dropout dropout_add dropout_bf16 dropout_add_bf16 torch_backward "
+    "dropout_add_backward"
+).split()
+
+
 def contenders(tokens: int, channels: int) -> dict:
     import torch
     import torch.nn.functional as F
@@ -64,15 +70,15 @@ def main() -> None:
     p.add_argument("--tokens", type=int, default=8192)
     p.add_argument("--channels", type=int, default=768)
     p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    args = p.parse_args()
+    args = lib.parse(p, tokens=256)
     if args.child:
         from engine.ops import library
 
         print(json.dumps({**child(args.tokens, args.channels), "library": library.cpu().what}))
         return
     command = [__file__, "--child", "--tokens", str(args.tokens), "--channels", str(args.channels)]
-    results = lib.take_turns({"all": lambda _: lib.child(command, args.threads)}, args.rounds)["all"]
-    spent = {name: lib.median(results, name) for name in results[0] if name not in ("library", "process_seconds")}
+    results = lib.take_turns({"all": lambda _: lib.child(command, args.threads)}, args.rounds, args.threads)["all"]
+    spent = {name: lib.median(results, name) for name in NAMES}
     ratios = {
         "dropout_speed_over_torch": spent["torch"] / spent["dropout"],
         "dropout_add_speed_over_torch": spent["torch_add"] / spent["dropout_add"],
@@ -83,8 +89,13 @@ def main() -> None:
         "ratios": {name: round(value, 2) for name, value in ratios.items()},
         "library": results[0]["library"].rpartition("(")[2].rstrip(")"),
     }
-    settings = {"tokens": args.tokens, "channels": args.channels, "threads": args.threads, "rounds": args.rounds}
-    lib.finish(args, "dropout", numbers, settings)
+    pairs = (("dropout", "torch"), ("dropout_add", "torch_add"), ("dropout_bf16", "torch_bf16"),
+             ("dropout_add_backward", "torch_backward"))  # fmt: skip
+    rows = [
+        lib.against(ours.replace("_", " "), "torch", spent[ours], spent[theirs], "ns/element") for ours, theirs in pairs
+    ]
+    rows.append(lib.fraction("dropout", spent["copy"] / spent["dropout"], "reading and writing as much"))
+    lib.finish(args, "dropout", numbers, rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import child, finish, parser
+from scripts.bench.lib import against, child, finish, parse, parser
 
 _DECODER = {"vocab_size": 30000, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _ENCODER = {
@@ -68,20 +68,24 @@ def main() -> None:
     p = parser(__doc__, rounds=5)
     p.add_argument("--family", help=f"one of {', '.join(FAMILIES)} (default: all)")
     p.add_argument("--setting", help="internal: measure in this process")
-    args = p.parse_args()
+    args = parse(p, family="bert")
     if args.setting:
-        print(json.dumps(measure(args.family, args.setting, args.rounds)))
+        print(json.dumps(measure(args.family, args.setting, args.rounds, args.quick)))
         return
     numbers: dict[str, Any] = {}
+    rows = []
+    quick = ["--quick"] if args.quick else []
     for family in [args.family] if args.family else FAMILIES:
         for setting in SETTINGS:
-            words = [__file__, "--family", family, "--setting", setting, "--rounds", str(args.rounds)]
+            words = [__file__, "--family", family, "--setting", setting, "--rounds", str(args.rounds), *quick]
             found = child(words, args.threads)
-            numbers[f"{family}, {setting}"] = {k: v for k, v in found.items() if k != "process_seconds"}
-    finish(args, "families", numbers, {"rounds": args.rounds, "threads": args.threads})
+            numbers[f"{family}, {setting}"] = found
+            ours, theirs = found["modelcenter_ms"], found["transformers_ms"]
+            rows.append(against(f"{family}, {setting}", "transformers", ours, theirs, "ms"))
+    finish(args, "families", numbers, rows)
 
 
-def measure(family: str, setting: str, rounds: int) -> dict[str, float]:
+def measure(family: str, setting: str, rounds: int, quick: bool) -> dict[str, float]:
     """Milliseconds of forward and backward of each, median; and how far their losses are apart."""
     import statistics
 
@@ -98,19 +102,16 @@ def measure(family: str, setting: str, rounds: int) -> dict[str, float]:
     torch.manual_seed(0)
     task, shape = FAMILIES[family]
     model_type = "gpt2" if family == "cpm1" else family
-    config = transformers.AutoConfig.for_model(model_type, **shape)
+    config = transformers.AutoConfig.for_model(model_type, **(shallow(shape) if quick else shape))
     cls = getattr(transformers, registry.get(model_type).arch_map().tasks[task].hf_class)
     theirs = cls(config).train()
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         ours = mc.from_pretrained(folder).train()
-    lengths = [64] * 16
-    if setting != "equal lengths":
-        draws = torch.randn(16, generator=torch.Generator().manual_seed(1)).mul(0.6).exp().mul(40)
-        lengths = [min(128, max(4, int(n))) for n in draws]
+    lengths = [64] * 16 if setting == "equal lengths" else ragged()
     rows = make_rows(task, vocab_size=30000, num_labels=2, lengths=lengths)
     for number, row in enumerate(rows):
-        _label(row, number, every=7 if setting == "few labels" else 1)
+        label(row, number, every=7 if setting == "few labels" else 1)
     packed, padded = pack_rows(task, rows), pad_rows(task, rows)
     times: dict[str, list[float]] = {"modelcenter": [], "transformers": []}
     losses = {}
@@ -132,7 +133,20 @@ def measure(family: str, setting: str, rounds: int) -> dict[str, float]:
     }
 
 
-def _label(row: Any, number: int, every: int) -> None:
+def shallow(shape: dict[str, Any]) -> dict[str, Any]:
+    """The same with one layer, to see that a benchmark runs."""
+    return {k: 1 if k in ("num_hidden_layers", "n_layer", "num_layers") else v for k, v in shape.items()}
+
+
+def ragged(count: int = 16) -> list[int]:
+    """Lengths spread like those of real sentences: log-normal, at most 128."""
+    import torch
+
+    draws = torch.randn(count, generator=torch.Generator().manual_seed(1)).mul(0.6).exp().mul(40)
+    return [min(128, max(4, int(n))) for n in draws]
+
+
+def label(row: Any, number: int, every: int) -> None:
     """Give every so many-th token its label, and the others none."""
     row.labels = [t if (i + number) % every == 0 else -100 for i, t in enumerate(row.input_ids)]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import child, finish, parser
+from scripts.bench.lib import against, child, finish, parse, parser
 
 CASES = {"greedy, batch 1": (1, 1, 128), "greedy, batch 16": (16, 1, 128), "4 beams, batch 4": (4, 4, 64)}
 FAMILIES = {
@@ -37,22 +37,34 @@ def main() -> None:
     p = parser(__doc__, rounds=3)
     p.add_argument("--family", help=f"one of {', '.join(FAMILIES)} (default: all)")
     p.add_argument("--case", help="internal: measure in this process")
-    args = p.parse_args()
+    args = parse(p)
     if args.case:
         import json
 
-        print(json.dumps(measure(args.family, args.case, args.rounds)))
+        print(json.dumps(measure(args.family, args.case, args.rounds, args.quick)))
         return
     numbers: dict[str, Any] = {}
+    rows = []
     for family in [args.family] if args.family else FAMILIES:
         for case in CASES:
-            words = [__file__, "--family", family, "--case", case, "--rounds", str(args.rounds)]
+            words = [
+                __file__,
+                "--family",
+                family,
+                "--case",
+                case,
+                "--rounds",
+                str(args.rounds),
+                *["--quick"][: args.quick],
+            ]
             found = child(words, args.threads)
-            numbers[f"{family}, {case}"] = {k: v for k, v in found.items() if k != "process_seconds"}
-    finish(args, "generation", numbers, {"rounds": args.rounds, "threads": args.threads, "prompt": 32})
+            numbers[f"{family}, {case}"] = found
+            speeds = [found[f"{name}_tokens_per_second"] for name in ("modelcenter", "transformers")]
+            rows.append(against(f"{family}, {case}", "transformers", *speeds, "tokens/s"))
+    finish(args, "generation", numbers, rows, prompt=32)
 
 
-def measure(family: str, case: str, rounds: int) -> dict[str, float]:
+def measure(family: str, case: str, rounds: int, quick: bool) -> dict[str, float]:
     """New tokens per second of each, at its best."""
     import torch
     import transformers
@@ -62,6 +74,7 @@ def measure(family: str, case: str, rounds: int) -> dict[str, float]:
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
     rows, beams, new = CASES[case]
+    new = 8 if quick else new
     config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
     auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     theirs = auto.from_config(config).eval()

@@ -13,7 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import child, finish, parser, take_turns
+from scripts.bench.lib import against, child, finish, fraction, parse, parser, take_turns
+
+RANKS = ("1 rank", "2 ranks")
 
 WORK = """
 import json, os, resource, sys, time, torch
@@ -57,7 +59,7 @@ def main() -> None:
     p = parser(__doc__)
     p.add_argument("--layers", type=int, default=24)
     p.add_argument("--hidden", type=int, default=1024)
-    args = p.parse_args()
+    args = parse(p, layers=2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         script = folder / "work.py"
@@ -75,11 +77,30 @@ def main() -> None:
             "2 ranks": lambda turn: child([*launch, str(script), source, target], 1),
             "transformers": lambda turn: child(["-c", THEIRS, source, target], args.threads),
         }
-        results = take_turns(contenders, args.rounds)
+        results = take_turns(contenders, args.rounds, args.threads)
     numbers = {name: {key: round(max(r[key] for r in found), 2) for key in found[0]} for name, found in results.items()}
     largest = 30522 * args.hidden * 4 / 2**20
     numbers["largest_tensor_mb"] = round(largest, 1)
-    finish(args, "load_export", numbers, vars(args))
+    rows = []
+    for found in (numbers[name] for name in contenders):
+        found["load_mb"] = round(found["model_mb"] + found["load_peak_above_model_mb"], 1)
+        found["export_mb"] = round(found["model_mb"] + found["export_peak_above_model_mb"], 1)
+    for key, what, unit in (
+        ("load_seconds", "loading", "s"),
+        ("load_mb", "peak memory of loading, above torch's", "MB"),
+        ("export_seconds", "exporting", "s"),
+        ("export_mb", "peak memory of loading and exporting, above torch's", "MB"),
+    ):
+        theirs = numbers["transformers"][key]
+        rows += [against(f"{what}, {ranks}", "transformers", numbers[ranks][key], theirs, unit) for ranks in RANKS]
+    for ranks in RANKS:
+        found = numbers[ranks]
+        for work, allowed in (("load", 300), ("export", 2 * largest + 300)):
+            above = found[f"{work}_peak_above_model_mb"]
+            rows.append(
+                fraction(f"memory beyond the model, {work}, {ranks}", above / allowed, "what is allowed", most=1)
+            )
+    finish(args, "load_export", numbers, rows)
 
 
 if __name__ == "__main__":

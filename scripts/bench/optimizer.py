@@ -5,7 +5,7 @@
 In each round a process times all contenders in turn and keeps the best of several runs of each; reported are medians
 over the rounds. The ceiling is torch's in-place `add_`, which reads and writes each byte once: GB/s of a step are the
 bytes it must read and write at least. DeepSpeed's CPUAdam is measured too where it is installed, best in an environment
-of its own: pip install --no-build-isolation ".[bench]".
+of its own, which --peers makes from PyPI.
 """
 
 import importlib.util
@@ -154,24 +154,28 @@ def main() -> None:
     import argparse
 
     from scripts.bench import lib
+    from scripts.bench.lib import peers
 
     p = lib.parser(__doc__)
     p.add_argument("--millions", type=int, default=40, help="parameters, in millions")
+    p.add_argument("--peers", action="store_true", help="measure DeepSpeed too, in an environment made from PyPI")
     p.add_argument("--child", help=argparse.SUPPRESS)
-    args = p.parse_args()
+    args = lib.parse(p, millions=4)
     if args.child:
         from engine.ops import library
 
         made = contenders(args.millions) if args.child == "large" else small(args.child)
         print(json.dumps({**timed(made, 7 if args.child == "large" else 60), "library": library.cpu().what}))
         return
+    python = peers.python_of("deepspeed") if args.peers else sys.executable
+    packages = peers.versions(python, "deepspeed")
     turns = {
         kind: lambda _, kind=kind: lib.child(
-            [__file__, "--child", kind, "--millions", str(args.millions)], args.threads
+            [__file__, "--child", kind, "--millions", str(args.millions)], args.threads, python
         )
         for kind in ("large", "plain", "sharded", "torch")
     }
-    results = lib.take_turns(turns, args.rounds)
+    results = lib.take_turns(turns, args.rounds, args.threads)
     large = {name: lib.median(results["large"], name) for name in BYTES if name in results["large"][0]}
     parameters = 4_000_003 * max(1, args.millions // 4)
     rate = {name: BYTES[name] * parameters / ms / 1e6 for name, ms in large.items()}
@@ -193,10 +197,24 @@ def main() -> None:
         "gb_per_s": {name: round(value, 2) for name, value in rate.items()},
         "small_ms": {"plain": round(plain, 3), "sharded": round(sharded, 3), "torch": round(torchs, 3)},
         "ratios": {name: round(value, 3) for name, value in ratios.items()},
-        "deepspeed": lib.versions("deepspeed")["deepspeed"],
         "library": results["large"][0]["library"].rpartition("(")[2].rstrip(")"),
     }
-    lib.finish(args, "optimizer", numbers, {"parameters": parameters, "threads": args.threads, "rounds": args.rounds})
+    step = "optimizer step, {}".format
+    rows = [
+        lib.against(step("fp32"), "torch, fused", large["fp32"], large["torch_fp32"], "ms"),
+        lib.against(step("bf16 with masters"), "torch, composed", large["bf16_master"], large["bf16_composed_torch"],
+                    "ms"),
+        lib.against(step("400 small matrices"), "torch, fused", plain, torchs, "ms"),
+        lib.against(step("400 small matrices, sharded"), "the same, plain", sharded, plain, "ms", 1 / 1.1,
+                    why="a shard costs Python that a plain tensor does not"),
+        lib.fraction(step("fp32"), ratios["fp32_of_the_ceiling"], "bandwidth of torch's add_"),
+        lib.fraction(step("bf16 with masters"), ratios["bf16_master_of_the_ceiling"], "bandwidth of torch's add_"),
+    ]  # fmt: skip
+    for dtype in ("fp32", "bf16"):
+        if f"deepspeed_{dtype}" in large:
+            ours = large["fp32" if dtype == "fp32" else "bf16_master"]
+            rows.append(lib.against(step(dtype), "DeepSpeed's CPUAdam", ours, large[f"deepspeed_{dtype}"], "ms"))
+    lib.finish(args, "optimizer", numbers, rows, packages=packages, parameters=parameters)
 
 
 if __name__ == "__main__":

@@ -5,43 +5,89 @@ Contenders live in the same processes and take turns step by step.
 
     python scripts/bench/sharded_step.py --output result.json
 
-ZeRO-3 is compared with fully_shard on each block, clip_grad_norm_ and fused AdamW; ZeRO-2, which keeps whole
-parameters between forward and backward, with DistributedDataParallel and the same.
+ZeRO-3 is compared with fully_shard on each block (PyTorch's FSDP2), clip_grad_norm_ and fused AdamW; ZeRO-2, which
+keeps whole parameters between forward and backward, with DistributedDataParallel and the same. With --peers also with
+accelerate's FSDP2 and DeepSpeed's ZeRO-2 and 3, in processes of their own; DeepSpeed's environment is made from PyPI.
+On a CPU accelerate gives DistributedDataParallel whatever it is asked for; what it made is in the JSON.
 """
 
-import statistics
+import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import finish, parser
+from scripts.bench.lib import ROOT, against, child, finish, parse, parser, peers, steps
+
+CONTENDERS = ("zero3", "fully_shard", "zero2", "zero1", "ddp")
+# Level, peer, its key, the ratio to reach (time against time), and why it may be missed.
+_OVERLAP = "DistributedDataParallel reduces during backward, while here gradients are reduced into shards"
+AGAINST = (
+    (3, "fully_shard by hand (FSDP2)", "fully_shard", 1 / 1.05, ""),
+    (2, "DistributedDataParallel", "ddp", 1 / 1.25, _OVERLAP),
+    (1, "DistributedDataParallel", "ddp", None, _OVERLAP),
+)
+PEERS = {"accelerate FSDP2": 3, "DeepSpeed ZeRO-2": 2, "DeepSpeed ZeRO-3": 3}  # and the level they compare with
 
 
 def main() -> None:
     p = parser(__doc__, rounds=30)
-    p.add_argument("--ranks", type=int, default=2)
+    p.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="(default: 2 and 4)")
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--hidden_size", type=int, default=256)
     p.add_argument("--tokens", type=int, default=512, help="on each rank")
-    args = p.parse_args()
-    import engine
+    p.add_argument("--peers", action="store_true", help="measure accelerate and DeepSpeed too")
+    p.add_argument("--child", help="internal: measure on this many ranks")
+    args = parse(p, ranks=[2], hidden_size=64, layers=2, tokens=128)
+    shape = {name: getattr(args, name) for name in ("layers", "hidden_size", "tokens", "rounds")}
+    if args.child:
+        import engine
 
-    times = engine.testing.run(measure, args.ranks, args, timeout=900)[0]
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    numbers = {
-        "milliseconds": {name: round(1000 * value, 2) for name, value in medians.items()},
-        "zero3_over_fully_shard": round(medians["fully_shard"] / medians["zero3"], 3),
-        "zero2_over_ddp": round(medians["zero2"] / medians["ddp"], 3),
-        "zero1_over_ddp": round(medians["zero1"] / medians["ddp"], 3),
-    }
-    finish(args, "sharded_step", numbers, vars(args))
+        found = engine.testing.run(measure, int(args.child), args, timeout=900)[0]
+        print(json.dumps(found))
+        return
+    numbers: dict[str, Any] = {}
+    rows, notes = [], []
+    words = [str(x) for name, value in shape.items() for x in (f"--{name}", value)]
+    for ranks in args.ranks:
+        found = child([__file__, "--child", str(ranks), *words], 1)
+        ms = {name: round(found[name], 2) for name in CONTENDERS}
+        rows += [
+            against(f"step at ZeRO-{level}, {ranks} ranks", peer, ms[f"zero{level}"], ms[key], "ms", target, why)
+            for level, peer, key, target, why in AGAINST
+        ]
+        numbers[f"{ranks} ranks"] = {"milliseconds": ms}
+        for name, level in PEERS.items() if args.peers else ():
+            made = peer(name, ranks, shape)
+            numbers[f"{ranks} ranks"][name] = made
+            if "ms" in made:
+                what = f"step at ZeRO-{level}, {ranks} ranks"
+                rows.append(against(what, f"{name} ({made['made']})", ms[f"zero{level}"], made["ms"], "ms"))
+            else:
+                notes.append(f"{name} on {ranks} ranks does not run here: {made['failed']}")
+    finish(args, "sharded_step", numbers, rows, notes, packages=packages(args.peers))
 
 
-def measure(args: Any) -> dict[str, list[float]]:
-    """Seconds of each step of each contender, on this rank."""
+def peer(name: str, ranks: int, shape: dict[str, Any]) -> dict[str, Any]:
+    """Median milliseconds of a peer's step and what it really made; or why it does not run on this machine."""
+    python = sys.executable if name.startswith("accelerate") else peers.python_of("deepspeed")
+    script = str(ROOT / "scripts" / "bench" / "lib" / "sharded_peer.py")
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), script, name]
+    try:
+        found = child([*words, json.dumps(shape)], 1, python, timeout=600)
+    except RuntimeError as error:
+        lines = [line for line in str(error).splitlines() if "Error" in line and "ChildFailed" not in line]
+        return {"failed": (lines or [str(error)[:200]])[-1].strip()[:300]}
+    return {key: found[key] for key in ("ms", "made")}
+
+
+def packages(with_peers: bool) -> dict[str, str]:
+    return peers.versions(peers.python_of("deepspeed"), "deepspeed", "accelerate") if with_peers else {}
+
+
+def measure(args: Any) -> dict[str, float]:
+    """Median milliseconds of a step of each contender, on this rank."""
     import torch
     import torch.distributed as dist
 
@@ -50,10 +96,7 @@ def measure(args: Any) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     engine.memory.keep_freed_memory()
     engine.init_distributed()
-    rng = torch.Generator().manual_seed(engine.rank())
-    ids = torch.randint(1, 2048, (1, args.tokens), generator=rng)
-    ends = torch.arange(0, args.tokens + 1, 64, dtype=torch.int32)
-    batch = {"input_ids": ids, "labels": ids, "cu_seqlens": ends, "max_seqlen": 64}
+    batch = batch_of(args, engine.rank())
     contenders = {
         "zero3": ours(args, batch, 3),
         "fully_shard": by_hand(args, batch, sharded=True),
@@ -61,15 +104,16 @@ def measure(args: Any) -> dict[str, list[float]]:
         "zero1": ours(args, batch, 1),
         "ddp": by_hand(args, batch, sharded=False),
     }
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(args.rounds + 3):
-        for name, step in contenders.items():
-            dist.barrier()
-            began = time.perf_counter()
-            step()
-            if turn >= 3:
-                times[name].append(time.perf_counter() - began)
-    return times
+    return steps.in_turns(contenders, args.rounds, warm=3, before=dist.barrier)
+
+
+def batch_of(args: Any, rank: int) -> dict[str, Any]:
+    """Packed rows of 64 tokens; another batch on each rank."""
+    import torch
+
+    ids = torch.randint(1, 2048, (1, args.tokens), generator=torch.Generator().manual_seed(rank))
+    ends = torch.arange(0, args.tokens + 1, 64, dtype=torch.int32)
+    return {"input_ids": ids, "labels": ids, "cu_seqlens": ends, "max_seqlen": 64}
 
 
 def build(args: Any, policy: Any) -> Any:
@@ -83,24 +127,12 @@ def build(args: Any, policy: Any) -> Any:
 
 def ours(args: Any, batch: dict[str, Any], level: int) -> Any:
     import engine
-    import modelcenter as mc
 
     model = build(args, engine.Policy(zero_level=level))
-    optimizer = engine.optim.AdamOptimizer(model.parameters(), lr=1e-4, weight_decay=0.01)
-    manager = engine.optim.OptimManager()
-    manager.add_optimizer(optimizer)
-
-    def step() -> None:
-        manager.zero_grad()
-        mc.training.accumulate(model, [batch], backward=manager.backward)
-        manager.clip_grad_norm(optimizer.param_groups, 1.0, defer=True)
-        manager.step()
-
-    return step
+    return steps.here(model, batch)
 
 
 def by_hand(args: Any, batch: dict[str, Any], sharded: bool) -> Any:
-    import torch
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -111,15 +143,7 @@ def by_hand(args: Any, batch: dict[str, Any], sharded: bool) -> Any:
         run = fully_shard(model)
     else:
         run = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        run(**batch)["loss"].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-    return step
+    return steps.by_torch(model, lambda: run(**batch)["loss"])
 
 
 if __name__ == "__main__":

@@ -1,70 +1,54 @@
 """What every benchmark shares: turns, statistics, and a JSON that says what was measured where.
 
 Contenders run in processes of their own and take turns, so that none inherits another's allocator or threads and all
-see the same noise. Report medians and ratios, not single times.
+see the same noise; a measurement of the machine's own limits takes its turn among them. Report medians and ratios, not
+single times.
 """
 
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from scripts.bench.lib import machine
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def parser(doc: str, **defaults: Any) -> argparse.ArgumentParser:
+def parser(doc: str, rounds: int = 3) -> argparse.ArgumentParser:
     """Flags that every benchmark has."""
     p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--output", help="JSON file (default: print only)")
-    p.add_argument("--rounds", type=int, default=defaults.get("rounds", 3), help="turns of each contender")
-    p.add_argument("--threads", type=int, default=2, help="CPU threads of each process")
+    p.add_argument("--rounds", type=int, default=rounds, help=f"turns of each contender (default: {rounds})")
+    p.add_argument("--threads", type=int, default=2, help="CPU threads of each process (default: 2)")
+    p.add_argument("--quick", action="store_true", help="as little as shows that it runs: its numbers mean nothing")
     return p
 
 
-def commit() -> str:
-    git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    dirty = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
-    return (head.stdout.strip() or "unknown") + ("+changes" if dirty.stdout.strip() else "")
+def parse(p: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
+    """The flags; with --quick those that have their default become what `quick` says, and one round is run."""
+    args = p.parse_args()
+    if args.quick:
+        for name, value in {"rounds": 1, **quick}.items():
+            if getattr(args, name) == p.get_default(name):
+                setattr(args, name, value)
+    return args
 
 
-def hardware() -> dict[str, Any]:
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        name = next(
-            (x.split(":")[1].strip() for x in info.read_text().splitlines() if x.startswith("model name")), name
-        )
-    return {
-        "cpu": name,
-        "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
-    }
-
-
-def versions(*packages: str) -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "numpy", *packages):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "absent"
-    return found
-
-
-def take_turns(contenders: Mapping[str, Callable[[int], Any]], rounds: int) -> dict[str, list[Any]]:
-    """Run each contender once per round, in an order that rotates."""
+def take_turns(contenders: Mapping[str, Callable[[int], Any]], rounds: int, threads: int = 2) -> dict[str, list[Any]]:
+    """Run each contender once per round, in an order that rotates, and measure the machine in each round."""
     names, results = list(contenders), {name: [] for name in contenders}
     for turn in range(rounds):
+        machine.measure(child, threads)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             results[name].append(contenders[name](turn))
             print(f"round {turn + 1}, {name}: {summary(results[name][-1])}", file=sys.stderr, flush=True)
@@ -77,63 +61,103 @@ def summary(value: Any) -> str:
     return f"{value}"
 
 
-def child(code_or_script: Sequence[str], threads: int, **env: str) -> dict[str, Any]:
-    """Run a Python process; the last line it prints is JSON, which is returned with its peak resident memory."""
+def child(
+    code_or_script: Sequence[str], threads: int, python: str = sys.executable, timeout: float = 900, **env: str
+) -> dict[str, Any]:
+    """Run a Python process; the last line it prints that is JSON is returned with what the process took: seconds from
+    its start to its end, CPU seconds, and the most memory that it or one of its children had at once."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), **env}
-    began = time.perf_counter()
-    done = subprocess.run([sys.executable, *code_or_script], capture_output=True, text=True, env=environment, cwd=ROOT)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(code_or_script)[:200]} failed:\n{done.stderr[-4000:]}")
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        began = time.perf_counter()
+        process = subprocess.Popen([python, *code_or_script], stdout=out, stderr=err, env=environment, cwd=ROOT)
+        watch = threading.Timer(timeout, process.kill)
+        watch.start()
+        _, status, used = os.wait4(process.pid, 0)  # of this process alone, unlike getrusage's RUSAGE_CHILDREN
+        seconds = time.perf_counter() - began
+        watch.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        err.seek(0)
+        if process.returncode:
+            ended = f"ended with {process.returncode}" if seconds < timeout else f"was killed after {timeout:.0f} s"
+            raise RuntimeError(f"{' '.join(code_or_script)[:200]} {ended}:\n{err.read()[-4000:]}")
+        lines = [line for line in out.read().splitlines() if line.startswith("{")]
     result = json.loads(lines[-1]) if lines else {}
-    return {**result, "process_seconds": round(time.perf_counter() - began, 3)}
+    took = {"process_seconds": seconds, "cpu_seconds": used.ru_utime + used.ru_stime, "peak_mb": used.ru_maxrss / 1024}
+    return {**{name: round(value, 3) for name, value in took.items()}, **result}
 
 
 def median(results: Sequence[Mapping[str, Any]], key: str) -> float:
     return statistics.median(r[key] for r in results)
 
 
-def finish(args: argparse.Namespace, what: str, numbers: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Print the numbers, and write them where --output says."""
+def medians(results: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> dict[str, float]:
+    return {name: median(found, key) for name, found in results.items()}
+
+
+def against(
+    what: str, peer: str, ours: float, theirs: float, unit: str, target: float | None = None, why: str = ""
+) -> dict[str, Any]:
+    """A row of the tables: this project's number beside a peer's. `ratio` is how many times better this project's is:
+    more of a rate ("tokens/s", "GB/s"), less of anything else. `target` is the ratio to reach; `why` is what to say
+    where the peer is ahead."""
+    ratio = ours / theirs if unit.endswith("/s") or unit == "points" else theirs / ours
+    return {
+        "what": what, "peer": peer, "ours": float(f"{ours:.4g}"), "theirs": float(f"{theirs:.4g}"), "unit": unit,
+        "ratio": round(ratio, 3), "target": target, "why": why,
+    }  # fmt: skip
+
+
+def fraction(
+    what: str, value: float, limit: str, target: float | None = None, most: float | None = None
+) -> dict[str, Any]:
+    """A row of the tables: how much of a limit (1 is all of it) something reached; `target` is how much it is to
+    reach, `most` what it is not to exceed."""
+    return {"what": what, "limit": limit, "fraction": round(value, 3), "target": target, "most": most}
+
+
+def finish(
+    args: argparse.Namespace,
+    what: str,
+    numbers: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]] = (),
+    notes: Sequence[str] = (),
+    packages: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> None:
+    """Print the tables, and write everything where --output says.
+
+    rows are those of `against` and `fraction`; packages are versions of what peers' environments hold beyond this
+    one's; settings replace the flags of the same names, for what a flag does not say well."""
+    from scripts.bench.lib import tables
+
+    if not machine.SEEN:
+        machine.measure(child, args.threads)
+    hidden = {"output", "child", "work"}
+    flags = {name: value for name, value in vars(args).items() if name not in hidden and value is not None}
+    if flags.get("data"):  # a path says where somebody's files lie, which is nobody else's business
+        flags["data"] = Path(flags["data"]).name
     record = {
         "benchmark": what,
-        "commit": commit(),
+        "commit": machine.commit(ROOT),
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": hardware(),
-        "versions": versions(),
-        "settings": dict(settings),
+        "hardware": machine.hardware(),
+        "limits": machine.limits(),
+        "versions": {**machine.versions(), **(packages or {})},
+        "settings": {**flags, **settings},
+        "rows": list(rows),
+        "notes": list(notes),
         "numbers": dict(numbers),
     }
-    print(json.dumps(numbers, indent=2))
+    print(tables.text(record))
     if args.output:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
         Path(args.output).write_text(json.dumps(record, indent=2) + "\n")
+    else:
+        print(json.dumps(numbers, indent=2))
 
 
-WORDS = "the a of and to in is it that film movie story plot acting cast was good bad great dull slow warm".split()
-
-
-def synthetic_rows(count: int, seed: int = 0) -> list[tuple[int, str]]:
-    """(label, sentence) rows whose lengths are spread like those of real sentences: log-normal, mean about 20 words."""
-    rng = random.Random(seed)
-    rows = []
-    for _ in range(count):
-        n = min(60, max(2, round(rng.lognormvariate(2.85, 0.55))))
-        label = rng.randrange(2)
-        words = [rng.choice(WORDS) for _ in range(n)]
-        words[rng.randrange(n)] = "excellent" if label else "awful"
-        rows.append((label, " ".join(words)))
+def shuffled(rows: Sequence[Any], seed: int = 0) -> list[Any]:
+    rows = list(rows)
+    random.Random(seed).shuffle(rows)
     return rows
-
-
-def train_wordpiece(texts: Sequence[str], folder: Path, vocab_size: int = 8000) -> None:
-    """A BERT tokenizer learned from the texts, saved as transformers saves one."""
-    from tokenizers import BertWordPieceTokenizer
-    from transformers import BertTokenizerFast
-
-    trained = BertWordPieceTokenizer(lowercase=True)
-    trained.train_from_iterator(texts, vocab_size=vocab_size, min_frequency=2, show_progress=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    trained.save(str(folder / "raw.json"))
-    BertTokenizerFast(tokenizer_file=str(folder / "raw.json"), model_max_length=512).save_pretrained(folder)
-    (folder / "raw.json").unlink()

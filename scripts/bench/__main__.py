@@ -1,0 +1,108 @@
+"""All benchmarks, one after the other, and a table at the end: what `make bench` runs.
+
+    python -m scripts.bench --data path/to/data          # all; JSON in scripts/bench/results
+    python -m scripts.bench --only finetune data --quick
+    python -m scripts.bench --list                       # names, minutes, commands
+
+Peers are installed from PyPI into environments of their own (--no-peers leaves those out). A benchmark that fails is
+told at the end, and the exit status is 1.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.lib import ROOT, tables
+
+
+class Bench(NamedTuple):
+    """A benchmark: its script, about how many minutes it takes on 2 cores, and flags beyond the common ones."""
+
+    script: str
+    minutes: float
+    flags: tuple[str, ...] = ()
+    data: bool = False
+    peers: tuple[str, ...] = ()  # flags that need an environment from PyPI
+
+
+# By the name of the record, which is the name of the JSON file. Those that fine-tune take a task at a time, so that
+# each stays within a few minutes.
+BENCHES: dict[str, Bench] = {
+    "finetune_classification": Bench("finetune", 4, ("--tasks", "classification"), data=True),
+    "finetune_mlm": Bench("finetune", 4, ("--tasks", "mlm", "--steps", "30"), data=True),
+    "finetune_lm": Bench("finetune", 4, ("--tasks", "lm", "--hidden", "256"), data=True),
+    "finetune_seq2seq": Bench("finetune", 4, ("--tasks", "seq2seq", "--hidden", "256"), data=True),
+    "finetune_2_ranks": Bench("finetune", 4, ("--ranks", "2", "--tasks", "classification", "--rounds", "2"), data=True),
+    "quality_classification": Bench("quality", 3, ("--tasks", "classification"), data=True),
+    "quality_mlm": Bench("quality", 3, ("--tasks", "mlm"), data=True),
+    "quality_lm": Bench("quality", 3, ("--tasks", "lm"), data=True),
+    "quality_seq2seq": Bench("quality", 3, ("--tasks", "seq2seq"), data=True),
+    "training_step": Bench("training_step", 4),
+    "families": Bench("families", 3),
+    "decoder_step": Bench("decoder_step", 3, peers=("--compile",)),
+    "lora": Bench("lora", 1),
+    "sharded_step": Bench("sharded_step", 3, peers=("--peers",)),
+    "optimizer": Bench("optimizer", 2, peers=("--peers",)),
+    "dropout": Bench("dropout", 1),
+    "load_export": Bench("load_export", 2),
+    "convert": Bench("convert", 4, ("--gigabytes", "1")),
+    "checkpoint": Bench("checkpoint", 1),
+    "generation": Bench("generation", 4),
+    "startup": Bench("startup", 2),
+    "data": Bench("data", 4, data=True),
+    "clients": Bench("clients", 4),
+}
+NEED_PEERS = ("decoder_step", "clients")
+
+
+def command(name: str, args: argparse.Namespace) -> list[str]:
+    bench = BENCHES[name]
+    words = [str(ROOT / "scripts" / "bench" / f"{bench.script}.py"), *bench.flags]
+    words += [] if args.no_peers else bench.peers
+    words += ["--data", args.data] if args.data and bench.data else []
+    words += ["--quick"] if args.quick else []
+    words += ["--rounds", str(args.rounds)] if args.rounds else []
+    return [sys.executable, *words, "--threads", str(args.threads), "--output", f"{args.output_dir}/{name}.json"]
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--only", nargs="+", choices=BENCHES, help="benchmarks to run (default: all)")
+    p.add_argument("--data", help="folder with sst2, e2e and tinyshakespeare (default: the samples in scripts/samples)")
+    p.add_argument("--output_dir", default="scripts/bench/results", help="(default: scripts/bench/results)")
+    p.add_argument("--rounds", type=int, help="turns of each contender (default: each benchmark's)")
+    p.add_argument("--threads", type=int, default=2, help="CPU threads of each process (default: 2)")
+    p.add_argument("--quick", action="store_true", help="as little as shows that each runs")
+    p.add_argument("--no-peers", action="store_true", help="make no environments from PyPI")
+    p.add_argument("--list", action="store_true", help="print the benchmarks, their minutes and commands, and stop")
+    args = p.parse_args()
+    chosen = [name for name in args.only or BENCHES if not (args.no_peers and name in NEED_PEERS)]
+    if args.list:
+        for name in chosen:
+            words = command(name, args)
+            print(f"{name:<25} {BENCHES[name].minutes:>4} min  python {Path(words[1]).relative_to(ROOT)} "
+                  + " ".join(words[2:]))  # fmt: skip
+        return
+    failed, began = [], time.monotonic()
+    for name in chosen:
+        print(f"== {name}", file=sys.stderr, flush=True)
+        # What it measured is shown at the end, together with the others.
+        if subprocess.run(command(name, args), cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
+            failed.append(name)
+    for name in chosen:
+        path = ROOT / args.output_dir / f"{name}.json"
+        if name not in failed:
+            print(tables.text(json.loads(path.read_text())))
+    print(f"\n{len(chosen) - len(failed)} of {len(chosen)} in {(time.monotonic() - began) / 60:.0f} minutes")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

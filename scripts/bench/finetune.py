@@ -1,0 +1,83 @@
+"""Fine-tuning against Hugging Face's Trainer: real tokens per second, process start to exported model, and memory.
+
+BERT on SST-2 and on masked lines of Shakespeare, GPT-2 on E2E with the loss on answers only, T5 on E2E. Both sides
+train the same model from the same weights on the same rows with the same tokenizer, batch size, steps, learning rates,
+dropout, clipping, fused AdamW and threads, in fp32. Trainer runs with its defaults, with rows of like length together,
+where it can (decoders) with the rows of a batch end to end, and with --compiled by torch.compile. Tokens are those that
+are not padding, of an encoder-decoder those of both sides. That nobody wins by doing less is told by the loss curves,
+the tokens, and a judge: transformers evaluates what each exported, on rows that nobody trained on.
+
+    python scripts/bench/finetune.py --data path/to/data --output result.json
+    python scripts/bench/finetune.py --ranks 2 --tasks classification   # sharded here, Trainer under DDP
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.lib import against, finetuning, finish, fraction, machine, medians, parse, parser, sets, take_turns
+
+# Ratios to reach: of real tokens per second to Trainer's best, and of the time from start to exported model.
+SPEED = {"classification": 1.4, "mlm": 2.0, "lm": 2.0, "seq2seq": 1.5}
+ON_RANKS = 1.3
+END_TO_END = 1.5
+
+
+def main() -> None:
+    p = parser(__doc__)
+    finetuning.add_flags(p)
+    p.add_argument("--ranks", type=int, default=1, help="processes, which share the threads (default: 1)")
+    p.add_argument("--compiled", action="store_true", help="Trainer with torch.compile too: minutes of compilation")
+    args = parse(p, steps=5, hidden=64, layers=2, dev_rows=64)
+    numbers: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    for task in args.tasks:
+        with tempfile.TemporaryDirectory() as name:
+            numbers[task], found = measure(Path(name), task, args)
+        rows += found
+    notes = [f"Fine-tuned on {'real data' if args.data else 'the samples in scripts/samples'}."]
+    finish(args, "finetune" if args.ranks == 1 else f"finetune_{args.ranks}_ranks", numbers, rows, notes)
+
+
+def measure(folder: Path, task: str, args: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    data = finetuning.prepare(folder, task, args)
+    peers = finetuning.peers_of(task, args.compiled)
+    contenders = {"modelcenter": finetuning.ours(folder, task, args, args.ranks)} | {
+        name: finetuning.trainer(folder, task, name, args, args.ranks) for name in peers
+    }
+    results = take_turns(contenders, args.rounds, args.threads)
+    speed, whole, peak = (medians(results, key) for key in ("tokens_per_second", "process_seconds", "peak_mb"))
+    best = max(peers, key=lambda name: speed[name])
+    data_name = sets.NAMES[task] if args.data else "samples"
+    what = f"{task}, {data_name}"
+    rows = []
+    for name in peers:
+        target = None if name != best else SPEED[task] if args.ranks == 1 else ON_RANKS
+        rows.append(against(f"{what}: real tokens", name, speed["modelcenter"], speed[name], "tokens/s", target))
+    quickest, least = min(peers, key=lambda name: whole[name]), min(peers, key=lambda name: peak[name])
+    why = "with so few steps the start of a process is most of it" if args.steps < 50 else ""
+    rows.append(
+        against(f"{what}: start to exported model", quickest, whole["modelcenter"], whole[quickest], "s",
+                END_TO_END if args.ranks == 1 else None, why)
+    )  # fmt: skip
+    rows.append(against(f"{what}: peak memory of a process", least, peak["modelcenter"], peak[least], "MB"))
+    rate = speed["modelcenter"] * data["gflop_per_token"] / machine.limits()["gemm_gflops"]
+    rows.append(fraction(f"{what}: arithmetic of training, with everything around it", rate, "fp32 products"))
+    judged = {n: finetuning.judged(folder, task, found[-1]["model"], args.threads) for n, found in results.items()}
+    return {
+        "data": {key: data[key] for key in ("parameters", "rows", "tokens_per_row", "gflop_per_token")},
+        "tokens_per_second": {name: round(value, 1) for name, value in speed.items()},
+        "start_to_export_seconds": {name: round(value, 2) for name, value in whole.items()},
+        "peak_mb": {name: round(value) for name, value in peak.items()},
+        "tokens": {name: found[-1]["tokens"] for name, found in results.items()},
+        "loss_by_fifths": {name: finetuning.fifths(found[-1]["losses"]) for name, found in results.items()},
+        "losses": {name: [round(x, 4) for x in found[-1]["losses"]] for name, found in results.items()},
+        "judged": judged,
+    }, rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Peers' environments: made once by the bench from PyPI, beside the running interpreter's packages.
+
+An environment sees the running interpreter's packages, so that torch is the same build, and holds what a peer needs on
+top. It lies in the user's cache folder (MODELCENTER_BENCH_PEERS sets another).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+PINNED = ("torch", "numpy")
+# What a peer needs, and whether the running transformers and its company stay as they are. LitGPT asks for an older
+# huggingface_hub than transformers does, so it gets a transformers of its own, which the decoder step does not use.
+PEERS: dict[str, tuple[tuple[str, ...], bool]] = {
+    "litgpt": (("litgpt>=0.5.13", "transformers"), False),
+    "deepspeed": (("deepspeed>=0.19", "ninja>=1.11"), True),
+}
+COMPANY = ("transformers", "tokenizers", "safetensors", "huggingface_hub")
+
+
+def place() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return Path(os.environ.get("MODELCENTER_BENCH_PEERS", cache / "modelcenter-bench"))
+
+
+def python_of(peer: str) -> str:
+    """The interpreter of a peer's environment, which is made where it is not there yet."""
+    needed, company = PEERS[peer]
+    return environment(place() / peer, needed, PINNED + (COMPANY if company else ()))
+
+
+def environment(folder: Path, needed: tuple[str, ...], pinned: tuple[str, ...]) -> str:
+    """An interpreter that sees the running one's packages and `needed`; the versions of `pinned` are the running
+    ones. Raises CalledProcessError where pip does not succeed, and RuntimeError where it changed a pinned package."""
+    python, ready = folder / "bin" / "python", folder / "ready"
+    if ready.exists() and ready.read_text() == repr((needed, pinned)):
+        return str(python)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    site = subprocess.run(
+        [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True, capture_output=True, text=True,
+    ).stdout.strip()  # fmt: skip
+    # Not --system-site-packages: where this interpreter is itself in a virtual environment, that means its base.
+    (Path(site) / "packages-of-the-running-interpreter.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pins = folder / "constraints.txt"
+    pins.write_text("".join(f"{name}=={metadata.version(name)}\n" for name in pinned))
+    pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", str(pins)]
+    # A package that asks for torch while it is built must find this one: it is built here, with these tools.
+    tools = {**os.environ, "DS_BUILD_OPS": "0"}
+    print(f"making {folder} with {', '.join(needed)}", file=sys.stderr, flush=True)
+    subprocess.run([*pip, "--ignore-installed", "setuptools>=77", "wheel"], check=True, env=tools)
+    subprocess.run([*pip, "--no-build-isolation", *needed], check=True, env=tools)
+    there = versions(str(python), *pinned)
+    for name in pinned:
+        if there[name] != metadata.version(name):
+            raise RuntimeError(f"{folder}: pip put {name} {there[name]} where {metadata.version(name)} was to stay")
+    ready.write_text(repr((needed, pinned)))
+    return str(python)
+
+
+def versions(python: str, *packages: str) -> dict[str, str]:
+    """Versions of packages as an interpreter sees them; those it lacks are "absent"."""
+    code = (
+        "import importlib.metadata as m, json, sys\n"
+        "def of(n):\n    try: return m.version(n)\n    except m.PackageNotFoundError: return 'absent'\n"
+        "print(json.dumps({n: of(n) for n in sys.argv[1:]}))"
+    )
+    done = subprocess.run([python, "-c", code, *packages], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)

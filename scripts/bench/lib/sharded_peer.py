@@ -1,0 +1,90 @@
+"""A contender of sharded_step.py under torchrun: accelerate's FSDP2 or DeepSpeed, on the same model and batches.
+
+Usage: torchrun ... scripts/bench/lib/sharded_peer.py NAME SHAPE, with SHAPE as JSON. Prints the median milliseconds of
+a step, and the class that holds the model: accelerate on a CPU makes DistributedDataParallel of FSDP2.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from scripts.bench.sharded_step import batch_of, build
+
+
+def accelerated(model: Any, batch: dict[str, Any]) -> tuple[Any, Callable[[], None]]:
+    import torch
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[type(model.layers[0]).__name__],
+    )  # fmt: skip
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    run, optimizer = accelerator.prepare(model, optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        accelerator.backward(run(**batch)["loss"])
+        accelerator.clip_grad_norm_(run.parameters(), 1.0)
+        optimizer.step()
+
+    return run, step
+
+
+def deepspeeded(model: Any, batch: dict[str, Any], level: int) -> tuple[Any, Callable[[], None]]:
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": level},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01, "torch_adam": True}},
+    }
+    run, *_ = deepspeed.initialize(model=model, config=settings)
+
+    def step() -> None:
+        run.backward(run(**batch)["loss"])
+        run.step()
+
+    return run, step
+
+
+def main() -> None:
+    name, shape = sys.argv[1], argparse.Namespace(**json.loads(sys.argv[2]))
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    batch = batch_of(shape, int(os.environ["RANK"]))
+    model = build(shape, False)
+    if name.startswith("accelerate"):
+        made, step = accelerated(model, batch)
+    else:
+        made, step = deepspeeded(model, batch, int(name[-1]))
+    times = []
+    for turn in range(shape.rounds + 3):
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        if turn >= 3:
+            times.append(1000 * (time.perf_counter() - began))
+    if dist.get_rank() == 0:
+        print(json.dumps({"ms": statistics.median(times), "made": type(made).__name__}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

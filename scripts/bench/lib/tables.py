@@ -1,0 +1,69 @@
+"""A record's rows as a table: plain text after a run, Markdown in docs/performance.md."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def number(value: float) -> str:
+    """Three or four digits that matter, thousands apart."""
+    if value == 0:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def comparisons(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [row for row in record["rows"] if "ratio" in row]
+
+
+def fractions(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [row for row in record["rows"] if "fraction" in row]
+
+
+def cells(record: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
+    """(head, lines) of the comparisons and of the fractions, those there are."""
+    found = []
+    if rows := comparisons(record):
+        head = ["what", "against", "unit", "here", "there", "times as good", "wanted"]
+        lines = [
+            [r["what"], r["peer"], r["unit"], number(r["ours"]), number(r["theirs"]), f"{r['ratio']:.2f}", wanted(r)]
+            for r in rows
+        ]
+        found.append((head, lines))
+    if rows := fractions(record):
+        lines = [[r["what"], r["limit"], f"{100 * r['fraction']:.1f} %", wanted(r)] for r in rows]
+        found.append((["what", "of which limit", "reached", "wanted"], lines))
+    return found
+
+
+def wanted(row: Mapping[str, Any]) -> str:
+    if "ratio" in row:
+        return "" if row["target"] is None else f"{row['target']:.4g}"
+    if row["most"] is not None:
+        return f"at most {100 * row['most']:.4g} %"
+    return "" if row["target"] is None else f"{100 * row['target']:.4g} %"
+
+
+def misses(row: Mapping[str, Any]) -> bool:
+    """Whether a row has a target and does not reach it."""
+    if "ratio" in row:
+        return row["target"] is not None and row["ratio"] < row["target"]
+    if row["most"] is not None:
+        return row["fraction"] > row["most"]
+    return row["target"] is not None and row["fraction"] < row["target"]
+
+
+def text(record: Mapping[str, Any]) -> str:
+    limit = record["limits"]
+    lines = [f"\n{record['benchmark']}: {limit['gemm_gflops']} GFLOP/s, copy {limit['copy_gb_per_s']} GB/s"]
+    for head, rows in cells(record):
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]
+        ]
+    return "\n".join([*lines, *record["notes"]])
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first two columns are words, the others numbers."""
+    rule = ["---" if i < 2 else "---:" for i in range(len(head))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])

@@ -1,0 +1,143 @@
+#!/usr/bin/env python
+"""Write docs/performance.md and its plots from scripts/bench/results: `python scripts/bench/page.py`.
+
+A test compares the page with what this makes of the JSON. The plots (SVG) are drawn from the same rows.
+"""
+
+import inspect
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.__main__ import BENCHES
+from scripts.bench.lib import ROOT, tables
+
+PAGE, PLOTS, RESULTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "plots", ROOT / "scripts" / "bench" / "results"
+SPEED = [name for name in BENCHES if name != "clients"]  # what that one found is in docs/hub.md
+HEAD = """# Performance
+
+What was measured, by whom anyone can: `make bench` runs the scripts of `scripts/bench`, which keep their numbers in `scripts/bench/results`; `python scripts/bench/page.py` makes this page and its plots from those files. Contenders run in processes of their own and take turns; numbers are medians. "Times as good" is a ratio of rates, or of times or sizes the other way round: above 1, this project is ahead. "Wanted" is what the project asks of itself. Each run also measures how fast the machine multiplies and copies at best, so that a number can be held against what is possible.
+
+```bash
+make bench ARGS="--data path/to/data"
+python -m scripts.bench --only finetune_classification --quick
+```
+
+Without `--data` the fine-tuning benchmarks take the samples in `scripts/samples`. With it they take a folder with `sst2` (`train.tsv`, `dev.tsv`), `e2e` (`train.csv`, `dev.csv`) and `tinyshakespeare` (`input.txt`).
+"""  # noqa: E501
+
+
+def records() -> dict[str, dict[str, Any]]:
+    """{name of a benchmark: its record}, in the order in which they are run."""
+    return {
+        name: json.loads(path.read_text(encoding="utf-8"))
+        for name in SPEED
+        if (path := RESULTS / f"{name}.json").exists()
+    }
+
+
+def render() -> str:
+    found = records()
+    parts = [HEAD, summary(found)]
+    parts += [section(name, record) for name, record in found.items()]
+    if missing := [f"`{name}`" for name in SPEED if name not in found]:
+        parts.append(f"## Not measured yet\n\n{', '.join(missing)}: there is no JSON of them.\n")
+    return "\n".join(parts)
+
+
+def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Where a peer is ahead and what misses its target, with the reason that a benchmark gives."""
+    behind, missed = [], []
+    for record in found.values():
+        for row in tables.comparisons(record):
+            line = f"- {row['what']}, against {row['peer']}: {row['ratio']:.2f} times as good"
+            line += f", {tables.wanted(row)} is wanted" if tables.misses(row) else ""
+            line += f": {row['why']}" if row["why"] else ""
+            if row["ratio"] < 1:
+                behind.append(line)
+            elif tables.misses(row):
+                missed.append(line)
+        for row in filter(tables.misses, tables.fractions(record)):
+            reached = f"{100 * row['fraction']:.1f} % of {row['limit']}"
+            missed.append(f"- {row['what']}: {reached}, {tables.wanted(row)} is wanted")
+    nothing = ["- Nothing that was measured."]
+    lines = ["## Where a peer is ahead", "", *(behind or nothing), ""]
+    return "\n".join([*lines, "## Ahead, or no peer, but short of what is wanted", "", *(missed or nothing), ""])
+
+
+def section(name: str, record: Mapping[str, Any]) -> str:
+    bench, limit, machine = BENCHES[name], record["limits"], record["hardware"]
+    lines = [f"## {name.replace('_', ' ')}", "", about(bench.script), ""]
+    if record["settings"].get("quick"):
+        lines += ["**A trial run that only shows that it works: its numbers mean nothing.**", ""]
+    for head, rows in tables.cells(record):
+        lines += [tables.markdown(head, rows), ""]
+    if tables.comparisons(record):
+        lines += [f"![How many times as good](plots/{name}.svg)", ""]
+    lines += [f"{note}\n" for note in record["notes"]]
+    settings = ", ".join(f"{key} {show(value)}" for key, value in record["settings"].items() if key != "quick")
+    versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items() if value != "absent")
+    lines.append(
+        f"{record['date']}, commit {record['commit'][:12]}; {machine['cpu']}, {machine['cores']} cores,"
+        f" {machine['memory_gib']} GiB; fp32 products {limit['gemm_gflops']} GFLOP/s, copy {limit['copy_gb_per_s']}"
+        f" GB/s; {settings}; {versions}. `scripts/bench/{bench.script}.py`\n"
+    )
+    return "\n".join(lines)
+
+
+def show(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def about(script: str) -> str:
+    """The docstring of a script, without the commands."""
+    import importlib
+
+    doc = inspect.getdoc(importlib.import_module(f"scripts.bench.{script}")) or ""
+    parts = [part for part in doc.split("\n\n") if not part.lstrip().startswith("python ")]
+    return "\n\n".join(part if part.startswith("-") else " ".join(part.split("\n")) for part in parts)
+
+
+def plot(name: str, record: Mapping[str, Any]) -> None:
+    """Bars of how many times as good, on a logarithmic axis; a mark where a ratio is wanted."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none"}  # the same bytes from the same rows, and few
+    import matplotlib.pyplot as plt
+
+    rows = tables.comparisons(record)
+    figure, axes = plt.subplots(figsize=(8, 0.6 + 0.3 * len(rows)), layout="constrained")
+    places = range(len(rows) - 1, -1, -1)
+    ratios = [row["ratio"] for row in rows]
+    axes.barh(places, [r - 1 for r in ratios], left=1, color=["#3a7" if r >= 1 else "#c54" for r in ratios])
+    for place, row in zip(places, rows, strict=True):
+        axes.text(row["ratio"], place, f" {row['ratio']:.2f} ", va="center", fontsize=7,
+                  ha="left" if row["ratio"] >= 1 else "right")  # fmt: skip
+        if row["target"]:
+            axes.plot([row["target"]] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.2)
+    axes.axvline(1, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlim(min([0.7, *ratios]) / 1.6, max([1.5, *ratios]) * 1.6)
+    axes.set_yticks(list(places), [f"{row['what']} / {row['peer']}" for row in rows], fontsize=7)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set_xlabel("times as good as the peer; black: wanted", fontsize=7)
+    PLOTS.mkdir(exist_ok=True)
+    figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    PAGE.write_text(render(), encoding="utf-8")
+    for name, record in records().items():
+        if tables.comparisons(record):
+            plot(name, record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Quality: what is learned, here and with Hugging Face's Trainer, from the same weights in the same number of steps.
+
+Each task is trained from several seeds (of the start, the order of rows and dropout); transformers judges every export
+on the same rows, which nobody trained on. Reported are mean and spread (standard deviation); what is asked is that
+they are equal within noise: the means at most two standard errors of their difference apart.
+
+    python scripts/bench/quality.py --data path/to/data --output result.json
+"""
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.lib import against, finetuning, finish, parse, parser, sets, take_turns
+
+
+def main() -> None:
+    p = parser(__doc__, rounds=1)
+    finetuning.add_flags(p, steps=100, hidden=128, layers=2, dev_rows=800)
+    p.add_argument("--seeds", type=int, default=3, help="(default: 3)")
+    args = parse(p, steps=5, hidden=64, dev_rows=64, seeds=2)
+    numbers: dict[str, Any] = {}
+    rows = []
+    for task in args.tasks:
+        numbers[task] = measure(task, args)
+        what = f"{task}, {sets.NAMES[task] if args.data else 'samples'}: "
+        for metric, found in numbers[task].items():
+            unit = "points" if metric == "accuracy" else "loss"
+            mean = {name: found[name]["mean"] for name in found if name != "equal_within_noise"}
+            name = what + metric + (", equal within noise" if found["equal_within_noise"] else ", apart")
+            rows.append(against(name, "trainer", mean["modelcenter"], mean["trainer"], unit))
+    finish(args, "quality", numbers, rows)
+
+
+def measure(task: str, args: Any) -> dict[str, Any]:
+    found: dict[str, list[dict[str, float]]] = {"modelcenter": [], "trainer": []}
+    for seed in range(args.seeds):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            finetuning.prepare(folder, task, args, seed)
+            contenders = {
+                "modelcenter": finetuning.ours(folder, task, args, seed=seed),
+                "trainer": finetuning.trainer(folder, task, "trainer", args, seed=seed),
+            }
+            for who, runs in take_turns(contenders, 1, args.threads).items():
+                found[who].append(finetuning.judged(folder, task, runs[-1]["model"], args.threads))
+    return {metric: compare(found, metric) for metric in found["modelcenter"][0]}
+
+
+def compare(found: dict[str, list[dict[str, float]]], metric: str) -> dict[str, Any]:
+    """Mean and spread of each, and whether the means lie within two standard errors of their difference."""
+    values = {name: [run[metric] for run in runs] for name, runs in found.items()}
+    spread = {name: statistics.stdev(x) if len(x) > 1 else 0.0 for name, x in values.items()}
+    mean = {name: statistics.mean(x) for name, x in values.items()}
+    error = sum(spread[name] ** 2 / len(x) for name, x in values.items()) ** 0.5
+    return {
+        **{n: {"mean": round(mean[n], 4), "spread": round(spread[n], 4), "all": values[n]} for n in values},
+        "equal_within_noise": abs(mean["modelcenter"] - mean["trainer"]) <= 2 * error,
+    }
+
+
+if __name__ == "__main__":
+    main()

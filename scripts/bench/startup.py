@@ -1,0 +1,92 @@
+"""Imports and starts: what a user waits for before anything happens.
+
+Importing in a process of its own (above an empty process), the commands that answer without PyTorch, and the demo from
+its start to its first training step on 2 sharded ranks, which trains a tokenizer and makes a model on the way.
+
+    python scripts/bench/startup.py --output result.json
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.lib import ROOT, against, child, finish, fraction, medians, parse, parser, take_turns
+
+IMPORTS = {
+    "nothing": "",
+    "modelcenter": "import modelcenter",
+    "engine": "import engine",
+    "modelcenter, a model class": "import modelcenter as mc; mc.AutoModelForSequenceClassification",
+    "torch": "import torch",
+    "transformers, a model class": "from transformers import BertForSequenceClassification",
+}
+COMMANDS = {"--help": ["--help"], "list": ["list"], "info": ["info", "bert-base-uncased"]}
+FIRST_STEP = 20.0  # seconds from the demo's start that are allowed
+
+
+def main() -> None:
+    args = parse(parser(__doc__, rounds=5))
+    contenders: dict[str, Any] = {
+        f"import {name}": lambda _, code=code: child(["-c", code], args.threads) for name, code in IMPORTS.items()
+    }
+    contenders |= {
+        f"modelcenter {name}": lambda _, words=words: child(["-m", "modelcenter", *words], args.threads)
+        for name, words in COMMANDS.items()
+    }
+    results = take_turns(contenders, args.rounds, args.threads)
+    seconds, memory = medians(results, "process_seconds"), medians(results, "peak_mb")
+    base = seconds["import nothing"]
+    first, whole = demo()
+    rows = [
+        against("import modelcenter", "import torch", seconds["import modelcenter"] - base,
+                seconds["import torch"] - base, "s"),
+        against("import engine", "import torch", seconds["import engine"] - base, seconds["import torch"] - base, "s"),
+        against("import a model class", "transformers", seconds["import modelcenter, a model class"] - base,
+                seconds["import transformers, a model class"] - base, "s"),
+        *(fraction(f"modelcenter {name}", seconds[f"modelcenter {name}"], "one second", most=1.0)
+          for name in COMMANDS),
+        fraction("demo, start to first step", first / FIRST_STEP, "20 seconds", most=1.0),
+    ]  # fmt: skip
+    numbers = {
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "peak_mb": {name: round(value) for name, value in memory.items()},
+        "demo": {"first_step_seconds": round(first, 1), "whole_seconds": round(whole, 1)},
+    }
+    finish(args, "startup", numbers, rows)
+
+
+def demo() -> tuple[float, float]:
+    """Seconds until the demo has logged its first training step, and until it has ended."""
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name) / "demo"
+        metrics, first = out / "run" / "metrics.jsonl", float("inf")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        began = time.perf_counter()
+        words = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--output_dir", str(out)]
+        with (Path(name) / "log").open("w+") as log:
+            with subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT) as process:
+                while process.poll() is None:
+                    if first == float("inf") and metrics.exists() and logged(metrics):
+                        first = time.perf_counter() - began
+                    time.sleep(0.02)
+            if process.returncode or first == float("inf"):
+                log.seek(0)
+                raise RuntimeError(f"the demo ended with {process.returncode}:\n{log.read()[-3000:]}")
+        return first, time.perf_counter() - began
+
+
+def logged(metrics: Path) -> bool:
+    """Whether a whole row of a training step is there; the loop logs the first step, too."""
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    return any("loss" in json.loads(line) for line in lines if line.endswith("\n"))
+
+
+if __name__ == "__main__":
+    main()

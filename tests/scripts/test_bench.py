@@ -1,0 +1,104 @@
+"""The benchmarks: each explains itself, the cheap ones run, their page is what their numbers say."""
+
+import argparse
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from docs_tools import python
+
+from scripts.bench import lib, page
+from scripts.bench.__main__ import BENCHES, command
+from scripts.bench.lib import flops, sets, tables
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(
+    path.stem for path in (ROOT / "scripts" / "bench").glob("[!_]*.py") if path.stem != "page"
+)  # fmt: skip
+
+
+def test_make_bench_runs_every_script():
+    assert {bench.script for bench in BENCHES.values()} == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_help_names_the_flags_that_the_runner_gives(name: str, monkeypatch, capsys):
+    """In this process: a script builds its flags before it imports anything heavy."""
+    every = argparse.Namespace(no_peers=False, data="x", quick=True, rounds=1, threads=2, output_dir="out")
+    script, *words = command(name, every)[1:]
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    assert not ended.value.code
+    said = capsys.readouterr().out
+    assert not [word for word in words if word.startswith("--") and word not in said]
+
+
+def test_page_is_the_numbers():
+    assert page.PAGE.read_text(encoding="utf-8") == page.render(), "run python scripts/bench/page.py"
+    linked = set(re.findall(r"\(plots/(.*?)\)", page.PAGE.read_text(encoding="utf-8")))
+    assert linked == {path.name for path in page.PLOTS.glob("*.svg")}
+
+
+def test_losses_are_told():
+    behind = lib.against("memory", "peer", 200, 100, "MB", why="it holds two")
+    slower = lib.against("step", "peer", 1.2, 1.0, "tokens/s", target=1.5)
+    short, over = lib.fraction("step", 0.4, "products", 0.65), lib.fraction("start", 1.5, "a second", most=1)
+    told = page.summary({"x": {"rows": [behind, slower, short, over, lib.fraction("end", 0.9, "a second", most=1)]}})
+    ahead, missed = told.split("## Ahead")
+    assert (behind["ratio"], slower["ratio"]) == (0.5, 1.2)
+    assert "0.50 times as good: it holds two" in ahead and "1.20" not in ahead
+    assert "1.20 times as good, 1.5 is wanted" in missed and "40.0 % of products, 65 % is wanted" in missed
+    assert "150.0 % of a second, at most 100 % is wanted" in missed and "end" not in missed
+
+
+def test_flops_are_those_of_the_layers():
+    """Against sums written out here: one layer of each kind, forward twice more for backward."""
+    import transformers as hf
+
+    bert = hf.BertConfig(
+        vocab_size=100, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=20
+    )
+    row = flops.Row(5, 0, 2)
+    layer = 2 * 5 * (4 * 8 * 8 + 2 * 8 * 20) + 2 * (2 * 5 * 5 * 8)
+    assert flops.training(bert, [row, row], "masked") == 2 * 3 * (layer + 2 * 2 * (8 * 8 + 8 * 100))
+    gpt2 = hf.GPT2Config(vocab_size=100, n_embd=8, n_layer=3, n_head=2)
+    layer = 2 * 5 * (4 * 8 * 8 + 2 * 8 * 32) + 2 * 5 * 5 * 8
+    assert flops.training(gpt2, [row], "vocabulary") == 3 * (3 * layer + 2 * 2 * 8 * 100)
+    t5 = hf.T5Config(vocab_size=100, d_model=8, d_kv=3, num_heads=2, d_ff=20, num_layers=1)
+    encoder = 2 * 5 * (4 * 8 * 6 + 2 * 8 * 20) + 2 * (2 * 5 * 5 * 6)
+    itself = 2 * 4 * (4 * 8 * 6 + 2 * 8 * 20) + 2 * 4 * 4 * 6
+    across = 2 * (4 * 2 * 8 * 6 + 5 * 2 * 8 * 6) + 2 * (2 * 5 * 4 * 6)
+    assert flops.training(t5, [flops.Row(5, 4, 4)], "vocabulary") == 3 * (encoder + itself + across + 2 * 4 * 8 * 100)
+
+
+def test_samples_stand_in_for_data_sets(tmp_path: Path):
+    for task in sets.NAMES:
+        rows = sets.read(task, None, "train")
+        sets.write(task, rows, tmp_path / "train")
+        assert sets.read_back(task, tmp_path / "train") == rows and len(rows) == 4000
+    with pytest.raises(ValueError, match="sst2/train.tsv is not there"):
+        sets.read("classification", str(tmp_path), "train")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["dropout", "lora", "finetune_classification"])
+def test_quick_run(name: str, tmp_path: Path):
+    words = ["-m", "scripts.bench", "--only", name, "--quick", "--no-peers", "--output_dir", str(tmp_path)]
+    done = python(*words, timeout=600)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / f"{name}.json").read_text())
+    assert record["settings"]["quick"] and record["limits"]["gemm_gflops"] > 0 and record["rows"]
+    assert tables.text(record) in done.stdout
+
+
+@pytest.mark.full
+def test_a_benchmark_that_fails_is_told(tmp_path: Path):
+    words = ["--only", "data", "dropout", "--quick", "--data", str(tmp_path), "--output_dir", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "scripts.bench", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "failed: data" in done.stderr and "dropout: " in done.stdout

@@ -9,10 +9,10 @@ from chat_toys import CHATML, make_pairs
 from chat_toys import SIZES as CHAT_SIZES
 from chat_toys import STILL as CHAT_STILL
 from chat_toys import make_tokenizer as make_chat_tokenizer
+from choice_toys import write as write_choices
 from seq2seq_toys import SIZES as T5_SIZES
 from seq2seq_toys import flags as seq2seq_flags
 from seq2seq_toys import write_folder as write_seq2seq
-from test_multiple_choice import write as write_choices
 from toydata import SIZES, STILL, command, flags, write_folder, write_jsonl
 
 from engine.testing import run as on_ranks

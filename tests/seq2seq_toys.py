@@ -1,7 +1,6 @@
 """A tokenizer, rows and sizes of an encoder-decoder, small enough to train on in a test."""
 
 import random
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ SIZES = {"hidden_size": 24, "num_layers": 2, "num_decoder_layers": 1, "num_heads
          "intermediate_size": 32, "num_buckets": 8, "max_distance": 9}  # fmt: skip
 
 
-@cache
 def make_tokenizer(ends: bool = True) -> Any:
     """A T5-like tokenizer of whole words: <pad> 2, <unk> 1, </s> 3, where a T5 has 0, 2, 1. ends: it adds </s>."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors

@@ -67,9 +67,11 @@ class Pipeline(Stages):
         units = len(model.units)  # type: ignore[arg-type]
         self._parts = parts(units, self.size * chunks)
         stage = {unit: part % self.size for part, mine in enumerate(self._parts) for unit in mine}
+        said = model.stage_homes()  # type: ignore[operator]
         #: The stages that have each module outside the units.
-        self.homes = {name: sorted({stage[unit] for unit in at}) for name, at in _homes(model).items()}
-        self._begin = [name for name, at in _homes(model).items() if 0 in at and len(set(at)) < units]
+        self.homes = {name: sorted({stage[unit] for unit in at}) for name, at in said.items()}
+        # But for what all units read; a tied table is none of that, though of two units both are its homes.
+        self._begin = [name for name, at in said.items() if 0 in at and at != range(units)]
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         self._elements = sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
         self._neighbours = Neighbours(mesh, ring=chunks > 1)
@@ -375,10 +377,6 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
     """What ``split`` gave the model, if it did."""
     found = stages_of(model)
     return found if isinstance(found, Pipeline) else None
-
-
-def _homes(model: nn.Module) -> dict[str, list[int]]:
-    return {name: list(units) for name, units in model.stage_homes().items()}  # type: ignore[operator]
 
 
 def _on_meta(value: Any) -> bool:

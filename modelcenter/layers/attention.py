@@ -13,7 +13,8 @@ from modelcenter.layers.rotary import rotate
 
 def first_head(attention: Any) -> int:
     """Number of the first head on this rank, under tensor parallelism."""
-    split = getattr(attention.q, "base_layer", attention.q)  # under a low-rank update
+    split = attention.queries
+    split = getattr(split, "base_layer", split)  # under a low-rank update
     return getattr(split, "_first", 0) // attention.head_dim
 
 
@@ -71,6 +72,11 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, norm_eps)
             self.k_norm = RMSNorm(self.head_dim, norm_eps)
 
+    @property
+    def queries(self) -> nn.Module:
+        """What makes the queries of all heads, or under tensor parallelism of some."""
+        return self.q
+
     def project(self, x: Tensor, ctx: Packed) -> tuple[Tensor, Tensor, Tensor]:
         """q (T, heads * head_dim), k and v (T, kv_heads * head_dim); rotated."""
         q, k, v = self.q(x), self.k(x), self.v(x)
@@ -119,6 +125,11 @@ class CrossAttention(nn.Module):
         self.k = Linear(hidden_size, inner, bias)
         self.v = Linear(hidden_size, inner, bias)
         self.out = Linear(inner, hidden_size, bias)
+
+    @property
+    def queries(self) -> nn.Module:
+        """What makes the queries of all heads, or under tensor parallelism of some."""
+        return self.q
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         q = self.q(x)

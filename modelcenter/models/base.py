@@ -9,7 +9,7 @@ x is (T, hidden_size), the tokens of the whole batch without padding; ctx is a l
 recomputation, compilation and pipelining need nothing else of a model.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -196,12 +196,12 @@ class Model(nn.Module):
     # Set by engine.shard where this rank is a stage of a pipeline (engine.parallel.pipeline).
     pipeline: Any = None
 
-    def stage_homes(self) -> dict[str, Iterable[int]]:
+    def stage_homes(self) -> dict[str, Sequence[int]]:
         """{name of a module outside the units: numbers of the units with which a pipeline keeps it on a stage}.
 
         What is defined before the units is `begin`'s, on the first stage; what is defined after them is `end`'s, on the
         last. `end` of a tied vocabulary head reads the table, too. `begin` must not do anything with these modules but
-        call them; one whose results all units read is at home with each of them.
+        call them; one whose results all units read is at home with range(len(self.units)).
 
         Raises ValueError if the units are not one list.
         """
@@ -212,7 +212,7 @@ class Model(nn.Module):
                 f"{type(self).__name__} cannot be split into stages: its units are not one list; use pp_size=1"
             )
         at, last = lists[0], len(self.units) - 1
-        homes: dict[str, Iterable[int]] = {name: [0] if i < at else [last] for i, name in enumerate(names) if i != at}
+        homes: dict[str, Sequence[int]] = {name: [0] if i < at else [last] for i, name in enumerate(names) if i != at}
         return homes | ({"embed": [0, last]} if self.ties_head else {})
 
     @property

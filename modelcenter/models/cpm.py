@@ -4,7 +4,7 @@ Their attention is not simply causal: tokens of the context see each other, whic
 causal; tokens of different spans do not see each other.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -133,7 +133,7 @@ class CPM(Decoder):
     def tp_plan(self) -> dict[str, str]:
         return super().tp_plan() | {"relative": "partial"}
 
-    def stage_homes(self) -> dict[str, Iterable[int]]:
+    def stage_homes(self) -> dict[str, Sequence[int]]:
         return super().stage_homes() | {"relative": range(len(self.units))}
 
     def forward(  # type: ignore[override]

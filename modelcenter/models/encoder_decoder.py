@@ -12,7 +12,7 @@ to stage of a pipeline go the hidden states of both sides, so that all embedding
 may be half of the model, and a stage in the middle would need a copy of it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -302,11 +302,11 @@ class EncoderDecoder(Model):
 
     # -- the rest of the protocol -------------------------------------------------------------------------------------
 
-    def stage_homes(self) -> dict[str, Iterable[int]]:
+    def stage_homes(self) -> dict[str, Sequence[int]]:
         """As of every model, of two lists of units one after the other. What a side has besides them is read by each of
         its units, but for what is called final."""
         depth, count = len(self.encoder.layers), len(self.units)
-        homes: dict[str, Iterable[int]] = {"embed": [0, count - 1] if self.ties_head else [0], "head": [count - 1]}
+        homes: dict[str, Sequence[int]] = {"embed": [0, count - 1] if self.ties_head else [0], "head": [count - 1]}
         for name, side, units in (
             ("encoder", self.encoder, range(depth)),
             ("decoder", self.decoder, range(depth, count)),

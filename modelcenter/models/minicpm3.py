@@ -79,6 +79,10 @@ class LatentAttention(SelfAttention):
         self.kv_up = Linear(latent, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), False)
         self.out = Linear(c.num_heads * c.v_head_dim, c.hidden_size, c.attention_bias)
 
+    @property
+    def queries(self) -> nn.Module:
+        return self.q_up if self.latent else self.q
+
     def project(self, x: Tensor, ctx: Packed) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each (T, heads * head_dim): v has zeros after its value_dim channels."""
         assert ctx.rotary is not None

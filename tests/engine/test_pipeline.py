@@ -406,7 +406,10 @@ def refused(what):
         ("plain", "Toy cannot be split into stages"),
         ("units", "Bert has 1 units, which are fewer than the 2 parts"),
         ("lists", "Bert cannot be split into stages: its units are not one list"),
-        ("begin", "its begin computes more than the first hidden states from its parameters (position, token_type"),
+        (
+            "begin",
+            "its begin computes more than the first hidden states from its parameters (embed, position, token_type",
+        ),
         ("interleaved", "Bert has 2 units, which are fewer than the 4 parts"),
         ("unsplit", "this Bert is not split into stages: call engine.shard"),
         ("call", "no rank can call it alone: use engine.accumulate"),

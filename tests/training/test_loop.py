@@ -118,7 +118,7 @@ def test_evaluation_is_what_transformers_says(folder):
 
 def test_it_learns(folder):
     write_jsonl(folder / "data" / "train.jsonl", make_rows(160, seed=5))
-    rows = finetune(folder, epochs=6, lr=2e-2, log_every=100, model_config=SIZES, weight_decay=0.0)
+    rows = finetune(folder, epochs=6, lr=1e-2, log_every=100, model_config=SIZES, weight_decay=0.0)
     assert rows[-1]["eval_accuracy"] > 0.9
 
 

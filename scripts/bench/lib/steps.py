@@ -8,13 +8,13 @@ from typing import Any
 LR, DECAY, CLIP = 1e-4, 0.01, 1.0
 
 
-def here(model: Any, batch: dict[str, Any]) -> Callable[[], Any]:
-    """Forward, backward, clipping and AdamW by the engine; a call returns the loss."""
+def here(model: Any, batch: dict[str, Any], kind: Any = None) -> Callable[[], Any]:
+    """Forward, backward, clipping and an optimizer of the engine (None: AdamOptimizer); a call returns the loss."""
     import engine
     import modelcenter as mc
 
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = engine.optim.AdamOptimizer(trained, lr=LR, weight_decay=DECAY)
+    optimizer = (kind or engine.optim.AdamOptimizer)(trained, lr=LR, weight_decay=DECAY)
     manager = engine.optim.OptimManager()
     manager.add_optimizer(optimizer)
 

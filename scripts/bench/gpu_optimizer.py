@@ -1,0 +1,104 @@
+"""What an optimizer step, clipping and dropout cost on a GPU, against the rate of a copy on the same GPU.
+
+A thousand million fp32 parameters as one tensor and as 2,000 tensors of odd sizes; bf16 parameters with fp32 masters;
+clipping and step together, here and by PyTorch (`clip_grad_norm_` and fused AdamW); dropout of activations. Contenders
+take turns in one process, each between two synchronisations.
+
+    python scripts/bench/gpu_optimizer.py --output result.json
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.lib import against, finish, fraction, gpu, parse, parser, steps
+
+SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+STEP_BYTES = 28  # that a step reads and writes for each parameter; of bf16 ones with masters as well
+
+
+def main() -> None:
+    p = gpu.add_flags(parser(__doc__, rounds=10))
+    p.add_argument("--millions", type=int, default=1000, help="parameters, in millions (default: 1000)")
+    args = parse(p, millions=1)
+    total = args.millions * 1_000_000
+    limits = gpu.limits(args.device)
+    numbers: dict[str, Any] = {"device": gpu.name(args.device), **limits}
+    rows = []
+    for what, sizes in (("one tensor", [total]), ("2,000 tensors", odd_sizes(total))):
+        ms = steps.in_turns(gpu.synchronised(contenders(sizes, args.device), args.device), args.rounds)
+        numbers[what] = {"ms": {name: round(value, 3) for name, value in ms.items()}}
+        for name in ("fp32", "bf16_master"):
+            rate = STEP_BYTES * total / ms[name] / 1e6
+            rows.append(fraction(f"adamw_, {name}, {what}", rate / limits["copy_gb_per_s"], "copy", 0.88))
+        rows.append(
+            against(f"clip and step, {what}", "torch, fused", ms["fp32_clip"], ms["torch_fp32_clip"], "ms", 1.15)
+        )
+    ms = steps.in_turns(gpu.synchronised(dropouts(total // 10, args.device), args.device), args.rounds)
+    numbers["dropout"] = {"ms": {name: round(value, 3) for name, value in ms.items()}}
+    rows.append(against("dropout of bf16 activations", "torch", ms["here"], ms["torch"], "ms"))
+    finish(args, "gpu_optimizer", numbers, rows)
+
+
+def odd_sizes(total: int, count: int = 2000) -> list[int]:
+    """So many odd sizes of about the same sum, some a hundred times as large as others."""
+    weights = [1 + 99 * (i % 7 == 0) for i in range(count)]
+    return [max(1, total * w // sum(weights)) | 1 for w in weights]
+
+
+def contenders(sizes: list[int], device: str) -> dict[str, Callable[[], Any]]:
+    import torch
+
+    from engine.ops import fused
+
+    def made(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        return [torch.full((n,), 1e-3, dtype=dtype, device=device) for n in sizes]
+
+    p, g, m, v = (made() for _ in range(4))
+    half, half_g = made(torch.bfloat16), made(torch.bfloat16)
+    counts = [torch.zeros((), device=device) for _ in sizes]
+    norm_sq = torch.zeros((), dtype=torch.float64, device=device)
+    norm, gscale, found, one = (torch.ones((), device=device) for _ in range(4))
+    parameters = [torch.nn.Parameter(x) for x in p]
+    for parameter, gradient in zip(parameters, g, strict=True):
+        parameter.grad = gradient
+
+    def fp32_clip() -> None:
+        fused.grad_norm_sq(g, norm_sq)
+        fused.clip_coef_(norm_sq, 1.0, norm, gscale, found, loss_scale=one)
+        fused.adamw_(p, g, m, v, counts, gscale=gscale, found_inf=found, **SETTINGS)
+
+    def torch_fp32_clip() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+        torch._fused_adamw_(
+            p, g, m, v, [], counts, amsgrad=False, lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8,
+            maximize=False,
+        )  # fmt: skip
+
+    return {
+        "fp32": lambda: fused.adamw_(p, g, m, v, counts, **SETTINGS),
+        "bf16_master": lambda: fused.adamw_(half, half_g, m, v, counts, p, mode="master", **SETTINGS),
+        "fp32_clip": fp32_clip,
+        "torch_fp32_clip": torch_fp32_clip,
+    }
+
+
+def dropouts(elements: int, device: str) -> dict[str, Callable[[], Any]]:
+    import torch
+    import torch.nn.functional as F
+
+    from engine.ops import dropout
+
+    x = torch.ones(elements // 1024, 1024, dtype=torch.bfloat16, device=device)
+    tokens = torch.arange(x.shape[0], device=device)
+    return {
+        "here": lambda: dropout(x, 0.1, key=1, site=2, tokens=tokens),
+        "torch": lambda: F.dropout(x, 0.1),
+    }
+
+
+if __name__ == "__main__":
+    main()

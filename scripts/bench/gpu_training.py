@@ -1,0 +1,214 @@
+"""A training step on a GPU in bf16: how much of its arithmetic it uses, how much memory, and Trainer's step beside it.
+
+BERT-large and T5-large on rows of real, ragged lengths up to 512, packed here and padded there; a GPT of 1.3 thousand
+million parameters on full rows of 2,048 tokens; BERT-large under a cap of 11 GB; a GPT of 13 thousand million (40
+layers, 5,120 wide, 512 tokens) with moments of 8 bits. The peer is transformers' model as its Trainer runs it: fp32
+weights, bf16 autocast, SDPA, fused AdamW; with --compiled also by torch.compile. Utilisation counts the model's
+arithmetic at tokens that are there (scripts/bench/lib/flops.py) against what the GPU's maker promises, and against
+the rate of bf16 products measured in the same run.
+
+    python scripts/bench/gpu_training.py --output result.json [--cases bert-large gpt-1.3b]
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.lib import against, child, finish, fraction, gpu, parse, parser, steps
+
+PROMISED = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # dense bf16 TFLOP/s of the SXM boards
+
+
+class Case(NamedTuple):
+    """A model, its rows, and what is to be reached."""
+
+    model_type: str
+    shape: dict[str, Any]
+    rows: int
+    length: int
+    ragged: bool = False
+    peer: bool = True
+    eight_bit: bool = False
+    cap_gb: float | None = None
+    utilisation: float | None = None
+    speed: float | None = None  # over the peer, compiled if it was
+
+
+BERT = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+T5 = {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 16,
+      "decoder_start_token_id": 0}  # fmt: skip
+CASES = {
+    "bert-large": Case("bert", BERT, 64, 512, ragged=True, utilisation=0.5, speed=1.5),
+    "bert-large, full rows": Case("bert", BERT, 32, 512, utilisation=0.5),
+    "bert-large, 11 GB": Case("bert", BERT, 8, 512, peer=False, cap_gb=11.0),
+    "gpt-1.3b": Case("gpt2", {"n_layer": 24, "n_embd": 2048, "n_head": 16, "n_positions": 2048}, 8, 2048,
+                     utilisation=0.55, speed=1.15),
+    "t5-large": Case("t5", T5, 32, 512, ragged=True),
+    "gpt-13b, 8-bit states": Case("gpt2", {"n_layer": 40, "n_embd": 5120, "n_head": 40, "n_positions": 512}, 16, 512,
+                                  peer=False, eight_bit=True, utilisation=0.35),
+}  # fmt: skip
+TASKS = {"bert": "masked-lm", "gpt2": "causal-lm", "t5": "seq2seq-lm"}
+SMALL: dict[str, dict[str, Any]] = {
+    "bert": {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128},
+    "gpt2": {"n_embd": 64, "n_head": 2},
+    "t5": {"d_model": 64, "d_ff": 128, "num_heads": 2, "num_decoder_layers": 1},
+}
+
+
+def main() -> None:
+    p = gpu.add_flags(parser(__doc__, rounds=8))
+    usual = [name for name in CASES if "13b" not in name]  # whose initial values alone take minutes
+    p.add_argument("--cases", nargs="+", choices=CASES, default=usual, help=f"(default: {', '.join(usual)})")
+    p.add_argument("--compiled", action="store_true", help="the peer by torch.compile, too: minutes of compilation")
+    p.add_argument("--child", choices=("modelcenter", "transformers"), help="internal: measure this one")
+    args = parse(p)
+    if args.child:
+        print(json.dumps(measure(args, CASES[args.cases[0]])))
+        return
+    limits = gpu.limits(args.device)
+    promised = next((rate for name, rate in PROMISED.items() if name in gpu.name(args.device)), None)
+    numbers: dict[str, Any] = {"device": gpu.name(args.device), "promised_tflops": promised, **limits}
+    rows: list[dict[str, Any]] = []
+    notes = []
+    for name in args.cases:
+        case = CASES[name]
+        found = {}
+        for who in ("modelcenter", "transformers") if case.peer else ("modelcenter",):
+            try:
+                found[who] = child([__file__, *words(args, name), "--child", who], args.threads)
+            except RuntimeError as error:  # out of memory, a kernel that is not there: the others are still measured
+                notes.append(f"{name}, {who}: {str(error).strip().splitlines()[-1][:300]}")
+        numbers[name] = found
+        rows += table(name, case, found, limits["bf16_gemm_tflops"], promised)
+    finish(args, "gpu_training", numbers, rows, notes)
+
+
+def words(args: Any, case: str) -> list[str]:
+    switches = [f"--{name}" for name in ("quick", "compiled") if getattr(args, name)]
+    return ["--cases", case, "--device", args.device, "--rounds", str(args.rounds), *switches]
+
+
+def table(
+    name: str, case: Case, found: dict[str, Any], measured: float, promised: float | None
+) -> list[dict[str, Any]]:
+    ours, theirs = found.get("modelcenter"), found.get("transformers")
+    rows = []
+    for who, one in found.items():
+        rate = one["gflop"] / min(one["ms"].values())
+        target = case.utilisation if who == "modelcenter" else None
+        rows.append(fraction(f"{name}: {who}", rate / measured, "measured bf16 products", None))
+        if promised is not None:
+            rows.append(fraction(f"{name}: {who}", rate / promised, "promised bf16 products", target))
+    if ours and theirs:
+        mine = min(ours["ms"].values())
+        for how, ms in theirs["ms"].items():
+            target = case.speed if ms == min(theirs["ms"].values()) else None
+            rows.append(against(f"step, {name}", f"transformers, {how}", mine, ms, "ms", target))
+        if theirs["peak_gb"]:
+            rows.append(
+                against(f"peak memory, {name}", "transformers", ours["peak_gb"], theirs["peak_gb"], "GB", 1 / 0.75)
+            )
+    return rows
+
+
+def measure(args: Any, case: Case) -> dict[str, Any]:
+    """{"ms": {how: milliseconds of a step}, "gflop": of a step, "peak_gb", "parameters", "tokens", "losses"}."""
+    import torch
+    import transformers
+
+    from modelcenter.compare import make_rows
+    from scripts.bench.families import label, shallow
+    from scripts.bench.lib import flops
+
+    transformers.utils.logging.set_verbosity_error()
+    if case.cap_gb is not None and args.device == "cuda":
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(case.cap_gb * 1e9 / whole)
+    task, shape = TASKS[case.model_type], dict(case.shape)
+    count, length = case.rows, case.length
+    if args.quick:
+        shape = shallow(shape) | SMALL[case.model_type]
+        count, length = 2, 16
+    config = transformers.AutoConfig.for_model(case.model_type, **shape)
+    rows = make_rows(task, vocab_size=30000, num_labels=2, lengths=lengths(count, length, case.ragged))
+    for number, row in enumerate(rows):
+        label(row, number, every=7 if case.model_type == "bert" else 1)
+    sizes = [
+        flops.Row(len(r.input_ids), len(r.labels) if config.is_encoder_decoder else 0, sum(x >= 0 for x in r.labels))
+        for r in rows
+    ]
+    made, parameters = (here if args.child == "modelcenter" else there)(args, case, config, task, rows)
+    losses = [float(made["plain"]()) for _ in range(3)]
+    ms = steps.in_turns(gpu.synchronised(made, args.device), args.rounds, warm=2)
+    head = "masked" if case.model_type == "bert" else "vocabulary"
+    return {
+        "ms": {how: round(value, 2) for how, value in ms.items()},
+        "gflop": flops.training(config, sizes, head) / 1e9,
+        "peak_gb": gpu.peak_gb(args.device),
+        "parameters": parameters,
+        "tokens": sum(row.tokens + row.target for row in sizes),
+        "losses": [round(x, 4) for x in losses],
+    }
+
+
+def lengths(count: int, most: int, ragged: bool) -> list[int]:
+    """All the longest, or spread like those of real texts cut at `most`: log-normal, a third of it on average."""
+    import torch
+
+    if not ragged:
+        return [most] * count
+    draws = torch.randn(count, generator=torch.Generator().manual_seed(1)).mul(0.7).exp().mul(most / 4)
+    return [min(most, max(4, int(n))) for n in draws]
+
+
+def moved(batch: dict[str, Any], device: str) -> dict[str, Any]:
+    return {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
+
+
+def here(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[dict[str, Callable[[], Any]], int]:
+    import engine
+    import modelcenter as mc
+    from modelcenter.compare import pack_rows
+
+    engine.init_distributed(device=args.device)
+    policy = engine.Policy(precision="bf16-params" if case.eight_bit else "bf16")
+    model = mc.from_config(config.to_dict(), task, policy=policy).train()
+    batch = moved(pack_rows(task, rows), args.device)
+    optimizer = engine.optim.AdamW8bit if case.eight_bit else engine.optim.AdamOptimizer
+    return {"plain": steps.here(model, batch, optimizer)}, model.num_parameters()
+
+
+def there(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[dict[str, Callable[[], Any]], int]:
+    import torch
+    import transformers
+
+    from modelcenter.compare import pad_rows
+
+    auto = {
+        "bert": transformers.AutoModelForMaskedLM,
+        "gpt2": transformers.AutoModelForCausalLM,
+        "t5": transformers.AutoModelForSeq2SeqLM,
+    }[case.model_type]
+    with torch.device(args.device):
+        model = auto.from_config(config).train()
+    batch = moved(pad_rows(task, rows), args.device)
+
+    def loss_of(run: Callable[..., Any]) -> Callable[[], Any]:
+        def loss() -> Any:
+            with torch.autocast(args.device, torch.bfloat16):
+                return run(**batch).loss
+
+        return loss
+
+    made = {"plain": steps.by_torch(model, loss_of(model))}
+    if args.compiled:
+        made["compiled"] = steps.by_torch(model, loss_of(torch.compile(model)))
+    return made, sum(p.numel() for p in model.parameters())
+
+
+if __name__ == "__main__":
+    main()

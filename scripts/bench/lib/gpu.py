@@ -1,0 +1,74 @@
+"""What the benchmarks of a GPU share: its limits, measured in the same run, and steps that end when the GPU is done."""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def add_flags(p: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    p.add_argument("--device", default="cuda", help="cpu shows that it runs (default: cuda)")
+    return p
+
+
+def name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else device
+
+
+def wait(device: str) -> None:
+    """Until everything that was asked of the device is done."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def synchronised(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, Callable[[], None]]:
+    """The same calls, each of which returns when the device is done."""
+
+    def whole(call: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            call()
+            wait(device)
+
+        return run
+
+    return {name: whole(call) for name, call in calls.items()}
+
+
+def limits(device: str) -> dict[str, float]:
+    """TFLOP/s of bf16 products, and GB/s of a copy, read and written bytes both counted; each the best of several."""
+    import torch
+
+    size = 8192 if device == "cuda" else 256
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    source = torch.ones(2**28 if device == "cuda" else 2**20, device=device)
+    target = torch.empty_like(source)
+
+    def best(call: Callable[[], Any]) -> float:
+        least = float("inf")
+        for _ in range(12):
+            wait(device)
+            began = time.perf_counter()
+            call()
+            wait(device)
+            least = min(least, time.perf_counter() - began)
+        return least
+
+    return {
+        "bf16_gemm_tflops": round(2 * size**3 / best(lambda: a @ b) / 1e12, 2),
+        "copy_gb_per_s": round(2 * source.nbytes / best(lambda: target.copy_(source)) / 1e9, 1),
+    }
+
+
+def peak_gb(device: str) -> float:
+    """The most memory that tensors had since the last call, in GB."""
+    import torch
+
+    if device != "cuda":
+        return 0.0
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    torch.cuda.reset_peak_memory_stats()
+    return round(peak, 2)

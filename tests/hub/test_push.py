@@ -293,7 +293,7 @@ SUMMARY = {
     "versions": {"modelcenter": "2.0", "torch": "2.13.0"},
     "hardware": {"device": "cpu", "ranks": 2, "cpus": 8, "machine": "x86_64"},
 }
-FACTS = ("120 (3 epochs)", "45,678", "25.00 %", "1,234 rows, train.jsonl (`abababababababab`)", "1.50 GB", "2 rank(s)",
+FACTS = ("120 (3 epochs)", "45,678", "25.00 %", "1,234 rows, train.jsonl (`abababababababab`)", "1.5 GB", "2 rank(s)",
          "torch 2.13.0", "0.3123")  # fmt: skip
 
 

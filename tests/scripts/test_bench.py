@@ -16,13 +16,23 @@ from scripts.bench.__main__ import BENCHES, command
 from scripts.bench.lib import flops, sets, tables
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(
-    path.stem for path in (ROOT / "scripts" / "bench").glob("[!_]*.py") if path.stem != "page"
-)  # fmt: skip
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts" / "bench").glob("[!_]*.py") if path.stem != "page")
+ON_GPUS = [name for name in SCRIPTS if name.startswith("gpu_")]  # `make gpu-check` runs these
 
 
 def test_make_bench_runs_every_script():
-    assert {bench.script for bench in BENCHES.values()} == set(SCRIPTS)
+    assert {bench.script for bench in BENCHES.values()} == set(SCRIPTS) - set(ON_GPUS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_what_is_for_gpus_runs_on_a_cpu(name: str, tmp_path: Path):
+    record = tmp_path / "record.json"
+    words = ["--device", "cpu", "--quick", "--output", str(record)]
+    done = python(str(ROOT / "scripts" / "bench" / f"{name}.py"), *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(record.read_text())
+    assert found["rows"] and not found["notes"]
 
 
 @pytest.mark.parametrize("name", BENCHES)

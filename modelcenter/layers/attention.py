@@ -11,28 +11,37 @@ from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import rotate
 
 
-def first_head(attention: Any) -> int:
-    """Number of the first head on this rank, under tensor parallelism."""
-    split = attention.queries
-    split = getattr(split, "base_layer", split)  # under a low-rank update
-    return getattr(split, "_first", 0) // attention.head_dim
+class Heads(nn.Module):
+    """What self- and cross-attention share: which of the heads are here, and how their weights are dropped."""
+
+    site: int | None = None  # as layers.dropout has it
+    head_dim: int
+    dropout: float
+
+    @property
+    def queries(self) -> nn.Module:
+        """What makes the queries of all heads, or under tensor parallelism of some."""
+        return self.q
+
+    @property
+    def first_head(self) -> int:
+        """Number of the first head on this rank, under tensor parallelism."""
+        split: Any = getattr(self.queries, "base_layer", self.queries)  # under a low-rank update
+        return getattr(split, "_first", 0) // self.head_dim
+
+    def drop(self, ctx: Packed) -> Drop:
+        """The dropout of the attention weights in this forward."""
+        if not self.training or self.dropout == 0.0:
+            return NO_DROP
+        return Drop(self.dropout, ctx.draws, self.site, self.first_head)
 
 
-def drop_of(attention: Any, ctx: Packed) -> Drop:
-    """The dropout of a layer's attention weights in this forward."""
-    if not attention.training or attention.dropout == 0.0:
-        return NO_DROP
-    return Drop(attention.dropout, ctx.draws, attention.site, first_head(attention))
-
-
-class SelfAttention(nn.Module):
+class SelfAttention(Heads):
     """Multi-head self-attention. x: (T, hidden_size) -> (T, hidden_size).
 
     Rotates queries and keys where the batch has rotary angles (`ctx.rotary`), adds the batch's relative position bias
     (`ctx.bias`), and reads and writes `ctx.cache` in generation.
     """
-
-    site: int | None = None  # as layers.dropout has it
 
     def __init__(
         self,
@@ -72,11 +81,6 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, norm_eps)
             self.k_norm = RMSNorm(self.head_dim, norm_eps)
 
-    @property
-    def queries(self) -> nn.Module:
-        """What makes the queries of all heads, or under tensor parallelism of some."""
-        return self.q
-
     def project(self, x: Tensor, ctx: Packed) -> tuple[Tensor, Tensor, Tensor]:
         """q (T, heads * head_dim), k and v (T, kv_heads * head_dim); rotated."""
         q, k, v = self.q(x), self.k(x), self.v(x)
@@ -96,16 +100,14 @@ class SelfAttention(nn.Module):
         # Under tensor parallelism q, k and v are some of the heads.
         heads, kv_heads = q.shape[1] // self.head_dim, k.shape[1] // self.head_dim
         if ctx.bias is not None and heads != self.num_heads:
-            mask = mask.of_heads(first_head(self), heads)
+            mask = mask.of_heads(self.first_head, heads)
         if ctx.cache is not None and ctx.cache.extend(self, k, v, kv_heads, ctx):
             return ctx.cache.attend(self, q, heads, mask, self.scale)
-        return packed_attention(q, k, v, ctx, heads, drop_of(self, ctx), kv_heads=kv_heads, mask=mask, scale=self.scale)
+        return packed_attention(q, k, v, ctx, heads, self.drop(ctx), kv_heads=kv_heads, mask=mask, scale=self.scale)
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(Heads):
     """Attention of a decoder's tokens to the encoder's, `ctx.memory`. x: (T, hidden_size) -> the same."""
-
-    site: int | None = None
 
     def __init__(
         self,
@@ -126,11 +128,6 @@ class CrossAttention(nn.Module):
         self.v = Linear(hidden_size, inner, bias)
         self.out = Linear(inner, hidden_size, bias)
 
-    @property
-    def queries(self) -> nn.Module:
-        """What makes the queries of all heads, or under tensor parallelism of some."""
-        return self.q
-
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         q = self.q(x)
         heads = q.shape[1] // self.head_dim
@@ -141,4 +138,4 @@ class CrossAttention(nn.Module):
         k, v = self.k(states), self.v(states)
         if ctx.cache is not None:
             ctx.cache.remember(self, k, v, heads, memory)
-        return self.out(packed_attention(q, k, v, ctx, heads, drop_of(self, ctx), memory=memory, scale=self.scale))
+        return self.out(packed_attention(q, k, v, ctx, heads, self.drop(ctx), memory=memory, scale=self.scale))

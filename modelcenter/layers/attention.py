@@ -37,7 +37,7 @@ class Heads(nn.Module):
 
 
 class SelfAttention(Heads):
-    """Multi-head self-attention. x: (T, hidden_size) -> (T, hidden_size).
+    """Multi-head self-attention. x: (T, hidden_size) -> the same, or (m, hidden_size) of the tokens that are read.
 
     Rotates queries and keys where the batch has rotary angles (`ctx.rotary`), adds the batch's relative position bias
     (`ctx.bias`), and reads and writes `ctx.cache` in generation.
@@ -92,7 +92,7 @@ class SelfAttention(Heads):
         return q, k, v
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        return self.out(self.mix(*self.project(x, ctx), ctx))
+        return self.out(ctx.narrow(self.mix(*self.project(x, ctx), ctx)))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, ctx: Packed) -> Tensor:
         """What `project` gave -> (T, heads * head_dim), each head's values under its attention."""
@@ -107,7 +107,8 @@ class SelfAttention(Heads):
 
 
 class CrossAttention(Heads):
-    """Attention of a decoder's tokens to the encoder's, `ctx.memory`. x: (T, hidden_size) -> the same."""
+    """Attention of a decoder's tokens to the encoder's, `ctx.memory`. x: (T, hidden_size) -> the same, or (m,
+    hidden_size) of the tokens that are read."""
 
     def __init__(
         self,
@@ -132,10 +133,11 @@ class CrossAttention(Heads):
         q = self.q(x)
         heads = q.shape[1] // self.head_dim
         if ctx.cache is not None and ctx.cache.has(self):
-            return self.out(ctx.cache.attend(self, q, heads, Mask(), self.scale))
+            return self.out(ctx.narrow(ctx.cache.attend(self, q, heads, Mask(), self.scale)))
         assert ctx.memory is not None
         states, memory = ctx.memory
         k, v = self.k(states), self.v(states)
         if ctx.cache is not None:
             ctx.cache.remember(self, k, v, heads, memory)
-        return self.out(packed_attention(q, k, v, ctx, heads, self.drop(ctx), memory=memory, scale=self.scale))
+        mixed = packed_attention(q, k, v, ctx, heads, self.drop(ctx), memory=memory, scale=self.scale)
+        return self.out(ctx.narrow(mixed))

@@ -1,4 +1,8 @@
-"""Transformer blocks: how attention, feed-forward, residual and norm are wired."""
+"""Transformer blocks: how attention, feed-forward, residual and norm are wired.
+
+A block that is told which tokens are read of it (`Packed.reading`) does what follows its attention for these alone. Its
+attention gives no other rows, either.
+"""
 
 from collections.abc import Callable
 
@@ -20,8 +24,8 @@ class PostNormBlock(nn.Module):
         self.attn_dropout, self.mlp_dropout = Dropout(dropout), Dropout(dropout)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        x = self.attn_norm(self.attn_dropout(self.attn(x, ctx), ctx, x))
-        return self.mlp_norm(self.mlp_dropout(self.mlp(x, ctx), ctx, x))
+        x = self.attn_norm(self.attn_dropout(self.attn(x, ctx), ctx, ctx.narrow(x)))
+        return ctx.widen(self.mlp_norm(self.mlp_dropout(self.mlp(x, ctx), ctx, x)))
 
 
 class PreNormBlock(nn.Module):
@@ -56,10 +60,11 @@ class PreNormBlock(nn.Module):
         return branch if self.scale == 1.0 else branch * self.scale
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        x = self.attn_dropout(self._scaled(self.attn(self.attn_norm(x), ctx)), ctx, x)
+        own = ctx.reading(None) if self.crosses else ctx
+        x = self.attn_dropout(self._scaled(self.attn(self.attn_norm(x), own)), own, own.narrow(x))
         if self.crosses:
-            x = self.cross_dropout(self._scaled(self.cross(self.cross_norm(x), ctx)), ctx, x)
-        return self.mlp_dropout(self._scaled(self.mlp(self.mlp_norm(x), ctx)), ctx, x)
+            x = self.cross_dropout(self._scaled(self.cross(self.cross_norm(x), ctx)), ctx, ctx.narrow(x))
+        return ctx.widen(self.mlp_dropout(self._scaled(self.mlp(self.mlp_norm(x), ctx)), ctx, x))
 
 
 class ParallelBlock(nn.Module):
@@ -79,6 +84,7 @@ class ParallelBlock(nn.Module):
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         normed = self.attn_norm(x)
+        x = ctx.narrow(x)
         attended = self.attn_dropout(self.attn(normed, ctx), ctx, x)
-        normed = self.mlp_norm(x) if self.two_norms else normed
-        return self.mlp_dropout(self.mlp(normed, ctx), ctx, attended)
+        normed = self.mlp_norm(x) if self.two_norms else ctx.narrow(normed)
+        return ctx.widen(self.mlp_dropout(self.mlp(normed, ctx), ctx, attended))

@@ -221,33 +221,49 @@ class VocabularyHead(Smoothing, nn.Module):
     bias: Tensor | None
     weight: Tensor | None
 
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"loss": count_labels(self.targets(batch))}
+
     def transform(self, x: Tensor) -> Tensor:
         """What comes before the output matrix."""
         return x
 
-    def predict(
-        self,
-        x: Tensor,
-        ctx: Packed,
-        labels: Tensor | None,
-        count: Tensor | int,
-        table: Tensor,
-        want_logits: bool | str,
-        last: bool = False,
+    def targets(self, batch: Batch) -> Tensor | None:
+        """Labels shaped as the input, each at the token that is to predict it."""
+        return batch.get("labels")
+
+    def labelled(self, ctx: Packed, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(T,) the labels of a batch that has some, at the tokens that predict them, and (m,) numbers of these."""
+
+        def find() -> tuple[Tensor, Tensor]:
+            labels = ctx.unpad(self.targets(batch), IGNORE_INDEX)  # type: ignore[arg-type]
+            return labels, (labels != IGNORE_INDEX).nonzero().flatten()
+
+        return ctx.once("labelled", find)
+
+    def reads(self, ctx: Packed, batch: Batch, want_logits: bool | str) -> Tensor | None:
+        """(m,) numbers of the tokens whose hidden states `forward` uses; None: all."""
+        if want_logits is True and not batch.get("logits_to_keep"):
+            return None
+        if batch.get("labels") is not None:
+            return None if want_logits is True else self.labelled(ctx, batch)[1]
+        return ctx.last_tokens() if want_logits is True else None
+
+    def forward(
+        self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool | str
     ) -> dict[str, Tensor]:
-        """Loss where there are labels (shaped as the input), logits where wanted; `last`: of last tokens only.
+        """Loss where there are labels, logits where wanted, of last tokens only with `logits_to_keep`.
 
         want_logits: "labelled": (labels, vocabulary), of the tokens that have one, in their order.
         """
-        weight = table if self.weight is None else self.weight
+        weight, given = table if self.weight is None else self.weight, self.targets(batch)
         out = {}
-        if want_logits == "labelled" and labels is not None and ctx.split is not None:
+        if want_logits == "labelled" and given is not None and ctx.split is not None:
             whole = ctx.repad(vocabulary_logits(self.transform(x), weight, self.bias))
-            out["logits"], want_logits = whole[labels != IGNORE_INDEX], False
-        if labels is not None:
-            labels = ctx.unpad(labels, IGNORE_INDEX)
+            out["logits"], want_logits = whole[given != IGNORE_INDEX], False
+        if given is not None:
+            labels, labelled = self.labelled(ctx, batch)
             check_labels(labels, weight.shape[0])
-            labelled = (labels != IGNORE_INDEX).nonzero().flatten()
             hidden = self.transform(x.index_select(0, labelled))
             targets = labels.index_select(0, labelled)
             smoothing = self.smoothing
@@ -255,7 +271,7 @@ class VocabularyHead(Smoothing, nn.Module):
             out["loss"] = ctx.total(loss)
             if want_logits == "labelled":
                 out["logits"], want_logits = vocabulary_logits(hidden, weight, self.bias), False
-        if want_logits and last:
+        if want_logits and batch.get("logits_to_keep"):
             out["logits"] = vocabulary_logits(self.transform(ctx.last(x)), weight, self.bias)[:, None]
         elif want_logits:
             out["logits"] = ctx.repad(vocabulary_logits(self.transform(x), weight, self.bias))
@@ -273,44 +289,37 @@ class MaskedLM(VocabularyHead):
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=0.02))
 
-    def counts(self, batch: Batch) -> dict[str, int]:
-        return {"loss": count_labels(batch.get("labels"))}
-
     def transform(self, x: Tensor) -> Tensor:
         return self.norm(self.activation(self.dense(x)))
-
-    def forward(
-        self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool
-    ) -> dict[str, Tensor]:
-        return self.predict(x, ctx, batch.get("labels"), count, table, want_logits)
 
 
 class NextToken(VocabularyHead):
     """The next token: labels are the input's tokens, and token t is to predict label t + 1 of its sequence."""
 
-    def counts(self, batch: Batch) -> dict[str, int]:
-        return {"loss": count_labels(next_labels(batch))}
+    def targets(self, batch: Batch) -> Tensor | None:
+        return next_labels(batch)
+
+    def reads(self, ctx: Packed, batch: Batch, want_logits: bool | str) -> Tensor | None:
+        return super().reads(ctx, batch, want_logits and not batch.get("output_log_probs"))
 
     def forward(
-        self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool
+        self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool | str
     ) -> dict[str, Tensor]:
         if batch.get("output_log_probs"):
-            return {"log_probs": self.log_probs(x, ctx, next_labels(batch), table)}
-        last = bool(batch.get("logits_to_keep"))
-        return self.predict(x, ctx, next_labels(batch), count, table, want_logits, last)
+            return {"log_probs": self.log_probs(x, ctx, batch, table)}
+        return super().forward(x, ctx, batch, count, table, want_logits)
 
-    def log_probs(self, x: Tensor, ctx: Packed, labels: Tensor | None, table: Tensor) -> Tensor:
-        """(n,) fp32: the log-probability of all labels of each sequence. labels stand at the tokens that predict them.
+    def log_probs(self, x: Tensor, ctx: Packed, batch: Batch, table: Tensor) -> Tensor:
+        """(n,) fp32: the log-probability of all labels of each sequence.
 
         Raises:
             ValueError: there are no labels.
         """
-        if labels is None:
+        if batch.get("labels") is None:
             raise ValueError("output_log_probs: of which tokens? Pass labels, -100 where there is none")
-        labels = ctx.unpad(labels, IGNORE_INDEX)
+        labels, labelled = self.labelled(ctx, batch)
         weight = table if self.weight is None else self.weight
         check_labels(labels, weight.shape[0])
-        labelled = (labels != IGNORE_INDEX).nonzero().flatten()
         hidden = self.transform(x.index_select(0, labelled))
         return ctx.sums(linear_log_probs(hidden, weight, self.bias, labels.index_select(0, labelled)), labelled)
 
@@ -336,17 +345,11 @@ class DenseCausalLM(NextToken, MaskedLM):
 class Seq2SeqLM(CausalLM):
     """The next token of a decoder, whose labels stand at the token before it already."""
 
-    def counts(self, batch: Batch) -> dict[str, int]:
+    def targets(self, batch: Batch) -> Tensor | None:
         labels, mask = batch.get("labels"), batch.get("decoder_attention_mask")
         if labels is not None and mask is not None:  # where there is no token, nothing is predicted
             labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
-        return {"loss": count_labels(labels)}
-
-    def forward(
-        self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool
-    ) -> dict[str, Tensor]:
-        last = bool(batch.get("logits_to_keep"))
-        return self.predict(x, ctx, batch.get("labels"), count, table, want_logits, last)
+        return labels
 
 
 def next_labels(batch: Batch) -> Tensor | None:

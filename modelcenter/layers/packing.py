@@ -4,6 +4,7 @@ Inside a model all tokens of a batch are one axis of length T. A padded batch is
 repadded once at the output; a packed batch arrives that way. Layers that need to know where a sequence ends ask Packed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -128,6 +129,7 @@ class Packed:
         inner: (T',) places among all tokens of those that the caller gave, where the model put some of its own before
             each sequence (`prefixed`), and own: the places of these; None: all are the caller's.
         draws: what dropouts draw from, where a training loop says which rows these are; None: torch's generator.
+        read: (m,) numbers of the tokens whose states the unit that gets this is to work out (`reading`); None: all.
     """
 
     cu_seqlens: Tensor
@@ -148,6 +150,7 @@ class Packed:
     inner: Tensor | None = None
     own: Tensor | None = None
     draws: Draws | None = None
+    read: Tensor | None = None
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -283,6 +286,32 @@ class Packed:
             _cache={},
         )
 
+    def reading(self, read: Tensor | None) -> "Packed":
+        """The same for a unit of whose states only those of the tokens `read` (m,) are used, in rising order.
+
+        It mixes all tokens as ever, goes on with these (`narrow`) and gives zeros for the others (`widen`).
+        """
+        draws = self.draws
+        if draws is not None and read is not None:
+            draws = replace(draws, parts=draws.parts | {read.numel(): draws.tokens.index_select(0, read)})
+        return replace(self, read=read, draws=draws)
+
+    def narrow(self, x: Tensor) -> Tensor:
+        """(T, ...) -> (m, ...), the tokens that are read."""
+        return x if self.read is None else x.index_select(0, self.read)
+
+    def widen(self, x: Tensor) -> Tensor:
+        """(m, ...) of the tokens that are read -> (T, ...), zeros elsewhere."""
+        if self.read is None:
+            return x
+        return x.new_zeros(self.num_tokens, *x.shape[1:]).index_copy(0, self.read, x)
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made once per batch."""
+        if name not in self._cache:
+            self._cache[name] = make()
+        return self._cache[name]
+
     @property
     def num_tokens(self) -> int:
         """Tokens on this rank."""
@@ -379,8 +408,7 @@ class Packed:
 
     def last(self, x: Tensor) -> Tensor:
         """As `first`, of each sequence's last token."""
-        self.first_tokens()
-        return self.at(x, self.cu_seqlens[1 : self.num_sequences + 1].long() - 1)
+        return self.at(x, self.last_tokens())
 
     def first_tokens(self) -> Tensor:
         """(n,) token number of each sequence's first token.
@@ -394,6 +422,11 @@ class Packed:
                 "a pooled head needs at least one token in each row"
             )
         return self.cu_seqlens[: self.num_sequences].long()
+
+    def last_tokens(self) -> Tensor:
+        """(n,) token number of each sequence's last token. Raises ValueError as `first_tokens`."""
+        self.first_tokens()
+        return self.cu_seqlens[1 : self.num_sequences + 1].long() - 1
 
     def own_pieces(self) -> list[Piece]:
         """This rank's tokens, in order: at most one cut sequence at each end, whole ones between them."""
@@ -458,19 +491,12 @@ class Packed:
 
     def buckets(self) -> list[Bucket]:
         """The rectangles in which attention runs where there is no variable-length kernel; planned once per batch."""
-        if "buckets" not in self._cache:
-            self._cache["buckets"] = self._make_buckets()
-        return self._cache["buckets"]
-
-    def _make_buckets(self) -> list[Bucket]:
-        return [self._bucket(rows) for rows in plan_buckets(self.host_lengths())]
+        return self.once("buckets", lambda: [self._bucket(rows) for rows in plan_buckets(self.host_lengths())])
 
     def _bucket(self, rows: list[int]) -> Bucket:
         """The sequences of these numbers as one rectangle."""
         lengths = self.host_lengths()
-        if "starts" not in self._cache:
-            self._cache["starts"] = list(accumulate(lengths, initial=0))
-        starts = self._cache["starts"]
+        starts = self.once("starts", lambda: list(accumulate(lengths, initial=0)))
         device = self.cu_seqlens.device
         sizes = [lengths[i] for i in rows]
         n, length = len(rows), max(sizes)

@@ -9,7 +9,7 @@ x is (T, hidden_size), the tokens of the whole batch without padding; ctx is a l
 recomputation, compilation and pipelining need nothing else of a model.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -30,6 +30,8 @@ VOCABULARY_TASKS = (
     "pretraining",
     "double-heads",
 )  # their heads may be tied to the embedding
+# The share of the tokens above which picking those that are read of the last unit costs more than it saves.
+_MOST_READ = 0.8
 
 
 class Model(nn.Module):
@@ -91,7 +93,8 @@ class Model(nn.Module):
         else:
             ctx = stage.context(self, batch)
             states = stage.receive(self._travelling(ctx, part.start, wanted))
-        states = self.through([self.units[i] for i in part], states, ctx, wanted)
+        read = None if wanted or (stage is not None and not stage.last) else self._read(ctx, batch)
+        states = self.through([self.units[i] for i in part], states, ctx, wanted, read)
         if ctx.cache is not None and (stage is None or stage.leaves):
             ctx.cache.end()
         if stage is not None and not stage.last:
@@ -105,18 +108,39 @@ class Model(nn.Module):
             out["hidden_states"] = tuple(ctx.repad(state) for state in states)
         return out
 
-    def through(self, units: Iterable[nn.Module], states: list[Tensor], ctx: Packed, wanted: bool) -> list[Tensor]:
+    def through(
+        self,
+        units: Sequence[nn.Module],
+        states: list[Tensor],
+        ctx: Packed,
+        wanted: bool,
+        read: Tensor | None = None,
+    ) -> list[Tensor]:
         """Hidden states (T, hidden_size) after the units, which go on from the last of `states`: all of them and what
-        each unit gives if they are `wanted`, else one."""
+        each unit gives if they are `wanted`, else one, of which only the tokens `read` need be right; None: all."""
         split, x = self.token_split, states[-1]
         states = [*states] if wanted else []
         x = x if split is None else split.to_units(x)
-        for unit in units:
-            x = unit(x, ctx)
+        for i, unit in enumerate(units):
+            x = unit(x, ctx if read is None or i < len(units) - 1 else ctx.reading(read))
             if wanted:
                 states.append(x if split is None else split.from_units(x, last=False))
         x = x if split is None else split.from_units(x)
         return [*states[:-1], x]
+
+    def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
+        """(m,) numbers of the tokens, in rising order, whose final hidden states `end` uses; None: all.
+
+        The last unit works out no others. A subclass whose `end` differs says here what it reads.
+        """
+        return None
+
+    def _read(self, ctx: Packed, batch: Batch) -> Tensor | None:
+        """What `reads` says, where the last unit gains by it."""
+        if ctx.max_seqlen <= 1 or self.token_split is not None:
+            return None
+        read = self.reads(ctx, batch)
+        return None if read is None or read.numel() > _MOST_READ * ctx.num_tokens else read
 
     def _travelling(self, ctx: Packed, units: int, wanted: bool) -> list[tuple[int, int]]:
         """Shapes of the hidden states that go from a stage to the next, after so many units."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from engine.loss import cross_entropy
@@ -71,6 +72,13 @@ class Bert(Encoder):
         lm = super().make_head("masked-lm")
         assert isinstance(lm, MaskedLM)
         return Pretraining(lm, self.config.hidden_size)
+
+    def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
+        if self.task != "pretraining":
+            return super().reads(ctx, batch)
+        lm: Any = self.head.lm  # type: ignore[union-attr]
+        labelled = lm.reads(ctx, batch, self.wants_logits(batch))
+        return None if labelled is None else torch.cat((ctx.first_tokens(), labelled)).unique()
 
     def run_head(
         self, x: Tensor, pooled: Tensor | None, ctx: Packed, batch: Batch, counts: Mapping[str, Any]

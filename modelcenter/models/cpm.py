@@ -64,10 +64,10 @@ class ScaledBlock(PreNormBlock):
         self.of_attn, self.of_mlp = attn.out.in_features**-0.5, mlp.down.in_features**-0.5
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        x = self.attn_dropout(self.attn(self.attn_norm(x) * self.of_inputs, ctx) * self.of_attn, ctx, x)
+        x = self.attn_dropout(self.attn(self.attn_norm(x) * self.of_inputs, ctx) * self.of_attn, ctx, ctx.narrow(x))
         x = x if self.shrink == 1.0 else x / self.shrink
         x = self.mlp_dropout(self.mlp(self.mlp_norm(x) * self.of_inputs, ctx) * self.of_mlp, ctx, x)
-        return x if self.shrink == 1.0 else x / self.shrink
+        return ctx.widen(x if self.shrink == 1.0 else x / self.shrink)
 
 
 class CPM(Decoder):

@@ -53,6 +53,15 @@ class Decoder(Model):
     def finish(self, x: Tensor) -> Tensor:
         return self.final_norm(x)
 
+    def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
+        head: Any = self.head
+        match self.task:
+            case "causal-lm":
+                return head.reads(ctx, batch, self.wants_logits(batch))
+            case "sequence-classification":
+                return ctx.last_tokens()
+        return None
+
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         if self.task == "base":
             return ModelOutput(last_hidden_state=ctx.repad(x))

@@ -137,6 +137,15 @@ class Encoder(Model):
         x = self.embed_norm(words + self.position(ctx.positions) + self.token_type(kinds))
         return self.embed_dropout(x, ctx), ctx
 
+    def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
+        head: Any = self.head
+        match self.task:
+            case "masked-lm" | "causal-lm":
+                return head.reads(ctx, batch, self.wants_logits(batch))
+            case "sequence-classification" | "multiple-choice" | "next-sentence-prediction":
+                return ctx.first_tokens()
+        return None
+
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         pooled = None if self.pooler is None else torch.tanh(self.pooler(ctx.first(x)))
         if self.task == "base":

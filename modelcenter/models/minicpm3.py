@@ -101,7 +101,7 @@ class LatentAttention(SelfAttention):
         return torch.cat((q_still, q_turning), 2).flatten(1), k.flatten(1), v.flatten(1)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        mixed = self.mix(*self.project(x, ctx), ctx).unflatten(1, (-1, self.head_dim))
+        mixed = ctx.narrow(self.mix(*self.project(x, ctx), ctx)).unflatten(1, (-1, self.head_dim))
         return self.out(mixed[..., : self.value_dim].flatten(1))
 
 

@@ -1,6 +1,7 @@
 """Rows as conversations: which columns hold what is asked and what is answered, and the turns they make.
 
-A row is a chat (a list of messages), an instruction with its answer, or plain text. A conversation is a list of
+A row is a chat (a list of messages), an instruction with its answer, an object of CPM-Bee (data.structured), or plain
+text. A conversation is a list of
 {"role": "system" | "user" | "assistant" | "tool", "content": str}, as chat templates take it.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 from modelcenter.data.columns import check_columns
 from modelcenter.data.readers import TEXT_NAMES, Table
+from modelcenter.data.structured import ANSWER
 
 Conversation = list[dict[str, Any]]
 
@@ -35,7 +37,8 @@ _ROLES = {
 
 @dataclass(frozen=True)
 class ChatColumns:
-    """Names of the columns by role. One of messages, prompt and text is there; the others are as the data have them."""
+    """Names of the columns by role. One of messages, prompt, answers and text is there; the others are as the data have
+    them."""
 
     messages: str | None = None
     prompt: str | None = None
@@ -43,6 +46,7 @@ class ChatColumns:
     response: str | None = None
     system: str | None = None
     text: str | None = None
+    answers: str | None = None
 
     def shown(self) -> str:
         """In words: "prompt 'mr', response 'ref'"."""
@@ -52,7 +56,8 @@ class ChatColumns:
 def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered: bool = True) -> ChatColumns:
     """Check the columns given by role and find the others by their usual names.
 
-    Messages win over instructions with answers, and these over plain text; a column given decides.
+    A column called "<ans>" makes objects. Else messages win over instructions with answers, and these over plain text.
+    A column given decides.
 
     Args:
         answered: a response is needed beside a prompt; otherwise it stays None unless given.
@@ -66,10 +71,12 @@ def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered
     if len(kinds) > 1:
         raise ValueError(
             f"columns: {' and '.join(f'{role}_column' for role in named)} do not go together: give messages, or prompt "
-            "and response, or text"
+            "and response, or answers, or text"
         )
     lower = {name.lower(): name for name in reversed(table.columns)}
     kind = kinds[0] if kinds else None
+    if kind == "answers" or (kind is None and ANSWER in table.columns):
+        return ChatColumns(answers=named.get("answers", ANSWER))
     if kind == "messages" or kind is None:
         messages = named.get("messages") or next(
             (lower[n] for n in MESSAGES_NAMES if n in lower and _holds_messages(table.columns[lower[n]])), None
@@ -92,7 +99,7 @@ def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered
     )
 
 
-_KINDS = {"messages": {"messages"}, "pair": {"prompt", "response", "input"}, "text": {"text"}}
+_KINDS = {"messages": {"messages"}, "pair": {"prompt", "response", "input"}, "text": {"text"}, "answers": {"answers"}}
 
 
 def _find_pair(table: Table, named: Mapping[str, str], lower: Mapping[str, str], answered: bool) -> ChatColumns | None:

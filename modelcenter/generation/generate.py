@@ -1,6 +1,6 @@
 """The door: `model.generate`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ def generate(
     tokenizer: Any = None,
     streamer: Any = None,
     seed: int | None = None,
+    token_inputs: Mapping[str, Tensor] | None = None,
+    other_inputs: Mapping[str, Tensor] | None = None,
+    banned: Tensor | None = None,
 ) -> Tensor:
     """Continue prompts, or write what an encoder-decoder makes of its input; as transformers' `generate`.
 
@@ -54,6 +57,9 @@ def generate(
         stop_strings: texts that end a sequence, found by decoding with `tokenizer`.
         streamer: is given the prompt and then each new token by `put(tensor)`, and `end()`; one row, no beams.
         seed: of the draws; None: torch's generator decides.
+        token_inputs: what else the model's forward takes of the prompts' tokens, (batch, seq) each; a new token has
+            that of the last. other_inputs: what it takes in each forward. Neither with pp_size > 1.
+        banned: (batch, vocabulary) bool, True at tokens that a row does not get.
 
     Returns:
         (batch * num_return_sequences, length): the prompts as they came and the new tokens, or for an encoder-decoder
@@ -70,7 +76,8 @@ def generate(
         raise ValueError(f"generate: task {model.task!r} writes no text; load the model with causal-lm or seq2seq-lm")
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected (batch, seq), none of them 0")
-    given = {k: v for k, v in locals().items() if k not in ("model", "input_ids", "attention_mask")}
+    tensors = ("model", "input_ids", "attention_mask", "token_inputs", "other_inputs", "banned")
+    given = {k: v for k, v in locals().items() if k not in (*tensors, "tensors")}
     config = model.config
     fields = {name: value for name in _TOKENS if (value := getattr(config, name, None)) is not None}
     s = Settings.make(given, {**config.extra, **fields, **model.generation_config}, config.vocab_size)
@@ -86,7 +93,7 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        state = State(model, input_ids, attention_mask, s)
+        state = State(model, input_ids, attention_mask, s, token_inputs, other_inputs, banned)
         if streamer is not None:
             streamer.put(state.tokens.cpu())
         tokens = extend(state, s, stop, streamer, rng) if num_beams == 1 else beam(state, s, stop, rng)

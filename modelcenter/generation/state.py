@@ -2,6 +2,7 @@
 
 import functools
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +22,16 @@ class State:
         logits: (rows, vocab_size) fp32 of the next token.
     """
 
-    def __init__(self, model: Any, input_ids: Tensor, attention_mask: Tensor | None, s: Settings):
+    def __init__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        s: Settings,
+        token_inputs: Mapping[str, Tensor] | None = None,
+        other_inputs: Mapping[str, Tensor] | None = None,
+        banned: Tensor | None = None,
+    ):
         self.model, self.encodes = model, bool(getattr(model, "is_encoder_decoder", False))
         self.pipeline: Any = getattr(model, "pipeline", None)  # where this rank has a part of the model only
         rows, length = input_ids.shape
@@ -42,7 +52,17 @@ class State:
             settings = torch.tensor(zlib.crc32(repr(s).encode()))
             self.pipeline.check_same([{"input_ids": input_ids, "attention_mask": mask, "settings": settings}])
         ends = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
-        batch = {"input_ids": input_ids[mask.bool()][None], "cu_seqlens": ends, "max_seqlen": max(lengths)}
+        kept = mask.bool()
+        batch = {"input_ids": input_ids[kept][None], "cu_seqlens": ends, "max_seqlen": max(lengths)}
+        self.others, self.banned = dict(other_inputs or {}), banned
+        self.of_last: dict[str, Tensor] = {}  # (rows, 1), for new tokens
+        for name, value in (token_inputs or {}).items():
+            if tuple(value.shape) != (rows, length):
+                raise ValueError(f"token_inputs: got shape {tuple(value.shape)} of {name}, expected {(rows, length)}")
+            batch[name] = value[kept][None]
+            self.of_last[name] = batch[name][0, ends[1:].long() - 1, None]
+        if self.pipeline is not None and (self.others or self.of_last):
+            raise ValueError("token_inputs, other_inputs: not with a pipeline; load the model with pp_size=1")
         self.cache = KVCache(most)
         self.tokens = input_ids
         if self.encodes:
@@ -54,9 +74,11 @@ class State:
         self.sharded = dist.is_initialized() and any(isinstance(p, DTensor) for p in model.parameters())
 
     def _run(self, batch: dict[str, Any]) -> Tensor:
+        batch = batch | self.others
         call = functools.partial(self.model, **batch, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         if self.pipeline is None:
-            return call().logits[:, -1].float()
+            logits = call().logits[:, -1].float()
+            return logits if self.banned is None else logits.masked_fill(self.banned, -torch.inf)
         # The stages have the same logits to choose from, so they choose the same tokens and sort their caches alike.
         out = self.pipeline.forward(call)
         self.pipeline.flush()
@@ -69,13 +91,15 @@ class State:
         if times > 1:
             index = torch.arange(len(self.tokens), device=self.tokens.device).repeat_interleave(times)
             self.tokens, self.logits = self.tokens[index], self.logits[index]
+            self.of_last = {name: value[index] for name, value in self.of_last.items()}
+            self.banned = None if self.banned is None else self.banned[index]
             self.cache.reorder(index)
 
     def step(self, tokens: Tensor, order: Tensor | None = None) -> None:
         """Append a token (rows,) to each sequence; `order` (rows,): each goes on from the one of that number."""
         if order is not None:
             self.cache.reorder(order)
-        self.logits = self._run({"decoder_input_ids" if self.encodes else "input_ids": tokens[:, None]})
+        self.logits = self._run(self._next(tokens[:, None]))
 
     def all_done(self, done: bool) -> bool:
         """Whether all ranks that share the model are; where they do, each takes every step with the others."""
@@ -91,4 +115,8 @@ class State:
         """A step whose result nobody reads, for a rank that is done before others. The cache stays as long as it is."""
         self.cache.lengths = [n - 1 for n in self.cache.lengths]
         rows = len(self.cache.lengths)
-        self._run({"decoder_input_ids" if self.encodes else "input_ids": self.tokens.new_zeros(rows, 1)})
+        self._run(self._next(self.tokens.new_zeros(rows, 1)))
+
+    def _next(self, tokens: Tensor) -> dict[str, Tensor]:
+        """The inputs of a step with tokens (rows, 1)."""
+        return {"decoder_input_ids" if self.encodes else "input_ids": tokens, **self.of_last}

@@ -281,7 +281,10 @@ def _source(about: Mapping[str, Any]) -> str:
     if about["source"] != "preset":
         return about["source"] + (f" {about['hub']}@{about['revision']}" if "hub" in about else "")
     mark = "confirmed" if about["confirmed"] else "UNCONFIRMED: its config has not been compared with the published one"
-    return f"preset of {about['hub'] or 'no weights; from_config makes a random start'}; {mark}"
+    weights = "no weights; from_config makes a random start"
+    if about["parameters"] is None:  # its sizes were never published
+        weights = "no weights and no sizes; a directory with a config.json of its own loads"
+    return f"preset of {about['hub'] or weights}; {mark}"
 
 
 def _on_disk(held: Mapping[str, Any]) -> str:

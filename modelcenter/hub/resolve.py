@@ -71,6 +71,11 @@ def repo_of(name: str) -> tuple[str, str | None]:
     except KeyError:
         return name, None
     if entry.get("hub") is None:
+        if entry.get("parameters") is None:
+            raise ValueError(
+                f"{name!r} was published nowhere, nor were its sizes; name a directory that holds its config.json and "
+                "weights"
+            )
         raise ValueError(
             f"{name!r} is a preset without weights: modelcenter.from_config({name!r}) makes a random start"
         )

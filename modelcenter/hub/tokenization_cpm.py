@@ -20,6 +20,7 @@ try:  # CPM-Bee needs none
 except ImportError:
     rjieba = None  # type: ignore[assignment]
 
+_MARK = re.compile(r"<<|<[^<>]*>|<")  # of CPM-Bee
 _LONGEST_WORD = 200  # characters; a longer word is unknown as a whole
 # ASCII that is as wide as a Chinese character, but for the punctuation of Chinese.
 _KEPT_WIDE = "，！（）？；："
@@ -156,7 +157,8 @@ class CPM2Tokenizer(CPM1Tokenizer):
 
 
 class CPMBeeTokenizer(_VocabularyTokenizer):
-    """Of CPM-Bee, for texts without its structure: nothing is added, and what is unknown is one `<unk>` on end."""
+    """Of CPM-Bee. A text that it is called with has no structure: nothing is added, no "<" means anything, and what is
+    unknown is one `<unk>` on end. `parts` is for the texts of its structured input."""
 
     blank_lines_count = False
 
@@ -180,3 +182,48 @@ class CPMBeeTokenizer(_VocabularyTokenizer):
         found = self.pieces(text)
         kept = (token for i, token in enumerate(found) if token is not None or not i or found[i - 1] is not None)
         return [str(self.unk_token) if token is None else token for token in kept]
+
+    def parts(self, text: str) -> list[tuple[str, str]]:
+        """The tokens of a text of a structured input, with what each stands for in this input alone.
+
+        There `<mask_0>` is a token, ("<mask>", "<mask_0>"), `<<` is a "<", and a run of unknown characters is
+        ("<unk>", the run). A token that means the same in every input stands for "".
+
+        Raises:
+            ValueError: a "<" that is neither doubled nor begins a token of the vocabulary.
+        """
+        out: list[tuple[str, str]] = []
+        plain, end = "", 0
+        for found in _MARK.finditer(text):
+            plain, end, mark = plain + text[end : found.start()], found.end(), found[0]
+            if mark == "<<":
+                plain += "<"
+                continue
+            out += self._plain(plain)
+            plain = ""
+            known = self._special - set(self._white)
+            name = mark if mark in known else f"<{mark[1:-1].split('_', 1)[0]}>"
+            if name not in known:
+                raise ValueError(f"{mark!r} in {text!r:.80} is no token of CPM-Bee; write a '<' of the text as '<<'")
+            out.append((name, "" if mark in known else mark))
+        return out + self._plain(plain + text[end:])
+
+    def _plain(self, text: str) -> list[tuple[str, str]]:
+        out: list[tuple[str, str]] = []
+        place, unknown = 0, str(self.unk_token)
+        for token in self.pieces(text):
+            width = 1 if token is None or token in self._white else len(token)
+            piece = text[place : place + width]
+            place += width
+            if token is not None:
+                out.append((token, ""))
+            elif out and out[-1][1]:
+                out[-1] = (unknown, out[-1][1] + piece)
+            else:
+                out.append((unknown, piece))
+        return out
+
+    def written(self, token: int) -> str:
+        """A token as the texts of a structured input spell it: a "<" that is no mark is doubled."""
+        word = self._convert_id_to_token(token)
+        return word if word in self._special - set(self._white) else self._white.get(word, word).replace("<", "<<")

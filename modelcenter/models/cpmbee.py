@@ -57,6 +57,7 @@ class CPMBee(CPM):
     """CPM-Bee with the head of `task`."""
 
     config_class = CPMBeeConfig
+    structured = True  # reads what data.structured makes
     # As RelatedMarks has them. A sample of one segment, unless the caller says more.
     usual = {"context": 0, "span": 0, "segment": 0, "sample_ids": 0, "num_segments": 1, "segment_rel_offset": 0}
 
@@ -72,7 +73,13 @@ class CPMBee(CPM):
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         c: Any = self.config
-        ctx, ids = self.pack(batch), batch.get("input_ids")
+        ctx, ids, number = self.pack(batch), batch.get("input_ids"), batch.get("input_id_sub")
+        if ids is not None and (more := batch.get("ext_table_ids")) is not None and more.numel():
+            # What a label or an output says of a token of the table, an input says, too: generation feeds it back.
+            place = (ids - c.vocab_size).clamp(min=0)
+            of_table = batch["ext_table_sub"][place]
+            number = torch.where(ids < c.vocab_size, of_table.new_zeros(()) if number is None else number, of_table)
+            ids = torch.where(ids < c.vocab_size, ids, more[place])
         marks = self.of_all(ctx, self.marked(batch, ctx))
         relations = batch.get("segment_rel")
         if relations is None:
@@ -84,7 +91,6 @@ class CPMBee(CPM):
         if ids is None:
             return ctx.unpad(batch["inputs_embeds"]), ctx
         x = self.embed(ctx.unpad(ids)) * c.hidden_size**-0.5
-        number = batch.get("input_id_sub")
         return x if number is None else self.turned(x, ctx.unpad(number)), ctx
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
@@ -173,8 +179,8 @@ class CPMBee(CPM):
                 a * num_segments + b. None: 0, 1 and 0.
             segment_rel: (batch, size), or one row for all: 0 the same segment, else the kind of relation. A packed
                 input is one row.
-            ext_table_ids, ext_table_sub: (n,) tokens, and numbers below them, with which the vocabulary goes on: label
-                and logit vocab_size + i are of the i-th.
+            ext_table_ids, ext_table_sub: (n,) tokens, and numbers below them, with which the vocabulary goes on: token,
+                label and logit vocab_size + i are of the i-th.
             labels: as input_ids, shifted here (CPM-Live's targets are shifted already).
 
         Raises:

@@ -14,6 +14,7 @@ import modelcenter
 from modelcenter.training import setup
 from modelcenter.training.config import GenerateConfig
 from modelcenter.training.predict import Trained, check_output, write_lines
+from modelcenter.training.structured import write_answers
 from modelcenter.training.texts import complete, share_out
 
 
@@ -109,14 +110,22 @@ class _Writer:
                 raise ValueError(f"prompt: {text!r} has no token; give a text to continue")
         return ids
 
+    def reads_objects(self, prompts: list[str]) -> bool:
+        """Whether some prompt is a JSON object and the model reads those."""
+        objects = any(prompt.lstrip().startswith("{") for prompt in prompts)
+        return objects and getattr(self.model, "structured", False) and not self.cfg.chat
+
     def texts(self, prompts: list[str], streamer: Any = None) -> list[list[str]]:
         """What is written for each prompt."""
+        if self.reads_objects(prompts):
+            return write_answers(self.model, self.tokenizer, prompts, **self.cfg.search())
         return complete(self.model, self.tokenizer, self.encode(prompts), streamer=streamer, **self.cfg.search())
 
     def show(self, prompts: Iterator[str]) -> None:
         """Answer one prompt at a time, as it comes where the search allows."""
         for prompt in prompts:
-            if self.cfg.num_beams == 1 and self.cfg.num_return_sequences == 1:
+            one = self.cfg.num_beams == 1 and self.cfg.num_return_sequences == 1
+            if one and not self.reads_objects([prompt]):
                 skip = 1 if self.model.is_encoder_decoder else len(self.encode([prompt])[0])
                 self.texts([prompt], _Terminal(self.tokenizer, skip))
             else:

@@ -81,7 +81,7 @@ OLD = {
         "prompt_length": 5, "prompt_types": 4, "segment_types": 3, "absolute_inner_segment": True,
     },
     "cpmbee": {
-        "position_bias_max_distance": 20, "position_bias_num_buckets": 14, "position_bias_num_segment_buckets": 9,
+        "position_bias_max_distance": 20, "position_bias_num_buckets": 14, "position_bias_num_segment_buckets": 70,
         "eps": 0.01, "half": True,
     },
 }  # fmt: skip

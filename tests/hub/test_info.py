@@ -139,7 +139,12 @@ def test_an_architecture_of_somebody_else(tmp_path):
 
 
 def test_presets_say_where_they_are_from(monkeypatch):
-    assert "confirmed" in render(model_info("bert-base-uncased"))
+    assert "source       preset of google-bert/bert-base-uncased; confirmed\n" in render(
+        model_info("bert-base-uncased")
+    )
+    assert "preset of no weights; from_config makes a random start; confirmed\n" in render(model_info("cpm-bee-3b"))
+    nothing = "preset of no weights and no sizes; a directory with a config.json of its own loads; UNCONFIRMED"
+    assert nothing in render(model_info("cpm1-large"))
     entry = {**preset("tiny/bert"), "confirmed": False}
     monkeypatch.setattr("modelcenter.hub.info.preset", lambda name: entry)
     assert "UNCONFIRMED" in render(model_info("anything"))

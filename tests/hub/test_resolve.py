@@ -28,6 +28,7 @@ def test_directories(saved, tmp_path, monkeypatch):
         ("a/b/c", "no such directory"),
         ("{tmp}", "is a directory without config.json, so not a checkpoint. Did you mean '.*/theirs'"),
         ("{tmp}/theirs/config.json", "is a file; give the directory"),
+        ("cpm1-large", "'cpm1-large' was published nowhere, nor were its sizes; name a directory"),
         ("tiny/bert", "'tiny/bert' is a preset without weights: modelcenter.from_config"),
     ],
 )

@@ -374,7 +374,7 @@ ONE = torch.ones(1, 4, dtype=torch.long)
         ("cpmbee", {"num_segments": ONE}, "num_segments: pass segment_rel"),
         ("cpmbee", {"segment": ONE, "segment_rel": ONE}, "segment: expected 0 to num_segments - 1"),
         ("cpmbee", {"segment_rel": torch.zeros(2, 3)}, "segment_rel: got shape .2, 3., expected .* each of the 1 rows"),
-        ("cpmbee", {"segment_rel": 10 * ONE}, "segment_rel: got 10 to 10, expected 0 .* to 9"),
+        ("cpmbee", {"segment_rel": 71 * ONE}, "segment_rel: got 71 to 71, expected 0 .* to 70"),
         ("cpmbee", {"ext_table_ids": torch.ones(2)}, "ext_table_ids, ext_table_sub: pass both"),
         ("cpmbee", {"input_id_sub": torch.ones(1, 3)}, "input_id_sub: got shape .1, 3., expected .1, 4."),
     ],

@@ -19,7 +19,7 @@ class LMConfig(TrainConfig):
 
     task: ClassVar[str] = "lm"
     mixes: ClassVar[bool] = True
-    roles: ClassVar[tuple[str, ...]] = ("messages", "prompt", "input", "response", "system", "text")
+    roles: ClassVar[tuple[str, ...]] = ("messages", "prompt", "input", "response", "system", "text", "answers")
 
     messages_column: str | None = _data(None, "column of the messages of a chat; none: found")
     prompt_column: str | None = _data(None, "column of what is asked; none: found by its usual names",
@@ -31,11 +31,13 @@ class LMConfig(TrainConfig):
     system_column: str | None = _data(None, "column of a system prompt; none: found by its usual names")
     text_column: str | None = _data(None, "column of plain text, all of which is trained on; none: found where there "
         "are no chats or instructions", "dataset_text_field", "text_column_name")
+    answers_column: str | None = _data(None, "column of what is to be written where rows are objects of CPM-Bee, whose "
+        "other columns are what is known; none: '<ans>', where there is one")
     template: str = _data("auto", "chat: the tokenizer's own template; plain: a line for each turn; none: nothing "
         "between prompt and answer; or a Jinja file. auto: chat where there is one, else plain", "chat_template")
     train_on: str = _data("all", "answers of a chat that are trained on, all or the last of each row", choices=TRAIN_ON)
     too_long: str = _data("cut", "rows longer than max_length: cut from the right (left out, where nothing of the "
-        "answer is left), drop or error", choices=TOO_LONG)
+        "answer is left; objects always), drop or error", choices=TOO_LONG)
     token_accuracy: bool = _output(False, "evaluations also tell how often the most probable token was right; needs "
         "memory for all logits of a batch")
     eval_samples: int = _output(0, "answers to the first rows of the evaluation data that each evaluation writes and "

@@ -24,16 +24,9 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import DPOConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate, log_probs_of
 from modelcenter.training.metrics import Preference
+from modelcenter.training.tasks.answer_rows import AnswerRows
 from modelcenter.training.tasks.base import Batches, TokenRows, own_batches, read_splits, usual_columns
-from modelcenter.training.tasks.lm import (
-    AnswerRows,
-    LanguageModelling,
-    add_stops,
-    kept,
-    prompts_of,
-    rows_of,
-    say_left_out,
-)
+from modelcenter.training.tasks.lm import LanguageModelling, add_stops, kept, prompts_of, rows_of, say_left_out
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,16 @@
-"""Fine-tuning of language models: instructions and chats, of which the answers are trained on, and plain text."""
+"""Fine-tuning of language models: instructions, chats and CPM-Bee's objects, of which the answers are trained on, and
+plain text."""
 
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 
 import engine
-from modelcenter.data.collate import pack
-from modelcenter.data.conversations import ChatColumns, Conversation, conversations, find_chat_columns
+from modelcenter.data.conversations import ChatColumns, conversations, find_chat_columns
 from modelcenter.data.readers import Table
 from modelcenter.data.templates import IGNORED, LAYOUTS, LabelledTokens, Template, label_conversations
 from modelcenter.data.tokenize import Tokens
@@ -20,6 +18,7 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import LMConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate
 from modelcenter.training.metrics import LanguageModel, Metrics, perplexity
+from modelcenter.training.tasks.answer_rows import AnswerRows
 from modelcenter.training.tasks.base import (
     Batches,
     LossBatches,
@@ -30,48 +29,23 @@ from modelcenter.training.tasks.base import (
     strings,
     usual_columns,
 )
+from modelcenter.training.tasks.structured import StructuredRows, label_objects, objects_of, objects_to_fill
 from modelcenter.training.texts import complete, share_out
 
 log = logging.getLogger("modelcenter")
 
 
-@dataclass(frozen=True)
-class AnswerRows(TokenRows):
-    """Rows of tokens with the labels of those that are trained on. context: batches say which tokens come before the
-    first of them."""
-
-    labels: np.ndarray  # int32 (T,)
-    context: bool = False
-
-    def labels_of(self, row: int) -> np.ndarray:
-        return self.labels[self.tokens.offsets[row] : self.tokens.offsets[row + 1]]
-
-    def prompt_length(self, row: int) -> int:
-        """Tokens before the first that is trained on."""
-        return int(np.argmax(self.labels_of(row) != IGNORED))
-
-    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
-        batch: dict[str, Any] = pack(self.tokens, rows)
-        batch["labels"] = pack(replace(self.tokens, ids=self.labels), rows)["input_ids"]
-        if self.context:
-            before = [np.arange(self.tokens.lengths[row]) < self.prompt_length(row) for row in rows]
-            batch["context"] = torch.from_numpy(np.concatenate(before).astype(np.int64))[None]
-        return batch
-
-    def show(self, row: int, tokenizer: Any) -> str:
-        return marked_text(self.tokens.row(row), self.labels_of(row) != IGNORED, tokenizer)
-
-
 class LanguageModelling(Task):
-    """Instructions, chats and plain text. Flags: LMConfig."""
+    """Instructions, chats, objects and plain text. Flags: LMConfig."""
 
     name: ClassVar[str] = "lm"
     head: ClassVar[str] = "causal-lm"
-    columns: ChatColumns
+    columns: ChatColumns = ChatColumns()
     context = False
     answered = True
     cfg: Any
     model: Model | None = None
+    reader: Any = None
 
     def __init__(self, cfg: LMConfig):
         """Read the data, find its columns and its turns.
@@ -94,21 +68,32 @@ class LanguageModelling(Task):
     def attach(self, model: Model) -> None:
         # CPM-Ant takes all tokens for context, which sees what comes after it, unless a batch says what is none.
         self.model, self.context = model, getattr(model, "usual", {}).get("context") == 1
+        self.reader = model  # of objects
 
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[AnswerRows, AnswerRows | None]:
-        self.template = Template(tokenizer, self.cfg.template)
-        self.cfg.template = self.template.name
+        self.use_tokenizer(tokenizer)
         train = self._label(self.train, self.train_rows, max_length)
         held = self._label(self.eval, self.eval_rows, max_length) if self.eval is not None else None
         return train, held
 
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        if self.columns.answers is None:
+            self.template = Template(tokenizer, self.cfg.template)
+            self.cfg.template = self.template.name
+
     def _label(self, table: Table, rows: Any, max_length: int) -> AnswerRows:
-        options = {"too_long": self.cfg.too_long, "train_on": self.cfg.train_on}
-        found = label_conversations(self.template, rows, table.where, max_length=max_length, **options)
+        made: AnswerRows
+        if self.columns.answers is not None:
+            made, found = label_objects(self.reader, self.tokenizer, table, rows, max_length, self.cfg.too_long)
+        else:
+            options = {"too_long": self.cfg.too_long, "train_on": self.cfg.train_on}
+            found = label_conversations(self.template, rows, table.where, max_length=max_length, **options)
+            made = AnswerRows(kept(table, found.rows), found.tokens, found.labels, self.context)
         say_left_out(table, found, max_length)
         if self.model is not None:
             add_stops(self.model, found.stops, anew=self.cfg.from_scratch)
-        return AnswerRows(kept(table, found.rows), found.tokens, found.labels, self.context)
+        return made
 
     def about_columns(self) -> str:
         layout = f", template {self.template.name}" if self.columns.text is None and hasattr(self, "template") else ""
@@ -128,6 +113,8 @@ class LanguageModelling(Task):
     def samples(self, model: Model, tokenizer: Any, examples: Any) -> list[dict[str, Any]]:
         """Answers to the first rows of the evaluation data; of a plain text, how its first half goes on."""
         count, most = min(self.cfg.eval_samples, len(examples)), self.cfg.eval_max_new_tokens
+        if isinstance(examples, StructuredRows):
+            return examples.samples(model, count, self.cfg.eval_batch_size or count, most)
         prompts, truths = [], []
         for row in range(count):
             ids, at = examples.tokens.row(row), examples.prompt_length(row)
@@ -154,7 +141,10 @@ class LanguageModelling(Task):
         task = cls.__new__(cls)
         task.cfg = run if isinstance(run, LMConfig) else LMConfig()
         task.settle_template(cfg.template)
-        main = next((role for role in ("messages", "prompt", "text") if getattr(run, f"{role}_column", None)), "prompt")
+        main = next(
+            (role for role in ("messages", "answers", "prompt", "text") if getattr(run, f"{role}_column", None)),
+            "prompt",
+        )
         given = usual_columns(cfg, run, table, LMConfig.roles, needed=main)
         if not labelled:
             given["response"] = None
@@ -172,17 +162,22 @@ class LanguageModelling(Task):
 
     def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> Any:
         self.attach(model)
-        self.template = Template(tokenizer, self.cfg.template)
+        self.use_tokenizer(tokenizer)
         if self.answered:
             self.model = None  # what ends its answers is settled
             return self._label(self.train, self.train_rows, max_length)
+        if self.columns.answers is not None:
+            return objects_to_fill(model, tokenizer, self.train, self.train_rows, max_length)
         return TokenRows(self.train, prompts_of(self.template, self.train_rows, self.train, max_length))
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """prompt and completion of each row; with num_return_sequences above 1 completions."""
         order = np.argsort(-examples.lengths, kind="stable")  # rows of similar length together
+        objects = isinstance(examples, StructuredRows)
 
         def work(numbers: list[int]) -> list[list[str]]:
+            if objects:
+                return examples.fill(model, [int(order[i]) for i in numbers], **cfg.search())
             rows = [examples.tokens.row(int(order[i])) for i in numbers]
             return complete(model, tokenizer, rows, **cfg.search())
 
@@ -190,7 +185,8 @@ class LanguageModelling(Task):
         if engine.rank() != 0:
             return iter(())
         placed = dict(zip(order.tolist(), texts, strict=True))
-        return (_said(tokenizer.decode(examples.tokens.row(row)), placed[row]) for row in range(len(examples)))
+        prompt = examples.prompt if objects else lambda row: tokenizer.decode(examples.tokens.row(row))
+        return (_said(prompt(row), placed[row]) for row in range(len(examples)))
 
 
 def _said(prompt: str, texts: list[str]) -> dict[str, Any]:
@@ -201,8 +197,10 @@ def _feed_logits(metrics: Any, out: Any, batch: dict[str, Any]) -> None:
     metrics.update(out.logits, batch["labels"], batch["cu_seqlens"])
 
 
-def rows_of(table: Table, columns: ChatColumns) -> Sequence[Conversation] | list[str]:
-    """The conversations of a table, or its texts. Raises ValueError: a row that holds none."""
+def rows_of(table: Table, columns: ChatColumns) -> Sequence[Any]:
+    """The conversations of a table, its objects or its texts. Raises ValueError: a row that holds none."""
+    if columns.answers is not None:
+        return objects_of(table, columns.answers)
     return conversations(table, columns) if columns.text is None else strings(table, columns.text)
 
 
@@ -248,17 +246,3 @@ def add_stops(model: Model, stops: Sequence[int], anew: bool) -> None:
         model.generation_config = {**model.generation_config, "eos_token_id": ends if len(ends) > 1 else ends[0]}
         if engine.rank() == 0 and old:
             log.warning("generation_config: answers end with token %s, added to eos_token_id %s", ends[len(old) :], old)
-
-
-def marked_text(ids: np.ndarray, trained: np.ndarray, tokenizer: Any) -> str:
-    """The text of some tokens, those that are trained on in green on a terminal, else between marks; the middle of long
-    parts is left out."""
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    start, end = ("\x1b[32m", "\x1b[0m") if colour else ("⟦", "⟧")
-    bounds = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(ids)]
-    parts = []
-    for a, b in zip(bounds, bounds[1:], strict=False):
-        text = tokenizer.decode(ids[a:b])
-        text = text if len(text) <= 240 else f"{text[:160]} ... {text[-70:]}"
-        parts.append(f"{start}{text}{end}" if trained[a] else text)
-    return "".join(parts).replace("\n", "\\n")

@@ -1,0 +1,227 @@
+"""Rows of CPM-Bee: an object of keys and texts as tokens, after OpenBMB/CPM-Bee's convert_data_to_id.
+
+    {"input": "今天天气真<mask_0>", "<ans>": {"<mask_0>": "好"}}
+
+The row is a tree: a root, below it the keys, below a key its text or the keys of its object. Each key and each text is
+a segment, numbered in the order in which one reads them (the root, `<root>`, is 0). A segment is `<s>`, its tokens and
+`</s>`. All is context, but for the texts below the key `<ans>`: these are the answers, which have no `</s>` (a model is
+to predict it where another token stands, if any) and of which each token sees what is before it.
+
+- The relation of segment a to b: with `up` steps from a to what is above both, and `down` steps from there to b, each
+  counted up to 7, it is 0 for a segment and itself, else 1 + 8 * up + down. 1 is that of different samples.
+- A token that means something in this row alone (`<mask_0>`, `<option_3>`, unknown characters) is the token of its
+  kind (`<mask>`, `<option>`, `<unk>`) and a number: the first of a kind has 0, the next 1, and so on.
+- A label or output of such a token with a number above 0 is vocab_size + its place in a table that goes with the batch.
+- Further rows may stand behind one as samples 1, 2, ...: all of them is context, seen by the row and not seeing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+IGNORED = -100
+ANSWER = "<ans>"
+_DEEPEST = 7
+FIELDS = ("input_ids", "input_id_sub", "context", "segment", "num_segments", "segment_rel_offset", "sample_ids")
+
+Token = tuple[int, int]  # in the vocabulary, and its number
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A text to be written. path: the keys below `<ans>` that lead to it. segment: its number."""
+
+    path: tuple[str, ...]
+    segment: int
+
+
+@dataclass(frozen=True)
+class StructuredRow:
+    """One row and its samples as tokens.
+
+    Attributes:
+        values: int32 (T, 7), the columns as FIELDS names them; offsets count from the beginning of `relations`.
+        relations: int32 (size,). texts: what tokens stand for in this row alone. answers: in the order of their
+            segments, without those of samples.
+        end: the token `</s>`. answered: whether the answers are part of the tokens.
+    """
+
+    values: np.ndarray
+    relations: np.ndarray
+    texts: Mapping[Token, str]
+    answers: tuple[Answer, ...]
+    end: int
+    answered: bool
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def targets(self) -> np.ndarray:
+        """int32 (T, 2): the token and number that is to be predicted in the place of each token, -100 for none."""
+        out = np.full((len(self), 2), IGNORED, np.int32)
+        if self.answered:
+            after = 1 + np.flatnonzero(self.values[:-1, 2] == 0)  # an answer, which begins with <s>, or what follows it
+            out[after] = self.values[after, :2]
+            begins = self.values[after, 3] != self.values[after - 1, 3]
+            out[after[begins]] = self.end, 0
+        return out
+
+    def numbered(self) -> set[Token]:
+        """The tokens with a number above 0, which are none of the vocabulary."""
+        return {(int(a), int(b)) for a, b in self.values[:, :2] if b > 0}
+
+
+class StructuredEncoder:
+    """Objects to rows, and what a model writes to texts."""
+
+    def __init__(self, tokenizer: Any):
+        """tokenizer: CPM-Bee's. Raises ValueError: it is another."""
+        if not hasattr(tokenizer, "parts"):
+            raise ValueError(
+                f"tokenizer: {type(tokenizer).__name__} does not know CPM-Bee's structured input; use CPM-Bee's"
+            )
+        self.tokenizer, self.vocabulary = tokenizer, tokenizer.get_vocab()
+        lacking = [token for token in ("<root>", ANSWER, "<s>", "</s>") if token not in self.vocabulary]
+        if lacking:
+            raise ValueError(f"tokenizer: its vocabulary lacks {', '.join(lacking)} of structured input")
+        self.start, self.end = self.vocabulary["<s>"], self.vocabulary["</s>"]
+
+    def encode(
+        self, data: Mapping[str, Any], samples: Sequence[Mapping[str, Any]] = (), *, answered: bool = True
+    ) -> StructuredRow:
+        """The tokens of an object, whose values are texts or objects in their turn.
+
+        Args:
+            samples: objects that are shown as examples, with their answers.
+            answered: False: for a model that is to write the answers, which are no part of the tokens then.
+
+        Raises:
+            ValueError: an object without "<ans>", a value that is neither text nor object, a "<" that is no token.
+        """
+        if not isinstance(data, Mapping) or ANSWER not in data:
+            raise ValueError(f"got {data!r:.80}, expected an object with the key {ANSWER!r}")
+        numbers: dict[str, dict[str, int]] = {}  # kind -> text -> number
+        answers: tuple[Answer, ...] = ()
+        parts: list[tuple[int, ...]] = []
+        relations: list[np.ndarray] = []
+        size = 0
+        for number, row in enumerate((data, *samples)):
+            segments = [_Segment("<root>", 0, None)]
+            _grow(segments, row, 1, ())
+            if not number:
+                answers = tuple(Answer(s.path, i) for i, s in enumerate(segments) if s.path is not None)
+            for i, segment in enumerate(segments):
+                if segment.path is not None and not number and not answered:
+                    continue
+                ids = self._tokens(segment.text, numbers)
+                told = segment.path is None or number > 0
+                if segment.path is None:
+                    ids.append((self.end, 0))
+                marks = (int(told), i, len(segments), size, number)
+                parts += [(*token, *marks) for token in ((self.start, 0), *ids)]
+            if not number and answered and segments[-1].path is not None and not samples:
+                parts.append((self.end, 0, *parts[-1][2:]))  # so that the end has a place to be predicted in
+            relations.append(_relations(tuple(s.depth for s in segments)))
+            size += len(relations[-1])
+        if not answers:
+            raise ValueError(f"{ANSWER!r}: got {data[ANSWER]!r}, expected a text, or an object of texts")
+        texts = {(self.vocabulary[kind], n): text for kind, of in numbers.items() for text, n in of.items()}
+        return StructuredRow(np.array(parts, np.int32), np.concatenate(relations), texts, answers, self.end, answered)
+
+    def _tokens(self, text: str, numbers: dict[str, dict[str, int]]) -> list[Token]:
+        out = []
+        for token, meant in self.tokenizer.parts(text):
+            number = 0
+            if meant:
+                known = numbers.setdefault(token, {})
+                number = known.setdefault(meant, len(known))
+            out.append((self.vocabulary[token], number))
+        return out
+
+    def decode(self, tokens: Iterable[Token], texts: Mapping[Token, str]) -> str:
+        """The text of an answer's tokens, up to its `</s>`; texts: those of its row."""
+        out = []
+        for token in tokens:
+            if token[0] == self.end:
+                break
+            out.append(texts[token] if token in texts else self.tokenizer.written(token[0]))
+        return "".join(out)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    text: str
+    depth: int
+    path: tuple[str, ...] | None  # of an answer
+
+
+def _grow(segments: list[_Segment], value: Any, depth: int, path: tuple[str, ...]) -> None:
+    """Add what is below a segment; path: keys from the root."""
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            segments.append(_Segment(str(key), depth, None))
+            _grow(segments, below, depth + 1, (*path, str(key)))
+    elif isinstance(value, str):
+        segments.append(_Segment(value, depth, path[1:] if path[:1] == (ANSWER,) else None))
+    else:
+        raise ValueError(f"{'.'.join(path)!r}: got {value!r:.60}, expected a text, or an object of texts")
+
+
+@lru_cache(maxsize=4096)
+def _relations(depths: tuple[int, ...]) -> np.ndarray:
+    """int32 (n * n,): the relations of segments whose depths, in reading order, are these: they tell the tree."""
+    above: list[tuple[int, ...]] = []  # what leads to each from the root, itself included
+    for i, depth in enumerate(depths):
+        above.append((*(above[i - 1][:depth] if i else ()), i))
+    out = np.zeros((len(depths), len(depths)), np.int32)
+    for a, to_a in enumerate(above):
+        for b, to_b in enumerate(above):
+            common = sum(x == y for x, y in zip(to_a, to_b, strict=False))
+            up, down = min(len(to_a) - common, _DEEPEST), min(len(to_b) - common, _DEEPEST)
+            out[a, b] = 0 if a == b else 1 + (_DEEPEST + 1) * up + down
+    out.flags.writeable = False
+    return out.ravel()
+
+
+def table_of(rows: Iterable[StructuredRow]) -> tuple[Token, ...]:
+    """The tokens with which the vocabulary goes on for these rows, in one order whatever that of the rows."""
+    return tuple(sorted(set().union(*(row.numbered() for row in rows))))
+
+
+def labels_of(row: StructuredRow, table: Sequence[Token], vocab_size: int) -> np.ndarray:
+    """int32 (T,): what is to be predicted, as vocab_size + its place in the table where that has it."""
+    place = {token: vocab_size + i for i, token in enumerate(table)}
+    return np.array([place.get((int(a), int(b)), int(a)) for a, b in row.targets()], np.int32)
+
+
+def structured_batch(
+    rows: Sequence[StructuredRow], vocab_size: int, table: Sequence[Token] | None = None
+) -> dict[str, Any]:
+    """Rows laid end to end, as keyword arguments of mc.CPMBee's forward.
+
+    Args:
+        vocab_size: the model's. table: see `table_of`; None: that of these rows. One table for all batches keeps the
+            loss of a row from depending on the others of its batch.
+    """
+    table = table_of(rows) if table is None else table
+    lengths = [len(row) for row in rows]
+    sizes = np.cumsum([0, *(len(row.relations) for row in rows)])
+    values = np.concatenate([np.zeros((0, len(FIELDS)), np.int32), *(row.values for row in rows)]).astype(np.int64)
+    values[:, FIELDS.index("segment_rel_offset")] += np.repeat(sizes[:-1], lengths)
+    relations = np.concatenate([row.relations for row in rows] or [np.zeros(1)]).astype(np.int64)
+    batch: dict[str, Any] = {name: torch.from_numpy(values[:, i].copy())[None] for i, name in enumerate(FIELDS)}
+    batch["segment_rel"] = torch.from_numpy(relations)[None]
+    batch["cu_seqlens"] = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+    batch["max_seqlen"] = max(lengths, default=0)
+    if table:
+        batch["ext_table_ids"], batch["ext_table_sub"] = torch.tensor(table).unbind(1)
+    if all(row.answered for row in rows):
+        labels = [labels_of(row, table, vocab_size) for row in rows]
+        batch["labels"] = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *labels]).astype(np.int64))[None]
+    return batch

@@ -33,6 +33,8 @@ from modelcenter.compare import (
 from modelcenter.models.base import VOCABULARY_TASKS
 
 CHOICES = 3
+# ZeRO level and number of microbatches of a rank.
+LEVELS = {"level 3": ((3, 4),), "levels 0 to 2": ((2, 1), (1, 2), (0, 8))}
 
 
 def randomize_(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -106,6 +108,8 @@ class ArchitectureTests:
             metafunc.parametrize("side", ("none", "right", "left"))
         if "sharing" in metafunc.fixturenames:
             metafunc.parametrize("sharing", ("tensor", "sequence", "context"))
+        if "levels" in metafunc.fixturenames:
+            metafunc.parametrize("levels", LEVELS.values(), ids=LEVELS)
         if "mutation" in metafunc.fixturenames:
             metafunc.parametrize("mutation", sorted({**MUTATIONS, **self.mutations}))
 
@@ -294,13 +298,13 @@ class ArchitectureTests:
             for name in expected:
                 assert_same(f"{name} in {cut}", grads[name], expected[name], self.tolerance)
 
-    def test_two_ranks_equal_one(self, task: str, tmp_path: Path) -> None:
+    def test_two_ranks_equal_one(self, task: str, levels: Sequence[tuple[int, int]], tmp_path: Path) -> None:
         """At each ZeRO level on 2 ranks, with unequal shares of the rows in up to 8 microbatches: as in one process."""
         self.reference(task, tmp_path)
         model = self.ours(tmp_path, None)
         rows = self.rows(task, model.config, (7, 3, 11, 5, 2, 8, 4, 9, 6))
         whole, expected = run_backward(model, pack_rows(task, rows))
-        for level, cut in ((3, 1), (2, 4), (1, 2), (0, 8)):
+        for level, cut in levels:
             for loss, grads in _two_ranks().run(_accumulated, str(tmp_path), task, rows, cut, level):
                 assert_same(f"loss at level {level}", loss, whole.loss, self.tolerance)
                 for name in expected:

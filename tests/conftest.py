@@ -1,5 +1,6 @@
 """What every test starts from: no network, none of the user's caches, one thread, the same seed, no process group."""
 
+import gc
 import ipaddress
 import os
 import random
@@ -18,6 +19,12 @@ for name in [name for name in os.environ if name.startswith("HF_")]:
     del os.environ[name]
 CACHES = tempfile.mkdtemp(prefix="modelcenter-tests-")
 os.environ["HF_HOME"] = os.environ["XDG_CACHE_HOME"] = CACHES
+
+
+def pytest_collection_finish() -> None:
+    """What the imports of all files made stays; the collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

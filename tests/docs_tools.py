@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import warm
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (
     ROOT,
@@ -60,17 +62,21 @@ def commands(block: Block) -> Iterator[list[str]]:
             yield words
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+
+
 def python(*arguments: str, cwd: Path = ROOT, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
+        [sys.executable, *arguments], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout
     )
 
 
 @functools.cache
 def help_of(*program: str) -> str:
     """What `PROGRAM --help` prints; program is a script's path or "-m", module, verbs."""
-    done = python(*program, "--help")
+    module = program[0] == "-m"
+    done = warm.run([*program[1:], "--help"], environment(), ROOT) if module else python(*program, "--help")
     assert done.returncode == 0, f"{' '.join(program)} --help failed:\n{done.stderr}"
     return done.stdout
 

@@ -1,14 +1,32 @@
 """The documentation is true: its Python runs, its commands and flags exist, its links lead somewhere."""
 
 import ast
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from docs_tools import DOCUMENTS, ROOT, Block, blocks, commands, flags_in, help_of, launcher, ours, python, verbs
+import warm
+from docs_tools import (
+    DOCUMENTS,
+    ROOT,
+    Block,
+    blocks,
+    commands,
+    environment,
+    flags_in,
+    help_of,
+    launcher,
+    ours,
+    python,
+    verbs,
+)
+
+import engine
 
 IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
@@ -41,21 +59,26 @@ def test_python_runs(document: Path, tmp_path: Path):
     program = "".join(
         "\n" * (block.line - 1) + f"#%% line {block.line}\n{block.text}" for block in blocks(document, "python")
     )
-    done = python("-c", program, cwd=tmp_path)
+    done = warm.run(["-c"], environment(), tmp_path, program)
     assert done.returncode == 0, f"{document.name}:\n{done.stderr}"
 
 
-LAUNCHED = [
-    pytest.param(b, marks=() if b.document.name == "README.md" else pytest.mark.full, id=str(b))
-    for b in ALL_BLOCKS
-    if b.kind == "python torchrun"
-]
+LAUNCHED = [b for b in ALL_BLOCKS if b.kind == "python torchrun"]
 
 
-@pytest.mark.parametrize("block", LAUNCHED)
+def run_script(path: Path) -> None:
+    os.chdir(path.parent)
+    runpy.run_path(str(path), run_name="__main__")
+
+
+@pytest.mark.parametrize("block", LAUNCHED, ids=str)
 def test_python_under_a_launcher_runs(block: Block, tmp_path: Path):
+    """README.md's by torchrun, the others on ranks that are forked, which have a launcher's variables, too."""
     script = tmp_path / "example.py"
     script.write_text(block.text, encoding="utf-8")
+    if block.document.name != "README.md":
+        engine.testing.run(run_script, 2, script)
+        return
     arguments = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script))
     done = python(*arguments, cwd=tmp_path)
     assert done.returncode == 0, f"{block}:\n{done.stdout}\n{done.stderr}"
@@ -70,7 +93,6 @@ def test_python_that_needs_the_hub_runs(block: Block, tmp_path: Path):
 
 @pytest.mark.parametrize("block", [b for b in ALL_BLOCKS if b.kind.startswith("python ")], ids=str)
 def test_names_in_python_that_does_not_run_here_exist(block: Block):
-    import engine
     import modelcenter as mc
 
     for node in ast.walk(ast.parse(block.text)):

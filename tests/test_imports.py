@@ -250,25 +250,6 @@ def test_import_starts_nothing(statement: str):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "command", ["--help", "list", "list --json", "info bert-base-uncased", "finetune classification --help"]
-)
-def test_cheap_commands_do_not_import_torch(command: str):
-    code = (
-        "import runpy, sys\n"
-        f"sys.argv = ['modelcenter', *{command.split()}]\n"
-        "try:\n"
-        "    runpy.run_module('modelcenter', run_name='__main__', alter_sys=False)\n"
-        "except SystemExit as stop:\n"
-        "    assert not stop.code, stop.code\n"
-        "loaded = [name for name in ('torch', 'transformers', 'datasets') if name in sys.modules]\n"
-        "assert not loaded, loaded\n"
-    )
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-
-
 def test_public_names_resolve():
     import modelcenter
 

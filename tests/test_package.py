@@ -1,6 +1,7 @@
 """The wheel: built, installed into a clean virtual environment and used from another folder, as a user has it."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=300)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may name this checkout
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -187,7 +187,7 @@ def parts(file: str) -> tuple[dict[str, tuple[int, ...]], bool]:
     return {name: tuple(x.shape) for name, _, x in local_slices(net)}, same
 
 
-@pytest.mark.parametrize("level", [3, 1, 0])
+@pytest.mark.parametrize("level", [3, pytest.param(1, marks=pytest.mark.full), 0])
 def test_a_model_of_them_trains_as_one_process_does(two, four, tmp_path, level):
     """Four ranks, in two groups that share each layer, each group with a batch of its own."""
     start, losses, grads = train(1, level, str(tmp_path / "one.pt"))

@@ -58,8 +58,14 @@ def check(results, layers, stages):
     toys.assert_same(found, truth)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"num_micro_batches": 4}, {"num_micro_batches": 3, "zero_level": 2}])
-@pytest.mark.parametrize("recompute", [True, False])
+SIZES = [{}, {"num_micro_batches": 4}, {"num_micro_batches": 3, "zero_level": 2}]
+OTHERS = list(zip(SIZES, (False, True, False), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "recompute"),
+    [*zip(SIZES, (True, False, True), strict=True), *(pytest.param(*c, marks=pytest.mark.full) for c in OTHERS)],
+)
 def test_two_stages_train_as_plain_torch(two, sizes, recompute):
     check(two.run(run, {"pipe_size": 2, **sizes}, 3, {"use_checkpoint": recompute}), 3, 2)
 

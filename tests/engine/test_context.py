@@ -23,35 +23,41 @@ def check(pool, task, plan, sizes, heads, policy=None):
         bert.same(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("task", "heads"),
-    [(t, 4) for t in bert.TASKS]
-    + [(t, 3) for t in ("masked-lm", "sequence-classification")]
-    + [pytest.param(t, 3, marks=pytest.mark.full) for t in bert.TASKS],
-)
+FAST = [(t, 4) for t in ("pretraining", "question-answering", "multiple-choice")]
+FAST += [(t, 3) for t in ("masked-lm", "sequence-classification")]
+OTHERS = [(t, heads) for t in bert.TASKS for heads in (4, 3) if (t, heads) not in FAST]
+
+
+@pytest.mark.parametrize(("task", "heads"), FAST + [pytest.param(*c, marks=pytest.mark.full) for c in OTHERS])
 def test_two_ranks_train_bert_as_one_process(two, task, heads):
     check(two, task, bert.TWO_PLAN, {"cp_size": 2}, heads)
 
 
+# Each head and each level once; test_combinations.py has every level with context parallelism.
+LEVELS = list(zip(bert.TASKS, (4, 3, 4, 3, 4, 3), (1, 3, 0, 2, 3, 2), strict=True))
+
+
 @pytest.mark.parametrize(
     ("task", "heads", "level"),
-    [("pretraining", 3, 3), ("sequence-classification", 4, 0)]
-    + [pytest.param(t, h, n, marks=pytest.mark.full) for t in bert.TASKS for h, n in ((4, 3), (3, 2), (4, 1))],
+    [pytest.param(*case, marks=() if case[0] == "pretraining" else pytest.mark.full) for case in LEVELS],
 )
 def test_with_sharded_parameters(four, task, heads, level):
     check(four, task, bert.FOUR_PLAN, {"cp_size": 2, "zero_level": level}, heads)
 
 
+SPLIT = ("question-answering", True)
+
+
 @pytest.mark.parametrize(
     ("task", "sequence"),
-    [("masked-lm", False), ("question-answering", True)]
-    + [pytest.param(t, s, marks=pytest.mark.full) for t in bert.TASKS for s in (True, False)],
+    [pytest.param(t, s, marks=pytest.mark.full) for t in bert.TASKS for s in (True, False) if (t, s) != SPLIT]
+    + [SPLIT],
 )
 def test_with_split_layers(four, task, sequence):
     check(four, task, bert.TWO_PLAN, {"cp_size": 2, "tp_size": 2}, 4, {"sequence_parallel": sequence})
 
 
-@pytest.mark.parametrize("heads", [4, 6])
+@pytest.mark.parametrize("heads", [pytest.param(4, marks=pytest.mark.full), 6])
 def test_four_ranks_share_the_tokens(four, heads):
     check(four, "pretraining", bert.TWO_PLAN, {"cp_size": 4}, heads)
 
@@ -103,16 +109,20 @@ def attend(lengths, heads, kind):
     return attended(lengths, heads, kind, context.TokenSplit(engine.runtime.mesh()))
 
 
+LENGTHS = [(13,), (1, 1, 1), (4, 4, 4, 4), (2, 0, 9, 0), (3, 5, 1, 1, 7, 2), (0, 21, 0)]
+
+
+def attend_all(heads, kind):
+    return [attend(lengths, heads, kind) for lengths in LENGTHS]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", [8, 6], ids=["exchanged", "gathered"])
-@pytest.mark.parametrize(
-    "lengths", [(13,), (1, 1, 1), (4, 4, 4, 4), (2, 0, 9, 0), (3, 5, 1, 1, 7, 2), (0, 21, 0)], ids=str
-)
-def test_attention_of_any_lengths(four, lengths, heads, kind):
-    expected = attended(lengths, heads, kind)
-    for found in four.run(attend, lengths, heads, kind):
-        for mine, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+def test_attention_of_any_lengths(four, heads, kind):
+    for of_rank in four.run(attend_all, heads, kind):
+        for lengths, found in zip(LENGTHS, of_rank, strict=True):
+            for mine, theirs in zip(found, attended(lengths, heads, kind), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=lambda m, n=lengths: f"{n}: {m}")
 
 
 def outputs(task, index, sizes, policy):

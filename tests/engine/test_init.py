@@ -32,8 +32,12 @@ def one_process(tied):
     return model
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("on_meta", [False, True])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("on_meta", "tied"), [(False, False), (True, True), *(pytest.param(x, not x, marks=FULL) for x in (False, True))]
+)
 @pytest.mark.parametrize(("level", "copies", "ranks"), [(3, 1, 2), (0, 1, 2), (3, 1, 4), (2, 2, 4)])
 def test_bitwise_on_every_mesh(two, four, level, copies, ranks, on_meta, tied):
     expected = one_process(tied)

@@ -63,8 +63,12 @@ CASES = [(kind, "fp32") for kind in ("adam", "adam-bf16-moments", "offload", "li
 ]
 
 
-@pytest.mark.parametrize(("kind", "precision"), CASES, ids=["-".join(case) for case in CASES])
-@pytest.mark.parametrize(("level", "copies"), [(3, 1), (2, 2)])
+COPIED = [("adam", "bf16-params"), ("muon", "fp32"), ("adafactor", "fp32"), ("adam8", "bf16-params")]
+MESHES = [(*case, 3, 1) for case in CASES] + [(*case, 2, 2) for case in COPIED]
+MESHES += [pytest.param(*case, 2, 2, marks=pytest.mark.full) for case in CASES if case not in COPIED]
+
+
+@pytest.mark.parametrize(("kind", "precision", "level", "copies"), MESHES)
 def test_every_mesh_makes_the_same_parameters(compiled, four, level, copies, kind, precision):
     ranks = four.run(stepped, kind, precision, level, copies)
     expected = stepped(kind, precision)
@@ -155,7 +159,9 @@ def resume(kind, precision, folder):
 
 
 @pytest.mark.parametrize(
-    "kind", ["adam-remainder", "offload", "lion", "muon", "adam-bf16-moments", "adam8", "adafactor"]
+    "kind",
+    ["adam-remainder", "offload", "muon", "adam8", "adafactor"]
+    + [pytest.param(kind, marks=pytest.mark.full) for kind in ("lion", "adam-bf16-moments")],
 )
 def test_a_checkpoint_reshards(compiled, two, four, tmp_path, kind):
     precision = "fp32" if kind in FP32_ONLY else "bf16-params"

@@ -34,28 +34,34 @@ def check(pool, task, plan, sizes, fields=None, policy=None):
         bert.same(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("task", "policy"),
-    [(t, {}) for t in bert.TASKS]
-    + [(t, SEQUENCE) for t in ("masked-lm", "question-answering")]
-    + [("masked-lm", {"recompute": "selective"})]  # keeps outputs of products, which a sum must not overwrite
-    + [pytest.param(t, SEQUENCE, marks=pytest.mark.full) for t in bert.TASKS],
-)
+FAST = [(t, {}) for t in ("pretraining", "question-answering", "multiple-choice")]
+FAST += [(t, SEQUENCE) for t in ("masked-lm", "token-classification", "sequence-classification")]
+FAST += [("masked-lm", {"recompute": "selective"})]  # keeps outputs of products, which a sum must not overwrite
+OTHERS = [(t, policy) for t in bert.TASKS for policy in ({}, SEQUENCE) if (t, policy) not in FAST]
+
+
+@pytest.mark.parametrize(("task", "policy"), FAST + [pytest.param(*c, marks=pytest.mark.full) for c in OTHERS])
 def test_two_ranks_train_bert_as_one_process(two, task, policy):
     check(two, task, bert.TWO_PLAN, {"tp_size": 2}, policy=policy)
 
 
 @pytest.mark.parametrize(
     ("task", "policy"),
-    [("pretraining", {}), ("masked-lm", SEQUENCE)]
-    + [pytest.param(t, p, marks=pytest.mark.full) for t in bert.TASKS for p in ({}, SEQUENCE)],
+    [("pretraining", {})]
+    + [
+        pytest.param(t, p, marks=pytest.mark.full)
+        for t in bert.TASKS
+        for p in (SEQUENCE, {})
+        if (t, p) != ("pretraining", {})
+    ],
 )
 def test_with_sharded_parameters(four, task, policy):
     check(four, task, bert.FOUR_PLAN, {"tp_size": 2}, policy=policy)
 
 
 @pytest.mark.parametrize(
-    ("level", "policy"), [(0, SEQUENCE), (2, {})] + [pytest.param(1, SEQUENCE, marks=pytest.mark.full)]
+    ("level", "policy"),
+    [(0, SEQUENCE), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, {}), (1, SEQUENCE)))],
 )
 def test_with_each_zero_level(four, level, policy):
     check(four, "masked-lm", bert.FOUR_PLAN, {"tp_size": 2, "zero_level": level}, policy=policy)
@@ -66,8 +72,8 @@ def test_with_copies_of_sharded_parameters(four):
     check(four, "masked-lm", bert.FOUR_PLAN, {"tp_size": 2, "dp_replicate": 2}, policy=SEQUENCE)
 
 
-@pytest.mark.parametrize("fields", [{"tie_embeddings": False, "vocab_size": 39}, {"intermediate_size": 7}])
-def test_uneven_parts_and_an_untied_head(four, fields):
+def test_uneven_parts_and_an_untied_head(four):
+    fields = {"tie_embeddings": False, "vocab_size": 39, "intermediate_size": 7}
     check(four, "masked-lm", bert.TWO_PLAN, {"tp_size": 4}, fields)
 
 

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+import warm
 from hub_stub import READ, WRITE, HubStub
 from safetensors.torch import load_file
 
@@ -39,8 +38,7 @@ def run(hub: HubStub, home: Path, code: str, *args, token: str | None = None, **
     """Run code in a process of its own; what it puts into `out` comes back."""
     text = PRELUDE + code + "\nprint('\\n' + json.dumps(out))"
     env = hub.environment(home, token, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **environment)
-    command = [sys.executable, "-c", text, json.dumps(args)]
-    done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=120)
+    done = warm.run(["-c", json.dumps(args)], env, home, text)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

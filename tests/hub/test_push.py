@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from hub_stub import READ, WRITE, HubStub
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
@@ -33,8 +32,7 @@ def home(tmp_path):
 def verb(hub: HubStub, home: Path, *words, token: str | None = None, ok: bool = True, **environment: str):
     """Run `modelcenter WORDS`; its output and errors. No token may be in them."""
     env = hub.environment(home, token, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **environment)
-    command = [sys.executable, "-m", "modelcenter", *map(str, words)]
-    done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=120)
+    done = warm.run(["modelcenter", *map(str, words)], env, home)
     assert (done.returncode == 0) is ok, done.stderr
     for secret in (READ, WRITE, "hf_wrong"):
         assert secret not in done.stdout + done.stderr
@@ -203,8 +201,7 @@ for words in json.loads(sys.argv[1]):
 print(json.dumps(out))
 """
     env = hub.environment(home, None, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **environment)
-    command = [sys.executable, "-c", code, json.dumps(commands)]
-    done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=120)
+    done = warm.run(["-c", json.dumps(commands)], env, home, code)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,4 +1,4 @@
-"""The script as people start it: alone, under torchrun, under accelerate; and the recipes."""
+"""The script as people start it: alone, under torchrun (under accelerate: test_launch.py); and the recipes."""
 
 import json
 import os
@@ -12,11 +12,10 @@ from toydata import command, flags, write_folder
 
 from modelcenter._paths import scripts_dir
 from modelcenter.training.tasks import TASKS
+from scripts.finetune_classification import main
 
 SCRIPT = scripts_dir() / "finetune_classification.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-# Several processes on a CPU: --cpu would start one, or need mpirun.
-ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
 
 
 @pytest.fixture
@@ -37,8 +36,7 @@ def losses(folder: Path, name: str) -> list[float]:
 
 
 def test_alone_and_under_torchrun_are_the_same_run(folder):
-    alone = start(str(SCRIPT), *command(flags(folder, output_dir="alone")), cwd=folder)
-    assert alone.returncode == 0, alone.stderr
+    main(command(flags(folder, output_dir=str(folder / "alone"))))
     two = start(*TORCHRUN, str(SCRIPT), *command(flags(folder, output_dir="two", batch_size=4)), cwd=folder)
     assert two.returncode == 0, two.stderr
     assert losses(folder, "two") == pytest.approx(losses(folder, "alone"), abs=1e-5)
@@ -47,14 +45,6 @@ def test_alone_and_under_torchrun_are_the_same_run(folder):
     assert summary["status"] == "finished" and summary["hardware"]["ranks"] == 2
     assert "finetune_classification.py --model tiny/bert" in summary["command"]
     assert two.stdout.count("step 3/3") == 2  # rank 0 alone speaks: the step and its evaluation
-
-
-@pytest.mark.full
-def test_under_accelerate(folder):
-    done = start(*ACCELERATE, str(SCRIPT), *command(flags(folder, batch_size=4)), cwd=folder)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((folder / "run" / "summary.json").read_text())
-    assert summary["status"] == "finished" and summary["hardware"]["ranks"] == 2
 
 
 @pytest.mark.full

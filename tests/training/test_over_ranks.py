@@ -113,5 +113,7 @@ def test_models_over_ranks_change_nothing(tmp_path, monkeypatch, task, split):
     on_ranks(lambda: run("two", **{split: 2}, **parts), 2, timeout=90)
     one, two = curve(tmp_path, "one"), curve(tmp_path, "two")
     assert len(one) == 3 and len(two) == 3  # two steps, an evaluation
+    sizes = [json.loads((tmp_path / name / "summary.json").read_text())["parameters"] for name in ("one", "two")]
+    assert sizes[0] == sizes[1]
     for row, expected in zip(two, one, strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-4)

@@ -1,0 +1,34 @@
+"""What `make test` runs of the parity harness; the products of heads, levels and architectures are `full`."""
+
+import pytest
+from harness import ArchitectureTests
+
+EACH_HEAD = ("bert", "roberta", "gpt2", "t5")  # whose heads the other architectures share
+EACH_LEVEL = ("bert", "gpt2", "t5")  # an encoder, a decoder, both: a level knows no more of a model
+# Of other heads than the main one these prove nothing of the head that the tests which stay do not: the two ranks at
+# level 3 cut the batch, too, and an export writes the same tensors.
+MAIN_TASK_ONLY = (
+    "test_gradients_do_not_depend_on_the_cut",
+    "test_bfloat16",
+    "test_distributed_checkpoint",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        cls = getattr(item, "cls", None)
+        if cls is not None and issubclass(cls, ArchitectureTests) and is_product(item, cls):
+            item.add_marker(pytest.mark.full)
+
+
+def is_product(item: pytest.Item, cls: type[ArchitectureTests]) -> bool:
+    """Whether a test of the harness is for the full set alone."""
+    name, values = item.originalname, item.callspec.params if hasattr(item, "callspec") else {}
+    model, main = cls.hf_config["model_type"], values.get("task") in (None, cls.main_task())
+    if name == "test_ranks_that_share_a_batch":
+        return values["sharing"] == "tensor"  # "sequence" splits the same layers; test_families.py trains both
+    if name == "test_two_ranks_equal_one":
+        one_level = len(values["levels"]) == 1
+        return not (main or model in EACH_HEAD) if one_level else not (main and model in EACH_LEVEL)
+    return not main and name in MAIN_TASK_ONLY

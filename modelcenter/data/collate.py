@@ -72,7 +72,8 @@ def merge(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One packed batch of several, their rows one after the other.
 
     Tensors of tokens (1, T) join along the tokens, others along the rows; `cu_seqlens` (of either side) go on from each
-    other, of `max_seqlen` the greatest is kept. A batch of no rows adds none.
+    other, of `max_seqlen` the greatest is kept. `num_choices`, a number for all rows or a tensor for each, stays a
+    number where it is the same in all. A batch of no rows adds none.
 
     Raises:
         ValueError: batches with different entries.
@@ -93,9 +94,20 @@ def merge(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
             merged[name] = torch.cat([values[0][:1], *parts]).to(values[0].dtype)
         elif name.endswith("max_seqlen"):
             merged[name] = max(values)
+        elif name == "num_choices":
+            merged[name] = _choices(batches)
         else:
             merged[name] = torch.cat(values, dim=1 if all(map(_of_tokens, values, batches)) else 0)
     return merged
+
+
+def _choices(batches: Sequence[dict[str, Any]]) -> int | torch.Tensor:
+    """num_choices of batches laid end to end."""
+    given = [(batch["num_choices"], len(batch["cu_seqlens"]) - 1) for batch in batches]
+    numbers = {found for found, _ in given if isinstance(found, int)}
+    if len(numbers) == 1 and all(isinstance(found, int) for found, _ in given):
+        return numbers.pop()
+    return torch.cat([torch.full((n // c,), c) if isinstance(c, int) else c for c, n in given])
 
 
 def _of_tokens(value: torch.Tensor, batch: dict[str, Any]) -> bool:

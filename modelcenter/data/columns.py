@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,15 +74,19 @@ def _find_label(table: Table, taken: set[str | None]) -> str:
     if named is not None:
         return named
     few = max(2, min(200, len(table) // 10))
-    distinct = {name: _distinct(values, few) for name, values in table.columns.items() if name not in taken}
+    # A text is no label, however few rows there are; nor is what would be the only column left for it.
+    texts = {*TEXT_NAMES, *itertools.chain.from_iterable(TEXT_PAIRS)}
+    free = [name for name in table.columns if name not in taken and name.lower() not in texts]
+    alone = len(table.columns) == 1
+    distinct = {name: _distinct(table.columns[name], few) for name in free if not alone}
     candidates = {name: k for name, k in distinct.items() if 2 <= k <= few}
     if len(candidates) == 1:
         return next(iter(candidates))
     why = (
         "several columns have few distinct values: " + ", ".join(f"{name!r} ({k})" for name, k in candidates.items())
         if candidates
-        else f"no column is called a label or has between 2 and {few} distinct values; the columns are "
-        + shown_names(table)
+        else f"no column is called a label or has {'2' if few == 2 else f'between 2 and {few}'} distinct values; the "
+        + (f"only column is {shown_names(table)}" if alone else f"columns are {shown_names(table)}")
     )
     raise ValueError(f"label_column: which column of {table.name} is the label? {why}. Give label_column")
 

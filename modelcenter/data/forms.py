@@ -2,12 +2,13 @@
 
 Each is read as its authors publish it, and as the Hub has it. A task of classification gets the columns text, text_pair
 and label, one of multiple choice context, question, choices and label, and one that writes texts source (the columns of
-the row, each behind its name, as T5 was trained) and target (a word for each label). What words and names are for is
-in FORMS alone.
+the row, each behind its name, as T5 was trained) and target (a word for each label). Rows that are judged together have
+a group, and rows with several right texts name them in answers. What words and names are for is in FORMS alone.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from modelcenter.data.readers import Table
+    from modelcenter.data.readers import Origin, Table
 
 Row = dict[str, Any]
+_BLANK = re.compile(r"#idiom\d*#")
 _YES = {"1": "yes", "true": "yes", "0": "no", "false": "no"}
 _RELATIONS = {name: name for name in ("entailment", "neutral", "contradiction")}
 _RTE = {name: name for name in ("entailment", "not_entailment")}
@@ -39,12 +41,13 @@ class Form:
     """How rows of a data set are read. Texts are templates over the columns of a row.
 
     text, pair: of classification. choices: of multiple choice, columns or one of lists, with context and question.
-    prompt: of text to text. label: column. names: {published label, in lower case: its name}; none: it is the name.
-    words: {name: word that is written for it}; none: the name. dropped: published labels of rows without one.
-    rows: makes the rows of a task of a published row, which may hold several.
+    prompt: of text to text; none: it has no single text to write. label: column. names: {published label, in lower
+    case: its name}; none: it is the name. words: {name: word that is written for it}; none: the name. dropped:
+    published labels of rows without one. rows: makes the rows of a task of a published row, which may hold several.
+    beside: the labels are in a file of their own, an object, which `rows` finds in "beside".
     """
 
-    prompt: str
+    prompt: str | None
     text: str | None = None
     pair: str | None = None
     choices: tuple[str, ...] = ()
@@ -55,12 +58,13 @@ class Form:
     words: Mapping[str, str] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     rows: Callable[[Row], list[Row]] = lambda row: [row]
+    beside: bool = False
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """Names of the tasks that it is for."""
         kind = "multiple-choice" if self.choices else "classification"
-        return kind, "seq2seq", "lm"
+        return (kind, "seq2seq", "lm") if self.prompt is not None else (kind,)
 
 
 def _wic(row: Row) -> list[Row]:
@@ -116,6 +120,49 @@ def _c3(row: Row) -> list[Row]:
     return found
 
 
+def _record(row: Row) -> list[Row]:
+    """A row for each query, whose choices are the entities of its passage, each once."""
+    passage, asked = row["passage"], row.get("qas")
+    if asked is None:  # the Hub's, a row for each query
+        text, entities = passage, row["entities"]
+        asked = [{"query": row["query"], "answers": [{"text": answer} for answer in row.get("answers") or ()]}]
+    else:
+        text = passage["text"]
+        entities = [text[place["start"] : place["end"] + 1] for place in passage["entities"]]
+    entities = list(dict.fromkeys(entity.strip() for entity in entities))
+    found = []
+    for one in asked:
+        answers = [answer["text"].strip() for answer in one.get("answers") or ()]
+        right = [entity for entity in entities if entity in answers]
+        if answers and not right:
+            raise ValueError(f"none of the answers {answers} is among the entities")
+        found.append({
+            "passage": text.replace("@highlight\n", ""), "query": one["query"].replace("@placeholder", "_"),
+            "entities": entities, "label": right[0] if right else None, "answers": right or None,
+        })  # fmt: skip
+    return found
+
+
+def _chid(row: Row) -> list[Row]:
+    """A row for each blank: its text, in which it is "_" and other blanks are dots; the candidates serve all."""
+    answers = dict(row.get("beside") or {})
+    if isinstance(row.get("answers"), dict):  # the Hub's
+        answers |= dict(zip(row["answers"]["text"], row["answers"]["candidate_id"], strict=True))
+    texts = row["content"] if isinstance(row["content"], list) else [row["content"]]
+    found = []
+    for text in texts:
+        for blank in (blanks := _BLANK.findall(text)):
+            number = answers.get(blank, row.get("answer") if len(blanks) == len(texts) == 1 else None)
+            if number is None and row.get("beside"):
+                raise ValueError(f"the file of answers has none for {blank}")
+            own = _BLANK.sub(lambda other, blank=blank: "_" if other[0] == blank else "…", text)
+            offered = " ".join(f"{i}. {idiom}" for i, idiom in enumerate(row["candidates"], 1))
+            found.append({"content": own, "choices": row["candidates"], "offered": offered, "answer": number})
+    if not found:
+        raise ValueError("no text has a blank, such as #idiom000001#")
+    return found
+
+
 def _lcqmc(row: Row) -> list[Row]:
     first, second, *rest = row.values()
     return [{"sentence1": first, "sentence2": second, "label": rest[0] if rest else None}]
@@ -152,6 +199,7 @@ FORMS: dict[str, Form] = {
     "wsc": Form("wsc text: {marked} noun: {span1_text}", "{marked}", "{span1_text}", names=_YES, rows=_wsc),
     "multirc": Form("multirc question: {question} answer: {answer} paragraph: {paragraph}", "{paragraph}",
         "{question} {answer}", names=_YES, rows=_multirc),
+    "record": Form(None, choices=("entities",), context="passage", question="query", rows=_record),
     # CLUE (Xu et al. 2020) and LCQMC (Liu et al. 2018)
     "afqmc": _SAME_QUESTIONS,
     "lcqmc": Form(_SAME_QUESTIONS.prompt, "{sentence1}", "{sentence2}", names=_YES, words=_SAME, rows=_lcqmc),
@@ -167,6 +215,8 @@ FORMS: dict[str, Form] = {
         words=_TRUE, rows=partial(_wsc, by_words=False)),
     "c3": Form("{context} 问题：{question} 选项：{offered}", choices=("choice",), context="context",
         question="question", label="answer", names={str(i): str(i + 1) for i in range(8)}, rows=_c3),
+    "chid": Form("{content} 空格处应填哪个成语？ 选项：{offered}", choices=("choices",), context="content",
+        label="answer", names={str(i): str(i + 1) for i in range(10)}, rows=_chid, beside=True),
 }  # fmt: skip
 
 
@@ -185,8 +235,11 @@ def apply_form(table: Table, name: str | None, task: str) -> Table:
     form = FORMS[name]
     made: list[Row] = []
     owner: list[int] = []
+    labels, more = _beside(table) if form.beside else ({}, [])
     for i in range(len(table)):
         row = {column: values[i] for column, values in table.columns.items()}
+        if form.beside:
+            row["beside"] = labels
         if form.label in table.classes and isinstance(row.get(form.label), int) and row[form.label] >= 0:
             row[form.label] = table.classes[form.label][row[form.label]]
         try:
@@ -200,23 +253,55 @@ def apply_form(table: Table, name: str | None, task: str) -> Table:
         raise ValueError(f"{table.name}: no row of the form {name} has a label")
     index = np.array(owner) if table.index is None else table.index[np.array(owner)]
     columns = {column: [row.get(column) for row in made] for column in dict.fromkeys(c for row in made for c in row)}
-    return Table(columns, table.origins, {}, index)
+    return Table(columns, [*table.origins, *more], {}, index)
+
+
+def _beside(table: Table) -> tuple[dict[str, Any], list[Origin]]:
+    """The labels in the files beside those of a table, such as dev_answer.json of dev.json, and what they are.
+
+    Raises:
+        ValueError: such a file is no object.
+    """
+    import hashlib
+
+    from modelcenter.data.readers import Origin
+    from modelcenter.data.sources import labels_of
+
+    labels: dict[str, Any] = {}
+    origins = []
+    for origin in table.origins:
+        path = labels_of(origin.path)
+        if path is None:
+            continue
+        raw = path.read_bytes()
+        try:
+            found = json.loads(raw)
+        except ValueError as error:
+            raise ValueError(f"{path}: not valid JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise ValueError(f'{path}: expected an object of answers such as {{"#idiom000001#": 3}}')
+        labels |= found
+        origins.append(Origin(str(path), 0, hashlib.sha256(raw).hexdigest()))
+    return labels, origins
 
 
 def _made(form: Form, row: Row, task: str) -> Row:
     """A row with the columns of a task."""
     said = row.get(form.label)
     label = None if said is None or str(said) in ("", "-1") else _name(form, str(said))
-    more = {"group": row["group"]} if "group" in row else {}
+    more = {name: row[name] for name in ("group", "answers") if name in row}
     if task == "classification":
         pair = {} if form.pair is None else {"text_pair": form.pair.format_map(row)}
         return {"text": str(form.text).format_map(row), **pair, "label": label, **more}
     if task == "multiple-choice":
         offered = row[form.choices[0]] if len(form.choices) == 1 else [row[column] for column in form.choices]
-        right = None if label is None else offered[list(dict.fromkeys(form.names.values())).index(label)]
-        return {"context": row[form.context], "question": row[form.question], "choices": offered, "label": right}
+        right = label
+        if label is not None and form.names:
+            right = offered[list(dict.fromkeys(form.names.values())).index(label)]
+        asked = {} if form.question is None else {"question": row[form.question]}
+        return {"context": row[form.context], **asked, "choices": offered, "label": right, **more}
     word = None if label is None else form.words.get(label, label)
-    return {"source": form.prompt.format_map(row), "target": word, **more}
+    return {"source": str(form.prompt).format_map(row), "target": word, **more}
 
 
 def _name(form: Form, said: str) -> str:

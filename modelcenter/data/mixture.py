@@ -140,8 +140,8 @@ class Mixture:
 def mixed(tables: Sequence[Table], weights: Sequence[float]) -> Table:
     """The rows of several tables as those of one, which `draw_of` draws by the weights."""
     table = concatenate(list(tables))
-    shares = [Share(part.name, len(part), weight) for part, weight in zip(tables, weights, strict=True)]
-    return Table(table.columns, table.origins, table.classes, None, shares)
+    shares = [Share(part.name, part.origin_rows, weight) for part, weight in zip(tables, weights, strict=True)]
+    return Table(table.columns, table.origins, table.classes, table.index, shares)
 
 
 def draw_of(examples: Any, seed: int) -> Callable[[int], np.ndarray] | None:

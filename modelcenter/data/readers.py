@@ -108,9 +108,15 @@ class Table:
         return len(next(iter(self.columns.values()))) if self.columns else 0
 
     @property
+    def origin_rows(self) -> int:
+        """Rows of all its origins, of which its own are made."""
+        return sum(origin.rows for origin in self.origins)
+
+    @property
     def name(self) -> str:
         """How messages call the table: its file, or the first of them."""
-        more = f" and {len(self.origins) - 1} more" if len(self.origins) > 1 else ""
+        files = sum(origin.rows > 0 for origin in self.origins)
+        more = f" and {files - 1} more" if files > 1 else ""
         return f"{self.origins[0].path}{more}" if self.origins else "the data"
 
     def where(self, row: int) -> str:
@@ -156,7 +162,12 @@ def concatenate(tables: list[Table]) -> Table:
     names = dict.fromkeys(name for table in tables for name in table.columns)
     columns = {n: [v for t in tables for v in (t.columns[n] if n in t.columns else [None] * len(t))] for n in names}
     classes = {name: values for table in tables for name, values in table.classes.items()}
-    return Table(columns, [origin for table in tables for origin in table.origins], classes)
+    starts = itertools.accumulate((table.origin_rows for table in tables), initial=0)
+    index = None
+    if any(table.index is not None for table in tables):
+        own = [np.arange(len(table)) if table.index is None else table.index for table in tables]
+        index = np.concatenate([rows + start for rows, start in zip(own, starts, strict=False)])
+    return Table(columns, [origin for table in tables for origin in table.origins], classes, index)
 
 
 def read_file(path: Path) -> Table:

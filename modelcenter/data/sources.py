@@ -109,7 +109,7 @@ def _local(spec: str) -> dict[str, list[Path]]:
     if path.is_dir():
         return _directory(path)
     if glob.has_magic(spec):
-        paths = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if Path(p).is_file()]
+        paths = _rows([Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if Path(p).is_file()])
         if not paths:
             raise ValueError(f"{spec}: no file matches this pattern")
         return {"train": paths}
@@ -125,11 +125,25 @@ def _local(spec: str) -> dict[str, list[Path]]:
     raise ValueError(f"{spec}: no such file or directory{hint}")
 
 
+def labels_of(path: str | Path) -> Path | None:
+    """The file of labels that belongs to a file of rows, dev_answer.json to dev.json; None: there is none."""
+    path = Path(path)
+    beside = path.with_name(f"{path.stem}_answer{path.suffix}")
+    return beside if path.suffix == ".json" and beside.is_file() else None
+
+
+def _rows(files: list[Path]) -> list[Path]:
+    """The files but for those of labels that belong to others of them."""
+    labels = {labels_of(file) for file in files}
+    return [file for file in files if file not in labels]
+
+
 def _directory(path: Path) -> dict[str, list[Path]]:
     """{split: files}. Files and sub-folders whose names say no split are left out where others do."""
     files = sorted(p for p in path.rglob("*") if p.is_file() and suffix_of(p) in READERS and not p.name.startswith("."))
     if not files:
         raise ValueError(f"{path}: the directory holds no {', '.join(READERS)} files")
+    files = _rows(files)
     splits: dict[str, list[Path]] = {}
     for file in files:
         words = re.split(r"[^a-z]+", str(file.relative_to(path).with_suffix("")).lower())
@@ -137,6 +151,12 @@ def _directory(path: Path) -> dict[str, list[Path]]:
         if split is not None:
             splits.setdefault(split, []).append(file)
     return splits or {"train": files}
+
+
+def not_given(name: str, error: Exception) -> ValueError:
+    """What to raise where the Hub does not give a data set."""
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    return ValueError(f"{name}: neither a file or directory here nor a data set that the Hub gives: {reason}")
 
 
 def _hub(name: str, config: str | None) -> Source:
@@ -149,10 +169,7 @@ def _hub(name: str, config: str | None) -> Source:
     try:
         splits = tuple(datasets.get_dataset_split_names(name, config))
     except Exception as error:  # the library raises some twenty kinds of error here, of several packages
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(
-            f"{name}: neither a file or directory here nor a data set that the Hub gives: {reason}"
-        ) from error
+        raise not_given(name, error) from error
 
     def read(split: str) -> Table:
         rows: Any = datasets.load_dataset(name, config, split=split)

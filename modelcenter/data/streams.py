@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
 from modelcenter.data.compressed import COMPRESSED, open_bytes, suffix_of
 from modelcenter.data.readers import is_header
+from modelcenter.data.sources import not_given
 
 
 class Cursor(NamedTuple):
@@ -102,7 +103,10 @@ class HubRows:
 
             load = datasets.load_dataset
         name, config, split = self._arguments
-        return load(name, config, split=split, streaming=True)
+        try:
+            return load(name, config, split=split, streaming=True)
+        except Exception as error:  # see sources: some twenty kinds
+            raise not_given(name, error) from error
 
     def read(self, cursor: Cursor = START) -> Iterator[tuple[Row | None, Cursor]]:
         rows = self._rows()

@@ -77,7 +77,8 @@ def repo_of(name: str) -> tuple[str, str | None]:
                 "weights"
             )
         raise ValueError(
-            f"{name!r} is a preset without weights: modelcenter.from_config({name!r}) makes a random start"
+            f"{name!r} is a preset without weights: modelcenter.from_config({name!r}) makes a random start, as "
+            "--from_scratch does in training"
         )
     return entry["hub"], entry.get("revision")
 

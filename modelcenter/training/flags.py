@@ -93,22 +93,52 @@ class Flags:
         Raises:
             ValueError: an unknown flag or key (with the nearest), or a wrong value.
         """
-        found, unknown = parser(cls, prog, description).parse_known_args([spelling(word) for word in argv])
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            if not name.startswith("-"):
-                raise ValueError(f"unexpected argument {name!r}: flags are written --name value")
-            flags = [f"--{n}" for n in ("config", *_aliases(cls), *_TRANSLATED)]
-            raise ValueError(f"unknown flag {name}.{nearest(name, flags, 1)} --help lists all")
+        words = list(argv)
+        last = words.index("--") if "--" in words else len(words)  # all behind it is given by place
+        flags = [spelling(word) for word in words[:last]]
+        found, others = parser(cls, prog, description).parse_known_args(flags)
+        unknown = next((word for word in others if _is_flag(word)), None)
+        if unknown is not None:
+            name = unknown.partition("=")[0]
+            known = [f"--{n}" for n in ("config", *_aliases(cls), *_TRANSLATED)]
+            raise ValueError(f"unknown flag {name}.{nearest(name, known, 1)} --help lists all")
         given = vars(found)
         path = given.pop("config", None)
-        return cls(**{**(_read_yaml(cls, Path(path)) if path else {}), **given})
+        given |= _by_place(cls, [*others, *words[last + 1 :]], given)
+        values = {**(_read_yaml(cls, Path(path)) if path else {}), **given}
+        missing = [f for f in dataclasses.fields(cls) if f.metadata["positional"] is True and f.name not in values]
+        if missing:
+            what = "; ".join(f"{f.name.upper()} ({f.metadata['help']})" for f in missing)
+            names = ", ".join(f.name.upper() for f in missing)
+            raise ValueError(f"the following arguments are required: {names}. {what}")
+        return cls(**values)
 
 
 def spelling(word: str) -> str:
     """--max-length=a-b -> --max_length=a-b."""
     name, equals, value = word.partition("=")
     return "--" + name[2:].replace("-", "_") + equals + value if word.startswith("--") else word
+
+
+def _is_flag(word: str) -> bool:
+    """Whether a word that is no flag's value is meant as a flag: not a number below zero, and not a text."""
+    return re.match(r"-[^\s\d.]", word) is not None and " " not in word.partition("=")[0]
+
+
+def _by_place(cls: type[Flags], words: Sequence[str], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are given by their place alone, wherever flags stand between them.
+
+    Raises:
+        ValueError: more words than places.
+    """
+    left, found = list(words), {}
+    for field in dataclasses.fields(cls):
+        if left and field.metadata["positional"] and field.name not in named:
+            several = _kind(cls, field.name).outer is list
+            found[field.name], left = (left, []) if several else (left[0], left[1:])
+    if left:
+        raise ValueError(f"unexpected argument {left[0]!r}: flags are written --name value")
+    return found
 
 
 class _Parser(argparse.ArgumentParser):
@@ -159,8 +189,9 @@ def parser(cls: type[Flags], prog: str | None = None, description: str | None = 
         default = None if field.default is dataclasses.MISSING else field.default
         shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default).lower()
         if about["positional"]:
-            several = "*" if about["positional"] == "any" else shape.get("nargs")
-            result.add_argument(field.name, metavar=field.name.upper(), help=about["help"], nargs=several)
+            # Listed here; read by _by_place, as argparse fills places too early where a flag comes first.
+            result.add_argument(field.name, metavar=field.name.upper(), help=about["help"], nargs=argparse.SUPPRESS)
+            result.add_argument(f"--{field.name}", help=argparse.SUPPRESS, **shape)
             continue
         text = f"{about['help']} (default: {shown})".replace("%", "%%")
         groups[about["group"]].add_argument(f"--{field.name}", help=text, **shape)
@@ -225,7 +256,8 @@ def _kind(cls: type[Flags], name: str) -> _Kind:
 def _convert(field: Any, kind: _Kind, value: Any) -> Any:
     """A value from Python, the command line (strings) or YAML as the type of its field."""
     name, choices = field.name, field.metadata["choices"]
-    if value is None or (kind.optional and isinstance(value, str) and value.lower() in ("none", "null")):
+    word = value[0] if isinstance(value, list) and len(value) == 1 and kind.outer is list else value
+    if value is None or (kind.optional and isinstance(word, str) and word.lower() in ("none", "null")):
         if kind.optional:
             return None
         raise ValueError(f"{name}: got nothing, expected a value")

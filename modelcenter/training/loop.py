@@ -1,5 +1,6 @@
 """The training loop. There is one, explicit, for every task and any number of ranks."""
 
+import difflib
 import functools
 import time
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,7 @@ from modelcenter.training.autobatch import fit_batch
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.errors import Stopped
 from modelcenter.training.feed import GlobalBatch
+from modelcenter.training.flops import Utilisation
 from modelcenter.training.metrics import SMALLER_IS_BETTER
 from modelcenter.training.record import Record, clear_output, peak_memory, summarise
 from modelcenter.training.resume import Continuation
@@ -117,9 +119,11 @@ class Run:
     ):
         self.cfg, self.task, self.model, self.tokenizer = cfg, task, model, tokenizer
         self.train_set, self.eval_set = train_set, eval_set
+        check_judge(cfg, task, eval_set is not None)
         fit_batch(cfg, task, model, train_set)
         self.feed = make_feed(cfg, train_set)
         self.manager, self.rate = make_optimizer(cfg, model, self.feed.steps)
+        self.utilisation = Utilisation(model, cfg.peak_flops)
         self.step = 0  # steps taken
         self.tokens = 0  # real tokens trained on, over all ranks
         self.seconds = 0.0  # of training: evaluation and saving are not in it
@@ -201,6 +205,7 @@ class Run:
         for part in batch.microbatches:
             slots, filled = size_of(part)
             self.slots, self.filled = self.slots + slots, self.filled + filled
+            self.utilisation.add(part)
         return loss, norm, lr
 
     def evaluate(self) -> dict[str, Any]:
@@ -349,6 +354,7 @@ class Run:
     def _log(self, loss: torch.Tensor, norm: torch.Tensor, lr: float) -> None:
         values = torch.stack([loss.float(), norm.float().to(loss.device)]).tolist()  # the device is read here only
         tokens, seconds = self.tokens, self._clock()
+        used = self.utilisation.since(seconds - self._logged[1])
         speed = (tokens - self._logged[0]) / max(seconds - self._logged[1], 1e-9)
         row = {
             "step": self.step,
@@ -359,6 +365,7 @@ class Run:
             "tokens": tokens,
             "tokens_per_second": round(speed, 1),
             "padding": round(1 - self.filled / max(self.slots, 1), 6) if self.slots else 0.0,
+            **({} if used is None else {"mfu": float(f"{used:.4g}")}),
             "seconds": round(seconds, 4),
         }
         self._note_skipped()
@@ -458,6 +465,20 @@ class Run:
                 "eval": self.eval_set and self.eval_set.fingerprint(),
             },
         )
+
+
+def check_judge(cfg: TrainConfig, task: Any, judged: bool) -> None:
+    """Raise ValueError, before the first step, where no evaluation could tell which model is best. Collective."""
+    for name in ("best_metric", "early_stopping"):
+        if getattr(cfg, name) is not None and not judged:
+            raise ValueError(f"{name}: there are no rows to evaluate on; give eval_data or eval_fraction")
+    if cfg.best_metric is None:
+        return
+    # Others may come with what the rows are like, such as questions without an answer.
+    known, name = ["loss", *task.metrics().result()], cfg.best_metric.removeprefix("eval_")
+    close = difflib.get_close_matches(name, known, 1, cutoff=0.85)
+    if name not in known and close:
+        raise ValueError(f"best_metric: got {name!r}, expected one of {', '.join(known)}. Did you mean {close[0]!r}?")
 
 
 def size_of(batch: dict[str, Any]) -> tuple[int, int]:

@@ -42,7 +42,11 @@ class Trained:
         if not (folder / "config.yaml").is_file():
             return cls(name)
         if not (folder / "model" / "config.json").is_file():
-            raise ValueError(f"{folder} is a run without a model: it did not finish")
+            last = folder / "checkpoints" / "last"
+            instead = f"; its newest checkpoint is {last}" if last.exists() else ""
+            raise ValueError(
+                f"{folder} is a run without a model: it did not finish. The command that started it goes on{instead}"
+            )
         task = _task_of_run(folder / "config.yaml")
         return cls(str(folder / "model"), task, TASKS[task].flags().from_yaml(folder / "config.yaml"))
 

@@ -182,6 +182,11 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
             f"tokenizer: {cfg.tokenizer or cfg.model} has {len(tokenizer)} tokens, but the model's vocab_size is "
             f"{vocab_size}: they do not belong together"
         )
+    if model.task == "causal-lm" and not getattr(model.config, "is_decoder", True):
+        raise ValueError(
+            f"model: {cfg.model} is an encoder, in which a token sees those it is to predict; take a decoder, such as "
+            "openai-community/gpt2, or make it one: --model_config is_decoder=true"
+        )
     cfg.max_length = max_length(model, tokenizer, cfg.max_length)
     if cfg.label_smoothing and task.loss_fn is None:
         smooth_labels(model, cfg.label_smoothing)

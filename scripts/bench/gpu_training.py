@@ -20,8 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.lib import against, child, finish, fraction, gpu, parse, parser, steps
 
-PROMISED = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # dense bf16 TFLOP/s of the SXM boards
-
 
 class Case(NamedTuple):
     """A model, its rows, and what is to be reached."""
@@ -70,7 +68,10 @@ def main() -> None:
         print(json.dumps(measure(args, CASES[args.cases[0]])))
         return
     limits = gpu.limits(args.device)
-    promised = next((rate for name, rate in PROMISED.items() if name in gpu.name(args.device)), None)
+    from modelcenter.training.flops import promised as by_name
+
+    rate = by_name(gpu.name(args.device))
+    promised = rate and rate / 1e12  # dense bf16 TFLOP/s
     numbers: dict[str, Any] = {"device": gpu.name(args.device), "promised_tflops": promised, **limits}
     rows: list[dict[str, Any]] = []
     notes = []

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from modelcenter.data.collate import pack, pack_pairs
+from modelcenter.data.collate import merge, pack, pack_pairs
 from modelcenter.data.tokenize import Tokens
 
 TOKENS = Tokens(np.arange(10, 20, dtype=np.int32), np.array([0, 3, 3, 4, 10]), None, 0)
@@ -43,3 +43,13 @@ def test_both_sides_of_rows():
     assert batch["labels"].tolist() == [[14, 15, 16, 17, 18, 19, 10, 11, 12]]
     assert batch["decoder_cu_seqlens"].tolist() == [0, 6, 9]
     assert (batch["max_seqlen"], batch["decoder_max_seqlen"]) == (2, 6) and len(batch) == 6
+
+
+def test_choices_of_joined_rows():
+    """Two rows of two choices, one of four, none: a number where all agree, else one for each row."""
+    two = pack(TOKENS, np.arange(4)) | {"num_choices": 2}
+    one, none = pack(TOKENS, np.arange(4)) | {"num_choices": 4}, pack(TOKENS, np.arange(0)) | {"num_choices": 2}
+    assert merge([two, two, none])["num_choices"] == 2
+    assert merge([two, one, none])["num_choices"].tolist() == [2, 2, 4]
+    each = merge([one | {"num_choices": torch.tensor([1, 3])}, two])
+    assert each["num_choices"].tolist() == [1, 3, 2, 2] and each["cu_seqlens"][-1] == 20

@@ -65,6 +65,13 @@ def test_ambiguity_is_asked_about():
         find_columns(table(text=TEXTS, a=BINARY, b=["x", "y", "z"] * 10))
     with pytest.raises(ValueError, match="no column is called a label or has between 2 and 3 distinct values"):
         find_columns(table(text=TEXTS, number=list(range(30))))
+    # Of two rows every column has few values: a text is no label for it.
+    with pytest.raises(ValueError, match="is the label.* has 2 distinct values; the only column is 'text'. Give"):
+        find_columns(table(text=["a", "b"]))
+    with pytest.raises(
+        ValueError, match="is the label.* has 2 distinct values; the columns are 'text', 'review'. Give"
+    ):
+        find_columns(table(text=["a", "b"], review=["a", "b"]))
     with pytest.raises(ValueError, match="which column of a.csv is the text"):
         find_columns(table(label=BINARY, a=TEXTS, b=TEXTS))
     with pytest.raises(ValueError, match="has no column of texts"):

@@ -2,10 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from modelcenter.data.forms import FORMS, apply_form
+from modelcenter.data.mixture import mixed
 from modelcenter.data.readers import Origin, Table, concatenate, read_file
+from modelcenter.data.sources import find
 
 WIC = {"word": "bank", "sentence1": "A bank.", "sentence2": "The banks of it", "start1": 2, "end1": 6, "start2": 4,
        "end2": 9, "label": False}  # fmt: skip
@@ -130,6 +133,74 @@ def test_rows_of_the_hub():
     assert apply_form(rte, "rte", "classification").columns["label"] == ["entailment"]
     c3 = {"context": C3[0], "question": "谁？", "choice": ["2", "1"], "answer": "1"}
     assert rows_of(apply_form(table(c3), "c3", "multiple-choice")) == CASES["c3"][1]
+
+
+def test_entities_are_the_choices_of_a_cloze():
+    text = "Ann met Bob.\n@highlight\nBob, Bob Ray"
+    spans = [(0, 2), (8, 10), (29, 35), (24, 26)]
+    published = {
+        "source": "x", "idx": 0, "passage": {"text": text, "entities": [{"start": a, "end": b} for a, b in spans]},
+        "qas": [{"idx": 0, "query": "@placeholder's dog", "answers": [{"start": 8, "end": 10, "text": "Bob"},
+                 {"start": 29, "end": 35, "text": "Bob Ray"}]}, {"idx": 1, "query": "by @placeholder"}],
+    }  # fmt: skip
+    both = {"context": "Ann met Bob.\nBob, Bob Ray", "choices": ["Ann", "Bob", "Bob Ray"]}
+    asked = both | {"question": "_'s dog", "label": "Bob", "answers": ["Bob", "Bob Ray"]}
+    other = both | {"question": "by _", "label": None, "answers": None}
+    assert rows_of(apply_form(table(published), "record", "multiple-choice")) == [asked, other]
+    hub = {"passage": text, "query": "@placeholder's dog", "entities": ["Ann", "Bob", "Bob Ray", "Bob"],
+           "answers": ["Bob Ray", "Bob"]}  # fmt: skip
+    assert rows_of(apply_form(table(hub), "record", "multiple-choice")) == [asked]
+    assert FORMS["record"].tasks == ("multiple-choice",)
+    with pytest.raises(ValueError, match=r"form record: none of the answers \['Eve'\] is among the entities"):
+        apply_form(table(hub | {"answers": ["Eve"]}), "record", "multiple-choice")
+
+
+CHID = {"candidates": ["画蛇添足", "守株待兔"], "content": ["甲#idiom000001#乙#idiom000002#", "丙#idiom000003#"]}
+
+
+def test_answers_in_a_file_of_their_own(tmp_path):
+    for name, answers in (("train", [1, 0, 1]), ("dev", [0, 0, 0])):
+        rows = "\n".join(json.dumps(CHID, ensure_ascii=False) for _ in range(2))
+        (tmp_path / f"{name}.json").write_text(rows, encoding="utf-8")
+        named = {f"#idiom{i:06}#": n for i, n in enumerate(answers, 1)}
+        (tmp_path / f"{name}_answer.json").write_text(json.dumps(named))
+    source = find(str(tmp_path))
+    assert source.splits == ("validation", "train")
+    read = source.read("train")
+    found = apply_form(read, "chid", "multiple-choice")
+    own = [{"context": text, "choices": CHID["candidates"], "label": CHID["candidates"][n]}
+           for text, n in (("甲_乙…", 1), ("甲…乙_", 0), ("丙_", 1))]  # fmt: skip
+    assert rows_of(found) == own * 2 and found.where(4).endswith("train.json, line 2")
+    written = apply_form(read, "chid", "lm")
+    assert written.columns["source"][2] == "丙_ 空格处应填哪个成语？ 选项：1. 画蛇添足 2. 守株待兔"
+    assert written.columns["target"][:3] == ["2", "1", "2"]
+    # The file of answers is a part of the data, and rows of several files keep their places.
+    assert len(found.fingerprint()["sha256"]) == 2 and found.name.endswith("train.json")
+    both = concatenate([found, apply_form(source.read("dev"), "chid", "multiple-choice")])
+    assert both.where(5).endswith("train.json, line 2") and both.where(6).endswith("dev.json, line 1")
+    share = mixed([found, both], [1, 2])
+    assert np.bincount(share.part_of_rows()).tolist() == [6, 12]
+    assert len(find(str(tmp_path / "*.json")).read("train")) == 4
+
+    (tmp_path / "train_answer.json").write_text('{"#idiom000001#": 1}')
+    with pytest.raises(ValueError, match="line 1: .* the file of answers has none for #idiom000002#"):
+        apply_form(read, "chid", "multiple-choice")
+    (tmp_path / "train_answer.json").write_text("[1]")
+    with pytest.raises(ValueError, match="train_answer.json: expected an object of answers"):
+        apply_form(read, "chid", "multiple-choice")
+    (tmp_path / "train_answer.json").unlink()
+    assert apply_form(read, "chid", "multiple-choice").columns["label"] == [None] * 6
+
+
+def test_answers_of_blanks_elsewhere():
+    """As the Hub has them, and as FewCLUE, whose rows have a blank each."""
+    tags = {"text": ["#idiom000001#", "#idiom000002#", "#idiom000003#"], "candidate_id": [1, 0, 1]}
+    found = apply_form(table(CHID | {"answers": tags}), "chid", "multiple-choice")
+    assert found.columns["label"] == [CHID["candidates"][i] for i in (1, 0, 1)]
+    few = {"candidates": CHID["candidates"], "content": "甲#idiom#", "answer": 0}
+    assert apply_form(table(few), "chid", "multiple-choice").columns["label"] == ["画蛇添足"]
+    with pytest.raises(ValueError, match="no text has a blank"):
+        apply_form(table(few | {"content": "甲"}), "chid", "multiple-choice")
 
 
 def test_rows_keep_their_places_and_unlabelled_pairs_are_left_out(tmp_path):

@@ -120,6 +120,16 @@ def test_places_and_fingerprint(folder):
     assert source.fingerprint() != before
 
 
+def test_a_data_set_that_is_not_there():
+    def load(*_, **__):
+        raise ConnectionError("Couldn't reach 'nofile' on the Hub\nmore")
+
+    with pytest.raises(
+        ValueError, match="nofile: neither a file or directory here nor a .* the Hub gives: Couldn't rea"
+    ):
+        list(HubRows("nofile", load=load).read())
+
+
 def test_hub_rows_of_the_library_itself(folder):
     datasets = pytest.importorskip("datasets")
 

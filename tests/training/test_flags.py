@@ -8,6 +8,7 @@ import pytest
 
 from modelcenter.training.config import (
     ClassificationConfig,
+    GenerateConfig,
     PredictConfig,
     QAConfig,
     TokenClassificationConfig,
@@ -27,7 +28,7 @@ def test_defaults_and_types():
         ClassificationConfig(), lr=2e-5, epochs=2, train_data=["a.tsv", "b.tsv"], zero=1, dry_run=True
     )
     assert read("--dry_run", "false").dry_run is False
-    assert read("--max_length", "none").max_length is None
+    assert read("--max_length", "none").max_length is None and read("--eval_data", "None").eval_data is None
     assert read("--max_steps", "-1").max_steps is None
 
 
@@ -211,8 +212,26 @@ def test_positional_arguments():
     cfg = PredictConfig.from_args(["run", "a.csv", "b.csv", "--output", "o.jsonl"])
     assert (cfg.run, cfg.data, cfg.output) == ("run", ["a.csv", "b.csv"], "o.jsonl")
     assert PredictConfig.from_args(["--output", "o", "run", "a.csv"]).data == ["a.csv"]
-    with pytest.raises(ValueError, match="required: DATA"):
+    with pytest.raises(ValueError, match=r"required: DATA. DATA \(files, directories"):
         PredictConfig.from_args(["run"])
+    with pytest.raises(ValueError, match="unexpected argument 'b.csv'"):
+        PredictConfig.from_args(["run", "b.csv", "--data", "a.csv"])
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt"),
+    [
+        (["run", "--prompt", "a b", "c"], ["a b", "c"]),  # by name as well
+        (["--seed", "1", "run", "a b", "--top_k", "2"], ["a b"]),
+        (["run", "--top_k", "2", "a b"], ["a b"]),  # behind a flag
+        (["--run", "run", "-5", "- a list"], ["-5", "- a list"]),
+        (["run", "--top_k", "2", "--", "-x", "--seed"], ["-x", "--seed"]),
+        (["run"], None),
+    ],
+)
+def test_words_by_place_stand_anywhere(words, prompt):
+    cfg = GenerateConfig.from_args(words)
+    assert (cfg.run, cfg.prompt) == ("run", prompt)
 
 
 def test_flags_need_no_torch():

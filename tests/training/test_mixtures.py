@@ -3,6 +3,7 @@
 import json
 
 import chat_toys
+import choice_toys
 import numpy as np
 import pytest
 import seq2seq_toys
@@ -12,6 +13,7 @@ from toyruns import assert_same_end, die_at, in_a_process
 from modelcenter.training.setup import make_feed
 from modelcenter.training.tasks import TASKS
 from scripts.finetune_classification import main
+from scripts.finetune_multiple_choice import main as choose
 
 
 @pytest.fixture
@@ -59,6 +61,19 @@ def test_rows_that_are_held_out_belong_to_no_share(folder):
     assert len(places) == round(0.25 * 26) and 0 < len(of_b(places)) < len(places)
     assert not set(places) & {place for rows in epochs for place in rows}
     assert [len(rows) for rows in epochs] == [20] * 4 and len(of_b(epochs[0])) == 15
+
+
+def test_choices_mix(tmp_path):
+    """Rows of two choices and rows of three, in shares, share batches."""
+    write_jsonl(tmp_path / "a.jsonl", choice_toys.make_rows(6, 1, (2,)))
+    write_jsonl(tmp_path / "b.jsonl", choice_toys.make_rows(3, 2, (3,)))
+    choice_toys.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    data = [f"{tmp_path / 'a.jsonl'}@1", f"{tmp_path / 'b.jsonl'}@2"]
+    (first, *_), _ = drawn("multiple-choice", {"model": "m", "train_data": data}, choice_toys.make_tokenizer())
+    assert len(first) == 9 and len(of_b(first)) == 6
+    choose(command(flags(tmp_path, train_data=data, epochs=1)))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 2 and all(row["loss"] < 5 for row in rows)
 
 
 @pytest.mark.parametrize("task", ["lm", "seq2seq"])

@@ -1,16 +1,20 @@
 """Multiple choice from the command line: against transformers, cut differently, rows of many sizes, and mistakes."""
 
 import json
+import random
 
+import numpy as np
 import pytest
 import torch
 from choice_toys import make_rows, write
-from toydata import SIZES, STILL, command, flags, make_tokenizer, write_jsonl
+from toydata import SIZES, STILL, WORDS, command, flags, make_tokenizer, write_jsonl
 
 import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.data.sampling import EpochBatches
+from modelcenter.training.config import MultipleChoiceConfig
+from modelcenter.training.tasks.multiple_choice import MultipleChoice
 from scripts.finetune_multiple_choice import main
 
 
@@ -113,6 +117,48 @@ def test_rows_with_different_numbers_of_choices_are_cut_as_one_likes(folder, ran
             for row in make_rows(9, 2, (2, 3, 4))
         ]
     assert one[-1]["eval_loss"] == pytest.approx(sum(losses) / 9, abs=1e-5)
+
+
+def test_one_of_several_right_entities(folder):
+    """ReCoRD: each right one is trained on in its turn, and any of them is right in the evaluation."""
+    from transformers import BertForMultipleChoice
+
+    rng, rows = random.Random(4), []
+    for _ in range(9):
+        names = [*rng.sample(WORDS["good"], 2), *rng.sample(WORDS["bad"], 2)]
+        rng.shuffle(names)
+        entities = [" ".join((name, "actor")) for name in names]
+        right = [entity for entity in entities if entity.split()[0] in WORDS["good"]]
+        rows.append(
+            {"passage": "the actor was", "query": "it was @placeholder", "entities": entities, "answers": right}
+        )
+    for name in ("train", "dev"):
+        write_jsonl(folder / "data" / f"{name}.jsonl", rows)
+    make_tokenizer().save_pretrained(folder / "tokenizer")
+    main(command(flags(folder, form="record", epochs=2)))
+    logged = read(folder / "run" / "metrics.jsonl")[-1]
+    model = BertForMultipleChoice.from_pretrained(str(folder / "run" / "model")).eval()
+    asked = [{"context": r["passage"], "question": "it was", "options": r["entities"]} for r in rows]
+    with torch.no_grad():
+        logits = model(**encoded(asked)).logits
+    exact, f1, loss = [], [], []
+    for row, scores in zip(rows, logits, strict=True):
+        said = row["entities"][int(scores.argmax())]
+        exact.append(said in row["answers"])
+        words = [set(said.split()) & set(answer.split()) for answer in row["answers"]]  # of two words each
+        f1.append(max(len(both) / 2 for both in words))
+        loss.append(-scores.log_softmax(0)[row["entities"].index(row["answers"][0])].item())
+    expected = {"eval_exact_match": sum(exact) / 9, "eval_f1": sum(f1) / 9, "eval_loss": sum(loss) / 9}
+    assert {name: logged[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    assert "eval_accuracy" not in logged
+    cli(["evaluate", str(folder / "run"), str(folder / "data"), "--output", str(folder / "eval.json")])
+    assert read(folder / "eval.json")[0]["exact_match"] == pytest.approx(sum(exact) / 9)
+
+    cfg = MultipleChoiceConfig(model="m", form="record", train_data=[str(folder / "data")])
+    examples, _ = MultipleChoice(cfg).tokenize(make_tokenizer(), 32)
+    labels = [examples.batch(np.arange(9), epoch)["labels"].tolist() for epoch in range(3)]
+    index = [[r["entities"].index(r["answers"][turn]) for r in rows] for turn in (0, 1, 0)]
+    assert labels == index and labels[0] != labels[1]
 
 
 def test_mistakes_and_the_plan(folder, capsys):

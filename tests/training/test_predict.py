@@ -101,7 +101,10 @@ def test_mistakes(folder, tmp_path):
     data, run = str(folder / "data"), str(folder / "run")
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "config.yaml").write_text("lr: 1\n")
-    with pytest.raises(ValueError, match="unfinished is a run without a model"):
+    with pytest.raises(ValueError, match="unfinished is a run without a model.* goes on$"):
+        cli(["predict", str(tmp_path / "unfinished"), data])
+    (tmp_path / "unfinished" / "checkpoints" / "last").mkdir(parents=True)
+    with pytest.raises(ValueError, match="goes on; its newest checkpoint is .*unfinished/checkpoints/last"):
         cli(["predict", str(tmp_path / "unfinished"), data])
     with pytest.raises(OSError, match="output: cannot write .*no/such/out: No such file"):
         cli(["predict", run, data, "--output", str(tmp_path / "no/such/out")])

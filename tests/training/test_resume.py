@@ -36,14 +36,22 @@ def values_of(folder, name, **changes):
 
 
 @pytest.mark.parametrize("step", [5, *(pytest.param(step, marks=pytest.mark.full) for step in (1, 11))])
-def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, step):
+def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, capfd, step):
     """12 steps of 3 epochs, with dropout; checkpoints at every second one."""
     assert in_a_process(main, values_of(folder, "whole", **DROPPED)) == 0
+    assert "going on" not in capfd.readouterr().out
     with monkeypatch.context() as patch:
         die_at(patch, step)
         assert in_a_process(main, values_of(folder, "run", **DROPPED)) == -signal.SIGKILL
     assert not (folder / "run" / "model").exists()
+    # The newest checkpoint was perhaps being written; the one before it was whole by then.
+    whole = [int(p.name.removeprefix("step-")) for p in (folder / "run" / "checkpoints").glob("step-*")]
+    newest = max(whole, default=0)
+    assert newest >= step - 3
+    capfd.readouterr()
     assert in_a_process(main, values_of(folder, "run", **DROPPED)) == 0
+    said = capfd.readouterr().out
+    assert f", going on after step {newest}\n" in said if newest else "going on" not in said
     assert_same_end(folder, "run")
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["steps"] == 12
@@ -262,6 +270,21 @@ def test_best_model_and_early_stopping(folder, monkeypatch):
     assert best["step"] == min(losses, key=losses.get)
     with pytest.raises(ValueError, match="best_metric: got 'rouge', the evaluation gives loss, accuracy, f1, mcc"):
         main(command(values_of(folder, "wrong", best_metric="rouge")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"best_metric": "acuracy"}, "best_metric: got 'acuracy', expected one of loss, .* Did you mean 'accuracy'"),
+        ({"best_metric": "loss", "eval_data": None}, "best_metric: there are no rows to evaluate on; give eval_data"),
+        ({"early_stopping": 2, "eval_data": None}, "early_stopping: there are no rows to evaluate on"),
+    ],
+)
+def test_what_no_evaluation_gives_is_said_before_the_first_step(folder, changes, says):
+    only = {"train_data": [str(folder / "data" / "train.jsonl")]} if "eval_data" in changes else {}
+    with pytest.raises(ValueError, match=says):
+        main(command(values_of(folder, "run", **only, **changes)))
+    assert not (folder / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.full

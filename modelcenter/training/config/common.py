@@ -23,7 +23,7 @@ FREE = frozenset(
     "train_data eval_data eval_split output_dir overwrite_output_dir log_every eval_every save_every save_minutes keep "
     "resume max_time dry_run trackers push_to_hub batch_size gradient_accumulation_steps eval_batch_size zero "
     "dp_replicate tp cp pp pp_schedule recompute compile offload best_metric early_stopping prefetch "
-    "eval_samples eval_max_new_tokens token_accuracy".split()
+    "eval_samples eval_max_new_tokens token_accuracy peak_flops".split()
 )
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
@@ -155,6 +155,8 @@ class TrainConfig(Flags):
     compile: bool = _engine(False, "compile each block with torch.compile", "torch_compile")
     offload: str = _engine("none", "keep the optimizer's masters and moments in host memory",
         choices=("none", "optimizer"))
+    peak_flops: float | None = _engine(None, "operations a second that one device can do, such as 989e12, to which mfu "
+        "in metrics.jsonl is the share that was used; none: its maker's for known GPUs, no mfu on others")
     prefetch: int = _engine(2, "batches made ahead by a thread; 0: none", "dataloader_prefetch_factor")
     # fmt: on
 
@@ -163,7 +165,7 @@ class TrainConfig(Flags):
             self.max_steps = None
         positive = ("global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "epochs", "batch_tokens")
         more = ("global_batch_tokens", "max_steps", "max_length", "log_every", "keep", "early_stopping", "save_minutes")
-        for name in (*positive, *more, "batch_size", "dp_replicate", "tp", "cp", "pp"):
+        for name in (*positive, *more, "batch_size", "dp_replicate", "tp", "cp", "pp", "peak_flops"):
             if name == "batch_size" and self.batch_size == self.AUTO:
                 continue
             if getattr(self, name) is not None and getattr(self, name) <= 0:

@@ -16,6 +16,7 @@ class MultipleChoiceConfig(TrainConfig):
     """Flags of multiple choice. A row counts once in batch_size, with all its choices."""
 
     task: ClassVar[str] = "multiple-choice"
+    mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("context", "question", "choices", "label")
 
     context_column: str | None = _data(None, "column of the text that is asked about; none: found, if there is one",

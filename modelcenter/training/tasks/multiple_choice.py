@@ -14,9 +14,18 @@ from modelcenter.data.readers import Table
 from modelcenter.data.tokenize import tokenize
 from modelcenter.models.base import Model
 from modelcenter.training.config import MultipleChoiceConfig, TrainConfig
-from modelcenter.training.evaluation import outputs
-from modelcenter.training.metrics import Accuracy, gather_lists
-from modelcenter.training.tasks.base import Batches, Task, TokenRows, own_batches, read_splits, shortened, usual_columns
+from modelcenter.training.evaluation import evaluate, outputs
+from modelcenter.training.metrics import Accuracy, ExtractiveAnswers, Score, gather_lists
+from modelcenter.training.tasks.base import (
+    Batches,
+    Task,
+    TokenRows,
+    form_to_use,
+    own_batches,
+    read_splits,
+    shortened,
+    usual_columns,
+)
 
 
 @dataclass(frozen=True)
@@ -24,11 +33,13 @@ class ChoiceRows(TokenRows):
     """Rows of several sequences, one for each choice: `tokens` has those of all rows, end to end.
 
     first: int64 (rows + 1,), the first sequence of each row. targets: int64 (rows,), the right choice; None: unknown.
+    answers: the texts of all right choices of each row, where rows have several; training takes them in turn.
     """
 
     choices: Choices
     first: np.ndarray
     targets: np.ndarray | None = None
+    answers: list[list[str]] | None = None
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -47,8 +58,17 @@ class ChoiceRows(TokenRows):
         alike = (self.counts == self.counts[0]).all()
         batch["num_choices"] = int(self.counts[0]) if alike else torch.from_numpy(self.counts[rows])
         if self.targets is not None:
-            batch["labels"] = torch.from_numpy(self.targets[rows])
+            right = self.targets[rows]
+            if self.answers is not None:
+                right = np.array([self.right(row, epoch) for row in rows], np.int64)
+            batch["labels"] = torch.from_numpy(right)
         return batch
+
+    def right(self, row: int, epoch: int) -> int:
+        """The right choice of a row that has several in an epoch."""
+        assert self.answers is not None
+        answers = self.answers[row]
+        return self.choices.offered[row].index(answers[epoch % len(answers)])
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
         numbers = [np.arange(self.first[row], self.first[row + 1]) for row in rows]
@@ -67,6 +87,7 @@ class MultipleChoice(Task):
     head: ClassVar[str] = "multiple-choice"
     targets: np.ndarray | None
     eval_targets: np.ndarray | None = None
+    several: bool  # rows may have several right choices
 
     def __init__(self, cfg: MultipleChoiceConfig):
         """Read the data, find its columns, choices and labels.
@@ -75,6 +96,7 @@ class MultipleChoice(Task):
             ValueError: no such data or columns; rows without a text, choices or a label; see data.choices.
         """
         self.train, self.eval = read_splits(cfg)
+        self.several = has_several(self.train, cfg.form)
         given = {role: getattr(cfg, f"{role}_column") for role in cfg.roles}
         self.columns = find_choice_columns(self.train, **given)
         # The columns that were found count as given from here on: in config.yaml, and for the evaluation data.
@@ -94,13 +116,27 @@ class MultipleChoice(Task):
         return right_choices(table, self.columns.label, choices, first)
 
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[ChoiceRows, ChoiceRows | None]:
-        train = _rows(tokenizer, self.train, self.choices, self.targets, max_length)
+        train = _rows(tokenizer, self.train, self.choices, self.targets, max_length, self.several)
         if self.eval is None:
             return train, None
-        return train, _rows(tokenizer, self.eval, self.eval_choices, self.eval_targets, max_length)
+        return train, _rows(tokenizer, self.eval, self.eval_choices, self.eval_targets, max_length, self.several)
 
-    def metrics(self, device: torch.device | str = "cpu") -> Accuracy:
-        return Accuracy()
+    def metrics(self, device: torch.device | str = "cpu") -> Score:
+        return ExtractiveAnswers() if self.several else Accuracy()
+
+    def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
+        """Where rows have several right choices: exact_match and f1 of the text of the one that is taken."""
+        if examples.answers is None:
+            return super().evaluate(model, examples, batch_size)
+        batches = Batches(examples, own_batches(examples, batch_size))
+        turns = iter(batches.rows)
+
+        def feed(metrics: Any, out: Any, batch: dict[str, Any]) -> None:
+            rows, best = next(turns).tolist(), out.logits.argmax(-1).tolist()
+            taken = [examples.choices.offered[row][choice] for row, choice in zip(rows, best, strict=True)]
+            metrics.update(taken, [examples.answers[row] for row in rows])
+
+        return evaluate(model, batches, self.metrics(), feed)
 
     def about_columns(self) -> str:
         counts = self.choices.counts
@@ -120,6 +156,7 @@ class MultipleChoice(Task):
         if not labelled:
             given["label"] = None
         task.train, task.eval = table, None
+        task.several = has_several(table, form_to_use(cfg, run))
         task.columns = find_choice_columns(table, **given, labelled=labelled)
         task.choices, task.targets = read_choices(table, task.columns), None
         if labelled:
@@ -127,7 +164,7 @@ class MultipleChoice(Task):
         return task
 
     def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> ChoiceRows:
-        return _rows(tokenizer, self.train, self.choices, self.targets, max_length)
+        return _rows(tokenizer, self.train, self.choices, self.targets, max_length, self.several)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """choice (its text), label (its name in the row, else its number from 0), score and probabilities."""
@@ -153,6 +190,15 @@ class MultipleChoice(Task):
         }
 
 
-def _rows(tokenizer: Any, table: Table, choices: Choices, targets: np.ndarray | None, max_length: int) -> ChoiceRows:
+def has_several(table: Table, form: str | None) -> bool:
+    """Whether rows of a form name all their right choices."""
+    return form is not None and "answers" in table.columns
+
+
+def _rows(
+    tokenizer: Any, table: Table, choices: Choices, targets: np.ndarray | None, max_length: int, several: bool
+) -> ChoiceRows:
     tokens = tokenize(tokenizer, *choices.pairs(), max_length=max_length)
-    return ChoiceRows(table, tokens, choices, np.concatenate(([0], np.cumsum(choices.counts))), targets)
+    first = np.concatenate(([0], np.cumsum(choices.counts)))
+    answers = table.columns["answers"] if several and targets is not None else None
+    return ChoiceRows(table, tokens, choices, first, targets, answers)

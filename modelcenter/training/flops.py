@@ -1,0 +1,206 @@
+"""The arithmetic that training needs, and how much of what the devices can do it is (mfu, as PaLM's authors have it:
+arXiv:2204.02311, appendix B).
+
+Counted are the products of linear layers, of attention and with the vocabulary, two operations for each multiplication
+and addition: at tokens that are there, and at the vocabulary only where there is a label. Not counted is what is
+computed again in backward, and what padding costs: arithmetic that nobody needed takes time and adds nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import engine
+from engine.init import clean_name
+from modelcenter.config import ModelConfig
+from modelcenter.hub.load import find_spec, on_meta
+from modelcenter.layers.attention import CrossAttention, SelfAttention
+from modelcenter.layers.heads import ExtractiveQA, TokenClassifier, VocabularyHead
+from modelcenter.models.base import Model
+from modelcenter.training.metrics import sum_over_ranks
+
+# What makers promise, in 1e12 operations a second: dense products of 16-bit numbers, of the fastest board of the name.
+# The first name that is a part of a device's counts. A MI250X is two devices.
+PROMISED: dict[str, float] = {
+    "GB200": 2500, "B200": 2250, "B100": 1800, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989,
+    "GH200": 989, "H800 PCIe": 756, "H800": 989, "H20": 148, "A100": 312, "A800": 312, "A30": 165, "A40": 150,
+    "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "V100": 125, "T4": 65, "RTX A6000": 155,
+    "RTX 6000 Ada": 364, "RTX 4090": 165, "RTX 3090": 71, "MI300X": 1307, "MI250X": 191.5,
+}  # fmt: skip
+
+
+def promised(name: str) -> float | None:
+    """Operations a second that the maker of a device promises; None: it is not in the table."""
+    return next((1e12 * rate for part, rate in PROMISED.items() if re.search(rf"\b{part}\b", name)), None)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a batch has of everything that is counted.
+
+    tokens: lengths of its sequences. target: those of the decoder of an encoder-decoder, else empty. labelled: tokens
+    with a label, where the head is a vocabulary's.
+    """
+
+    tokens: Tensor
+    target: Tensor
+    labelled: int
+
+    def counts(self) -> dict[str, float]:
+        """Of each kind of place where a linear layer works."""
+        source, target = int(self.tokens.sum()), int(self.target.sum())
+        return {"source": source, "target": target, "labelled": self.labelled, "sequences": len(self.tokens)}
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What one pass of training multiplies.
+
+    model: without memory. weights: {kind of place: multiplications at each, over forward and backward}. attention:
+    (pairs of tokens of some lengths, multiplications for each) of every layer. prefix: tokens that the model puts
+    before each sequence.
+    """
+
+    model: Model
+    weights: Mapping[str, float]
+    attention: tuple[tuple[Callable[[Sizes], float], float], ...]
+    prefix: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        task: str,
+        frozen: Collection[str] = (),
+        updates: Iterable[str] = (),
+        prefix: int = 0,
+    ) -> Arithmetic:
+        """That of the model of a configuration, whole, however one that trains is cut.
+
+        Args:
+            frozen: names of its parameters that are not trained: no gradient of them is computed, and none of what
+                comes before the first one that is. updates: names of what trains in their place, inside its modules or
+                before all; they are so small that only the gradients that go on to them count.
+        """
+        model = on_meta(find_spec({"model_type": config.model_type}, None, "the config"), config, task)
+        trained = {name for name, _ in model.named_parameters() if name not in frozen}
+        more = [name for name in updates if name not in trained]
+        modules = dict(model.named_modules())
+        weights = dict.fromkeys(("source", "target", "labelled", "sequences"), 0.0)
+        attention: list[tuple[Callable[[Sizes], float], float]] = []
+        # Whether something before this is trained, so that gradients go on to it.
+        reached = any(name.partition(".")[0] not in modules for name in more)
+        for name, module in modules.items():
+            own = {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)} & trained
+            inside = any(update.startswith(f"{name}.") for update in more)
+            if isinstance(module, (SelfAttention, CrossAttention)):
+                # Scores and their sums of values; queries and keys are made of what this layer trains as well.
+                below = reached or inside or any(f"{name}.{part}" in trained for part, _ in module.named_parameters())
+                width = module.num_heads * (module.head_dim + getattr(module, "value_dim", module.head_dim))
+                attention.append((_pairs(name, module), width * (3.0 if below else 1.0)))
+            if isinstance(module, nn.Linear):
+                passes = 1 + (f"{name}.weight" in own) + reached
+                weights[_place(name, modules, _has_decoder(model))] += module.weight.numel() * passes
+            if isinstance(module, VocabularyHead):
+                table, key = (model.embed.weight, "embed.weight") if module.weight is None else (module.weight, None)
+                taught = bool(own) if key is None else key in trained
+                weights["labelled"] += table.numel() * (1 + taught + reached)
+            reached = reached or bool(own) or (inside and isinstance(module, nn.Linear))
+        return cls(model, weights, tuple(attention), prefix)
+
+    @classmethod
+    def of_model(cls, model: Model) -> Arithmetic:
+        """That of a model, which may be sharded; of a pipeline's stage, what other stages freeze is not known."""
+        names: dict[bool, list[str]] = {False: [], True: []}
+        for name, parameter in model.named_parameters():
+            names[parameter.requires_grad].append(clean_name(name))
+        return cls.of(model.config, model.task, set(names[False]), names[True], model.prefix_tokens)
+
+    def sizes(self, batch: Mapping[str, Any]) -> Sizes:
+        """What a packed batch has of everything that is counted."""
+        tokens = batch["cu_seqlens"].diff()
+        # A decoder without inputs of its own reads the encoder's again.
+        target = batch.get("decoder_cu_seqlens", batch["cu_seqlens"]).diff() if _has_decoder(self.model) else tokens[:0]
+        labelled, *_ = self.model.loss_counts(batch).values()  # of several terms the vocabulary's is the first
+        return Sizes(tokens, target, int(labelled))
+
+    def operations(self, sizes: Sizes) -> float:
+        """Operations of training on a batch."""
+        if self.prefix:
+            sizes = Sizes(sizes.tokens + self.prefix, sizes.target, sizes.labelled)
+        counts = sizes.counts()
+        products = sum(weight * counts[place] for place, weight in self.weights.items())
+        return 2.0 * (products + sum(pairs(sizes) * each for pairs, each in self.attention))
+
+
+def _has_decoder(model: Model) -> bool:
+    return model.is_encoder_decoder and getattr(model, "decoder", None) is not None
+
+
+def _place(name: str, modules: Mapping[str, nn.Module], two_sides: bool) -> str:
+    """Where a linear layer works: at the tokens of a side, at labelled ones, or once for each sequence."""
+    first, *rest = name.split(".")
+    owners = [modules[".".join([first, *rest[:i]])] for i in range(len(rest) + 1)]
+    if first == "head":
+        if any(isinstance(owner, VocabularyHead) for owner in owners):
+            return "labelled"
+        by_token = any(isinstance(owner, (TokenClassifier, ExtractiveQA)) for owner in owners)
+        return "sequences" if not by_token else "target" if two_sides else "source"
+    if first == "pooler":
+        return "sequences"
+    across = any(isinstance(owner, CrossAttention) for owner in owners) and rest[-1] in ("k", "v")
+    return "target" if first == "decoder" and not across else "source"
+
+
+def _pairs(name: str, module: SelfAttention | CrossAttention) -> Callable[[Sizes], float]:
+    """How many pairs of tokens an attention multiplies. Half of all see each other under a causal mask."""
+    if isinstance(module, CrossAttention):
+        return lambda sizes: float((sizes.tokens.double() * sizes.target.double()).sum())
+    decodes = name.startswith("decoder.")
+
+    def pairs(sizes: Sizes) -> float:
+        n = (sizes.target if decodes else sizes.tokens).double()
+        if not module.causal:
+            return float(n.square().sum())
+        seen = n if module.window is None else n.clamp(max=module.window)
+        return float((n * seen - seen.square() / 2).sum())
+
+    return pairs
+
+
+class Utilisation:
+    """Operations of a run against what its devices can do. Every rank makes it and asks it at the same steps.
+
+    peak: operations a second of all devices together; None where that of one is not known.
+    """
+
+    def __init__(self, model: Model, given: float | None):
+        """given: operations a second of one device; None: what its maker promises."""
+        self.done = 0.0
+        device = engine.device()
+        if given is None and device.type == "cuda":
+            given = promised(torch.cuda.get_device_name(device))
+        found = sum_over_ranks(torch.tensor([given or 0.0, float(given is not None)], dtype=torch.float64)).tolist()
+        self.peak = found[0] if found[1] == engine.world_size() else None
+        self.arithmetic = None if self.peak is None else Arithmetic.of_model(model)
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """Count a packed microbatch of this rank."""
+        if self.arithmetic is not None:
+            self.done += self.arithmetic.operations(self.arithmetic.sizes(batch))
+
+    def since(self, seconds: float) -> float | None:
+        """The share of the peak that was used in so many seconds since it was last asked. Collective."""
+        if self.peak is None:
+            return None
+        # Ranks that split a model between them have the same batches.
+        same = engine.world_size() // engine.data_size()
+        done = sum_over_ranks(torch.tensor([self.done], dtype=torch.float64)).item() / same
+        self.done = 0.0
+        return done / max(seconds, 1e-9) / self.peak

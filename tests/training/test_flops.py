@@ -1,0 +1,125 @@
+"""Operations of training and mfu, against sums written out here."""
+
+import json
+
+import pytest
+import torch
+from toydata import SIZES, command, flags, make_tokenizer, write_folder
+
+import engine.testing
+import modelcenter as mc
+from modelcenter.adapters import Freeze, Lora
+from modelcenter.data.tokenize import tokenize
+from modelcenter.training.flops import Arithmetic, Sizes, Utilisation, promised
+from scripts.finetune_classification import main
+
+SHAPE = {"vocab_size": 50, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "intermediate_size": 20}
+LAYER = 4 * 8 * 8 + 2 * 8 * 20  # weights
+TOKENS = torch.tensor([5, 3])
+PAIRS = 5 * 5 + 3 * 3
+NONE = TOKENS[:0]
+
+
+def of(name, task="sequence-classification", adapter=None, **changes):
+    return Arithmetic.of_model(mc.from_config(name, task, adapter=adapter, **{**SHAPE, **changes}))
+
+
+def test_what_is_frozen_has_no_gradient():
+    """Forward once; a gradient of the inputs behind the first weights that train, and one of the weights that do."""
+    sizes = Sizes(TOKENS, NONE, 0)
+    head = 8 * 8 + 8 * 3  # the pooler and the classes, at two sequences
+    whole = 3 * (2 * (LAYER * 8 + 2 * 8 * PAIRS) + head * 2)
+    assert of("tiny/bert", num_labels=3).operations(sizes) == 2 * whole
+    bottom = Freeze(["embed*", "position", "token_type", "layers.0"])
+    once, thrice = LAYER * 8 + 2 * 8 * PAIRS, 3 * (LAYER * 8 + 2 * 8 * PAIRS)
+    # The first products of the first layer that trains pass nothing on: q has nothing below it.
+    partly = of("tiny/bert", num_labels=3, adapter=[bottom]).operations(sizes)
+    assert partly == 2 * (once + thrice - 8 * 8 * 8 + 3 * head * 2)
+    pytest.importorskip("peft")
+    lora = of("tiny/gpt2", "causal-lm", adapter=[Lora(2, targets=["q", "up"])], tie_embeddings=True)
+    seen = [3 * w for w in (PAIRS / 2 * 2 * 8,)]
+    q, rest = 8 * 8, LAYER - 8 * 8
+    # Two gradients less: those of the inputs of the first layer's q, and of all weights. The table reads two labels.
+    expected = 8 * (q + 2 * rest + 2 * LAYER) + 2 * sum(seen) + 2 * 50 * 8 * 2
+    assert lora.operations(Sizes(TOKENS, NONE, 2)) == pytest.approx(2 * expected)
+
+
+def test_windows_latents_and_what_stands_before_a_sequence():
+    c = mc.from_config("tiny/mistral", "causal-lm", num_layers=1, sliding_window=2).config
+    near, far = (Arithmetic.of(c, "causal-lm"), Arithmetic.of(c.replace(sliding_window=None), "causal-lm"))
+    per_pair = 3 * 2 * 2 * c.num_heads * c.head_dim
+    sizes = Sizes(TOKENS, NONE, 0)
+    assert far.operations(sizes) - near.operations(sizes) == per_pair * ((25 + 9) / 2 - (5 * 2 - 2) - (3 * 2 - 2))
+    c = mc.from_config("tiny/minicpm3", "causal-lm").config
+    more = [Arithmetic.of(c, "causal-lm").operations(Sizes(torch.tensor([n]), NONE, 0)) for n in (4, 8)]
+    assert more[1] - 2 * more[0] == 3 * 2 * c.num_layers * c.num_heads * (c.qk_head_dim + c.v_head_dim) * (32 - 2 * 8)
+    plain = of("tiny/gpt2", "causal-lm")
+    moved = Arithmetic(plain.model, plain.weights, plain.attention, prefix=4)
+    assert moved.operations(Sizes(TOKENS, NONE, 1)) == plain.operations(Sizes(TOKENS + 4, NONE, 1))
+
+
+@pytest.mark.parametrize("task", ["pretraining", "token-classification", "multiple-choice", "question-answering"])
+def test_what_each_head_reads(task):
+    """A batch of 8 tokens in 2 sequences, of which 3 have a label."""
+    ends = torch.tensor([0, 5, 8], dtype=torch.int32)
+    labels = torch.full((1, 8), -100)
+    labels[0, :3] = 1
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "cu_seqlens": ends, "max_seqlen": 5}
+    one = {
+        "pretraining": {"labels": labels, "next_sentence_label": torch.tensor([0, 1])},
+        "token-classification": {"labels": labels},
+        "multiple-choice": {"labels": torch.tensor([1])},
+        "question-answering": {"start_positions": torch.tensor([1, 1]), "end_positions": torch.tensor([1, 1])},
+    }
+    head = {"pretraining": (8 * 8 + 8 * 50) * 3 + (8 * 8 + 8 * 2) * 2, "token-classification": 8 * 4 * 8,
+            "multiple-choice": (8 * 8 + 8) * 2, "question-answering": 8 * 2 * 8}[task]  # fmt: skip
+    found = of("tiny/bert", task, **({"num_labels": 4} if task == "token-classification" else {}))
+    body = 2 * (LAYER * 8 + 2 * 8 * PAIRS)
+    assert found.operations(found.sizes({**batch, **one[task]})) == 2 * 3 * (body + head)
+
+
+def test_a_decoder_that_reads_the_input_again():
+    shape = {"intermediate_size": 20, "head_dim": 3, "num_decoder_layers": 1, "num_layers": 1}
+    found = of("tiny/t5", **shape, num_labels=2, hidden_act="relu", is_gated_act=False)
+    batch = {"cu_seqlens": torch.tensor([0, 5, 8]), "labels": torch.tensor([0, 1])}
+    encoder = (4 * 8 * 6 + 2 * 8 * 20) * 8 + 2 * 6 * PAIRS
+    decoder = (8 * 8 * 6 + 2 * 8 * 20) * 8 + 2 * 6 * (PAIRS / 2 + PAIRS)
+    assert found.operations(found.sizes(batch)) == 2 * 3 * (encoder + decoder + (8 * 8 + 8 * 2) * 2)
+
+
+def test_names_of_devices():
+    assert promised("NVIDIA H100 80GB HBM3") == 989e12 and promised("NVIDIA H100 PCIe") == 756e12
+    assert promised("NVIDIA A100-SXM4-80GB") == 312e12 and promised("NVIDIA A10G") == 70e12
+    assert promised("NVIDIA RTX A4000") is None and promised("NVIDIA L40S") == 362e12
+
+
+def test_mfu_of_a_run(tmp_path):
+    """Operations that were done, over what 1e9 a second would have done in the time of training."""
+    folder = write_folder(tmp_path, train=21)
+    main(command(flags(folder, epochs=2, peak_flops=1e9, log_every=100)))
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    first, last = [row for row in rows if "loss" in row]
+    texts = [json.loads(line)["text"] for line in (folder / "data" / "train.jsonl").read_text().splitlines()]
+    n = torch.from_numpy(tokenize(make_tokenizer(), texts, None, max_length=64).lengths).double()
+    c = mc.AutoModel.from_config("tiny/bert", **SIZES).config
+    width, layers = c.hidden_size, c.num_layers
+    layer = 2 * (4 * width**2 + 2 * width * c.intermediate_size) * n + 4 * width * n * n
+    expected = 2 * 3 * (layers * layer + 2 * (width**2 + width * 2)).sum().item()
+    done = first["mfu"] * first["seconds"] + last["mfu"] * (last["seconds"] - first["seconds"])
+    assert done * 1e9 == pytest.approx(expected, rel=0.01)
+    main(command(flags(folder, max_steps=1, output_dir=str(folder / "plain"))))
+    assert "mfu" not in (folder / "plain" / "metrics.jsonl").read_text()  # nobody knows what this CPU can do
+
+
+def in_parts():
+    batch = {"cu_seqlens": torch.tensor([0, 5, 8])[: 3 - engine.rank()], "labels": torch.zeros(2 - engine.rank())}
+    used = Utilisation(mc.from_config("tiny/bert", "sequence-classification", num_labels=3, **SHAPE), 100.0)
+    used.add(batch)
+    return used.peak, used.since(2.0), used.done
+
+
+@pytest.mark.full
+def test_two_ranks_are_two_devices():
+    found = engine.testing.run(in_parts, 2)
+    three = 3 * (2 * (LAYER * 13 + 2 * 8 * (PAIRS + 25)) + (8 * 8 + 8 * 3) * 3)
+    assert found == [(200.0, pytest.approx(2 * three / 2.0 / 200), 0.0)] * 2

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
@@ -89,6 +90,7 @@ def accumulate(
         # Reduction averages over the data; the loss is a part of a global mean already.
         (backward or torch.Tensor.backward)(loss * size if size > 1 else loss)
 
+    summed = None
     with _reduce_lazily(roots, unequal=fewest < needed) as set_last:
         if pipeline is not None:
             batches = list(_filled(microbatches, needed, empty))
@@ -100,12 +102,19 @@ def accumulate(
                 set_last(step == needed - 1)
                 loss = loss_of(microbatch, step)
                 total = total.to(loss.device) + loss.detach().float()
+                if step == needed - 1:
+                    summed = _begin_sum(total)  # which is there when backward is over
                 descend(loss)
     if runtime.world_size() > 1:
         _average_plain_gradients(model)
-        dist.all_reduce(total)
+        (summed or _begin_sum(total)).wait()
         total /= runtime.model_ranks()  # which all have the loss of their one batch
     return total
+
+
+def _begin_sum(total: torch.Tensor) -> Any:
+    """The work that sums ``total`` over the ranks, or None in one process."""
+    return dist.all_reduce(total, async_op=True) if runtime.world_size() > 1 else None
 
 
 def _filled(microbatches: Sequence[Any], needed: int, empty: Callable[[], Any] | None) -> Iterator[Any]:
@@ -175,25 +184,30 @@ def _reduce_lazily(roots: list[Any], unequal: bool) -> Iterator[Callable[..., No
     """Yields a function to call before each backward with whether it is the last, of all or of some modules of the one
     root; leaves the usual state behind."""
 
+    # Found once, for a walk through a model's modules takes as long as a small collective.
+    inside = [[m for m in root.modules() if isinstance(m, FSDPModule)] for root in roots]
+
     def set_last(last: bool, modules: list[Any] | None = None) -> None:
-        for root in roots:
-            level, all_of_it = zero_level(root), modules is None
-            for module in modules or [root]:
-                module.set_requires_gradient_sync(last or level >= 2, recurse=all_of_it)
+        for root, own in zip(roots, inside, strict=True):
+            level = zero_level(root)
+            for module in modules or own:
+                module.set_requires_gradient_sync(last or level >= 2, recurse=False)
                 # of the copies' shards, in hybrid sharding
-                module.set_requires_all_reduce(last, recurse=all_of_it)
+                module.set_requires_all_reduce(last, recurse=False)
                 # gathered parameters stay over microbatches
-                module.set_reshard_after_backward(last or level == 3, recurse=all_of_it)
+                module.set_reshard_after_backward(last or level == 3, recurse=False)
 
     try:
-        for root in roots:
+        if unequal:
             # An empty microbatch may skip a part of the model that others use; all ranks must reduce the same.
-            set_reduce_unused(root, unequal)
+            for root in roots:
+                set_reduce_unused(root, True)
         yield set_last
     finally:
         set_last(True)
-        for root in roots:
-            set_reduce_unused(root, False)
+        if unequal:
+            for root in roots:
+                set_reduce_unused(root, False)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from engine import runtime
 from engine.init import clean_name
 from engine.memory import readable
-from engine.parallel.shard import _groups, policy_of, reshard, zero_level
+from engine.parallel.shard import _groups, last_units, policy_of, reshard, zero_level
 from engine.parallel.stages import stages_of
 from engine.torch_compat import local_tensor
 
@@ -122,8 +122,9 @@ def describe(model: nn.Module, show: bool = True) -> Description:
                 _add(unit, parameter, compute, wire)
         if unit.tensors:
             found.append(unit)
-    # Level 3 frees units after forward; the root stays, for backward needs it first.
-    gathers = {unit.name: 0 if whole else 2 if level == 3 and unit.name != "(root)" else 1 for unit in found}
+    # Level 3 frees units after forward; the root and the last unit stay, for backward needs them first.
+    staying = {"(root)", *(names[module] for module in sharded if module in last_units)}
+    gathers = {unit.name: 0 if whole else 2 if level == 3 and unit.name not in staying else 1 for unit in found}
     ranks = runtime.world_size()
     how = "not sharded" if whole else f"ZeRO level {level}"
     if policy is not None:

@@ -5,7 +5,9 @@ Private torch names that the engine needs are imported here and nowhere else, so
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +17,27 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
+_local, _grad = operator.attrgetter("_local_tensor"), operator.attrgetter("grad")
 HAS_REDUCE_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The shard of a DTensor that this rank holds, sharing its memory; any other tensor as it is. No dispatch."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``local_tensor`` of each; quick, for many, where all are shards or none is."""
+    kinds = set(map(type, tensors))
+    if kinds == {DTensor}:
+        return list(map(_local, tensors))
+    return list(tensors) if kinds <= {torch.Tensor, torch.nn.Parameter} else [local_tensor(t) for t in tensors]
+
+
+def gradients_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """``grad`` of each; quick for many."""
+    with torch._C.DisableTorchFunctionSubclass():  # which a shard has none of, but is asked about each time
+        return list(map(_grad, parameters))
 
 
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -73,6 +90,26 @@ def set_reduce_unused(root: FSDPModule, enabled: bool) -> None:
     """Make parameters that got no gradient take part in the reduction with zeros, where torch can (2.13)."""
     if HAS_REDUCE_UNUSED:
         root.set_reduce_scatter_unused_params(enabled)
+
+
+def gather_ahead(root: FSDPModule) -> None:
+    """Let the units of ``root`` gather their parameters in the background where they are asked to do so ahead."""
+    root._set_unshard_async_op(True)
+
+
+def sums_are_only_viewed(unit: FSDPModule, dtype: torch.dtype) -> bool:
+    """Whether FSDP, given the averages of this unit's gradients in ``dtype``, makes them the shards' gradients as they
+    are: it does not convert, accumulate or reduce them further, and no hook looks at them before backward is over."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before there was one, or None
+    if groups is None:
+        groups = [group] if (group := state._fsdp_param_group) is not None else []
+    shards = [p.sharded_param for group in groups for p in group.fsdp_params]  # also while whole ones are shown
+    return all(group._all_reduce_hook is None for group in groups) and all(
+        p.grad is None and p.dtype == dtype and p.device_mesh.ndim == 1 and not p._post_accumulate_grad_hooks
+        for p in shards
+        if p.requires_grad
+    )
 
 
 def default_store() -> dist.Store:

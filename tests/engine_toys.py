@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import engine
+from engine.parallel.exchange import GATHER_TAG, REDUCE_TAG
 
 VOCAB, WIDTH = 11, 6  # 11 and 6 rows over 2 and 4 ranks: odd and empty shards
 
@@ -92,6 +93,13 @@ def loss_of(model: nn.Module):
     return forward
 
 
+def part_of(func, args) -> str | None:
+    """What a message between two ranks is a part of: over gloo shards and gradients are exchanged by messages."""
+    if not func.__name__.startswith("send"):
+        return None
+    return {GATHER_TAG: "allgather", REDUCE_TAG: "reduce_scatter"}[args[3]]
+
+
 class Collectives(TorchDispatchMode):
     """Notes each collective that is made inside it, with the dtypes of its tensors."""
 
@@ -101,8 +109,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            # Over gloo gradients are reduced by an exchange of parts, which each rank adds up.
-            name = func.__name__.replace("alltoall_base", "reduce_scatter")
+            name = part_of(func, args) or func.__name__
             self.made.append((name, {t.dtype for t in tree_leaves(args) if isinstance(t, torch.Tensor)}))
         return func(*args, **kwargs or {})
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from engine.ops import fused
 from engine.optim.rounding import place_of, rounding_key
-from engine.torch_compat import local_tensor
+from engine.torch_compat import gradients_of, local_tensor, local_tensors
 
 _FUSED = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = ("fp32", "remainder")
+# With many small parameters, looking at them is a step's cost: these go through lists without a line of Python.
+_dtype = operator.attrgetter("dtype")
+_is_contiguous = torch.Tensor.is_contiguous
 
 
 @dataclass
@@ -33,8 +37,10 @@ class Batch:
     places: list[int] = field(default_factory=list)
     whole: list[torch.Tensor] = field(default_factory=list)  # the parameters, where something is rounded at random
     gradient_dtype: torch.dtype | None = None
-    # (parameter, shard, values of its state) of each: what must be as it was for the batch to serve again.
-    members: list[tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]] = field(default_factory=list)
+    # What must be as it was for the batch to serve again: the parameters of p, their states and what is in these.
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -44,6 +50,11 @@ class _Sorted:
     parameters: list[torch.Tensor]
     without: list[torch.Tensor]
     batches: list[tuple[torch.device, Batch]]
+
+
+def same(these: Collection[Any], those: Collection[Any]) -> bool:
+    """Whether these are those very objects, in the same order."""
+    return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
 def check_group(group: dict[str, Any], *names: str) -> None:
@@ -79,6 +90,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"moment_dtype is {moment_dtype}, expected torch.float32 or torch.bfloat16")
         self._hold_steps, self._master, self._moment_dtype = hold_steps, master, moment_dtype
         self._before: dict[int, _Sorted] = {}  # of each group, by the id of its parameters
+        self._states: list[dict[str, Any]] = []  # all there were then
         super().__init__(params, defaults)
 
     def update(
@@ -121,6 +133,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         factor = None if grad_scale is None else grad_scale.reciprocal()
+        if others := not same(self.state.values(), self._states):
+            self._before.clear()
         for group in self.param_groups:
             for device, batch in self._batches(group):
                 held = self._hold_steps and batch.steps[0].item() < self._hold_steps
@@ -129,6 +143,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self.update({**group, "lr": 0.0} if held else group, batch, scale, skip)
                 torch.autograd.graph.increment_version(batch.p)  # as torch's own in-place operators do
                 batch.g = []  # so that zero_grad frees them
+        if others or len(self.state) != len(self._states):
+            self._states = list(self.state.values())
         return loss
 
     def _batches(self, group: dict[str, Any]) -> list[tuple[torch.device, Batch]]:
@@ -138,31 +154,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         parameters = group["params"]
         before = self._before.get(id(parameters))
-        if before is not None and len(parameters) == len(before.parameters):
-            if all(map(operator.is_, parameters, before.parameters)) and all(p.grad is None for p in before.without):
-                if all(self._serves(batch) for _, batch in before.batches):
-                    return before.batches
+        if before is not None and same(parameters, before.parameters) and all(p.grad is None for p in before.without):
+            if all(self._serves(batch) for _, batch in before.batches):
+                return before.batches
         without = [p for p in parameters if p.grad is None]
         self._before[id(parameters)] = before = _Sorted([*parameters], without, self._sorted(parameters))
         return before.batches
 
     def _serves(self, batch: Batch) -> bool:
         """Whether a batch of the step before holds what its parameters have; it then has their gradients."""
-        dtype, states, same = batch.gradient_dtype, self.state, operator.is_
-        gradients: list[torch.Tensor] = []
-        for parameter, shard, values in batch.members:
-            gradient = parameter.grad
-            if type(gradient) is DTensor:
-                gradient = gradient._local_tensor
-            local = parameter._local_tensor if type(parameter) is DTensor else parameter
-            state = states[parameter]
-            if gradient is None or local is not shard or len(state) != len(values):
-                return False
-            if not all(map(same, state.values(), values)):
-                return False
-            if gradient.dtype is not dtype or not gradient.is_contiguous():
-                return False
-            gradients.append(gradient)
+        gradients = gradients_of(batch.parameters)
+        if type(None) in map(type, gradients):
+            return False
+        gradients = local_tensors(gradients)
+        if not same(local_tensors(batch.parameters), batch.p):
+            return False
+        if not same(list(chain.from_iterable(map(dict.values, batch.states))), batch.values):
+            return False
+        if set(map(_dtype, gradients)) != {batch.gradient_dtype} or not all(map(_is_contiguous, gradients)):
+            return False
         batch.g = gradients
         return batch.fits
 
@@ -206,7 +216,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             if batch is None:
                 fits = fits and shard.dtype in _FUSED and gradient.dtype in _FUSED
                 batch = batches[key] = Batch(mode, fits, gradient_dtype=gradient.dtype)
-            batch.members.append((parameter, shard, tuple(state.values())))
+            batch.parameters.append(parameter)
+            batch.states.append(state)
+            batch.values += state.values()
             batch.p.append(shard)
             batch.g.append(gradient)
             batch.m.append(m)

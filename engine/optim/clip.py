@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -13,10 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from engine import runtime
 from engine.ops import fused, library
 from engine.parallel.stages import place_of
-from engine.torch_compat import local_tensor
+from engine.torch_compat import gradients_of, local_tensor, local_tensors
 
 _EPS = 1e-6
-_FUSED = (torch.float32, torch.bfloat16, torch.float16)
+_FUSED = {torch.float32, torch.bfloat16, torch.float16}
+_dtype = operator.attrgetter("dtype")
+_spec, _engine_kind = operator.attrgetter("_spec"), operator.attrgetter("_engine_kind")
 # The mesh dimensions over which the ranks hold different parts, and the place in a pipeline.
 _Kind = tuple[tuple[DeviceMesh | None, tuple[int, ...]], str | None]
 
@@ -38,28 +41,19 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
         raise ValueError(f"norm_type is {norm_type!r}, expected a number above 0")
     # Groups come from the parameters, not from the gradients, so that all ranks make the same collectives.
     groups: dict[int, tuple[_Kind, list[torch.Tensor]]] = {}
-    for parameter in params:
-        try:
-            kind = parameter._engine_kind  # type: ignore[attr-defined]
-        except AttributeError:  # found once for each parameter: with many small ones it costs as much as the norm
-            kind = parameter._engine_kind = _kind(_sharded_over(parameter), place_of(parameter))  # type: ignore[attr-defined]
-        members = groups.get(id(kind))
-        if members is None:
-            members = groups[id(kind)] = kind, []
-        if (gradient := parameter.grad) is not None:
-            if type(gradient) is DTensor:
-                # FSDP gives a gradient the very layout of its parameter; looking into others takes as long as the norm.
-                if gradient._spec is not parameter._spec and any(p.is_partial() for p in gradient.placements):  # type: ignore[attr-defined]
-                    gradient = parameter.grad = _summed(gradient, parameter)
-                gradient = gradient._local_tensor
-            members[1].append(gradient)
+    kinds = _kinds(params)
+    distinct = dict(zip(map(id, kinds), kinds, strict=True))
+    for key, kind in distinct.items():
+        members = params if len(distinct) == 1 else [p for p, k in zip(params, kinds, strict=True) if k is kind]
+        groups[key] = kind, _local_gradients(members)
     home = params[0].device if params else torch.device("cpu")
     largest, squares = p == float("inf"), p == 2.0
     total, of_stage = torch.zeros(2, dtype=torch.float64 if squares else torch.float32, device=home).unbind()
     for ((mesh, dims), place), gradients in groups.values():
         if place == "copy":  # counted where it belongs
             continue
-        gradients = [g for g in gradients if g.numel()]
+        if not all(map(torch.Tensor.numel, gradients)):
+            gradients = [g for g in gradients if g.numel()]
         device = gradients[0].device if gradients else home
         part = torch.zeros((), dtype=torch.float64 if squares else torch.float32, device=device)
         if gradients and squares and _fit(gradients):
@@ -85,6 +79,30 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
     return total if largest else total.pow(1.0 / p)
 
 
+def _kinds(params: list[torch.Tensor]) -> list[_Kind]:
+    try:
+        return list(map(_engine_kind, params))
+    except AttributeError:  # found once for each parameter: with many small ones it costs as much as the norm
+        for parameter in params:
+            parameter._engine_kind = _kind(_sharded_over(parameter), place_of(parameter))  # type: ignore[attr-defined]
+        return list(map(_engine_kind, params))
+
+
+def _local_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of those that have one; a gradient of which each rank holds an addend is summed first."""
+    gradients = gradients_of(params)
+    if type(None) in map(type, gradients):
+        params = [p for p, g in zip(params, gradients, strict=True) if g is not None]
+        gradients = gradients_of(params)
+    kinds = set(map(type, gradients))
+    # FSDP gives a gradient the very layout of its parameter; looking into others takes as long as the norm.
+    if DTensor in kinds and (len(kinds) > 1 or not all(map(operator.is_, map(_spec, gradients), map(_spec, params)))):
+        for i, (parameter, gradient) in enumerate(zip(params, gradients, strict=True)):
+            if type(gradient) is DTensor and any(p.is_partial() for p in gradient.placements):
+                gradients[i] = parameter.grad = _summed(gradient, parameter)
+    return local_tensors(gradients)
+
+
 @functools.cache
 def _kind(over: tuple[DeviceMesh | None, tuple[int, ...]], place: str | None) -> _Kind:
     """One object for all parameters that are laid out alike: its identity is compared, not what it holds."""
@@ -92,7 +110,9 @@ def _kind(over: tuple[DeviceMesh | None, tuple[int, ...]], place: str | None) ->
 
 
 def _fit(gradients: list[torch.Tensor]) -> bool:
-    return library.serves(gradients[0].device) and all(g.dtype in _FUSED and g.is_contiguous() for g in gradients)
+    if not library.serves(gradients[0].device) or not set(map(_dtype, gradients)) <= _FUSED:
+        return False
+    return all(map(torch.Tensor.is_contiguous, gradients))
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float, eps: float = _EPS) -> torch.Tensor:

@@ -151,10 +151,10 @@ class OptimManager:
         if self._scale is not None:
             norm = norm / self._scale
         coefficient = clip_coefficient(norm, max_norm, eps)
-        inside = {id(p) for p in parameters}
+        inside = set(map(id, parameters))
         for index, optimizer in enumerate(self.optimizers):
             own = list(_parameters(optimizer.param_groups))
-            if all(id(p) in inside for p in own):
+            if inside.issuperset(map(id, own)):
                 self._norms[index] = norm
                 if defer and isinstance(optimizer, FusedOptimizer):
                     self._deferred[index] = coefficient

@@ -16,15 +16,16 @@ from engine.init import clean_name, init_parameters_, module_rule, on_meta, stan
 from engine.optim.rounding import round_at_random
 from engine.optim.stale import mark_stale
 from engine.parallel.context import split_tokens
+from engine.parallel.exchange import Exchange, exchange
 from engine.parallel.mesh import data_mesh, storage_mesh
 from engine.parallel.pipeline import pipeline_of, split
-from engine.parallel.reduce import exchange_gradients
 from engine.parallel.stages import absent_names, mark, split_lists
 from engine.parallel.tensor import check_inputs, parallelize
 from engine.precision import Policy
 from engine.recompute import wrap_units_
 
 _levels: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+last_units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that level 3 leaves gathered after forward
 _policies: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary()
 
 
@@ -113,19 +114,23 @@ def lay_over_ranks(
     mixed = policy.mixed_precision()
     if policy.precision == "fp32" and any(p.itemsize < 4 for p in model.parameters() if p.requires_grad):
         mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # a sum in 16 bits loses what the ranks agree on
+    order = [m for m in model.modules() if m in chosen]
+    # What is gathered last in forward stays, as the root's own parameters do (None): backward needs it first.
+    if order and settings.pp_size == 1:
+        last_units.add(order[-1])
     # Inner units first: each takes the parameters below it that no unit has taken.
-    for unit in reversed([m for m in model.modules() if m in chosen]):
+    for unit in reversed(order):
         where = of_stage if unit in in_lists else mesh
-        fully_shard(unit, mesh=where, mp_policy=mixed, reshard_after_forward=level == 3)
+        fully_shard(unit, mesh=where, mp_policy=mixed, reshard_after_forward=level == 3 and unit not in last_units)
         if unit in in_lists:
             # Gathering ahead what comes before the list would wait, on a CPU, for stages that wait for this one.
             assert isinstance(unit, FSDPModule)
             unit.set_modules_to_backward_prefetch([unit])
-    # None: the root's own parameters stay gathered, for they are the first that backward needs.
     fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=None if level == 3 else False)
-    exchange_gradients(model, storage_mesh(runtime.mesh(), level, over_stages)["dp_shard"].get_group())
+    shards = storage_mesh(runtime.mesh(), level, over_stages)["dp_shard"]
+    # Of a pipeline, a stage that gathers ahead may wait for one that waits for this one.
+    calls = _Calls(model, exchange(model, shards, order if settings.pp_size == 1 else ()))
     _levels[model] = level
-    calls = _Calls(model)
     if (pipeline := pipeline_of(model)) is not None:
         pipeline.dtype = policy.compute_dtype or next(model.parameters()).dtype
         pipeline.watch(model)
@@ -283,16 +288,20 @@ def _check_dtypes(model: nn.Module, chosen: set[nn.Module]) -> None:
 class _Calls:
     """Counts the calls of a model that are under way, and frees gathered parameters after the last where need be."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: nn.Module, exchange: Exchange | None) -> None:
+        self._model, self._exchange = weakref.ref(model), exchange
         self._open = 0
 
     def enter(self, *_: Any) -> None:
+        if self._open == 0 and self._exchange is not None:
+            self._exchange.before_forward()
         self._open += 1
 
     def leave(self, *_: Any) -> None:
         # Without a backward nothing frees the gathered parameters, and an optimizer built now would be given them.
         self._open -= 1
+        if self._open == 0 and self._exchange is not None:
+            self._exchange.after_forward()
         if self._open == 0 and not torch.is_grad_enabled() and (model := self._model()) is not None:
             reshard(model)
 

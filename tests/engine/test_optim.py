@@ -129,6 +129,21 @@ def test_a_norm_over_several_meshes(two, level, collectives, norm_type):
         assert made == collectives
 
 
+def norm_of_addends():
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    engine.init_distributed()
+    mesh = engine.runtime.mesh()["dp_shard"]
+    plain, split = (torch.nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Replicate()])) for _ in range(2))
+    plain.grad = DTensor.from_local(torch.full((3,), 2.0), mesh, [Replicate()])
+    split.grad = DTensor.from_local(torch.full((3,), 1.0 + engine.rank()), mesh, [Partial()])
+    return grad_norm([plain, split]).item(), split.grad.to_local().tolist()
+
+
+def test_a_gradient_in_addends_is_summed_first(two):
+    assert two.run(norm_of_addends) == [(pytest.approx((3 * 4 + 3 * 9) ** 0.5), [3.0, 3.0, 3.0])] * 2
+
+
 def test_deferred_clipping_is_the_same_step(either):
     results = []
     for defer in (False, True):
@@ -253,15 +268,20 @@ def sharded_states():
     engine.accumulate(model, [toys.microbatch(0)], toys.loss_of(model), toys.counts)
     optimizer.step()
     state = get_optimizer_state_dict(model, optimizer)["state"]
-    return {
+    found = {
         name: (tuple(entry["exp_avg"].shape), entry["exp_avg"].placements[0].is_shard(0), entry["step"].item())
         for name, entry in state.items()
     }
+    model._apply(torch.clone)  # as .to() does: the shards are others now
+    before = model.embed.weight.to_local().clone()
+    optimizer.step()
+    return found, not model.embed.weight.to_local().equal(before)
 
 
 def test_states_are_placed_as_their_parameters_also_empty_ones(two):
     shapes = {name: tuple(p.shape) for name, p in toys.build().named_parameters()}
-    for found in two.run(sharded_states):
+    for found, stepped in two.run(sharded_states):
+        assert stepped
         assert {name: shape for name, (shape, _, _) in found.items()} == shapes
         assert all(sharded and step == 1 for _, sharded, step in found.values())
 

@@ -1,9 +1,12 @@
 """Sharded training against plain torch in one process: loss, every gradient, clip norm, parameters after 3 steps."""
 
+import copy
+
 import engine_toys as toys
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 from engine.parallel.shard import find_units
@@ -80,12 +83,81 @@ def levels_keep_gathered(level):
     engine.init_distributed(zero_level=level)
     model = engine.shard(toys.build())
     model(torch.zeros(1, 3, dtype=torch.int64))
-    return not hasattr(model.layers[0].up.weight, "placements")
+    return [not hasattr(layer.up.weight, "placements") for layer in model.layers]
 
 
-def test_only_level_3_frees_parameters_after_forward(two):
-    assert two.run(levels_keep_gathered, 3) == [False, False]
-    assert two.run(levels_keep_gathered, 2) == [True, True]
+def test_only_level_3_frees_parameters_after_forward_but_those_of_the_last_unit(two):
+    assert two.run(levels_keep_gathered, 3) == [[False, False, True]] * 2
+    assert two.run(levels_keep_gathered, 2) == [[True, True, True]] * 2
+
+
+class Backwards(toys.Toy):
+    """Its forward comes to the units in another order than they are listed in, and not to all."""
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.rope
+        for layer in (self.layers[2], self.layers[0]):
+            x = layer(x)
+        return self.head(x * self.scale)
+
+
+def other_order():
+    engine.init_distributed(zero_level=3)
+    torch.manual_seed(7)
+    model = Backwards()
+    whole = copy.deepcopy(model)
+    engine.shard(model)
+    outs, gathers, ids = [], [], toys.microbatch(0)[0]
+    for _ in range(3):
+        with torch.no_grad(), toys.Collectives() as made:
+            outs.append((model(ids), whole(ids)))
+        gathers.append(len(made.of("gather")))
+        for parameter in [*model.parameters(), *whole.parameters()]:
+            (parameter.to_local() if hasattr(parameter, "to_local") else parameter).data.mul_(1.5)
+    return outs, gathers
+
+
+def test_units_in_another_order_are_right_and_not_gathered_ahead_again(two):
+    for outs, gathers in two.run(other_order):
+        for found, expected in outs:
+            torch.testing.assert_close(found, expected)
+        # The root, layers 2 and 0; the first time also layer 1, ahead and in vain.
+        assert gathers[0] == 4 and gathers[1:] == [3, 3]
+
+
+class Order(TorchDispatchMode):
+    """The order in which messages are sent, layers' products are made and parts are added up."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = toys.part_of(func, args) if func.namespace == "c10d" else func.__name__
+        if name in ("allgather", "reduce_scatter", "gelu.default", "gelu_backward.default"):
+            self.seen.append(name.partition(".")[0])
+        elif name == "add.out":
+            self.seen.append("add")
+        return func(*args, **kwargs or {})
+
+
+def overlapped():
+    engine.init_distributed(zero_level=3)
+    model = engine.shard(toys.build())
+    with Order() as order:
+        loss = toys.loss_of(model)(toys.microbatch(0), {"tokens": 4})
+        order.seen.append("backward")
+        loss.backward()
+    return order.seen
+
+
+def test_units_are_gathered_and_reduced_while_others_work(two):
+    forward = ["allgather", "allgather", "allgather", "gelu", "allgather", "gelu", "gelu"]
+    # The last unit is still there. Each next one is asked for before a unit works, and added up after it has.
+    backward = ["allgather", "gelu_backward", "reduce_scatter", "allgather", "gelu_backward", "add", "reduce_scatter",
+                "gelu_backward", "add", "reduce_scatter", "add", "reduce_scatter", "add"]  # fmt: skip
+    for seen in two.run(overlapped):
+        assert seen == [*forward, "backward", *backward]
 
 
 def reductions(level, microbatches):
@@ -172,14 +244,20 @@ def other_method():
     with torch.no_grad():
         out = model.encode(ids)
         sharded = hasattr(model.embed.weight, "placements")
-        model(ids)
-    return out, sharded
+        for parameter in model.parameters():
+            parameter.to_local().mul_(1.5)
+        return out, sharded, model(ids)
 
 
 def test_methods_other_than_forward(two):
-    expected = toys.build().encode(toys.microbatch(0)[0])
-    for found, sharded in two.run(other_method):
+    plain, ids = toys.build(), toys.microbatch(0)[0]
+    expected = plain.encode(ids)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(1.5)
+    for found, sharded, later in two.run(other_method):
         torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(later, plain(ids))  # not with what was gathered ahead of a forward that did not come
         assert sharded
 
 

@@ -1,0 +1,180 @@
+"""Parameters and gradients between ranks over gloo: each rank sends its parts to the others, and adds up what it got.
+
+gloo's own all-gather and reduce-scatter move the same bytes in turns around a ring and take about twice as long. Here
+all parts travel at once, straight to where they are needed, and while they do the rank computes: the parameters of the
+next unit come while this one works, in forward and backward, and the gradients of a unit go while the one before it
+works. Gradients are added in the order of the ranks, whenever the parts arrive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from engine.torch_compat import gather_ahead, in_backward, sums_are_only_viewed
+
+_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+GATHER_TAG, REDUCE_TAG = (
+    0x9A7,
+    0x5ED,
+)  # so that no message of the user's own between two ranks is taken for one of these
+
+
+def _send_parts(send: Sequence[torch.Tensor], into: Sequence[torch.Tensor], group: Any, tag: int) -> list[Any]:
+    """Begin to send ``send[r]`` to each other rank r of the group, and to receive what it sends into ``into[r]``."""
+    ranks, me = group.size(), group.rank()
+    # What is to come first: a message waits at its sender until there is a place for it.
+    before, after = [(me - i) % ranks for i in range(1, ranks)], [(me + i) % ranks for i in range(1, ranks)]
+    works = [dist.irecv(into[r], group=group, group_src=r, tag=tag) for r in before]
+    return works + [dist.isend(send[r], group=group, group_dst=r, tag=tag) for r in after]
+
+
+class _Parts(dist.Work):  # FSDP waits for nothing else
+    """Parts that are under way."""
+
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    @property
+    def open(self) -> bool:
+        """Whether nobody has waited for them yet."""
+        return bool(self._works)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        return True
+
+
+class _Allocates:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ExchangeShards(_Allocates):
+    """What FSDP calls in place of ``dist.all_gather_single`` for a unit (its ``AllGather`` protocol)."""
+
+    def __init__(self) -> None:
+        self._parts: _Parts | None = None
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        rows, me = output_tensor.view(group.size(), -1), group.rank()
+        if input_tensor.data_ptr() != rows[me].data_ptr():
+            rows[me].copy_(input_tensor)
+        parts = _Parts(_send_parts([rows[me]] * len(rows), rows.unbind(), group, GATHER_TAG))
+        if not async_op:
+            parts.wait()
+            return None
+        self._parts = parts
+        return parts
+
+    @property
+    def unused(self) -> bool:
+        """Whether parameters were asked for that no forward or backward has waited for."""
+        return self._parts is not None and self._parts.open
+
+
+class ExchangeAndAdd(_Allocates):
+    """What FSDP calls in place of ``dist.reduce_scatter_single`` for a unit (its ``ReduceScatter`` protocol)."""
+
+    def __init__(self, unit: FSDPModule, sums: _Sums) -> None:
+        self._unit, self._sums = weakref.ref(unit), sums
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        if op not in _OPS:
+            raise ValueError(f"reduce-scatter of gradients: got the operation {op}, expected a sum or an average")
+        self._sums.begin(output_tensor, input_tensor, group, op == dist.ReduceOp.AVG)
+        unit = self._unit()
+        later = in_backward() and op == dist.ReduceOp.AVG
+        if unit is None or not later or not sums_are_only_viewed(unit, output_tensor.dtype):
+            self._sums.finish()
+
+
+class _Sums:
+    """The sums of gradients that a model's ranks have begun; at most one, for it holds a unit's whole gradients."""
+
+    def __init__(self) -> None:
+        self._open: tuple[Any, ...] | None = None
+
+    def begin(self, output: torch.Tensor, whole: torch.Tensor, group: Any, average: bool) -> None:
+        """Begin to exchange the parts of ``whole``; ``output`` has this rank's after ``finish``, or after backward."""
+        self.finish()
+        send, me = whole.view(group.size(), -1).unbind(), group.rank()
+        parts = [send[me] if rank == me else torch.empty_like(send[me]) for rank in range(len(send))]
+        self._open = _send_parts(send, parts, group, REDUCE_TAG), parts, whole, output, average
+        if in_backward():
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def finish(self) -> None:
+        """Wait for the parts that are under way, and add them up."""
+        if self._open is None:
+            return
+        (works, parts, _, output, average), self._open = self._open, None
+        for work in works:
+            work.wait()
+        torch.add(parts[0], parts[1], out=output)
+        for part in parts[2:]:
+            output.add_(part)
+        if average:
+            output.div_(len(parts))
+
+
+class Exchange:
+    """The exchanges of one sharded model on the CPU."""
+
+    def __init__(self, model: nn.Module, order: Sequence[nn.Module]) -> None:
+        """
+        Args:
+            order: the units as forward comes to them: each begins the gather of the next. One that forward does not
+                come to next is found out, and is not gathered ahead again. Empty: nothing is gathered ahead.
+        """
+        sums = _Sums()
+        modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._gathers: dict[FSDPModule, ExchangeShards] = {module: ExchangeShards() for module in modules}
+        for module, gather in self._gathers.items():
+            module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(ExchangeAndAdd(module, sums))  # type: ignore[arg-type]
+        self._before: dict[FSDPModule, FSDPModule] = {}
+        if order:
+            ordered = [m for m in (model, *order) if isinstance(m, FSDPModule)]
+            self._before = dict(zip(ordered[1:], ordered, strict=False))
+            for unit, before in self._before.items():
+                before.set_modules_to_forward_prefetch([unit])
+            gather_ahead(modules[0])
+
+    def after_forward(self) -> None:
+        """Stop gathering ahead what this forward did not come to."""
+        for unit in [u for u in self._before if self._gathers[u].unused]:
+            self._before.pop(unit).set_modules_to_forward_prefetch([])
+
+    def before_forward(self) -> None:
+        """Drop what was gathered ahead and not used: the parameters may have changed since."""
+        for module, gather in self._gathers.items():
+            if gather.unused:
+                module.unshard()
+                module.reshard()
+
+
+def exchange(model: nn.Module, mesh: DeviceMesh, order: Sequence[nn.Module]) -> Exchange | None:
+    """Let a sharded model exchange its parameters and gradients so, where its shards are on several CPUs.
+
+    Args:
+        mesh: the dimension that the shards are on.
+        order: see ``Exchange``.
+    """
+    gloo = mesh.device_type == "cpu" and "gloo" in str(dist.get_backend_config(mesh.get_group()))
+    return Exchange(model, order) if gloo and mesh.size() > 1 else None

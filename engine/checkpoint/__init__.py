@@ -2,31 +2,43 @@
 
 ::
 
-    manifest.json     format_version and, for each other file, its size in bytes and its sha256
+    manifest.json     format_version and, for each other file, its size in bytes and its sha256, or those of its parts
     model/            the parameters and persistent buffers, by torch.distributed.checkpoint
     optim/            the optimizers' tensors by parameter name, likewise             (training checkpoints)
     state/            schedules, loss scale, user state; random generators by rank    (training checkpoints)
     ...               what the caller adds (configuration, tokenizer)
 """
 
-from engine.checkpoint.files import FORMAT_VERSION, MANIFEST, atomic_directory, check_manifest, together
-from engine.checkpoint.model import (
-    all_tensors,
-    load_model,
-    local_slices,
-    named_tensors,
-    save_model,
-    stored_metadata,
-    stored_tensors,
-    write_model,
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from engine.checkpoint.described import stored_metadata
+from engine.checkpoint.files import (
+    FORMAT_VERSION,
+    MANIFEST,
+    atomic_directory,
+    check_manifest,
+    hash_ranges,
+    together,
 )
-from engine.checkpoint.training import (
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-    wait_checkpoint,
-)
-from engine.parallel.stages import whole_tensor
+
+if TYPE_CHECKING:
+    from engine.checkpoint.model import (
+        all_tensors,
+        load_model,
+        local_slices,
+        named_tensors,
+        save_model,
+        stored_tensors,
+        write_model,
+    )
+    from engine.checkpoint.training import (
+        latest_checkpoint,
+        load_checkpoint,
+        save_checkpoint,
+        wait_checkpoint,
+    )
+    from engine.parallel.stages import whole_tensor
 
 __all__ = [
     "FORMAT_VERSION",
@@ -34,6 +46,7 @@ __all__ = [
     "all_tensors",
     "atomic_directory",
     "check_manifest",
+    "hash_ranges",
     "latest_checkpoint",
     "load_checkpoint",
     "load_model",
@@ -48,3 +61,20 @@ __all__ = [
     "whole_tensor",
     "write_model",
 ]
+
+_TRAINING = ("latest_checkpoint", "load_checkpoint", "save_checkpoint", "wait_checkpoint")
+
+
+def __getattr__(name: str) -> Any:
+    # What needs no more than files comes without torch.distributed.checkpoint, whose import takes a second.
+    if name == "whole_tensor":
+        home = "engine.parallel.stages"
+    elif name in __all__:
+        home = "engine.checkpoint.training" if name in _TRAINING else "engine.checkpoint.model"
+    elif name in ("model", "optimizer", "training"):
+        return importlib.import_module(f"engine.checkpoint.{name}")
+    else:
+        raise AttributeError(f"module 'engine.checkpoint' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value

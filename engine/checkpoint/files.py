@@ -7,10 +7,10 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch.distributed as dist
 
@@ -139,6 +139,8 @@ def _replace(path: Path, target: Path) -> None:
 def check_manifest(directory: str | os.PathLike[str], hashes: bool = False) -> dict[str, Any]:
     """Read a checkpoint's manifest and compare the files' sizes, and with ``hashes`` their sha256, with it.
 
+    A file has one hash, or "parts": hashes of ranges of its bytes, so that who wrote it hashed each byte once.
+
     Raises ValueError that names the file and the difference. Not collective.
     """
     path = Path(directory)
@@ -161,8 +163,42 @@ def check_manifest(directory: str | os.PathLike[str], hashes: bool = False) -> d
             raise ValueError(
                 f"checkpoint {path} is damaged: {name} has {size} bytes, its manifest says {entry['size']}"
             )
-        if hashes and (found := _sha256(file)) != entry["sha256"]:
+        if hashes and "parts" in entry:
+            _check_parts(path, name, entry)
+        elif hashes and (found := _sha256(file)) != entry["sha256"]:
             raise ValueError(
                 f"checkpoint {path} is damaged: {name} has sha256 {found}, its manifest says {entry['sha256']}"
             )
     return manifest
+
+
+def hash_ranges(file: BinaryIO, ranges: Sequence[Sequence[int]]) -> str:
+    """The sha256 of ranges of bytes of an open file, [first, end), one after the other."""
+    digest = hashlib.sha256()
+    for first, end in ranges:
+        file.seek(first)
+        while first < end and (data := file.read(min(end - first, 2**20))):
+            digest.update(data)
+            first += len(data)
+    return digest.hexdigest()
+
+
+def _check_parts(path: Path, name: str, entry: Mapping[str, Any]) -> None:
+    """Compare a file with the hashes of its parts, which together are all of it."""
+    parts, at = entry["parts"], 0
+    try:
+        for first, end in sorted((first, end) for part in parts for first, end in part["bytes"]):
+            at = end if first == at <= end else -1
+        if at != entry["size"]:
+            raise ValueError("they are not each byte once")
+        hashes = [part["sha256"] for part in parts]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path / MANIFEST} is damaged: the parts of {name}: {error!r}") from error
+    with open(path / name, "rb", buffering=0) as file:
+        for part, expected in zip(parts, hashes, strict=True):
+            if (found := hash_ranges(file, part["bytes"])) != expected:
+                where = ", ".join(f"{first} to {end}" for first, end in part["bytes"][:3])
+                raise ValueError(
+                    f"checkpoint {path} is damaged: bytes {where} of {name} have sha256 {found}, its manifest says "
+                    f"{expected}"
+                )

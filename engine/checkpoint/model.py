@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +14,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
+from engine.checkpoint.described import METADATA, DescriptionUnpickler, stand_in, stored_metadata
 from engine.checkpoint.files import atomic_directory, check_manifest, together
 from engine.init import clean_name
 from engine.parallel.shard import reshard
@@ -194,22 +194,10 @@ def stored_tensors(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """{name: (shape, dtype)} of a checkpoint's model, without reading a tensor. ValueError if it cannot be read."""
     return {
-        name: (tuple(entry.size), entry.properties.dtype)
+        name: (tuple(entry.size), entry.properties.state[0])
         for name, entry in stored_metadata(directory, part).state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
+        if isinstance(entry, stand_in(METADATA, "TensorStorageMetadata"))
     }
-
-
-def stored_metadata(directory: str | os.PathLike[str], part: str = MODEL) -> Metadata:
-    """What a checkpoint says of its tensors and where they lie, read as data. ValueError if it cannot be read."""
-    reader = _Reader(Path(directory) / part)
-    try:
-        metadata = reader.read_metadata()
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-            raise pickle.UnpicklingError("it is not the metadata of a checkpoint")
-    except Exception as error:  # a damaged pickle fails in every way there is; each is reported with its cause
-        raise ValueError(f"{reader.path}/.metadata cannot be read: {error}") from error
-    return metadata
 
 
 class _Reader(dcp.FileSystemReader):
@@ -217,27 +205,7 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+            metadata: Metadata = DescriptionUnpickler(file).load()
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    _ALLOWED = {
-        "builtins": {"set", "frozenset", "dict", "list", "tuple"},
-        "collections": {"OrderedDict", "defaultdict"},
-        "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
-        "torch": {"Size", "device"},
-        "torch.serialization": {"_get_layout"},
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (
-            name in self._ALLOWED.get(module, ())
-            or (module == "torch.distributed.checkpoint.metadata" and not name.startswith("__"))
-            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-        ):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours does")

@@ -3,9 +3,11 @@
 Nothing larger than a chunk of a tensor is held besides the destination.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -24,8 +26,9 @@ from modelcenter.convert.pieces import (
 )
 from modelcenter.convert.rules import Layout
 
-CHUNK_BYTES = 32 * 2**20  # most that is held of one hub tensor on its way
+CHUNK_BYTES = 8 * 2**20  # most that is held of one hub tensor on its way, so that it stays in the cache meanwhile
 
+Job = TypeVar("Job")
 Target = tuple[str, Sequence[int], torch.Tensor]  # native name, offset of the local slice in the tensor, local slice
 
 
@@ -56,12 +59,14 @@ class _Part:
 
 
 @torch.no_grad()
-def fill_targets(layout: Layout, match: Match, source: Source, targets: Iterable[Target]) -> None:
+def fill_targets(layout: Layout, match: Match, source: Source, targets: Iterable[Target], threads: int = 1) -> None:
     """Copy the tensors of a checkpoint into local slices of a model; boxes that nothing fills become zero.
 
     Args:
         match: which tensors to load (match_names).
+        source: with several threads, one that is read by all of them at once.
         targets: the slices that this process holds; slices of parameters that no loaded tensor fills stay as they are.
+        threads: that read tensors; each holds a chunk.
 
     Raises:
         ValueError: the file repeats a tied tensor with other values.
@@ -74,20 +79,40 @@ def fill_targets(layout: Layout, match: Match, source: Source, targets: Iterable
     for name, boxes in layout.pads.items():
         for box, local in by_name.get(name, ()):
             zero_pads(local, box, boxes)
-    jobs = [(name, key, False) for key, name in match.found.items()]
-    jobs.sort(key=lambda job: source.position(job[0]))
-    jobs += [(name, key, True) for name, key in match.compare]  # once what they repeat is there
-    for name, key, compare in jobs:
-        parts = [
+
+    def parts_of(key: str) -> list[_Part]:
+        return [
             _Part(part, local, tuple(low for low, _ in box))
             for piece in layout.pieces[key]
             for box, local in by_name.get(piece.names[NATIVE], ())
             for part in restrict(piece, NATIVE, box)
         ]
-        if compare:
-            _compare(source, name, key, match.found[key], parts)
-        else:
-            _load(source, name, parts)
+
+    jobs = [(name, key) for key, name in match.found.items()]
+    jobs.sort(key=lambda job: source.position(job[0]))
+    in_threads(lambda job, space: _load(source, job[0], parts_of(job[1]), space), jobs, threads)
+    for name, key in match.compare:  # now that what they repeat is there
+        _compare(source, name, key, match.found[key], parts_of(key))
+
+
+def in_threads(work: Callable[[Job, "Space"], None], jobs: Iterable[Job], threads: int) -> None:
+    """Do `work(job, space)` for each job, begun in their order, in threads with a `Space` each; raises the first error.
+
+    Reading from files and `copy_values` run at the same time in several.
+    """
+    if threads == 1:
+        space = Space()
+        for job in jobs:
+            work(job, space)
+        return
+    own = threading.local()
+
+    def start() -> None:
+        own.space = Space()
+
+    with ThreadPoolExecutor(threads, initializer=start) as pool:
+        for _ in pool.map(lambda job: work(job, own.space), jobs):
+            pass
 
 
 def zero_pads(local: torch.Tensor, box: Box, pads: Iterable[Box]) -> None:
@@ -98,7 +123,7 @@ def zero_pads(local: torch.Tensor, box: Box, pads: Iterable[Box]) -> None:
             local[tuple(slice(low, high) for low, high in both)] = 0
 
 
-def _load(source: Source, name: str, parts: list[_Part]) -> None:
+def _load(source: Source, name: str, parts: list[_Part], space: "Space") -> None:
     dtype, others = source.dtype(name), []
     for part in parts:
         local, side = part.local, part.side
@@ -106,12 +131,12 @@ def _load(source: Source, name: str, parts: list[_Part]) -> None:
             source.read(name, bounds(part.piece, 1 - side), part.destination(part.piece))
         else:
             others.append(part)
-    for part, piece, values in _stream(source, name, others):
+    for part, piece, values in _stream(source, name, others, space):
         copy_values(part.destination(piece), values)
 
 
 def _compare(source: Source, name: str, key: str, loaded: str, parts: list[_Part]) -> None:
-    for part, piece, values in _stream(source, name, parts):
+    for part, piece, values in _stream(source, name, parts, Space()):
         here = part.destination(piece)
         if not torch.allclose(here, values.to(here.dtype).to(here.device), rtol=0, atol=0, equal_nan=True):
             raise ValueError(
@@ -120,17 +145,19 @@ def _compare(source: Source, name: str, key: str, loaded: str, parts: list[_Part
             )
 
 
-def _stream(source: Source, name: str, parts: list[_Part]) -> Iterator[tuple[_Part, Piece, torch.Tensor]]:
-    """Read the hub tensor in chunks; yield for each part its piece of the chunk and the values there."""
+def _stream(
+    source: Source, name: str, parts: list[_Part], space: "Space"
+) -> Iterator[tuple[_Part, Piece, torch.Tensor]]:
+    """Read the hub tensor in chunks; yield for each part its piece of the chunk and the values there, in `space`."""
     if not parts:
         return
-    side = 1 - parts[0].side
+    side, dtype = 1 - parts[0].side, source.dtype(name)
     region = _union([bounds(part.piece, side) for part in parts])
-    for chunk in chunks(region, CHUNK_BYTES // source.dtype(name).itemsize):
+    for chunk in chunks(region, CHUNK_BYTES // dtype.itemsize):
         inside = [(part, piece) for part in parts for piece in restrict(part.piece, side, chunk)]
         for group in _groups(source, name, inside, side):
             box = _union([bounds(piece, side) for _, piece in group])
-            values = source.read(name, box)
+            values = source.read(name, box, space.of(box, dtype))
             for part, piece in group:
                 yield part, piece, view(values, piece, side, [low for low, _ in box])
 
@@ -179,7 +206,8 @@ def fill_box(
     out: torch.Tensor,
     source: Source,
     names: Mapping[str, str],
-    pads: Sequence[Box] = (),
+    pads: Sequence[Box],
+    space: "Space",
 ) -> None:
     """Fill `out`, a box of one tensor of either side, from a source that holds the other side.
 
@@ -187,6 +215,7 @@ def fill_box(
         pieces: all pieces of that tensor. side: which of their sides it is on.
         names: name on the other side -> name in the source.
         pads: boxes of the tensor that nothing fills; they become zero.
+        space: for what is read on the way; not that of `out`.
     """
     zero_pads(out, box, pads)
     by_name: dict[str, list[_Part]] = {}
@@ -195,11 +224,11 @@ def fill_box(
             found = _Part(part, out, tuple(low for low, _ in box), side)
             by_name.setdefault(names[piece.names[1 - side]], []).append(found)
     for name, parts in by_name.items():
-        _load(source, name, parts)
+        _load(source, name, parts, space)
 
 
 @torch.no_grad()
-def read_into(source: Source, name: str, offsets: Sequence[int], local: torch.Tensor) -> None:
+def read_into(source: Source, name: str, offsets: Sequence[int], local: torch.Tensor, space: "Space") -> None:
     """Fill a local slice, which starts at `offsets`, from the tensor of the same layout, in chunks if need be."""
     local = local.detach()
     box = tuple((start, start + size) for start, size in zip(offsets, local.shape, strict=True))
@@ -208,7 +237,7 @@ def read_into(source: Source, name: str, offsets: Sequence[int], local: torch.Te
         return
     for part in chunks(box, CHUNK_BYTES // source.dtype(name).itemsize):
         place = tuple(slice(low - start, high - start) for (low, high), start in zip(part, offsets, strict=True))
-        local[place].copy_(source.read(name, part))
+        local[place].copy_(source.read(name, part, space.of(part, source.dtype(name))))
 
 
 class Space:
@@ -226,22 +255,37 @@ class Space:
 
 
 _TILE = 256  # rows and columns that are transposed at once, so that both sides of it stay in the cache
+_LINE, _CLASH = 64, 2048  # bytes of a cache line; rows so far apart push each other's lines out of the nearest cache
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_values(target: torch.Tensor, values: torch.Tensor) -> None:
-    """`target.copy_(values)`; a transpose goes by tiles and through numpy, which is up to seven times faster."""
-    turned = target.dim() == 2 and target.stride(1) == values.stride(0) == 1 and values.stride(1) > 1
+    """`target.copy_(values)`; a transpose, either way round, goes by tiles and through numpy, which is faster.
+
+    Where the rows of `values` lie at multiples of 2048 bytes a tile is copied to rows that do not before it is turned:
+    up to three times as fast.
+    """
     same = target.dtype == values.dtype and target.device.type == values.device.type == "cpu"
-    if not (turned and same) or target.dtype.itemsize not in _WORDS:
+    into, of = target.squeeze(), values.squeeze()
+    if into.dim() == 2 and into.stride(0) == 1 < into.stride(1):
+        into, of = into.t(), of.t()
+    turned = into.dim() == 2 and into.stride(1) == of.stride(0) == 1 < of.stride(1)
+    item = target.dtype.itemsize
+    if not (turned and same) or item not in _WORDS:
         target.copy_(values)
         return
-    words = _WORDS[target.dtype.itemsize]
-    into, of = target.detach().view(words).numpy(), values.detach().view(words).numpy()
-    for rows in range(0, target.shape[0], _TILE):
-        for columns in range(0, target.shape[1], _TILE):
-            at = (slice(rows, rows + _TILE), slice(columns, columns + _TILE))
-            into[at] = of[at]
+    to, rows = into.detach().view(_WORDS[item]).numpy(), of.detach().view(_WORDS[item]).t().numpy()
+    tile = None
+    if rows.strides[0] % _CLASH == 0:
+        tile = torch.empty(_TILE, _TILE + _LINE // item, dtype=_WORDS[item]).numpy()
+    for first in range(0, len(rows), _TILE):
+        for column in range(0, rows.shape[1], _TILE):
+            part = rows[first : first + _TILE, column : column + _TILE]
+            if tile is not None:
+                apart = tile[: part.shape[0], : part.shape[1]]
+                apart[:] = part
+                part = apart
+            to[column : column + _TILE, first : first + _TILE] = part.T
 
 
 def export_tensor(layout: Layout, key: str, natives: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -42,7 +42,7 @@ class Blocks:
 
     def __init__(self, opened: Opened):
         self._opened = opened
-        self._space = Space()
+        self._space, self._read_space = Space(), Space()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._held: dict[str, torch.Tensor] = {}  # whole tensors of the source, in `_memory`
 
@@ -81,7 +81,8 @@ class Blocks:
 
     def _fill(self, side: int, key: str, box: Box, out: torch.Tensor) -> None:
         opened = self._opened
-        fill_box(opened.pieces(side, key), side, box, out, opened.source, opened.names, self._pads(side, key))
+        pieces, pads = opened.pieces(side, key), self._pads(side, key)
+        fill_box(pieces, side, box, out, opened.source, opened.names, pads, self._read_space)
 
     @torch.no_grad()
     def _move(self, side: int, key: str, block: Box, dtype: torch.dtype) -> torch.Tensor:

@@ -33,6 +33,7 @@ from modelcenter.hub.targets import (
     Filler,
     Job,
     Unit,
+    file_parts,
     hash_tensor,
     plan_distributed,
     plan_hub,
@@ -195,7 +196,7 @@ class _Run:
         self._compare_repeats()
         filler = Filler(self.opened, self.side, scratch, make_lock())
 
-        def write(unit: Unit, report: Report) -> tuple[dict[str, str], str | None]:
+        def write(unit: Unit, report: Report) -> dict[str, str]:
             made: dict[str, str] = {}
             with open(scratch / _JOURNAL / str(os.getpid()), "a", buffering=1) as journal:
 
@@ -203,18 +204,16 @@ class _Run:
                     made[name] = found
                     journal.write(json.dumps([name, found]) + "\n")
 
-                return made, filler.write(unit, report, wrote)
+                filler.write(unit, report, wrote)
+            return made
 
-        units, hashes = units_of(self.plan, written), {}
         with flushing([scratch / name for name in self.plan.sizes]):
-            for index, (made, found) in self._each("converting", write, units):
+            for _, made in self._each("converting", write, units_of(self.plan, written)):
                 written.update(made)
-                if found is not None:
-                    hashes[units[index].file] = found
-        self._finish(scratch, written, hashes)
+        self._finish(scratch, written)
 
-    def _each(self, what: str, work: Any, jobs: Sequence[Any], total: int | None = None) -> Iterator[tuple[int, Any]]:
-        progress = Progress(what, sum(job.nbytes for job in jobs) if total is None else total, self.shown)
+    def _each(self, what: str, work: Any, jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        progress = Progress(what, sum(job.nbytes for job in jobs), self.shown)
         yield from run_all(work, jobs, self.workers, progress, self.peaks)
         progress.close()
 
@@ -259,7 +258,7 @@ class _Run:
                     "If the checkpoint is meant to be untied, say so in its config.json: tie_word_embeddings false"
                 )
 
-    def _finish(self, scratch: Path, written: Mapping[str, str], hashes: Mapping[Any, str]) -> None:
+    def _finish(self, scratch: Path, written: Mapping[str, str]) -> None:
         if self.verify:
             with self._reader(scratch) as reader:
 
@@ -277,7 +276,7 @@ class _Run:
         if self.side == HUB:
             write_hub_index(scratch, self.files)
         else:
-            self._write_manifest(scratch, hashes)
+            self._write_manifest(scratch, written)
         jobs = self.plan.jobs
         self.done.tensors, self.done.bytes = len(jobs), sum(job.nbytes for job in jobs)
         self.done.parameters = sum(job.nbytes // job.dtype.itemsize for job in jobs)
@@ -329,23 +328,18 @@ class _Run:
             },
         )
 
-    def _write_manifest(self, scratch: Path, hashes: Mapping[Any, str]) -> None:
-        """manifest.json; `hashes` of files that are known already."""
-        names = sorted(str(p.relative_to(scratch)) for p in scratch.rglob("*") if p.is_file())
-        sizes = {name: (scratch / name).stat().st_size for name in names}
-
-        def look(name: str, report: Report) -> str:
-            digest = hashlib.sha256()
-            with open(scratch / name, "rb", buffering=0) as file:
-                while data := file.read(8 * 2**20):
-                    digest.update(data)
-                    report(len(data))
-            return digest.hexdigest()
-
-        found, rest = dict(hashes), [name for name in names if name not in hashes]
-        for index, value in self._each("hashing files", look, rest, sum(sizes[name] for name in rest)):
-            found[rest[index]] = value
-        files = {name: {"size": sizes[name], "sha256": found[name]} for name in names}
+    def _write_manifest(self, scratch: Path, written: Mapping[str, str]) -> None:
+        """manifest.json, of what is known by now and of small files; no tensor is hashed again."""
+        files: dict[str, Any] = {}
+        for path in sorted(p for p in scratch.rglob("*") if p.is_file()):
+            name, size = str(path.relative_to(scratch)), path.stat().st_size
+            files[name] = {"size": size}
+            if name in self.plan.sizes:
+                jobs = [job for job in self.plan.jobs if job.file == name]
+                files[name]["parts"] = file_parts(path, size, jobs, written)
+            else:
+                with open(path, "rb", buffering=0) as file:
+                    files[name]["sha256"] = checkpoint.hash_ranges(file, [(0, size)])
         write_json(scratch / MANIFEST_FILE, {"format_version": checkpoint.FORMAT_VERSION, "files": files})
 
 

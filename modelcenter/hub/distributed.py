@@ -9,8 +9,9 @@ import torch
 import engine
 from engine import checkpoint
 from modelcenter.convert.rules import ArchMap, Layout
-from modelcenter.convert.stream import read_into
+from modelcenter.convert.stream import Space, Target, in_threads, read_into
 from modelcenter.convert.whole import OTHER_HEADS, native_prefix
+from modelcenter.hub.readers import reading_threads
 from modelcenter.hub.resolve import Resolved
 from modelcenter.hub.stored import StoredSource
 
@@ -87,6 +88,9 @@ class StoredModel:
             mine = [slot for slot in engine.local_slices(model) if slot[0] not in self.fresh]
             mine = [slot for slot in mine if slot[0] in self._name_of]
             mine.sort(key=lambda slot: source.position(self._name_of[slot[0]]))
-            for name, offsets, local in mine:
-                read_into(source, self._name_of[name], offsets, local)
+
+            def read(slot: Target, space: Space) -> None:
+                read_into(source, self._name_of[slot[0]], slot[1], slot[2], space)
+
+            in_threads(read, mine, reading_threads())
             return source.bytes_read

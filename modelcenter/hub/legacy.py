@@ -37,6 +37,10 @@ class LegacySource(FileSource):
     def close(self) -> None:
         self._base.close()
 
+    @property
+    def bytes_read(self) -> int:
+        return self._base.bytes_read
+
     def cost(self, name: str, box: Box) -> int:
         """Bytes of the file that reading the box takes."""
         parts = [part for piece in self._made[name].pieces for part in restrict(piece, NATIVE, box)]
@@ -47,9 +51,7 @@ class LegacySource(FileSource):
         entry = self._made[name]
         box = whole(entry.shape) if box is None else box
         if entry.renamed is not None:
-            out = self._base.read(entry.renamed, box, out)
-            self.bytes_read = self._base.bytes_read
-            return out
+            return self._base.read(entry.renamed, box, out)
         if out is None:
             out = torch.empty([high - low for low, high in box], dtype=self.dtype(name))
         shaped, origin = out.view([high - low for low, high in box]), [low for low, _ in box]
@@ -60,7 +62,6 @@ class LegacySource(FileSource):
                 if entry.factor != 1:
                     values = (values.float() * entry.factor).to(shaped.dtype)
                 view(shaped, part, NATIVE, origin).copy_(values)
-        self.bytes_read = self._base.bytes_read
         return out
 
 

@@ -20,7 +20,7 @@ from modelcenter.hub.distributed import StoredModel
 from modelcenter.hub.download import HubOptions
 from modelcenter.hub.legacy import in_hf_form, open_source
 from modelcenter.hub.names import GENERATION_FILE
-from modelcenter.hub.readers import FileSource
+from modelcenter.hub.readers import FileSource, reading_threads
 from modelcenter.hub.resolve import Resolved, read_json, resolve
 from modelcenter.registry import ARCHITECTURES, TASKS, ArchSpec, get, nearest
 
@@ -171,7 +171,7 @@ def load_model(
             model.base_name = found.repo or str(found.directory or found.origin)
             kept = parse_dtype(dtype) or _one_dtype(dtypes, found.config, report)
             _place(model, kept, policy, adapter, fresh)
-            fill_targets(layout, match, source, engine.local_slices(model))
+            fill_targets(layout, match, source, engine.local_slices(model), reading_threads())
             report.bytes_read = source.bytes_read
         report.skipped, report.ignored, report.unknown = match.skipped, match.ignored, match.unknown
     if fresh:

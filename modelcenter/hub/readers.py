@@ -9,6 +9,7 @@ import json
 import math
 import os
 import struct
+import threading
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,13 +60,17 @@ class TensorInfo:
 
 
 class FileSource:
-    """The tensors of a checkpoint (convert.stream.Source). `bytes_read` counts what was read of their data."""
+    """The tensors of a checkpoint (convert.stream.Source). `bytes_read` counts what was read of their data.
+
+    Several threads may read at once.
+    """
 
     def __init__(self, tensors: dict[str, TensorInfo], loaded: dict[str, torch.Tensor] | None = None):
         self.tensors = tensors
-        self.bytes_read = 0
+        self._read = 0
         self._loaded = loaded or {}  # tensors of files that cannot be read in part
         self._open: dict[Path, int] = {}
+        self._lock = threading.Lock()
 
     def __enter__(self) -> "FileSource":
         return self
@@ -77,6 +82,10 @@ class FileSource:
         for handle in self._open.values():
             os.close(handle)
         self._open.clear()
+
+    @property
+    def bytes_read(self) -> int:
+        return self._read
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Keep the tensors of these names only, under new ones: {name: new name}."""
@@ -107,7 +116,7 @@ class FileSource:
             return out
         if name in self._loaded:
             part = self._loaded[name][tuple(slice(low, high) for low, high in box)]
-            self.bytes_read += part.numel() * info.dtype.itemsize
+            self._count(part.numel() * info.dtype.itemsize)
             out.view(sizes).copy_(part)
         elif info.strides == _row_major(info.shape):
             self._read_box(info, info.offset, info.shape, box, out.view(sizes))
@@ -144,7 +153,7 @@ class FileSource:
         for index in range(len(out)):
             if read(handle, [target[index * size : (index + 1) * size]], start + index * step) != size:
                 raise ValueError(f"{info.file} ended before byte {start + index * step + size}")
-        self.bytes_read += len(target)
+        self._count(len(target))
 
     def _read_strided(self, info: TensorInfo, box: Box, sizes: list[int]) -> torch.Tensor:
         """Read a box of a tensor stored with other strides: the span it occupies, then a view of that."""
@@ -155,9 +164,14 @@ class FileSource:
         return flat.as_strided(sizes, info.strides)
 
     def _handle(self, file: Path) -> int:
-        if file not in self._open:
-            self._open[file] = os.open(file, os.O_RDONLY)
-        return self._open[file]
+        with self._lock:
+            if file not in self._open:
+                self._open[file] = os.open(file, os.O_RDONLY)
+            return self._open[file]
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self._read += size
 
     def _pread(self, info: TensorInfo, start: int, out: torch.Tensor) -> None:
         target, handle, done = as_bytes(out), self._handle(info.file), 0
@@ -168,7 +182,12 @@ class FileSource:
                     f"{info.file} ended at byte {start + done} while {len(target) - done} more were needed"
                 )
             done += count
-        self.bytes_read += done
+        self._count(done)
+
+
+def reading_threads() -> int:
+    """How many threads read a model: as many as torch computes with, as far as that makes it faster."""
+    return min(torch.get_num_threads(), 8)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

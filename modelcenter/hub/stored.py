@@ -1,7 +1,6 @@
 """The tensors of a distributed checkpoint, read by boxes: each part of a tensor straight from its place in a file."""
 
 import itertools
-import pickle
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from engine import checkpoint
+from engine.checkpoint.described import FILES, METADATA, Described, pickled, stand_in, stored_metadata
 from modelcenter.convert.pieces import Box, whole
 from modelcenter.hub.blobs import locate
 from modelcenter.hub.readers import FileSource
@@ -36,7 +33,7 @@ class StoredSource:
     def __init__(self, directory: Path, part: str = MODEL):
         """Reads the descriptions, no tensor. Raises ValueError: damaged, or the parts of a tensor do not make it up."""
         self._root = (directory / part).resolve()
-        self.tensors = _read_infos(checkpoint.stored_metadata(directory, part), directory / part)
+        self.tensors = _read_infos(stored_metadata(directory, part), directory / part)
         self._located: dict[str, list[tuple[Box, str]]] = {}
         self._parts = FileSource({})
 
@@ -122,7 +119,7 @@ def _read_infos(metadata: Any, where: Path) -> dict[str, StoredInfo]:
     except (AttributeError, TypeError) as error:
         raise ValueError(f"{where}/.metadata does not say where tensors lie: {error}") from error
     for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, dcp.TensorStorageMetadata):
+        if not isinstance(entry, stand_in(METADATA, "TensorStorageMetadata")):
             continue
         try:
             infos[name] = _read_info(name, entry, places)
@@ -132,7 +129,7 @@ def _read_infos(metadata: Any, where: Path) -> dict[str, StoredInfo]:
 
 
 def _read_info(name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> StoredInfo:
-    shape, dtype, parts = tuple(entry.size), entry.properties.dtype, []
+    shape, dtype, parts = tuple(entry.size), entry.properties.state[0], []
     for chunk in entry.chunks:
         place = places[name, tuple(chunk.offsets)]
         box = tuple((o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -159,20 +156,32 @@ def _plain_name(name: Any) -> str:
 
 def write_metadata(directory: Path, infos: Mapping[str, StoredInfo]) -> None:
     """Write the description of tensors whose files lie in `directory`, for torch.distributed.checkpoint to read."""
+
+    def told(name: str, **attributes: Any) -> Described:
+        return stand_in(METADATA, name)(state=attributes)
+
     entries: dict[str, Any] = {}
     places = {}
     for name, info in infos.items():
         chunks = []
         for number, (box, file, start, length) in enumerate(info.parts):
             offsets = torch.Size(low for low, _ in box)
-            chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(high - low for low, high in box)))
-            places[dcp.MetadataIndex(name, offsets, number)] = _StorageInfo(file, start, length)
-        properties = dcp.TensorProperties(dtype=info.dtype)
-        entries[name] = dcp.TensorStorageMetadata(properties, torch.Size(info.shape), chunks)
-    told = dcp.Metadata(
+            sizes = torch.Size(high - low for low, high in box)
+            chunks.append(told("ChunkStorageMetadata", offsets=offsets, sizes=sizes))
+            place = {"relative_path": file, "offset": start, "length": length}
+            index = told("MetadataIndex", fqn=name, offset=offsets, index=number)
+            places[index] = stand_in(FILES, "_StorageInfo")(state=place)
+        # As TensorProperties gives its state: dtype, layout, requires_grad, memory format (0: contiguous), pinned.
+        kind = (info.dtype, torch.strided, False, stand_in(METADATA, "_MEM_FORMAT_ENCODING")(0), False)
+        properties = stand_in(METADATA, "TensorProperties")(state=kind)
+        size = torch.Size(info.shape)
+        entries[name] = told("TensorStorageMetadata", properties=properties, size=size, chunks=chunks)
+    metadata = told(
+        "Metadata",
         state_dict_metadata=entries,
         planner_data={name: (name,) for name in entries},
         storage_data=places,
-        storage_meta=dcp.StorageMeta(save_id=str(uuid.uuid4())),
+        storage_meta=told("StorageMeta", checkpoint_id=None, save_id=str(uuid.uuid4()), load_id=None, modules=[]),
+        version=None,
     )
-    (directory / ".metadata").write_bytes(pickle.dumps(told))
+    (directory / ".metadata").write_bytes(pickled(metadata))

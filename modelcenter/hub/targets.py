@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from engine.checkpoint import hash_ranges
 from modelcenter.convert.pieces import HUB, NATIVE, Box, box_numel, whole
 from modelcenter.convert.stream import chunks
 from modelcenter.hub.blobs import frame
@@ -160,7 +161,7 @@ class Unit:
     """Tensors that one process writes one after the other.
 
     Attributes:
-        file: the whole file they are, whose hash is wanted; None: they lie in a file among others.
+        file: the whole file they are; None: they lie in a file among others.
     """
 
     jobs: tuple[Job, ...]
@@ -196,21 +197,17 @@ class Filler:
     def __init__(self, opened: Opened, side: int, directory: Path, lock: Any):
         self._blocks, self._side, self._directory, self._lock = Blocks(opened), side, directory, lock
 
-    def write(self, unit: Unit, report: Report, wrote: Wrote) -> str | None:
-        """Write the tensors of a unit; `wrote` is told the sha256 of the elements of each. Returns that of the file."""
-        whole_file = hashlib.sha256() if unit.file is not None else None
+    def write(self, unit: Unit, report: Report, wrote: Wrote) -> None:
+        """Write the tensors of a unit; `wrote` is told the sha256 of the elements of each."""
+        lock = self._lock if unit.file is None else contextlib.nullcontext()
         for job in unit.jobs:
-            wrote(job.name, self._write(job, report, whole_file))
-        return whole_file.hexdigest() if whole_file is not None else None
+            wrote(job.name, self._write(job, report, lock))
 
-    def _write(self, job: Job, report: Report, whole_file: Any) -> str:
+    def _write(self, job: Job, report: Report, lock: Any) -> str:
         digest = hashlib.sha256()
-        lock = self._lock if whole_file is None else contextlib.nullcontext()
         handle = os.open(self._directory / job.file, os.O_WRONLY)
 
         def put(data: memoryview, at: int) -> int:
-            if whole_file is not None:
-                whole_file.update(data)
             with lock:
                 write_at(handle, data, at)
             return at + len(data)
@@ -233,6 +230,31 @@ class Filler:
         finally:
             os.close(handle)
         return digest.hexdigest()
+
+
+def file_parts(
+    path: Path, size: int, jobs: Sequence[Job], written: Mapping[str, str]
+) -> list[dict[str, list[list[int]] | str]]:
+    """The parts of a manifest's entry of a file: the elements of each tensor, hashed as they were written, and what
+    lies around them, which is little.
+
+    Args:
+        jobs: the tensors in it. written: name -> sha256 of the elements.
+    """
+    parts: list[dict[str, list[list[int]] | str]] = []
+    spans: list[list[int]] = []
+    for job in jobs:
+        item = job.dtype.itemsize
+        own = [[s.start, s.start + box_numel(s.box) * item] for s in job.segments if box_numel(s.box)]
+        parts.append({"bytes": own, "sha256": written[job.name]})
+        spans += own
+    around, at = [], 0
+    for first, end in [*sorted(spans), [size, size]]:
+        if at < first:
+            around.append([at, first])
+        at = end
+    with open(path, "rb", buffering=0) as file:
+        return [*parts, {"bytes": around, "sha256": hash_ranges(file, around)}]
 
 
 def hash_tensor(source: Any, name: str, report: Report) -> str:

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,13 @@ def verify_main(argv: Sequence[str]) -> int:
     parser.add_argument("first", metavar="A")
     parser.add_argument("second", metavar="B")
     _where_flags(parser)
+    parser.add_argument("--target_revision", help="of B, where that is another than --revision (default: --revision)")
     args = parser.parse_args(list(argv))
     from modelcenter.hub.verify import verify
 
-    result = verify(args.first, args.second, request=_request(args), progress=not args.json)
+    request = _request(args)
+    options = replace(request.options, revision=args.target_revision or args.revision)
+    second = replace(request, options=options)
+    result = verify(args.first, args.second, request=request, second_request=second, progress=not args.json)
     _show(args, result, same=result.same)
     return 0 if result.same else 1

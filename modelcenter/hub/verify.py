@@ -54,13 +54,24 @@ class Verification:
         return "\n".join([*lines, "the same" if self.same else "NOT the same"])
 
 
-def verify(first: Any, second: Any, *, request: Request | None = None, progress: bool = False) -> Verification:
+def verify(
+    first: Any,
+    second: Any,
+    *,
+    request: Request | None = None,
+    second_request: Request | None = None,
+    progress: bool = False,
+) -> Verification:
     """Compare two checkpoints of any kind, exactly, tensor by tensor.
+
+    Args:
+        request: what to know of both. second_request: of the second, in place of that.
+        progress: print it to stderr.
 
     Raises:
         ValueError: one of them cannot be read, or they are of different architectures.
     """
-    with open_any(first, request) as a, open_any(second, request) as b:
+    with open_any(first, request) as a, open_any(second, second_request or request) as b:
         if a.arch.model_type != b.arch.model_type:
             raise ValueError(
                 f"{a.origin} has the model_type {a.arch.model_type!r} and {b.origin} has {b.arch.model_type!r}: there "

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -287,10 +289,50 @@ def test_in_small_parts(kind, workers, held, tmp_path, monkeypatch):
     same_bits(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-def test_a_transpose_into_a_part():
-    """By tiles, the last of them smaller."""
-    values = torch.randn(300, 700)
-    target = torch.zeros(700, 1000)
-    copy_values(target[:, 500:800], values.t())
-    assert torch.equal(target[:, 500:800], values.t())
+@pytest.mark.parametrize("dtype, width", [(torch.float32, 700), (torch.bfloat16, 1024), (torch.float64, 512)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_transpose_into_a_part(dtype, width, turned, monkeypatch):
+    """By tiles, the last of them smaller; of rows that clash in the cache, too; seen from either side."""
+    monkeypatch.setattr(torch.Tensor, "copy_", None)  # torch's own is slower
+    values = torch.randn(300, width).to(dtype).t()
+    target = torch.zeros(width, 1000, dtype=dtype)
+    into = target[:, 500:800]
+    copy_values(*((into.t(), values.t()) if turned else (into, values)))
+    assert torch.equal(target[:, 500:800], values)
     assert not target[:, :500].any() and not target[:, 800:].any()
+
+
+@pytest.mark.parametrize("damaged", ["elements", "frame", "parts"])
+def test_parts_of_a_manifest(damaged, saved, tmp_path):
+    """Every byte of a converted file is in one hash of its manifest; those of tensors are conversion.json's."""
+    convert(saved("base"), tmp_path / "out", "distributed", workers=1)
+    said = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    tensors = json.loads((tmp_path / "out" / CONVERSION_FILE).read_text())["tensors"]
+    (name,) = (name for name in said["files"] if name.endswith(".distcp"))
+    *held, around = said["files"][name]["parts"]
+    assert sorted(part["sha256"] for part in held) == sorted(entry["sha256"] for entry in tensors.values())
+    assert engine.checkpoint.check_manifest(tmp_path / "out", hashes=True)
+    if damaged == "parts":
+        held[0]["bytes"][0][0] += 1
+        (tmp_path / "out" / "manifest.json").write_text(json.dumps(said))
+        message = "the parts of model/__0_0.distcp.*not each byte once"
+    else:
+        at = (held[3] if damaged == "elements" else around)["bytes"][0][1] - 1
+        content = bytearray((tmp_path / "out" / name).read_bytes())
+        content[at] ^= 1
+        (tmp_path / "out" / name).write_bytes(content)
+        message = f"bytes .*to {at + 1}.* of model/__0_0.distcp have sha256"
+    with pytest.raises(ValueError, match=message):
+        engine.checkpoint.check_manifest(tmp_path / "out", hashes=True)
+
+
+def test_no_import_of_dcp(saved, tmp_path):
+    """Converting does without torch.distributed.checkpoint, whose import takes longer than a small conversion."""
+    code = (
+        "import sys; from modelcenter.hub.conversion import convert; a, b, c = sys.argv[1:]; "
+        "convert(a, b, 'distributed', workers=1); convert(b, c, 'hf', workers=1); "
+        "print([n for n in ('checkpoint', 'tensor', 'fsdp') if f'torch.distributed.{n}' in sys.modules])"
+    )
+    paths = [saved("base"), tmp_path / "shards", tmp_path / "back"]
+    done = subprocess.run([sys.executable, "-c", code, *map(str, paths)], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
 from modelcenter.convert.bert import ARCH
+from modelcenter.convert.stream import in_threads
 from modelcenter.hub.load import build_model
+from modelcenter.hub.readers import FileSource
 
 TASKS = list(ARCH.tasks)
 
@@ -411,6 +414,7 @@ def test_build_model(tmp_path, saved):
 
 PEAK = """
 import sys
+import threading
 import modelcenter as mc
 mc.from_pretrained(sys.argv[1])
 def peak():  # ru_maxrss would start at the parent's
@@ -450,3 +454,44 @@ def test_under_a_launcher_without_the_engine_a_model_is_plain(monkeypatch, tmp_p
     with pytest.raises(ValueError, match="rank 1 of 2: call engine.init_distributed"):
         model.save_pretrained(tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_several_threads(tmp_path, monkeypatch):
+    """They load what one does, from both forms, transposed parts included; the first error is raised."""
+    model = mc.from_config("tiny/gpt2", "causal-lm", seed=2)
+    model.save_pretrained(tmp_path / "hub")
+    model.save_pretrained(tmp_path / "shards", format="distributed")
+    size = sum(tensor.nbytes for tensor in load_file(tmp_path / "hub" / "model.safetensors").values())
+    for module in ("load", "distributed"):
+        monkeypatch.setattr(f"modelcenter.hub.{module}.reading_threads", lambda: 4)
+    used = set()
+    read = FileSource.read
+
+    def watched(self, name, *rest):
+        used.add(threading.get_ident())
+        if name == failing:
+            raise ValueError("this one")
+        return read(self, name, *rest)
+
+    monkeypatch.setattr(FileSource, "read", watched)
+    failing = ""
+    for form in ("hub", "shards"):
+        found = mc.from_pretrained(tmp_path / form)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(found.state_dict()[name], tensor), name
+        assert found.load_report.bytes_read == size
+    assert threading.get_ident() not in used
+    failing = "transformer.h.0.attn.c_attn.weight"
+    with pytest.raises(ValueError, match="this one"):
+        mc.from_pretrained(tmp_path / "hub")
+
+
+def test_threads_do_not_share_memory():
+    meet, seen = threading.Barrier(2), []
+
+    def work(job, space):
+        meet.wait(60)
+        seen.append(space)
+
+    in_threads(work, range(2), 2)
+    assert len(seen) == 2 and seen[0] is not seen[1]

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modelcenter.hub import verbs
+from modelcenter.hub import verify as verify_module
 from modelcenter.hub.conversion import convert
 from modelcenter.hub.verify import verify
 
@@ -90,6 +91,18 @@ def test_the_verbs(pair, tmp_path, capsys):
     assert "read again, all as written" in capsys.readouterr().out
     held, out = load_file(pair[0] / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert held.keys() == out.keys() and all(torch.equal(held[n], out[n]) for n in held)
+
+
+def test_revisions(pair, monkeypatch):
+    """--revision is of both, --target_revision of the second alone."""
+    seen = []
+    opening = verify_module.open_any
+    monkeypatch.setattr(
+        verify_module, "open_any", lambda path, request: seen.append(request.options.revision) or opening(path, request)
+    )
+    for flags in (["--revision", "a"], ["--revision", "a", "--target_revision", "b"], ["--target_revision", "b"]):
+        assert verbs.verify_main([*map(str, pair), "--json", *flags]) == 0
+    assert seen == ["a", "a", "a", "b", None, "b"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""What a checkpoint says of its tensors and where they lie, read and written as data.
+
+torch pickles it, and a pickle from the Hub could run anything: nothing in it is called here but what a description
+takes. torch's own classes are stood for by ones of their names, as importing torch.distributed.checkpoint takes longer
+than reading a large model's description.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import io
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+METADATA = "torch.distributed.checkpoint.metadata"
+FILES = "torch.distributed.checkpoint.filesystem"
+
+
+class Described:
+    """Stands for an object of one of torch's classes.
+
+    Attributes:
+        arguments: what its class is called with (for an item of an Enum). state: its attributes by name, each also an
+            attribute here (None if it has none of that name); or what else the class makes itself of.
+    """
+
+    kind = ("", "")  # module and name of torch's class
+    state: Any = None
+
+    def __init__(self, *arguments: Any, state: Any = None):
+        self.arguments, self.state = arguments, state
+
+    def __setstate__(self, state: Any) -> None:
+        self.arguments, self.state = (), state
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+@functools.cache
+def stand_in(module: str, name: str) -> type[Described]:
+    """The class that stands for torch's class of that name."""
+    return type(name, (Described,), {"kind": (module, name)})
+
+
+class DescriptionUnpickler(pickle.Unpickler):
+    """Reads a description with torch's own classes, and refuses everything that no description takes."""
+
+    _ALLOWED: Mapping[str, set[str]] = {
+        "builtins": {"set", "frozenset", "dict", "list", "tuple"},
+        "collections": {"OrderedDict", "defaultdict"},
+        "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+        "torch": {"Size", "device"},
+        "torch.serialization": {"_get_layout"},
+        FILES: {"_StorageInfo", "_StoragePrefix"},
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (
+            name in self._ALLOWED.get(module, ())
+            or (module == METADATA and not name.startswith("__"))
+            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+        ):
+            return self.found(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours does")
+
+    def found(self, module: str, name: str) -> Any:
+        return super().find_class(module, name)
+
+
+class _PlainUnpickler(DescriptionUnpickler):
+    def found(self, module: str, name: str) -> Any:
+        return stand_in(module, name) if module in (METADATA, FILES) else super().found(module, name)
+
+
+class _Pickler(pickle._Pickler):
+    """Writes a Described as torch's object. (The pickler in C would import torch's classes.)"""
+
+    def reducer_override(self, item: Any) -> Any:
+        if not isinstance(item, Described):
+            return NotImplemented
+        if item.arguments:
+            return type(item), item.arguments
+        return copyreg.__newobj__, (type(item),), item.state  # type: ignore[attr-defined]
+
+    def save_global(self, item: Any, name: str | None = None) -> None:
+        if not isinstance(item, type) or not issubclass(item, Described):
+            super().save_global(item, name)  # type: ignore[misc]
+            return
+        self.write(pickle.GLOBAL + "{}\n{}\n".format(*item.kind).encode())  # type: ignore[attr-defined]
+        self.memoize(item)  # type: ignore[attr-defined]
+
+
+def pickled(described: Described) -> bytes:
+    """What torch unpickles as its own objects."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(described)
+    return buffer.getvalue()
+
+
+def stored_metadata(directory: str | os.PathLike[str], part: str) -> Described:
+    """What a checkpoint says of the tensors of a part, such as "model". ValueError if it cannot be read."""
+    path = Path(directory) / part / ".metadata"
+    try:
+        found = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        if type(found) is not stand_in(METADATA, "Metadata") or not isinstance(found.state_dict_metadata, dict):
+            raise pickle.UnpicklingError("it is not the metadata of a checkpoint")
+    except Exception as error:  # a damaged pickle fails in every way there is; each is reported with its cause
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return found

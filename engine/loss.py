@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops import linear, matmul_nt
+from engine.ops import linear, matmul, matmul_nt
 
 IGNORE_INDEX = -100
 # Bytes of one chunk of logits. Larger gains nothing on CPU or GPU once the matrix product is efficient.
@@ -167,9 +167,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad.scatter_add_(1, t, at if hit is None else at * hit)
             grad = grad.div_(count).to(hidden.dtype)
             assert dhidden is not None
-            dhidden[start : start + rows] = matmul_nt(grad, weight.t())
-            product = matmul_nt(grad.t(), h.t())
-            dweight = product if dweight is None else dweight.add_(product)
+            dhidden[start : start + rows] = matmul(grad, weight)
+            dweight = matmul(grad.t(), h, add_to=dweight)
             if dbias is not None:
                 dbias += grad.sum(0)
         if train:
@@ -223,8 +222,8 @@ class _LinearLogProbs(torch.autograd.Function):
             if d.shape[1]:
                 d.scatter_add_(1, t, g)
             d = d.to(hidden.dtype)
-            dhidden[chunk] = matmul_nt(d, weight.t())
-            dweight += matmul_nt(d.t(), h.t())
+            dhidden[chunk] = matmul(d, weight)
+            dweight = matmul(d.t(), h, add_to=dweight)
             if dbias is not None:
                 dbias += d.sum(0)
         return dhidden if part is None else part.sum(dhidden), dweight, dbias, None, None

@@ -2,6 +2,7 @@
 #include <math.h>
 
 #include "../core/arguments.h"
+#include "bind_products.h"
 #include "kernels.h"
 
 namespace modelcenter {
@@ -151,6 +152,25 @@ void dropout(Tensor out, Tensor x, std::optional<Tensor> residual, std::optional
   });
 }
 
+void gelu(Tensor out, Tensor x, std::optional<Tensor> grad) {
+  Overlaps overlaps;
+  auto take = [&](const Tensor& t, const char* name, bool written) {
+    STD_TORCH_CHECK(t.numel() == x.numel() && t.scalar_type() == ScalarType::Float, name,
+                    " is not fp32 or differs from x in size");
+    STD_TORCH_CHECK(t.is_contiguous(), name, " is not contiguous");
+    same_device(t, x, name);
+    overlaps.add(t.const_data_ptr(), 4 * t.numel(), written);
+    return (float*)t.const_data_ptr();
+  };
+  const float* from = take(x, "x", false);
+  const float* times = grad ? take(*grad, "grad", false) : nullptr;
+  float* to = take(out, "out", true);
+  overlaps.check();
+  for_chunks(1, [&](size_t) { return x.numel(); }, [&](size_t, int64_t begin, int64_t end) {
+    kernels().gelu(from + begin, times ? times + begin : nullptr, to + begin, end - begin);
+  });
+}
+
 }  // namespace
 }  // namespace modelcenter
 
@@ -183,6 +203,8 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def(
       "dropout_(Tensor(a!) out, Tensor x, Tensor? residual, Tensor? tokens, int first_token, int first_channel, "
       "int key, int site, int threshold, int stream) -> ()");
+  m.def("gelu_tanh_(Tensor(a!) out, Tensor x, Tensor? grad) -> ()");
+  m.def("product_(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!)? sums, bool add) -> ()");
   m.def("merge_master_(Tensor[] p, Tensor[] remainder, Tensor(a!)[] master, int stream) -> ()");
 }
 
@@ -196,5 +218,7 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("cast_scale_copy_", TORCH_BOX(&modelcenter::cast_scale_copy));
   m.impl("split_master_", TORCH_BOX(&modelcenter::split_master));
   m.impl("dropout_", TORCH_BOX(&modelcenter::dropout));
+  m.impl("gelu_tanh_", TORCH_BOX(&modelcenter::gelu));
+  m.impl("product_", TORCH_BOX(&modelcenter::product));
   m.impl("merge_master_", TORCH_BOX(&modelcenter::merge_master));
 }

@@ -7,6 +7,16 @@
 
 namespace modelcenter {
 
+// out (rows, columns) = a (rows, depth) @ b (depth, columns), or that much more; sums (rows,), which may be null, are
+// those of the rows of a. The rows of b and of out are contiguous; those of a, or the columns of it.
+struct Product {
+  float *out, *sums;
+  const float *a, *b;
+  int64_t columns, depth, a_stride, b_stride;
+  bool a_transposed, add;
+};
+constexpr int64_t kProductRoom = 224 * 1024;  // numbers that a thread packs operands into
+
 struct CpuKernels {
   const char* name;
   // Steps elements [begin, end) of a slab; gradients are multiplied by `scale` first.
@@ -21,6 +31,10 @@ struct CpuKernels {
   // out = residual + dropout(x) for channels [begin, end) of row i, where the pointers are; residual may be null.
   void (*dropout)(const Draw& draw, int64_t i, const void* x, const void* residual, void* out, int type, int64_t begin,
                   int64_t end);
+  // out = gelu(x) or, where grad is not null, grad times the slope at x.
+  void (*gelu)(const float* x, const float* grad, float* out, int64_t n);
+  // Rows [top, bottom) of columns [left, right) of a product. The sums are of whoever begins at column 0.
+  void (*product)(const Product&, int64_t top, int64_t bottom, int64_t left, int64_t right, float* room);
 };
 
 const CpuKernels& kernels_plain();

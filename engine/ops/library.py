@@ -18,10 +18,11 @@ _OLDEST = (7, 5)  # compute capability that the CUDA library is compiled for
 
 @dataclass(frozen=True)
 class Status:
-    """Whether a library is loaded, and its file and instruction set, or why not."""
+    """Whether a library is loaded, and its file and instruction set, or why not; of the CPU's also that set alone."""
 
     loaded: bool
     what: str
+    isa: str = ""
 
 
 @functools.cache
@@ -38,7 +39,7 @@ def cpu() -> Status:
     except (OSError, RuntimeError, AttributeError) as error:
         return Status(False, f"{path} does not load on torch {torch.__version__}: {str(error).splitlines()[0]}")
     isa.restype = ctypes.c_char_p
-    return Status(True, f"{path} ({isa().decode()})")
+    return Status(True, f"{path} ({isa().decode()})", isa().decode())
 
 
 @functools.cache

@@ -1,12 +1,12 @@
 """Feed-forward networks."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.ops import gelu_tanh
 from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.linear import Linear, first_output
 from modelcenter.layers.packing import Packed
@@ -14,9 +14,9 @@ from modelcenter.layers.packing import Packed
 # Hugging Face's names. "gelu_new" and its synonyms are the tanh approximation.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_fast": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
     "relu": F.relu,
     "silu": F.silu,
     "swish": F.silu,

@@ -5,17 +5,22 @@ import torch
 import torch.nn.functional as F
 
 from engine import ops
+from engine.ops import library, products
 
 
-@pytest.fixture(params=["0", "1"], ids=["torch", "onednn"])
+@pytest.fixture(params=["torch", "onednn", "compiled"])
 def onednn(request, monkeypatch):
-    monkeypatch.setenv("MODELCENTER_ONEDNN", request.param)
+    if request.param == "compiled":
+        request.getfixturevalue("compiled")
+        assert library.serves(torch.device("cpu"))
+    monkeypatch.setattr(products, "_compiled", lambda: request.param == "compiled")
+    monkeypatch.setenv("MODELCENTER_ONEDNN", str(int(request.param != "torch")))
     ops.onednn_linear.cache_clear()
-    yield request.param == "1"
+    yield request.param != "torch"
     ops.onednn_linear.cache_clear()
 
 
-@pytest.mark.parametrize("shape", [(7, 5, 3), (1, 1, 1), (64, 33, 130), (0, 5, 3)])
+@pytest.mark.parametrize("shape", [(7, 5, 3), (1, 1, 1), (64, 33, 130), (0, 5, 3), (397, 9, 65)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear(onednn, shape, bias):
     assert ops.onednn_linear()[0] == onednn
@@ -47,8 +52,109 @@ def test_linear_any_rank_and_dtype(onednn):
 
 def test_linear_needs_only_what_requires_grad(onednn):
     x, w, b = torch.randn(3, 6), torch.randn(4, 6, requires_grad=True), torch.randn(4)
-    ops.linear(x, w, b).sum().backward()
-    assert w.grad is not None and x.grad is None and b.grad is None
+    ops.linear(x, w, b).sum().backward()  # the gradient is one number, expanded
+    assert torch.allclose(w.grad, x.sum(0).expand(4, 6), atol=1e-5) and x.grad is None and b.grad is None
+    b.requires_grad_()
+    ops.linear(x, w.detach(), b).sum().backward()
+    assert torch.equal(b.grad, torch.full((4,), 3.0))
+
+
+def test_a_second_derivative_is_refused_and_not_wrong(onednn):
+    x, w = torch.randn(3, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    (dx,) = torch.autograd.grad(ops.linear(x, w).square().sum(), x, create_graph=True)
+    if not onednn:  # torch's own has them
+        return dx.sum().backward()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+# Rows, depth and columns that are below, at and above the sizes of tiles and of what is packed at a time.
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (8, 192, 32), (9, 193, 33), (70, 3, 300), (1030, 200, 7)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_product(onednn, sizes, transposed):
+    check_product(*sizes, transposed)
+
+
+def check_product(m, k, n, transposed):
+    """Against float64, in strided memory, added to or not, on any number of threads with the same bits."""
+    wide = torch.randn(k, m + 3)[:, 1:-2] if transposed else torch.randn(m, k + 3)[:, 1:-2]
+    a, b = wide.t() if transposed else wide, torch.randn(k, n + 1)[:, :-1]
+    wanted = a.double() @ b.double()
+    out, sums = products._product(a, b, sums=True)
+    near = dict(rtol=1e-5, atol=3e-7 * k + 1e-5)
+    torch.testing.assert_close(out.double(), wanted, **near)
+    torch.testing.assert_close(sums.double(), a.double().sum(1), **near)
+    before = torch.randn(m, n)
+    after = before.clone()
+    assert ops.matmul(a, b, add_to=after) is after
+    torch.testing.assert_close(after.double(), before.double() + wanted, **near)
+    if products._compiled():
+        threads = torch.get_num_threads()
+        try:
+            for other in (1, 2, 3, 6):
+                torch.set_num_threads(other)
+                again, total = products._product(a, b, sums=True)
+                assert torch.equal(again, out) and torch.equal(total, sums)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def test_product_passes_on_what_is_not_a_number(onednn):
+    a, b = torch.randn(9, 4), torch.randn(4, 33)
+    a[3, 2], b[1, 32] = float("nan"), float("inf")
+    out = ops.matmul(a, b)
+    assert torch.equal(out.isfinite(), (a @ b).isfinite())
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(a=torch.ones(2, 5)), "is not the size of"),
+        (dict(out=torch.ones(3, 2).t()), "out is not contiguous"),
+        (dict(b=torch.ones(3, 4).t()), "the rows of b are not contiguous"),
+        (dict(a=torch.ones(2, 8)[:, ::2]), "neither rows nor columns of a"),
+        (dict(a=torch.ones(2, 4, dtype=torch.float64)), "a must be an fp32 tensor of 2 dimensions"),
+        (dict(sums=torch.ones(3)), "sums must be contiguous, with 2 numbers"),
+        (dict(overlap=True), "overlap in memory"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(compiled, change, said):
+    assert library.serves(torch.device("cpu"))
+    given = {"out": torch.zeros(2, 3), "a": torch.ones(2, 4), "b": torch.ones(4, 3), "sums": None, **change}
+    if given.pop("overlap", False):
+        room = torch.zeros(20)
+        given["out"], given["a"] = room[:6].view(2, 3), room[5:13].view(2, 4)
+    with pytest.raises(RuntimeError, match=said):
+        torch.ops.modelcenter.product_(*given.values(), False)
+    torch.ops.modelcenter.product_(torch.zeros(0, 3), torch.ones(0, 4), torch.ones(4, 3), None, False)
+    empty = torch.full((2, 3), 7.0)
+    torch.ops.modelcenter.product_(empty, torch.ones(2, 0), torch.ones(0, 3), None, False)
+    assert not empty.any()
+
+
+def test_gelu_tanh(either):
+    check_gelu()
+
+
+def check_gelu():
+    """Against float64, far out and at odd places, and as torch's where numbers end."""
+    torch.manual_seed(0)
+    for x in (torch.randn(3, 1001) * 3, torch.linspace(-40, 40, 50_001), torch.randn(20, 7).t(), torch.zeros(0, 3)):
+        x, d, grad = x.requires_grad_(), x.detach().double().requires_grad_(), torch.randn(x.shape)
+        out, wanted = ops.gelu_tanh(x), F.gelu(d, approximate="tanh")
+        (dx,), (slope,) = torch.autograd.grad(out, x, grad), torch.autograd.grad(wanted, d, grad.double())
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-6, atol=6e-7)
+        torch.testing.assert_close(dx.double(), slope, rtol=2e-6, atol=4e-6)
+        torch.testing.assert_close(ops.gelu_tanh(x[1:]).double(), wanted[1:], rtol=1e-6, atol=6e-7)
+    ends = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e30, -1e30])
+    assert torch.equal(ops.gelu_tanh(ends).nan_to_num(7), F.gelu(ends, approximate="tanh").nan_to_num(7))
+
+
+def test_gelu_tanh_of_other_tensors_is_torchs(either):
+    x = torch.randn(5, 3)
+    for other in (x.double(), x.bfloat16(), x.to("meta")):
+        assert ops.gelu_tanh(other).dtype == other.dtype and ops.gelu_tanh(other).shape == x.shape
+    assert torch.equal(ops.gelu_tanh(x.bfloat16()), F.gelu(x.bfloat16(), approximate="tanh"))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.0625])

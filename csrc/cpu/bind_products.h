@@ -1,0 +1,78 @@
+// The product of matrices with its operands as they lie: what is checked, and how it is cut among threads.
+#pragma once
+#include <memory>
+
+#include "../core/arguments.h"
+#include "kernels.h"
+
+namespace modelcenter {
+namespace {
+
+inline Product check_product(const Tensor& out, const Tensor& a, const Tensor& b, const std::optional<Tensor>& sums,
+                             bool add) {
+  Overlaps overlaps;
+  auto take = [&](const Tensor& t, const char* name, int dims, bool written) {
+    STD_TORCH_CHECK(t.dim() == dims && t.scalar_type() == ScalarType::Float, name, " must be an fp32 tensor of ", dims,
+                    " dimensions");
+    same_device(t, out, name);
+    int64_t last = 0;
+    for (int i = 0; i < dims; i++) last += (t.size(i) - 1) * t.stride(i);
+    if (t.numel()) overlaps.add(t.const_data_ptr(), 4 * (last + 1), written);
+    return (float*)t.const_data_ptr();
+  };
+  Product p{};
+  p.add = add;
+  p.out = take(out, "out", 2, true);
+  p.a = take(a, "a", 2, false);
+  p.b = take(b, "b", 2, false);
+  const int64_t rows = out.size(0);
+  p.columns = out.size(1), p.depth = a.size(1);
+  STD_TORCH_CHECK(a.size(0) == rows && b.size(0) == p.depth && b.size(1) == p.columns, "out (", rows, ", ", p.columns,
+                  ") is not the size of a (", a.size(0), ", ", p.depth, ") @ b (", b.size(0), ", ", b.size(1), ")");
+  STD_TORCH_CHECK(out.is_contiguous(), "out is not contiguous");
+  STD_TORCH_CHECK(b.stride(1) == 1 || b.size(1) == 1, "the rows of b are not contiguous");
+  p.a_transposed = a.stride(0) == 1 && a.stride(1) >= rows;
+  STD_TORCH_CHECK(p.a_transposed || a.stride(1) == 1 || p.depth == 1, "neither rows nor columns of a are contiguous");
+  p.a_stride = a.stride(p.a_transposed ? 1 : 0), p.b_stride = b.stride(0);
+  if (sums) {
+    p.sums = take(*sums, "sums", 1, true);
+    STD_TORCH_CHECK(sums->numel() == rows && sums->is_contiguous(), "sums must be contiguous, with ", rows, " numbers");
+  }
+  overlaps.check();
+  return p;
+}
+
+// How many parts the rows are cut into, of `threads` in all: as square as they get, so that the least is packed.
+int64_t cuts(int64_t rows, int64_t columns, int64_t threads) {
+  int64_t best = 1;
+  auto edge = [&](int64_t n) { return (double)rows / (double)n + (double)columns / (double)(threads / n); };
+  for (int64_t n = 2; n <= threads; n++)
+    if (threads % n == 0 && edge(n) < edge(best)) best = n;
+  return best;
+}
+
+void product(Tensor out, Tensor a, Tensor b, std::optional<Tensor> sums, bool add) {
+  Product p = check_product(out, a, b, sums, add);
+  const int64_t rows = out.size(0);
+  if (!add && p.depth == 0) memset(p.out, 0, sizeof(float) * (size_t)out.numel());
+  if (!out.numel() || p.depth == 0) return;
+  // Cut into parts of whole tiles, one for each thread. A large product has work for all, and the bits are the same.
+  constexpr int64_t kTile = 32;
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t down = cuts(rows, p.columns, threads), across = threads / down;
+  auto edge = [](int64_t i, int64_t parts, int64_t n) {
+    return std::min(n, ((n + kTile - 1) / kTile * i + parts - 1) / parts * kTile);
+  };
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    static thread_local std::unique_ptr<float[]> room(new float[kProductRoom]);
+    FlushDenormals flush;
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t r = i / across, c = i % across;
+      const int64_t top = edge(r, down, rows), left = edge(c, across, p.columns);
+      kernels().product(p, top, edge(r + 1, down, rows), left, edge(c + 1, across, p.columns), room.get());
+    }
+  });
+}
+
+}  // namespace
+}  // namespace modelcenter

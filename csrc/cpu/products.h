@@ -1,0 +1,156 @@
+// Products of fp32 matrices whose operands lie as they are: a part of cpu/kernels.cpp, compiled for each instruction set.
+//
+// Panels of both operands are packed into a small room, in which they lie in the order in which the innermost loop takes
+// them, so that an operand may be transposed at no cost. Each element of the result is summed over t in the same order,
+// however the result is cut among threads.
+#pragma once
+
+namespace modelcenter {
+namespace {
+
+constexpr int64_t kTall = 8, kWide = 32;                          // of a tile, whose sums are in registers
+constexpr int64_t kDepth = 192, kHeight = 1024, kWidth = 128;     // of what is packed: of a kHeight x kDepth, in the L2
+constexpr int64_t kTallPanel = kTall * kDepth + 16, kWidePanel = kWide * kDepth + 16;  // not a power of two apart
+static_assert(kProductRoom >= kHeight / kTall * kTallPanel + kWidth / kWide * kWidePanel, "the room is too small");
+
+typedef float Sixteen __attribute__((vector_size(64), aligned(4), may_alias));
+
+MC_INLINE void fetch(const float* p) { __builtin_prefetch(p, 0, 3); }
+
+MC_INLINE Sixteen plus_product(Sixteen sum, float x, Sixteen y) {
+#if defined(__AVX512F__)
+  return (Sixteen)_mm512_fmadd_ps(_mm512_set1_ps(x), (__m512)y, (__m512)sum);
+#else
+  return sum + x * y;
+#endif
+}
+
+// A tile of out = the panels' product, added to what `out` holds or not.
+MC_INLINE void tile(int64_t depth, const float* __restrict a, const float* __restrict b, float* out, int64_t stride,
+                    bool add) {
+  Sixteen sum[kTall][2];
+#pragma GCC unroll 8
+  for (int i = 0; i < kTall; i++) {
+    sum[i][0] = sum[i][1] = Sixteen{};
+    fetch(out + i * stride);
+    fetch(out + i * stride + 16);
+  }
+#pragma GCC unroll 2
+  for (int64_t t = 0; t < depth; t++) {
+    const Sixteen left = *(const Sixteen*)(b + t * kWide), right = *(const Sixteen*)(b + t * kWide + 16);
+#pragma GCC unroll 8
+    for (int i = 0; i < kTall; i++) {
+      sum[i][0] = plus_product(sum[i][0], a[t * kTall + i], left);
+      sum[i][1] = plus_product(sum[i][1], a[t * kTall + i], right);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kTall; i++) {
+    Sixteen* to = (Sixteen*)(out + i * stride);
+    to[0] = add ? to[0] + sum[i][0] : sum[i][0];
+    to[1] = add ? to[1] + sum[i][1] : sum[i][1];
+  }
+}
+
+// Panels of `wide` columns of rows [0, depth) of x, whose rows are contiguous; the last panel is filled up with zeros.
+template <int64_t kOf>
+MC_INLINE void pack(const float* x, int64_t stride, int64_t depth, int64_t columns, float* __restrict to) {
+  constexpr int64_t kPanel = kOf * kDepth + 16, kAhead = 4;
+  const int64_t whole = columns / kOf, rest = columns % kOf;
+  for (int64_t t = 0; t < depth; t++, x += stride, to += kOf) {
+    if (t + kAhead < depth)  // rows are far apart: what the hardware fetches by itself ends with a row
+      for (int64_t j = 0; j < columns; j += 16) fetch(x + kAhead * stride + j);
+    for (int64_t p = 0; p < whole; p++) memcpy(to + p * kPanel, x + p * kOf, sizeof(float) * kOf);
+    if (!rest) continue;
+    for (int64_t j = 0; j < kOf; j++) to[whole * kPanel + j] = j < rest ? x[whole * kOf + j] : 0.0f;
+  }
+}
+
+// The same of the transpose of x: panels of kTall rows, of columns [0, depth).
+MC_INLINE void pack_rows(const float* x, int64_t stride, int64_t depth, int64_t rows, float* __restrict to) {
+  for (int64_t i = 0; i < rows; i += kTall, x += kTall * stride, to += kTallPanel) {
+    const int64_t n = rows - i < kTall ? rows - i : kTall;
+    int64_t t = 0;
+#if defined(__AVX2__)
+    for (; n == kTall && t + 8 <= depth; t += 8) {
+      __m256 r[8], s[8];
+      for (int k = 0; k < 8; k++) r[k] = _mm256_loadu_ps(x + k * stride + t);
+      for (int k = 0; k < 8; k += 2) {
+        s[k] = _mm256_unpacklo_ps(r[k], r[k + 1]);
+        s[k + 1] = _mm256_unpackhi_ps(r[k], r[k + 1]);
+      }
+      for (int k = 0; k < 8; k += 4) {
+        r[k] = _mm256_shuffle_ps(s[k], s[k + 2], 0x44);
+        r[k + 1] = _mm256_shuffle_ps(s[k], s[k + 2], 0xEE);
+        r[k + 2] = _mm256_shuffle_ps(s[k + 1], s[k + 3], 0x44);
+        r[k + 3] = _mm256_shuffle_ps(s[k + 1], s[k + 3], 0xEE);
+      }
+      for (int k = 0; k < 4; k++) {
+        _mm256_storeu_ps(to + (t + k) * kTall, _mm256_permute2f128_ps(r[k], r[k + 4], 0x20));
+        _mm256_storeu_ps(to + (t + k + 4) * kTall, _mm256_permute2f128_ps(r[k], r[k + 4], 0x31));
+      }
+    }
+#endif
+    for (; t < depth; t++)
+      for (int64_t k = 0; k < kTall; k++) to[t * kTall + k] = k < n ? x[k * stride + t] : 0.0f;
+  }
+}
+
+// sums += the sums over the depth of each row of packed panels.
+MC_INLINE void add_sums(const float* a, int64_t depth, int64_t rows, float* sums) {
+  for (int64_t i = 0; i < rows; i += kTall, a += kTallPanel) {
+    Sixteen even{}, odd{};  // two rows of the panel each: an addition waits for the one before
+    int64_t t = 0;
+    for (; t + 4 <= depth; t += 4) {
+      even += *(const Sixteen*)(a + t * kTall);
+      odd += *(const Sixteen*)(a + (t + 2) * kTall);
+    }
+    float sum[2 * kTall];
+    *(Sixteen*)sum = even + odd;
+    for (; t < depth; t++)
+      for (int k = 0; k < kTall; k++) sum[k] += a[t * kTall + k];
+    for (int64_t k = 0; k < kTall && i + k < rows; k++) sums[i + k] += sum[k] + sum[kTall + k];
+  }
+}
+
+void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_t right, float* room) {
+  float* const tall = room;
+  float* const wide = room + kHeight / kTall * kTallPanel;
+  const bool sums = p.sums && left == 0;
+  if (sums && !p.add) memset(p.sums + top, 0, sizeof(float) * (size_t)(bottom - top));
+  for (int64_t i = top; i < bottom; i += kHeight) {
+    const int64_t height = bottom - i < kHeight ? bottom - i : kHeight;
+    for (int64_t t = 0; t < p.depth; t += kDepth) {
+      const int64_t depth = p.depth - t < kDepth ? p.depth - t : kDepth;
+      const bool add = p.add || t;
+      if (p.a_transposed) pack<kTall>(p.a + t * p.a_stride + i, p.a_stride, depth, height, tall);
+      else pack_rows(p.a + i * p.a_stride + t, p.a_stride, depth, height, tall);
+      if (sums) add_sums(tall, depth, height, p.sums + i);
+      for (int64_t j = left; j < right; j += kWidth) {
+        const int64_t width = right - j < kWidth ? right - j : kWidth;
+        pack<kWide>(p.b + t * p.b_stride + j, p.b_stride, depth, width, wide);
+        for (int64_t x = 0; x < width; x += kWide) {
+          const float* b = wide + x / kWide * kWidePanel;
+          for (int64_t y = 0; y < height; y += kTall) {
+            const float* a = tall + y / kTall * kTallPanel;
+            float* out = p.out + (i + y) * p.columns + j + x;
+            if (y + kTall <= height && x + kWide <= width) {
+              tile(depth, a, b, out, p.columns, add);
+              continue;
+            }
+            float edge[kTall * kWide];
+            tile(depth, a, b, edge, kWide, false);
+            for (int64_t r = 0; r < kTall && y + r < height; r++)
+              for (int64_t c = 0; c < kWide && x + c < width; c++) {
+                float* to = out + r * p.columns + c;
+                *to = add ? *to + edge[r * kWide + c] : edge[r * kWide + c];
+              }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace modelcenter

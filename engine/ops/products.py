@@ -1,0 +1,122 @@
+"""Products of matrices on the CPU.
+
+torch multiplies fp32 matrices with MKL, which on CPUs of other makers than Intel is slower than oneDNN, which torch
+ships too. There `linear` calls oneDNN forward. But what torch lets oneDNN see is contiguous, so that in backward, whose
+operands are transposed, torch copies them first, on one thread. The compiled operator (csrc/cpu/products.h) takes them
+as they lie; without it oneDNN does as well, with the copies. All are exact fp32. The choice depends on the CPU and on
+what is built, never on a timing, and no sum on the number of threads: a run repeats bit for bit.
+"""
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from engine.ops import library
+
+_CPU = torch.device("cpu")
+
+
+@functools.cache
+def onednn_linear() -> tuple[bool, str]:
+    """Whether `linear` uses oneDNN on the CPU, and why. MODELCENTER_ONEDNN=0 or 1 overrides the choice."""
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return False, "this build of torch has no oneDNN"
+    choice = os.environ.get("MODELCENTER_ONEDNN")
+    if choice in ("0", "1"):
+        return choice == "1", f"MODELCENTER_ONEDNN={choice}"
+    if not torch.backends.mkl.is_available():
+        return False, "this build of torch does not multiply with MKL"
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    if "GenuineIntel" in text or "avx512" not in text:
+        return False, "MKL is at full speed on this CPU"
+    return True, "MKL leaves AVX-512 unused on this CPU"
+
+
+def _compiled() -> bool:
+    """Whether the compiled operator is there, for an instruction set with which it is fast."""
+    return library.serves(_CPU) and library.cpu().isa == "avx512"
+
+
+def _plain_fp32(*tensors: Tensor | None) -> bool:
+    """Ordinary CPU tensors (no DTensor or other subclass), fp32, with elements."""
+    return all(
+        t is None
+        or (
+            type(t) in (Tensor, torch.nn.Parameter)
+            and t.dtype == torch.float32
+            and t.device.type == "cpu"
+            and t.numel()
+        )
+        for t in tensors
+    )
+
+
+def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a (m, k) @ b (n, k).T + bias, any strides, without autograd."""
+    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+
+
+def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a (m, k) @ b (n, k).T + bias outside autograd, for operators that write their own backward."""
+    if onednn_linear()[0] and _plain_fp32(a, b, bias):
+        return _onednn(a, b, bias)
+    return F.linear(a, b, bias)
+
+
+def matmul(a: Tensor, b: Tensor, add_to: Tensor | None = None) -> Tensor:
+    """a (m, k) @ b (k, n) outside autograd, for operators that write their own backward; a may be transposed.
+
+    add_to: (m, n), contiguous: the product is added to it, in place, and it is what is returned.
+    """
+    return _product(a, b, add_to)[0]
+
+
+def _product(a: Tensor, b: Tensor, add_to: Tensor | None = None, sums: bool = False) -> tuple[Tensor, Tensor | None]:
+    """(a @ b or what it was added to, the sums of the rows of a if these are wanted)."""
+    if onednn_linear()[0] and _plain_fp32(a, b, add_to) and not torch.compiler.is_compiling():
+        if _compiled():
+            out = a.new_empty((a.shape[0], b.shape[1])) if add_to is None else add_to
+            total = a.new_empty(a.shape[0]) if sums else None
+            a = a if 1 in a.stride() else a.contiguous()
+            b = b if b.stride(1) == 1 else b.contiguous()
+            torch.ops.modelcenter.product_(out, a, b, total, add_to is not None)
+            return out, total
+        out = _onednn(a, b.t())
+    else:
+        out = torch.mm(a, b)
+    return out if add_to is None else add_to.add_(out), a.sum(1) if sums else None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _onednn(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        dx = matmul(grad, weight) if need_x else None
+        if not need_weight:
+            return dx, None, grad.sum(0) if need_bias else None
+        return dx, *_product(grad.t(), x, sums=need_bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., in) @ weight (out, in).T + bias (out,)."""
+    if torch.compiler.is_compiling():  # the compiler has its own ways with it
+        return F.linear(x, weight, bias)
+    if not (onednn_linear()[0] and _plain_fp32(x, weight, bias)) or torch.is_autocast_enabled("cpu"):
+        return F.linear(x, weight, bias)
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    out = _Linear.apply(rows, weight, bias)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)

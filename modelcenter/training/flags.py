@@ -190,7 +190,8 @@ def parser(cls: type[Flags], prog: str | None = None, description: str | None = 
         shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default).lower()
         if about["positional"]:
             # Listed here; read by _by_place, as argparse fills places too early where a flag comes first.
-            result.add_argument(field.name, metavar=field.name.upper(), help=about["help"], nargs=argparse.SUPPRESS)
+            text = f"{about['help']}; or --{field.name}".replace("%", "%%")
+            result.add_argument(field.name, metavar=field.name.upper(), help=text, nargs=argparse.SUPPRESS)
             result.add_argument(f"--{field.name}", help=argparse.SUPPRESS, **shape)
             continue
         text = f"{about['help']} (default: {shown})".replace("%", "%%")

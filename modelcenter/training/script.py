@@ -4,6 +4,7 @@ read, so that --help and mistakes in the flags take no time."""
 import sys
 from collections.abc import Sequence
 
+import engine
 from modelcenter.training.tasks import TASKS
 
 
@@ -20,6 +21,7 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
     cfg = info.flags().from_args(sys.argv[1:] if argv is None else argv, prog, about)
     cfg.require("model", "train_data", *(() if cfg.dry_run else ("output_dir",)))
 
+    engine.memory.prepare_torch()  # before it is imported
     from modelcenter.training.loop import train
     from modelcenter.training.plan import dry_run
     from modelcenter.training.setup import build_model, load_tokenizer, prepare, start

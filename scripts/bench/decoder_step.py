@@ -107,9 +107,11 @@ def make(folder: Path, rows: int) -> dict[str, float]:
 
 
 def here(folder: Path, ids: Any, name: str) -> Callable[[], Any]:
+    import engine
+
+    engine.memory.prepare_torch()
     import torch
 
-    import engine
     import modelcenter as mc
 
     engine.memory.keep_freed_memory()

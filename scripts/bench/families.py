@@ -87,12 +87,14 @@ def main() -> None:
 
 def measure(family: str, setting: str, rounds: int, quick: bool) -> dict[str, float]:
     """Milliseconds of forward and backward of each, median; and how far their losses are apart."""
+    import engine
+
+    engine.memory.prepare_torch()
     import statistics
 
     import torch
     import transformers
 
-    import engine
     import modelcenter as mc
     from modelcenter import registry
     from modelcenter.compare import make_rows, pack_rows, pad_rows

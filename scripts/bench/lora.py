@@ -45,11 +45,13 @@ def main() -> None:
 
 def measure(family: str, rounds: int, quick: bool) -> dict[str, float]:
     """Median milliseconds of a step of each, and the first losses, which must agree."""
+    import engine
+
+    engine.memory.prepare_torch()
     import peft
     import torch
     import transformers
 
-    import engine
     import modelcenter as mc
     from modelcenter.adapters import add_lora
     from modelcenter.compare import make_rows, pack_rows, pad_rows

@@ -89,10 +89,11 @@ def packages(with_peers: bool) -> dict[str, str]:
 
 def measure(args: Any) -> dict[str, float]:
     """Median milliseconds of a step of each contender, on this rank."""
+    import engine
+
+    engine.memory.prepare_torch()
     import torch
     import torch.distributed as dist
-
-    import engine
 
     torch.set_num_threads(1)
     engine.memory.keep_freed_memory()

@@ -75,10 +75,12 @@ def shape(family: str, width: int, dropout: float) -> dict[str, Any]:
 
 def measure(family: str, width: int, dropout: float, rounds: int) -> dict[str, float]:
     """Median milliseconds of a step of each, and the GFLOP that it needs."""
+    import engine
+
+    engine.memory.prepare_torch()
     import torch
     import transformers
 
-    import engine
     import modelcenter as mc
     from modelcenter.compare import make_rows, pack_rows, pad_rows
     from scripts.bench.lib import flops

@@ -152,23 +152,70 @@ void dropout(Tensor out, Tensor x, std::optional<Tensor> residual, std::optional
   });
 }
 
-void gelu(Tensor out, Tensor x, std::optional<Tensor> grad) {
-  Overlaps overlaps;
-  auto take = [&](const Tensor& t, const char* name, bool written) {
-    STD_TORCH_CHECK(t.numel() == x.numel() && t.scalar_type() == ScalarType::Float, name,
-                    " is not fp32 or differs from x in size");
+// The memory of fp32 tensors that belong together: contiguous, on one device, none written where another lies.
+class Arrays {
+ public:
+  explicit Arrays(const Tensor& first) : first_(first) {}
+  float* take(const Tensor& t, const char* name, int64_t numel, bool written = false) {
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.numel() == numel, name, " must be ", numel,
+                    " fp32 numbers");
     STD_TORCH_CHECK(t.is_contiguous(), name, " is not contiguous");
-    same_device(t, x, name);
-    overlaps.add(t.const_data_ptr(), 4 * t.numel(), written);
+    same_device(t, first_, name);
+    overlaps_.add(t.const_data_ptr(), 4 * numel, written);
     return (float*)t.const_data_ptr();
-  };
-  const float* from = take(x, "x", false);
-  const float* times = grad ? take(*grad, "grad", false) : nullptr;
-  float* to = take(out, "out", true);
-  overlaps.check();
+  }
+  void check() { overlaps_.check(); }
+
+ private:
+  const Tensor& first_;
+  Overlaps overlaps_;
+};
+
+void gelu(Tensor out, Tensor x, std::optional<Tensor> grad) {
+  Arrays arrays(x);
+  const float* from = arrays.take(x, "x", x.numel());
+  const float* times = grad ? arrays.take(*grad, "grad", x.numel()) : nullptr;
+  float* to = arrays.take(out, "out", x.numel(), true);
+  arrays.check();
   for_chunks(1, [&](size_t) { return x.numel(); }, [&](size_t, int64_t begin, int64_t end) {
     kernels().gelu(from + begin, times ? times + begin : nullptr, to + begin, end - begin);
   });
+}
+
+constexpr int64_t kRows = 32;  // that a thread takes at a time; also the unit of the order in which dweight is added up
+
+void rms_norm(Tensor out, Tensor factor, Tensor x, Tensor weight, double eps) {
+  const int64_t n = weight.numel(), rows = n ? x.numel() / n : 0;
+  Arrays arrays(x);
+  const float* from = arrays.take(x, "x", rows * n);
+  const float* w = arrays.take(weight, "weight", n);
+  float* to = arrays.take(out, "out", rows * n, true);
+  float* f = arrays.take(factor, "factor", rows, true);
+  arrays.check();
+  for_chunks(1, [&](size_t) { return rows; }, [&](size_t, int64_t begin, int64_t end) {
+    kernels().rms_norm(from + begin * n, w, to + begin * n, f + begin, end - begin, n, (float)eps);
+  }, kRows);
+}
+
+void rms_norm_backward(Tensor dx, std::optional<Tensor> dweight, Tensor grad, Tensor x, Tensor weight, Tensor factor) {
+  const int64_t n = weight.numel(), rows = n ? x.numel() / n : 0, parts = (rows + kRows - 1) / kRows;
+  Arrays arrays(x);
+  const float* from = arrays.take(x, "x", rows * n);
+  const float* g = arrays.take(grad, "grad", rows * n);
+  const float* w = arrays.take(weight, "weight", n);
+  const float* f = arrays.take(factor, "factor", rows);
+  float* to = arrays.take(dx, "dx", rows * n, true);
+  float* sums = dweight ? arrays.take(*dweight, "dweight", n, true) : nullptr;
+  arrays.check();
+  std::vector<float> part(sums ? (size_t)(parts * n) : 0, 0.0f);
+  for_chunks(1, [&](size_t) { return rows; }, [&](size_t, int64_t begin, int64_t end) {
+    float* own = sums ? part.data() + begin / kRows * n : nullptr;
+    kernels().rms_norm_backward(g + begin * n, from + begin * n, w, f + begin, to + begin * n, own, end - begin, n);
+  }, kRows);
+  if (!sums) return;
+  memset(sums, 0, sizeof(float) * (size_t)n);
+  for (int64_t p = 0; p < parts; p++)
+    for (int64_t i = 0; i < n; i++) sums[i] += part[(size_t)(p * n + i)];
 }
 
 }  // namespace
@@ -204,6 +251,10 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
       "dropout_(Tensor(a!) out, Tensor x, Tensor? residual, Tensor? tokens, int first_token, int first_channel, "
       "int key, int site, int threshold, int stream) -> ()");
   m.def("gelu_tanh_(Tensor(a!) out, Tensor x, Tensor? grad) -> ()");
+  m.def("rms_norm_(Tensor(a!) out, Tensor(b!) factor, Tensor x, Tensor weight, float eps) -> ()");
+  m.def(
+      "rms_norm_backward_(Tensor(a!) dx, Tensor(b!)? dweight, Tensor grad, Tensor x, Tensor weight, Tensor factor) "
+      "-> ()");
   m.def("product_(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!)? sums, bool add) -> ()");
   m.def("merge_master_(Tensor[] p, Tensor[] remainder, Tensor(a!)[] master, int stream) -> ()");
 }
@@ -219,6 +270,8 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("split_master_", TORCH_BOX(&modelcenter::split_master));
   m.impl("dropout_", TORCH_BOX(&modelcenter::dropout));
   m.impl("gelu_tanh_", TORCH_BOX(&modelcenter::gelu));
+  m.impl("rms_norm_", TORCH_BOX(&modelcenter::rms_norm));
+  m.impl("rms_norm_backward_", TORCH_BOX(&modelcenter::rms_norm_backward));
   m.impl("product_", TORCH_BOX(&modelcenter::product));
   m.impl("merge_master_", TORCH_BOX(&modelcenter::merge_master));
 }

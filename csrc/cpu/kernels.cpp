@@ -245,13 +245,14 @@ void merge_all(const uint16_t* high, const int16_t* low, float* __restrict x, in
 
 #include "dropout.h"
 #include "gelu.h"
+#include "norm.h"
 #include "products.h"
 
 namespace modelcenter {
 namespace {
 
 const CpuKernels kTable = {MC_STRING(MC_ISA), {update<AdamW>, update<Lion>, update<Momentum>}, update8, squares, cast,
-                           split_all, merge_all, dropout, gelu, product};
+                           split_all, merge_all, dropout, gelu, rms_norm, rms_norm_backward, product};
 
 }  // namespace
 

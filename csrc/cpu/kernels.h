@@ -33,6 +33,10 @@ struct CpuKernels {
                   int64_t end);
   // out = gelu(x) or, where grad is not null, grad times the slope at x.
   void (*gelu)(const float* x, const float* grad, float* out, int64_t n);
+  // Rows of n numbers through an RMSNorm, and back: see norm.h.
+  void (*rms_norm)(const float* x, const float* w, float* out, float* factor, int64_t rows, int64_t n, float eps);
+  void (*rms_norm_backward)(const float* grad, const float* x, const float* w, const float* factor, float* dx,
+                            float* dw, int64_t rows, int64_t n);
   // Rows [top, bottom) of columns [left, right) of a product. The sums are of whoever begins at column 0.
   void (*product)(const Product&, int64_t top, int64_t bottom, int64_t left, int64_t right, float* room);
 };

@@ -33,7 +33,7 @@ def _run(x: Tensor, grad: Tensor | None) -> Tensor:
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), elementwise (Hendrycks and Gimpel 2016)."""
-    plain = type(x) is Tensor and x.dtype == torch.float32 and x.device.type == "cpu"
-    if not plain or torch.compiler.is_compiling() or not library.serves(x.device) or library.cpu().isa == "plain":
+    ours = library.plain_fp32(x) and not torch.compiler.is_compiling() and library.serves(x.device)
+    if not ours or library.cpu().isa == "plain":
         return F.gelu(x, approximate="tanh")
     return _Gelu.apply(x)

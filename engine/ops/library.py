@@ -80,6 +80,20 @@ def serves(device: torch.device) -> bool:
     return status.loaded
 
 
+def plain_fp32(*tensors: torch.Tensor | None) -> bool:
+    """Ordinary CPU tensors (no DTensor or other subclass), fp32, with elements."""
+    return all(
+        t is None
+        or (
+            type(t) in (torch.Tensor, torch.nn.Parameter)
+            and t.dtype == torch.float32
+            and t.device.type == "cpu"
+            and t.numel()
+        )
+        for t in tensors
+    )
+
+
 def stream(device: torch.device) -> int:
     """The stream that a compiled operator is to run on; 0 on a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -44,20 +44,6 @@ def _compiled() -> bool:
     return library.serves(_CPU) and library.cpu().isa == "avx512"
 
 
-def _plain_fp32(*tensors: Tensor | None) -> bool:
-    """Ordinary CPU tensors (no DTensor or other subclass), fp32, with elements."""
-    return all(
-        t is None
-        or (
-            type(t) in (Tensor, torch.nn.Parameter)
-            and t.dtype == torch.float32
-            and t.device.type == "cpu"
-            and t.numel()
-        )
-        for t in tensors
-    )
-
-
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a (m, k) @ b (n, k).T + bias, any strides, without autograd."""
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
@@ -65,7 +51,7 @@ def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a (m, k) @ b (n, k).T + bias outside autograd, for operators that write their own backward."""
-    if onednn_linear()[0] and _plain_fp32(a, b, bias):
+    if onednn_linear()[0] and library.plain_fp32(a, b, bias):
         return _onednn(a, b, bias)
     return F.linear(a, b, bias)
 
@@ -80,7 +66,7 @@ def matmul(a: Tensor, b: Tensor, add_to: Tensor | None = None) -> Tensor:
 
 def _product(a: Tensor, b: Tensor, add_to: Tensor | None = None, sums: bool = False) -> tuple[Tensor, Tensor | None]:
     """(a @ b or what it was added to, the sums of the rows of a if these are wanted)."""
-    if onednn_linear()[0] and _plain_fp32(a, b, add_to) and not torch.compiler.is_compiling():
+    if onednn_linear()[0] and library.plain_fp32(a, b, add_to) and not torch.compiler.is_compiling():
         if _compiled():
             out = a.new_empty((a.shape[0], b.shape[1])) if add_to is None else add_to
             total = a.new_empty(a.shape[0]) if sums else None
@@ -115,7 +101,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., in) @ weight (out, in).T + bias (out,)."""
     if torch.compiler.is_compiling():  # the compiler has its own ways with it
         return F.linear(x, weight, bias)
-    if not (onednn_linear()[0] and _plain_fp32(x, weight, bias)) or torch.is_autocast_enabled("cpu"):
+    if not (onednn_linear()[0] and library.plain_fp32(x, weight, bias)) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     out = _Linear.apply(rows, weight, bias)

@@ -1,8 +1,9 @@
 """Norms beside torch's nn.LayerNorm."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from engine.ops import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -14,6 +15,4 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # The factor is rounded before the weight multiplies it, as in transformers' T5LayerNorm and LlamaRMSNorm.
-        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
-        return normed * self.weight
+        return rms_norm(x, self.weight, self.eps)

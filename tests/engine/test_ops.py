@@ -157,6 +157,55 @@ def test_gelu_tanh_of_other_tensors_is_torchs(either):
     assert torch.equal(ops.gelu_tanh(x.bfloat16()), F.gelu(x.bfloat16(), approximate="tanh"))
 
 
+def rms_norm_and_gradients(shape):
+    rng = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(shape, generator=rng) for _ in range(2))
+    x, weight = x.requires_grad_(), torch.rand(shape[-1], generator=rng, requires_grad=True)
+    out = ops.rms_norm(x, weight, 0.01)
+    return x, weight, grad, [out.detach(), *torch.autograd.grad(out, (x, weight), grad)]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (70, 33), (5, 7, 64), (33, 200)], ids=str)
+def test_rms_norm(either, shape):
+    """Against float64, on rows of odd length, and the same bits whatever the threads."""
+    x, weight, grad, found = rms_norm_and_gradients(shape)
+    d, w = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    wanted = d / (d.square().mean(-1, keepdim=True) + 0.01).sqrt() * w
+    for ours, right in zip(found, [wanted, *torch.autograd.grad(wanted, (d, w), grad.double())], strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=2e-6)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3 - min(threads, 2))
+    try:
+        again = rms_norm_and_gradients(shape)[-1]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def test_rms_norm_of_other_tensors_is_torchs(either):
+    x, weight = torch.randn(4, 6), torch.rand(6, requires_grad=True)
+    torch.testing.assert_close(ops.rms_norm(x.t().contiguous().t(), weight, 1e-6), ops.rms_norm(x, weight, 1e-6))
+    half, rows = ops.rms_norm(x.bfloat16(), weight.bfloat16(), 1e-6), x.bfloat16().float()
+    assert half.equal(F.rms_norm(rows, (6,), eps=1e-6).bfloat16() * weight.bfloat16())
+    assert ops.rms_norm(x[:0], weight, 1e-6).shape == (0, 6)
+    assert ops.rms_norm(x.to("meta"), weight.to("meta"), 1e-6).shape == (4, 6)
+
+
+def test_norms_that_do_not_fit_are_refused(compiled):
+    x, weight = torch.ones(4, 6), torch.ones(6)
+    assert library.serves(x.device)
+    with pytest.raises(RuntimeError, match="factor must be 4 fp32 numbers"):
+        torch.ops.modelcenter.rms_norm_(torch.empty(4, 6), torch.empty(3), x, weight, 1e-6)
+    with pytest.raises(RuntimeError, match="overlap in memory"):
+        torch.ops.modelcenter.rms_norm_(x, torch.empty(4), x, weight, 1e-6)
+    with pytest.raises(RuntimeError, match="grad is not contiguous"):
+        grad = torch.ones(6, 4).t()
+        torch.ops.modelcenter.rms_norm_backward_(torch.empty(4, 6), None, grad, x, weight, torch.ones(4))
+    (dx,) = torch.autograd.grad(ops.rms_norm(x.requires_grad_(), weight, 1e-6).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.0625])
 def test_dropout_rate_and_scale(p):
     torch.manual_seed(0)

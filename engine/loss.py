@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops import linear, matmul, matmul_nt
+from engine.ops import cross_entropy_, linear, matmul, matmul_nt
 
 IGNORE_INDEX = -100
 # Bytes of one chunk of logits. Larger gains nothing on CPU or GPU once the matrix product is efficient.
@@ -137,7 +137,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         smoothing: float,
         part: _Part | None,
     ) -> Tensor:
-        vocab, rows = _chunks(weight, part)
+        rows = _chunks(weight, part)
         ctx.part = part
         train = any(ctx.needs_input_grad[:3])
         total = hidden.new_zeros((), dtype=torch.float32)
@@ -146,26 +146,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dweight = torch.zeros_like(weight) if train and not hidden.shape[0] else None
         dbias = torch.zeros_like(bias) if train and bias is not None else None
         for start in range(0, hidden.shape[0], rows):
-            h, t = hidden[start : start + rows], targets[start : start + rows, None]
-            logits = matmul_nt(h, weight, bias).float()
-            hit: Tensor | None = None
+            h, t = hidden[start : start + rows], targets[start : start + rows]
+            logits = matmul_nt(h, weight, bias).float()  # later their gradient
             if part is None:
-                lse, at_target, mean = torch.logsumexp(logits, -1, keepdim=True), logits.gather(1, t), logits.mean(1)
+                total += cross_entropy_(logits, t, count, smoothing, train).sum()
             else:
-                t, hit = _within(t - part.first, logits.shape[1])
-                lse, at_target, mean = _agree(logits, t, hit, part)
-            total += (lse - at_target).sum() * (1 - smoothing)
-            if smoothing:
-                total += (lse.squeeze(1) - mean).sum() * smoothing
+                total += _shared_cross_entropy_(logits, t, count, smoothing, train, part)
             if not train:
                 continue
-            grad = logits.sub_(lse).exp_()  # softmax, in place of the logits
-            if smoothing:
-                grad.sub_(smoothing / vocab)
-            at = grad.new_full((), smoothing - 1).expand_as(t)
-            if grad.shape[1]:
-                grad.scatter_add_(1, t, at if hit is None else at * hit)
-            grad = grad.div_(count).to(hidden.dtype)
+            grad = logits.to(hidden.dtype)
             assert dhidden is not None
             dhidden[start : start + rows] = matmul(grad, weight)
             dweight = matmul(grad.t(), h, add_to=dweight)
@@ -190,7 +179,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, part: _Part | None
     ) -> Tensor:
-        _, rows = _chunks(weight, part)
+        rows = _chunks(weight, part)
         sums = hidden.new_empty((hidden.shape[0], 1), dtype=torch.float32)
         found = torch.empty_like(sums)
         for start in range(0, hidden.shape[0], rows):
@@ -209,7 +198,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, sums = ctx.saved_tensors
         part = ctx.part
-        _, rows = _chunks(weight, part)
+        rows = _chunks(weight, part)
         dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
         dbias = None if bias is None else torch.zeros_like(bias)
         for start in range(0, hidden.shape[0], rows):
@@ -229,17 +218,35 @@ class _LinearLogProbs(torch.autograd.Function):
         return dhidden if part is None else part.sum(dhidden), dweight, dbias, None, None
 
 
-def _chunks(weight: Tensor, part: _Part | None) -> tuple[int, int]:
-    """(size of the vocabulary, rows whose logits are held at once: as many on every rank)."""
-    vocab = weight.shape[0] if part is None else part.vocab
-    held = vocab if part is None else -(-vocab // part.group.size())
-    return vocab, max(1, _CHUNK_BYTES // (4 * held))
+def _chunks(weight: Tensor, part: _Part | None) -> int:
+    """Rows whose logits are held at once: as many on every rank."""
+    held = weight.shape[0] if part is None else -(-part.vocab // part.group.size())
+    return max(1, _CHUNK_BYTES // (4 * held))
 
 
 def _within(t: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """(targets as columns of this rank's logits, which of them it has); those it has not are column 0."""
     hit = (t >= 0) & (t < columns)
     return t.masked_fill(~hit, 0), hit
+
+
+def _shared_cross_entropy_(
+    logits: Tensor, targets: Tensor, count: Tensor | float, smoothing: float, train: bool, part: _Part
+) -> Tensor:
+    """The sum of what ops.cross_entropy_ gives for logits (n, own columns) of a vocabulary that several ranks share."""
+    t, hit = _within(targets[:, None] - part.first, logits.shape[1])
+    lse, at_target, mean = _agree(logits, t, hit, part)
+    total = (lse - at_target).sum() * (1 - smoothing)
+    if smoothing:
+        total += (lse.squeeze(1) - mean).sum() * smoothing
+    if train:
+        logits.sub_(lse).exp_()  # softmax
+        if smoothing:
+            logits.sub_(smoothing / part.vocab)
+        if logits.shape[1]:
+            logits.scatter_add_(1, t, logits.new_full((), smoothing - 1).expand_as(t) * hit)
+        logits.div_(count)
+    return total
 
 
 def _agree(logits: Tensor, t: Tensor, hit: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor]:

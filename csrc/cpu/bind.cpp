@@ -218,6 +218,25 @@ void rms_norm_backward(Tensor dx, std::optional<Tensor> dweight, Tensor grad, Te
     for (int64_t i = 0; i < n; i++) sums[i] += part[(size_t)(p * n + i)];
 }
 
+void cross_entropy(Tensor logits, Tensor loss, Tensor targets, double scale, double smoothing, bool train) {
+  STD_TORCH_CHECK(logits.dim() == 2, "logits must have 2 dimensions");
+  const int64_t rows = logits.size(0), n = logits.size(1);
+  Arrays arrays(logits);
+  float* x = arrays.take(logits, "logits", rows * n, true);
+  float* found = arrays.take(loss, "loss", rows, true);
+  arrays.check();
+  STD_TORCH_CHECK(targets.scalar_type() == ScalarType::Long && targets.numel() == rows && targets.is_contiguous(),
+                  "targets must be ", rows, " contiguous int64 numbers");
+  same_device(targets, logits, "targets");
+  const int64_t* at = (const int64_t*)targets.const_data_ptr();
+  for (int64_t i = 0; i < rows; i++)
+    STD_TORCH_CHECK(at[i] >= 0 && at[i] < n, "target ", at[i], " of row ", i, " is none of ", n, " classes");
+  for_chunks(1, [&](size_t) { return rows; }, [&](size_t, int64_t begin, int64_t end) {
+    kernels().cross_entropy(x + begin * n, at + begin, found + begin, end - begin, n, (float)scale, (float)smoothing,
+                            train);
+  }, 1);
+}
+
 }  // namespace
 }  // namespace modelcenter
 
@@ -255,6 +274,9 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def(
       "rms_norm_backward_(Tensor(a!) dx, Tensor(b!)? dweight, Tensor grad, Tensor x, Tensor weight, Tensor factor) "
       "-> ()");
+  m.def(
+      "cross_entropy_(Tensor(a!) logits, Tensor(b!) loss, Tensor targets, float scale, float smoothing, bool train) "
+      "-> ()");
   m.def("product_(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!)? sums, bool add) -> ()");
   m.def("merge_master_(Tensor[] p, Tensor[] remainder, Tensor(a!)[] master, int stream) -> ()");
 }
@@ -272,6 +294,7 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("gelu_tanh_", TORCH_BOX(&modelcenter::gelu));
   m.impl("rms_norm_", TORCH_BOX(&modelcenter::rms_norm));
   m.impl("rms_norm_backward_", TORCH_BOX(&modelcenter::rms_norm_backward));
+  m.impl("cross_entropy_", TORCH_BOX(&modelcenter::cross_entropy));
   m.impl("product_", TORCH_BOX(&modelcenter::product));
   m.impl("merge_master_", TORCH_BOX(&modelcenter::merge_master));
 }

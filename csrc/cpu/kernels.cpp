@@ -245,6 +245,7 @@ void merge_all(const uint16_t* high, const int16_t* low, float* __restrict x, in
 
 #include "dropout.h"
 #include "gelu.h"
+#include "loss.h"
 #include "norm.h"
 #include "products.h"
 
@@ -252,7 +253,8 @@ namespace modelcenter {
 namespace {
 
 const CpuKernels kTable = {MC_STRING(MC_ISA), {update<AdamW>, update<Lion>, update<Momentum>}, update8, squares, cast,
-                           split_all, merge_all, dropout, gelu, rms_norm, rms_norm_backward, product};
+                           split_all, merge_all, dropout, gelu, rms_norm, rms_norm_backward, cross_entropy,
+                           product};
 
 }  // namespace
 

@@ -37,6 +37,9 @@ struct CpuKernels {
   void (*rms_norm)(const float* x, const float* w, float* out, float* factor, int64_t rows, int64_t n, float eps);
   void (*rms_norm_backward)(const float* grad, const float* x, const float* w, const float* factor, float* dx,
                             float* dw, int64_t rows, int64_t n);
+  // The cross-entropy of rows of n logits: see loss.h.
+  void (*cross_entropy)(float* x, const int64_t* target, float* loss, int64_t rows, int64_t n, float scale,
+                        float smoothing, bool train);
   // Rows [top, bottom) of columns [left, right) of a product. The sums are of whoever begins at column 0.
   void (*product)(const Product&, int64_t top, int64_t bottom, int64_t left, int64_t right, float* room);
 };

@@ -1,24 +1,10 @@
 // The norm of rows by their root mean square, a part of cpu/kernels.cpp, compiled for each instruction set.
 #pragma once
 
+#include "lanes.h"
+
 namespace modelcenter {
 namespace {
-
-// A sum over a row is of this many sums, each of every kLanes-th number: loops that become vectors, in an order that is
-// the same for every instruction set.
-constexpr int64_t kLanes = 64;
-
-template <class Term>
-MC_INLINE float row_sum(int64_t n, const Term& term) {
-  alignas(64) float lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (int64_t k = 0; k < kLanes; k++) lanes[k] += term(i + k);
-  for (int64_t k = 0; i + k < n; k++) lanes[k] += term(i + k);
-  for (int64_t half = kLanes / 2; half; half /= 2)
-    for (int64_t k = 0; k < half; k++) lanes[k] += lanes[half + k];
-  return lanes[0];
-}
 
 // out = x * factor * w for rows of n numbers, with factor = 1 / sqrt(mean(x^2) + eps) of each row.
 void rms_norm(const float* __restrict x, const float* __restrict w, float* __restrict out, float* __restrict factor,

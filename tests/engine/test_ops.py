@@ -206,6 +206,42 @@ def test_norms_that_do_not_fit_are_refused(compiled):
         dx.sum().backward()
 
 
+def losses_and_gradient(rows, classes, smoothing):
+    rng = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, classes, generator=rng) * 5
+    targets = torch.randint(0, classes, (rows,), generator=rng)
+    taken = logits.clone()
+    return logits, targets, [ops.cross_entropy_(taken, targets, 7, smoothing), taken]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 65), (40, 3), (3, 5000)], ids=str)
+def test_cross_entropy(either, shape, smoothing):
+    """Against torch's in float64; without `train` the logits stay."""
+    logits, targets, (losses, gradient) = losses_and_gradient(*shape, smoothing)
+    x = logits.double().requires_grad_()
+    wanted = F.cross_entropy(x, targets, reduction="none", label_smoothing=smoothing)
+    (wanted.sum() / 7).backward()
+    torch.testing.assert_close(losses.double(), wanted.detach(), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(gradient.double(), x.grad, rtol=1e-5, atol=1e-7)
+    kept = logits.clone()
+    assert torch.equal(ops.cross_entropy_(kept, targets, 7, smoothing, train=False), losses)
+    assert torch.equal(kept, logits)
+
+
+def test_cross_entropy_of_what_is_not_a_number(either):
+    logits = torch.tensor([[0.0, float("nan"), 1.0], [float("inf"), 0.0, 0.0], [0.0, -float("inf"), 0.0]])
+    losses = ops.cross_entropy_(logits, torch.tensor([0, 1, 2]), 1)
+    assert not losses[:2].isfinite().any() and losses[2].item() == pytest.approx(0.6931472)
+    assert not logits[0].isfinite().any() and logits[2].tolist() == pytest.approx([0.5, 0.0, -0.5])
+
+
+def test_targets_that_are_no_class_are_refused(compiled):
+    for targets, said in ((torch.tensor([0, 3]), "target 3 of row 1 is none of 3"), (torch.ones(2), "int64")):
+        with pytest.raises(RuntimeError, match=said):
+            ops.cross_entropy_(torch.zeros(2, 3), targets, 1)
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.0625])
 def test_dropout_rate_and_scale(p):
     torch.manual_seed(0)

@@ -70,13 +70,13 @@ def test_the_path_for_any_cpu_gives_the_same_bits(compiled, tmp_path):
     """MODELCENTER_ISA lowers the instruction set, as an older CPU would."""
     code = (
         "import sys, torch, test_ops_fused as t\nfrom engine.ops import library, products\n"
-        "from test_ops import check_gelu, check_product, rms_norm_and_gradients\n"
+        "from test_ops import check_gelu, check_product, losses_and_gradient, rms_norm_and_gradients\n"
         "products.onednn_linear, products._compiled = (lambda: (1,)), lambda: library.cpu().loaded\n"
         "check_product(9, 193, 33, True), check_product(19, 27, 40, False), check_gelu()\n"
         "out = [x for k in t.KINDS for x in t.steps_of('adamw_', k)()]\n"
         "norm = torch.zeros((), dtype=torch.float64)\n"
         "t.fused.grad_norm_sq([t.Case(*t.KINDS[4]).g[-1], t.Case(*t.KINDS[1]).g[-1]], norm)\n"
-        "out += rms_norm_and_gradients((70, 200))[-1]\n"
+        "out += rms_norm_and_gradients((70, 200))[-1] + losses_and_gradient(3, 5000, 0.2)[-1]\n"
         "torch.save([library.cpu().what, norm, *out], sys.argv[1])"
     )
     found = on_each_isa(code, tmp_path)

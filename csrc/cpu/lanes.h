@@ -1,0 +1,53 @@
+// What kernels of rows share, a part of cpu/kernels.cpp, compiled for each instruction set: loops that become vectors.
+#pragma once
+
+namespace modelcenter {
+namespace {
+
+// e^y to about an ulp, for y between -87 and `most`, 88 or, with infinity for what is above 88.4, 89; what is beyond
+// counts as that. The polynomial is that of Cephes' expf.
+MC_INLINE float exponential(float y, float most) {
+  y = y < -87.0f ? -87.0f : y;  // a NaN stays
+  y = y > most ? most : y;
+  const float shifted = y * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;  // to the nearest whole number
+  const float r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  return ((p * r) * r + r + 1.0f) * float_of((bits_of(shifted) << 23) + (127u << 23));
+}
+
+// A sum over a row is of this many sums, each of every kLanes-th number: loops that become vectors, in an order that is
+// the same for every instruction set.
+constexpr int64_t kLanes = 64;
+
+template <class Term>
+MC_INLINE float row_sum(int64_t n, const Term& term) {
+  alignas(64) float lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int64_t k = 0; k < kLanes; k++) lanes[k] += term(i + k);
+  for (int64_t k = 0; i + k < n; k++) lanes[k] += term(i + k);
+  for (int64_t half = kLanes / 2; half; half /= 2)
+    for (int64_t k = 0; k < half; k++) lanes[k] += lanes[half + k];
+  return lanes[0];
+}
+
+// The largest of n numbers and `least`; those that are not numbers are passed over.
+MC_INLINE float row_max(const float* __restrict x, int64_t n, float least) {
+  alignas(64) float lanes[kLanes];
+  for (int64_t k = 0; k < kLanes; k++) lanes[k] = least;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int64_t k = 0; k < kLanes; k++) lanes[k] = x[i + k] > lanes[k] ? x[i + k] : lanes[k];
+  for (int64_t k = 0; i + k < n; k++) lanes[k] = x[i + k] > lanes[k] ? x[i + k] : lanes[k];
+  float most = least;
+  for (int64_t k = 0; k < kLanes; k++) most = lanes[k] > most ? lanes[k] : most;
+  return most;
+}
+
+}  // namespace
+}  // namespace modelcenter

@@ -88,6 +88,9 @@ def check_product(m, k, n, transposed):
     after = before.clone()
     assert ops.matmul(a, b, add_to=after) is after
     torch.testing.assert_close(after.double(), before.double() + wanted, **near)
+    after, again = products._product(a, b, before.clone(), sums=True)
+    torch.testing.assert_close(after.double(), before.double() + wanted, **near)
+    torch.testing.assert_close(again.double(), a.double().sum(1), **near)  # which are never added to
     if products._compiled():
         threads = torch.get_num_threads()
         try:

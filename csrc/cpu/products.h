@@ -117,7 +117,7 @@ void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_
   float* const tall = room;
   float* const wide = room + kHeight / kTall * kTallPanel;
   const bool sums = p.sums && left == 0;
-  if (sums && !p.add) memset(p.sums + top, 0, sizeof(float) * (size_t)(bottom - top));
+  if (sums) memset(p.sums + top, 0, sizeof(float) * (size_t)(bottom - top));
   for (int64_t i = top; i < bottom; i += kHeight) {
     const int64_t height = bottom - i < kHeight ? bottom - i : kHeight;
     for (int64_t t = 0; t < p.depth; t += kDepth) {

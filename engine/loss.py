@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import cross_entropy_, linear, matmul, matmul_nt
+from engine.ops.softmax import losses_
 
 IGNORE_INDEX = -100
 # Bytes of one chunk of logits. Larger gains nothing on CPU or GPU once the matrix product is efficient.
@@ -151,7 +152,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if part is None:
                 total += cross_entropy_(logits, t, count, smoothing, train).sum()
             else:
-                total += _shared_cross_entropy_(logits, t, count, smoothing, train, part)
+                at, hit = _within(t[:, None] - part.first, logits.shape[1])
+                sums = _agree(logits, at, hit, part)
+                total += losses_(logits, at, sums, count, smoothing, train, part.vocab, hit).sum()
             if not train:
                 continue
             grad = logits.to(hidden.dtype)
@@ -228,25 +231,6 @@ def _within(t: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """(targets as columns of this rank's logits, which of them it has); those it has not are column 0."""
     hit = (t >= 0) & (t < columns)
     return t.masked_fill(~hit, 0), hit
-
-
-def _shared_cross_entropy_(
-    logits: Tensor, targets: Tensor, count: Tensor | float, smoothing: float, train: bool, part: _Part
-) -> Tensor:
-    """The sum of what ops.cross_entropy_ gives for logits (n, own columns) of a vocabulary that several ranks share."""
-    t, hit = _within(targets[:, None] - part.first, logits.shape[1])
-    lse, at_target, mean = _agree(logits, t, hit, part)
-    total = (lse - at_target).sum() * (1 - smoothing)
-    if smoothing:
-        total += (lse.squeeze(1) - mean).sum() * smoothing
-    if train:
-        logits.sub_(lse).exp_()  # softmax
-        if smoothing:
-            logits.sub_(smoothing / part.vocab)
-        if logits.shape[1]:
-            logits.scatter_add_(1, t, logits.new_full((), smoothing - 1).expand_as(t) * hit)
-        logits.div_(count)
-    return total
 
 
 def _agree(logits: Tensor, t: Tensor, hit: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor]:

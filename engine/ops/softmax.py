@@ -21,13 +21,37 @@ def cross_entropy_(
         scale = 1.0 / float(count)
         torch.ops.modelcenter.cross_entropy_(logits, loss, targets.contiguous(), scale, smoothing, train)
         return loss
-    at, lse = targets[:, None], torch.logsumexp(logits, -1, keepdim=True)
-    loss = (lse - logits.gather(1, at)).squeeze(1) * (1 - smoothing)
-    if smoothing:
-        loss = loss + (lse.squeeze(1) - logits.mean(1)) * smoothing
+    at, mean = targets[:, None], logits.mean(1) if smoothing else None
+    sums = torch.logsumexp(logits, -1, keepdim=True), logits.gather(1, at), mean
+    return losses_(logits, at, sums, count, smoothing, train, logits.shape[1])
+
+
+def losses_(
+    logits: Tensor,
+    at: Tensor,
+    sums: tuple[Tensor, Tensor, Tensor | None],
+    count: Tensor | float,
+    smoothing: float,
+    train: bool,
+    classes: int,
+    hit: Tensor | None = None,
+) -> Tensor:
+    """(n,) what `cross_entropy_` gives, of logits (n, columns), which may be some of so many classes.
+
+    Args:
+        at: (n, 1) the column of the target. hit: (n, 1) whether it is among these; None: all are. sums: over all
+            classes lse (n, 1), the logit of the target (n, 1) and, where there is smoothing, the mean (n,).
+    """
+    lse, at_target, mean = sums
+    loss = (lse - at_target).squeeze(1) * (1 - smoothing)
+    if mean is not None and smoothing:
+        loss = loss + (lse.squeeze(1) - mean) * smoothing
     if train:
         logits.sub_(lse).exp_()  # softmax
         if smoothing:
-            logits.sub_(smoothing / logits.shape[1])
-        logits.scatter_add_(1, at, logits.new_full((), smoothing - 1).expand_as(at)).div_(count)
+            logits.sub_(smoothing / classes)
+        if logits.shape[1]:
+            less = logits.new_full((), smoothing - 1).expand_as(at)
+            logits.scatter_add_(1, at, less if hit is None else less * hit)
+        logits.div_(count)
     return loss

@@ -22,10 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from engine.torch_compat import gather_ahead, in_backward, sums_are_only_viewed
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-GATHER_TAG, REDUCE_TAG = (
-    0x9A7,
-    0x5ED,
-)  # so that no message of the user's own between two ranks is taken for one of these
+# So that no message of the user's own between two ranks is taken for one of these.
+GATHER_TAG, REDUCE_TAG = 0x9A7, 0x5ED
 
 
 def _send_parts(send: Sequence[torch.Tensor], into: Sequence[torch.Tensor], group: Any, tag: int) -> list[Any]:

@@ -1,8 +1,8 @@
 """Rows as conversations: which columns hold what is asked and what is answered, and the turns they make.
 
 A row is a chat (a list of messages), an instruction with its answer, an object of CPM-Bee (data.structured), or plain
-text. A conversation is a list of
-{"role": "system" | "user" | "assistant" | "tool", "content": str}, as chat templates take it.
+text. A conversation is a list of {"role": "system" | "user" | "assistant" | "tool", "content": str}, as chat templates
+take it.
 """
 
 from __future__ import annotations

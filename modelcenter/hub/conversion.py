@@ -331,12 +331,14 @@ class _Run:
     def _write_manifest(self, scratch: Path, written: Mapping[str, str]) -> None:
         """manifest.json, of what is known by now and of small files; no tensor is hashed again."""
         files: dict[str, Any] = {}
+        inside: dict[str, list[Job]] = {name: [] for name in self.plan.sizes}
+        for job in self.plan.jobs:
+            inside[job.file].append(job)
         for path in sorted(p for p in scratch.rglob("*") if p.is_file()):
             name, size = str(path.relative_to(scratch)), path.stat().st_size
             files[name] = {"size": size}
-            if name in self.plan.sizes:
-                jobs = [job for job in self.plan.jobs if job.file == name]
-                files[name]["parts"] = file_parts(path, size, jobs, written)
+            if name in inside:
+                files[name]["parts"] = file_parts(path, size, inside[name], written)
             else:
                 with open(path, "rb", buffering=0) as file:
                     files[name]["sha256"] = checkpoint.hash_ranges(file, [(0, size)])

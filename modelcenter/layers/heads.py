@@ -256,12 +256,12 @@ class VocabularyHead(Smoothing, nn.Module):
 
         want_logits: "labelled": (labels, vocabulary), of the tokens that have one, in their order.
         """
-        weight, given = table if self.weight is None else self.weight, self.targets(batch)
+        weight, given = table if self.weight is None else self.weight, batch.get("labels") is not None
         out = {}
-        if want_logits == "labelled" and given is not None and ctx.split is not None:
+        if want_logits == "labelled" and given and ctx.split is not None:
             whole = ctx.repad(vocabulary_logits(self.transform(x), weight, self.bias))
-            out["logits"], want_logits = whole[given != IGNORE_INDEX], False
-        if given is not None:
+            out["logits"], want_logits = whole[self.targets(batch) != IGNORE_INDEX], False
+        if given:
             labels, labelled = self.labelled(ctx, batch)
             check_labels(labels, weight.shape[0])
             hidden = self.transform(x.index_select(0, labelled))

@@ -291,6 +291,8 @@ class Packed:
 
         It mixes all tokens as ever, goes on with these (`narrow`) and gives zeros for the others (`widen`).
         """
+        if read is self.read:
+            return self
         draws = self.draws
         if draws is not None and read is not None:
             draws = replace(draws, parts=draws.parts | {read.numel(): draws.tokens.index_select(0, read)})

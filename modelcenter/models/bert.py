@@ -74,6 +74,8 @@ class Bert(Encoder):
         return Pretraining(lm, self.config.hidden_size)
 
     def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
+        if self.task == "next-sentence-prediction":
+            return ctx.first_tokens()
         if self.task != "pretraining":
             return super().reads(ctx, batch)
         lm: Any = self.head.lm  # type: ignore[union-attr]

@@ -142,7 +142,7 @@ class Encoder(Model):
         match self.task:
             case "masked-lm" | "causal-lm":
                 return head.reads(ctx, batch, self.wants_logits(batch))
-            case "sequence-classification" | "multiple-choice" | "next-sentence-prediction":
+            case "sequence-classification" | "multiple-choice":
                 return ctx.first_tokens()
         return None
 

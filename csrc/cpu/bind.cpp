@@ -2,6 +2,8 @@
 #include <math.h>
 
 #include "../core/arguments.h"
+#include "arrays.h"
+#include "bind_attention.h"
 #include "bind_products.h"
 #include "kernels.h"
 
@@ -152,25 +154,6 @@ void dropout(Tensor out, Tensor x, std::optional<Tensor> residual, std::optional
   });
 }
 
-// The memory of fp32 tensors that belong together: contiguous, on one device, none written where another lies.
-class Arrays {
- public:
-  explicit Arrays(const Tensor& first) : first_(first) {}
-  float* take(const Tensor& t, const char* name, int64_t numel, bool written = false) {
-    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.numel() == numel, name, " must be ", numel,
-                    " fp32 numbers");
-    STD_TORCH_CHECK(t.is_contiguous(), name, " is not contiguous");
-    same_device(t, first_, name);
-    overlaps_.add(t.const_data_ptr(), 4 * numel, written);
-    return (float*)t.const_data_ptr();
-  }
-  void check() { overlaps_.check(); }
-
- private:
-  const Tensor& first_;
-  Overlaps overlaps_;
-};
-
 void gelu(Tensor out, Tensor x, std::optional<Tensor> grad) {
   Arrays arrays(x);
   const float* from = arrays.take(x, "x", x.numel());
@@ -278,6 +261,15 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
       "cross_entropy_(Tensor(a!) logits, Tensor(b!) loss, Tensor targets, float scale, float smoothing, bool train) "
       "-> ()");
   m.def("product_(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!)? sums, bool add) -> ()");
+  m.def(
+      "attention_(Tensor(a!) out, Tensor(b!) sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, "
+      "Tensor? bias, Tensor? tokens, int heads, int kv_heads, float scale, bool causal, int window, int key, int site, "
+      "int first_head, int threshold) -> ()");
+  m.def(
+      "attention_backward_(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dbias, Tensor grad, Tensor out, "
+      "Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, Tensor? bias, Tensor? tokens, "
+      "int heads, int kv_heads, float scale, bool causal, int window, int key, int site, int first_head, "
+      "int threshold) -> ()");
   m.def("merge_master_(Tensor[] p, Tensor[] remainder, Tensor(a!)[] master, int stream) -> ()");
 }
 
@@ -296,5 +288,7 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("rms_norm_backward_", TORCH_BOX(&modelcenter::rms_norm_backward));
   m.impl("cross_entropy_", TORCH_BOX(&modelcenter::cross_entropy));
   m.impl("product_", TORCH_BOX(&modelcenter::product));
+  m.impl("attention_", TORCH_BOX(&modelcenter::attention));
+  m.impl("attention_backward_", TORCH_BOX(&modelcenter::attention_backward));
   m.impl("merge_master_", TORCH_BOX(&modelcenter::merge_master));
 }

@@ -38,19 +38,12 @@ struct Wide {
 };
 #endif
 
-// The words of the 16 counters of a block.
-MC_INLINE void draw(const Draw& d, uint64_t token, uint32_t block, Words& words) {
 #if defined(__AVX512F__) || defined(__AVX2__)
-  constexpr int kVectors = 2 * kDropoutLanes / Wide::kCounters;
+// Philox of counters in vectors of 64-bit lanes, which are a, b, c, e in and the words out.
+template <int kVectors>
+MC_INLINE void rounds(const Draw& d, Wide::V (&a)[kVectors], Wide::V (&b)[kVectors], Wide::V (&c)[kVectors],
+                      Wide::V (&e)[kVectors]) {
   using V = Wide::V;
-  V a[kVectors], b[kVectors], c[kVectors], e[kVectors];
-  for (int i = 0; i < kVectors; i++) {
-    const uint64_t first = (uint64_t)block * kDropoutLanes + (uint64_t)(i / 2 * Wide::kCounters + i % 2);
-    a[i] = Wide::add(Wide::even(), Wide::all(first));
-    b[i] = Wide::all(d.site);
-    c[i] = Wide::all((uint32_t)token);
-    e[i] = Wide::all(token >> 32);
-  }
   const V by_a = Wide::all(kPhiloxA), by_c = Wide::all(kPhiloxB);
   uint32_t low = d.key_low, high = d.key_high;
 #pragma GCC unroll 10
@@ -67,6 +60,22 @@ MC_INLINE void draw(const Draw& d, uint64_t token, uint32_t block, Words& words)
     low += kPhiloxKeyA;
     high += kPhiloxKeyB;
   }
+}
+#endif
+
+// The words of the 16 counters of a block.
+MC_INLINE void draw(const Draw& d, uint64_t token, uint32_t block, Words& words) {
+#if defined(__AVX512F__) || defined(__AVX2__)
+  constexpr int kVectors = 2 * kDropoutLanes / Wide::kCounters;
+  Wide::V a[kVectors], b[kVectors], c[kVectors], e[kVectors];
+  for (int i = 0; i < kVectors; i++) {
+    const uint64_t first = (uint64_t)block * kDropoutLanes + (uint64_t)(i / 2 * Wide::kCounters + i % 2);
+    a[i] = Wide::add(Wide::even(), Wide::all(first));
+    b[i] = Wide::all(d.site);
+    c[i] = Wide::all((uint32_t)token);
+    e[i] = Wide::all(token >> 32);
+  }
+  rounds(d, a, b, c, e);
   for (int i = 0; i < kVectors; i += 2) {
     const int at = i / 2 * Wide::kCounters;
     Wide::store(words[0] + at, a[i], a[i + 1]);
@@ -78,6 +87,41 @@ MC_INLINE void draw(const Draw& d, uint64_t token, uint32_t block, Words& words)
   for (int lane = 0; lane < kDropoutLanes; lane++) {
     uint32_t out[4];
     philox(d.key_low, d.key_high, block * kDropoutLanes + (uint32_t)lane, d.site, token, out);
+    for (int word = 0; word < 4; word++) words[word][lane] = out[word];
+  }
+#endif
+}
+
+// The words of one counter of 32 tokens.
+MC_INLINE void draw_tokens(const Draw& d, const uint64_t* tokens, uint32_t counter, uint32_t (*words)[32]) {
+#if defined(__AVX512F__) || defined(__AVX2__)
+  constexpr int kLanes = Wide::kCounters / 2, kVectors = 32 / kLanes;
+  Wide::V a[kVectors], b[kVectors], c[kVectors], e[kVectors];
+  for (int i = 0; i < kVectors; i++) {
+    uint64_t low[kLanes], high[kLanes];
+    for (int k = 0; k < kLanes; k++) {
+      // even ones are in one vector, odd ones in another
+      const uint64_t token = tokens[i / 2 * 2 * kLanes + 2 * k + i % 2];
+      low[k] = (uint32_t)token;
+      high[k] = token >> 32;
+    }
+    a[i] = Wide::all(counter);
+    b[i] = Wide::all(d.site);
+    memcpy(&c[i], low, sizeof low);
+    memcpy(&e[i], high, sizeof high);
+  }
+  rounds(d, a, b, c, e);
+  for (int i = 0; i < kVectors; i += 2) {
+    const int at = i / 2 * Wide::kCounters;
+    Wide::store(words[0] + at, a[i], a[i + 1]);
+    Wide::store(words[1] + at, b[i], b[i + 1]);
+    Wide::store(words[2] + at, c[i], c[i + 1]);
+    Wide::store(words[3] + at, e[i], e[i + 1]);
+  }
+#else
+  for (int lane = 0; lane < 32; lane++) {
+    uint32_t out[4];
+    philox(d.key_low, d.key_high, counter, d.site, tokens[lane], out);
     for (int word = 0; word < 4; word++) words[word][lane] = out[word];
   }
 #endif

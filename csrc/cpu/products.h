@@ -66,34 +66,49 @@ MC_INLINE void pack(const float* x, int64_t stride, int64_t depth, int64_t colum
   }
 }
 
+#if defined(__AVX2__)
+// The transpose of 8 x 8 numbers.
+MC_INLINE void transpose(const float* x, int64_t stride, float* to, int64_t to_stride) {
+  __m256 r[8], s[8];
+  for (int k = 0; k < 8; k++) r[k] = _mm256_loadu_ps(x + k * stride);
+  for (int k = 0; k < 8; k += 2) {
+    s[k] = _mm256_unpacklo_ps(r[k], r[k + 1]);
+    s[k + 1] = _mm256_unpackhi_ps(r[k], r[k + 1]);
+  }
+  for (int k = 0; k < 8; k += 4) {
+    r[k] = _mm256_shuffle_ps(s[k], s[k + 2], 0x44);
+    r[k + 1] = _mm256_shuffle_ps(s[k], s[k + 2], 0xEE);
+    r[k + 2] = _mm256_shuffle_ps(s[k + 1], s[k + 3], 0x44);
+    r[k + 3] = _mm256_shuffle_ps(s[k + 1], s[k + 3], 0xEE);
+  }
+  for (int k = 0; k < 4; k++) {
+    _mm256_storeu_ps(to + k * to_stride, _mm256_permute2f128_ps(r[k], r[k + 4], 0x20));
+    _mm256_storeu_ps(to + (k + 4) * to_stride, _mm256_permute2f128_ps(r[k], r[k + 4], 0x31));
+  }
+}
+#endif
+
+// Columns [0, depth) of `rows` rows of x, at most kOf, as `depth` rows of kOf numbers, filled up with zeros.
+template <int64_t kOf>
+MC_INLINE void turn(const float* x, int64_t stride, int64_t depth, int64_t rows, float* __restrict to) {
+  int64_t i = 0;
+#if defined(__AVX2__)
+  for (; i + 8 <= rows; i += 8) {
+    int64_t t = 0;
+    for (; t + 8 <= depth; t += 8) transpose(x + i * stride + t, stride, to + t * kOf + i, kOf);
+    for (; t < depth; t++)
+      for (int64_t k = i; k < i + 8; k++) to[t * kOf + k] = x[k * stride + t];
+  }
+#endif
+  if (i == kOf) return;
+  for (int64_t t = 0; t < depth; t++)
+    for (int64_t k = i; k < kOf; k++) to[t * kOf + k] = k < rows ? x[k * stride + t] : 0.0f;
+}
+
 // The same of the transpose of x: panels of kTall rows, of columns [0, depth).
 MC_INLINE void pack_rows(const float* x, int64_t stride, int64_t depth, int64_t rows, float* __restrict to) {
-  for (int64_t i = 0; i < rows; i += kTall, x += kTall * stride, to += kTallPanel) {
-    const int64_t n = rows - i < kTall ? rows - i : kTall;
-    int64_t t = 0;
-#if defined(__AVX2__)
-    for (; n == kTall && t + 8 <= depth; t += 8) {
-      __m256 r[8], s[8];
-      for (int k = 0; k < 8; k++) r[k] = _mm256_loadu_ps(x + k * stride + t);
-      for (int k = 0; k < 8; k += 2) {
-        s[k] = _mm256_unpacklo_ps(r[k], r[k + 1]);
-        s[k + 1] = _mm256_unpackhi_ps(r[k], r[k + 1]);
-      }
-      for (int k = 0; k < 8; k += 4) {
-        r[k] = _mm256_shuffle_ps(s[k], s[k + 2], 0x44);
-        r[k + 1] = _mm256_shuffle_ps(s[k], s[k + 2], 0xEE);
-        r[k + 2] = _mm256_shuffle_ps(s[k + 1], s[k + 3], 0x44);
-        r[k + 3] = _mm256_shuffle_ps(s[k + 1], s[k + 3], 0xEE);
-      }
-      for (int k = 0; k < 4; k++) {
-        _mm256_storeu_ps(to + (t + k) * kTall, _mm256_permute2f128_ps(r[k], r[k + 4], 0x20));
-        _mm256_storeu_ps(to + (t + k + 4) * kTall, _mm256_permute2f128_ps(r[k], r[k + 4], 0x31));
-      }
-    }
-#endif
-    for (; t < depth; t++)
-      for (int64_t k = 0; k < kTall; k++) to[t * kTall + k] = k < n ? x[k * stride + t] : 0.0f;
-  }
+  for (int64_t i = 0; i < rows; i += kTall, x += kTall * stride, to += kTallPanel)
+    turn<kTall>(x, stride, depth, rows - i < kTall ? rows - i : kTall, to);
 }
 
 // sums += the sums over the depth of each row of packed panels.

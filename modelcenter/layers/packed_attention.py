@@ -1,8 +1,10 @@
 """Attention over packed tokens: no T x T mask, no padding beyond what a bucket of similar lengths needs.
 
-On a CPU sequences of similar length are attended as one rectangle (`Packed.buckets`) by one autograd function: it keeps
-the softmax, draws dropout's masks anew in backward, and writes gradients without zero-filling. On CUDA without dropout
-or bias it is torch's variable-length flash attention; otherwise scaled_dot_product_attention per bucket.
+On a CPU that the compiled operator is made for (engine.ops.attention) it takes each sequence by itself. Elsewhere on a
+CPU, in other types than fp32 and under marks, sequences of similar length are attended as one rectangle
+(`Packed.buckets`) by one autograd function: it keeps the softmax, draws dropout's masks anew in backward, and writes
+gradients without zero-filling. On CUDA without dropout or bias it is torch's variable-length flash attention; otherwise
+scaled_dot_product_attention per bucket.
 """
 
 import math
@@ -14,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops import Draws, dropout, eager, fresh_key
+from engine.ops import Draws, attention, dropout, eager, fresh_key
 from modelcenter.layers.marks import Marks, by_pair
 from modelcenter.layers.packing import Bucket, Packed
 
@@ -120,6 +122,13 @@ class Drop:
     def key(self) -> int:
         """Of the draws, or one drawn now."""
         return fresh_key() if self.draws is None else self.draws.key
+
+    def rule(self) -> attention.Dropped:
+        """The same for the compiled operator."""
+        if not self.p:
+            return attention.NOTHING_DROPPED
+        tokens = self.tokens if self.tokens is not None or self.draws is None else self.draws.whole
+        return attention.Dropped(self.p, self.key, self.site or 0, tokens, self.first_head)
 
     def drop(self, weights: Tensor, key: int, numbers: Tensor) -> Tensor:
         """Weights (..., keys), a row for each of the numbers -> the same, those that are kept scaled up."""
@@ -430,6 +439,13 @@ def _in_buckets(
     memory: Packed | None,
     scale: float,
 ) -> Tensor:
+    offsets = packed.cu_seqlens, packed.cu_seqlens if memory is None else memory.cu_seqlens
+    alike = mask.marks is None and drop.p < 1 and offsets[0].numel() == offsets[1].numel()
+    if alike and attention.serves(q, k, v, mask.bias):
+        if memory is not None:
+            packed.with_memory(memory)
+        shape = attention.Heads(*heads, scale, mask.causal, mask.window)
+        return attention.attention(q, k, v, *offsets, shape, mask.bias, drop.rule())
     pairs = packed.pairs(memory)
     if q.device.type == "cpu":
         rest = replace(mask, bias=None, others=None)

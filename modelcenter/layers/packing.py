@@ -473,6 +473,18 @@ class Packed:
         inner = Packed(cu, max(lengths, default=0), self.positions[:0], (1, sum(lengths)), None, True, lengths)
         return Piece((0, 0), (start, start + sum(lengths)), (first, first + len(lengths)), 0, inner)
 
+    def with_memory(self, memory: "Packed") -> tuple[list[int], list[int]]:
+        """The lengths of the sequences, and of those in `memory`.
+
+        Raises:
+            ValueError: a sequence has tokens and its one in `memory` has none.
+        """
+        n = min(self.num_sequences, memory.num_sequences)
+        lengths, others = self.host_lengths()[:n], memory.host_lengths()[:n]
+        if any(a and not b for a, b in zip(lengths, others, strict=True)):
+            raise ValueError("a row of the batch has no token for the encoder; each needs at least one")
+        return lengths, others
+
     def pairs(self, memory: "Packed | None" = None) -> list[tuple[Bucket, Bucket]]:
         """The rectangles of queries and keys in which attention runs; planned once per batch.
 
@@ -483,11 +495,7 @@ class Packed:
             return [(bucket, bucket) for bucket in self.buckets()]
         key = f"pairs {id(memory)}"
         if key not in self._cache:
-            n = min(self.num_sequences, memory.num_sequences)
-            lengths, others = self.host_lengths(), memory.host_lengths()
-            if any(a and not b for a, b in zip(lengths[:n], others[:n], strict=True)):
-                raise ValueError("a row of the batch has no token for the encoder; each needs at least one")
-            groups = plan_pairs(lengths[:n], others[:n])
+            groups = plan_pairs(*self.with_memory(memory))
             self._cache[key] = [(self._bucket(rows), memory._bucket(rows)) for rows in groups]
         return self._cache[key]
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from engine.ops import attention, library
 from modelcenter.layers.marks import Marks
 from modelcenter.layers.packed_attention import NO_DROP, Drop, Mask, _bucketed_sdpa, packed_attention
 from modelcenter.layers.packing import Packed
@@ -52,6 +53,7 @@ class Problem:
         self.scale = 0.7
 
     def ours(self, path, *inputs):
+        """path: "compiled", the operator for a sequence; "buckets", rectangles; "sdpa", these by torch."""
         q, k, v, *bias = inputs
         mask = Mask(self.causal, self.window, *bias[:1])
         if self.marks is not None:
@@ -101,10 +103,18 @@ class Problem:
         return torch.cat(outs) if outs else q
 
 
+def choose(monkeypatch, path):
+    """The compiled operator is taken where it is, fast or not; nothing else is in its place where it is asked for."""
+    monkeypatch.setattr(attention, "serves", lambda q, *_: path == "compiled" and q.numel() > 0)
+    if path == "compiled" and not library.cpu().loaded:
+        pytest.skip("the compiled operators are not built")
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("path", ["ours", "sdpa"])
-def test_values_and_gradients(packed, path, kind):
+@pytest.mark.parametrize("path", ["compiled", "buckets", "sdpa"])
+def test_values_and_gradients(monkeypatch, packed, path, kind):
     torch.manual_seed(0)
+    choose(monkeypatch, path)
     problem = Problem(packed, kind)
     inputs = [x.requires_grad_() for x in problem.inputs]
     out = problem.ours(path, *inputs)
@@ -125,6 +135,15 @@ def test_a_row_without_memory_is_refused(packed):
         nothing = Packed.from_cu_seqlens(torch.zeros_like(packed.cu_seqlens), None, 0)
         with pytest.raises(ValueError, match="no token for the encoder"):
             packed.pairs(nothing)
+
+
+@pytest.mark.parametrize("path", ["compiled", "buckets"])
+def test_one_row_without_memory_is_refused(monkeypatch, path):
+    choose(monkeypatch, path)
+    rows = Packed.from_cu_seqlens(torch.tensor([0, 2, 5], dtype=torch.int32), None, 5)
+    memory = Packed.from_cu_seqlens(torch.tensor([0, 4, 4], dtype=torch.int32), None, 4)
+    with pytest.raises(ValueError, match="no token for the encoder"):
+        packed_attention(torch.randn(5, 8), torch.randn(4, 8), torch.randn(4, 8), rows, 2, memory=memory)
 
 
 def test_dropout_backward_is_the_derivative_of_its_forward(packed):

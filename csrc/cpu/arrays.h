@@ -1,0 +1,28 @@
+// Checks of plain fp32 arguments.
+#pragma once
+#include "../core/arguments.h"
+
+namespace modelcenter {
+namespace {
+
+// The memory of fp32 tensors that belong together: contiguous, on one device, none written where another lies.
+class Arrays {
+ public:
+  explicit Arrays(const Tensor& first) : first_(first) {}
+  float* take(const Tensor& t, const char* name, int64_t numel, bool written = false) {
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.numel() == numel, name, " must be ", numel,
+                    " fp32 numbers");
+    STD_TORCH_CHECK(t.is_contiguous(), name, " is not contiguous");
+    same_device(t, first_, name);
+    overlaps_.add(t.const_data_ptr(), 4 * numel, written);
+    return (float*)t.const_data_ptr();
+  }
+  void check() { overlaps_.check(); }
+
+ private:
+  const Tensor& first_;
+  Overlaps overlaps_;
+};
+
+}  // namespace
+}  // namespace modelcenter

@@ -1,0 +1,172 @@
+// Attention of packed sequences: what is checked, and how sequences and heads are shared among threads.
+#pragma once
+#include <memory>
+
+#include "arrays.h"
+#include "kernels.h"
+
+namespace modelcenter {
+namespace {
+
+// A call's arguments, and the sequences and key heads that a thread works on at a time.
+struct AttentionCall {
+  Attention a{};
+  std::vector<int64_t> queries, keys;  // where each sequence begins
+  std::vector<int64_t> cost;           // of all units before each
+
+  int64_t units() const { return (int64_t)cost.size() - 1; }
+  int64_t sequence(int64_t unit) const { return unit / a.groups; }
+  int64_t length(const std::vector<int64_t>& of, int64_t i) const { return of[(size_t)i + 1] - of[(size_t)i]; }
+};
+
+inline std::vector<int64_t> offsets(const Tensor& cu, const char* name, int64_t rows) {
+  STD_TORCH_CHECK(cu.dim() == 1 && cu.scalar_type() == ScalarType::Int && cu.is_contiguous() && cu.numel() > 0 &&
+                      cu.is_cpu(),
+                  name, " must be contiguous int32 offsets");
+  const int32_t* from = (const int32_t*)cu.const_data_ptr();
+  std::vector<int64_t> to(from, from + cu.numel());
+  STD_TORCH_CHECK(to.front() == 0 && to.back() == rows, name, " must rise from 0 to ", rows, ", the number of rows");
+  for (size_t i = 1; i < to.size(); i++) STD_TORCH_CHECK(to[i] >= to[i - 1], name, " must not fall");
+  return to;
+}
+
+struct AttentionHeads {
+  int64_t heads, groups;
+  double scale;
+  bool causal;
+  int64_t window;
+};
+
+struct AttentionDraw {
+  int64_t key, site, first_head, threshold;
+};
+
+inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tensor& k, const Tensor& v,
+                                     const Tensor& sums, bool written, const Tensor& cu_queries, const Tensor& cu_keys,
+                                     const std::optional<Tensor>& bias, const std::optional<Tensor>& tokens,
+                                     const AttentionHeads& h, const AttentionDraw& draw) {
+  STD_TORCH_CHECK(q.dim() == 2 && k.dim() == 2 && v.dim() == 2, "q, k and v must have 2 dimensions");
+  STD_TORCH_CHECK(h.groups > 0 && h.heads > 0 && h.heads % h.groups == 0 && q.size(1) % h.heads == 0,
+                  "rows of ", q.size(1), " numbers are no ", h.heads, " heads of ", h.groups, " groups");
+  STD_TORCH_CHECK(draw.threshold >= 0 && draw.threshold < 65536, "threshold must be 0 to 65535");
+  AttentionCall call;
+  Attention& a = call.a;
+  a.heads = h.heads, a.groups = h.groups, a.channels = q.size(1) / h.heads;
+  a.scale = (float)h.scale, a.causal = h.causal, a.window = h.window, a.first_head = draw.first_head;
+  const int64_t rows = q.size(0), key_rows = k.size(0);
+  a.q = arrays.take(q, "q", rows * a.heads * a.channels);
+  a.k = arrays.take(k, "k", key_rows * a.groups * a.channels);
+  a.v = arrays.take(v, "v", key_rows * a.groups * a.channels);
+  a.sums = arrays.take(sums, "sums", rows * a.heads * 2, written);
+  call.queries = offsets(cu_queries, "cu_queries", rows), call.keys = offsets(cu_keys, "cu_keys", key_rows);
+  STD_TORCH_CHECK(call.queries.size() == call.keys.size(), "cu_queries and cu_keys are of ", call.queries.size() - 1,
+                  " and ", call.keys.size() - 1, " sequences");
+  if (tokens) {
+    STD_TORCH_CHECK(tokens->scalar_type() == ScalarType::Long && tokens->numel() == rows && tokens->is_contiguous(),
+                    "tokens must be ", rows, " contiguous int64 numbers");
+    same_device(*tokens, q, "tokens");
+    a.tokens = (const int64_t*)tokens->const_data_ptr();
+  }
+  a.draw = {nullptr, 0, 0, (uint32_t)draw.key, (uint32_t)((uint64_t)draw.key >> 32), (uint32_t)draw.site,
+            (uint32_t)draw.threshold, 65536.0f / (float)(65536 - draw.threshold)};
+  int64_t longest = 1;
+  call.cost.assign(1, 0);
+  for (int64_t i = 0; i + 1 < (int64_t)call.queries.size(); i++) {
+    const int64_t n = call.length(call.queries, i), m = call.length(call.keys, i);
+    longest = std::max(longest, std::max(n, m));
+    STD_TORCH_CHECK(!h.causal || n == m, "sequence ", i, " has ", n, " queries and ", m,
+                    " keys: causal attention is of a sequence to itself");
+    // Rows are moved and worked on in blocks of 32 queries.
+    const int64_t cost = ((n + 31) / 32 * 32 + 16) * (m + 16) * (a.heads / a.groups);
+    for (int64_t g = 0; g < a.groups; g++) call.cost.push_back(call.cost.back() + cost);
+  }
+  if (bias) {
+    STD_TORCH_CHECK(bias->dim() == 2 && bias->size(0) == a.heads && bias->size(1) >= 2 * longest - 1,
+                    "bias must be (", a.heads, ", ", 2 * longest - 1, " or more)");
+    a.bias_width = bias->size(1);
+    a.bias = arrays.take(*bias, "bias", a.heads * a.bias_width);
+  }
+  return call;
+}
+
+// Runs body(unit, room) for each: which thread works on a unit shows in no bit of it.
+template <class Body>
+void each_unit(const AttentionCall& call, bool backward, const Body& body) {
+  constexpr int64_t kLeast = 1 << 15;  // cost that is worth a thread
+  torch::stable::parallel_for(0, call.cost.back(), kLeast, [&](int64_t begin, int64_t end) {
+    FlushDenormals flush;
+    std::unique_ptr<float[]> room;
+    int64_t size = 0;
+    int64_t unit = std::lower_bound(call.cost.begin(), call.cost.end(), begin) - call.cost.begin();
+    for (; unit < call.units() && call.cost[(size_t)unit] < end; unit++) {
+      const int64_t i = call.sequence(unit);
+      const int64_t n = call.length(call.queries, i), m = call.length(call.keys, i);
+      const int64_t needed = kernels().attention_room(n, m, call.a.channels, backward);
+      if (needed > size) room.reset(new float[(size_t)needed + 16]), size = needed;
+      float* const aligned = (float*)(((uintptr_t)room.get() + 63) / 64 * 64);
+      body(call.queries[(size_t)i], n, call.keys[(size_t)i], m, unit % call.a.groups, i, aligned);
+    }
+  });
+}
+
+void attention(Tensor out, Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys,
+               std::optional<Tensor> bias, std::optional<Tensor> tokens, int64_t heads, int64_t kv_heads, double scale,
+               bool causal, int64_t window, int64_t key, int64_t site, int64_t first_head, int64_t threshold) {
+  Arrays arrays(q);
+  AttentionCall call = check_attention(arrays, q, k, v, sums, true, cu_queries, cu_keys, bias, tokens,
+                                       {heads, kv_heads, scale, causal, window}, {key, site, first_head, threshold});
+  Attention& a = call.a;
+  a.out = arrays.take(out, "out", q.numel(), true);
+  arrays.check();
+  each_unit(call, false, [&](int64_t query, int64_t n, int64_t key, int64_t m, int64_t group, int64_t, float* room) {
+    if (m) return kernels().attention(a, query, n, key, m, group, room);
+    const int64_t share = a.heads / a.groups * a.channels;  // nothing to attend to
+    for (int64_t i = query; i < query + n; i++)
+      memset(a.out + (i * a.groups + group) * share, 0, sizeof(float) * (size_t)share);
+  });
+}
+
+void attention_backward(Tensor dq, Tensor dk, Tensor dv, std::optional<Tensor> dbias, Tensor grad, Tensor out,
+                        Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys,
+                        std::optional<Tensor> bias, std::optional<Tensor> tokens, int64_t heads, int64_t kv_heads,
+                        double scale, bool causal, int64_t window, int64_t key, int64_t site, int64_t first_head,
+                        int64_t threshold) {
+  Arrays arrays(q);
+  AttentionCall call = check_attention(arrays, q, k, v, sums, false, cu_queries, cu_keys, bias, tokens,
+                                       {heads, kv_heads, scale, causal, window}, {key, site, first_head, threshold});
+  Attention& a = call.a;
+  a.out = arrays.take(out, "out", q.numel());
+  a.grad = arrays.take(grad, "grad", q.numel());
+  a.dq = arrays.take(dq, "dq", q.numel(), true);
+  a.dk = arrays.take(dk, "dk", k.numel(), true);
+  a.dv = arrays.take(dv, "dv", v.numel(), true);
+  STD_TORCH_CHECK(!dbias || bias, "there is no bias, so dbias must be left out");
+  float* slopes = dbias ? arrays.take(*dbias, "dbias", a.heads * a.bias_width, true) : nullptr;
+  arrays.check();
+  // What each sequence adds to dbias, added up in their order below: threads do not show.
+  std::vector<int64_t> first(1, 0);
+  for (size_t i = 0; slopes && i + 1 < call.queries.size(); i++)
+    first.push_back(first.back() + a.heads * std::max((int64_t)0, call.length(call.queries, (int64_t)i) +
+                                                                      call.length(call.keys, (int64_t)i) - 1));
+  std::vector<float> parts((size_t)first.back(), 0.0f);
+  each_unit(call, true, [&](int64_t query, int64_t n, int64_t key, int64_t m, int64_t group, int64_t i, float* room) {
+    float* own = slopes ? parts.data() + first[(size_t)i] : nullptr;
+    if (m) return kernels().attention_backward(a, query, n, key, m, group, own, room);
+    const int64_t share = a.heads / a.groups * a.channels;
+    for (int64_t row = query; row < query + n; row++)
+      memset(a.dq + (row * a.groups + group) * share, 0, sizeof(float) * (size_t)share);
+  });
+  if (!slopes) return;
+  memset(slopes, 0, sizeof(float) * (size_t)(a.heads * a.bias_width));
+  for (int64_t i = 0; i + 1 < (int64_t)call.queries.size(); i++) {
+    const int64_t n = call.length(call.queries, i), m = call.length(call.keys, i);
+    for (int64_t h = 0; m && n && h < a.heads; h++) {
+      const float* from = parts.data() + first[(size_t)i] + h * (n + m - 1);
+      float* middle = slopes + h * a.bias_width + a.bias_width / 2;
+      for (int64_t d = 0; d < n + m - 1; d++) middle[m - 1 - d] += from[d];
+    }
+  }
+}
+
+}  // namespace
+}  // namespace modelcenter

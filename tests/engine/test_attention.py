@@ -1,0 +1,128 @@
+"""The compiled attention of packed sequences: against float64 with the same masks, and on bad input."""
+
+import pytest
+import torch
+
+from engine.ops import attention, library
+from engine.ops.attention import Dropped, Heads
+from engine.ops.masks import random_bits
+
+KEY, SITE, FIRST_HEAD = -(2**61) + 7, 3, 2
+# Lengths around the widths of vectors, tiles, blocks of queries and blocks of random numbers.
+KINDS = {
+    "plain": dict(lengths=[1, 31, 32, 33, 7], width=64),
+    "dropped": dict(lengths=[5, 0, 130, 16], width=8, p=0.3),
+    "causal": dict(lengths=[40, 1, 129, 64], width=3, causal=True, p=0.1),
+    "window": dict(lengths=[70, 33, 150], width=20, causal=True, window=9, kv_heads=1),
+    "bias": dict(lengths=[3, 65, 40], width=33, bias=True, p=0.2),
+    "causal bias": dict(lengths=[50, 8], width=16, bias=True, causal=True, kv_heads=2),
+    "cross": dict(lengths=[5, 40, 0, 33], keys=[90, 3, 8, 1], width=32, kv_heads=2, p=0.1),
+}
+
+
+@pytest.fixture(autouse=True)
+def loaded(compiled):
+    assert library.cpu().loaded
+
+
+def offsets(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def problem(lengths, width, keys=None, kv_heads=4, bias=False, p=0.0, **mask):
+    torch.manual_seed(0)
+    queries, keys = offsets(lengths), offsets(lengths if keys is None else keys)
+    rows, key_rows = int(queries[-1]), int(keys[-1])
+    inputs = [torch.randn(rows, 4 * width), *(torch.randn(key_rows, kv_heads * width) for _ in range(2))]
+    inputs += [torch.randn(4, 2 * max(lengths) + 5)] if bias else []
+    heads = Heads(4, kv_heads, 0.4, **mask)
+    return inputs, queries, keys, heads, Dropped(p, KEY, SITE, torch.randint(0, 2**45, (rows,)), FIRST_HEAD)
+
+
+def truth(inputs, queries, keys, heads, dropped):
+    q, k, v, *bias = inputs
+    share, outs = heads.heads // heads.kv_heads, []
+    for a, b, c, d in zip(queries[:-1], queries[1:], keys[:-1], keys[1:], strict=True):
+        one = q[a:b].unflatten(1, (heads.heads, -1)).transpose(0, 1)
+        both = (x[c:d].unflatten(1, (heads.kv_heads, -1)).transpose(0, 1).repeat_interleave(share, 0) for x in (k, v))
+        theirs, values = both
+        scores = heads.scale * one @ theirs.transpose(1, 2)
+        apart = torch.arange(d - c) - torch.arange(b - a)[:, None]  # key minus query
+        for table in bias:
+            scores = scores + table[:, table.shape[1] // 2 + apart]
+        if heads.causal:
+            scores = scores.masked_fill((apart > 0) | (-apart >= (heads.window or b - a + 1)), -torch.inf)
+        weights = scores.softmax(-1)
+        if dropped.p and b > a:
+            for head in range(heads.heads):
+                numbers = dropped.tokens[a:b] + ((FIRST_HEAD + head) << 20)
+                kept = random_bits(numbers, 0, int(d - c), KEY, SITE) >= round(dropped.p * 65536)
+                weights = weights.clone()
+                weights[head] = weights[head] * kept * 65536 / (65536 - round(dropped.p * 65536))
+        outs.append((weights @ values).transpose(0, 1).flatten(1))
+    return torch.cat(outs)
+
+
+def found(inputs, *rest):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    q, k, v, *bias = inputs
+    queries, keys, heads, dropped = rest
+    out = attention.attention(q, k, v, queries, keys, heads, *(bias or [None]), dropped)
+    return [out.detach(), *torch.autograd.grad(out, inputs, torch.linspace(-1, 1, out.numel()).view(out.shape))]
+
+
+def check_attention(**kind):
+    inputs, *rest = problem(**kind)
+    doubles = [x.double().requires_grad_() for x in inputs]
+    out = truth(doubles, *rest)
+    slope = torch.linspace(-1, 1, out.numel()).view(out.shape).double()
+    ours = found(inputs, *rest)
+    for mine, right in zip(ours, [out, *torch.autograd.grad(out, doubles, slope)], strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=1e-5, atol=2e-6 * right.detach().abs().max().item() + 1e-6)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert all(map(torch.equal, ours, found(inputs, *rest)))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_values_and_gradients(kind):
+    check_attention(**kind)
+
+
+def test_sequences_without_keys_give_zeros():
+    (q, k, v), queries, _, heads, dropped = problem([3, 2], 8)
+    out, dq, dk, dv = found([q, k[:4], v[:4]], queries, offsets([0, 4]), heads, dropped)
+    assert not out[:3].any() and not dq[:3].any() and out[3:].all() and dk.any() and dv.any()
+
+
+def test_a_number_that_is_none_stays_in_its_sequence():
+    (q, k, v), *rest = problem([3, 40], 8, causal=True)
+    k[1, 0] = torch.nan
+    out = found([q, k, v], *rest)[0]
+    assert out[1].isnan().any() and not out[0].isnan().any() and not out[3:].isnan().any()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"queries": torch.tensor([0, 9], dtype=torch.int32)}, "cu_queries must rise from 0 to 5"),
+        ({"queries": torch.tensor([0, 4, 3, 5], dtype=torch.int32)}, "cu_queries must not fall"),
+        ({"keys": torch.tensor([0, 2, 3, 5], dtype=torch.int32)}, "of 2 and 3 sequences"),
+        ({"keys": torch.tensor([0, 5], dtype=torch.int64)}, "cu_keys must be contiguous int32 offsets"),
+        ({"heads": Heads(3, 3, 1.0)}, "are no 3 heads of 3 groups"),
+        ({"heads": Heads(4, 3, 1.0)}, "are no 4 heads of 3 groups"),
+        ({"keys": torch.tensor([0, 3, 5], dtype=torch.int32), "heads": Heads(4, 4, 1.0, True)}, "of a sequence to its"),
+        ({"bias": torch.zeros(4, 3)}, r"bias must be \(4, 5 or more\)"),
+        ({"k": torch.zeros(5, 32, dtype=torch.float64)}, "k must be 160 fp32 numbers"),
+        ({"dropped": Dropped(0.1, 1, 1, torch.zeros(4, dtype=torch.int64))}, "tokens must be 5 contiguous int64"),
+    ],
+)
+def test_bad_input(change, message):
+    (q, k, v), queries, keys, heads, dropped = problem([2, 3], 8)
+    given = dict(q=q, k=k, v=v, cu_queries=queries, cu_keys=keys, heads=heads, bias=None, dropped=dropped)
+    given |= {{"queries": "cu_queries", "keys": "cu_keys"}.get(name, name): x for name, x in change.items()}
+    with pytest.raises(RuntimeError, match=message):
+        attention.attention(**given)

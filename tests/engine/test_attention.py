@@ -78,7 +78,9 @@ def check_attention(**kind):
     slope = torch.linspace(-1, 1, out.numel()).view(out.shape).double()
     ours = found(inputs, *rest)
     for mine, right in zip(ours, [out, *torch.autograd.grad(out, doubles, slope)], strict=True):
-        torch.testing.assert_close(mine.double(), right, rtol=1e-5, atol=2e-6 * right.detach().abs().max().item() + 1e-6)
+        torch.testing.assert_close(
+            mine.double(), right, rtol=1e-5, atol=2e-6 * right.detach().abs().max().item() + 1e-6
+        )
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

@@ -36,4 +36,4 @@ def gelu_tanh(x: Tensor) -> Tensor:
     ours = library.plain_fp32(x) and not torch.compiler.is_compiling() and library.serves(x.device)
     if not ours or library.cpu().isa == "plain":
         return F.gelu(x, approximate="tanh")
-    return _Gelu.apply(x)
+    return _Gelu.apply(x) if torch.is_grad_enabled() else _run(x, None)

@@ -13,6 +13,7 @@ import torch
 
 from engine.ops import build
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OLDEST = (7, 5)  # compute capability that the CUDA library is compiled for
 
 
@@ -82,16 +83,12 @@ def serves(device: torch.device) -> bool:
 
 def plain_fp32(*tensors: torch.Tensor | None) -> bool:
     """Ordinary CPU tensors (no DTensor or other subclass), fp32, with elements."""
-    return all(
-        t is None
-        or (
-            type(t) in (torch.Tensor, torch.nn.Parameter)
-            and t.dtype == torch.float32
-            and t.device.type == "cpu"
-            and t.numel()
-        )
-        for t in tensors
-    )
+    for t in tensors:  # every operator of every layer asks this: a loop takes half the time of all()
+        if t is None:
+            continue
+        if type(t) not in _PLAIN or t.dtype is not torch.float32 or not t.is_cpu or not t.numel():
+            return False
+    return True
 
 
 def stream(device: torch.device) -> int:

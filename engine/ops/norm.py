@@ -14,10 +14,8 @@ from engine.ops import library
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x, weight = x.contiguous(), weight.contiguous()
-        out, factor = torch.empty_like(x), x.new_empty(x.numel() // weight.numel())
-        torch.ops.modelcenter.rms_norm_(out, factor, x, weight, eps)
-        ctx.save_for_backward(x, weight, factor)
+        out, *saved = _run(x, weight, eps)
+        ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
@@ -29,6 +27,14 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dweight, None
 
 
+def _run(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result, and what backward takes: x, the weight and the factor of each row."""
+    x, weight = x.contiguous(), weight.contiguous()
+    out, factor = torch.empty_like(x), x.new_empty(x.numel() // weight.numel())
+    torch.ops.modelcenter.rms_norm_(out, factor, x, weight, eps)
+    return out, x, weight, factor
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32 (Zhang and Sennrich 2019,
     arXiv:1910.07467). The factor is rounded to the type of x before the weight multiplies it, as in transformers'
@@ -38,5 +44,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: (..., n). weight: (n,).
     """
     if library.plain_fp32(x, weight) and not torch.compiler.is_compiling() and library.serves(x.device):
-        return _RMSNorm.apply(x, weight, eps)
+        return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _run(x, weight, eps)[0]
     return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight

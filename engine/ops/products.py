@@ -104,5 +104,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not (onednn_linear()[0] and library.plain_fp32(x, weight, bias)) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    out = _Linear.apply(rows, weight, bias)
+    # Without gradients an autograd function is all cost: in generation it took as long as the products beside it.
+    out = _Linear.apply(rows, weight, bias) if torch.is_grad_enabled() else _onednn(rows, weight, bias)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)

@@ -14,6 +14,14 @@ from modelcenter.generation.settings import Settings
 from modelcenter.layers.cache import KVCache
 
 
+def room(model: Any, longest: int) -> int | None:
+    """How many tokens the model has positions for after a prompt of `longest` tokens; None: any number."""
+    if not model.bounded:
+        return None
+    before = 1 if getattr(model, "is_encoder_decoder", False) else longest + model.prefix_tokens
+    return model.config.max_tokens - before
+
+
 class State:
     """Sequences being generated, their cache, and the logits of their next tokens.
 
@@ -41,9 +49,9 @@ class State:
         lengths = mask.sum(1).tolist()
         if 0 in lengths:
             raise ValueError(f"attention_mask: row {lengths.index(0)} has no token; each prompt needs at least one")
-        longest = 1 if self.encodes else max(lengths)
-        table, most = getattr(model, "position", None), longest + s.max_new_tokens
-        if table is not None and most > model.config.max_tokens:
+        longest = 1 if self.encodes else max(lengths) + model.prefix_tokens
+        most, left = longest + s.max_new_tokens, room(model, max(lengths))
+        if left is not None and s.max_new_tokens > left:
             raise ValueError(
                 f"max_new_tokens: a prompt of {longest} tokens and {s.max_new_tokens} new ones exceed the "
                 f"{model.config.max_tokens} positions of this model; ask for fewer or shorten the prompt"

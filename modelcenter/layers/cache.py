@@ -29,7 +29,7 @@ class KVCache:
         self._own: dict[nn.Module | None, list[Tensor]] = {}
         self._memory: dict[nn.Module, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._step: Packed | None = None
-        self._places: dict[str, Tensor | None] = {}
+        self._places: dict[str, Any] = {}  # what the layers of a step share
 
     def __len__(self) -> int:
         """Tokens of the longest sequence."""
@@ -78,9 +78,13 @@ class KVCache:
     def _append(self, layer: nn.Module | None, new_ones: tuple[Tensor, ...], kv_heads: int, ctx: Packed) -> None:
         """Add tensors (T, kv_heads * head_dim) of the current batch; `layer` None: its marks."""
         k = new_ones[0]
-        new, n = ctx.host_lengths(), ctx.num_sequences
-        past = self.lengths or [0] * n
-        most = max((a + b for a, b in zip(past, new, strict=True)), default=0)
+        if "plan" not in self._places:
+            new, n = ctx.host_lengths(), ctx.num_sequences
+            past = self.lengths or [0] * n
+            most = max((a + b for a, b in zip(past, new, strict=True)), default=0)
+            even = min(past) == max(past) and min(new) == max(new)
+            self._places["plan"] = new, past, n, most, even
+        new, past, n, most, even = self._places["plan"]
         kept = self._own.get(layer)
         if kept is None or kept[0].shape[2] < most:
             room = max(self._capacity, most if kept is None else 2 * kept[0].shape[2], most)
@@ -89,7 +93,7 @@ class KVCache:
                 for whole, part in zip(fresh, kept, strict=True):
                     whole[:, :, : part.shape[2]] = part
             self._own[layer] = kept = fresh
-        if min(past) == max(past) and min(new) == max(new):
+        if even:
             for whole, x in zip(kept, new_ones, strict=True):
                 whole[:, :, past[0] : most] = x.view(n, new[0], kv_heads, -1).transpose(1, 2)
             return
@@ -129,11 +133,17 @@ class KVCache:
         n = self._step.num_sequences
         new = q.shape[0] // n
         head_dim = q.shape[1] // heads
-        # Query heads of one key head, and beams of one encoder row, are so many more queries of the same keys.
-        queries = q.view(rows, n // rows, new, groups, heads // groups, head_dim).permute(0, 3, 1, 4, 2, 5)
-        queries = queries.reshape(rows, groups, -1, head_dim)
-        scores = (queries @ k.transpose(2, 3)).float()
-        scores = scores.mul_(1.0 / math.sqrt(head_dim) if scale is None else scale)
+        # Query heads of one key head, and beams of one encoder row, are so many more queries of the same keys. Where
+        # there is one token of one beam these lie side by side; a step of a small model is as slow as its calls are
+        # many.
+        straight = n == rows and new == 1
+        queries = q
+        if not straight:
+            queries = q.view(rows, n // rows, new, groups, heads // groups, head_dim).permute(0, 3, 1, 4, 2, 5)
+        queries = queries.reshape(rows * groups, -1, head_dim)
+        scores = torch.bmm(queries, k.flatten(0, 1).mT).float()
+        if scale != 1.0:
+            scores = scores.mul_(1.0 / math.sqrt(head_dim) if scale is None else scale)
         view = scores.view(rows, groups * (n // rows) * (heads // groups), new, -1)
         if mask.bias is not None:
             added = self._biased(mask.bias)
@@ -142,8 +152,9 @@ class KVCache:
             view.add_(added)
         if hidden is not None:
             view.masked_fill_(hidden, -math.inf)
-        out = torch.softmax(scores, -1).to(v.dtype) @ v
-        out = out.view(rows, groups, n // rows, heads // groups, new, head_dim).permute(0, 2, 4, 1, 3, 5)
+        out = torch.bmm(torch.softmax(scores, -1).to(v.dtype), v.flatten(0, 1))
+        if not straight:
+            out = out.view(rows, groups, n // rows, heads // groups, new, head_dim).permute(0, 2, 4, 1, 3, 5)
         return out.reshape(q.shape)
 
     def reorder(self, index: Tensor) -> None:
@@ -199,9 +210,13 @@ class KVCache:
         return queries.hidden(keys, torch.tensor(self.lengths, device=keys.values.device))
 
     def _biased(self, bias: Tensor) -> Tensor:
-        """(n, heads, m, keys)"""
-        place = self._distance(bias.device).squeeze(1) + bias.shape[1] // 2
-        return bias[:, place.clamp(0, bias.shape[1] - 1)].transpose(0, 1)
+        """(n, heads, m, keys); made once for the layers that share a bias."""
+        kept = self._places.get("bias")
+        if kept is None or kept[0] is not bias:
+            place = self._distance(bias.device).squeeze(1) + bias.shape[1] // 2
+            kept = bias, bias[:, place.clamp(0, bias.shape[1] - 1)].transpose(0, 1)
+            self._places["bias"] = kept
+        return kept[1]
 
 
 def past_of(batch: Any) -> KVCache | None:

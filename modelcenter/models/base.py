@@ -50,6 +50,8 @@ class Model(nn.Module):
     accepts_loss_kwargs: ClassVar[bool] = True
     # Positions of a padded batch number the tokens of a row, not its columns.
     counts_positions: ClassVar[bool] = False
+    # A sequence has at most config.max_tokens tokens, as positions come from a table (`check_positions`).
+    bounded: ClassVar[bool] = False
     # Tokens that the model puts before each sequence.
     prefix_tokens: int = 0
     # What modelcenter.adapters put in (adapters.state.Attached).

@@ -78,6 +78,7 @@ class Encoder(Model):
         "multiple-choice",
     )
     head_prefixes = ("head.", "pooler.")
+    bounded = True
     # Tasks whose head reads the pooled first token.
     pooled_tasks: ClassVar[tuple[str, ...]] = ("base", "sequence-classification", "multiple-choice")
 

@@ -148,16 +148,17 @@ class EncoderDecoder(Model):
             )
         runs_encoder = memory is not None and batch.get("encoder_outputs") is None
         kept = wanted and runs_encoder  # states of the encoder's units
-        part = range(len(self.units)) if stage is None else stage.part
+        depth = len(self.encoder.layers)
+        total = depth + (0 if self.decoder is None else len(self.decoder.layers))
+        part = range(total) if stage is None else stage.part
         if not first:
             shapes = self._both(memory, ctx, part.start, kept, wanted)
             given = stage.receive(shapes)
             own = len(given) - (0 if ctx is None else self._decoder_states(part.start, wanted))
             encoded, decoded = given[:own], given[own:]
-        depth = len(self.encoder.layers)
         if runs_encoder and memory is not None and part.start < depth:
             self.look(memory, self.encoder)
-            encoded = self.through(self.encoder.layers[part.start : part.stop], encoded, memory, kept)
+            encoded = self.through([*self.encoder.layers][part.start : part.stop], encoded, memory, kept)
             if part.stop >= depth:
                 encoded[-1] = self.leave(encoded[-1], memory, self.encoder)
         if self.decoder is not None and ctx is not None and part.stop > depth:
@@ -165,7 +166,7 @@ class EncoderDecoder(Model):
             if memory is not None:
                 split = self.token_split
                 ctx.memory = (encoded[-1] if split is None else split.to_units(encoded[-1]), memory)
-            units = self.decoder.layers[max(0, part.start - depth) : part.stop - depth]
+            units = [*self.decoder.layers][max(0, part.start - depth) : part.stop - depth]
             decoded = self.through(units, decoded, ctx, wanted)
         if cache is not None and (stage is None or stage.leaves):
             cache.end()

@@ -71,6 +71,7 @@ class GPT2(Decoder):
     """
 
     config_class = GPT2Config
+    bounded = True
     tasks = (*Decoder.tasks, "double-heads")
 
     def __init__(self, config: GPT2Config, task: str = "base"):

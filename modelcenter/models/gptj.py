@@ -54,6 +54,7 @@ class GPTJ(Decoder):
     """GPT-J with the head of `task`. Body names do not depend on the task."""
 
     config_class = GPTJConfig
+    bounded = True
     tasks = ("base", "causal-lm", "sequence-classification", "question-answering")
     lm_bias = True
 

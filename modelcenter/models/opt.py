@@ -57,6 +57,7 @@ class OPT(Decoder):
     """OPT with the head of `task`. Body names do not depend on the task."""
 
     config_class = OPTConfig
+    bounded = True
     tasks = ("base", "causal-lm", "sequence-classification", "question-answering")
     counts_positions = True
 

@@ -1,6 +1,7 @@
 """How a program of ours ends when the user can mend what went wrong: one line, exit code 2."""
 
 import os
+import select
 import signal
 import sys
 import time
@@ -25,19 +26,40 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
 
     MODELCENTER_TRACEBACK=1 (or traceback=True) lets them pass, as do all other errors. Where every rank fails alike
     only rank 0 speaks: the others wait, and by then the launcher has ended them; what only one rank saw is said with
-    its number.
+    its number. Ctrl-C, and a reader of the output that is gone (`| head`), end it without a word.
     """
+    shown = traceback or os.environ.get("MODELCENTER_TRACEBACK", "") not in ("", "0")
     try:
         yield
+    except KeyboardInterrupt:
+        if shown:
+            raise
+        raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_gone():
+            raise SystemExit(128 + signal.SIGPIPE) from None
         from_user = isinstance(error, (ValueError, OSError, FloatingPointError, Stopped))
-        if traceback or os.environ.get("MODELCENTER_TRACEBACK", "") not in ("", "0") or not from_user:
+        if shown or not from_user:
             raise
         rank = int(os.environ.get("RANK") or 0)
         if rank:
             time.sleep(_HEAD_START)
         print(f"{f'[rank {rank}] ' if rank else ''}error: {_text(error)}", file=sys.stderr, flush=True)
         raise SystemExit(128 + error.signal_number if isinstance(error, Stopped) else 2) from None
+
+
+def _reader_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads; then what it still holds goes nowhere."""
+    try:
+        out = sys.stdout.fileno()
+    except OSError:  # not a file
+        return False
+    poll = select.poll()
+    poll.register(out, 0)
+    gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out)  # else Python complains when it ends
+    return gone
 
 
 def _text(error: Exception) -> str:

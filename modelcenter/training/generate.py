@@ -60,9 +60,13 @@ def run_generate(cfg: GenerateConfig) -> None:
     prompts = None if typed else _prompts(cfg)
     if typed and engine.world_size() > 1:
         raise ValueError("prompt: is read from the terminal by one process; with several, give --prompts_file")
+    if typed and cfg.output is not None:
+        raise ValueError(
+            "output: a typed prompt is answered on the terminal; give prompts or --prompts_file, or a pipe"
+        )
     writer = _Writer(cfg)
     if typed:
-        writer.show(_lines())
+        writer.answer(_lines())
         return
     assert prompts is not None
     texts = writer.write(prompts)
@@ -131,6 +135,16 @@ class _Writer:
             else:
                 print("\n".join(self.texts([prompt])[0]))
 
+    def answer(self, lines: Iterator[str]) -> None:
+        """As `show`, for a person: Ctrl-C ends an answer, what is wrong with a prompt does not end the session."""
+        for line in lines:
+            try:
+                self.show(iter([line]))
+            except KeyboardInterrupt:
+                print()
+            except ValueError as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+
     def write(self, prompts: list[str]) -> list[list[str]]:
         """The texts of all prompts, on rank 0. Every rank takes as many turns, for which some repeat a prompt."""
         ranks, size = engine.data_size(), self.cfg.batch_size
@@ -152,25 +166,25 @@ def _prompts(cfg: GenerateConfig) -> list[str]:
     if cfg.prompts_file:
         path = Path(cfg.prompts_file).expanduser()
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"prompts_file: {path} cannot be read as UTF-8 text: {error}") from None
     elif int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ValueError("prompt: none was given; with several processes give texts or --prompts_file")
     else:
-        lines = sys.stdin.read().splitlines()
-    lines = [line for line in lines if line.strip()]
+        text = sys.stdin.read()
+    lines = [line for line in text.split("\n") if line.strip()]  # not splitlines, which knows other ends than these
     if not lines:
         raise ValueError(f"prompt: none was given ({cfg.prompts_file or 'standard input'} has no line with text)")
     return lines
 
 
 def _lines() -> Iterator[str]:
-    """What a person types, until the end of input."""
+    """What a person types, until the end of input or Ctrl-C."""
     while True:
         try:
             line = input("> ")
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             print()
             return
         if line.strip():

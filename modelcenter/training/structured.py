@@ -22,6 +22,7 @@ from modelcenter.data.structured import (
     table_of,
 )
 from modelcenter.models.base import Model
+from modelcenter.training.texts import new_tokens
 
 
 @dataclass
@@ -105,6 +106,8 @@ def fill(
         dist.all_gather_object(everyone, turns)
         turns = max(everyone)
     table = table_of(rows)
+    if "max_new_tokens" in search:
+        search["max_new_tokens"] = new_tokens(model, search["max_new_tokens"], max(len(row) for row in rows))
     for turn in range(turns):
         copies = 1 if turn else several
         places = [i for i, text in enumerate(texts) if turn < len(text.row.answers)]

@@ -1,5 +1,7 @@
 """Texts that a model writes for rows of prompts, on any number of ranks."""
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +9,30 @@ import torch
 import torch.distributed as dist
 
 import engine
+from modelcenter.generation.state import room
 from modelcenter.models.base import Model
+
+_MOST_NEW = 128  # tokens to write where nobody says how many
+
+
+def new_tokens(model: Model, asked: int | None, longest: int) -> int:
+    """How many tokens to write at most after a prompt of `longest`: those asked for, else 128, or as many as the model
+    has positions for, which is said once."""
+    if asked is not None:
+        return asked
+    left = room(model, longest)
+    if left is None or left >= _MOST_NEW:
+        return _MOST_NEW
+    if left > 0:
+        _say(f"max_new_tokens: not given; a text ends where the {model.config.max_tokens} positions of the model do")
+    return max(left, 1)  # no room for one: generate says what is too long
+
+
+@functools.cache
+def _say(text: str) -> None:
+    """On the terminal of rank 0, once."""
+    if engine.rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def complete(
@@ -24,8 +49,11 @@ def complete_ids(
     """The tokens of the num_return_sequences texts for each prompt, padded. Collective on a sharded model.
 
     Args:
-        prompts: tokens of each. search: arguments of model.generate.
+        prompts: tokens of each. search: arguments of model.generate; max_new_tokens None: see `new_tokens`.
     """
+    if "max_new_tokens" in search:
+        asked, longest = search["max_new_tokens"], max(map(len, prompts), default=0)
+        search["max_new_tokens"] = new_tokens(model, asked, longest)
     rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(list(one)) for one in prompts], batch_first=True).long()
     lengths = torch.tensor([len(one) for one in prompts])
     mask = (torch.arange(rows.shape[1]) < lengths[:, None]).long()

@@ -153,6 +153,18 @@ def check_gelu():
     assert torch.equal(ops.gelu_tanh(ends).nan_to_num(7), F.gelu(ends, approximate="tanh").nan_to_num(7))
 
 
+def test_operators_give_the_same_where_no_gradient_is_wanted(either):
+    """They are then called without autograd, also on weights that have one."""
+    x = torch.randn(3, 40)
+    weight, scale = (torch.nn.Parameter(torch.randn(shape)) for shape in ((24, 40), (40,)))
+    calls = (lambda: ops.linear(x, weight), lambda: ops.rms_norm(x, scale, 1e-6), lambda: ops.gelu_tanh(x))
+    for call in calls:
+        with torch.no_grad():
+            alone = call()
+        assert torch.equal(alone, call()) and not alone.requires_grad
+    assert calls[0]().requires_grad and calls[1]().requires_grad
+
+
 def test_gelu_tanh_of_other_tensors_is_torchs(either):
     x = torch.randn(5, 3)
     for other in (x.double(), x.bfloat16(), x.to("meta")):

@@ -12,6 +12,7 @@ import engine
 import modelcenter as mc
 from modelcenter.generation.scores import narrowed
 from modelcenter.generation.settings import Settings
+from modelcenter.generation.state import room
 
 VOCAB = 61
 
@@ -174,6 +175,22 @@ def test_bad_arguments(pair, more, message):
         ours.generate(**{"input_ids": ids, "attention_mask": mask, "max_new_tokens": 4, **more})
     with pytest.raises(ValueError, match="writes no text"):
         mc.from_pretrained(pair[1], "base").generate(ids)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "opt", "bert", "roberta", "llama", "gpt_neox", "cpm1", "cpmant"])
+def test_models_with_a_table_of_positions_say_so(name):
+    """A model is bounded exactly if it refuses one token more than it has positions for."""
+    encoder = {"is_decoder": True} if name in ("bert", "roberta") else {}
+    model = mc.from_config(f"tiny/{name}", "causal-lm", **encoder)
+    longest = model.config.max_tokens or 64
+    left = room(model, 5)
+    assert left == (longest - 5 if model.bounded else None)
+    try:
+        model.begin({"input_ids": torch.zeros(1, longest + 1, dtype=torch.long)})
+        refused = False
+    except ValueError:
+        refused = True
+    assert refused == model.bounded
 
 
 def test_generation_config_travels(pair, tmp_path):

@@ -12,7 +12,8 @@ import transformers
 import engine
 import modelcenter as mc
 from modelcenter.training.config import GenerateConfig
-from modelcenter.training.generate import run_generate
+from modelcenter.training.generate import _Terminal, run_generate
+from modelcenter.training.texts import _say, new_tokens
 
 PROMPTS = ["the film was", "a", "it is dull and slow and"]
 
@@ -63,11 +64,12 @@ def test_several_prompts(folder, capsys):
 
 
 def test_a_file_to_a_file(folder, tmp_path):
-    (tmp_path / "prompts.txt").write_text("\n".join(["", *PROMPTS, "  "]))
+    lines = ["", PROMPTS[0], PROMPTS[1] + "\u2028the", PROMPTS[2], "  "]
+    (tmp_path / "prompts.txt").write_text("\r\n".join(lines), "utf-8-sig", newline="")
     out = tmp_path / "out.jsonl"
     run_generate(config(folder, prompts_file=str(tmp_path / "prompts.txt"), output=str(out), batch_size=2))
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert rows == [{"prompt": p, "texts": expected(folder, p)} for p in PROMPTS]
+    rows = [json.loads(line) for line in out.read_text().split("\n") if line]
+    assert rows == [{"prompt": p, "texts": expected(folder, p)} for p in lines[1:4]]
 
 
 def test_a_pipe(folder):
@@ -75,6 +77,67 @@ def test_a_pipe(folder):
     words = [sys.executable, "-m", "modelcenter", "generate", str(folder), "--max_new_tokens", "6"]
     done = subprocess.run(words, input="\n".join(PROMPTS), capture_output=True, text=True, env=env, timeout=120)
     assert done.stdout.splitlines() == [expected(folder, p)[0] for p in PROMPTS], done.stderr
+
+
+def test_texts_end_with_the_positions_where_nobody_says_how_long(folder, capsys):
+    _say.cache_clear()
+    model, tokenizer = mc.from_pretrained(str(folder)), mc.AutoTokenizer.from_pretrained(str(folder))
+    run_generate(GenerateConfig(run=str(folder), prompt=PROMPTS))
+    said = capsys.readouterr()
+    assert said.err.count("a text ends where the 32 positions of the model do") == 1
+    wanted = [
+        tokenizer.decode(model.generate(ids, None, 32 - 6, tokenizer=tokenizer)[0, ids.shape[1] :], True)
+        for ids in (tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in PROMPTS)
+    ]
+    assert said.out.splitlines() == wanted
+    run_generate(GenerateConfig(run=str(folder), prompt=PROMPTS[:1]))
+    alone = capsys.readouterr()
+    assert alone.out.startswith(wanted[0]) and not alone.err
+    assert new_tokens(mc.from_config("tiny/llama", "causal-lm"), None, 9) == 128  # any number of positions
+    with pytest.raises(ValueError, match="30 new ones exceed the 32 positions"):
+        run_generate(GenerateConfig(run=str(folder), prompt=PROMPTS, max_new_tokens=30))
+
+
+def test_a_session_outlives_a_bad_prompt_and_ctrl_c(folder, capsys, monkeypatch):
+    lines = iter(["a " * 40, PROMPTS[0], "", PROMPTS[1]])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+
+    def typed(_):
+        for line in lines:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", typed)
+    put, turns = _Terminal.put, []
+
+    def interrupted(self, tokens):
+        turns.append(tokens)
+        if len(turns) == 3:
+            raise KeyboardInterrupt
+        put(self, tokens)
+
+    monkeypatch.setattr(_Terminal, "put", interrupted)
+    with pytest.raises(ValueError, match="output: a typed prompt"):
+        run_generate(config(folder, output="x.jsonl"))
+    run_generate(config(folder))
+    said = capsys.readouterr()
+    assert (
+        said.err == "error: max_new_tokens: a prompt of 40 tokens and 6 new ones exceed the 32 positions of this "
+        "model; ask for fewer or shorten the prompt\n"
+    )
+    first = expected(folder, PROMPTS[0])[0].split()[0]
+    assert said.out.splitlines() == [first, expected(folder, PROMPTS[1])[0], ""]
+
+
+def test_an_interrupt_and_a_closed_pipe_end_quietly(folder):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
+    script = "import sys; from modelcenter.training.errors import user_errors\n"
+    for body, status in (("raise KeyboardInterrupt", 130), ("for _ in range(99999): print('x' * 99)", 141)):
+        words = [sys.executable, "-c", f"{script}with user_errors():\n    {body}"]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", status)
+        process.stderr.close()
 
 
 def on_ranks(folder, out):

@@ -247,7 +247,7 @@ def test_the_search_is_the_flags_then_the_runs_then_the_usual():
     found = PredictConfig(num_beams=2).search(run)
     assert (found["num_beams"], found["length_penalty"], found["max_new_tokens"]) == (2, 0.0, 7)
     found = PredictConfig().search()
-    assert (found["num_beams"], found["length_penalty"], found["max_new_tokens"]) == (1, 1.0, 128)
+    assert (found["num_beams"], found["length_penalty"], found["max_new_tokens"]) == (1, 1.0, None)
 
 
 def test_translations_and_chinese(folder):

@@ -20,7 +20,7 @@ _answers = partial(flag, "answers")
 class SearchFlags(Flags):
     """How texts are generated; see modelcenter.generation.generate."""
 
-    max_new_tokens: int = _search(128, "tokens to add at most")
+    max_new_tokens: int | None = _search(None, "tokens to add at most; none: 128, or what the model has positions for")
     num_beams: int = _search(1, "sequences that beam search keeps; 1: none", "beam_size")
     do_sample: bool = _search(False, "draw tokens instead of taking the best")
     temperature: float = _search(1.0, "divides the scores before a draw")
@@ -74,7 +74,8 @@ class PredictConfig(SearchFlags):
         "the run")
     language: str | None = _data(None, "zh: Chinese characters are words to these metrics; none: as in the run",
         choices=LANGUAGES)
-    max_new_tokens: int | None = _search(None, "tokens to write at most; none: the run's, or 128")
+    max_new_tokens: int | None = _search(None, "tokens to write at most; none: the run's, or 128, or what the model "
+        "has positions for")
     num_beams: int | None = _search(None, "sequences that beam search keeps; none: the run's, or 1", "beam_size")
     length_penalty: float | None = _search(None, "of beams: above 0 favours long texts; none: the run's, or 1")
     no_repeat_ngram_size: int | None = _search(None, "n: no n tokens twice; none: the run's, or 0")
@@ -131,7 +132,8 @@ class GenerateConfig(SearchFlags):
     prompts_file: str | None = _data(None, "file of prompts, one a line", "prompt_file", "input_file")
     chat: bool = _data(False, "prompts are what a user says: the tokenizer's chat template goes around them")
     output: str | None = _output(None, "file to write, a JSON line for each text; none: the terminal", "output_file")
-    max_new_tokens: int = _search(128, "tokens to add at most", "max_length")
+    max_new_tokens: int | None = _search(None, "tokens to add at most; none: 128, or what the model has positions for",
+        "max_length")
     batch_size: int = _batches(8, "prompts per rank at a time", "per_device_eval_batch_size")
     precision: str = _engine("auto", "arithmetic. auto: bf16 on a GPU that has it, else fp32", choices=PRECISIONS)
     zero: int = _engine(3, "3 shards the weights over the ranks, 0 does not", "zero_level", choices=(0, 1, 2, 3))

@@ -43,6 +43,7 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from modelcenter.auto import *  # noqa: F403
     from modelcenter.models.bert import Bert as Bert
+    from modelcenter.models.composed import Composed as Composed
     from modelcenter.models.cpm1 import CPM1 as CPM1
     from modelcenter.models.cpm2 import CPM2 as CPM2
     from modelcenter.models.cpm3 import CPM3 as CPM3

@@ -376,6 +376,8 @@ def compare_checkpoints(
         batch["labels"] = torch.rand(shape, generator=torch.Generator().manual_seed(0)).round()
     elif ours.task == "sequence-classification" and config.num_labels == 1:
         batch["labels"] = batch["labels"].float()
+    if config.model_type == "encoder-decoder":  # where transformers hides what is left out of the labels, else
+        batch["decoder_attention_mask"] = output_mask(ours, batch).long()
     if ours.task == "question-answering":  # in transformers padding takes part in the softmax over positions
         batch = pad_rows(ours.task, [rows[0]])
     return compare_models(ours, theirs, batch, names=(str(first), str(name)), tolerance=tolerance)

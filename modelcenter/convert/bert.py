@@ -8,7 +8,7 @@ hold the buffer `position_ids`. The decoder of the masked-LM head is the word em
 """
 
 from modelcenter.convert.config_map import ConfigMap
-from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, tied, untied
+from modelcenter.convert.rules import CROSS, ArchMap, Part, Rename, Rule, Task, Tied, crossing, tied, untied
 
 BODY: tuple[Rule, ...] = (
     Rename("embeddings.word_embeddings.weight", "embed.weight"),
@@ -42,7 +42,18 @@ def masked_lm(head: str, dense: str, norm: str) -> Part:
     )
 
 
+_CROSS = "encoder.layer.{i}.crossattention"
 PARTS = {
+    CROSS: Part(
+        (
+            Rename(f"{_CROSS}.self.query.*", "layers.{i}.cross.q.*"),
+            Rename(f"{_CROSS}.self.key.*", "layers.{i}.cross.k.*"),
+            Rename(f"{_CROSS}.self.value.*", "layers.{i}.cross.v.*"),
+            Rename(f"{_CROSS}.output.dense.*", "layers.{i}.cross.out.*"),
+            Rename(f"{_CROSS}.output.LayerNorm.*", "layers.{i}.cross_norm.*"),
+        ),
+        prefixed=True,
+    ),
     "pooler": Part((Rename("pooler.dense.*", "*"),), prefixed=True),
     "lm": masked_lm("cls.predictions", "transform.dense", "transform.LayerNorm"),
     "nsp": Part((Rename("cls.seq_relationship.*", "*"),)),
@@ -81,6 +92,7 @@ CONFIG = ConfigMap(
         "classifier_dropout": "classifier_dropout",
         "pad_token_id": "pad_token_id",
         "is_decoder": "is_decoder",
+        "add_cross_attention": "cross_attention",
         "initializer_range": "initializer_range",
     },
     required={"position_embedding_type": ("absolute",)},
@@ -98,7 +110,7 @@ ARCH = ArchMap(
     prefix="bert.",
     body=BODY,
     parts=PARTS,
-    tasks=TASKS,
+    tasks=crossing(TASKS),
     config=CONFIG,
     ignore=IGNORE,
     legacy=LEGACY,

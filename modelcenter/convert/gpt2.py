@@ -5,7 +5,20 @@ causal masks `attn.bias` and `attn.masked_bias`, which hold nothing to learn.
 """
 
 from modelcenter.convert.config_map import ConfigMap
-from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Split, Task, Tied, Transpose, tied, untied
+from modelcenter.convert.rules import (
+    CROSS,
+    ArchMap,
+    Part,
+    Rename,
+    Rule,
+    Split,
+    Task,
+    Tied,
+    Transpose,
+    crossing,
+    tied,
+    untied,
+)
 
 BODY: tuple[Rule, ...] = (
     Rename("wte.weight", "embed.weight"),
@@ -24,6 +37,15 @@ BODY: tuple[Rule, ...] = (
 )
 
 PARTS = {
+    CROSS: Part(
+        (
+            Rename("h.{i}.ln_cross_attn.*", "layers.{i}.cross_norm.*"),
+            Transpose("h.{i}.crossattention.q_attn.*", "layers.{i}.cross.q.*"),
+            Split("h.{i}.crossattention.c_attn.*", ("layers.{i}.cross.k.*", "layers.{i}.cross.v.*"), transpose=True),
+            Transpose("h.{i}.crossattention.c_proj.*", "layers.{i}.cross.out.*"),
+        ),
+        prefixed=True,
+    ),
     "lm": Part(
         (
             Tied("lm_head.weight", to="wte.weight", when=tied),
@@ -62,8 +84,10 @@ CONFIG = ConfigMap(
         "summary_first_dropout": "choice_dropout",
         "scale_attn_weights": "scale_attention",
         "scale_attn_by_inverse_layer_idx": "scale_attention_by_layer",
+        "add_cross_attention": "cross_attention",
         "initializer_range": "initializer_range",
     },
+    required={"is_decoder": (False, True)},  # it is one, whatever the file says
     # reorder_and_upcast_attn changes the order of the same products in half precision, not what is computed.
     ignored=frozenset(
         """n_ctx pad_token_id reorder_and_upcast_attn summary_activation summary_proj_to_labels summary_type
@@ -76,7 +100,7 @@ ARCH = ArchMap(
     prefix="transformer.",
     body=BODY,
     parts=PARTS,
-    tasks=TASKS,
+    tasks=crossing(TASKS),
     config=CONFIG,
-    ignore=(r"h\.\d+\.attn\.(masked_)?bias",),
+    ignore=(r"h\.\d+\.(attn|crossattention)\.(masked_)?bias",),
 )

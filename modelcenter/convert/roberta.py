@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from modelcenter.convert.bert import BODY, CONFIG, IGNORE, LEGACY, PARTS, masked_lm
-from modelcenter.convert.rules import ArchMap, Part, Rename, Task
+from modelcenter.convert.rules import CROSS, ArchMap, Part, Rename, Task, crossing
 
 HEADS: Mapping[str, Part] = {
-    **{name: PARTS[name] for name in ("pooler", "token classifier", "choice", "qa")},
+    **{name: PARTS[name] for name in (CROSS, "pooler", "token classifier", "choice", "qa")},
     "lm": masked_lm("lm_head", "dense", "layer_norm"),
     "classifier": Part((Rename("classifier.dense.*", "dense.*"), Rename("classifier.out_proj.*", "*"))),
 }
@@ -34,7 +34,7 @@ ARCH = ArchMap(
     prefix="roberta.",
     body=BODY,
     parts=HEADS,
-    tasks=_tasks("Roberta"),
+    tasks=crossing(_tasks("Roberta")),
     config=replace(CONFIG, ignored=frozenset()),
     ignore=IGNORE,
     legacy=LEGACY,
@@ -43,5 +43,5 @@ ARCH = ArchMap(
 XLM_ROBERTA = replace(
     ARCH,
     model_type="xlm-roberta",
-    tasks=_tasks("XLMRoberta"),
+    tasks=crossing(_tasks("XLMRoberta")),
 )

@@ -11,7 +11,7 @@ them. `compile_layout` turns it into pieces for one model.
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -330,6 +330,14 @@ class Task:
     labels: int | None = None
     also: tuple[str, ...] = ()
     without: str | None = None
+
+
+CROSS = "attention to an encoder"  # the part of a body that a checkpoint without it can be given
+
+
+def crossing(tasks: Mapping[str, Task]) -> dict[str, Task]:
+    """The tasks of bodies that may attend to an encoder."""
+    return {name: replace(task, parts={CROSS: "", **task.parts}) for name, task in tasks.items()}
 
 
 @dataclass(frozen=True)

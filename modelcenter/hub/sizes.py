@@ -4,9 +4,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from modelcenter.convert.rules import ArchMap, Tied, fill, template_regex
+from modelcenter.convert.rules import CROSS, ArchMap, Tied, fill, template_regex
 from modelcenter.registry import get
 
+COMPOSED, _SIDES = "encoder-decoder", ("encoder", "decoder")  # a config that holds two
 COMPONENTS = ("embeddings", "attention", "mlp", "norms", "pooler", "head", "other")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
 _SIXTEEN_BITS_KEPT = ("bf16-params", "bf16-sr")
@@ -39,7 +40,23 @@ def our_names(config: Mapping[str, Any], arch: ArchMap) -> dict[str, Any]:
     given = dict(config) if arch.config.form is None else arch.config.form.read(config)
     if (kind := given.pop("feed_forward_proj", None)) is not None:  # T5's
         given.setdefault("is_gated_act", str(kind).startswith("gated-"))
-    return {arch.config.fields.get(key, key): value for key, value in given.items()}
+    ours = {arch.config.fields.get(key, key): value for key, value in given.items()}
+    if arch.model_type == COMPOSED:
+        one, other = (_side(config, name)[0] for name in _SIDES)
+        ours = one | ours | {"num_decoder_layers": other.get("num_layers"), "vocab_size": other.get("vocab_size")}
+    return ours
+
+
+def _side(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our names of a side of an encoder and a decoder that were made apart, and its config.json.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    side = config.get(name)
+    if not isinstance(side, Mapping):
+        raise ValueError(f"config.json of an {COMPOSED} lacks {name}, so its size is not known")
+    return our_names(side, get(str(side.get("model_type"))).arch_map()), dict(side)
 
 
 def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
@@ -52,6 +69,8 @@ def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
         ValueError: a field that decides a size is missing or no number.
     """
     kind = str(config.get("model_type"))
+    if kind == COMPOSED:
+        return _composed(config)
     count = _COUNTS.get(kind)
     if count is None:
         return None
@@ -62,7 +81,7 @@ def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
         raise ValueError(f"config.json of a {kind} lacks {error.args[0]}, so its size is not known") from None
     except TypeError as error:
         raise ValueError(f"config.json of a {kind} holds a size that is no number: {error}") from None
-    return {name: found[name] for name in COMPONENTS if found.get(name)}
+    return _ordered(found)
 
 
 def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | None:
@@ -77,6 +96,10 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
     if sizes is None or task not in ("base", "masked-lm", "pretraining", "causal-lm", "seq2seq-lm"):
         return None
     arch = get(kind).arch_map()
+    if task not in arch.tasks:
+        return None
+    if kind == COMPOSED:
+        return sizes
     c = _Fields(_DEFAULTS.get(kind, {}) | our_names(config, arch))
     tied = config.get("tie_word_embeddings", _DEFAULTS.get(kind, {}).get("tie_embeddings", True))
     if kind == "cpmant":
@@ -92,7 +115,10 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
         head += c.vocab_size
     if "pooler" not in arch.tasks[task].parts:
         sizes.pop("pooler", None)
-    sizes["head"] = head
+    return _ordered({**sizes, "head": head})
+
+
+def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: sizes[name] for name in COMPONENTS if sizes.get(name)}
 
 
@@ -103,8 +129,8 @@ class _Fields:
         self._values = values
 
     def __getattr__(self, name: str) -> Any:
-        if self._values.get(name) is not None:
-            return self._values[name]
+        if (value := self._values.get(name)) is not None:
+            return _fields(value) if name in _SIDES else value
         if name == "head_dim":
             return self.hidden_size // self.num_heads
         derived = {
@@ -114,7 +140,7 @@ class _Fields:
         }
         if name in derived:
             return getattr(self, derived[name])
-        if name in ("attention_bias", "mlp_bias", "gated", "remove_final_norm", "q_lora_rank"):
+        if name in ("cross_attention", "attention_bias", "mlp_bias", "gated", "remove_final_norm", "q_lora_rank"):
             return False
         raise KeyError(name)
 
@@ -138,9 +164,9 @@ def _bert(c: _Fields, kind: str) -> dict[str, int]:
     d, layers = c.hidden_size, c.num_layers
     return {
         "embeddings": (c.vocab_size + c.max_positions + c.type_vocab_size) * d,
-        "attention": layers * _attention(c, True),
+        "attention": (1 + c.cross_attention) * layers * _attention(c, True),
         "mlp": layers * _mlp(c, True),
-        "norms": 2 * d * (1 + 2 * layers),
+        "norms": 2 * d * (1 + (2 + c.cross_attention) * layers),
         "pooler": _linear(d, d, True),
     }
 
@@ -153,9 +179,9 @@ def _gpt2(c: _Fields, kind: str) -> dict[str, int]:
     inner = c.intermediate_size if kind == "gpt_neox" else c._values.get("intermediate_size") or 4 * d
     return {
         "embeddings": (c.vocab_size + (c.max_positions if kind == "gpt2" else 0)) * d,
-        "attention": layers * _attention(c, bias),
+        "attention": (1 + c.cross_attention) * layers * _attention(c, bias),
         "mlp": layers * _mlp(c, True, inner=inner),
-        "norms": 2 * d * (1 + layers * (1 if kind == "gptj" else 2)),
+        "norms": 2 * d * (1 + layers * ((1 if kind == "gptj" else 2) + c.cross_attention)),
     }
 
 
@@ -222,6 +248,17 @@ def _cpm(c: _Fields, kind: str) -> dict[str, int]:
     }
 
 
+def _composed(config: Mapping[str, Any]) -> dict[str, int]:
+    """The body of one and the language model of the other, which are never apart, and what maps one's width to the
+    other's."""
+    (one, reader), (other, writer) = (_side(config, name) for name in _SIDES)
+    found = body_sizes(reader) or {}
+    for name, size in (task_sizes(writer, "causal-lm") or {}).items():
+        found[name] = found.get(name, 0) + size
+    widths = one["hidden_size"], other["hidden_size"]
+    return _ordered(found | {"other": _linear(*widths, True) if widths[0] != widths[1] else 0})
+
+
 _COUNTS: dict[str, Callable[[_Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta"), _bert),
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
@@ -238,8 +275,12 @@ _COUNTS: dict[str, Callable[[_Fields, str], dict[str, int]]] = {
 def component(native: str) -> str:
     """The component of a parameter of ours, by its name, which says it in every architecture."""
     words = native.split(".")
+    if words[0] in _SIDES:
+        words = words[1:]
     if words[0] in ("head", "pooler"):
         return words[0]
+    if words[0] == "bridge":
+        return "other"
     if "attn" in words or "cross" in words:
         return "attention"
     if "mlp" in words:
@@ -252,10 +293,17 @@ def components_of_file(names: Iterable[str], config: Mapping[str, Any], arch: Ar
 
     None: it holds no parameter (a buffer, a second copy of a tied tensor). What no rule knows is "other".
     """
-    tied = config.get("tie_word_embeddings", _DEFAULTS.get(arch.model_type, {}).get("tie_embeddings", True))
-    given = _Fields(_DEFAULTS.get(arch.model_type, {}) | our_names(config, arch) | {"tie_embeddings": tied})
+    given = _fields(config, arch)
     prefixes = {arch.prefix, *(task.prefix for task in arch.tasks.values() if task.prefix)}
     return {name: _of_file(name, given, arch, prefixes) for name in names}
+
+
+def _fields(config: Mapping[str, Any], arch: ArchMap | None = None) -> _Fields:
+    """What the conditions of rules look at, from a config.json."""
+    arch = arch or get(str(config.get("model_type"))).arch_map()
+    usual = _DEFAULTS.get(arch.model_type, {})
+    tied = config.get("tie_word_embeddings", usual.get("tie_embeddings", True))
+    return _Fields(usual | our_names(config, arch) | {"tie_embeddings": tied})
 
 
 def _of_file(name: str, config: Any, arch: ArchMap, prefixes: set[str]) -> str | None:
@@ -275,7 +323,7 @@ def _of_file(name: str, config: Any, arch: ArchMap, prefixes: set[str]) -> str |
                         continue
                     if isinstance(rule, Tied):
                         return None
-                    if part:
+                    if part not in ("", CROSS):
                         return "pooler" if part == "pooler" else "head"
                     return component(fill(rule.native_templates()[0], match.groupdict()))
     return "other"

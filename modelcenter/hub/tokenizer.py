@@ -54,13 +54,25 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
         if (of_cpm := _class_of_cpm(directory, source, kwargs)) is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "use_fast")}
             return of_cpm.from_pretrained(source, **kwargs)
-        return AutoTokenizer.from_pretrained(source, **kwargs)
+        return _with_end(AutoTokenizer.from_pretrained(source, **kwargs), directory)
     except (OSError, ValueError, ImportError) as error:
         why = " ".join(str(error).split())
         raise ValueError(
             f"no tokenizer could be loaded from {source}: {why} A vocabulary alone does not say whose it is: "
             "tokenizer_config.json names the class, and some have none in transformers"
         ) from error
+
+
+def _with_end(tokenizer: Any, directory: Path | None) -> Any:
+    """The tokenizer; beside an encoder and a decoder that were made apart, what begins and separates texts (BERT's
+    tokenizers name no more) begins and ends those that are written, too."""
+    if directory is None or tokenizer.eos_token is not None or tokenizer.sep_token is None:
+        return tokenizer
+    config = directory / CONFIG_FILE
+    if config.is_file() and read_json(config).get("model_type") == "encoder-decoder":
+        tokenizer.eos_token = tokenizer.sep_token
+        tokenizer.bos_token = tokenizer.bos_token or tokenizer.cls_token
+    return tokenizer
 
 
 def _class_of_cpm(directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Any:

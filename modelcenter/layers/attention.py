@@ -129,6 +129,10 @@ class CrossAttention(Heads):
         self.v = Linear(hidden_size, inner, bias)
         self.out = Linear(inner, hidden_size, bias)
 
+    def sees(self, ctx: Packed) -> bool:
+        """Whether there are tokens of an encoder: the batch's, or those whose keys the cache remembers."""
+        return ctx.memory is not None or (ctx.cache is not None and ctx.cache.has(self))
+
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         q = self.q(x)
         heads = q.shape[1] // self.head_dim

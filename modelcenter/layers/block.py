@@ -5,34 +5,58 @@ attention gives no other rows, either.
 """
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from modelcenter.layers.attention import CrossAttention
 from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.packing import Packed
 
 
 class PostNormBlock(nn.Module):
-    """norm(x + attn(x)), then norm(x + mlp(x)), as the original Transformer. x: (T, hidden_size) -> the same."""
+    """norm(x + attn(x)), then norm(x + mlp(x)), as the original Transformer. x: (T, hidden_size) -> the same.
 
-    def __init__(self, attn: nn.Module, mlp: nn.Module, hidden_size: int, norm_eps: float, dropout: float):
+    With `cross`, a decoder's attention to an encoder stands between the two, left out where there is none to attend to.
+    """
+
+    def __init__(
+        self,
+        attn: nn.Module,
+        mlp: nn.Module,
+        hidden_size: int,
+        norm_eps: float,
+        dropout: float,
+        cross: CrossAttention | None = None,
+    ):
         super().__init__()
         self.attn = attn
         self.attn_norm = nn.LayerNorm(hidden_size, norm_eps)
+        self.cross = cross
+        if cross is not None:
+            self.cross_norm = nn.LayerNorm(hidden_size, norm_eps)
+            self.cross_dropout = Dropout(dropout)
         self.mlp = mlp
         self.mlp_norm = nn.LayerNorm(hidden_size, norm_eps)
         self.attn_dropout, self.mlp_dropout = Dropout(dropout), Dropout(dropout)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        x = self.attn_norm(self.attn_dropout(self.attn(x, ctx), ctx, ctx.narrow(x)))
+        cross = self.cross
+        own = ctx.reading(None) if cross is not None and cross.sees(ctx) else ctx
+        x = self.attn_norm(self.attn_dropout(self.attn(x, own), own, own.narrow(x)))
+        if cross is not None and cross.sees(ctx):
+            x = self.cross_norm(self.cross_dropout(cross(x, ctx), ctx, ctx.narrow(x)))
+        elif cross is not None and self.training:
+            x = unused(x, cross, self.cross_norm)
         return ctx.widen(self.mlp_norm(self.mlp_dropout(self.mlp(x, ctx), ctx, x)))
 
 
 class PreNormBlock(nn.Module):
     """x + attn(norm(x)), then x + mlp(norm(x)), as GPT-2 and most since. x: (T, hidden_size) -> the same.
 
-    `norm` makes the norms: `lambda: nn.LayerNorm(hidden_size, eps)`. With `cross`, a decoder's attention to the
-    encoder stands between the two. `scale` multiplies what is added to x.
+    `norm` makes the norms: `lambda: nn.LayerNorm(hidden_size, eps)`. With `cross`, a decoder's attention to an encoder
+    stands between the two, left out where there is none to attend to. `scale` multiplies what is added to x.
     """
 
     def __init__(
@@ -41,7 +65,7 @@ class PreNormBlock(nn.Module):
         mlp: nn.Module,
         norm: Callable[[], nn.Module],
         dropout: float,
-        cross: nn.Module | None = None,
+        cross: CrossAttention | None = None,
         scale: float = 1.0,
     ):
         super().__init__()
@@ -49,21 +73,25 @@ class PreNormBlock(nn.Module):
         self.attn = attn
         if cross is not None:
             self.cross_norm = norm()
-            self.cross = cross
+        self.cross = cross
+        if cross is not None:
             self.cross_dropout = Dropout(dropout)
         self.mlp_norm = norm()
         self.mlp = mlp
         self.attn_dropout, self.mlp_dropout = Dropout(dropout), Dropout(dropout)
-        self.crosses, self.scale = cross is not None, scale
+        self.scale = scale
 
     def _scaled(self, branch: Tensor) -> Tensor:
         return branch if self.scale == 1.0 else branch * self.scale
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        own = ctx.reading(None) if self.crosses else ctx
+        cross = self.cross
+        own = ctx.reading(None) if cross is not None and cross.sees(ctx) else ctx
         x = self.attn_dropout(self._scaled(self.attn(self.attn_norm(x), own)), own, own.narrow(x))
-        if self.crosses:
-            x = self.cross_dropout(self._scaled(self.cross(self.cross_norm(x), ctx)), ctx, ctx.narrow(x))
+        if cross is not None and cross.sees(ctx):
+            x = self.cross_dropout(self._scaled(cross(self.cross_norm(x), ctx)), ctx, ctx.narrow(x))
+        elif cross is not None and self.training:
+            x = unused(x, cross, self.cross_norm)
         return ctx.widen(self.mlp_dropout(self._scaled(self.mlp(self.mlp_norm(x), ctx)), ctx, x))
 
 
@@ -88,3 +116,22 @@ class ParallelBlock(nn.Module):
         attended = self.attn_dropout(self.attn(normed, ctx), ctx, x)
         normed = self.mlp_norm(x) if self.two_norms else ctx.narrow(normed)
         return ctx.widen(self.mlp_dropout(self.mlp(normed, ctx), ctx, attended))
+
+
+class _Unused(torch.autograd.Function):
+    """x, and gradients of zero for parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return grad, *(torch.zeros_like(p) for p in ctx.saved_tensors)
+
+
+def unused(x: Tensor, *modules: nn.Module) -> Tensor:
+    """x, after modules that had nothing to do: ranks of which some have batches without an encoder (an empty one is)
+    must agree which parameters have gradients."""
+    return _Unused.apply(x, *(p for module in modules for p in module.parameters()))

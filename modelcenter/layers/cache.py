@@ -67,6 +67,11 @@ class KVCache:
         """Whether it holds keys of a layer; None: marks."""
         return layer in self._own or (layer is not None and layer in self._memory)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether it holds keys of an encoder's tokens."""
+        return bool(self._memory)
+
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor, kv_heads: int, ctx: Packed) -> bool:
         """Add k, v (T, kv_heads * head_dim) of the current batch; whether there was a past to attend to."""
         self._append(layer, (k, v), kv_heads, ctx)

@@ -342,7 +342,7 @@ class DenseCausalLM(NextToken, MaskedLM):
     """The next token, with the layers and tensors of a masked language model: an encoder that is a decoder."""
 
 
-class Seq2SeqLM(CausalLM):
+class OfDecoder(VocabularyHead):
     """The next token of a decoder, whose labels stand at the token before it already."""
 
     def targets(self, batch: Batch) -> Tensor | None:
@@ -350,6 +350,14 @@ class Seq2SeqLM(CausalLM):
         if labels is not None and mask is not None:  # where there is no token, nothing is predicted
             labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
         return labels
+
+
+class Seq2SeqLM(OfDecoder, CausalLM):
+    """The next token of a decoder, from the hidden states as they are."""
+
+
+class DenseSeq2SeqLM(OfDecoder, DenseCausalLM):
+    """The next token of a decoder that was an encoder."""
 
 
 def next_labels(batch: Batch) -> Tensor | None:

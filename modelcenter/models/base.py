@@ -32,6 +32,7 @@ VOCABULARY_TASKS = (
 )  # their heads may be tied to the embedding
 # The share of the tokens above which picking those that are read of the last unit costs more than it saves.
 _MOST_READ = 0.8
+_NOT_INPUTS = ("self", "__class__")  # among the local names of a forward
 
 
 class Model(nn.Module):
@@ -84,6 +85,16 @@ class Model(nn.Module):
     def finish(self, x: Tensor) -> Tensor:
         """What follows the last unit and is part of the hidden states: a final norm."""
         return x
+
+    def answer(self, given: Mapping[str, Any]) -> ModelOutput:
+        """What `forward` gives for its arguments by name, `self`, None and those of Python's own among them.
+
+        Raises ValueError as `run`, and for logits_to_keep.
+        """
+        batch = {name: value for name, value in given.items() if name not in _NOT_INPUTS and value is not None}
+        if (kept := batch.get("logits_to_keep", 0)) not in (0, 1):
+            raise ValueError(f"logits_to_keep: got {kept}, expected 0 (all tokens) or 1 (the last)")
+        return self.run(batch)
 
     def run(self, batch: Batch) -> ModelOutput:
         """What every `forward` does with its named inputs."""
@@ -376,6 +387,10 @@ class Model(nn.Module):
             ValueError: not a size, one that the config refuses (a padding token beyond it), or a sharded model.
         """
         return vocabulary.resize(self, size, pad_to_multiple_of, seed)
+
+    def word_tables(self) -> dict[str, nn.Embedding]:
+        """{name: table of the embeddings of words}."""
+        return {"embed": self.embed}  # type: ignore[dict-item]
 
     def is_head(self, name: str) -> bool:
         """Whether a parameter belongs to a task head rather than the body."""

@@ -123,16 +123,13 @@ class Decoder(Model):
         Raises:
             ValueError: inputs that do not fit together or the model, naming the field.
         """
-        batch = {name: value for name, value in locals().items() if name != "self" and value is not None}
-        if logits_to_keep not in (0, 1):
-            raise ValueError(f"logits_to_keep: got {logits_to_keep}, expected 0 (all tokens) or 1 (the last)")
-        return self.run(batch)
+        return self.answer(locals())
 
 
 def scaled_residuals(spec: dict[str, tuple[Any, ...]], num_layers: int) -> dict[str, tuple[Any, ...]]:
     """GPT-2's start: what is added to the residual stream is smaller by the root of the number of additions."""
     small = 1.0 / (2 * num_layers) ** 0.5
     for name, (kind, *values) in spec.items():
-        if name.endswith(("attn.out.weight", "mlp.down.weight")):
+        if name.endswith(("attn.out.weight", "cross.out.weight", "mlp.down.weight")):
             spec[name] = (kind, values[0] * small)
     return spec

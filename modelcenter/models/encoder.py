@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from modelcenter.config import ModelConfig
-from modelcenter.layers.attention import SelfAttention
+from modelcenter.layers.attention import CrossAttention, SelfAttention
 from modelcenter.layers.block import PostNormBlock
 from modelcenter.layers.cache import KVCache
 from modelcenter.layers.dropout import Dropout
@@ -24,6 +24,7 @@ from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch, Model
+from modelcenter.models.crossing import Crossing
 from modelcenter.models.outputs import ModelOutput
 
 
@@ -31,7 +32,8 @@ from modelcenter.models.outputs import ModelOutput
 class EncoderConfig(ModelConfig):
     """Fields of an encoder; sizes count elements, dropouts are probabilities.
 
-    is_decoder: a token sees itself and what is before it, as it must to predict the next one.
+    is_decoder: a token sees itself and what is before it, as it must to predict the next one. cross_attention: and the
+    tokens of an encoder, whose hidden states the caller gives.
     """
 
     vocab_size: int
@@ -48,6 +50,7 @@ class EncoderConfig(ModelConfig):
     classifier_dropout: float | None = None
     pad_token_id: int | None = 0
     is_decoder: bool = False
+    cross_attention: bool = False
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
@@ -56,13 +59,15 @@ class EncoderConfig(ModelConfig):
         self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
         for name in ("dropout", "attention_dropout"):
             self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
+        decides = self.is_decoder or not self.cross_attention
+        self.require(decides, "is_decoder", "True beside cross_attention (add_cross_attention): an encoder has none")
 
     @property
     def head_dropout(self) -> float:
         return self.dropout if self.classifier_dropout is None else self.classifier_dropout
 
 
-class Encoder(Model):
+class Encoder(Crossing):
     """Base of encoders. Body names do not depend on the task.
 
     With `is_decoder` they are decoders, which have a task of their own, causal-lm.
@@ -99,6 +104,7 @@ class Encoder(Model):
                 width,
                 c.norm_eps,
                 c.dropout,
+                CrossAttention(width, c.num_heads, c.attention_dropout) if c.cross_attention else None,
             )
             for _ in range(c.num_layers)
         )
@@ -125,18 +131,19 @@ class Encoder(Model):
     def units(self) -> nn.ModuleList:
         return self.layers
 
-    def placed(self, batch: Batch) -> Batch:
-        """The batch, with position_ids where they are not simply 0, 1, 2, ... in each sequence."""
-        return batch
-
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(self.placed(batch))
+        self.meet(batch, ctx)
+        return self.enter(batch, ctx, self), ctx
+
+    def enter(self, batch: Batch, ctx: Packed, whole: Model) -> Tensor:
+        """(T, hidden_size): what the first unit is given; whole: the model of which this is perhaps a side."""
         self.check_positions(batch, ctx, self.config.max_positions)
         types = batch.get("token_type_ids")
         kinds = torch.zeros_like(ctx.positions) if types is None else ctx.unpad(types)
-        words = self.embedded(batch, ctx, self.embed)
+        words = whole.embedded(batch, ctx, self.embed)
         x = self.embed_norm(words + self.position(ctx.positions) + self.token_type(kinds))
-        return self.embed_dropout(x, ctx), ctx
+        return self.embed_dropout(x, ctx)
 
     def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
         head: Any = self.head
@@ -207,6 +214,8 @@ class Encoder(Model):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         next_sentence_label: Tensor | None = None,
         start_positions: Tensor | None = None,
@@ -215,6 +224,8 @@ class Encoder(Model):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        encoder_cu_seqlens: Tensor | None = None,
+        encoder_max_seqlen: int | None = None,
         num_choices: Tensor | int | None = None,
         loss_counts: Mapping[str, Any] | None = None,
         num_items_in_batch: Tensor | int | None = None,
@@ -229,6 +240,9 @@ class Encoder(Model):
             input_ids: (batch, seq), or packed (1, T) with cu_seqlens; multiple choice: (batch, choices, seq).
             attention_mask: (batch, seq), 1 at tokens and 0 at padding. token_type_ids, position_ids: as input_ids.
             inputs_embeds: (batch, seq, hidden_size) in place of input_ids.
+            encoder_hidden_states: (batch, encoder seq, hidden_size), or packed (1, T, hidden_size) with
+                encoder_cu_seqlens: what a decoder with cross_attention attends to; a cache remembers it. Without them
+                its tokens see their own text alone. encoder_attention_mask: (batch, encoder seq), 1 at tokens.
             labels: (batch, seq) for token tasks, (batch,) for classification, -100 where there is none; causal-lm is to
                 predict label t + 1 from token t, the shift is made here.
             start_positions, end_positions, next_sentence_label: (batch,).
@@ -253,8 +267,6 @@ class Encoder(Model):
         asked = [name for name, value in writing.items() if value] + ["past_key_values"] * (past_key_values is not None)
         if asked and not self.config.is_decoder:
             raise ValueError(f"{asked[0]}: this model is an encoder, not a decoder (is_decoder is false); leave it out")
-        if logits_to_keep not in (0, 1):
-            raise ValueError(f"logits_to_keep: got {logits_to_keep}, expected 0 (all tokens) or 1 (the last)")
         if self.task == "multiple-choice" and cu_seqlens is None:
             given = input_ids if input_ids is not None else inputs_embeds
             if given is not None and given.dim() < (3 if input_ids is not None else 4):
@@ -263,4 +275,4 @@ class Encoder(Model):
             for name in ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds"):
                 if name in batch:
                     batch[name] = batch[name].flatten(0, 1)
-        return self.run(batch)
+        return self.answer(batch)

@@ -25,7 +25,7 @@ from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch, Model
 from modelcenter.models.outputs import ModelOutput
 
-_CACHE = ("past_key_values", "use_cache")
+CACHE = ("past_key_values", "use_cache")
 
 
 class Side(nn.Module):
@@ -96,6 +96,10 @@ class EncoderDecoder(Model):
         """The final hidden states (T, hidden_size) of a side."""
         return side.final_norm(x)
 
+    def across(self, states: Tensor) -> Tensor:
+        """The final states (T, hidden_size) of the encoder as the decoder's units see them."""
+        return states
+
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         """The encoder's embeddings, or its final states if the caller has them of an earlier forward."""
         ctx = self._encoder_shape(batch)
@@ -115,7 +119,7 @@ class EncoderDecoder(Model):
         return self.enter(self.embedded(batch, ctx, self.embed, "decoder_"), ctx, self.decoder), ctx
 
     def _encoder_shape(self, batch: Batch) -> Packed:
-        batch = {name: value for name, value in batch.items() if name not in _CACHE}
+        batch = {name: value for name, value in batch.items() if name not in CACHE}
         if (given := batch.pop("encoder_outputs", None)) is not None:
             batch = {**batch, "input_ids": None, "inputs_embeds": _first(given)}
         return self.pack(batch)
@@ -165,7 +169,8 @@ class EncoderDecoder(Model):
             self.look(ctx, self.decoder)
             if memory is not None:
                 split = self.token_split
-                ctx.memory = (encoded[-1] if split is None else split.to_units(encoded[-1]), memory)
+                seen = self.across(encoded[-1])
+                ctx.memory = (seen if split is None else split.to_units(seen), memory)
             units = [*self.decoder.layers][max(0, part.start - depth) : part.stop - depth]
             decoded = self.through(units, decoded, ctx, wanted)
         if cache is not None and (stage is None or stage.leaves):
@@ -387,7 +392,4 @@ class EncoderDecoder(Model):
         Raises:
             ValueError: inputs that do not fit together or the model, naming the field.
         """
-        batch = {name: value for name, value in locals().items() if name != "self" and value is not None}
-        if logits_to_keep not in (0, 1):
-            raise ValueError(f"logits_to_keep: got {logits_to_keep}, expected 0 (all tokens) or 1 (the last)")
-        return self.run(batch)
+        return self.answer(locals())

@@ -7,14 +7,15 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from modelcenter.config import ModelConfig
-from modelcenter.layers.attention import SelfAttention
+from modelcenter.layers.attention import CrossAttention, SelfAttention
 from modelcenter.layers.block import PreNormBlock
 from modelcenter.layers.cache import KVCache
 from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.heads import CausalLM
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch
+from modelcenter.models.base import Batch, Model
+from modelcenter.models.crossing import INPUTS, Crossing
 from modelcenter.models.decoder import Decoder, scaled_residuals
 from modelcenter.models.double_heads import DoubleHeads, flattened
 from modelcenter.models.outputs import ModelOutput
@@ -30,7 +31,10 @@ SUMMARY = {
 
 @dataclass(kw_only=True)
 class GPT2Config(ModelConfig):
-    """Fields of GPT-2; sizes count elements, dropouts are probabilities."""
+    """Fields of GPT-2; sizes count elements, dropouts are probabilities.
+
+    cross_attention: a token sees also those of an encoder, whose hidden states the caller gives.
+    """
 
     model_type: ClassVar[str] = "gpt2"
 
@@ -49,6 +53,7 @@ class GPT2Config(ModelConfig):
     choice_dropout: float = 0.1
     scale_attention: bool = True
     scale_attention_by_layer: bool = False
+    cross_attention: bool = False
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
@@ -64,7 +69,7 @@ class GPT2Config(ModelConfig):
         return scale / (layer + 1) if self.scale_attention_by_layer else scale
 
 
-class GPT2(Decoder):
+class GPT2(Crossing, Decoder):
     """GPT-2 with the head of `task`. Body names do not depend on the task.
 
     "double-heads" writes and chooses: its inputs have a dimension of choices, and its losses stand apart.
@@ -86,6 +91,9 @@ class GPT2(Decoder):
                 MLP(width, c.intermediate_size or 4 * width, c.hidden_act),
                 lambda: nn.LayerNorm(width, c.norm_eps),
                 c.dropout,
+                CrossAttention(width, c.num_heads, c.attention_dropout, scale=c.attention_scale(i))
+                if c.cross_attention
+                else None,
             )
             for i in range(c.num_layers)
         )
@@ -105,9 +113,14 @@ class GPT2(Decoder):
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(batch)
+        self.meet(batch, ctx)
+        return self.enter(batch, ctx, self), ctx
+
+    def enter(self, batch: Batch, ctx: Packed, whole: Model) -> Tensor:
+        """(T, hidden_size): what the first unit is given; whole: the model of which this is perhaps a side."""
         self.check_positions(batch, ctx, self.config.max_positions)
-        x = self.embedded(batch, ctx, self.embed) + self.position(ctx.positions)
-        return self.embed_dropout(x, ctx), ctx
+        x = whole.embedded(batch, ctx, self.embed) + self.position(ctx.positions)
+        return self.embed_dropout(x, ctx)
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         if self.task != "double-heads":
@@ -135,6 +148,8 @@ class GPT2(Decoder):
         *,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         mc_token_ids: Tensor | None = None,
         mc_labels: Tensor | None = None,
@@ -144,6 +159,8 @@ class GPT2(Decoder):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        encoder_cu_seqlens: Tensor | None = None,
+        encoder_max_seqlen: int | None = None,
         loss_counts: Mapping[str, Any] | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_logits: bool | None = None,
@@ -156,6 +173,9 @@ class GPT2(Decoder):
         Args:
             input_ids: of task "double-heads" (batch, choices, seq), as all that is shaped like it; or packed (1, T),
                 the choices of an example consecutive sequences.
+            encoder_hidden_states: (batch, encoder seq, hidden_size), or packed (1, T, hidden_size) with
+                encoder_cu_seqlens: what a model with cross_attention attends to; a cache remembers it. Without them
+                its tokens see their own text alone. encoder_attention_mask: (batch, encoder seq), 1 at tokens.
             mc_token_ids: (batch, choices) the column of the token that judges each choice, or its offset in a packed
                 sequence; None: its last token. mc_labels: (batch,) the right choice.
 
@@ -166,15 +186,16 @@ class GPT2(Decoder):
         Raises:
             ValueError: inputs that do not fit together or the model, naming the field.
         """
-        given = {name: value for name, value in locals().items() if name[0] != "_" and name != "self"}
+        given = locals()
         if self.task != "double-heads":
             if mc_token_ids is not None or mc_labels is not None:
                 raise ValueError(f"mc_token_ids, mc_labels: of task double-heads; this model has {self.task!r}")
-            del given["mc_token_ids"], given["mc_labels"]
-            return super().forward(**given)
+            return self.answer(given)
+        if any(given[name] is not None for name in INPUTS):
+            raise ValueError(f"{INPUTS[0]}: not with double heads; load the model with task causal-lm")
         if use_cache or past_key_values is not None or logits_to_keep or output_log_probs:
             raise ValueError("use_cache, logits_to_keep, output_log_probs: load the model with task causal-lm")
-        return self.run(flattened({name: value for name, value in given.items() if value is not None}))
+        return self.answer(flattened({name: value for name, value in given.items() if value is not None}))
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
         return scaled_residuals(super().init_spec(), self.config.num_layers)

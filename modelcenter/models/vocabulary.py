@@ -23,8 +23,9 @@ def resize(model: Any, size: int | None, multiple: int | None, seed: int) -> nn.
     if size == old:
         return model.embed
     config = model.config.replace(vocab_size=size)  # which may refuse it, before anything has changed
-    _resize_rows(model.embed.weight, "embed.weight", old, size, seed)
-    model.embed.num_embeddings = model.embed.weight.shape[0]
+    for name, table in model.word_tables().items():
+        _resize_rows(table.weight, f"{name}.weight", old, size, seed)
+        table.num_embeddings = table.weight.shape[0]
     for prefix, module in model.named_modules():
         if isinstance(module, VocabularyHead):
             for name in ("weight", "bias"):

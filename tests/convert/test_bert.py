@@ -9,7 +9,7 @@ import transformers
 from modelcenter.convert.bert import ARCH
 from modelcenter.convert.match import match_names
 from modelcenter.convert.pieces import prove
-from modelcenter.convert.rules import Rename, compile_layout
+from modelcenter.convert.rules import CROSS, Rename, compile_layout
 from modelcenter.models.bert import Bert, BertConfig
 
 SIZES = {
@@ -125,5 +125,5 @@ def test_old_files_that_repeat_the_decoder():
 def test_declared_classes():
     assert ARCH.declared_task(["BertForMaskedLM"]) == "masked-lm"
     assert ARCH.declared_task(["SomethingElse"]) is None and ARCH.declared_task(None) is None
-    assert ARCH.declared_parts(["BertForNextSentencePrediction"]) == ("pooler", "nsp")
+    assert ARCH.declared_parts(["BertForNextSentencePrediction"]) == (CROSS, "pooler", "nsp")
     assert ARCH.declared_parts(["SomethingElse"]) is None

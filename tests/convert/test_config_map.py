@@ -97,7 +97,7 @@ def test_what_transformers_writes_is_understood(tmp_path):
         ({"layer_norm_epsilon": 1e-5}, "not understood: 'layer_norm_epsilon'.*Did you mean 'layer_norm_eps'"),
         ({"quantization_config": {"bits": 4}}, "not understood: 'quantization_config'"),
         ({"position_embedding_type": "relative_key"}, "'position_embedding_type': got 'relative_key'.*'absolute'"),
-        ({"add_cross_attention": True}, "'add_cross_attention': got True"),
+        ({"tie_encoder_decoder": True}, "'tie_encoder_decoder': got True"),
         ({"pruned_heads": {"1": [0]}}, "'pruned_heads'"),
         ({"hidden_act": "swish7"}, "hidden_act is 'swish7'"),
         ({"hidden_size": 49}, "hidden_size is 49, expected a multiple of num_heads"),
@@ -122,8 +122,8 @@ def test_overrides_take_both_spellings():
     assert CONFIG.read({**SIZES, "dropout": 0.7}, BertConfig).dropout == 0.7  # JSON in our names
     with pytest.raises(ValueError, match="override not understood: 'num_layer'.*Did you mean 'num_layers'"):
         CONFIG.read(SIZES, BertConfig, {"num_layer": 1})
-    with pytest.raises(ValueError, match="override 'add_cross_attention'"):
-        CONFIG.read(SIZES, BertConfig, {"add_cross_attention": True})
+    with pytest.raises(ValueError, match="override 'tie_encoder_decoder'"):
+        CONFIG.read(SIZES, BertConfig, {"tie_encoder_decoder": True})
 
 
 def test_labels():

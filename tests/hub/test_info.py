@@ -48,7 +48,7 @@ def test_components_are_those_of_the_model(name, tied):
         return  # its head is the embedding, whatever a config says
     config = dict(preset(name)["config"]) | ({} if tied is None else {"tie_word_embeddings": tied})
     tasks = [task for task in get(config["model_type"]).arch_map().tasks if task_sizes(config, task) is not None]
-    assert "base" in tasks
+    assert "base" in tasks or name == "tiny/encoder-decoder"  # which has one task
     for task in tasks:
         assert task_sizes(config, task) == counted(mc.from_config(config, task)), task
 

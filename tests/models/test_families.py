@@ -59,7 +59,9 @@ WRITERS = [name for name in TINY if task_of(name) != "masked-lm" and name not in
 @pytest.mark.parametrize("name", WRITERS)
 def test_texts_are_those_of_transformers(name, beams, tmp_path):
     task = task_of(name)
-    same = {"num_layers": 3, "num_decoder_layers": 3} if task == "seq2seq-lm" else {}  # as transformers' cache wants
+    same = {}
+    if task == "seq2seq-lm" and name != "tiny/encoder-decoder":  # as transformers' cache wants
+        same = {"num_layers": 3, "num_decoder_layers": 3}
     ours = randomize_(mc.from_config(name, task, **same), 5)
     ours.save_pretrained(tmp_path)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -69,6 +71,8 @@ def test_texts_are_those_of_transformers(name, beams, tmp_path):
     ids = torch.randint(8, 60, (3, 7), generator=rng)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
+    if name == "tiny/encoder-decoder":  # there an encoder's positions count the padding before a row
+        mask = mask.flip(1)
     ids = torch.where(mask.bool(), ids, ours.config.extra.get("pad_token_id") or 0)
     more = {"max_new_tokens": 9, "num_beams": beams}
     wanted = theirs.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=3, **more)

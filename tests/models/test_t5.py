@@ -1,10 +1,9 @@
 """T5, mT5 and umT5 against transformers' models of them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from harness import ArchitectureTests
+from spoilt import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
 from t5_toys import SIZES
 from torch import nn
 
@@ -22,46 +21,11 @@ def _zero_norm(model):
         model.units[-1].cross_norm.weight.zero_()
 
 
-def _swap_layers(model):
-    layers = model.decoder.layers
-    layers[0], layers[1] = layers[1], layers[0]
-
-
-def _merge_rows(model):
-    """Self-attention of the encoder as if the batch were one sequence."""
-    for unit in model.encoder.layers:
-
-        def merged(x, ctx, forward=unit.attn.forward):
-            n = ctx.num_tokens
-            ends = torch.tensor([0, n], dtype=torch.int32)
-            return forward(x, replace(ctx, cu_seqlens=ends, max_seqlen=n, lengths=[n], _cache={}))
-
-        unit.attn.forward = merged
-
-
-def _attend_to_the_wrong_row(model):
-    for unit in model.decoder.layers:
-
-        def turned(x, ctx, forward=unit.cross.forward):
-            states, memory = ctx.memory
-            rows, ctx = range(len(ctx.host_lengths())), replace(ctx)
-            pairs = [(ctx._bucket([i]), memory._bucket([i - 1 if i else len(rows) - 1])) for i in rows]
-            ctx.pairs = lambda memory: pairs
-            return forward(x, ctx)
-
-        unit.cross.forward = turned
-
-
 def _drop_bias(model):
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, RelativeBias) and not module.bidirectional:
                 module.weight.zero_()
-
-
-def _causal_encoder(model):
-    for unit in model.encoder.layers:
-        unit.attn.causal = True
 
 
 def _swap_directions(model):
@@ -85,11 +49,11 @@ class T5Tests(ArchitectureTests):
     mutations = {
         "a transposed weight": _transpose,
         "a zeroed bias": _zero_norm,
-        "layers swapped": _swap_layers,
-        "attention across rows": _merge_rows,
-        "attention to the wrong row": _attend_to_the_wrong_row,
+        "layers swapped": swap_layers,
+        "attention across rows": merge_rows,
+        "attention to the wrong row": attend_to_the_wrong_row,
         "no position bias": _drop_bias,
-        "a causal encoder": _causal_encoder,
+        "a causal encoder": causal_encoder,
         "bias of the other side": _swap_directions,
         "scaled scores": _scale_scores,
         "scale dropped": _drop_scale,

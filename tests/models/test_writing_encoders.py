@@ -126,8 +126,6 @@ def test_an_encoder_that_sees_ahead_writes_nothing(tmp_path):
         getattr(transformers, name)(config).save_pretrained(tmp_path)
         with pytest.raises(ValueError, match="is_decoder is False, expected True for causal-lm"):
             mc.from_pretrained(tmp_path)(torch.ones(1, 3, dtype=torch.long))
-        with pytest.raises(ValueError, match="add_cross_attention': got True"):
-            mc.from_pretrained(tmp_path, add_cross_attention=True)
         assert mc.from_pretrained(tmp_path, is_decoder=True).task == "causal-lm"
     model = mc.from_pretrained(tmp_path, "masked-lm")
     for name in ("use_cache", "output_log_probs", "logits_to_keep"):

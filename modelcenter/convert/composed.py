@@ -1,0 +1,132 @@
+"""Checkpoints of transformers' EncoderDecoderModel: the rules and the config of two architectures, each under its side.
+
+The encoder's tensors are under `encoder.` as its bare model has them, the decoder's under `decoder.` as its language
+model has them; `enc_to_dec_proj` is there where the sides have different widths.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from modelcenter.config import ModelConfig
+from modelcenter.convert import bert, gpt2, roberta
+from modelcenter.convert.config_map import COMMON, ConfigMap
+from modelcenter.convert.rules import CROSS, ArchMap, Rename, Rule, Task, Tied
+
+SIDES = {arch.model_type: arch for arch in (bert.ARCH, roberta.ARCH, roberta.XLM_ROBERTA, gpt2.ARCH)}
+_FORMS = {"bert": (bert.ARCH,), "roberta": (roberta.ARCH, roberta.XLM_ROBERTA), "gpt2": (gpt2.ARCH,)}
+
+
+def _moved(rule: Rule, hub: Callable[[str], str], native: str, kinds: tuple[str, ...]) -> Rule:
+    """A rule of a decoder of these kinds, under the names it has here."""
+
+    def applies(config: Any) -> bool:
+        return config.decoder.model_type in kinds and (rule.when is None or rule.when(config.decoder))
+
+    def named(templates: str | tuple[str, ...], how: Callable[[str], str]) -> Any:
+        return how(templates) if isinstance(templates, str) else tuple(map(how, templates))
+
+    names: dict[str, Any] = {"hub": named(rule.hub, hub), "when": applies}  # type: ignore[attr-defined]
+    if isinstance(rule, Tied):
+        names["to"] = hub(rule.to)
+    else:
+        names["native"] = named(rule.native, lambda name: native + name)  # type: ignore[attr-defined]
+    return replace(rule, **names)
+
+
+def _decoder(archs: tuple[ArchMap, ...]) -> list[Rule]:
+    """The rules of a decoder that has these forms, which differ in nothing but the model_type."""
+    arch, kinds = archs[0], tuple(arch.model_type for arch in archs)
+    own = (*arch.body, *arch.parts[CROSS].rules)
+    of_body = {template for rule in own for template in rule.hub_templates()}
+
+    def hub(name: str) -> str:
+        return f"decoder.{arch.prefix}{name}" if name in of_body else f"decoder.{name}"
+
+    return [
+        _moved(rule, hub, place, kinds)
+        for place, rules in (("decoder.", own), ("head.", arch.parts["lm"].rules))
+        for rule in rules
+    ]
+
+
+def _encoder() -> list[Rule]:
+    """Those of BERT's body, which RoBERTa shares, with its pooler."""
+    rules: list[Rule] = []
+    for place, part in (("", bert.BODY), ("pooler.", bert.PARTS["pooler"].rules)):
+        for rule in part:
+            assert isinstance(rule, Rename)
+            rules.append(replace(rule, hub=f"encoder.{rule.hub}", native=f"encoder.{place}{rule.native}"))
+    return rules
+
+
+@dataclass(frozen=True)
+class ComposedMap(ConfigMap):
+    """A config.json that holds those of both sides. An override that is not of the whole is of each side."""
+
+    def read(
+        self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
+    ) -> ModelConfig:
+        given, changes = dict(values), dict(overrides or {})
+        given.pop("tie_word_embeddings", None)  # the decoder's own decides
+        given.pop("tie_embeddings", None)
+        known = {*config_class.field_names(), *self.fields, *COMMON}
+        shared = {name: changes.pop(name) for name in list(changes) if name not in known}  # of both: dropout, sizes
+        ties = {name: changes.pop(name) for name in ("tie_word_embeddings", "tie_embeddings") if name in changes}
+        kinds: Any = config_class.kinds  # type: ignore[attr-defined]
+        for side in ("encoder", "decoder"):
+            inner = changes.pop(side, given.get(side))
+            kind = inner.get("model_type") if isinstance(inner, Mapping) else None
+            if kind not in SIDES:
+                raise ValueError(
+                    f"config field {side!r}: got a model_type {kind!r}, expected one of {', '.join(SIDES)}"
+                )
+            more: dict[str, Any] = shared | (ties if side == "decoder" else {})
+            try:
+                read = SIDES[kind].config.read(inner, kinds[kind], more)
+            except ValueError as error:
+                raise ValueError(f"{side}: {error}") from error
+            given[side] = read.to_dict()
+        return super().read(given, config_class, changes)
+
+    def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
+        out = super().write(config, hf_class, dtype)
+        del out["tie_word_embeddings"]
+        for side, task in (("encoder", "base"), ("decoder", "causal-lm")):
+            own = getattr(config, side)
+            arch = SIDES[own.model_type]
+            written = arch.config.write(own, arch.tasks[task].hf_class, dtype)
+            kept = {"architectures": own.architectures, "dtype": None if own.dtype is None else dtype}
+            out[side] = {name: value for name, value in {**written, **kept}.items() if name not in kept or value}
+        return {**out, "is_encoder_decoder": True}
+
+
+CONFIG = ComposedMap(
+    fields={
+        "encoder": "encoder",
+        "decoder": "decoder",
+        "pad_token_id": "pad_token_id",
+        "decoder_start_token_id": "decoder_start_token_id",
+        "eos_token_id": "eos_token_id",
+    },
+    required={"is_encoder_decoder": (True,)},
+)
+
+_BUFFERS = [rf"encoder\.{pattern}" for pattern in bert.ARCH.ignore]
+for _arch in SIDES.values():
+    _BUFFERS += [rf"decoder\.{_arch.prefix}{pattern}" for pattern in _arch.ignore]
+
+ARCH = ArchMap(
+    model_type="encoder-decoder",
+    prefix="",
+    body=(
+        *_encoder(),
+        *(rule for archs in _FORMS.values() for rule in _decoder(archs)),
+        Rename("enc_to_dec_proj.*", "bridge.*"),
+    ),
+    parts={},
+    tasks={"seq2seq-lm": Task("EncoderDecoderModel")},
+    config=CONFIG,
+    ignore=tuple(_BUFFERS),
+    legacy=bert.LEGACY,
+)

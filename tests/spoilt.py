@@ -1,0 +1,40 @@
+"""Ways to spoil a model of two sides, which the parity tests must notice."""
+
+from dataclasses import replace
+
+import torch
+
+
+def swap_layers(model):
+    layers = model.decoder.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def merge_rows(model):
+    """Self-attention of the encoder as if the batch were one sequence."""
+    for unit in model.encoder.layers:
+
+        def merged(x, ctx, forward=unit.attn.forward):
+            n = ctx.num_tokens
+            ends = torch.tensor([0, n], dtype=torch.int32)
+            return forward(x, replace(ctx, cu_seqlens=ends, max_seqlen=n, lengths=[n], _cache={}))
+
+        unit.attn.forward = merged
+
+
+def attend_to_the_wrong_row(model):
+    for unit in model.decoder.layers:
+
+        def turned(x, ctx, forward=unit.cross.forward):
+            states, memory = ctx.memory
+            rows, ctx = range(len(ctx.host_lengths())), replace(ctx)
+            pairs = [(ctx._bucket([i]), memory._bucket([i - 1 if i else len(rows) - 1])) for i in rows]
+            ctx.pairs = lambda memory: pairs
+            return forward(x, ctx)
+
+        unit.cross.forward = turned
+
+
+def causal_encoder(model):
+    for unit in model.encoder.layers:
+        unit.attn.causal = True

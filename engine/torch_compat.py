@@ -45,6 +45,11 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
 
 
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.detach()``; of a shard without a dispatch."""
+    return with_local(tensor, local_tensor(tensor).detach())
+
+
 def as_shard(
     local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> torch.Tensor:

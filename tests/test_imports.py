@@ -152,6 +152,18 @@ def test_nobody_imports_what_the_design_forbids():
     assert not found, "\n".join(found)
 
 
+def test_a_save_does_not_hold_up_training_for_the_import_of_torchs_checkpoints():
+    found = [
+        (item.importer, item.lazy)
+        for path in sources()
+        for item in imports_of(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py")
+        if under(item.imported, "torch.distributed.checkpoint") or item.imported == "engine.checkpoint.dcp"
+        if not item.importer.startswith(("scripts", "tests"))
+    ]
+    assert found
+    assert all(lazy or importer == "engine.checkpoint.dcp" for importer, lazy in found), found
+
+
 @pytest.mark.parametrize(
     "importer, source",
     [

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
-from engine.checkpoint.described import METADATA, DescriptionUnpickler, stand_in, stored_metadata
+from engine.checkpoint.described import METADATA, stand_in, stored_metadata
 from engine.checkpoint.files import atomic_directory, check_manifest, together
 from engine.init import clean_name
 from engine.parallel.shard import reshard
 from engine.parallel.stages import stages_of
-from engine.torch_compat import local_box, local_tensor
+from engine.torch_compat import detached, local_box, local_tensor
 
 MODEL = "model"
 
@@ -35,11 +29,11 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     stages, those of this rank's stage.
     """
     reshard(model)  # after an evaluation the model may still show gathered parameters
-    found = {clean_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    found = {clean_name(name): detached(parameter) for name, parameter in model.named_parameters()}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[clean_name(f"{prefix}.{name}" if prefix else name)] = buffer.detach()
+                found[clean_name(f"{prefix}.{name}" if prefix else name)] = detached(buffer)
     return found
 
 
@@ -112,19 +106,16 @@ def write_model(path: Path, model: nn.Module) -> None:
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Write plain tensors (equal on all ranks) and DTensors as a DCP directory. Collective over ``group``."""
-    with _plain_errors(path):
-        dcp.save(
-            tensors,
-            storage_writer=dcp.FileSystemWriter(path),
-            process_group=group,
-            no_dist=not dist.is_initialized(),
-        )
+    from engine.checkpoint import dcp  # in the thread of an asynchronous save: training does not wait for it
+
+    dcp.write(path, tensors, group)
 
 
 def read_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Fill ``tensors`` from a DCP directory. Collective."""
-    with _plain_errors(path):
-        dcp.load(tensors, storage_reader=_Reader(path), no_dist=not dist.is_initialized())
+    from engine.checkpoint import dcp
+
+    dcp.read(path, tensors)
 
 
 def load_model(
@@ -173,22 +164,6 @@ def load_model(
     return missing, unexpected
 
 
-@contextmanager
-def _plain_errors(path: Path) -> Iterator[None]:
-    """The error of the first rank that failed, on all ranks, in place of torch's of all: that is no Exception, which
-    nobody would catch. And without torch's warning that one process without a process group is one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        try:
-            yield
-        except CheckpointException as error:
-            rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-            if isinstance(cause, OSError):  # a full disk names no file
-                raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from cause
-            kind = ValueError if isinstance(cause, ValueError) else RuntimeError
-            raise kind(f"{path}: rank {rank}: {cause}") from cause
-
-
 def stored_tensors(
     directory: str | os.PathLike[str], part: str = MODEL
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -198,14 +173,3 @@ def stored_tensors(
         for name, entry in stored_metadata(directory, part).state_dict_metadata.items()
         if isinstance(entry, stand_in(METADATA, "TensorStorageMetadata"))
     }
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads the metadata as data: torch unpickles it, and a pickle from the Hub could run anything."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata: Metadata = DescriptionUnpickler(file).load()
-        if metadata.storage_meta is not None:
-            metadata.storage_meta.load_id = self.load_id
-        return metadata

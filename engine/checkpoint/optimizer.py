@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from engine.checkpoint.model import read_tensors, stored_tensors
 from engine.init import clean_name
 from engine.parallel.stages import elsewhere, of_all_stages
-from engine.torch_compat import local_tensor, with_local
+from engine.torch_compat import detached, local_tensor, with_local
 
 OPTIM = "optim"
 
@@ -37,7 +37,7 @@ def split_state(
             for name, parameter in zip(members, group["params"], strict=True):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
-                        tensors[f"{index}/{name}/{key}"] = _placed(parameter, value.detach())
+                        tensors[f"{index}/{name}/{key}"] = _placed(parameter, detached(value))
                     else:
                         values.setdefault(name, {})[key] = value
         rest.append({"param_groups": groups, "values": values})

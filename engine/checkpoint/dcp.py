@@ -1,0 +1,64 @@
+"""Tensors to and from a directory of torch.distributed.checkpoint (DCP).
+
+Importing that takes longer than staging a model, so this is imported where tensors are read or written, not before.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from engine.checkpoint.described import DescriptionUnpickler
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """See ``write_tensors``."""
+    with _plain_errors(path):
+        dcp.save(
+            tensors,
+            storage_writer=dcp.FileSystemWriter(path),
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+
+
+def read(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """See ``read_tensors``."""
+    with _plain_errors(path):
+        dcp.load(tensors, storage_reader=_Reader(path), no_dist=not dist.is_initialized())
+
+
+@contextmanager
+def _plain_errors(path: Path) -> Iterator[None]:
+    """The error of the first rank that failed, on all ranks, in place of torch's of all: that is no Exception, which
+    nobody would catch. And without torch's warning that one process without a process group is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield
+        except CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+            if isinstance(cause, OSError):  # a full disk names no file
+                raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from cause
+            kind = ValueError if isinstance(cause, ValueError) else RuntimeError
+            raise kind(f"{path}: rank {rank}: {cause}") from cause
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the metadata as data: torch unpickles it, and a pickle from the Hub could run anything."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata: Metadata = DescriptionUnpickler(file).load()
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata

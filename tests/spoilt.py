@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import torch
 
+from modelcenter.layers.packing import Packed
+
 
 def swap_layers(model):
     layers = model.decoder.layers
@@ -27,10 +29,11 @@ def attend_to_the_wrong_row(model):
 
         def turned(x, ctx, forward=unit.cross.forward):
             states, memory = ctx.memory
-            rows, ctx = range(len(ctx.host_lengths())), replace(ctx)
-            pairs = [(ctx._bucket([i]), memory._bucket([i - 1 if i else len(rows) - 1])) for i in rows]
-            ctx.pairs = lambda memory: pairs
-            return forward(x, ctx)
+            rows, lengths = states.split(memory.host_lengths()), memory.host_lengths()
+            lengths = lengths[-1:] + lengths[:-1]
+            ends = torch.tensor([0, *lengths]).cumsum(0).int()
+            other = Packed.from_cu_seqlens(ends, None, states.shape[0])
+            return forward(x, replace(ctx, memory=(torch.cat(rows[-1:] + rows[:-1]), other), _cache={}))
 
         unit.cross.forward = turned
 

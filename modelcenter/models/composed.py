@@ -93,6 +93,7 @@ class Composed(EncoderDecoder):
 
     config_class = ComposedConfig
     tasks = ("seq2seq-lm",)
+    bounded = True
 
     config: ComposedConfig
     encoder: Any

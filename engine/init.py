@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from engine.torch_compat import local_box, local_tensor
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Rule = tuple[str, *tuple[float, ...]]
 
@@ -26,6 +26,24 @@ _RULES: dict[str, tuple[int, Callable[..., object]]] = {
     "zeros": (0, lambda t, g: t.zero_()),
     "ones": (0, lambda t, g: t.fill_(1.0)),
 }
+
+
+def is_shard(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor; what is plain is seen without importing them."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """``torch_compat.local_tensor``, likewise."""
+    if not is_shard(tensor):
+        return tensor
+    from engine import torch_compat
+
+    return torch_compat.local_tensor(tensor)
 
 
 def clean_name(name: str) -> str:
@@ -54,11 +72,13 @@ def init_parameters_(model: nn.Module, seed: int, names: Collection[str] | None 
     """
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed is {seed!r}, expected a whole number of at least 0")
-    from engine.parallel.stages import elsewhere
-
     owners = dict(_owners(model))
     wanted = set(owners) if names is None else set(names)
-    if unknown := sorted(wanted - set(owners) - elsewhere(model)):
+    if unknown := sorted(wanted - set(owners)):
+        from engine.parallel.stages import elsewhere
+
+        unknown = [name for name in unknown if name not in elsewhere(model)]
+    if unknown:
         raise ValueError(f"not parameters of {type(model).__name__}: {', '.join(unknown[:5])}")
     rules = _declared_rules(model)
     whole_modules: dict[str, tuple[nn.Module, dict[str, str]]] = {}
@@ -178,7 +198,9 @@ def draw_(parameter: torch.Tensor, name: str, seed: int, fill: Callable[[torch.T
 @torch.no_grad()
 def write_(parameter: torch.Tensor, full: torch.Tensor) -> None:
     """Copy a whole tensor, or this rank's slice of it, into ``parameter``; the dtype and device are the parameter's."""
-    if isinstance(parameter, DTensor):
+    if is_shard(parameter):
+        from engine.torch_compat import local_box
+
         size, offset = local_box(parameter.shape, parameter.device_mesh, parameter.placements)
         full = full[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
     local_tensor(parameter).copy_(full)

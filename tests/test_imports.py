@@ -31,7 +31,7 @@ RULES: dict[str, set[str]] = {
     "modelcenter.layers": {"torch", "engine.ops", "engine.loss"},
     "modelcenter.models": {"torch", "engine.ops", "engine.loss", "modelcenter.layers", "modelcenter.config"},
     "modelcenter.generation": {"torch", "modelcenter.layers"},
-    "modelcenter.convert": {"torch", "modelcenter.config"},
+    "modelcenter.convert": {"torch", "engine.ops", "modelcenter.config"},
     "modelcenter.hub": {
         "torch", "numpy", "engine", "safetensors", "huggingface_hub",
         "modelcenter.convert", "modelcenter.registry", "modelcenter.config", "modelcenter._version",

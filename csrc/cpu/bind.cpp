@@ -4,6 +4,7 @@
 #include "../core/arguments.h"
 #include "arrays.h"
 #include "bind_attention.h"
+#include "bind_bytes.h"
 #include "bind_products.h"
 #include "kernels.h"
 
@@ -270,6 +271,8 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
       "Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, Tensor? bias, Tensor? tokens, "
       "int heads, int kv_heads, float scale, bool causal, int window, int key, int site, int first_head, "
       "int threshold) -> ()");
+  m.def("transpose_(Tensor(a!) out, Tensor input, bool past_caches) -> ()");
+  m.def("crc32(Tensor x, int start) -> int");
   m.def("merge_master_(Tensor[] p, Tensor[] remainder, Tensor(a!)[] master, int stream) -> ()");
 }
 
@@ -290,5 +293,7 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("product_", TORCH_BOX(&modelcenter::product));
   m.impl("attention_", TORCH_BOX(&modelcenter::attention));
   m.impl("attention_backward_", TORCH_BOX(&modelcenter::attention_backward));
+  m.impl("transpose_", TORCH_BOX(&modelcenter::transpose));
+  m.impl("crc32", TORCH_BOX(&modelcenter::checksum));
   m.impl("merge_master_", TORCH_BOX(&modelcenter::merge_master));
 }

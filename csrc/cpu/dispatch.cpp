@@ -14,10 +14,11 @@ static const CpuKernels& choose() {
   const char* limit = getenv("MODELCENTER_ISA");
   const bool plain = limit && !strcmp(limit, "plain"), avx2 = limit && !strcmp(limit, "avx2");
   __builtin_cpu_init();
-  if (!plain && !avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  const bool wide = !plain && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("pclmul");
+  if (wide && !avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
     return kernels_avx512();
-  if (!plain && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return kernels_avx2();
+  if (wide && __builtin_cpu_supports("avx2")) return kernels_avx2();
 #endif
   return kernels_plain();
 }

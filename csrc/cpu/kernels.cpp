@@ -243,6 +243,7 @@ void merge_all(const uint16_t* high, const int16_t* low, float* __restrict x, in
 }  // namespace
 }  // namespace modelcenter
 
+#include "bytes.h"
 #include "dropout.h"
 #include "attention.h"
 #include "gelu.h"
@@ -255,7 +256,7 @@ namespace {
 
 const CpuKernels kTable = {MC_STRING(MC_ISA), {update<AdamW>, update<Lion>, update<Momentum>}, update8, squares, cast,
                            split_all, merge_all, dropout, gelu, rms_norm, rms_norm_backward, cross_entropy,
-                           product, attention_room, attention, attention_backward};
+                           product, attention_room, attention, attention_backward, transpose, crc32};
 
 }  // namespace
 

@@ -62,6 +62,11 @@ struct CpuKernels {
                     float* room);
   void (*attention_backward)(const Attention&, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
                              float* dbias, float* room);
+  // out (columns, rows) = the transpose of in (rows, columns), of numbers of 2, 4 or 8 bytes; strides are of rows.
+  // `past_caches` is for an out that is not read soon.
+  void (*transpose)(void* out, const void* in, int size, int64_t rows, int64_t columns, int64_t out_stride,
+                    int64_t in_stride, bool past_caches);
+  uint32_t (*crc32)(uint32_t start, const uint8_t* x, int64_t n);
 };
 
 const CpuKernels& kernels_plain();

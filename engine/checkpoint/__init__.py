@@ -24,10 +24,7 @@ from engine.checkpoint.files import (
 
 if TYPE_CHECKING:
     from engine.checkpoint.model import (
-        all_tensors,
         load_model,
-        local_slices,
-        named_tensors,
         save_model,
         stored_tensors,
         write_model,
@@ -39,6 +36,7 @@ if TYPE_CHECKING:
         wait_checkpoint,
     )
     from engine.parallel.stages import whole_tensor
+    from engine.shards import all_tensors, local_slices, named_tensors
 
 __all__ = [
     "FORMAT_VERSION",
@@ -62,6 +60,7 @@ __all__ = [
     "write_model",
 ]
 
+_SLICES = ("all_tensors", "local_slices", "named_tensors")
 _TRAINING = ("latest_checkpoint", "load_checkpoint", "save_checkpoint", "wait_checkpoint")
 
 
@@ -69,6 +68,8 @@ def __getattr__(name: str) -> Any:
     # What needs no more than files comes without torch.distributed.checkpoint, whose import takes a second.
     if name == "whole_tensor":
         home = "engine.parallel.stages"
+    elif name in _SLICES:
+        home = "engine.shards"
     elif name in __all__:
         home = "engine.checkpoint.training" if name in _TRAINING else "engine.checkpoint.model"
     elif name in ("model", "optimizer", "training"):

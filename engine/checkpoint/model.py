@@ -3,76 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.checkpoint.described import METADATA, stand_in, stored_metadata
 from engine.checkpoint.files import atomic_directory, check_manifest, together
-from engine.init import clean_name
-from engine.parallel.shard import reshard
-from engine.parallel.stages import stages_of
-from engine.torch_compat import detached, local_box, local_tensor
+from engine.shards import all_tensors, named_tensors
 
 MODEL = "model"
-
-
-def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint of ``model`` holds: parameters (tied ones once) and persistent buffers, by clean name.
-
-    Sharded parameters are DTensors; all are detached and share the model's memory. Of a model that is split into
-    stages, those of this rank's stage.
-    """
-    reshard(model)  # after an evaluation the model may still show gathered parameters
-    found = {clean_name(name): detached(parameter) for name, parameter in model.named_parameters()}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[clean_name(f"{prefix}.{name}" if prefix else name)] = detached(buffer)
-    return found
-
-
-def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """``named_tensors`` of the whole model: where stages have different ones, meta tensors of the same shapes."""
-    stages = stages_of(model)
-    return named_tensors(model) if stages is None else dict(stages.whole)
-
-
-def local_slices(model: nn.Module, owned: bool = False) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """(name, offsets of the slice in the whole tensor, slice) for what this rank holds of each tensor of ``model``.
-
-    The slices share the model's memory: writing to them writes the model. Empty ones are left out. Plain and sharded
-    models alike; a plain tensor is one slice at offset 0.
-
-    Args:
-        owned: leave out what a lower rank holds too, so that over all ranks each element comes exactly once.
-    """
-    stages = stages_of(model)
-    # Without a process group the ranks of a launcher may be another library's.
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    for name, tensor in named_tensors(model).items():
-        if owned and stages is not None and name in stages.copies:
-            continue
-        local = local_tensor(tensor)
-        offset = (0,) * tensor.ndim
-        holders = ranks // (1 if stages is None or name not in stages.spread else stages.size)
-        first = rank % holders == 0
-        if isinstance(tensor, DTensor):
-            _, offset = local_box(tensor.shape, tensor.device_mesh, tensor.placements)
-            place = tensor.device_mesh.get_coordinate() or ()
-            first = all(not p.is_replicate() or c == 0 for p, c in zip(tensor.placements, place, strict=True))
-            first = first and ("tp" in (tensor.device_mesh.mesh_dim_names or ()) or not _tp_rank())
-        if local.numel() and (first or not owned):
-            yield name, offset, local
-
-
-def _tp_rank() -> int:
-    return runtime.mesh()["tp"].get_local_rank()
 
 
 def save_model(

@@ -32,9 +32,10 @@ from torch import nn
 
 from engine import runtime
 from engine.checkpoint.files import MANIFEST, atomic_directory, check_manifest, together
-from engine.checkpoint.model import MODEL, load_model, named_tensors, write_tensors
+from engine.checkpoint.model import MODEL, load_model, write_tensors
 from engine.checkpoint.optimizer import OPTIM, join_state, split_state
 from engine.optim.manager import OptimManager
+from engine.shards import named_tensors
 from engine.torch_compat import local_tensor, with_local
 
 STATE = "state"

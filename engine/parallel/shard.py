@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from engine import runtime
-from engine.init import clean_name, init_parameters_, module_rule, on_meta, stand_in
+from engine.init import clean_name
 from engine.optim.rounding import round_at_random
 from engine.optim.stale import mark_stale
 from engine.parallel.context import split_tokens
@@ -324,81 +324,13 @@ def _tensors(model: nn.Module) -> Iterable[torch.Tensor]:
     yield from model.buffers()
 
 
-def materialize(model: nn.Module, seed: int = 0, init: bool | Collection[str] = False) -> nn.Module:
-    """Give a model built on meta its memory on this rank's device: its shards only, where it is sharded.
-
-    Non-persistent buffers, which no checkpoint holds, get their values back from ``module.reset_buffers()``, from
-    ``transformers``' ``_init_weights`` or from ``module.reset_parameters()``. Tied parameters stay tied. Tensors that
-    are not on meta stay as they are.
-
-    Args:
-        model: in place, returned.
-        seed: of the initial values.
-        init: the parameters to initialise (see ``engine.init``): True: all that were on meta; names; False: none, they
-            hold garbage until a checkpoint fills them.
-
-    Raises:
-        ValueError: a non-persistent buffer cannot be restored, or a name in ``init`` is not a parameter.
-    """
-    device = runtime.device()
-    _restore_buffers(model, device)
-    meta = [clean_name(name) for name, p in model.named_parameters() if p.is_meta]
-    if meta:
-        ties = _ties(model)
-        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-        # _apply made one parameter per place; FSDP keeps the one at the first place.
-        for (first, first_name), *others in ties:
-            for module, name in others:
-                module._parameters[name] = first._parameters[first_name]
+def settle(model: nn.Module) -> None:
+    """Note on parameters that have just got their memory what this module knows of them."""
     _mark_rounding(model)
     mark(model)
-    if init is not False:
-        init_parameters_(model, seed, meta if init is True else init)
-    return model
 
 
 def _mark_rounding(model: nn.Module) -> None:
     if (policy := policy_of(model)) is not None and policy.precision == "bf16-sr":
         for name, parameter in model.named_parameters():
             round_at_random(parameter, clean_name(name))
-
-
-def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """For each parameter that is in several places, the places."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-    return [group for group in places.values() if len(group) > 1]
-
-
-@torch.no_grad()
-def _restore_buffers(model: nn.Module, device: torch.device) -> None:
-    for prefix, module in model.named_modules():
-        lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        if not lost:
-            continue
-        for name in lost:
-            # A value that no rule leaves, to see whether the rule wrote the buffer.
-            fill = float("nan") if module._buffers[name].is_floating_point() else _unlikely(module._buffers[name].dtype)
-            module._buffers[name] = torch.full_like(module._buffers[name], fill, device=device)
-        if callable(getattr(module, "reset_buffers", None)):
-            module.reset_buffers()
-        elif rule := module_rule(model, module):
-            # The rule sets parameters too; here it is given meta ones, on which that does nothing.
-            clone = stand_in(module, on_meta(module._parameters), dict(module._buffers))
-            rule(clone)
-            module._buffers.update({name: clone._buffers[name] for name in lost})
-        for name in lost:
-            buffer = module._buffers[name]
-            untouched = buffer.isnan() if buffer.is_floating_point() else buffer == _unlikely(buffer.dtype)
-            if name in module._non_persistent_buffers_set and buffer.dtype != torch.bool and bool(untouched.any()):
-                raise ValueError(
-                    f"buffer {prefix}.{name} was built on meta and is in no checkpoint, so its value is lost: give "
-                    f"{type(module).__name__} a reset_buffers() that computes it in place"
-                )
-
-
-def _unlikely(dtype: torch.dtype) -> int:
-    return 1 if dtype == torch.bool else torch.iinfo(dtype).min

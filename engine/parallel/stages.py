@@ -15,10 +15,10 @@ from engine import runtime
 from engine.init import clean_name
 from engine.parallel.neighbours import Neighbours
 from engine.parallel.schedule import parts
+from engine.shards import STAGES, stages_of
 
 _ABSENT = "_engine_absent"
 _PLACE = "_engine_stage"
-_STAGES = "_engine_stages"
 
 
 class Stages:
@@ -67,12 +67,7 @@ def split_lists(model: nn.Module, lists: Iterable[nn.ModuleList], mesh: DeviceMe
 
 def set_stages(model: nn.Module, stages: Stages) -> None:
     """Note that ``model`` has been left one stage of ``stages``."""
-    model.__dict__[_STAGES] = stages
-
-
-def stages_of(model: nn.Module) -> Stages | None:
-    """What ``model`` was before one stage was left of it; None: it is whole."""
-    return model.__dict__.get(_STAGES)
+    model.__dict__[STAGES] = stages
 
 
 def is_absent(module: nn.Module) -> bool:

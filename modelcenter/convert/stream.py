@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from engine.ops.layout import transpose_
 from modelcenter.convert.match import Match
 from modelcenter.convert.pieces import (
     NATIVE,
@@ -27,6 +28,7 @@ from modelcenter.convert.pieces import (
 from modelcenter.convert.rules import Layout
 
 CHUNK_BYTES = 8 * 2**20  # most that is held of one hub tensor on its way, so that it stays in the cache meanwhile
+_LINES = 32  # rows of a chunk are a multiple of it, the 2-byte numbers of a cache line, which transposes go by
 
 Job = TypeVar("Job")
 Target = tuple[str, Sequence[int], torch.Tensor]  # native name, offset of the local slice in the tensor, local slice
@@ -173,6 +175,7 @@ def chunks(box: Box, limit: int) -> Iterator[Box]:
         return
     (low, high), rest = box[0], box[1:]
     step = max(1, limit // max(1, box_numel(rest)))
+    step -= step % _LINES if step > _LINES else 0
     for start in range(low, high, step):
         if step > 1 or box_numel(rest) <= limit:
             yield ((start, min(start + step, high)), *rest)
@@ -254,38 +257,16 @@ class Space:
         return self._bytes[:size].view(dtype).view([high - low for low, high in box])
 
 
-_TILE = 256  # rows and columns that are transposed at once, so that both sides of it stay in the cache
-_LINE, _CLASH = 64, 2048  # bytes of a cache line; rows so far apart push each other's lines out of the nearest cache
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def copy_values(target: torch.Tensor, values: torch.Tensor) -> None:
-    """`target.copy_(values)`; a transpose, either way round, goes by tiles and through numpy, which is faster.
-
-    Where the rows of `values` lie at multiples of 2048 bytes a tile is copied to rows that do not before it is turned:
-    up to three times as fast.
-    """
+    """`target.copy_(values)`; a transpose, either way round, goes by squares that stay in the cache."""
     same = target.dtype == values.dtype and target.device.type == values.device.type == "cpu"
     into, of = target.squeeze(), values.squeeze()
     if into.dim() == 2 and into.stride(0) == 1 < into.stride(1):
         into, of = into.t(), of.t()
-    turned = into.dim() == 2 and into.stride(1) == of.stride(0) == 1 < of.stride(1)
-    item = target.dtype.itemsize
-    if not (turned and same) or item not in _WORDS:
+    if same and into.dim() == 2 and into.stride(1) == of.stride(0) == 1 < of.stride(1):
+        transpose_(into, of.t())
+    else:
         target.copy_(values)
-        return
-    to, rows = into.detach().view(_WORDS[item]).numpy(), of.detach().view(_WORDS[item]).t().numpy()
-    tile = None
-    if rows.strides[0] % _CLASH == 0:
-        tile = torch.empty(_TILE, _TILE + _LINE // item, dtype=_WORDS[item]).numpy()
-    for first in range(0, len(rows), _TILE):
-        for column in range(0, rows.shape[1], _TILE):
-            part = rows[first : first + _TILE, column : column + _TILE]
-            if tile is not None:
-                apart = tile[: part.shape[0], : part.shape[1]]
-                apart[:] = part
-                part = apart
-            to[column : column + _TILE, first : first + _TILE] = part.T
 
 
 def export_tensor(layout: Layout, key: str, natives: Mapping[str, torch.Tensor]) -> torch.Tensor:

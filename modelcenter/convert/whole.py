@@ -64,6 +64,8 @@ def whole_of_hub(
     whole.layout = _without_parts(layout, absent)
     left = list(match.skipped)
     for part in (p for p in arch.parts if p not in arch.tasks[task].parts or p in absent):
+        if not left:
+            break
         for other in (t for t, entry in arch.tasks.items() if part in entry.parts):
             source = compile_task(other)
             taken = _take_part(arch, source, part, {name: shapes[name] for name in left}, architectures)

@@ -5,6 +5,7 @@ description. `frame` gives the bytes around the elements of a tensor that is to 
 alone, so that elements can be streamed between them.
 """
 
+import functools
 import io
 import math
 import pickle
@@ -23,6 +24,7 @@ from modelcenter.hub.readers import TensorInfo
 _MOST_PICKLE = 2**20  # a description takes some 200 bytes
 _ALIGNMENT = 64
 _DATA = "archive/data/0"
+_ENTRIES = 4  # of an archive: the elements, and three that describe them
 # dtype -> the name of its storage's class, by which descriptions give the older dtypes.
 _CLASSES = {t: n for t, n in torch.storage._dtype_to_storage_type_map().items() if not n.startswith("Q")}
 _TYPED = {name: dtype for dtype, name in _CLASSES.items()}
@@ -187,22 +189,27 @@ def _listing(name: str, crc: int, size: int, at: int) -> bytes:
     return b"PK\1\2" + head + struct.pack("<HHHII", 0, 0, 0, 0, place) + name.encode() + extra
 
 
-def frame(dtype: torch.dtype, shape: tuple[int, ...], crc: int = 0) -> tuple[bytes, bytes]:
-    """The bytes before and after the elements of a row-major tensor, whose CRC-32 is `crc`.
-
-    It changes nothing before them, and no length.
-    """
-    size = math.prod(shape) * dtype.itemsize
+@functools.lru_cache(1024)  # a model has many tensors of few shapes
+def _front(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int, bytes]:
+    """(what precedes the elements, where their entry begins, the listing of the entries before theirs)."""
     before, directory = b"", b""
     small = {"archive/data.pkl": _describe(dtype, shape), "archive/byteorder": b"little", "archive/version": b"3\n"}
     for name, content in small.items():
         check = zlib.crc32(content)
         directory += _listing(name, check, len(content), len(before))
         before += _record(name, check, len(content), len(before)) + content
-    directory += _listing(_DATA, crc, size, len(before))
-    before += _record(_DATA, crc, size, len(before))
+    return before + _record(_DATA, 0, math.prod(shape) * dtype.itemsize, len(before)), len(before), directory
+
+
+def frame(dtype: torch.dtype, shape: tuple[int, ...], crc: int = 0) -> tuple[bytes, bytes]:
+    """The bytes before and after the elements of a row-major tensor, whose CRC-32 is `crc`.
+
+    It changes nothing before them, and no length.
+    """
+    size, (before, entries, directory) = math.prod(shape) * dtype.itemsize, _front(dtype, shape)
+    directory += _listing(_DATA, crc, size, entries)
     after = b"PK\7\x08" + struct.pack("<IQQ" if size >= 2**32 - 1 else "<III", crc, size, size)
-    at, count = len(before) + size + len(after), len(small) + 1
+    at, count = len(before) + size + len(after), _ENTRIES
     after += directory
     if at >= 2**32 - 1:
         after += struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, len(directory), at)

@@ -12,7 +12,7 @@ from modelcenter.convert.pieces import HUB, NATIVE, Axis, Box, Piece, box_numel,
 from modelcenter.convert.stream import Space, chunks, copy_values, fill_box, zero_pads
 from modelcenter.hub.opened import Opened, WeightSource
 
-_BLOCK_BYTES = 2**20
+_BLOCK_BYTES = 4 * 2**20
 _HELD_BYTES = 128 * 2**20  # most that is held of a tensor whose elements change their order
 _ALIGNMENT = 64
 

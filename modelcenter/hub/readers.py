@@ -190,9 +190,13 @@ def reading_threads() -> int:
     return min(torch.get_num_threads(), 8)
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous CPU tensor. (One of a single element is contiguous whatever its strides say.)"""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    return flat_bytes(tensor).numpy().data
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ for another.
 import contextlib
 import hashlib
 import os
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -17,12 +16,13 @@ from typing import Any
 import torch
 
 from engine.checkpoint import hash_ranges
+from engine.ops.layout import crc32
 from modelcenter.convert.pieces import HUB, NATIVE, Box, box_numel, whole
 from modelcenter.convert.stream import chunks
 from modelcenter.hub.blobs import frame
 from modelcenter.hub.blocks import Blocks, read_blocks
 from modelcenter.hub.opened import Opened
-from modelcenter.hub.readers import as_bytes
+from modelcenter.hub.readers import as_bytes, flat_bytes
 from modelcenter.hub.stored import MODEL, StoredInfo, write_metadata
 from modelcenter.hub.workers import Report
 from modelcenter.hub.writer import Entry, FilePlan, file_head, make_file, plan_files, write_at, write_index
@@ -222,7 +222,7 @@ class Filler:
                     data = as_bytes(values)
                     digest.update(data)
                     if job.framed:
-                        crc = zlib.crc32(data, crc)
+                        crc = crc32(flat_bytes(values), crc)
                     at = put(data, at)
                     report(len(data))
                 if job.framed:

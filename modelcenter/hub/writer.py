@@ -20,7 +20,7 @@ from engine.checkpoint.files import sync_to_disk
 from modelcenter.hub.names import MANIFEST_FILE, TOKENIZER_FILES
 from modelcenter.hub.readers import DTYPE_NAMES
 
-_AT_ONCE = 2**20
+_AT_ONCE = 2**18  # bytes; for larger writes the kernel looks for memory in large pieces, which may cost ten times more
 
 Entry = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape of a tensor to write
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import engine as bmt
-from engine.checkpoint.model import local_slices
 from engine.init import write_
+from engine.shards import local_slices
 
 ROWS, INPUTS, OUTPUTS, VOCAB = 8, 12, 20, 24
 

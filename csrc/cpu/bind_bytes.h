@@ -1,0 +1,41 @@
+// Transposes and checksums of bytes: what is checked before.
+#pragma once
+#include "../core/arguments.h"
+#include "kernels.h"
+
+namespace modelcenter {
+namespace {
+
+inline int64_t span(const Tensor& t) {  // bytes from the first element of a matrix to the last
+  return (int64_t)t.element_size() * ((t.size(0) - 1) * t.stride(0) + t.size(1));
+}
+
+void transpose(Tensor out, Tensor in, bool past_caches) {
+  STD_TORCH_CHECK(out.dim() == 2 && in.dim() == 2 && out.size(0) == in.size(1) && out.size(1) == in.size(0),
+                  "out must have the size of the transpose of in, both with 2 dimensions");
+  const int64_t size = (int64_t)in.element_size();
+  STD_TORCH_CHECK(out.scalar_type() == in.scalar_type() && (size == 2 || size == 4 || size == 8),
+                  "out and in must have one dtype, of 2, 4 or 8 bytes");
+  same_device(in, out, "in");
+  if (!in.numel()) return;
+  const Tensor* both[2] = {&out, &in};
+  Overlaps overlaps;
+  for (const Tensor* t : both) {
+    STD_TORCH_CHECK((t->stride(1) == 1 || t->size(1) == 1) && (t->stride(0) >= t->size(1) || t->size(0) == 1),
+                    "the rows of out or in are not contiguous, or overlap");
+    overlaps.add(t->const_data_ptr(), span(*t), t == &out);
+  }
+  overlaps.check();
+  kernels().transpose(out.mutable_data_ptr(), in.const_data_ptr(), (int)size, in.size(0), in.size(1), out.stride(0),
+                      in.stride(0), past_caches);
+}
+
+int64_t checksum(Tensor x, int64_t start) {
+  STD_TORCH_CHECK(x.is_contiguous(), "x is not contiguous");
+  STD_TORCH_CHECK(start >= 0 && start <= 0xFFFFFFFF, "start is ", start, ", which is no CRC-32");
+  return kernels().crc32((uint32_t)start, (const uint8_t*)x.const_data_ptr(),
+                         x.numel() * (int64_t)x.element_size());
+}
+
+}  // namespace
+}  // namespace modelcenter

@@ -1,0 +1,179 @@
+"""What a rank holds of a model: its memory, and its slices of each tensor.
+
+A plain model in one process is handled without importing what shards are made by: torch's DTensor and FSDP take longer
+to import than a model of a gigabyte takes to load.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engine import runtime
+from engine.init import clean_name, init_parameters_, is_shard, local_tensor, module_rule, on_meta, stand_in
+
+if TYPE_CHECKING:
+    from engine.parallel.stages import Stages
+
+
+STAGES = "_engine_stages"  # where a model that was left one stage says so
+
+
+def stages_of(model: nn.Module) -> Stages | None:
+    """What ``model`` was before one stage was left of it; None: it is whole."""
+    stages: Stages | None = model.__dict__.get(STAGES)
+    return stages
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint of ``model`` holds: parameters (tied ones once) and persistent buffers, by clean name.
+
+    Sharded parameters are DTensors; all are detached and share the model's memory. Of a model that is split into
+    stages, those of this rank's stage.
+    """
+    if "torch.distributed.fsdp" in sys.modules:  # else no model is sharded
+        from engine.parallel.shard import reshard
+
+        reshard(model)  # after an evaluation the model may still show gathered parameters
+    found = {clean_name(name): _detached(parameter) for name, parameter in model.named_parameters()}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[clean_name(f"{prefix}.{name}" if prefix else name)] = _detached(buffer)
+    return found
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    if not is_shard(tensor):
+        return tensor.detach()
+    from engine.torch_compat import detached
+
+    return detached(tensor)
+
+
+def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """``named_tensors`` of the whole model: where stages have different ones, meta tensors of the same shapes."""
+    stages = stages_of(model)
+    return named_tensors(model) if stages is None else dict(stages.whole)
+
+
+def local_slices(model: nn.Module, owned: bool = False) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+    """(name, offsets of the slice in the whole tensor, slice) for what this rank holds of each tensor of ``model``.
+
+    The slices share the model's memory: writing to them writes the model. Empty ones are left out. Plain and sharded
+    models alike; a plain tensor is one slice at offset 0.
+
+    Args:
+        owned: leave out what a lower rank holds too, so that over all ranks each element comes exactly once.
+    """
+    stages = stages_of(model)
+    # Without a process group the ranks of a launcher may be another library's.
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for name, tensor in named_tensors(model).items():
+        if owned and stages is not None and name in stages.copies:
+            continue
+        local = local_tensor(tensor)
+        offset = (0,) * tensor.ndim
+        holders = ranks // (1 if stages is None or name not in stages.spread else stages.size)
+        first = rank % holders == 0
+        if is_shard(tensor):
+            from engine.torch_compat import local_box
+
+            _, offset = local_box(tensor.shape, tensor.device_mesh, tensor.placements)
+            place = tensor.device_mesh.get_coordinate() or ()
+            first = all(not p.is_replicate() or c == 0 for p, c in zip(tensor.placements, place, strict=True))
+            first = first and ("tp" in (tensor.device_mesh.mesh_dim_names or ()) or not _tp_rank())
+        if local.numel() and (first or not owned):
+            yield name, offset, local
+
+
+def _tp_rank() -> int:
+    return runtime.mesh()["tp"].get_local_rank()
+
+
+def materialize(model: nn.Module, seed: int = 0, init: bool | Collection[str] = False) -> nn.Module:
+    """Give a model built on meta its memory on this rank's device: its shards only, where it is sharded.
+
+    Non-persistent buffers, which no checkpoint holds, get their values back from ``module.reset_buffers()``, from
+    ``transformers``' ``_init_weights`` or from ``module.reset_parameters()``. Tied parameters stay tied. Tensors that
+    are not on meta stay as they are.
+
+    Args:
+        model: in place, returned.
+        seed: of the initial values.
+        init: the parameters to initialise (see ``engine.init``): True: all that were on meta; names; False: none, they
+            hold garbage until a checkpoint fills them.
+
+    Raises:
+        ValueError: a non-persistent buffer cannot be restored, or a name in ``init`` is not a parameter.
+    """
+    device = runtime.device()
+    _restore_buffers(model, device)
+    meta = [clean_name(name) for name, p in model.named_parameters() if p.is_meta]
+    if meta:
+        ties = _ties(model)
+        model._apply(lambda t: _empty(t, device) if t.is_meta else t)
+        # _apply made one parameter per place; FSDP keeps the one at the first place.
+        for (first, first_name), *others in ties:
+            for module, name in others:
+                module._parameters[name] = first._parameters[first_name]
+    if "engine.parallel.shard" in sys.modules:  # else no model is sharded
+        from engine.parallel.shard import settle
+
+        settle(model)
+    if init is not False:
+        init_parameters_(model, seed, meta if init is True else init)
+    return model
+
+
+def _empty(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    if is_shard(tensor) or not tensor.is_contiguous():
+        return torch.empty_like(tensor, device=device)
+    # Of a tensor on meta `empty_like` is written in Python, and imports sympy.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """For each parameter that is in several places, the places."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return [group for group in places.values() if len(group) > 1]
+
+
+@torch.no_grad()
+def _restore_buffers(model: nn.Module, device: torch.device) -> None:
+    for prefix, module in model.named_modules():
+        lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if not lost:
+            continue
+        for name in lost:
+            # A value that no rule leaves, to see whether the rule wrote the buffer.
+            fill = float("nan") if module._buffers[name].is_floating_point() else _unlikely(module._buffers[name].dtype)
+            module._buffers[name] = torch.full_like(module._buffers[name], fill, device=device)
+        if callable(getattr(module, "reset_buffers", None)):
+            module.reset_buffers()
+        elif rule := module_rule(model, module):
+            # The rule sets parameters too; here it is given meta ones, on which that does nothing.
+            clone = stand_in(module, on_meta(module._parameters), dict(module._buffers))
+            rule(clone)
+            module._buffers.update({name: clone._buffers[name] for name in lost})
+        for name in lost:
+            buffer = module._buffers[name]
+            untouched = buffer.isnan() if buffer.is_floating_point() else buffer == _unlikely(buffer.dtype)
+            if name in module._non_persistent_buffers_set and buffer.dtype != torch.bool and bool(untouched.any()):
+                raise ValueError(
+                    f"buffer {prefix}.{name} was built on meta and is in no checkpoint, so its value is lost: give "
+                    f"{type(module).__name__} a reset_buffers() that computes it in place"
+                )
+
+
+def _unlikely(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).min

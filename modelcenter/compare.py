@@ -417,7 +417,7 @@ def load_transformers(folder: str | Path, ours: nn.Module) -> nn.Module:
 def main(argv: Iterable[str] | None = None) -> int:
     """`modelcenter compare`; returns the exit status: 0 equal, 1 different."""
     parser = argparse.ArgumentParser(prog="modelcenter compare", description=__doc__)
-    parser.add_argument("first", metavar="A", help="a checkpoint: name, directory or distributed checkpoint")
+    parser.add_argument("first", metavar="A", help="a run, or a checkpoint: name, directory or distributed")
     parser.add_argument(
         "second", metavar="B", nargs="?", help="another checkpoint (default: A's export in transformers)"
     )
@@ -426,7 +426,10 @@ def main(argv: Iterable[str] | None = None) -> int:
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest difference (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(None if argv is None else list(argv))
-    result = compare_checkpoints(args.first, args.second, data=args.data, task=args.task, tolerance=args.tolerance)
+    from modelcenter.hub.opened import find_step
+
+    first, second = (None if name is None else str(find_step(name, None)) for name in (args.first, args.second))
+    result = compare_checkpoints(first, second, data=args.data, task=args.task, tolerance=args.tolerance)
     if args.json:
         print(json.dumps({**asdict(result), "equal": result.equal}))
     else:

@@ -31,14 +31,16 @@ def pack(tokens: Tokens, rows: np.ndarray, labels: np.ndarray | None = None) -> 
     return batch
 
 
-def pack_pairs(sources: Tokens, targets: Tokens, rows: np.ndarray) -> dict[str, torch.Tensor | int]:
-    """Lay both sides of rows end to end, for an encoder-decoder.
+def pack_pairs(
+    sources: Tokens, targets: Tokens, rows: np.ndarray, target_rows: np.ndarray | None = None
+) -> dict[str, torch.Tensor | int]:
+    """Lay both sides of rows end to end, for an encoder-decoder. target_rows: those of the targets, where they differ.
 
     Returns input_ids (1, S), cu_seqlens and max_seqlen of the sources, labels (1, T), decoder_cu_seqlens and
     decoder_max_seqlen of the targets. The model makes the decoder's inputs: the labels of each row, moved one place to
     the right.
     """
-    source, target = pack(sources, rows), pack(targets, rows)
+    source, target = pack(sources, rows), pack(targets, rows if target_rows is None else target_rows)
     source.pop("token_type_ids", None)  # these models know no types
     sides = {f"decoder_{name}": target[name] for name in ("cu_seqlens", "max_seqlen")}
     return {**source, **sides, "labels": target["input_ids"]}

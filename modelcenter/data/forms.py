@@ -41,13 +41,14 @@ class Form:
     """How rows of a data set are read. Texts are templates over the columns of a row.
 
     text, pair: of classification. choices: of multiple choice, columns or one of lists, with context and question.
-    prompt: of text to text; none: it has no single text to write. label: column. names: {published label, in lower
+    prompt: of text to text. label: column. names: {published label, in lower
     case: its name}; none: it is the name. words: {name: word that is written for it}; none: the name. dropped:
     published labels of rows without one. rows: makes the rows of a task of a published row, which may hold several.
-    beside: the labels are in a file of their own, an object, which `rows` finds in "beside".
+    beside: the labels are in a file of their own, an object, which `rows` finds in "beside". metric: how the texts
+    written for its prompts are judged, of training.metrics.generation.
     """
 
-    prompt: str | None
+    prompt: str
     text: str | None = None
     pair: str | None = None
     choices: tuple[str, ...] = ()
@@ -59,12 +60,13 @@ class Form:
     dropped: tuple[str, ...] = ()
     rows: Callable[[Row], list[Row]] = lambda row: [row]
     beside: bool = False
+    metric: str = "accuracy"
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """Names of the tasks that it is for."""
         kind = "multiple-choice" if self.choices else "classification"
-        return (kind, "seq2seq", "lm") if self.prompt is not None else (kind,)
+        return kind, "seq2seq", "lm"
 
 
 def _wic(row: Row) -> list[Row]:
@@ -130,6 +132,8 @@ def _record(row: Row) -> list[Row]:
         text = passage["text"]
         entities = [text[place["start"] : place["end"] + 1] for place in passage["entities"]]
     entities = list(dict.fromkeys(entity.strip() for entity in entities))
+    # T5 was trained with the highlights as sentences of the passage, and the placeholder as it is.
+    sentences = re.sub(r"\n@highlight\n", ". ", re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", text))
     found = []
     for one in asked:
         answers = [answer["text"].strip() for answer in one.get("answers") or ()]
@@ -139,6 +143,7 @@ def _record(row: Row) -> list[Row]:
         found.append({
             "passage": text.replace("@highlight\n", ""), "query": one["query"].replace("@placeholder", "_"),
             "entities": entities, "label": right[0] if right else None, "answers": right or None,
+            "asked": one["query"], "sentences": sentences, "offered": ", ".join(entities),
         })  # fmt: skip
     return found
 
@@ -199,7 +204,10 @@ FORMS: dict[str, Form] = {
     "wsc": Form("wsc text: {marked} noun: {span1_text}", "{marked}", "{span1_text}", names=_YES, rows=_wsc),
     "multirc": Form("multirc question: {question} answer: {answer} paragraph: {paragraph}", "{paragraph}",
         "{question} {answer}", names=_YES, rows=_multirc),
-    "record": Form(None, choices=("entities",), context="passage", question="query", rows=_record),
+    "record": Form(
+        "record query: {asked} entities: {offered} passage: {sentences}", choices=("entities",), context="passage",
+        question="query", rows=_record, metric="squad",
+    ),
     # CLUE (Xu et al. 2020) and LCQMC (Liu et al. 2018)
     "afqmc": _SAME_QUESTIONS,
     "lcqmc": Form(_SAME_QUESTIONS.prompt, "{sentence1}", "{sentence2}", names=_YES, words=_SAME, rows=_lcqmc),
@@ -301,7 +309,7 @@ def _made(form: Form, row: Row, task: str) -> Row:
         asked = {} if form.question is None else {"question": row[form.question]}
         return {"context": row[form.context], **asked, "choices": offered, "label": right, **more}
     word = None if label is None else form.words.get(label, label)
-    return {"source": str(form.prompt).format_map(row), "target": word, **more}
+    return {"source": form.prompt.format_map(row), "target": word, **more}
 
 
 def _name(form: Form, said: str) -> str:

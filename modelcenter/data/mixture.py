@@ -138,7 +138,16 @@ class Mixture:
 
 
 def mixed(tables: Sequence[Table], weights: Sequence[float]) -> Table:
-    """The rows of several tables as those of one, which `draw_of` draws by the weights."""
+    """The rows of several tables as those of one, which `draw_of` draws by the weights.
+
+    Raises:
+        ValueError: tables of which two have no column in common.
+    """
+    first, *others = tables
+    for other in others:
+        if not set(first.columns) & set(other.columns):
+            had = [f"{table.name} has {', '.join(map(repr, table.columns))}" for table in (first, other)]
+            raise ValueError(f"train_data: {' and '.join(had)}: give the columns the same names, to mix their rows")
     table = concatenate(list(tables))
     shares = [Share(part.name, part.origin_rows, weight) for part, weight in zip(tables, weights, strict=True)]
     return Table(table.columns, table.origins, table.classes, table.index, shares)

@@ -196,7 +196,7 @@ def _decode(path: Path, raw: bytes) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        bad = _undecodable(raw.split(b"\n"))
+        bad, lines = _undecodable(raw.split(b"\n")), raw.count(b"\n") + (raw[-1:] != b"\n")
         line, byte = raw.count(b"\n", 0, error.start) + 1, raw[error.start]
         utf8 = any(not piece.isascii() for i, piece in enumerate(raw.split(b"\n")) if i not in bad)
         fix = (
@@ -205,7 +205,7 @@ def _decode(path: Path, raw: bytes) -> str:
             else f"convert the file, e.g. `iconv -f {_guess(raw)} -t UTF-8`"
         )
         raise ValueError(
-            f"{path}, line {line}: not UTF-8 (byte 0x{byte:02x}; {len(bad)} of {raw.count(10) + 1} lines); {fix}"
+            f"{path}, line {line}: not UTF-8 (byte 0x{byte:02x}; {len(bad)} of {lines} lines); {fix}"
         ) from None
 
 

@@ -27,13 +27,19 @@ from modelcenter.layers.heads import ExtractiveQA, TokenClassifier, VocabularyHe
 from modelcenter.models.base import Model
 from modelcenter.training.metrics import sum_over_ranks
 
-# What makers promise, in 1e12 operations a second: dense products of 16-bit numbers, of the fastest board of the name.
-# The first name that is a part of a device's counts. A MI250X is two devices.
+# What makers promise, in 1e12 operations a second: dense products of 16-bit numbers (data sheets also print twice as
+# many, for weights of which half are zero), summed in fp32, of the fastest board of the name. The first name that is a
+# part of a device's counts. A MI250X is two devices.
+# From NVIDIA's data sheets, as on nvidia.com/en-us/data-center/<a100|h100|h200|l4|l40s|...>; Blackwell's architecture
+# brief (HGX B100: 112e15 sparse fp4 operations of 8 boards, of which a 64th counts here); the white papers of GA102
+# (A40, RTX A6000, RTX 3090) and Ada (RTX 6000, RTX 4090); the A10G's data sheet for AWS. H800 and A800: as the boards
+# they are made from. MI...: AMD's Instinct data sheets.
 PROMISED: dict[str, float] = {
-    "GB200": 2500, "B200": 2250, "B100": 1800, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989,
-    "GH200": 989, "H800 PCIe": 756, "H800": 989, "H20": 148, "A100": 312, "A800": 312, "A30": 165, "A40": 150,
-    "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "V100": 125, "T4": 65, "RTX A6000": 155,
-    "RTX 6000 Ada": 364, "RTX 4090": 165, "RTX 3090": 71, "MI300X": 1307, "MI250X": 191.5,
+    "GB200": 2500, "B200": 2250, "B100": 1750, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200 NVL": 835,
+    "H200": 989, "GH200": 989, "H800 PCIe": 756, "H800": 989, "H20": 148, "A100": 312, "A800": 312, "A30": 165,
+    "A40": 150, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "V100-PCIE": 112, "V100": 125, "T4": 65,
+    "RTX A6000": 155, "RTX 6000 Ada": 364, "RTX 4090": 165, "RTX 3090": 71, "MI355X": 2500, "MI350X": 2300,
+    "MI325X": 1307, "MI300X": 1307, "MI250X": 191.5,
 }  # fmt: skip
 
 

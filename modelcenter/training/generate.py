@@ -13,9 +13,10 @@ import engine
 import modelcenter
 from modelcenter.training import setup
 from modelcenter.training.config import GenerateConfig
-from modelcenter.training.predict import Trained, check_output, write_lines
+from modelcenter.training.predict import check_output, write_lines
 from modelcenter.training.structured import write_answers
 from modelcenter.training.texts import complete, share_out
+from modelcenter.training.trained import Trained
 
 
 class _Terminal:

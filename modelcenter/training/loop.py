@@ -36,7 +36,7 @@ from modelcenter.training.errors import Stopped
 from modelcenter.training.feed import GlobalBatch
 from modelcenter.training.flops import Utilisation
 from modelcenter.training.metrics import SMALLER_IS_BETTER
-from modelcenter.training.record import Record, clear_output, peak_memory, summarise
+from modelcenter.training.record import Record, clear_output, peak_memory, room, summarise
 from modelcenter.training.resume import Continuation
 from modelcenter.training.setup import data_name, make_feed, make_optimizer
 from modelcenter.training.stopping import Stopping
@@ -302,7 +302,8 @@ class Run:
         try:
             save_checkpoint(root, self.model, self.manager, state, asynchronous=not wait, **options)
         except (OSError, RuntimeError) as error:
-            self.record.say(f"step {self.step}: a checkpoint could not be written, training goes on: {error}")
+            failed = f"step {self.step}: a checkpoint could not be written, training goes on: {error}"
+            self.record.say(f"{failed}; {room(root.parent)}")
 
     def load(self, continuation: Continuation) -> None:
         """Go on from a checkpoint. Raises ValueError: it is of another run."""
@@ -323,7 +324,7 @@ class Run:
         try:
             wait_checkpoint()
         except (OSError, RuntimeError) as error:
-            self.record.say(f"the last checkpoint could not be written: {error}")
+            self.record.say(f"the last checkpoint could not be written: {error}; {room(target.parent)}")
         if self.cfg.best_metric is not None and self.best and self.best["step"] != self.step:
             path = latest_checkpoint(target.parent / resume.CHECKPOINTS / "best")
             if path is None:
@@ -476,7 +477,7 @@ def check_judge(cfg: TrainConfig, task: Any, judged: bool) -> None:
         return
     # Others may come with what the rows are like, such as questions without an answer.
     known, name = ["loss", *task.metrics().result()], cfg.best_metric.removeprefix("eval_")
-    close = difflib.get_close_matches(name, known, 1, cutoff=0.85)
+    close = [n for n in known if n.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff=0.85)
     if name not in known and close:
         raise ValueError(f"best_metric: got {name!r}, expected one of {', '.join(known)}. Did you mean {close[0]!r}?")
 

@@ -5,69 +5,19 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import engine
 import modelcenter
-from modelcenter import registry
 from modelcenter.data import sources
 from modelcenter.data.token_files import is_tokens
-from modelcenter.hub.download import HubOptions
-from modelcenter.hub.resolve import resolve
 from modelcenter.models.base import Model
 from modelcenter.training import setup
-from modelcenter.training.config import PredictConfig, TrainConfig
-from modelcenter.training.tasks import TASKS, TaskInfo, task_of_head
+from modelcenter.training.config import PredictConfig
+from modelcenter.training.tasks import TASKS
 from modelcenter.training.tasks.base import Examples, Task
-
-
-@dataclass
-class Trained:
-    """A model to use: where its files are, and the task and flags of the run that made it, if a run did."""
-
-    source: str
-    task: str | None = None
-    run: TrainConfig | None = None
-
-    @classmethod
-    def find(cls, name: str) -> "Trained":
-        """A run's folder, else anything that modelcenter.from_pretrained takes.
-
-        Raises:
-            ValueError: the folder is of a run that left no model.
-        """
-        folder = Path(name).expanduser()
-        if not (folder / "config.yaml").is_file():
-            return cls(name)
-        if not (folder / "model" / "config.json").is_file():
-            last = folder / "checkpoints" / "last"
-            instead = f"; its newest checkpoint is {last}" if last.exists() else ""
-            raise ValueError(
-                f"{folder} is a run without a model: it did not finish. The command that started it goes on{instead}"
-            )
-        task = _task_of_run(folder / "config.yaml")
-        return cls(str(folder / "model"), task, TASKS[task].flags().from_yaml(folder / "config.yaml"))
-
-    def task_info(self, revision: str | None = None) -> TaskInfo:
-        """The task whose rows the model takes: the run's, else the one that the head of the checkpoint is for.
-
-        Raises:
-            ValueError: the checkpoint names no head that a task is for.
-        """
-        if self.task is not None:
-            return TASKS[self.task]
-        found = resolve(self.source, HubOptions(revision), weights=False)
-        head = registry.get(found.config["model_type"]).arch_map().declared_task(found.config.get("architectures"))
-        task = task_of_head(head or "base")
-        if task is None:
-            heads = ", ".join(sorted({head for info in TASKS.values() for head in info.heads}))
-            raise ValueError(
-                f"{self.source}: a model for {head or 'base'}, expected one that was trained for {heads}; "
-                "`modelcenter finetune TASK` trains it"
-            )
-        return TASKS[task]
+from modelcenter.training.trained import Trained
 
 
 def run_predict(cfg: PredictConfig) -> None:
@@ -96,15 +46,6 @@ def run_evaluate(cfg: PredictConfig, as_json: bool = False) -> dict[str, float |
         print(text if as_json else "\n".join([f"{'rows':<10} {rows}", *lines]))
     engine.synchronize()
     return found
-
-
-def _task_of_run(path: Path) -> str:
-    import yaml
-
-    task = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("task", "classification")
-    if task not in TASKS:
-        raise ValueError(f"{path}: unknown task {task!r}; tasks: {', '.join(TASKS)}")
-    return task
 
 
 def _read(cfg: PredictConfig, labelled: bool) -> tuple[Task, Trained]:

@@ -216,9 +216,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 4), layout="constrained")
+    figure = Figure(figsize=(15, 4))
     FigureCanvasAgg(figure)
-    loss, rate, metrics = figure.subplots(1, 3)
+    # Margins of their own: a layout that matplotlib works out draws everything twice.
+    margins = {"left": 0.04, "right": 0.99, "bottom": 0.13, "top": 0.91, "wspace": 0.19}
+    loss, rate, metrics = figure.subplots(1, 3, gridspec_kw=margins)
     train, evals = [r for r in rows if "loss" in r], [r for r in rows if "eval_loss" in r]
     loss.plot([r["step"] for r in train], [_nan(r["loss"]) for r in train], label="training")
     rate.plot([r["step"] for r in train], [r["lr"] for r in train])
@@ -230,6 +232,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axes, title in ((loss, "loss"), (rate, "learning rate"), (metrics, "evaluation")):
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
+        axes.ticklabel_format(axis="y", scilimits=(-2, 4))
         if axes.get_legend_handles_labels()[0] and axes is not rate:
             axes.legend()
     figure.savefig(path, dpi=110)
@@ -274,6 +277,11 @@ def peak_memory() -> dict[str, int]:
     if engine.device().type == "cuda":
         peak["device_bytes"] = torch.cuda.max_memory_allocated()
     return peak
+
+
+def room(path: Path) -> str:
+    """What is free on the disk of a folder, in words: torch does not say so where a disk was too small for a file."""
+    return f"{shutil.disk_usage(path).free / 1e6:,.1f} MB are free at {path}"
 
 
 def command_line() -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import engine
 from modelcenter.training.tasks import TASKS
+from modelcenter.training.trained import check_family, name_models
 
 
 def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, about: str | None = None) -> None:
@@ -20,6 +21,7 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
     info = TASKS[name]
     cfg = info.flags().from_args(sys.argv[1:] if argv is None else argv, prog, about)
     cfg.require("model", "train_data", *(() if cfg.dry_run else ("output_dir",)))
+    name_models(cfg)
 
     engine.memory.prepare_torch()  # before it is imported
     from modelcenter.training.loop import train
@@ -29,6 +31,7 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
     prepare(cfg)  # the output folder can be written and holds no finished run
     task = info.load()(cfg)  # reads or opens the data, finds its columns and labels
     continuation = start(cfg)  # the ranks meet; where a stopped run is to go on
+    check_family(cfg, task.head)
     tokenizer = load_tokenizer(cfg)
     model = build_model(cfg, task, tokenizer)
     train_set, eval_set = task.tokenize(tokenizer, cfg.max_length)

@@ -5,6 +5,7 @@ import os
 import platform
 import time
 import uuid
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,6 @@ from modelcenter.data.mixture import draw_of
 from modelcenter.data.sampling import EpochBatches, TokenBatches
 from modelcenter.data.streaming import StreamBatches
 from modelcenter.data.text_rows import StreamRows
-from modelcenter.hub.download import HubOptions
-from modelcenter.hub.resolve import resolve
 from modelcenter.hub.tokenizer import add_tokens
 from modelcenter.models.base import Model
 from modelcenter.training import trackers
@@ -70,6 +69,8 @@ def start(cfg: TrainConfig) -> Continuation | None:
     if cfg.output_dir is not None and not cfg.dry_run:
         check_shared(Path(cfg.output_dir).absolute())
     engine.memory.keep_freed_memory()  # each step asks for the buffers that the last one freed
+    # Every step, of units whose states are views. Only what adds to them in place would go wrong: no block does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     cfg.precision = resolve_precision(cfg.precision)
     continuation = find_continuation(cfg)
     if continuation is not None:
@@ -143,7 +144,6 @@ def load_tokenizer(cfg: TrainConfig) -> Any:
         return modelcenter.AutoTokenizer.from_pretrained(cfg.tokenizer)
     if cfg.from_scratch:
         raise ValueError("--tokenizer is needed: with --from_scratch the model brings none")
-    resolve(cfg.model, HubOptions(cfg.revision), weights=False)  # a misspelt model is told as such, with the nearest
     return modelcenter.AutoTokenizer.from_pretrained(cfg.model, **({"revision": cfg.revision} if cfg.revision else {}))
 
 

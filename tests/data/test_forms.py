@@ -150,7 +150,14 @@ def test_entities_are_the_choices_of_a_cloze():
     hub = {"passage": text, "query": "@placeholder's dog", "entities": ["Ann", "Bob", "Bob Ray", "Bob"],
            "answers": ["Bob Ray", "Bob"]}  # fmt: skip
     assert rows_of(apply_form(table(hub), "record", "multiple-choice")) == [asked]
-    assert FORMS["record"].tasks == ("multiple-choice",)
+    # As a text T5 has them: the placeholder stays, highlights are sentences.
+    written = rows_of(apply_form(table(published), "record", "seq2seq"))
+    source = "record query: @placeholder's dog entities: Ann, Bob, Bob Ray passage: Ann met Bob. Bob, Bob Ray"
+    assert written[0] == {"source": source, "target": "Bob", "answers": ["Bob", "Bob Ray"]}
+    assert (written[1]["target"], written[1]["answers"]) == (None, None)
+    unended = published["passage"] | {"text": text.replace("Bob.", "Bobo")}
+    said = apply_form(table(published | {"passage": unended}), "record", "lm").columns["source"][1]
+    assert said == "record query: by @placeholder entities: Ann, Bob, Bob Ray passage: Ann met Bobo. Bob, Bob Ray"
     with pytest.raises(ValueError, match=r"form record: none of the answers \['Eve'\] is among the entities"):
         apply_form(table(hub | {"answers": ["Eve"]}), "record", "multiple-choice")
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from modelcenter.data.collate import merge, pack
-from modelcenter.data.mixture import Mixture, parse_weight, weights_by_size
+from modelcenter.data.mixture import Mixture, mixed, parse_weight, weights_by_size
+from modelcenter.data.readers import Origin, Table
 from modelcenter.data.sampling import EpochBatches, TokenBatches
 from modelcenter.data.tokenize import Tokens
 
@@ -132,3 +133,10 @@ def test_merging_both_sides_and_labels_by_token():
     assert found["scores"].shape == (2, 3)
     with pytest.raises(ValueError, match="not all have extra"):
         merge([batch([1], [2]), {**batch([1], [2]), "extra": 0}])
+
+
+def test_parts_without_a_column_in_common():
+    parts = [Table({"text": ["a"], "label": ["x"]}, [Origin("a.csv", 1, "0")]),
+             Table({"0": ["y"], "1": ["b"]}, [Origin("b.tsv", 1, "0")])]  # fmt: skip
+    with pytest.raises(ValueError, match="train_data: a.csv has 'text', 'label' and b.tsv has '0', '1': give the col"):
+        mixed(parts, [1, 1])

@@ -147,7 +147,7 @@ def test_header_twice(tmp_path):
 
 
 def test_latin1_names_file_line_and_remedy(tmp_path):
-    with pytest.raises(ValueError, match=r"a\.csv, line 3: not UTF-8 \(byte 0xe9; 1 of 4 lines\).*iconv -f LATIN1"):
+    with pytest.raises(ValueError, match=r"a\.csv, line 3: not UTF-8 \(byte 0xe9; 1 of 3 lines\).*iconv -f LATIN1"):
         read(tmp_path, "a.csv", b"text,label\nabc,1\ncaf\xe9,0\n")
 
 

@@ -91,6 +91,8 @@ def test_names_of_devices():
     assert promised("NVIDIA H100 80GB HBM3") == 989e12 and promised("NVIDIA H100 PCIe") == 756e12
     assert promised("NVIDIA A100-SXM4-80GB") == 312e12 and promised("NVIDIA A10G") == 70e12
     assert promised("NVIDIA RTX A4000") is None and promised("NVIDIA L40S") == 362e12
+    assert promised("NVIDIA H200 NVL") == 835e12 and promised("NVIDIA H200") == promised("NVIDIA GH200 480GB") == 989e12
+    assert promised("Tesla V100-PCIE-16GB") == 112e12 and promised("Tesla V100-SXM2-32GB") == 125e12
 
 
 def test_mfu_of_a_run(tmp_path):

@@ -4,6 +4,7 @@ import json
 import random
 import re
 
+import numpy as np
 import pytest
 import seq2seq_toys
 import torch
@@ -11,7 +12,9 @@ from toydata import WORDS, command, flags, make_tokenizer, write_jsonl
 
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
+from modelcenter.training.config import Seq2SeqConfig
 from modelcenter.training.metrics import Generation
+from modelcenter.training.tasks.seq2seq import SequenceToSequence
 from scripts.finetune_classification import main as classify
 from scripts.finetune_lm import main as continue_texts
 from scripts.finetune_seq2seq import main as write_texts
@@ -101,6 +104,47 @@ def test_words_for_labels(folder):
     assert logged["eval_exact_match"] == pytest.approx(1 - len(wrong) / 10)
 
 
+GOOD = [WORDS["good"][0], " ".join(WORDS["good"][1:3])]
+
+
+def clozes(seed: int, count: int = 8) -> list[dict]:
+    """Rows as ReCoRD has them on the Hub. Both good texts are right, the bad one is not."""
+    rng = random.Random(seed)
+    text = " ".join(rng.choices(WORDS["both"], k=3)) + ".\n@highlight\nit was"
+    return [{"passage": text, "query": "it was @placeholder", "answers": GOOD, "idx": {"passage": n, "query": 0},
+             "entities": rng.sample([*GOOD, WORDS["bad"][0]], 3)} for n in range(count)]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_clozes_with_several_right_texts(folder, ranks):
+    """Answers in turn, epoch by epoch; SQuAD's exact match and F1 against all of them."""
+    for name, seed in (("train", 1), ("val", 2)):
+        write_jsonl(folder / "data" / f"{name}.jsonl", clozes(seed))
+    tokenizer = seq2seq_toys.make_tokenizer()
+    tokenizer.add_tokens(["record", "query:", "entities:", "passage:", ",", *sum(WORDS.values(), [])])
+    tokenizer.save_pretrained(folder / "tokenizer")
+    cfg = Seq2SeqConfig(**seq2seq_toys.flags(folder, form="record", prefix="", max_new_tokens=3, epochs=8))
+    assert cfg.metrics == ["squad"]
+    task = SequenceToSequence(cfg)
+    rows, _ = task.tokenize(tokenizer, 64)
+    offered = [[text for text in row["entities"] if text in GOOD] for row in clozes(1)]
+    for epoch in range(3):
+        batch = rows.batch(np.array([1, 4]), epoch)
+        asked = f"{offered[1][epoch % 2]} </s> {offered[4][epoch % 2]} </s>"
+        assert tokenizer.decode(batch["labels"][0]).split() == asked.split()
+    assert (rows.lengths == rows.tokens.lengths + 3).all()  # the longer one and its end
+    write_texts(command(seq2seq_toys.flags(folder, form="record", prefix="", max_new_tokens=3, epochs=8)))
+    logged = [row for row in read(folder / "run" / "metrics.jsonl") if "eval_loss" in row][-1]
+    values = [str(folder / "run"), str(folder / "data"), "--output"]
+    cli(["predict", *values, str(folder / "out.jsonl")])
+    said = [row["prediction"] for row in read(folder / "out.jsonl")]
+    assert logged["eval_exact_match"] == sum(text in GOOD for text in said) / 8 > 0
+    evaluate = ["evaluate", *values, str(folder / "two.json"), "--batch_size", "3"]
+    cli(evaluate) if ranks == 1 else on_ranks(lambda: cli(evaluate), ranks, timeout=90)
+    (two,) = read(folder / "two.json")
+    assert [two[n] for n in ("exact_match", "f1")] == [logged[f"eval_{n}"] for n in ("exact_match", "f1")]
+
+
 def test_scores_of_words():
     """Two words as classification has them, a text that is no label's, and more words than two."""
     words = Generation(["accuracy"])
@@ -110,6 +154,12 @@ def test_scores_of_words():
     more = Generation(["accuracy"])
     more.update(["a", "b", "c", "x"], ["a", "c", "c", "b"])
     assert more.result() == pytest.approx({"accuracy": 0.5, "f1": (1 + 0 + 2 / 3) / 3}) and more.main == "accuracy"
+    answers = Generation(["squad"])
+    answers.update(["The dog", "cat", "red fox"], [["dog", "cat"], ["a dog"], ["fox", "the red hen house"]])
+    assert answers.result() == pytest.approx({"exact_match": 1 / 3, "f1": (1 + 0 + 2 / 3) / 3})
+    assert answers.main == "f1"
+    with pytest.raises(ValueError, match="metrics: got accuracy and squad, which both give an f1"):
+        Generation(["squad", "accuracy"])
 
 
 @pytest.mark.full

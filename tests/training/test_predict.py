@@ -120,6 +120,45 @@ def test_mistakes(folder, tmp_path):
         cli(["evaluate", run, str(none)])
 
 
+def test_a_run_is_a_model_to_start_from(folder, tmp_path):
+    """Its weights are, and the first loss is that of the trained model."""
+    again = flags(folder, model=str(folder / "run"), output_dir=str(tmp_path / "again"), max_steps=1, batch_size=24)
+    again["tokenizer"] = again["model"]
+    del again["from_scratch"], again["model_config"]
+    main(command(again))
+    first, *_ = read(tmp_path / "again" / "metrics.jsonl")
+    rows = make_rows(24, seed=1)
+    right = [["bad", "good"].index(row["label"]) for row in rows]
+    given = chances(folder, [row["text"] for row in rows])[range(24), right]
+    assert first["loss"] == pytest.approx(-given.log().mean().item(), abs=1e-5)
+    said = (tmp_path / "again" / "config.yaml").read_text()
+    assert said.count(f"{folder}/run/model\n") == 2
+    file = {"model": str(folder / "run" / "model" / "model.safetensors"), "output_dir": str(tmp_path / "file")}
+    main(command(again | file))
+    assert read(tmp_path / "file" / "metrics.jsonl")[0]["loss"] == first["loss"]
+    with pytest.raises(SystemExit) as ended:
+        cli(["compare", str(folder / "run"), str(folder / "run" / "model")])
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("verb", "row", "says"),
+    [
+        (
+            "finetune seq2seq",
+            {"source": "a", "target": "b"},
+            "finetune seq2seq takes .*mt5, t5.* bert is for finetune c",
+        ),
+        ("pretrain span-corruption", {"text": "a"}, r"span-corruption takes .*t5, umt5\. .*; pretrain mlm, lm$"),
+    ],
+)
+def test_a_model_of_another_family_is_refused(folder, tmp_path, verb, row, says):
+    """Before its tokenizer is looked at, whatever the model was trained for."""
+    data, out = write_jsonl(tmp_path / "data.jsonl", [row]), str(tmp_path / "out")
+    with pytest.raises(ValueError, match="^model: .*run/model is of the family bert, but .*" + says):
+        cli([*verb.split(), "--model", str(folder / "run"), "--train_data", str(data), "--output_dir", out])
+
+
 def test_a_model_without_a_trained_head_is_refused(folder, tmp_path):
     import modelcenter
 

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -275,6 +276,7 @@ def test_best_model_and_early_stopping(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"best_metric": "acc"}, "best_metric: got 'acc', .* Did you mean 'accuracy'"),
         ({"best_metric": "acuracy"}, "best_metric: got 'acuracy', expected one of loss, .* Did you mean 'accuracy'"),
         ({"best_metric": "loss", "eval_data": None}, "best_metric: there are no rows to evaluate on; give eval_data"),
         ({"early_stopping": 2, "eval_data": None}, "early_stopping: there are no rows to evaluate on"),
@@ -312,6 +314,7 @@ def test_a_full_disk_costs_the_checkpoint_only(folder, monkeypatch, capsys):
     main(command(values_of(folder, "run")))
     said = capsys.readouterr().out
     assert "step 4: a checkpoint could not be written, training goes on: [Errno 28] No space left" in said
+    assert re.search(r"No space left on device; [\d,.]+ MB are free at .*run\n", said)
     assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
     assert not (folder / "run" / "checkpoints" / "step-00000004").exists()
 

@@ -195,7 +195,7 @@ def test_no_texts():
 
 
 def test_texts_that_do_not_fit(monkeypatch):
-    with pytest.raises(ValueError, match="metrics: got meteor, expected some of rouge, bleu, chrf"):
+    with pytest.raises(ValueError, match="metrics: got 'meteor', expected some of rouge, bleu, chrf"):
         Generation(["meteor"])
     with pytest.raises(ValueError, match="language: got 'cn'"):
         Generation(language="cn")

@@ -46,8 +46,8 @@ class TrainConfig(Flags):
     mixes: ClassVar[bool] = False  # entries of train_data may be PATH@WEIGHT
     roles: ClassVar[tuple[str, ...]] = ()  # columns that the task reads, each with a flag ROLE_column
 
-    model: str | None = _model(None, "Hub name, local directory or preset; with --from_scratch a preset or config.json",
-        "model_name_or_path", "model_name")
+    model: str | None = _model(None, "Hub name, local directory, folder of a run or preset; with --from_scratch a "
+        "preset or config.json", "model_name_or_path", "model_name")
     revision: str | None = _model(None, "branch, tag or commit of the Hub model", "model_revision")
     tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; none: the model's", "tokenizer_name")
     from_scratch: bool = _model(False, "start from random weights; the vocabulary's size is the tokenizer's")

@@ -1,14 +1,16 @@
 """Flags of sequence-to-sequence fine-tuning. Imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from modelcenter.data.forms import FORMS
 from modelcenter.registry import nearest
 from modelcenter.training.config.common import TrainConfig
 from modelcenter.training.flags import flag
 
-GENERATION_METRICS = ("rouge", "bleu", "chrf", "accuracy")
+GENERATION_METRICS = ("rouge", "bleu", "chrf", "accuracy", "squad")
 LANGUAGES = ("other", "zh")
 _data, _output, _search = partial(flag, "data"), partial(flag, "output"), partial(flag, "search")
 
@@ -39,8 +41,9 @@ class Seq2SeqConfig(TrainConfig):
 
     eval_generate: bool = _output(True, "evaluations write a text for each row and judge it; false: the loss alone",
         "predict_with_generate")
-    metrics: list[str] | None = _output(None, "how written texts are judged: rouge, bleu, chrf, or accuracy where "
-        "they are words for labels; the first decides which run is best; none: rouge, of a form accuracy")
+    metrics: list[str] | None = _output(None, "how written texts are judged: rouge, bleu, chrf, accuracy where "
+        "they are words for labels, squad (exact match and F1) where they are answers; the first decides which run is "
+        "best; none: rouge, or the form's")
     language: str = _output("other", "zh: Chinese characters are words to these metrics", choices=LANGUAGES)
     eval_samples: int = _output(4, "rows of the evaluation data whose texts each evaluation shows and writes to "
         "samples.jsonl")
@@ -59,7 +62,7 @@ class Seq2SeqConfig(TrainConfig):
         for name in ("eval_samples", "no_repeat_ngram_size"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected 0 or more")
-        self.metrics = self.metrics or ["rouge" if self.form is None else "accuracy"]
+        self.metrics = self.metrics or ["rouge" if self.form is None else FORMS[self.form].metric]
         check_metrics(self.metrics)
         if (self.source_lang is None) != (self.target_lang is None):
             missing = "source_lang" if self.source_lang is None else "target_lang"
@@ -68,9 +71,13 @@ class Seq2SeqConfig(TrainConfig):
             raise ValueError("eval_generate: a model that is split by --cp writes no text; give --eval_generate false")
 
 
-def check_metrics(names: list[str]) -> None:
-    """Raise ValueError for a metric of texts that is not known, or none at all."""
+def check_metrics(names: Sequence[str]) -> None:
+    """Raise ValueError for a metric of texts that is not known, none at all, or two that name their numbers alike."""
+    shown = ", ".join(GENERATION_METRICS)
     for name in names:
         if name not in GENERATION_METRICS:
-            shown = ", ".join(GENERATION_METRICS)
             raise ValueError(f"metrics: got {name!r}, expected some of {shown}.{nearest(name, GENERATION_METRICS)}")
+    if not names:
+        raise ValueError(f"metrics: got none, expected some of {shown}")
+    if {"accuracy", "squad"} <= set(names):
+        raise ValueError("metrics: got accuracy and squad, which both give an f1; give one of them")

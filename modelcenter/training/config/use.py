@@ -70,8 +70,8 @@ class PredictConfig(SearchFlags):
     source_lang: str | None = _data(None, "language to translate from; none: the run's")
     target_lang: str | None = _data(None, "language to translate to; none: the run's")
     prefix: str | None = _data(None, "text put before each source; none: the run's", "source_prefix")
-    metrics: list[str] | None = _data(None, "how written texts are judged: rouge, bleu, chrf, accuracy; none: as in "
-        "the run")
+    metrics: list[str] | None = _data(None, "how written texts are judged: rouge, bleu, chrf, accuracy, squad; none: "
+        "as in the run")
     language: str | None = _data(None, "zh: Chinese characters are words to these metrics; none: as in the run",
         choices=LANGUAGES)
     max_new_tokens: int | None = _search(None, "tokens to write at most; none: the run's, or 128, or what the model "

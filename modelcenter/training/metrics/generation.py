@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
+from modelcenter.training.config.seq2seq import GENERATION_METRICS, LANGUAGES, check_metrics
 from modelcenter.training.metrics.base import gather_lists, ratio, sums
-from modelcenter.training.metrics.qa import is_han
+from modelcenter.training.metrics.qa import ExtractiveAnswers, is_han
 
-METRICS = ("rouge", "bleu", "chrf", "accuracy")
-LANGUAGES = ("other", "zh")
 _WORDS = re.compile(r"[a-z0-9]+")
 
 
@@ -82,24 +81,24 @@ class Generation:
     exact_match, where rows have groups: those with all texts right.
 
     Args:
-        metrics: which of "rouge", "bleu", "chrf", "accuracy"; the first decides which run is best.
+        metrics: which of "rouge", "bleu", "chrf", "accuracy" or "squad"; the first decides which run is best.
         language: "zh": Chinese characters are words.
 
     Raises:
-        ValueError: an unknown metric or language; sacrebleu is needed and missing.
+        ValueError: an unknown metric or language; accuracy beside squad; sacrebleu is needed and missing.
     """
 
-    def __init__(self, metrics: Sequence[str] = METRICS[:3], language: str = "other"):
-        if not metrics or not set(metrics) <= set(METRICS):
-            raise ValueError(f"metrics: got {', '.join(metrics) or 'none'}, expected some of {', '.join(METRICS)}")
+    def __init__(self, metrics: Sequence[str] = GENERATION_METRICS[:3], language: str = "other"):
+        check_metrics(metrics)
         if language not in LANGUAGES:
             raise ValueError(f"language: got {language!r}, expected {' or '.join(LANGUAGES)}")
         self.metrics, self.language = tuple(metrics), language
-        self.main = {"rouge": "rougeL"}.get(metrics[0], metrics[0])
+        self.main = {"rouge": "rougeL", "squad": "f1"}.get(metrics[0], metrics[0])
         self.rouge = torch.zeros(4, dtype=torch.float64)  # texts, and sums of three scores
         self.counts = [0] * 10  # lengths of texts and references, matches and n-grams of 1 to 4 words
         self.texts: list[tuple[str, list[str]]] = []
         self.words: list[tuple[str, str, Any]] = []  # text, reference, group
+        self._answers = ExtractiveAnswers("cmrc" if language == "zh" else "squad") if "squad" in metrics else None
         library = import_sacrebleu() if {"bleu", "chrf"}.intersection(metrics) else None
         self._bleu = library.BLEU(tokenize="zh" if language == "zh" else "13a") if "bleu" in metrics else None
         self._chrf = library.CHRF() if "chrf" in metrics else None
@@ -134,6 +133,8 @@ class Generation:
             self.counts = [a + int(b) for a, b in zip(self.counts, numbers, strict=True)]
         if self._chrf is not None:
             self.texts += zip(predictions, truths, strict=True)
+        if self._answers is not None:
+            self._answers.update(predictions, truths)
         if "accuracy" in self.metrics:
             firsts = [found[0] for found in truths]
             self.words += zip(predictions, firsts, groups or [None] * len(firsts), strict=True)
@@ -151,6 +152,8 @@ class Generation:
             every = gather_lists(self.texts)
             score = self._chrf.corpus_score([p for p, _ in every], _streams([t for _, t in every])) if every else None
             found["chrf"] = 0.0 if score is None else score.score
+        if self._answers is not None:
+            found |= self._answers.result()
         if "accuracy" in self.metrics:
             found |= _of_words(gather_lists(self.words))
         return found

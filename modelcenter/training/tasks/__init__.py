@@ -1,6 +1,7 @@
 """The tasks that a model is trained for, by name. Imports no torch: a task's own module is imported when it is used."""
 
 import importlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,10 @@ class TaskInfo:
     def flags(self) -> Any:
         """The class of its flags."""
         return getattr(importlib.import_module("modelcenter.training.config"), self.config)
+
+    def takes(self, heads: Collection[str]) -> bool:
+        """Whether a model with these heads can be trained for it."""
+        return any(head in heads for head in self.heads)
 
 
 TASKS: dict[str, TaskInfo] = {

@@ -267,6 +267,11 @@ def form_to_use(cfg: Any, run: TrainConfig | None) -> str | None:
     return None if form == "raw" else form
 
 
+def has_several(table: Table, form: str | None) -> bool:
+    """Whether rows of a form name all their right choices."""
+    return form is not None and "answers" in table.columns
+
+
 def group_column(table: Table, given: str | None, form: str | None) -> str | None:
     """The column of the groups of rows that are judged as one: the one given, else that of a form with groups.
 

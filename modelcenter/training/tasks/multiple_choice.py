@@ -21,6 +21,7 @@ from modelcenter.training.tasks.base import (
     Task,
     TokenRows,
     form_to_use,
+    has_several,
     own_batches,
     read_splits,
     shortened,
@@ -188,11 +189,6 @@ class MultipleChoice(Task):
             "score": chances[best],
             "probabilities": chances,
         }
-
-
-def has_several(table: Table, form: str | None) -> bool:
-    """Whether rows of a form name all their right choices."""
-    return form is not None and "answers" in table.columns
 
 
 def _rows(

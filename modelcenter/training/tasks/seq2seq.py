@@ -27,6 +27,7 @@ from modelcenter.training.tasks.base import (
     TokenRows,
     form_to_use,
     group_column,
+    has_several,
     own_batches,
     read_splits,
     shortened,
@@ -42,21 +43,45 @@ _USE = ("source_lang", "target_lang", "prefix", "metrics", "language")
 
 @dataclass(frozen=True)
 class PairRows(TokenRows):
-    """Rows of a text to read, `tokens`, and, where it is known, the text to write (target None: it is not)."""
+    """Rows of a text to read, `tokens`, and, where it is known, the text to write (target None: it is not).
+
+    first: int64 (rows + 1,), the first target of each row, where rows have several right ones: training takes them in
+    turn, epoch by epoch; None: each row has one.
+    """
 
     columns: PairColumns
     target: Tokens | None = None
+    first: np.ndarray | None = None
 
     @property
     def lengths(self) -> np.ndarray:
-        return self.tokens.lengths if self.target is None else self.tokens.lengths + self.target.lengths
+        """Of both sides; of several targets the longest counts, as a batch of any epoch has to fit."""
+        if self.target is None:
+            return self.tokens.lengths
+        longest = self.target.lengths
+        return self.tokens.lengths + (longest if self.first is None else np.maximum.reduceat(longest, self.first[:-1]))
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
-        return super().batch(rows) if self.target is None else pack_pairs(self.tokens, self.target, rows)
+        if self.target is None:
+            return super().batch(rows)
+        return pack_pairs(self.tokens, self.target, rows, self.target_rows(rows, epoch))
+
+    def target_rows(self, rows: np.ndarray, epoch: int) -> np.ndarray:
+        """The targets that rows have in an epoch."""
+        return rows if self.first is None else self.first[rows] + epoch % np.diff(self.first)[rows]
 
     def show(self, row: int, tokenizer: Any) -> str:
         text = super().show(row, tokenizer)
-        return text if self.target is None else f"{text} -> {_marked(tokenizer.decode(self.target.row(row)))}"
+        if self.target is None:
+            return text
+        (target,) = self.target_rows(np.array([row]), 0)
+        return f"{text} -> {_marked(tokenizer.decode(self.target.row(target)))}"
+
+    def references(self) -> list[list[str]]:
+        """All texts that are right for each row."""
+        if self.first is None:
+            return [[text.strip()] for text in self.texts("target")]
+        return self.table.columns["answers"]
 
     def texts(self, role: str) -> list[str]:
         """The sources or the targets, as they are in the data."""
@@ -136,10 +161,15 @@ class SequenceToSequence(Task):
         if columns.target is None:
             return PairRows(table, source, columns)
         targets = [text or "" for text in texts_of(table, columns.target, columns.target_lang)]
+        first = None
+        if has_several(table, self.cfg.form):
+            answers = table.columns["answers"]
+            first = np.concatenate(([0], np.cumsum(list(map(len, answers)))))
+            targets = [text for several in answers for text in several]
         target = tokenize_ended(tokenizer, targets, max_length=most)
         if target.truncated and engine.rank() == 0:
             log.warning("%s: %d targets cut at max_target_length %d", table.name, target.truncated, most)
-        return PairRows(table, source, columns, target)
+        return PairRows(table, source, columns, target, first)
 
     def about_columns(self) -> str:
         return self.columns.shown() + (f", prefix {self.cfg.prefix!r}" if self.cfg.prefix else "")
@@ -159,7 +189,7 @@ class SequenceToSequence(Task):
         # All ranks have all texts by now: each counts some of them.
         mine = slice(engine.rank(), None, engine.world_size())
         groups = None if self.group is None else [str(value) for value in examples.table.columns[self.group][mine]]
-        metrics.update(self.written[mine], [text.strip() for text in examples.texts("target")[mine]], groups)
+        metrics.update(self.written[mine], examples.references()[mine], groups)
         return {**found, **metrics.result()}
 
     def write(self, model: Model, examples: PairRows, batch_size: int, search: dict[str, Any]) -> list[list[str]]:

@@ -1,0 +1,107 @@
+"""A model to start from or to use, as people name it: a run's folder, or anything that from_pretrained takes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelcenter import registry
+from modelcenter.hub.download import HubOptions
+from modelcenter.hub.names import CONFIG_FILE
+from modelcenter.hub.resolve import read_config, resolve, resolve_file
+from modelcenter.training.config import TrainConfig
+from modelcenter.training.tasks import TASKS, TaskInfo, task_of_head, tasks_of
+
+
+@dataclass
+class Trained:
+    """A model to use: where its files are, and the task and flags of the run that made it, if a run did."""
+
+    source: str
+    task: str | None = None
+    run: TrainConfig | None = None
+
+    @classmethod
+    def find(cls, name: str) -> "Trained":
+        """A run's folder, else anything that modelcenter.from_pretrained takes.
+
+        Raises:
+            ValueError: the folder is of a run that left no model.
+        """
+        folder = Path(name).expanduser()
+        if not (folder / "config.yaml").is_file() or (folder / CONFIG_FILE).is_file():
+            return cls(name)
+        if not (folder / "model" / CONFIG_FILE).is_file():
+            last = folder / "checkpoints" / "last"
+            instead = f"; its newest checkpoint is {last}" if last.exists() else ""
+            raise ValueError(
+                f"{folder} is a run without a model: it did not finish. The command that started it goes on{instead}"
+            )
+        task = _task_of_run(folder / "config.yaml")
+        return cls(str(folder / "model"), task, TASKS[task].flags().from_yaml(folder / "config.yaml"))
+
+    def task_info(self, revision: str | None = None) -> TaskInfo:
+        """The task whose rows the model takes: the run's, else the one that the head of the checkpoint is for.
+
+        Raises:
+            ValueError: the checkpoint names no head that a task is for.
+        """
+        if self.task is not None:
+            return TASKS[self.task]
+        found = resolve(self.source, HubOptions(revision), weights=False)
+        head = registry.get(found.config["model_type"]).arch_map().declared_task(found.config.get("architectures"))
+        task = task_of_head(head or "base")
+        if task is None:
+            heads = ", ".join(sorted({head for info in TASKS.values() for head in info.heads}))
+            raise ValueError(
+                f"{self.source}: a model for {head or 'base'}, expected one that was trained for {heads}; "
+                "`modelcenter finetune TASK` trains it"
+            )
+        return TASKS[task]
+
+
+def _task_of_run(path: Path) -> str:
+    import yaml
+
+    task = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("task", "classification")
+    if task not in TASKS:
+        raise ValueError(f"{path}: unknown task {task!r}; tasks: {', '.join(TASKS)}")
+    return task
+
+
+def name_models(cfg: Any) -> None:
+    """Put a run's model in the place of the run, in the flags that name models.
+
+    Raises:
+        ValueError: the run left no model.
+    """
+    for name in ("model", "tokenizer", "reference"):
+        given = getattr(cfg, name, None)
+        if given is not None:
+            setattr(cfg, name, Trained.find(given).source)
+
+
+def check_family(cfg: TrainConfig, head: str) -> None:
+    """Make sure that the model, of which the configuration alone is read, is of a family with the head of the task.
+
+    Raises:
+        ValueError: there is no such model, or it is of another family; those that the task takes are named.
+    """
+    path = Path(str(cfg.model)).expanduser()
+    if path.is_file() and not cfg.from_scratch:
+        values = resolve_file(path).config  # weights, with their configuration beside them
+    else:
+        values = read_config(cfg.model, HubOptions(cfg.revision))
+    kind = values.get("model_type")
+    if kind is None:  # of ModelCenter: what it is shows in its weights
+        return
+    spec = registry.get(kind, values.get("architectures"))
+    heads = spec.arch_map().tasks
+    if head in heads:
+        return
+    able = sorted(name for name, other in registry.ARCHITECTURES.items() if head in other.arch_map().tasks)
+    verb = TASKS[cfg.task].verb
+    own = {v: ", ".join(n for n, info in tasks_of(v).items() if info.takes(heads)) for v in ("finetune", "pretrain")}
+    raise ValueError(
+        f"model: {cfg.model} is of the family {spec.model_type}, but {verb} {cfg.task.removeprefix(f'{verb}-')} takes "
+        f"{', '.join(able)}. {spec.model_type} is for {'; '.join(f'{v} {n}' for v, n in own.items() if n) or 'no task'}"
+    )

@@ -70,14 +70,9 @@ check: $(READY_DEV)  ## what a change must pass: linter, formatter, types, fast 
 bench: $(READY)  ## the benchmarks against peers from PyPI, about an hour; ARGS="--data DIR --quick --only NAME ..."
 	$(PY) -m scripts.bench $(ARGS)
 
-gpu-check: $(READY)  ## GPU tests and GPU benchmarks (scripts/bench/gpu_*.py), results in OUT
+gpu-check: $(READY)  ## GPU tests and GPU benchmarks in 8 minutes, results in OUT; ARGS="--only STEP ... --minutes N"
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "gpu-check: torch finds no GPU on this machine"; exit 1; }
-	mkdir -p "$(OUT)"
-	$(PY) -m torch.utils.collect_env > "$(OUT)/environment.txt"
-	$(PY) -m engine.ops --build --verbose > "$(OUT)/build.txt" 2>&1 || true
-	$(PY) -m engine.ops | tee "$(OUT)/operators.txt"
-	$(PY) -m pytest -m "gpu and not network" --junitxml "$(OUT)/tests.xml" $(ARGS) 2>&1 | tee "$(OUT)/tests.txt"
-	for script in $(wildcard scripts/bench/gpu_*.py); do $(PY) $$script --output "$(OUT)/$$(basename $$script .py).json"; done
+	$(PY) -m scripts.bench.lib.gpu_check --output "$(OUT)" $(ARGS)
 
 clean:  ## remove .venv, caches and the results in their default places
 	rm -rf .venv build dist demo-run gpu-results .pytest_cache .ruff_cache .mypy_cache *.egg-info

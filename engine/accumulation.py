@@ -101,7 +101,8 @@ def accumulate(
             for step, microbatch in enumerate(_filled(microbatches, needed, empty)):
                 set_last(step == needed - 1)
                 loss = loss_of(microbatch, step)
-                total = total.to(loss.device) + loss.detach().float()
+                part = loss.detach().to(torch.float32, copy=True)
+                total = total + part if step else part  # to copy the zero to a GPU would be to wait for it
                 if step == needed - 1:
                     summed = _begin_sum(total)  # which is there when backward is over
                 descend(loss)
@@ -216,7 +217,7 @@ def _average_plain_gradients(model: nn.Module) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if not parameters:
         return
-    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=runtime.message_device())
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
     buckets: dict[torch.dtype, list[list[torch.Tensor]]] = {}
     for parameter, is_used in zip(parameters, used.tolist(), strict=True):

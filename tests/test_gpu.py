@@ -46,6 +46,49 @@ def test_loss_and_gradients_are_those_of_the_cpu(task: str, form: str):
         torch.testing.assert_close(found[DEVICE][name], wanted, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+FAMILIES = [
+    ("tiny/gpt2", "causal-lm"), ("tiny/t5", "seq2seq-lm"), ("tiny/qwen3", "causal-lm"), ("tiny/gptj", "causal-lm"),
+    ("tiny/cpmant", "causal-lm"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "task"), FAMILIES)
+def test_families_have_the_gradients_of_the_cpu(name: str, task: str):
+    """Rotary and relative positions, grouped heads, marks; fp32, without dropout."""
+    import torch
+
+    import modelcenter as mc
+    from modelcenter.compare import pack_rows, rows_for
+    from modelcenter.testing import randomize_
+
+    found = []
+    for device in ("cpu", DEVICE):
+        model = randomize_(mc.from_config(name, task, policy=False)).to(device).eval()
+        batch = pack_rows(task, rows_for(task, model.config, lengths=(7, 3, 11)))
+        loss = mc.training.accumulate(model, [batch])
+        found.append({"loss": loss.cpu(), **{n: p.grad.cpu() for n, p in model.named_parameters()}})
+    for part, wanted in found[0].items():
+        torch.testing.assert_close(found[1][part], wanted, rtol=1e-4, atol=1e-5, msg=lambda m, n=part: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize(("name", "task"), FAMILIES[:3])
+def test_generation_has_the_tokens_of_the_cpu(name: str, task: str, settings: dict):
+    import torch
+
+    import modelcenter as mc
+    from modelcenter.testing import randomize_
+
+    ids = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    found = []
+    for device in ("cpu", DEVICE):
+        model = randomize_(mc.from_config(name, task, policy=False)).to(device).eval()
+        given = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        found.append(model.generate(**given, max_new_tokens=12, eos_token_id=None, pad_token_id=0, **settings).cpu())
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "bf16-params"])
 def test_bf16_trains(precision: str):
     """Sharded in bf16 on this GPU, the loss of one batch falls as it is repeated."""
@@ -63,6 +106,76 @@ def test_bf16_trains(precision: str):
         optimizer.step()
         optimizer.zero_grad()
     assert losses[-1] < 0.5 * losses[0], losses
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "window", "grouped"])
+def test_attention_in_16_bits(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """The variable-length kernel, forward and backward, against fp32 on the CPU."""
+    import torch
+
+    from modelcenter.layers import packed_attention as attention
+    from modelcenter.layers.packing import Packed
+
+    kernel, calls = attention._varlen, []
+    monkeypatch.setattr(attention, "_varlen", lambda *args: calls.append(1) or kernel(*args))
+    torch.manual_seed(0)
+    ends = torch.tensor([0, 9, 100, 100, 101, 400], dtype=torch.int32)
+    kv_heads = 2 if kind == "grouped" else 4
+    values = [torch.randn(400, heads * 64).bfloat16() for heads in (4, kv_heads, kv_heads, 4)]
+    mask = attention.Mask(kind != "plain", 33 if kind == "window" else None)
+    found = []
+    for device, dtype in (("cpu", torch.float32), (DEVICE, torch.bfloat16)):
+        q, k, v = (x.to(device, dtype).requires_grad_() for x in values[:3])
+        packed = Packed.from_cu_seqlens(ends.to(device), 299, 400)
+        out = attention.packed_attention(q, k, v, packed, 4, kv_heads=kv_heads, mask=mask)
+        grads = torch.autograd.grad(out, (q, k, v), values[3].to(device, dtype))
+        found.append([x.detach().float().cpu() for x in (out, *grads)])
+    assert calls == [1]
+    for ours, wanted in zip(*reversed(found), strict=True):
+        assert (ours - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_attention_weights_are_dropped_in_16_bits():
+    """With values of 1 an output is the sum of what is kept, whose mean is 1; the gradient has the same mask."""
+    import torch
+
+    from modelcenter.layers.packed_attention import Drop, packed_attention
+    from modelcenter.layers.packing import Packed
+
+    packed = Packed.from_cu_seqlens(torch.tensor([0, 500, 1000], dtype=torch.int32, device=DEVICE), 500, 1000)
+    q, k = (torch.randn(1000, 256, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    v = torch.ones(1000, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    out = packed_attention(q, k, v, packed, 4, Drop(0.3))
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    assert abs(out.float().mean().item() - 1) < 0.02 and out.float().std().item() > 0.01
+    assert abs(grad.float().sum().item() / out.float().sum().item() - 1) < 0.01
+
+
+@pytest.mark.parametrize(("name", "task"), [("tiny/bert", "masked-lm"), ("tiny/gpt2", "causal-lm")])
+def test_a_step_waits_for_nothing(name: str, task: str):
+    """No copy to the host and no other wait in forward, backward, clipping and the optimizer, dropout included."""
+    import torch
+
+    import engine
+    import modelcenter as mc
+    from modelcenter.compare import pack_rows, rows_for
+
+    model = mc.from_config(name, task, policy=False).to(DEVICE, torch.bfloat16).train()
+    batch = {**pack_rows(task, rows_for(task, model.config, lengths=(5, 3, 7))), "row_ids": torch.arange(3)}
+    optimizer = engine.optim.AdamOptimizer(model.parameters())
+    manager = engine.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    try:
+        for step in range(3):
+            if step == 2:  # what is made once may wait
+                torch.cuda.set_sync_debug_mode("error")
+            manager.zero_grad()
+            with engine.ops.dropout_key(1, step):
+                mc.training.accumulate(model, [batch], backward=manager.backward)
+            manager.clip_grad_norm(optimizer.param_groups, 1.0, defer=True)
+            manager.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_dropout_keeps_its_share():

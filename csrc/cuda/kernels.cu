@@ -35,6 +35,17 @@ __device__ __forceinline__ int tensor_of(const Table& t, int64_t chunk) {
   return low;
 }
 
+__device__ __forceinline__ void load_bits(const void* base, int64_t i, int n, uint16_t (&h)[kVector]) {
+  const uint16_t* p = (const uint16_t*)base + i;
+  if (n == kVector && (uintptr_t)p % 8 == 0) {
+    const ushort4 all = *(const ushort4*)p;
+    h[0] = all.x, h[1] = all.y, h[2] = all.z, h[3] = all.w;
+  } else {
+#pragma unroll
+    for (int k = 0; k < kVector; k++) h[k] = k < n ? p[k] : 0;
+  }
+}
+
 __device__ __forceinline__ void load(const void* base, int type, int64_t i, int n, float (&x)[kVector]) {
   if (type == kFloat) {
     const float* p = (const float*)base + i;
@@ -47,16 +58,8 @@ __device__ __forceinline__ void load(const void* base, int type, int64_t i, int 
     }
     return;
   }
-  const uint16_t* p = (const uint16_t*)base + i;
-  uint16_t h[kVector] = {};
-  if (n == kVector && (uintptr_t)p % 8 == 0) {
-    const ushort4 all = *(const ushort4*)p;
-    h[0] = all.x, h[1] = all.y, h[2] = all.z, h[3] = all.w;
-  } else {
-#pragma unroll
-    for (int k = 0; k < kVector; k++)
-      if (k < n) h[k] = p[k];
-  }
+  uint16_t h[kVector];
+  load_bits(base, i, n, h);
 #pragma unroll
   for (int k = 0; k < kVector; k++) x[k] = type == kBfloat16 ? from_bf16(h[k]) : from_fp16(h[k]);
 }
@@ -70,12 +73,6 @@ __device__ __forceinline__ void store_bits(void* base, int64_t i, int n, const u
     for (int k = 0; k < kVector; k++)
       if (k < n) p[k] = h[k];
   }
-}
-
-__device__ __forceinline__ void load_bits(const void* base, int64_t i, int n, uint16_t (&h)[kVector]) {
-  const uint16_t* p = (const uint16_t*)base + i;
-#pragma unroll
-  for (int k = 0; k < kVector; k++) h[k] = k < n ? p[k] : 0;
 }
 
 __device__ __forceinline__ void store(void* base, int type, int64_t i, int n, const float (&x)[kVector]) {
@@ -309,8 +306,10 @@ __global__ void __launch_bounds__(kThreads) cast(const __grid_constant__ Table t
   for_elements(t, [](int) {}, [&](int index, const Slab& slab, int64_t i, int n) {
     float x[kVector];
     load(slab.g, t.second_type[index], i, n, x);
+    if (factor != 1.0f) {  // times 1 a denormal would become zero
 #pragma unroll
-    for (int k = 0; k < kVector; k++) x[k] *= factor;
+      for (int k = 0; k < kVector; k++) x[k] *= factor;
+    }
     store(slab.p, t.first_type[index], i, n, x);
   });
 }
@@ -343,6 +342,7 @@ __global__ void __launch_bounds__(kThreads) put_together(const __grid_constant__
   });
 }
 
+// Blocks of a launch: enough for all multiprocessors, and not more than there are chunks.
 int blocks(int64_t chunks) {
   int device = 0, processors = 1;
   if (cudaGetDevice(&device) == cudaSuccess)
@@ -351,9 +351,20 @@ int blocks(int64_t chunks) {
   return (int)(chunks < most ? chunks : most);
 }
 
-// Cuts the list into tables and calls launch(table, index of its first tensor) for each that has elements.
-template <class Launch>
-int for_tables(const Slab* slabs, const int* first_type, const int* second_type, int64_t count, const Launch& launch,
+// Launches kernel(arguments...), unless there are no blocks. Returns 0 or a cudaError_t.
+template <class... Parameters, class... Arguments>
+int launch(void* stream, int64_t grid, int threads, void (*kernel)(Parameters...), const Arguments&... arguments) {
+  if (grid == 0) return 0;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3((unsigned)grid);
+  config.blockDim = dim3((unsigned)threads);
+  config.stream = (cudaStream_t)stream;
+  return (int)cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// Cuts the list into tables and calls work(table), which returns 0 or an error, for each.
+template <class Work>
+int for_tables(const Slab* slabs, const int* first_type, const int* second_type, int64_t count, const Work& work,
                bool blocks = false) {
   for (int64_t begin = 0; begin < count; begin += kTensors) {
     Table t;
@@ -369,12 +380,10 @@ int for_tables(const Slab* slabs, const int* first_type, const int* second_type,
         chunks = (slab.n / slab.width * ((slab.width + kQuantBlock - 1) / kQuantBlock) + kBlocks - 1) / kBlocks;
       t.first[i + 1] = t.first[i] + chunks;
     }
-    launch(t);
-    if (const int error = (int)cudaGetLastError()) return error;
+    if (const int error = work(t)) return error;
   }
   return 0;
 }
-
 
 __device__ __forceinline__ float number(const void* base, int type, int64_t i) {
   if (type == kFloat) return ((const float*)base)[i];
@@ -393,8 +402,10 @@ __global__ void __launch_bounds__(kThreads) drop(const Draw d, const void* x, co
   const int64_t first = d.first_channel / kDropoutBlock;
   const int64_t lanes = ((d.first_channel + channels - 1) / kDropoutBlock - first + 1) * kDropoutLanes;
   const int64_t all = rows * lanes, stride = (int64_t)gridDim.x * blockDim.x;
+  const bool small = all >> 32 == 0;  // numbers of 64 bits take three times as long to divide
   for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += stride) {
-    const int64_t row = i / lanes, counter = first * kDropoutLanes + i % lanes;
+    const int64_t row = small ? (int64_t)((uint32_t)i / (uint32_t)lanes) : i / lanes;
+    const int64_t counter = first * kDropoutLanes + i - row * lanes;
     uint32_t words[4];
     philox(d.key_low, d.key_high, (uint32_t)counter, d.site, (uint64_t)(d.tokens ? d.tokens[row] : d.first_token + row),
            words);
@@ -414,15 +425,11 @@ __global__ void __launch_bounds__(kThreads) drop(const Draw d, const void* x, co
 
 int cuda_step(int rule, const Slab* slabs, int64_t count, Types types, Settings settings, const float* gscale,
               const float* skip, void* stream) {
-  const auto s = (cudaStream_t)stream;
+  const auto kernel = rule == kAdamW ? step<AdamW> : rule == kLion ? step<Lion> : rule == kMomentum ? step<Momentum>
+                                                                                                    : step8;
   return for_tables(slabs, nullptr, nullptr, count, [&](const Table& t) {
-    count_up<<<(t.count + 127) / 128, 128, 0, s>>>(t, skip);
-    const int grid = blocks(t.first[t.count]);
-    if (!grid) return;
-    if (rule == kAdamW) step<AdamW><<<grid, kThreads, 0, s>>>(t, types, settings, gscale, skip);
-    if (rule == kLion) step<Lion><<<grid, kThreads, 0, s>>>(t, types, settings, gscale, skip);
-    if (rule == kMomentum) step<Momentum><<<grid, kThreads, 0, s>>>(t, types, settings, gscale, skip);
-    if (rule == kAdamW8) step8<<<grid, kThreads, 0, s>>>(t, types, settings, gscale, skip);
+    if (const int error = launch(stream, (t.count + 127) / 128, 128, count_up, t, skip)) return error;
+    return launch(stream, blocks(t.first[t.count]), kThreads, kernel, t, types, settings, gscale, skip);
   }, rule == kAdamW8);
 }
 
@@ -433,47 +440,43 @@ int64_t cuda_chunks(const int64_t* sizes, int64_t count) {
 }
 
 int cuda_squares(const Slab* slabs, const int* types, int64_t count, double* partial, double* out, void* stream) {
-  const auto s = (cudaStream_t)stream;
   int64_t done = 0;
   const int error = for_tables(slabs, types, nullptr, count, [&](const Table& t) {
-    if (const int grid = blocks(t.first[t.count])) squares<<<grid, kThreads, 0, s>>>(t, partial + done);
+    double* const room = partial + done;
     done += t.first[t.count];
+    return launch(stream, blocks(t.first[t.count]), kThreads, squares, t, room);
   });
-  if (error) return error;
-  add_up<<<1, kThreads, 0, s>>>(partial, done, out);
-  return (int)cudaGetLastError();
+  return error ? error : launch(stream, 1, kThreads, add_up, partial, done, out);
 }
 
 int cuda_coefficients(const double* norm_sq, const float* loss_scale, double max_norm, double eps, float* norm,
                       float* gscale, float* found_inf, void* stream) {
-  coefficients_of<<<1, 1, 0, (cudaStream_t)stream>>>(norm_sq, loss_scale, max_norm, eps, norm, gscale, found_inf);
-  return (int)cudaGetLastError();
+  return launch(stream, 1, 1, coefficients_of, norm_sq, loss_scale, max_norm, eps, norm, gscale, found_inf);
 }
 
 int cuda_cast(const Slab* slabs, const int* to, const int* from, int64_t count, const float* scale, void* stream) {
   return for_tables(slabs, to, from, count, [&](const Table& t) {
-    if (const int grid = blocks(t.first[t.count])) cast<<<grid, kThreads, 0, (cudaStream_t)stream>>>(t, scale);
+    return launch(stream, blocks(t.first[t.count]), kThreads, cast, t, scale);
   });
 }
 
 int cuda_split(const Slab* slabs, int64_t count, void* stream) {
   return for_tables(slabs, nullptr, nullptr, count, [&](const Table& t) {
-    if (const int grid = blocks(t.first[t.count])) take_apart<<<grid, kThreads, 0, (cudaStream_t)stream>>>(t);
+    return launch(stream, blocks(t.first[t.count]), kThreads, take_apart, t);
   });
 }
 
 int cuda_merge(const Slab* slabs, int64_t count, void* stream) {
   return for_tables(slabs, nullptr, nullptr, count, [&](const Table& t) {
-    if (const int grid = blocks(t.first[t.count])) put_together<<<grid, kThreads, 0, (cudaStream_t)stream>>>(t);
+    return launch(stream, blocks(t.first[t.count]), kThreads, put_together, t);
   });
 }
 
 int cuda_dropout(const Draw& draw, const void* x, const void* residual, void* out, int type, int64_t rows,
                  int64_t channels, void* stream) {
   const int64_t per_row = (channels / kDropoutBlock + 2) * kDropoutLanes;
-  drop<<<blocks((rows * per_row + kThreads - 1) / kThreads), kThreads, 0, (cudaStream_t)stream>>>(
-      draw, x, residual, out, type, rows, channels);
-  return (int)cudaGetLastError();
+  const int64_t grid = blocks((rows * per_row + kThreads - 1) / kThreads);
+  return launch(stream, grid, kThreads, drop, draw, x, residual, out, type, rows, channels);
 }
 
 }  // namespace modelcenter

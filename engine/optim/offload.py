@@ -241,12 +241,18 @@ class AdamOffloadOptimizer(AdamOptimizer):
         state["step"] = torch.zeros((), dtype=torch.float32)
         for name in self.moments:
             state[name] = self._on_host(parameter, torch.zeros_like(local_tensor(parameter.detach()), device="cpu"))
-        state["master"] = self._on_host(parameter, local_tensor(parameter.detach()))
+        state["master"] = self._on_host(parameter, local_tensor(parameter.detach()), self._travels(parameter))
         return state
 
-    def _on_host(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def _travels(parameter: torch.Tensor) -> bool:
+        """Whether the master itself is copied to a GPU; what is not need not be pinned, for which torch takes up to
+        twice the memory (the next power of two)."""
+        return parameter.is_cuda and parameter.dtype == torch.float32
+
+    def _on_host(self, parameter: torch.Tensor, value: torch.Tensor, pinned: bool = False) -> torch.Tensor:
         """A copy of ``value`` in fp32, placed as the parameter is."""
-        host = torch.empty(value.shape, dtype=torch.float32, pin_memory=parameter.is_cuda)
+        host = torch.empty(value.shape, dtype=torch.float32, pin_memory=pinned)
         return with_local(parameter, host.copy_(value))
 
     @torch.no_grad()
@@ -258,5 +264,6 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 if state := self.state.get(parameter):
                     for name in self.moments:
                         state[name] = self._on_host(parameter, local_tensor(state[name]))
-                    state["master"] = self._on_host(parameter, local_tensor(state.get("master", parameter.detach())))
+                    master = local_tensor(state.get("master", parameter.detach()))
+                    state["master"] = self._on_host(parameter, master, self._travels(parameter))
                     state["step"] = state["step"].to("cpu")

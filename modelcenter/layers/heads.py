@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engine.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy, linear_log_probs, vocabulary_logits
 from modelcenter.layers.dropout import Dropout
+from modelcenter.layers.host import on_host, to_device
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS
 from modelcenter.layers.packing import Packed
@@ -237,7 +238,11 @@ class VocabularyHead(Smoothing, nn.Module):
 
         def find() -> tuple[Tensor, Tensor]:
             labels = ctx.unpad(self.targets(batch), IGNORE_INDEX)  # type: ignore[arg-type]
-            return labels, (labels != IGNORE_INDEX).nonzero().flatten()
+            known = labels
+            if on_host(batch["labels"]) is not batch["labels"] and ctx.as_given:
+                known = self.targets({name: on_host(value) for name, value in batch.items()})  # type: ignore[assignment]
+            where = (known.flatten() != IGNORE_INDEX).nonzero().flatten()
+            return labels, to_device(where, labels.device)
 
         return ctx.once("labelled", find)
 
@@ -267,7 +272,9 @@ class VocabularyHead(Smoothing, nn.Module):
             hidden = self.transform(x.index_select(0, labelled))
             targets = labels.index_select(0, labelled)
             smoothing = self.smoothing
-            loss = linear_cross_entropy(hidden, weight, self.bias, targets, count, label_smoothing=smoothing)
+            loss = linear_cross_entropy(
+                hidden, weight, self.bias, targets, count, label_smoothing=smoothing, all_labelled=True
+            )
             out["loss"] = ctx.total(loss)
             if want_logits == "labelled":
                 out["logits"], want_logits = vocabulary_logits(hidden, weight, self.bias), False

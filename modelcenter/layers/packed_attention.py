@@ -3,8 +3,8 @@
 On a CPU that the compiled operator is made for (engine.ops.attention) it takes each sequence by itself. Elsewhere on a
 CPU, in other types than fp32 and under marks, sequences of similar length are attended as one rectangle
 (`Packed.buckets`) by one autograd function: it keeps the softmax, draws dropout's masks anew in backward, and writes
-gradients without zero-filling. On CUDA without dropout or bias it is torch's variable-length flash attention; otherwise
-scaled_dot_product_attention per bucket.
+gradients without zero-filling. On CUDA in 16 bits without a bias it is torch's variable-length flash attention;
+otherwise scaled_dot_product_attention per bucket.
 """
 
 import math
@@ -420,11 +420,18 @@ def _attention(
     memory: Packed | None,
     scale: float,
 ) -> Tensor:
-    low = q.dtype in (torch.bfloat16, torch.float16)
     plain = mask.bias is None and mask.marks is None
-    if q.device.type == "cuda" and drop.p == 0.0 and low and plain and q.shape[0] and k.shape[0]:
-        return _varlen(q, k, v, packed, heads, mask, memory or packed, scale)
+    if plain and _has_flash(q.device, q.dtype, q.shape[1] // heads[0], drop.p) and q.shape[0] and k.shape[0]:
+        return _varlen(q, k, v, packed, heads, mask, memory or packed, scale, drop.p)
     return _in_buckets(q, k, v, packed, heads, drop, mask, memory, scale)
+
+
+def _has_flash(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> bool:
+    """Whether torch's flash attention takes these, forward and backward."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    widest = 192 if dropout else 256  # with dropout, backward of wider heads is for some GPUs only
+    return head_dim % 8 == 0 and head_dim <= widest and torch.cuda.get_device_properties(device).major >= 8
 
 
 @eager
@@ -454,20 +461,31 @@ def _in_buckets(
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, heads: tuple[int, int], mask: Mask, memory: Packed, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    heads: tuple[int, int],
+    mask: Mask,
+    memory: Packed,
+    scale: float,
+    dropout: float,
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
+    """The operator below `torch.nn.attention.varlen.varlen_attn`, which has no dropout, and on torch 2.11 and 2.12 may
+    lack `enable_gqa`: fewer heads of keys than of queries are taken as they come."""
     parts = (x.unflatten(1, (n, -1)) for x, n in ((q, heads[0]), (k, heads[1]), (v, heads[1])))
-    window = (-1, -1) if not mask.causal else (-1 if mask.window is None else mask.window - 1, 0)
-    out = varlen_attn(
+    window = mask.window if mask.causal else None
+    out, *_ = torch.ops.aten._flash_attention_forward(
         *parts,
         packed.cu_seqlens,
         memory.cu_seqlens,
         packed.max_seqlen,
         memory.max_seqlen,
+        dropout,
+        mask.causal and window is None,
+        False,  # return_debug_mask
         scale=scale,
-        window_size=window,
-        **({"enable_gqa": True} if heads[0] != heads[1] else {}),
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0 if mask.causal else -1,
     )
     return out.flatten(1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import Draws, draws_of
+from modelcenter.layers.host import on_host, to_device
 from modelcenter.layers.marks import Marks
 
 
@@ -169,8 +170,8 @@ class Packed:
                 "int32, starting at 0 and ending at the number of tokens"
             )
         lengths = None
-        if cu_seqlens.device.type == "cpu":  # on a GPU this check would wait for the device
-            ends = cu_seqlens.tolist()
+        if (known := on_host(cu_seqlens)).device.type == "cpu":  # on a GPU this check would wait for the device
+            ends = known.tolist()
             lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
             if ends[0] != 0 or ends[-1] != tokens or min(lengths, default=0) < 0:
                 raise ValueError(
@@ -313,6 +314,11 @@ class Packed:
         if name not in self._cache:
             self._cache[name] = make()
         return self._cache[name]
+
+    @property
+    def as_given(self) -> bool:
+        """Whether the tokens are those of the input, in its order: no padding, none of other ranks or of the model."""
+        return self.indices is None and self.split is None and self.inner is None and not self.dummy
 
     @property
     def num_tokens(self) -> int:
@@ -514,11 +520,12 @@ class Packed:
         start = starts[rows[0]]
         if same and all(starts[row] - start == i * length for i, row in enumerate(rows)):
             return Bucket(n, length, start, start + n * length)
-        first = torch.tensor([starts[i] for i in rows], device=device)[:, None]
-        column = torch.arange(length, device=device)
+        # Worked out where the lengths are: a GPU is told, and not asked.
+        first = torch.tensor([starts[i] for i in rows])[:, None]
+        column = torch.arange(length)
         if same:
-            return Bucket(n, length, -1, -1, (first + column).flatten())
-        keep = column < torch.tensor(sizes, device=device)[:, None]
+            return Bucket(n, length, -1, -1, to_device((first + column).flatten(), device))
+        keep = column < torch.tensor(sizes)[:, None]
         index = torch.where(keep, first + column, first).flatten()
         tokens = keep.flatten().nonzero().flatten()
-        return Bucket(n, length, -1, -1, index, keep, tokens, index[tokens])
+        return Bucket(n, length, -1, -1, *(to_device(x, device) for x in (index, keep, tokens, index[tokens])))

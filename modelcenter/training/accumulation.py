@@ -8,6 +8,7 @@ from torch import Tensor
 
 import engine
 from engine.ops import dropout_rows
+from modelcenter.layers import host
 from modelcenter.models.base import Model
 
 Batch = Mapping[str, Any]
@@ -65,10 +66,4 @@ def parts_of(
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
     """The batch with its tensors on the device, copied without waiting where it is a GPU."""
-
-    def move(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.device == device:
-            return value
-        return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
-
-    return {name: move(value) for name, value in batch.items()}
+    return {name: host.to_device(value, device) for name, value in batch.items()}

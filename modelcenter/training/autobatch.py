@@ -58,7 +58,7 @@ def _peaks(task: Any, model: Model, examples: Examples, rows: np.ndarray) -> tup
     """Peak bytes on the device of forward and backward of the longest row, and of it twice. Nothing of it stays."""
     found = []
     training = model.training
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([torch.cuda.current_device()]):
         model.train()
         for count in (1, 2):
             torch.cuda.reset_peak_memory_stats()

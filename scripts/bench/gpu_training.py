@@ -178,7 +178,7 @@ def here(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[dict
     engine.init_distributed(device=args.device)
     policy = engine.Policy(precision="bf16-params" if case.eight_bit else "bf16")
     model = mc.from_config(config.to_dict(), task, policy=policy).train()
-    batch = moved(pack_rows(task, rows), args.device)
+    batch = pack_rows(task, rows)  # on the host, as the loop has it; the step moves it, and counts its labels there
     optimizer = engine.optim.AdamW8bit if case.eight_bit else engine.optim.AdamOptimizer
     return {"plain": steps.here(model, batch, optimizer)}, model.num_parameters()
 

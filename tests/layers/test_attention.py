@@ -1,9 +1,12 @@
 """Packed attention against torch's scaled_dot_product_attention on each sequence alone, in float64."""
 
+import types
+
 import pytest
 import torch
 
 from engine.ops import attention, library
+from modelcenter.layers import packed_attention as packed_attention_module
 from modelcenter.layers.marks import Marks
 from modelcenter.layers.packed_attention import NO_DROP, Drop, Mask, _bucketed_sdpa, packed_attention
 from modelcenter.layers.packing import Packed
@@ -170,3 +173,43 @@ def test_dropout_keeps_the_mean():
     wanted = packed_attention(q, k, v, packed, 2)
     mean = sum(packed_attention(q, k, v, packed, 2, Drop(0.2)) for _ in range(3000)) / 3000
     assert (mean - wanted).abs().max() < 0.06
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "window", "grouped", "cross"])
+def test_what_flash_attention_is_asked_for_on_a_gpu(packed, kind, monkeypatch):
+    """The operator there and its gradient take the call; its arguments mean what the truth computes."""
+    problem, calls = Problem(packed, kind), []
+    operator = torch.ops.aten._flash_attention_forward
+    on_meta = [x.to("meta", torch.bfloat16).requires_grad_() for x in problem.inputs]
+    memory = problem.memory if kind == "cross" else packed
+    mask, heads = Mask(problem.causal, problem.window), (problem.heads, problem.kv_heads)
+
+    def noted(*args, **kwargs):
+        calls.append((args, kwargs))
+        return operator(*args, **kwargs)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", noted)
+    out = packed_attention_module._varlen(*on_meta, packed, heads, mask, memory, 0.7, 0.1)
+    grads = torch.autograd.grad(out.sum(), on_meta)
+    assert [g.shape for g in grads] == [x.shape for x in on_meta] and out.shape == on_meta[0].shape
+    ((_, k, _, cu_q, cu_k, longest_q, longest_k, dropout, causal, debug), named) = calls[0]
+    assert k.shape[1:] == (problem.kv_heads, 3) and (dropout, debug, named["scale"]) == (0.1, False, 0.7)
+    assert cu_q is packed.cu_seqlens and cu_k is memory.cu_seqlens
+    assert (longest_q, longest_k) == (packed.max_seqlen, memory.max_seqlen)
+    left, right = named["window_size_left"], named["window_size_right"]
+    assert causal == (problem.causal and problem.window is None)
+    for i in range(9):
+        for j in range(9):
+            seen = (left < 0 or i - j <= left) and (right < 0 or j - i <= right)
+            assert seen == (not problem.causal or (j <= i and i - j < (problem.window or 9)))
+
+
+def test_which_heads_flash_attention_takes(monkeypatch):
+    majors = {0: 9, 1: 7}
+    properties = lambda device: types.SimpleNamespace(major=majors[device.index])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    has, new, old = packed_attention_module._has_flash, torch.device("cuda", 0), torch.device("cuda", 1)
+    assert has(new, torch.bfloat16, 64, 0.1) and has(new, torch.float16, 256, 0.0)
+    assert not has(old, torch.float16, 64, 0.0) and not has(torch.device("cpu"), torch.bfloat16, 64, 0.0)
+    assert not has(new, torch.float32, 64, 0.0) and not has(new, torch.bfloat16, 12, 0.0)
+    assert not has(new, torch.bfloat16, 264, 0.0) and not has(new, torch.bfloat16, 256, 0.1)

@@ -13,7 +13,7 @@ from docs_tools import python
 
 from scripts.bench import lib, page
 from scripts.bench.__main__ import BENCHES, command
-from scripts.bench.lib import flops, sets, tables
+from scripts.bench.lib import flops, gpu_check, sets, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts" / "bench").glob("[!_]*.py") if path.stem != "page")
@@ -33,6 +33,23 @@ def test_what_is_for_gpus_runs_on_a_cpu(name: str, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     found = json.loads(record.read_text())
     assert found["rows"] and not found["notes"]
+
+
+def test_a_gpu_check_tells_what_it_has_when_a_step_hangs(tmp_path: Path):
+    """The log of what came before stays, and what was started is gone."""
+    said = "tests/test_gpu.py::test_a PASSED [ 1%]\ntests/test_gpu.py::test_b FAILED [ 2%]\ntests/test_gpu.py::test_c "
+    hangs = gpu_check.Step(
+        ["-c", f"print({said!r}, end='', flush=True)\nimport time\ntime.sleep(60)"], 9, gpu_check.outcomes
+    )
+    lines, good = gpu_check.run("hangs", hangs, tmp_path, 2)
+    assert not good and "KILLED after 2 s" in lines[0] and (tmp_path / "hangs.txt").read_text() == said
+    assert [line.strip() for line in lines[1:]] == [
+        "1 passed, 1 failed", "did not end: tests/test_gpu.py::test_c", "FAILED tests/test_gpu.py::test_b",
+    ]  # fmt: skip
+    for step in gpu_check.steps("cuda", False).values():
+        assert all((ROOT / word).is_file() for word in step.words if word.endswith(".py"))
+    absent = gpu_check.Step(["-c", ""], 9, gpu_check.outcomes, under=["no-such-program"])
+    assert gpu_check.run("absent", absent, tmp_path, 2) == (["absent: left out, no-such-program is not here"], True)
 
 
 @pytest.mark.parametrize("name", BENCHES)

@@ -1,0 +1,162 @@
+"""What `make gpu-check` runs on a GPU: the operators' build and tests, the models' tests, and the benchmarks.
+
+Each step is a process of its own with its own limit of time, and all share one: a step that hangs or crashes costs the
+others nothing, and what is done is on the disk at once. DIR has a log of each step, a JSON file of each benchmark, and
+`summary.txt`, which is printed again at the end. What is in hand first is what all else stands on.
+
+    python -m scripts.bench.lib.gpu_check --output DIR [--minutes 8] [--only build operators ...]
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scripts.bench.lib import ROOT, tables
+
+LEAST = 15  # seconds: with less left a step is not begun
+PYTEST = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu and not network"]
+
+
+class Step(NamedTuple):
+    """A process, {output} its folder; the most seconds it may take; what of its log is told."""
+
+    words: Sequence[str]
+    seconds: int
+    tell: Callable[[str, Path | None], list[str]]
+    record: bool = False  # it writes a benchmark's JSON
+    under: Sequence[str] = ()  # a program that runs it, such as a checker of memory; left out where that is not here
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--output", required=True, help="the folder of the results")
+    p.add_argument("--minutes", type=float, default=8, help="for all of it (default: 8)")
+    p.add_argument("--device", default="cuda", help="cpu shows that it runs: no build, and no tests are there to pass")
+    p.add_argument("--quick", action="store_true", help="benchmarks that only show that they run")
+    every = steps("cuda", False)
+    p.add_argument("--only", nargs="+", choices=every, default=list(every), help="these steps alone")
+    args = p.parse_args()
+    out = Path(args.output).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    ends, told, failed = time.monotonic() + 60 * args.minutes, [], False
+    for name, step in steps(args.device, args.quick).items():
+        if name not in args.only:
+            continue
+        left = ends - time.monotonic()
+        if left < LEAST:
+            lines, good = [f"{name}: not run, the {args.minutes:g} minutes are over"], False
+        else:
+            lines, good = run(name, step, out, min(step.seconds, left))
+        failed |= not good
+        told += lines
+        print("\n".join(lines), flush=True)
+        (out / "summary.txt").write_text("\n".join(told) + "\n", encoding="utf-8")
+    print("\n=== summary ===\n" + "\n".join(told))
+    return int(failed)
+
+
+def steps(device: str, quick: bool) -> dict[str, Step]:
+    """In order: without the build and its tests the rest means little; the shortest benchmark is first."""
+    more = ["--device", device, *(["--quick"] if quick else [])]
+
+    def bench(seconds: int, script: str, *words: str) -> Step:
+        return Step([f"scripts/bench/{script}.py", *words, *more], seconds, rows_of, True)
+
+    def training(seconds: int, case: str) -> Step:
+        return bench(seconds, "gpu_training", "--rounds", "5", "--cases", case)
+
+    small = [*PYTEST, "tests/engine/test_ops_gpu.py", "-k", "lists_longer or skip_norm or 8_bit"]
+    return {
+        "environment": Step(["-m", "torch.utils.collect_env"], 60, environment),
+        "build": Step(["-m", "scripts.bench.lib.gpu_build", "--device", device], 180, last_lines),
+        "operators": Step([*PYTEST, "tests/engine/test_ops_gpu.py"], 120, outcomes),
+        "models": Step([*PYTEST, "tests/test_gpu.py"], 150, outcomes),
+        "optimizer": bench(90, "gpu_optimizer"),
+        "bert-large": training(90, "bert-large"),
+        "gpt-1.3b": training(90, "gpt-1.3b"),
+        "bert-large-full": training(60, "bert-large, full rows"),
+        "bert-large-11gb": training(60, "bert-large, 11 GB"),
+        "t5-large": training(90, "t5-large"),
+        "memcheck": Step(small, 90, outcomes, under=["compute-sanitizer", "--error-exitcode", "9"]),
+        "racecheck": Step(
+            small, 90, outcomes, under=["compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9"]
+        ),
+    }
+
+
+def run(name: str, step: Step, out: Path, seconds: float) -> tuple[list[str], bool]:
+    """(what to tell of a step, whether it went well). Its output goes to its log as it comes."""
+    if step.under and shutil.which(step.under[0]) is None:
+        return [f"{name}: left out, {step.under[0]} is not here"], True
+    record = out / f"{name}.json" if step.record else None
+    words = [*step.under, sys.executable, *step.words, *(["--output", str(record)] if record else [])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    environment["COLUMNS"] = "250"  # pytest cuts its reasons to the width of a terminal
+    log, began = out / f"{name}.txt", time.monotonic()
+    with log.open("w", encoding="utf-8") as file:
+        # A session of its own, so that what it started ends with it.
+        process = subprocess.Popen(
+            words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            code, ended = process.wait(seconds), ""
+        except subprocess.TimeoutExpired:
+            code, ended = None, f" KILLED after {seconds:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if code:
+        ended = f" ENDED WITH {code}"
+    said = log.read_text(encoding="utf-8", errors="replace")
+    lines = step.tell(said, record if record is not None and record.is_file() else None)
+    if ended and step.tell is not outcomes:
+        lines += last_lines(said, None, 6)
+    head = f"{name}:{ended} {time.monotonic() - began:.0f} s, log {log.name}"
+    return [head, *(f"  {line[:200]}" for line in lines)], not ended
+
+
+def environment(said: str, record: Path | None) -> list[str]:
+    wanted = ("PyTorch version", "CUDA used to build", "Nvidia driver version", "GPU 0", "GPU models", "Python version")
+    return [line.strip() for line in said.splitlines() if line.strip().startswith(wanted)]
+
+
+def last_lines(said: str, record: Path | None, most: int = 4) -> list[str]:
+    return [line for line in said.splitlines() if line.strip()][-most:]
+
+
+def outcomes(said: str, record: Path | None, most: int = 12) -> list[str]:
+    """How many tests passed, and the first of those that did not, with why. Also of a run that was killed."""
+    # Of a test that hung its name alone is there.
+    begun = re.findall(r"^(tests/\S+::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED).*)?$", said, re.M)
+    count = {kind: sum(found == kind for _, found in begun) for kind in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
+    lines = [", ".join(f"{n} {kind.lower()}" for kind, n in count.items() if n) or "no test ran"]
+    lines += [f"did not end: {name}" for name, kind in begun[-1:] if not kind]
+    bad = re.findall(r"^(?:FAILED|ERROR) tests/.*$", said, re.M)  # with why, if it came to its end
+    bad = bad or [f"{kind} {name}" for name, kind in begun if kind in ("FAILED", "ERROR")]
+    return [*lines, *bad[:most], *([f"and {len(bad) - most} more"] if len(bad) > most else [])]
+
+
+def rows_of(said: str, record: Path | None) -> list[str]:
+    """A line for each row of a benchmark's tables, and its notes."""
+    if record is None:
+        return []
+    found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+    lines = []
+    for head, rows in tables.cells(found):
+        for cells in rows:
+            lines.append("; ".join(f"{name} {cell}" for name, cell in zip(head, cells, strict=True) if cell)[5:])
+    return [*lines, *found["notes"]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+// What csrc/cuda/kernels.cu needs of CUDA, on a CPU: for a C++ compiler in place of nvcc, to run its logic without a GPU.
+//
+// A launch runs its blocks one after the other, in an order drawn at random, and the threads of a block as fibres. One
+// runs until it waits for others; who is next goes by priorities drawn for each block, so that some threads are far
+// ahead of others and a barrier that is missing shows. Shared memory begins as NaNs. A launch that CUDA would refuse is
+// refused; threads that wait for each other in vain end the process with a message.
+//
+// CUDA_ON_CPU_PROCESSORS says how many multiprocessors there are, CUDA_ON_CPU_SEED draws the orders.
+#pragma once
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+#include <xmmintrin.h>
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <tuple>
+#include <vector>
+
+#define __host__
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+#define __shared__ static __attribute__((section("cuda_shared")))
+
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) ushort4 { uint16_t x, y, z, w; };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline ushort4 make_ushort4(uint16_t x, uint16_t y, uint16_t z, uint16_t w) { return {x, y, z, w}; }
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
+};
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+};
+
+extern "C" char __start_cuda_shared[] __attribute__((weak, visibility("hidden")));
+extern "C" char __stop_cuda_shared[] __attribute__((weak, visibility("hidden")));
+
+static dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace cuda_on_cpu {
+
+inline int number(const char* name, int otherwise) {
+  const char* set = getenv(name);
+  return set ? atoi(set) : otherwise;
+}
+
+[[noreturn]] inline void fail(const char* what) {
+  fprintf(stderr, "cuda_on_cpu: thread %u of block %u: %s\n", threadIdx.x, blockIdx.x, what);
+  abort();
+}
+
+constexpr unsigned kWarp = 32;
+enum State { kReady, kAtBarrier, kAtWarp, kDone };
+
+// The threads of the block that runs.
+class Block {
+ public:
+  static Block& now() {
+    static Block block;
+    return block;
+  }
+
+  void run(unsigned threads, const std::function<void()>& body) {
+    body_ = &body;
+    count_ = threads;
+    state_.assign(threads, kReady);
+    context_.resize(threads);
+    while (stacks_.size() < threads) stacks_.push_back((char*)malloc(kStack));
+    order_.resize(threads);
+    std::iota(order_.begin(), order_.end(), 0u);
+    std::shuffle(order_.begin(), order_.end(), random);
+    for (unsigned t = 0; t < threads; t++) {
+      getcontext(&context_[t]);
+      context_[t].uc_stack.ss_sp = stacks_[t];
+      context_[t].uc_stack.ss_size = kStack;
+      context_[t].uc_link = &scheduler_;
+      makecontext(&context_[t], &Block::begin, 0);
+    }
+    memset(__start_cuda_shared, 0xFF, (size_t)(__stop_cuda_shared - __start_cuda_shared));
+    for (;;) {
+      const auto next = std::find_if(order_.begin(), order_.end(), [&](unsigned t) { return state_[t] == kReady; });
+      if (next == order_.end()) {
+        if (all(0, count_, kDone)) return;
+        if (!all(0, count_, kAtBarrier)) fail("it, or another of its block, waits for threads that will not come");
+        std::fill(state_.begin(), state_.end(), kReady);
+        continue;
+      }
+      running_ = *next;
+      threadIdx = dim3(running_);
+      state_[running_] = kDone;  // unless it waits
+      swapcontext(&scheduler_, &context_[running_]);
+      const unsigned warp = running_ / kWarp * kWarp, end = std::min(warp + kWarp, count_);
+      if (all(warp, end, kAtWarp)) std::fill(state_.begin() + warp, state_.begin() + end, kReady);
+    }
+  }
+
+  void wait(State state) {
+    const unsigned self = running_;
+    state_[self] = state;
+    swapcontext(&context_[self], &scheduler_);
+  }
+
+  uint32_t exchange(uint32_t mask, uint32_t x, unsigned other) {
+    if (mask != 0xFFFFFFFFu || count_ % kWarp) fail("only whole warps exchange numbers here");
+    const unsigned self = running_;
+    passed_[self] = x;
+    wait(kAtWarp);
+    const uint32_t found = passed_[self / kWarp * kWarp + other % kWarp];
+    wait(kAtWarp);
+    return found;
+  }
+
+  std::mt19937 random{(unsigned)number("CUDA_ON_CPU_SEED", 0)};
+
+ private:
+  static constexpr size_t kStack = 256 * 1024;
+  static void begin() { (*now().body_)(); }
+  bool all(unsigned from, unsigned to, State state) const {
+    return std::all_of(state_.begin() + from, state_.begin() + to, [&](State s) { return s == state; });
+  }
+
+  const std::function<void()>* body_ = nullptr;
+  unsigned count_ = 0, running_ = 0;
+  std::vector<State> state_;
+  std::vector<unsigned> order_;
+  std::vector<char*> stacks_;
+  std::vector<ucontext_t> context_;
+  ucontext_t scheduler_;
+  uint32_t passed_[1024];
+};
+
+}  // namespace cuda_on_cpu
+
+inline void __syncthreads() { cuda_on_cpu::Block::now().wait(cuda_on_cpu::kAtBarrier); }
+inline uint32_t __shfl_xor_sync(uint32_t mask, uint32_t x, int lanes) {
+  return cuda_on_cpu::Block::now().exchange(mask, x, (threadIdx.x % cuda_on_cpu::kWarp) ^ (unsigned)lanes);
+}
+inline float __fsqrt_rn(float x) { return __builtin_sqrtf(x); }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint32_t)(((uint64_t)a * b) >> 32); }
+inline uint32_t __float_as_uint(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  return u;
+}
+inline float __uint_as_float(uint32_t u) {
+  float x;
+  memcpy(&x, &u, 4);
+  return x;
+}
+
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  return *value = cuda_on_cpu::number("CUDA_ON_CPU_PROCESSORS", 2), cudaSuccess;
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  const unsigned grid = config->gridDim.x, threads = config->blockDim.x;
+  if (!grid || !threads || threads > 1024 || (sizeof(Parameters) + ... + 0) > 32764) return cudaErrorInvalidConfiguration;
+  std::tuple<Parameters...> taken(arguments...);
+  const std::function<void()> body = [&] { std::apply(kernel, taken); };
+  std::vector<unsigned> order(grid);
+  std::iota(order.begin(), order.end(), 0u);
+  auto& block = cuda_on_cpu::Block::now();
+  std::shuffle(order.begin(), order.end(), block.random);
+  gridDim = config->gridDim;
+  blockDim = config->blockDim;
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | 0x8040);  // nvcc's -ftz=true
+  for (unsigned b : order) {
+    blockIdx = dim3(b);
+    block.run(threads, body);
+  }
+  _mm_setcsr(before);
+  return cudaSuccess;
+}

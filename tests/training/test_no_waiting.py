@@ -1,0 +1,45 @@
+"""A training step asks nothing of the device: on `meta`, whose tensors cannot be read, it runs to its end."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import modelcenter as mc
+from engine.ops import dropout_key
+from modelcenter.compare import pack_rows, rows_for
+from modelcenter.layers import host
+
+CASES = [
+    ("tiny/bert", "masked-lm"), ("tiny/gpt2", "causal-lm"), ("tiny/t5", "seq2seq-lm"), ("tiny/qwen3", "causal-lm"),
+    pytest.param("tiny/bert", "sequence-classification", marks=pytest.mark.full),
+    pytest.param("tiny/bert", "question-answering", marks=pytest.mark.full),
+    pytest.param("tiny/bert", "token-classification", marks=pytest.mark.full),
+    pytest.param("tiny/gptj", "causal-lm", marks=pytest.mark.full),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "task"), CASES)
+def test_forward_and_backward_read_nothing(name, task, monkeypatch):
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # there is none for meta
+    model = mc.from_config(name, task, policy=False).train()
+    batch = {**pack_rows(task, rows_for(task, model.config, lengths=(5, 3, 7))), "row_ids": torch.arange(3)}
+    with dropout_key(1, 2):
+        loss = mc.training.accumulate(model.to("meta"), [batch])
+    assert loss.is_meta and all(p.grad is not None for p in model.parameters())
+    for user in ("packing", "heads"):
+        monkeypatch.setattr(f"modelcenter.layers.{user}.on_host", lambda value: value)
+    with pytest.raises((NotImplementedError, RuntimeError)):  # without the host's copies it has to ask
+        mc.training.accumulate(model, [batch])
+
+
+def test_labels_found_on_the_host_are_those_of_the_device():
+    """A head's loss is the same whether its batch remembers the host's copy or not."""
+    model = mc.from_config("tiny/gpt2", "causal-lm", policy=False).eval()
+    batch = pack_rows("causal-lm", rows_for("causal-lm", model.config, lengths=(5, 3, 7)))
+    wanted = model(**batch).loss
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            batch[name] = value.clone()
+            setattr(batch[name], host._NAME, value)
+    assert torch.equal(model(**batch).loss, wanted)

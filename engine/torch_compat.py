@@ -5,6 +5,7 @@ Private torch names that the engine needs are imported here and nowhere else, so
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 
 _local, _grad = operator.attrgetter("_local_tensor"), operator.attrgetter("grad")
-HAS_REDUCE_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,9 +92,34 @@ def in_backward() -> bool:
 
 
 def set_reduce_unused(root: FSDPModule, enabled: bool) -> None:
-    """Make parameters that got no gradient take part in the reduction with zeros, where torch can (2.13)."""
-    if HAS_REDUCE_UNUSED:
+    """Make parameters that got no gradient take part in the reduction with zeros."""
+    if hasattr(root, "set_reduce_scatter_unused_params"):  # torch 2.13
         root.set_reduce_scatter_unused_params(enabled)
+        return
+    for unit in root.modules():  # type: ignore[attr-defined]
+        for group in _groups(unit) if isinstance(unit, FSDPModule) else ():
+            vars(group).pop("post_backward", None)
+            if enabled:
+                group.post_backward = functools.partial(_post_backward_with_zeros, group)
+
+
+def _post_backward_with_zeros(group: Any, *unused: Any) -> None:
+    """FSDP's own, after what torch 2.13 does in it."""
+    for p in group.fsdp_params if group.reduce_grads else ():
+        if hasattr(p, "_unsharded_param") and p.unsharded_accumulated_grad is None:  # it has been gathered before
+            whole = p.unsharded_param
+            if whole.requires_grad and whole.grad is None:
+                whole.grad = torch.zeros_like(whole)
+    type(group).post_backward(group, *unused)
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    """The groups of parameters that FSDP gathers together when this unit runs."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before there was one, or None
+    if groups is None:
+        groups = [group] if (group := state._fsdp_param_group) is not None else []
+    return groups
 
 
 def gather_ahead(root: FSDPModule) -> None:
@@ -105,10 +130,7 @@ def gather_ahead(root: FSDPModule) -> None:
 def sums_are_only_viewed(unit: FSDPModule, dtype: torch.dtype) -> bool:
     """Whether FSDP, given the averages of this unit's gradients in ``dtype``, makes them the shards' gradients as they
     are: it does not convert, accumulate or reduce them further, and no hook looks at them before backward is over."""
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before there was one, or None
-    if groups is None:
-        groups = [group] if (group := state._fsdp_param_group) is not None else []
+    groups = _groups(unit)
     shards = [p.sharded_param for group in groups for p in group.fsdp_params]  # also while whole ones are shown
     return all(group._all_reduce_hook is None for group in groups) and all(
         p.grad is None and p.dtype == dtype and p.device_mesh.ndim == 1 and not p._post_accumulate_grad_hooks

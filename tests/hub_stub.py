@@ -308,7 +308,8 @@ class _Handler(BaseHTTPRequestHandler):
                     ):
                         wrong.append("model-index metric")
         if wrong:
-            return self._send(400, {"error": f"Invalid metadata in {', '.join(wrong)}"})
+            said = f"Invalid metadata in {', '.join(wrong)}"
+            return self._send(400, {"error": said, "errors": [{"message": said}], "warnings": []})
         self._send(200, {"errors": [], "warnings": []})
 
 

@@ -202,7 +202,7 @@ def test_the_rules_allow(importer: str, source: str):
 def test_every_foreign_import_is_a_declared_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
-    lines += [line for needed, _ in PEERS.values() for line in needed]  # the benchmarks install these themselves
+    lines += [line for needed, *_ in PEERS.values() for line in needed]  # the benchmarks install these themselves
     declared = {re.split(r"[\[<>=!~ ;]", line)[0].lower().replace("_", "-") for line in lines}
     homes = importlib.metadata.packages_distributions()
     for path in sources():

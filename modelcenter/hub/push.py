@@ -163,11 +163,17 @@ def check_card(text: str, where: Any) -> None:
     Raises:
         ValueError: the YAML does not parse, or the Hub finds it wrong.
     """
-    from huggingface_hub import ModelCard
+    from huggingface_hub import ModelCard, constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
+    from huggingface_hub.utils import get_session
 
     try:
-        ModelCard(text, ignore_metadata_errors=False).validate()
+        asked = {"repoType": "model", "content": str(ModelCard(text, ignore_metadata_errors=False))}
+        # Not by ModelCard.validate(), which in huggingface_hub 1 asks huggingface.co whatever HF_ENDPOINT says.
+        address, headers = f"{constants.ENDPOINT}/api/validate-yaml", {"Accept": "text/plain"}
+        answer = get_session().post(address, json=asked, headers=headers)
+        if answer.status_code == 400:
+            raise ValueError(answer.text)
     except (HfHubHTTPError, HTTPError, OSError):
         return  # not reached or not answered: the upload that follows says why
     except Exception as error:  # yaml.YAMLError and ValueError

@@ -80,7 +80,7 @@ def test_values_and_gradients(either, dtype):
     torch.testing.assert_close(y.double(), wanted, rtol=torch.finfo(dtype).eps * 2, atol=1e-6)
     grad = torch.randn_like(y)
     gx, gr = torch.autograd.grad(y, (x, residual), grad)
-    assert torch.equal(gr, grad) and torch.equal(gx == 0, ~keep)
+    assert torch.equal(gr, grad) and torch.equal(gx == 0, ~keep | (grad == 0))  # randn has 16-bit zeros on torch 2.11
     wanted = torch.where(keep, grad.double() * scale, 0.0)
     torch.testing.assert_close(gx.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-7)
 

@@ -69,7 +69,7 @@ def _see_all(model):
 
 class TestCPM1(CPMTests):
     hf_config = fields_of("cpm1")
-    tolerance = 2e-5  # scores are not scaled, so that their rounding weighs more
+    tolerance = 4e-5  # scores are not scaled, so that their rounding weighs more (2e-5 on torch 2.11)
     mutations = CPMTests.mutations | {"scaled scores": _scores_scaled, "sight of what follows": _see_all}
 
 

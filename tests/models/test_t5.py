@@ -99,3 +99,7 @@ class TestMT5(Untied):
 
 class TestUMT5(Untied):
     hf_config = {**SIZES, "model_type": "umt5", "feed_forward_proj": "gated-gelu"}
+
+    def reference(self, task, folder, **fields):
+        # By sdpa, transformers 5.17 lets the decoder see what follows.
+        return super().reference(task, folder, attn_implementation="eager", **fields)

@@ -13,11 +13,18 @@ from importlib import metadata
 from pathlib import Path
 
 PINNED = ("torch", "numpy")
-# What a peer needs, and whether the running transformers and its company stay as they are. LitGPT asks for an older
-# huggingface_hub than transformers does, so it gets a transformers of its own, which the decoder step does not use.
-PEERS: dict[str, tuple[tuple[str, ...], bool]] = {
-    "litgpt": (("litgpt>=0.5.13", "transformers"), False),
-    "deepspeed": (("deepspeed>=0.19", "ninja>=1.11"), True),
+# What a peer needs, whether the running transformers and its company stay as they are, and what is run once to finish.
+# LitGPT asks for an older huggingface_hub than transformers does, so it gets a transformers of its own, which the
+# decoder step does not use. DeepSpeed compiles operators at their first use, two CPU minutes for one, which no
+# benchmark's time limit should cut short.
+PEERS: dict[str, tuple[tuple[str, ...], bool, str]] = {
+    "litgpt": (("litgpt>=0.5.13", "transformers"), False, ""),
+    "deepspeed": (
+        ("deepspeed>=0.19", "ninja>=1.11"),
+        True,
+        "from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder\n"
+        "CPUAdamBuilder().load(), ShareMemCommBuilder().load()",
+    ),
 }
 COMPANY = ("transformers", "tokenizers", "safetensors", "huggingface_hub")
 
@@ -29,15 +36,17 @@ def place() -> Path:
 
 def python_of(peer: str) -> str:
     """The interpreter of a peer's environment, which is made where it is not there yet."""
-    needed, company = PEERS[peer]
-    return environment(place() / peer, needed, PINNED + (COMPANY if company else ()))
+    needed, company, last = PEERS[peer]
+    return environment(place() / peer, needed, PINNED + (COMPANY if company else ()), last)
 
 
-def environment(folder: Path, needed: tuple[str, ...], pinned: tuple[str, ...]) -> str:
-    """An interpreter that sees the running one's packages and `needed`; the versions of `pinned` are the running
-    ones. Raises CalledProcessError where pip does not succeed, and RuntimeError where it changed a pinned package."""
+def environment(folder: Path, needed: tuple[str, ...], pinned: tuple[str, ...], last: str = "") -> str:
+    """An interpreter that sees the running one's packages and `needed`, and has run the Python code `last`; the
+    versions of `pinned` are the running ones. Raises CalledProcessError where pip or the code does not succeed, and
+    RuntimeError where pip changed a pinned package."""
     python, ready = folder / "bin" / "python", folder / "ready"
-    if ready.exists() and ready.read_text() == repr((needed, pinned)):
+    made_of = repr((needed, [f"{name}=={metadata.version(name)}" for name in pinned], last))
+    if ready.exists() and ready.read_text() == made_of:
         return str(python)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     site = subprocess.run(
@@ -46,6 +55,11 @@ def environment(folder: Path, needed: tuple[str, ...], pinned: tuple[str, ...]) 
     ).stdout.strip()  # fmt: skip
     # Not --system-site-packages: where this interpreter is itself in a virtual environment, that means its base.
     (Path(site) / "packages-of-the-running-interpreter.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # What torch compiles for this environment lies in it, and goes with it. In the user's cache it would be shared, and
+    # a compilation that was killed leaves a lock there for which every later one waits for ever.
+    (Path(site) / "compiled-extensions.pth").write_text(
+        f"import os; os.environ['TORCH_EXTENSIONS_DIR'] = {str(folder / 'extensions')!r}\n"
+    )
     pins = folder / "constraints.txt"
     pins.write_text("".join(f"{name}=={metadata.version(name)}\n" for name in pinned))
     pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", str(pins)]
@@ -58,7 +72,9 @@ def environment(folder: Path, needed: tuple[str, ...], pinned: tuple[str, ...]) 
     for name in pinned:
         if there[name] != metadata.version(name):
             raise RuntimeError(f"{folder}: pip put {name} {there[name]} where {metadata.version(name)} was to stay")
-    ready.write_text(repr((needed, pinned)))
+    if last:
+        subprocess.run([str(python), "-c", last], check=True, env=tools, stdout=sys.stderr)
+    ready.write_text(made_of)
     return str(python)
 
 

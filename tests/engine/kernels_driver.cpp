@@ -1,0 +1,239 @@
+// Runs every kernel of csrc/cpu on inputs that a hash makes, so that two builds of it can be compared: what it prints is
+// of this instruction set alone. Each section is a line "name type count" and then the numbers, as they lie in memory.
+//
+// Sections whose names begin with "" are to have the same bits everywhere; the others are compared as fp32 numbers.
+#include <stdio.h>
+
+#include <string>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "core/numbers.h"
+#include "core/quantize.h"
+
+namespace modelcenter {
+#if defined(__x86_64__)  // this program is of the plain path alone
+const CpuKernels& kernels_avx2() { return kernels_plain(); }
+const CpuKernels& kernels_avx512() { return kernels_plain(); }
+#endif
+}  // namespace modelcenter
+
+using namespace modelcenter;
+using Bytes = std::vector<unsigned char>;
+
+static const char* const kTypes[] = {"f32", "bf16", "f16", "u8"};
+static const CpuKernels& k = kernels_plain();
+static uint32_t seed = 1;
+
+static void show(const std::string& name, const char* type, const void* data, size_t count, size_t size) {
+  printf("%s %s %zu\n", name.c_str(), type, count);
+  fwrite(data, size, count, stdout);
+}
+
+static void show(const std::string& name, const Bytes& x, int type) {
+  show(name, kTypes[type], x.data(), x.size() / (size_t)size_of(type), (size_t)size_of(type));
+}
+
+static void show(const std::string& name, const std::vector<float>& x) { show(name, "f32", x.data(), x.size(), 4); }
+
+// Numbers of many magnitudes, from 2^-16 up; every 16th is one that kernels may trip over.
+static float number(bool odd) {
+  static const uint32_t kOdd[] = {0u, 0x80000000u, 1u, 0x80000001u, 0x007FFFFFu, 0x00800000u, 0x7F7FFFFFu, 0x7F800000u,
+                                  0xFF800000u, 0x7FC00000u, 0x33000001u, 0x38800000u, 0x387FE000u, 0x477FE000u};
+  const uint32_t bits = mix(seed++), which = mix(seed++);
+  if (odd && which % 16 == 0) return float_of(kOdd[which / 16 % 14]);
+  return float_of((bits & 0x807FFFFFu) | ((111u + which % 18) << 23));
+}
+
+static std::vector<float> floats(int64_t n, bool odd = false, bool positive = false) {
+  std::vector<float> x((size_t)n);
+  for (float& value : x) value = positive ? fabsf(number(odd)) : number(odd);
+  return x;
+}
+
+static Bytes numbers(int64_t n, int type, bool odd = false, bool positive = false) {
+  const std::vector<float> x = floats(n, odd, positive);
+  Bytes out((size_t)(n * size_of(type)));
+  k.cast(out.data(), type, x.data(), kFloat, 1.0f, n);
+  return out;
+}
+
+static Bytes codes(int64_t n) {
+  Bytes out((size_t)n);
+  for (unsigned char& value : out) value = (unsigned char)mix(seed++);
+  return out;
+}
+
+struct Form {
+  const char* name;
+  int mode, p, aux;  // the types of the parameters, and of what is beside them
+};
+static const Form kForms[] = {
+    {"plain", kPlain, kFloat, -1},           {"master bf16", kMaster, kBfloat16, kFloat},
+    {"master f16", kMaster, kHalf, kFloat},  {"remainder", kRemainder, kBfloat16, kBfloat16},
+    {"random", kRandom, kBfloat16, -1},
+};
+
+static void updates(bool odd) {
+  const char* const rules[] = {"adamw", "lion", "sgdm"};
+  const Settings settings{1e-3, 0.9, 0.999, 1e-8, 0.01, 1};
+  for (int rule = 0; rule < 3; rule++)
+    for (const Form& form : kForms)
+      for (int g_type : {kFloat, kBfloat16, kHalf})
+        for (int m_type : {kFloat, kBfloat16}) {
+          const int64_t n = 1097;
+          Bytes p = numbers(n, form.p, odd), m = numbers(n, m_type, odd), v = numbers(n, m_type, odd, true);
+          Bytes aux = form.aux < 0 ? Bytes() : form.aux == kFloat ? numbers(n, kFloat, odd) : codes(2 * n);
+          float step = 0.0f;
+          Slab slab{p.data(), nullptr, m.data(), v.data(), aux.data(), &step, n, {7, 13, 29, (int64_t)1 << 32},
+                    nullptr, nullptr, 0};
+          const Types types{form.p, g_type, m_type, form.mode, form.mode == kMaster};
+          for (int turn = 1; turn <= 3; turn++) {
+            const Bytes g = numbers(n, g_type, odd);
+            slab.g = g.data();
+            const Scalars s = rule == kAdamW ? AdamW::scalars(settings, turn)
+                              : rule == kLion ? Lion::scalars(settings, turn) : Momentum::scalars(settings, turn);
+            k.update[rule](slab, types, s, 0.75f, mix(99u + (uint32_t)turn), 0, 500);
+            k.update[rule](slab, types, s, 0.75f, mix(99u + (uint32_t)turn), 500, n);
+          }
+          const std::string name = rules[rule] + std::string(odd ? " odd, " : ", ") + form.name + ", g " +
+                                   kTypes[g_type] + ", moments " + kTypes[m_type];
+          show(name + ": p", p, form.p);
+          show(name + ": m", m, m_type);
+          if (rule == kAdamW) show(name + ": v", v, m_type);
+          if (form.aux >= 0) show(name + ": aux", aux, form.aux == kFloat ? kFloat : kByte);
+        }
+}
+
+static void updates_in_8_bits() {
+  const Settings settings{1e-3, 0.9, 0.999, 1e-8, 0.01, 0};
+  const int64_t width = 301, rows = 5, n = width * rows, blocks = rows * ((width + kQuantBlock - 1) / kQuantBlock);
+  for (const Form& form : kForms) {
+    Bytes p = numbers(n, form.p), m = codes(n), v = codes(n);
+    Bytes aux = form.aux < 0 ? Bytes() : form.aux == kFloat ? numbers(n, kFloat) : codes(2 * n);
+    std::vector<float> m_scale = floats(blocks, false, true), v_scale = floats(blocks, false, true);
+    m_scale[3] = v_scale[3] = 0.0f;
+    for (int64_t block : {3, 4})  // zeros, that stay zeros where the gradients are too
+      for (int64_t i = 0; i < kQuantBlock && block == 3; i++) m[(size_t)(width + i)] = v[(size_t)(width + i)] = 0;
+    float step = 0.0f;
+    Slab slab{p.data(), nullptr, m.data(), v.data(), aux.data(), &step, n, {7, width, 2 * width, 11},
+              m_scale.data(), v_scale.data(), width};
+    for (int turn = 1; turn <= 3; turn++) {
+      Bytes g = numbers(n, kBfloat16);
+      memset(g.data() + 2 * width, 0, 2 * kQuantBlock);
+      slab.g = g.data();
+      k.update8(slab, {form.p, kBfloat16, kByte, form.mode, false}, AdamW::scalars(settings, turn), 0.75f,
+                mix((uint32_t)turn), 0, blocks);
+    }
+    const std::string name = std::string("adamw8, ") + form.name;
+    show(name + ": p", p, form.p);
+    show(name + ": m", m, kByte);
+    show(name + ": v", v, kByte);
+    show(name + ": m_scale", m_scale);
+    show(name + ": v_scale", v_scale);
+  }
+}
+
+static void conversions() {
+  for (int from : {kFloat, kBfloat16, kHalf})
+    for (int64_t n : {1, 16, 511, 512, 1537}) {
+      const Bytes x = numbers(n, from, true), ordinary = numbers(n, from);
+      const std::string name = std::string(kTypes[from]) + " " + std::to_string(n);
+      const double sum = k.squares(ordinary.data(), from, n);
+      show("squares " + name, "f64", &sum, 1, 8);
+      for (int to : {kFloat, kBfloat16, kHalf})
+        for (float scale : {1.0f, 0.3f}) {
+          Bytes out((size_t)(n * size_of(to)));
+          k.cast(out.data(), to, x.data(), from, scale, n);
+          show("cast " + name + " to " + kTypes[to] + (scale == 1.0f ? "" : ", scaled"), out, to);
+        }
+    }
+  Bytes every(2 << 16);  // every number of 16 bits
+  for (int i = 0; i < 1 << 16; i++) every[(size_t)(2 * i)] = (unsigned char)i, every[(size_t)(2 * i + 1)] = (unsigned char)(i >> 8);
+  for (int from : {kBfloat16, kHalf}) {
+    Bytes out(4 << 16);
+    k.cast(out.data(), kFloat, every.data(), from, 1.0f, 1 << 16);
+    show(std::string("every ") + kTypes[from], out, kFloat);
+  }
+  const std::vector<float> x = floats(4099, true);
+  std::vector<uint16_t> high(x.size());
+  std::vector<int16_t> low(x.size());
+  std::vector<float> again(x.size());
+  k.split(x.data(), high.data(), low.data(), (int64_t)x.size());
+  k.merge(high.data(), low.data(), again.data(), (int64_t)x.size());
+  show("split high", "bf16", high.data(), high.size(), 2);
+  show("split low", "u16", low.data(), low.size(), 2);
+  show("merge", again);
+}
+
+static void masks() {
+  const int64_t tokens[] = {5, (int64_t)1 << 40, 0}, rows = 3;
+  for (int type : {kFloat, kBfloat16, kHalf})
+    for (int64_t n : {7, 16, 130, 300})
+      for (int64_t first : {0, 16, 37})
+        for (bool add : {false, true}) {
+          const Draw draw{add ? tokens : nullptr, 1000, first, 0x12345678u, 0x9ABCDEF0u, 3, 20000, 65536.0f / 45536.0f};
+          const Bytes x = numbers(rows * n, type, true), residual = numbers(rows * n, type);
+          Bytes out(x.size());
+          for (int64_t i = 0; i < rows; i++) {
+            const size_t at = (size_t)(i * n * size_of(type));
+            k.dropout(draw, i, x.data() + at, add ? residual.data() + at : nullptr, out.data() + at, type, 0, n);
+          }
+          show(std::string("dropout ") + kTypes[type] + " " + std::to_string(n) + " from " + std::to_string(first) +
+                   (add ? ", added" : ""), out, type);
+        }
+}
+
+static void rows_of_numbers() {
+  for (int64_t n : {1, 63, 64, 1000}) {
+    const int64_t rows = 5;
+    const std::string size = " " + std::to_string(n);
+    std::vector<float> x = floats(rows * n), grad = floats(rows * n), w = floats(n), out(x.size()), factor(5), dw(w);
+    k.gelu(x.data(), nullptr, out.data(), rows * n);
+    show("gelu" + size, out);
+    k.gelu(x.data(), grad.data(), out.data(), rows * n);
+    show("gelu's slope" + size, out);
+    k.rms_norm(x.data(), w.data(), out.data(), factor.data(), rows, n, 1e-5f);
+    show("rms_norm" + size, out);
+    k.rms_norm_backward(grad.data(), x.data(), w.data(), factor.data(), out.data(), dw.data(), rows, n);
+    show("rms_norm dx" + size, out);
+    show("rms_norm dw" + size, dw);
+    const int64_t target[] = {0, n - 1, n / 2, n / 3, 0};
+    for (bool train : {false, true}) {
+      std::vector<float> loss(5);
+      k.cross_entropy(x.data(), target, loss.data(), rows, n, 0.5f, 0.1f, train);
+      show(std::string("cross_entropy") + (train ? ", train" : "") + size, loss);
+    }
+    show("cross_entropy dx" + size, x);
+  }
+}
+
+static void products() {
+  std::vector<float> room((size_t)kProductRoom + 16);
+  for (int64_t rows : {1, 21})
+    for (int64_t depth : {3, 200})
+      for (int64_t columns : {5, 161})
+        for (bool transposed : {false, true}) {
+          const std::vector<float> a = floats(rows * depth), b = floats(depth * columns);
+          std::vector<float> out((size_t)(rows * columns)), sums((size_t)rows);
+          const Product p{out.data(), sums.data(), a.data(), b.data(), columns, depth, transposed ? rows : depth, columns,
+                          transposed, false};
+          k.product(p, 0, rows, 0, columns, room.data());
+          const std::string name = "product " + std::to_string(rows) + " " + std::to_string(depth) + " " +
+                                   std::to_string(columns) + (transposed ? ", transposed" : "");
+          show(name, out);
+          show(name + ": sums", sums);
+        }
+}
+
+int main() {
+  FlushDenormals flush;
+  updates(false);
+  updates(true);
+  updates_in_8_bits();
+  conversions();
+  masks();
+  rows_of_numbers();
+  products();
+  return 0;
+}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from engine.checkpoint.model import _Reader
+from engine.checkpoint.dcp import _Reader
 from modelcenter.convert.pieces import whole
 from modelcenter.hub.blobs import frame, locate
 from modelcenter.hub.stored import StoredInfo, StoredSource, write_metadata

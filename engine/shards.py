@@ -30,6 +30,12 @@ def stages_of(model: nn.Module) -> Stages | None:
     return stages
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``engine.shard`` laid ``model`` itself over ranks."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What a checkpoint of ``model`` holds: parameters (tied ones once) and persistent buffers, by clean name.
 

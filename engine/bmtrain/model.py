@@ -12,9 +12,9 @@ from engine import runtime
 from engine.bmtrain.block import Block, settle
 from engine.bmtrain.parameter import DistributedParameter, marks_of, put_marks
 from engine.init import clean_name, draw_, init_parameters_
-from engine.parallel.shard import find_units, is_sharded, lay_over_ranks, sharded_roots
+from engine.parallel.shard import find_units, lay_over_ranks, sharded_roots
 from engine.precision import Policy
-from engine.shards import materialize
+from engine.shards import is_sharded, materialize
 
 
 def init_parameters(model: nn.Module, policy: Policy | None = None, forward_methods: Iterable[str] = ()) -> None:

@@ -98,11 +98,11 @@ def attention(
     """dropout(softmax(scale q k^T + bias)) v inside each sequence.
 
     Args:
-        q: (T, heads * head_dim) fp32. k, v: (S, kv_heads * head_dim). cu_queries, cu_keys: (n + 1,) int32, rising from
-            0 to T and S: sequence i is rows cu[i] : cu[i + 1]. bias: (heads, 2 * m - 1), m no less than the longest
-            sequence: column m - 1 + d for a key d places after its query.
+        q: (T, heads * head_dim) fp32. k, v: (S, kv_heads * head_dim). cu_queries, cu_keys: (n + 1,) of an integer type,
+            rising from 0 to T and S: sequence i is rows cu[i] : cu[i + 1]. bias: (heads, 2 * m - 1), m no less than the
+            longest sequence: column m - 1 + d for a key d places after its query.
 
     Returns:
         (T, heads * head_dim); zeros where a sequence has no keys.
     """
-    return _Attention.apply(q, k, v, bias, cu_queries, cu_keys, heads, dropped)
+    return _Attention.apply(q, k, v, bias, cu_queries.int(), cu_keys.int(), heads, dropped)

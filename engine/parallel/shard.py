@@ -23,6 +23,7 @@ from engine.parallel.stages import absent_names, mark, split_lists
 from engine.parallel.tensor import check_inputs, parallelize
 from engine.precision import Policy
 from engine.recompute import wrap_units_
+from engine.shards import is_sharded
 
 _levels: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 last_units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that level 3 leaves gathered after forward
@@ -143,11 +144,6 @@ def lay_over_ranks(
     _mark_rounding(model)
     mark(model)
     return model
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether ``engine.shard`` laid ``model`` itself over ranks."""
-    return isinstance(model, FSDPModule)
 
 
 def zero_level(model: nn.Module) -> int:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
-import engine
 from engine.checkpoint import all_tensors
 from engine.init import clean_name
+from engine.shards import is_sharded
 from modelcenter.adapters.state import is_adapter, layout_of
 from modelcenter.models.base import Model
 from modelcenter.registry import nearest
@@ -37,7 +37,7 @@ def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
     Raises:
         ValueError: a pattern that matches nothing (the nearest names are given), or nothing is left to train.
     """
-    if engine.parallel.shard.is_sharded(model):
+    if is_sharded(model):
         raise ValueError("freeze: the model is sharded already; pass adapter=Freeze([...]) to from_pretrained")
     _, layout = layout_of(model)
     names: dict[str, list[str]] = {clean_name(name): [] for name, _ in model.named_parameters()}

@@ -13,6 +13,7 @@ from torch import nn
 import engine
 from engine.checkpoint import named_tensors
 from engine.init import clean_name, init_parameters_
+from engine.shards import is_sharded
 from engine.torch_compat import local_box, local_tensor
 from modelcenter.adapters.quantize import check_quantize, quantized
 from modelcenter.adapters.read import AdapterFile, open_adapter
@@ -136,7 +137,7 @@ class Lora:
     def start(self, model: Model, seed: int = 0) -> None:
         """Give the updates their first values: those of a file, or A by `seed` and B zero. The same on any mesh."""
         if self.quantize is not None:
-            if engine.parallel.shard.is_sharded(model):
+            if is_sharded(model):
                 raise ValueError("quantize: the model is sharded; pass policy=False, or Policy(precision='fp32')")
             for layer in _layers(model).values():
                 layer.base_layer = quantized(layer.base_layer, self.quantize)
@@ -241,7 +242,7 @@ def merge_lora(model: Model) -> Model:
                 magnitude = magnitude[offset[0] : offset[0] + size[0]]
             merged *= (magnitude / merged.norm(dim=1))[:, None]
         local_tensor(weight).copy_(merged)
-    sharded = engine.parallel.shard.is_sharded(model)
+    sharded = is_sharded(model)
     if not sharded:
         for name, layer in _layers(model).items():
             parent, _, own = name.rpartition(".")

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import engine
 from engine.checkpoint import all_tensors
 from engine.init import clean_name
+from engine.shards import is_sharded
 from modelcenter.convert.rules import ArchMap, Layout, compile_layout
 from modelcenter.models.base import VOCABULARY_TASKS, Model
 from modelcenter.registry import get, nearest
@@ -82,7 +82,7 @@ def check_free(model: Model, what: str) -> None:
     """Raise ValueError if an adapter can no longer be put into the model."""
     if model.adapter is not None:
         raise ValueError(f"{what}: the model has an adapter already ({model.adapter.kind}); merge it first")
-    if engine.parallel.shard.is_sharded(model) or model.pipeline is not None:
+    if is_sharded(model) or model.pipeline is not None:
         raise ValueError(
             f"{what}: the model is sharded already, and an adapter goes in before: pass it to from_pretrained as "
             "adapter=, or load with policy=False, add it and call engine.shard"

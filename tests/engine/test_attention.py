@@ -113,7 +113,7 @@ def test_a_number_that_is_none_stays_in_its_sequence():
         ({"queries": torch.tensor([0, 9], dtype=torch.int32)}, "cu_queries must rise from 0 to 5"),
         ({"queries": torch.tensor([0, 4, 3, 5], dtype=torch.int32)}, "cu_queries must not fall"),
         ({"keys": torch.tensor([0, 2, 3, 5], dtype=torch.int32)}, "of 2 and 3 sequences"),
-        ({"keys": torch.tensor([0, 5], dtype=torch.int64)}, "cu_keys must be contiguous int32 offsets"),
+        ({"keys": torch.tensor([[0, 5]])}, "cu_keys must be contiguous int32 offsets"),
         ({"heads": Heads(3, 3, 1.0)}, "are no 3 heads of 3 groups"),
         ({"heads": Heads(4, 3, 1.0)}, "are no 4 heads of 3 groups"),
         ({"keys": torch.tensor([0, 3, 5], dtype=torch.int32), "heads": Heads(4, 4, 1.0, True)}, "of a sequence to its"),

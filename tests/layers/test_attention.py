@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from engine.ops import attention, library
+from engine.ops import attention, dropout_key, dropout_rows, library
 from modelcenter.layers import packed_attention as packed_attention_module
 from modelcenter.layers.marks import Marks
 from modelcenter.layers.packed_attention import NO_DROP, Drop, Mask, _bucketed_sdpa, packed_attention
@@ -165,6 +165,23 @@ def test_dropout_backward_is_the_derivative_of_its_forward(packed):
     analytic = sum((g * direction).sum() for g in torch.autograd.grad(run(0.0), (q, k, v)))
     numeric = (run(1e-6) - run(-1e-6)) / 2e-6
     assert abs(analytic - numeric) < 1e-5 * max(1, abs(numeric))
+
+
+@pytest.mark.parametrize("drawn", ["by the batch", "by the generator", "by given numbers"])
+def test_both_ways_on_a_cpu_drop_the_same_weights(monkeypatch, drawn):
+    packed = Packed.from_cu_seqlens(torch.tensor([0, 40, 53]), None, 53)
+    with dropout_key(3, 4), dropout_rows(torch.tensor([7, 2])):
+        draws = packed.keyed().draws if drawn == "by the batch" else None
+    tokens = torch.randint(0, 2**40, (53,)) if drawn == "by given numbers" else None
+    drop = Drop(0.3, draws, 11, 2, tokens)
+    inputs, found = [torch.randn(53, 32, requires_grad=True) for _ in range(3)], []
+    for path in ("compiled", "buckets"):
+        choose(monkeypatch, path)
+        torch.manual_seed(1)
+        out = packed_attention(*inputs, packed, 4, drop, mask=Mask(True))
+        found.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
+    for ours, wanted in zip(*found, strict=True):
+        assert (ours - wanted).abs().max() < 1e-5
 
 
 def test_dropout_keeps_the_mean():

@@ -39,10 +39,10 @@ struct Wide {
 #endif
 
 #if defined(__AVX512F__) || defined(__AVX2__)
-// Philox of counters in vectors of 64-bit lanes, which are a, b, c, e in and the words out.
-template <int kVectors>
+// The words of the counters a, b, c, e, in vectors of 64-bit lanes, of each pair the even ones in the first.
+template <int kVectors, int kCount>
 MC_INLINE void rounds(const Draw& d, Wide::V (&a)[kVectors], Wide::V (&b)[kVectors], Wide::V (&c)[kVectors],
-                      Wide::V (&e)[kVectors]) {
+                      Wide::V (&e)[kVectors], uint32_t (&words)[4][kCount]) {
   using V = Wide::V;
   const V by_a = Wide::all(kPhiloxA), by_c = Wide::all(kPhiloxB);
   uint32_t low = d.key_low, high = d.key_high;
@@ -60,6 +60,13 @@ MC_INLINE void rounds(const Draw& d, Wide::V (&a)[kVectors], Wide::V (&b)[kVecto
     low += kPhiloxKeyA;
     high += kPhiloxKeyB;
   }
+  for (int i = 0; i < kVectors; i += 2) {
+    const int at = i / 2 * Wide::kCounters;
+    Wide::store(words[0] + at, a[i], a[i + 1]);
+    Wide::store(words[1] + at, b[i], b[i + 1]);
+    Wide::store(words[2] + at, c[i], c[i + 1]);
+    Wide::store(words[3] + at, e[i], e[i + 1]);
+  }
 }
 #endif
 
@@ -75,14 +82,7 @@ MC_INLINE void draw(const Draw& d, uint64_t token, uint32_t block, Words& words)
     c[i] = Wide::all((uint32_t)token);
     e[i] = Wide::all(token >> 32);
   }
-  rounds(d, a, b, c, e);
-  for (int i = 0; i < kVectors; i += 2) {
-    const int at = i / 2 * Wide::kCounters;
-    Wide::store(words[0] + at, a[i], a[i + 1]);
-    Wide::store(words[1] + at, b[i], b[i + 1]);
-    Wide::store(words[2] + at, c[i], c[i + 1]);
-    Wide::store(words[3] + at, e[i], e[i + 1]);
-  }
+  rounds(d, a, b, c, e, words);
 #else
   for (int lane = 0; lane < kDropoutLanes; lane++) {
     uint32_t out[4];
@@ -93,7 +93,7 @@ MC_INLINE void draw(const Draw& d, uint64_t token, uint32_t block, Words& words)
 }
 
 // The words of one counter of 32 tokens.
-MC_INLINE void draw_tokens(const Draw& d, const uint64_t* tokens, uint32_t counter, uint32_t (*words)[32]) {
+MC_INLINE void draw_tokens(const Draw& d, const uint64_t* tokens, uint32_t counter, uint32_t (&words)[4][32]) {
 #if defined(__AVX512F__) || defined(__AVX2__)
   constexpr int kLanes = Wide::kCounters / 2, kVectors = 32 / kLanes;
   Wide::V a[kVectors], b[kVectors], c[kVectors], e[kVectors];
@@ -110,14 +110,7 @@ MC_INLINE void draw_tokens(const Draw& d, const uint64_t* tokens, uint32_t count
     memcpy(&c[i], low, sizeof low);
     memcpy(&e[i], high, sizeof high);
   }
-  rounds(d, a, b, c, e);
-  for (int i = 0; i < kVectors; i += 2) {
-    const int at = i / 2 * Wide::kCounters;
-    Wide::store(words[0] + at, a[i], a[i + 1]);
-    Wide::store(words[1] + at, b[i], b[i + 1]);
-    Wide::store(words[2] + at, c[i], c[i + 1]);
-    Wide::store(words[3] + at, e[i], e[i + 1]);
-  }
+  rounds(d, a, b, c, e, words);
 #else
   for (int lane = 0; lane < 32; lane++) {
     uint32_t out[4];

@@ -320,13 +320,13 @@ def test_two_at_once(good, tmp_path):
 def convert_slowly(source, target, to, workers):
     """In a process of its own, which prints a line for each tensor and takes its time after it."""
     code = f"""
-        import time
+        import os, time
         from modelcenter.hub import targets
         from modelcenter.hub.conversion import convert
         kept = targets.Filler._write
         def slow(filler, job, *rest):
             found = kept(filler, job, *rest)
-            print(job.name, flush=True)
+            os.write(1, f"{{job.name}}\\n".encode())  # a line of one piece, whoever else writes
             time.sleep(0.05)
             return found
         targets.Filler._write = slow

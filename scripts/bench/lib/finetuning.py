@@ -31,6 +31,8 @@ def add_flags(p: argparse.ArgumentParser, **defaults: Any) -> None:
     """Flags of the benchmarks that fine-tune."""
     p.add_argument("--data", help="folder with sst2, e2e and tinyshakespeare (default: the samples in scripts/samples)")
     p.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="(default: all)")
+    rates = ", ".join(f"{task} {rate:g}" for task, rate in LR.items())
+    p.add_argument("--lr", type=float, help=f"learning rate (default: {rates})")
     for name, value, what in (
         ("steps", 60, "optimizer steps"),
         ("batch_size", 32, "rows of a step"),
@@ -75,7 +77,7 @@ def ours(folder: Path, task: str, args: argparse.Namespace, ranks: int = 1, seed
             "output_dir": out,
             "batch_size": args.batch_size // ranks,
             "max_steps": args.steps,
-            "lr": LR[task],
+            "lr": args.lr or LR[task],
             "warmup": 0.1,
             "weight_decay": 0.01,
             "log_every": 1,
@@ -105,7 +107,7 @@ def trainer(
         shutil.rmtree(out, ignore_errors=True)
         settings = {
             "task": task, "folder": str(folder), "kind": KINDS[name], "output_dir": str(out), "steps": args.steps,
-            "batch_size": args.batch_size // ranks, "lr": LR[task], "seed": seed,
+            "batch_size": args.batch_size // ranks, "lr": args.lr or LR[task], "seed": seed,
         }  # fmt: skip
         took = launched(["-m", "scripts.bench.lib.trainer", json.dumps(settings)], ranks, args.threads)
         return numbers(took, took["tokens"], took["seconds"], took["losses"], out)

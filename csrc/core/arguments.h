@@ -193,11 +193,18 @@ inline void check_split(const Tensors& master, const Tensors& p, const Tensors& 
 }
 
 // Checks the tensors of a dropout, and says what it draws from.
+// What a call draws from whose arguments these are, with the scale of what is kept.
+inline Draw draw_of(const int64_t* tokens, int64_t first_token, int64_t first_channel, int64_t key, int64_t site,
+                    int64_t threshold) {
+  STD_TORCH_CHECK(threshold >= 0 && threshold < 65536, "threshold must be 0 to 65535");
+  return {tokens, first_token, first_channel, (uint32_t)key, (uint32_t)((uint64_t)key >> 32), (uint32_t)site,
+          (uint32_t)threshold, 65536.0f / (float)(65536 - threshold)};
+}
+
 inline Draw check_dropout(const Tensor& out, const Tensor& x, const std::optional<Tensor>& residual,
                           const std::optional<Tensor>& tokens, int64_t first_token, int64_t first_channel, int64_t key,
                           int64_t site, int64_t threshold) {
   STD_TORCH_CHECK(x.dim() == 2, "x must be of shape (tokens, channels)");
-  STD_TORCH_CHECK(threshold >= 0 && threshold < 65536, "threshold must be 0 to 65535");
   STD_TORCH_CHECK(first_channel >= 0 && first_channel + x.size(1) <= ((int64_t)1 << 32), "too many channels");
   const int type = type_of(x, "x");
   Overlaps overlaps;
@@ -216,9 +223,8 @@ inline Draw check_dropout(const Tensor& out, const Tensor& x, const std::optiona
                         tokens->is_contiguous(), "tokens must be contiguous int64 numbers, one for each row of x");
     same_device(*tokens, x, "tokens");
   }
-  return {tokens ? (const int64_t*)tokens->const_data_ptr() : nullptr, first_token, first_channel, (uint32_t)key,
-          (uint32_t)((uint64_t)key >> 32), (uint32_t)site, (uint32_t)threshold,
-          65536.0f / (float)(65536 - threshold)};
+  return draw_of(tokens ? (const int64_t*)tokens->const_data_ptr() : nullptr, first_token, first_channel, key, site,
+                 threshold);
 }
 
 // The operators' arguments, brought to those of the function that does the step on one kind of device.

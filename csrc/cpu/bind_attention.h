@@ -48,7 +48,6 @@ inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tens
   STD_TORCH_CHECK(q.dim() == 2 && k.dim() == 2 && v.dim() == 2, "q, k and v must have 2 dimensions");
   STD_TORCH_CHECK(h.groups > 0 && h.heads > 0 && h.heads % h.groups == 0 && q.size(1) % h.heads == 0,
                   "rows of ", q.size(1), " numbers are no ", h.heads, " heads of ", h.groups, " groups");
-  STD_TORCH_CHECK(draw.threshold >= 0 && draw.threshold < 65536, "threshold must be 0 to 65535");
   AttentionCall call;
   Attention& a = call.a;
   a.heads = h.heads, a.groups = h.groups, a.channels = q.size(1) / h.heads;
@@ -67,8 +66,7 @@ inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tens
     same_device(*tokens, q, "tokens");
     a.tokens = (const int64_t*)tokens->const_data_ptr();
   }
-  a.draw = {nullptr, 0, 0, (uint32_t)draw.key, (uint32_t)((uint64_t)draw.key >> 32), (uint32_t)draw.site,
-            (uint32_t)draw.threshold, 65536.0f / (float)(65536 - draw.threshold)};
+  a.draw = draw_of(nullptr, 0, 0, draw.key, draw.site, draw.threshold);
   int64_t longest = 1;
   call.cost.assign(1, 0);
   for (int64_t i = 0; i + 1 < (int64_t)call.queries.size(); i++) {
@@ -89,7 +87,8 @@ inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tens
   return call;
 }
 
-// Runs body(unit, room) for each: which thread works on a unit shows in no bit of it.
+// Runs body(query, queries, key, keys, group, sequence, room) for each sequence and key head: where its queries and
+// keys begin, and how many they are. Which thread does it shows in no bit.
 template <class Body>
 void each_unit(const AttentionCall& call, bool backward, const Body& body) {
   constexpr int64_t kLeast = 1 << 15;  // cost that is worth a thread
@@ -109,6 +108,13 @@ void each_unit(const AttentionCall& call, bool backward, const Body& body) {
   });
 }
 
+// Zeros for the queries of a sequence without keys, of the heads of a key head.
+inline void clear_heads(const Attention& a, float* to, int64_t query, int64_t queries, int64_t group) {
+  const int64_t share = a.heads / a.groups * a.channels;
+  for (int64_t i = query; i < query + queries; i++)
+    memset(to + (i * a.groups + group) * share, 0, sizeof(float) * (size_t)share);
+}
+
 void attention(Tensor out, Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys,
                std::optional<Tensor> bias, std::optional<Tensor> tokens, int64_t heads, int64_t kv_heads, double scale,
                bool causal, int64_t window, int64_t key, int64_t site, int64_t first_head, int64_t threshold) {
@@ -120,9 +126,7 @@ void attention(Tensor out, Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_
   arrays.check();
   each_unit(call, false, [&](int64_t query, int64_t n, int64_t key, int64_t m, int64_t group, int64_t, float* room) {
     if (m) return kernels().attention(a, query, n, key, m, group, room);
-    const int64_t share = a.heads / a.groups * a.channels;  // nothing to attend to
-    for (int64_t i = query; i < query + n; i++)
-      memset(a.out + (i * a.groups + group) * share, 0, sizeof(float) * (size_t)share);
+    clear_heads(a, a.out, query, n, group);
   });
 }
 
@@ -152,9 +156,7 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, std::optional<Tensor> d
   each_unit(call, true, [&](int64_t query, int64_t n, int64_t key, int64_t m, int64_t group, int64_t i, float* room) {
     float* own = slopes ? parts.data() + first[(size_t)i] : nullptr;
     if (m) return kernels().attention_backward(a, query, n, key, m, group, own, room);
-    const int64_t share = a.heads / a.groups * a.channels;
-    for (int64_t row = query; row < query + n; row++)
-      memset(a.dq + (row * a.groups + group) * share, 0, sizeof(float) * (size_t)share);
+    clear_heads(a, a.dq, query, n, group);
   });
   if (!slopes) return;
   memset(slopes, 0, sizeof(float) * (size_t)(a.heads * a.bias_width));

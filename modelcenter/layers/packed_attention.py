@@ -112,11 +112,16 @@ class Drop:
 
         A token's number has its place in its sequence in the lower 32 bits; the head stands above the first 20 of them.
         """
-        tokens = self.tokens if self.tokens is not None or self.draws is None else self.draws.whole
+        tokens = self.queries
         if tokens is None:
             tokens = torch.arange(total)
         head = torch.arange(self.first_head, self.first_head + heads, device=tokens.device) << 20
         return (tokens[places].view(n, 1, -1) + head[:, None]).flatten()
+
+    @property
+    def queries(self) -> Tensor | None:
+        """The numbers of the queries, where there are any."""
+        return self.tokens if self.tokens is not None or self.draws is None else self.draws.whole
 
     @property
     def key(self) -> int:
@@ -127,8 +132,7 @@ class Drop:
         """The same for the compiled operator."""
         if not self.p:
             return attention.NOTHING_DROPPED
-        tokens = self.tokens if self.tokens is not None or self.draws is None else self.draws.whole
-        return attention.Dropped(self.p, self.key, self.site or 0, tokens, self.first_head)
+        return attention.Dropped(self.p, self.key, self.site or 0, self.queries, self.first_head)
 
     def drop(self, weights: Tensor, key: int, numbers: Tensor) -> Tensor:
         """Weights (..., keys), a row for each of the numbers -> the same, those that are kept scaled up."""

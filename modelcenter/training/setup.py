@@ -6,6 +6,7 @@ import platform
 import time
 import uuid
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 import engine
 import modelcenter
-from engine.checkpoint import together
+from engine.checkpoint import together, wait_checkpoint
 from engine.lr_scheduler import WSD, Cosine, Linear, NoDecay
 from engine.optim import (
     Adafactor,
@@ -72,6 +73,8 @@ def start(cfg: TrainConfig) -> Continuation | None:
     # Every step, of units whose states are views. Only what adds to them in place would go wrong: no block does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     cfg.precision = resolve_precision(cfg.precision)
+    with suppress(OSError, RuntimeError):  # of an earlier run in this process that failed: it has said so
+        wait_checkpoint()  # which may still be writing to the folder that this one looks into, and clears
     continuation = find_continuation(cfg)
     if continuation is not None:
         keep_global_batch(cfg, continuation, engine.data_size())

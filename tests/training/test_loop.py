@@ -1,6 +1,7 @@
 """Whole runs of a few steps: against transformers, against themselves cut differently, and when they go wrong."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from toydata import SIZES, STILL, command, flags, make_rows, make_tokenizer, wri
 
 import engine
 import modelcenter
+from engine.checkpoint import training
 from engine.testing import run as on_ranks
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop, record
@@ -346,6 +348,17 @@ def test_a_failed_run_may_be_repeated(folder, monkeypatch):
         finetune(folder, max_steps=2)
     monkeypatch.undo()
     assert finetune(folder, max_steps=2)[-1]["step"] == 2
+
+
+def test_a_failed_run_may_be_repeated_while_its_checkpoint_is_written(folder, monkeypatch, caplog):
+    spoil(monkeypatch, None)
+    write = training.write_tensors
+    monkeypatch.setattr(training, "write_tensors", lambda *args, **named: (write(*args, **named), time.sleep(1)))
+    with pytest.raises(FloatingPointError):
+        finetune(folder, max_steps=2)
+    monkeypatch.undo()
+    assert finetune(folder, max_steps=2)[-1]["step"] == 2
+    assert not [record for record in caplog.records if "could not be written" in record.getMessage()]
 
 
 def test_output_that_cannot_be_written(folder):

@@ -1,2 +1,2 @@
-"""Data: sources, columns, labels, tokenisation and its cache, token files, length-aware sampling, mixtures, streams,
+"""Data: sources, columns, labels, tokenisation and its cache, token files, sampling, mixtures, streams,
 packed batches. Imports nothing heavy by itself."""

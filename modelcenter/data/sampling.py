@@ -10,16 +10,14 @@ import numpy as np
 
 from modelcenter.data.packing import cut, pack_rows
 
-_WINDOW = 50  # global batches sorted together, as transformers' group_by_length
-
 
 @dataclass(frozen=True)
 class EpochBatches:
-    """The global batches of an epoch: every row once, none twice, rows of similar length together.
+    """The global batches of an epoch: every row once, none twice, drawn at random; the last holds what is left over.
 
-    Rows are shuffled, sorted by length inside windows of many batches, cut into global batches, and the batches
-    shuffled. The last batch holds what is left over, from all over the data. Depends on (lengths, global_batch_size,
-    seed, epoch) alone, not on ranks or accumulation.
+    Rows of like length are not brought together: packed rows have no padding that it could save, and batches of one
+    kind of rows are worse estimates of the gradient. Depends on (lengths, global_batch_size, seed, epoch) alone, not
+    on ranks or accumulation.
     """
 
     lengths: np.ndarray  # int (n,): tokens of each row
@@ -35,18 +33,9 @@ class EpochBatches:
     def epoch(self, epoch: int) -> list[np.ndarray]:
         """Rows of each global batch, longest first: `steps` int64 arrays of global_batch_size (the last may be
         shorter)."""
-        random = np.random.default_rng([self.seed, epoch])
-        order = random.permutation(drawn(self.draw, epoch, self.lengths))
-        full = len(order) // self.global_batch_size * self.global_batch_size
-        window = _WINDOW * self.global_batch_size
-        batches = []
-        for start in range(0, full, window):
-            rows = _longest_first(order[start : min(start + window, full)], self.lengths)
-            batches += np.split(rows, len(rows) // self.global_batch_size)
-        batches = [batches[i] for i in random.permutation(len(batches))]
-        if full < len(order):
-            batches.append(_longest_first(order[full:], self.lengths))
-        return batches
+        order = np.random.default_rng([self.seed, epoch]).permutation(drawn(self.draw, epoch, self.lengths))
+        cuts = range(self.global_batch_size, len(order), self.global_batch_size)
+        return [_longest_first(rows, self.lengths) for rows in np.split(order, cuts)]
 
     def deal(self, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]:
         """A global batch as [rank][microbatch] -> rows: see `deal`."""

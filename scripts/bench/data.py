@@ -149,19 +149,14 @@ def batches(lengths: np.ndarray) -> dict:
             full = TokenBatches(lengths, part * parts, 0, part).epoch(0)[:-1]
             used = [int(lengths[rows].sum()) / (part * parts) for rows in full]
             found[f"tokens_{part}x{parts}"] = {"mean": round(float(np.mean(used)), 4), "least": round(min(used), 4)}
-    for name, plan in {"rows_32": EpochBatches(lengths, 32, 0).epoch(0), "shuffled_32": shuffled(lengths, 32)}.items():
-        slots = sum(len(rows) * int(lengths[rows].max()) for rows in plan)
-        tokens = np.array([lengths[rows].sum() for rows in plan[:-1]])
-        found[name] = {
-            "if_padded": round(int(lengths.sum()) / slots, 4),
-            "most_over_mean_tokens": round(float(tokens.max() / tokens.mean()), 3),
-        }
+    plan = EpochBatches(lengths, 32, 0).epoch(0)
+    slots = sum(len(rows) * int(lengths[rows].max()) for rows in plan)
+    tokens = np.array([lengths[rows].sum() for rows in plan[:-1]])
+    found["rows_32"] = {
+        "if_padded": round(int(lengths.sum()) / slots, 4),
+        "most_over_mean_tokens": round(float(tokens.max() / tokens.mean()), 3),
+    }
     return found
-
-
-def shuffled(lengths: np.ndarray, size: int) -> list[np.ndarray]:
-    order = np.random.default_rng(0).permutation(len(lengths))
-    return np.split(order, range(size, len(order), size))
 
 
 def sampler(rows: int, lengths: np.ndarray) -> dict:

@@ -114,8 +114,6 @@ def main() -> None:
                  0.98),
         fraction("slots filled, batches of 32 rows, if they were padded", numbers["batches"]["rows_32"]["if_padded"],
                  "all slots"),
-        fraction("slots filled, 32 rows in random order, padded", numbers["batches"]["shuffled_32"]["if_padded"],
-                 "all slots"),
     ]  # fmt: skip
     finish(args, "data", numbers, rows)
 

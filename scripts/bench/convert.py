@@ -152,7 +152,10 @@ def main() -> None:
         size = sum(path.stat().st_size for path in (folder / "source").iterdir())
         base = child(["-c", BASE], 1)["torch_mb"]
         chosen = {n: f for n, f in contenders(args, folder).items() if not args.only or n in args.only.split(",")}
-        results = take_turns(chosen, args.rounds, args.threads)
+        # Loading first: while gigabytes that were just written wait for the disk, whoever asks for memory waits, too.
+        loading = {name: run for name, run in chosen.items() if name.startswith("load")}
+        results = take_turns(loading, args.rounds, args.threads)
+        results |= take_turns({n: f for n, f in chosen.items() if n not in loading}, args.rounds, args.threads)
         if "convert" in chosen:
             whole = subprocess.run(["cmp", folder / "source/model.safetensors", folder / "back/model.safetensors"])
             if "cp" not in chosen and whole.returncode:

@@ -113,16 +113,15 @@ def _local(spec: str) -> dict[str, list[Path]]:
         if not paths:
             raise ValueError(f"{spec}: no file matches this pattern")
         return {"train": paths}
+    hint = _near(path) if path.parent.is_dir() else f" ({path.parent} does not exist)"
+    raise ValueError(f"{spec}: no such file or directory{hint}")
+
+
+def _near(path: Path) -> str:
+    """A question whether another file or folder was meant, where there is one of nearly this name."""
     there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, there, 1)
-    hint = (
-        f"; did you mean {path.parent / near[0]}?"
-        if near
-        else ""
-        if path.parent.is_dir()
-        else f" ({path.parent} does not exist)"
-    )
-    raise ValueError(f"{spec}: no such file or directory{hint}")
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
 def labels_of(path: str | Path) -> Path | None:
@@ -156,7 +155,8 @@ def _directory(path: Path) -> dict[str, list[Path]]:
 def not_given(name: str, error: Exception) -> ValueError:
     """What to raise where the Hub does not give a data set."""
     reason = str(error).strip().split("\n")[0] or type(error).__name__
-    return ValueError(f"{name}: neither a file or directory here nor a data set that the Hub gives: {reason}")
+    said = f"{name}: neither a file or directory here nor a data set that the Hub gives: {reason}"
+    return ValueError(said + _near(Path(name)))
 
 
 def _hub(name: str, config: str | None) -> Source:

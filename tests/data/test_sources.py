@@ -114,8 +114,12 @@ def test_hub_name(monkeypatch):
         source.read("validation")
 
 
-def test_hub_name_that_is_none(monkeypatch):
+def test_hub_name_that_is_none(monkeypatch, tmp_path):
     fake_hub(monkeypatch, ConnectionError("Couldn't reach 'nosuch'"))
+    (tmp_path / "reviews").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="reveiws: neither .* Couldn't reach 'nosuch'; did you mean reviews?"):
+        sources.find("reveiws")
     with pytest.raises(
         ValueError, match="nosuch: neither a file or directory here nor a data set that the Hub gives: Could"
     ):

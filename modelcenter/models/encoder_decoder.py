@@ -128,34 +128,13 @@ class EncoderDecoder(Model):
         stage, wanted, cache = self.pipeline, bool(batch.get("output_hidden_states")), past_of(batch)
         if cache is not None:
             batch = {**batch, "past_key_values": cache}
-        # The hidden states of each side, and the shape of its tokens; nothing of the encoder once its keys are cached.
-        encoded: list[Tensor] = []
-        decoded: list[Tensor] = []
-        memory: Packed | None = None
-        ctx: Packed | None = None
-        encodes, first = cache is None or not cache.lengths, stage is None or stage.first
-        if first and encodes:
-            x, memory = self.begin(batch)
-            encoded = [x]
-        elif encodes:
-            memory = self._encoder_shape(batch)
-        if first and self.decoder is not None:
-            x, ctx = self.begin_decoder(batch)
-            decoded = [x]
-        elif self.decoder is not None:
-            ctx = self.pack(self.decoder_inputs(batch), "decoder_")
-        if memory is not None and ctx is not None and ctx.num_sequences != memory.num_sequences:
-            raise ValueError(
-                f"the encoder has {memory.num_sequences} sequences and the decoder {ctx.num_sequences}; "
-                "input_ids and decoder_input_ids (or labels) must agree in rows; packed ones take cu_seqlens and "
-                "decoder_cu_seqlens"
-            )
+        memory, ctx, encoded, decoded = self._start(batch, cache)
         runs_encoder = memory is not None and batch.get("encoder_outputs") is None
         kept = wanted and runs_encoder  # states of the encoder's units
         depth = len(self.encoder.layers)
         total = depth + (0 if self.decoder is None else len(self.decoder.layers))
         part = range(total) if stage is None else stage.part
-        if not first:
+        if stage is not None and not stage.first:
             shapes = self._both(memory, ctx, part.start, kept, wanted)
             given = stage.receive(shapes)
             own = len(given) - (0 if ctx is None else self._decoder_states(part.start, wanted))
@@ -189,6 +168,34 @@ class EncoderDecoder(Model):
         if memory is not None and (wanted or not self.training):
             self._with_states(out, "encoder_", encoded, memory, kept)
         return out
+
+    def _start(
+        self, batch: Batch, cache: KVCache | None
+    ) -> tuple[Packed | None, Packed | None, list[Tensor], list[Tensor]]:
+        """The shape of the tokens of each side, and its first hidden states where this rank makes them. Nothing of the
+        encoder once its keys are cached."""
+        memory: Packed | None = None
+        ctx: Packed | None = None
+        encoded: list[Tensor] = []
+        decoded: list[Tensor] = []
+        encodes, first = cache is None or not cache.lengths, self.pipeline is None or self.pipeline.first
+        if first and encodes:
+            x, memory = self.begin(batch)
+            encoded = [x]
+        elif encodes:
+            memory = self._encoder_shape(batch)
+        if first and self.decoder is not None:
+            x, ctx = self.begin_decoder(batch)
+            decoded = [x]
+        elif self.decoder is not None:
+            ctx = self.pack(self.decoder_inputs(batch), "decoder_")
+        if memory is not None and ctx is not None and ctx.num_sequences != memory.num_sequences:
+            raise ValueError(
+                f"the encoder has {memory.num_sequences} sequences and the decoder {ctx.num_sequences}; "
+                "input_ids and decoder_input_ids (or labels) must agree in rows; packed ones take cu_seqlens and "
+                "decoder_cu_seqlens"
+            )
+        return memory, ctx, encoded, decoded
 
     @staticmethod
     def _with_states(out: ModelOutput, prefix: str, states: list[Tensor], ctx: Packed, kept: bool) -> ModelOutput:

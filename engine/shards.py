@@ -30,10 +30,18 @@ def stages_of(model: nn.Module) -> Stages | None:
     return stages
 
 
+def _any_sharded() -> bool:
+    """Whether a model of this process may be sharded: what shards are made by was imported."""
+    return "torch.distributed.fsdp" in sys.modules
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether ``engine.shard`` laid ``model`` itself over ranks."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+    if not _any_sharded():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -42,7 +50,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     Sharded parameters are DTensors; all are detached and share the model's memory. Of a model that is split into
     stages, those of this rank's stage.
     """
-    if "torch.distributed.fsdp" in sys.modules:  # else no model is sharded
+    if _any_sharded():
         from engine.parallel.shard import reshard
 
         reshard(model)  # after an evaluation the model may still show gathered parameters
@@ -128,7 +136,7 @@ def materialize(model: nn.Module, seed: int = 0, init: bool | Collection[str] = 
         for (first, first_name), *others in ties:
             for module, name in others:
                 module._parameters[name] = first._parameters[first_name]
-    if "engine.parallel.shard" in sys.modules:  # else no model is sharded
+    if _any_sharded():
         from engine.parallel.shard import settle
 
         settle(model)

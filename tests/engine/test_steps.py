@@ -85,9 +85,9 @@ def test_a_rank_that_falls_out_is_named(how):
     """The process that runs the ranks sees the first error; the others' say who is missing and since when."""
     began = time.monotonic()
     with Pool(3, timeout=2) as pool, pytest.raises(RuntimeError) as caught:
-        pool.run(leaves, how, timeout=20)
+        pool.run(leaves, how, timeout=40)
     text = str(caught.value)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 35
     if how == "killed":
         assert "rank 1 of 3 died: killed by signal 9" in text or "rank 1 was last at step 2" in text
     if how == "raises":

@@ -81,7 +81,7 @@ def test_a_rank_that_hangs_is_named_with_where_it_is(two):
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"rank 1 of 2 had not ended after 2 s\nrank 1 was(.|\n)*hangs_alone"):
         two.run(hangs_alone, timeout=2)
-    assert time.monotonic() - start < 6
+    assert time.monotonic() - start < 30  # not the minute that it hangs
 
 
 def test_a_collective_that_never_completes(two):

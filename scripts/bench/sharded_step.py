@@ -1,6 +1,7 @@
 """One training step on gloo ranks: this engine's sharding against PyTorch's own, by hand.
 
-The same GPT-2-like model (this project's, so that only the engine differs), fp32, packed tokens, clipping and AdamW.
+The same GPT-2-like model (this project's, so that only the engine differs), fp32, packed tokens, clipping and AdamW;
+and once transformers' model of this shape on the same tokens, which is what a loop written by hand would shard.
 Contenders live in the same processes and take turns step by step.
 
     python scripts/bench/sharded_step.py --output result.json
@@ -20,12 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.lib import ROOT, against, child, finish, parse, parser, peers, steps
 
-CONTENDERS = ("zero3", "fully_shard", "zero2", "zero1", "ddp")
+CONTENDERS = ("zero3", "fully_shard", "fully_shard_transformers", "zero2", "zero1", "ddp")
+ROW = 64
 # Level, peer, its key, the ratio to reach (time against time), and why it may be missed.
 _PRICE = "a step also gathers the parameters, and FSDP's hooks are Python at every unit"
 _SAME = "most of a step is the arithmetic, which is the same"
 AGAINST = (
     (3, "fully_shard by hand (FSDP2)", "fully_shard", 1.2, _SAME),
+    (3, "the same, transformers' GPT-2", "fully_shard_transformers", None, ""),
     (2, "DistributedDataParallel", "ddp", 1 / 1.25, _PRICE),
     (1, "DistributedDataParallel", "ddp", None, _PRICE),
 )
@@ -102,6 +105,7 @@ def measure(args: Any) -> dict[str, float]:
     contenders = {
         "zero3": ours(args, batch, 3),
         "fully_shard": by_hand(args, batch, sharded=True),
+        "fully_shard_transformers": of_transformers(args, batch),
         "zero2": ours(args, batch, 2),
         "zero1": ours(args, batch, 1),
         "ddp": by_hand(args, batch, sharded=False),
@@ -110,21 +114,24 @@ def measure(args: Any) -> dict[str, float]:
 
 
 def batch_of(args: Any, rank: int) -> dict[str, Any]:
-    """Packed rows of 64 tokens; another batch on each rank."""
+    """Packed rows of ROW tokens; another batch on each rank."""
     import torch
 
     ids = torch.randint(1, 2048, (1, args.tokens), generator=torch.Generator().manual_seed(rank))
-    ends = torch.arange(0, args.tokens + 1, 64, dtype=torch.int32)
-    return {"input_ids": ids, "labels": ids, "cu_seqlens": ends, "max_seqlen": 64}
+    ends = torch.arange(0, args.tokens + 1, ROW, dtype=torch.int32)
+    return {"input_ids": ids, "labels": ids, "cu_seqlens": ends, "max_seqlen": ROW}
+
+
+def config_of(args: Any) -> dict[str, Any]:
+    shape = {"n_embd": args.hidden_size, "n_layer": args.layers, "n_head": args.hidden_size // 64, "n_positions": 512}
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return {"vocab_size": 2048, "bos_token_id": 0, "eos_token_id": 0, **shape, **none}
 
 
 def build(args: Any, policy: Any) -> Any:
     import modelcenter as mc
 
-    shape = {"n_embd": args.hidden_size, "n_layer": args.layers, "n_head": args.hidden_size // 64, "n_positions": 512}
-    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = {"model_type": "gpt2", "vocab_size": 2048, **shape, **none}
-    return mc.from_config(config, "causal-lm", policy=policy).train()
+    return mc.from_config({"model_type": "gpt2", **config_of(args)}, "causal-lm", policy=policy).train()
 
 
 def ours(args: Any, batch: dict[str, Any], level: int) -> Any:
@@ -135,17 +142,31 @@ def ours(args: Any, batch: dict[str, Any], level: int) -> Any:
 
 
 def by_hand(args: Any, batch: dict[str, Any], sharded: bool) -> Any:
-    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     model = build(args, False)
-    if sharded:
-        for block in model.layers:
-            fully_shard(block)
-        run = fully_shard(model)
-    else:
-        run = DistributedDataParallel(model)
+    run = fully_sharded(model, model.layers) if sharded else DistributedDataParallel(model)
     return steps.by_torch(model, lambda: run(**batch)["loss"])
+
+
+def of_transformers(args: Any, batch: dict[str, Any]) -> Any:
+    """transformers' model of this shape, on the same rows side by side: they are equally long, so none is padded."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config_of(args))).train()
+    rows = batch["input_ids"].view(-1, ROW)
+    run = fully_sharded(model, model.transformer.h)
+    return steps.by_torch(model, lambda: run(input_ids=rows, labels=rows).loss)
+
+
+def fully_sharded(model: Any, blocks: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in blocks:
+        fully_shard(block)
+    return fully_shard(model)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ class EncoderDecoder(Model):
         stage, wanted, cache = self.pipeline, bool(batch.get("output_hidden_states")), past_of(batch)
         if cache is not None:
             batch = {**batch, "past_key_values": cache}
-        memory, ctx, encoded, decoded = self._start(batch, cache)
+        memory, ctx, encoded, decoded = self._begin_sides(batch, cache)
         runs_encoder = memory is not None and batch.get("encoder_outputs") is None
         kept = wanted and runs_encoder  # states of the encoder's units
         depth = len(self.encoder.layers)
@@ -169,7 +169,7 @@ class EncoderDecoder(Model):
             self._with_states(out, "encoder_", encoded, memory, kept)
         return out
 
-    def _start(
+    def _begin_sides(
         self, batch: Batch, cache: KVCache | None
     ) -> tuple[Packed | None, Packed | None, list[Tensor], list[Tensor]]:
         """The shape of the tokens of each side, and its first hidden states where this rank makes them. Nothing of the

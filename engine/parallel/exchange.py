@@ -3,7 +3,8 @@
 gloo's own all-gather and reduce-scatter move the same bytes in turns around a ring and take about twice as long. Here
 all parts travel at once, straight to where they are needed, and while they do the rank computes: the parameters of the
 next unit come while this one works, in forward and backward, and the gradients of a unit go while the one before it
-works. Gradients are added in the order of the ranks, whenever the parts arrive.
+works. Gradients are added in the order of the ranks, whenever the parts arrive. Of the gradients of a table of
+embeddings only what a batch read is sent (``engine.parallel.tables``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from engine.parallel.tables import TABLE_BYTES, FewRows, reads_a_table
 from engine.torch_compat import gather_ahead, in_backward, sums_are_only_viewed
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -84,18 +86,36 @@ class ExchangeShards(_Allocates):
         return self._parts is not None and self._parts.open
 
 
+class _Whole:
+    """Parts of one tensor on their way: ``send[r]`` to each other rank r, and from it what it has for this one."""
+
+    def __init__(self, send: Sequence[torch.Tensor], group: Any) -> None:
+        me = group.rank()
+        self._parts = [send[me] if rank == me else torch.empty_like(send[me]) for rank in range(len(send))]
+        self._works = _send_parts(send, self._parts, group, REDUCE_TAG)
+
+    def add_into(self, output: torch.Tensor) -> None:
+        """Wait for the parts and add them up, in the order of the ranks."""
+        for work in self._works:
+            work.wait()
+        torch.add(self._parts[0], self._parts[1], out=output)
+        for part in self._parts[2:]:
+            output.add_(part)
+
+
 class ExchangeAndAdd(_Allocates):
     """What FSDP calls in place of ``dist.reduce_scatter_single`` for a unit (its ``ReduceScatter`` protocol)."""
 
     def __init__(self, unit: FSDPModule, sums: _Sums) -> None:
-        self._unit, self._sums = weakref.ref(unit), sums
+        self._unit, self._sums, self._reads_a_table = weakref.ref(unit), sums, reads_a_table(unit)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         if op not in _OPS:
             raise ValueError(f"reduce-scatter of gradients: got the operation {op}, expected a sum or an average")
-        self._sums.begin(output_tensor, input_tensor, group, op == dist.ReduceOp.AVG)
+        kind = FewRows if self._reads_a_table and input_tensor.nbytes >= TABLE_BYTES * group.size() else _Whole
+        self._sums.begin(output_tensor, input_tensor, group, op == dist.ReduceOp.AVG, kind)
         unit = self._unit()
         later = in_backward() and op == dist.ReduceOp.AVG
         if unit is None or not later or not sums_are_only_viewed(unit, output_tensor.dtype):
@@ -108,12 +128,13 @@ class _Sums:
     def __init__(self) -> None:
         self._open: tuple[Any, ...] | None = None
 
-    def begin(self, output: torch.Tensor, whole: torch.Tensor, group: Any, average: bool) -> None:
+    def begin(
+        self, output: torch.Tensor, whole: torch.Tensor, group: Any, average: bool, kind: type[_Whole | FewRows]
+    ) -> None:
         """Begin to exchange the parts of ``whole``; ``output`` has this rank's after ``finish``, or after backward."""
         self.finish()
-        send, me = whole.view(group.size(), -1).unbind(), group.rank()
-        parts = [send[me] if rank == me else torch.empty_like(send[me]) for rank in range(len(send))]
-        self._open = _send_parts(send, parts, group, REDUCE_TAG), parts, whole, output, average
+        send = whole.view(group.size(), -1).unbind()
+        self._open = kind(send, group), whole, output, average, len(send)
         if in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
@@ -121,14 +142,10 @@ class _Sums:
         """Wait for the parts that are under way, and add them up."""
         if self._open is None:
             return
-        (works, parts, _, output, average), self._open = self._open, None
-        for work in works:
-            work.wait()
-        torch.add(parts[0], parts[1], out=output)
-        for part in parts[2:]:
-            output.add_(part)
+        (parts, _, output, average, count), self._open = self._open, None
+        parts.add_into(output)
         if average:
-            output.div_(len(parts))
+            output.div_(count)
 
 
 class Exchange:

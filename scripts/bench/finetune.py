@@ -30,6 +30,8 @@ def main() -> None:
     p = parser(__doc__)
     finetuning.add_flags(p)
     p.add_argument("--ranks", type=int, default=1, help="processes, which share the threads (default: 1)")
+    # Gradients and optimizer states sharded: what DistributedDataParallel would move goes between the ranks.
+    p.add_argument("--zero", type=int, default=2, help="ZeRO level on several ranks (default: 2)")
     p.add_argument("--compiled", action="store_true", help="Trainer with torch.compile too: minutes of compilation")
     args = parse(p, steps=5, hidden=64, layers=2, dev_rows=64)
     numbers: dict[str, Any] = {}
@@ -45,7 +47,7 @@ def main() -> None:
 def measure(folder: Path, task: str, args: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     data = finetuning.prepare(folder, task, args)
     peers = finetuning.peers_of(task, args.compiled)
-    contenders = {"modelcenter": finetuning.ours(folder, task, args, args.ranks)} | {
+    contenders = {"modelcenter": finetuning.ours(folder, task, args, args.ranks, zero=args.zero)} | {
         name: finetuning.trainer(folder, task, name, args, args.ranks) for name in peers
     }
     results = take_turns(contenders, args.rounds, args.threads)

@@ -65,7 +65,9 @@ def launched(words: list[str], ranks: int, threads: int, **env: str) -> dict[str
     return child([*torchrun, *words], max(1, threads // ranks), **env)
 
 
-def ours(folder: Path, task: str, args: argparse.Namespace, ranks: int = 1, seed: int = 0) -> Callable[[int], dict]:
+def ours(
+    folder: Path, task: str, args: argparse.Namespace, ranks: int = 1, seed: int = 0, zero: int = 3
+) -> Callable[[int], dict]:
     def run(turn: int) -> dict[str, Any]:
         out, cache = folder / "ours", folder / "cache"
         for old in (out, cache):
@@ -86,6 +88,7 @@ def ours(folder: Path, task: str, args: argparse.Namespace, ranks: int = 1, seed
             "precision": "fp32",
             "trackers": "no",
             "seed": seed,
+            "zero": zero,
         }
         script = str(ROOT / "scripts" / SCRIPTS.get(task, f"finetune_{task}.py"))
         words = [script, *(str(x) for name, value in flags.items() for x in (f"--{name}", value))]

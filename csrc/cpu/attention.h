@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kQueries = 32;  // of a block
 constexpr int64_t kNumbers = 64;  // exponentials that are added up in one go
-constexpr float kHidden = -3e38f;
+constexpr float kHidden = -__builtin_inff();  // no score is less, so a row of none but these has no softmax
 static_assert(kQueries == kWide, "queries are the columns of a tile");
 
 MC_INLINE int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of * of; }

@@ -48,7 +48,7 @@ void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const 
   for (size_t i = 0; i < p.size(); i++) {
     const Slab& slab = call.slabs[i];
     const float now = *slab.step += 1.0f;
-    if (now == last) {
+    if (i && now == last) {
       scalars[i] = scalars[i - 1];
     } else if (rule == kAdamW || rule == kAdamW8) {
       scalars[i] = AdamW::scalars(settings, now);

@@ -78,6 +78,7 @@ inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tens
     const int64_t cost = ((n + 31) / 32 * 32 + 16) * (m + 16) * (a.heads / a.groups);
     for (int64_t g = 0; g < a.groups; g++) call.cost.push_back(call.cost.back() + cost);
   }
+  if (a.window >= longest) a.window = 0;  // and it may be as large as a number can be
   if (bias) {
     STD_TORCH_CHECK(bias->dim() == 2 && bias->size(0) == a.heads && bias->size(1) >= 2 * longest - 1,
                     "bias must be (", a.heads, ", ", 2 * longest - 1, " or more)");

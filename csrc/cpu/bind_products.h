@@ -31,7 +31,7 @@ inline Product check_product(const Tensor& out, const Tensor& a, const Tensor& b
                   ") is not the size of a (", a.size(0), ", ", p.depth, ") @ b (", b.size(0), ", ", b.size(1), ")");
   STD_TORCH_CHECK(out.is_contiguous(), "out is not contiguous");
   STD_TORCH_CHECK(b.stride(1) == 1 || b.size(1) == 1, "the rows of b are not contiguous");
-  p.a_transposed = a.stride(0) == 1 && a.stride(1) >= rows;
+  p.a_transposed = a.stride(0) == 1 && a.stride(1) != 1;  // columns may be one and the same: of a sum's gradient
   STD_TORCH_CHECK(p.a_transposed || a.stride(1) == 1 || p.depth == 1, "neither rows nor columns of a are contiguous");
   p.a_stride = a.stride(p.a_transposed ? 1 : 0), p.b_stride = b.stride(0);
   if (sums) {
@@ -55,7 +55,8 @@ void product(Tensor out, Tensor a, Tensor b, std::optional<Tensor> sums, bool ad
   Product p = check_product(out, a, b, sums, add);
   const int64_t rows = out.size(0);
   if (!add && p.depth == 0) memset(p.out, 0, sizeof(float) * (size_t)out.numel());
-  if (!out.numel() || p.depth == 0) return;
+  if (p.depth == 0 && p.sums) memset(p.sums, 0, sizeof(float) * (size_t)rows);
+  if (!rows || p.depth == 0 || (!p.columns && !p.sums)) return;
   // Cut into parts of whole tiles, one for each thread. A large product has work for all, and the bits are the same.
   constexpr int64_t kTile = 32;
   const int64_t threads = torch::stable::get_num_threads();

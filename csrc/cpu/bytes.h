@@ -61,13 +61,14 @@ MC_INLINE void turn_square(Word* out, const Word* in, const Word* next, int64_t 
   for (int c = 0; c < kLine; c++) put_line(out + c * out_stride, room[c], past_caches);
 }
 
+// Memory that came from a file may begin anywhere: numbers move as bytes.
 template <class Vector, class Word>
 void turn(Word* out, const Word* in, int64_t rows, int64_t columns, int64_t out_stride, int64_t in_stride,
           bool past_caches) {
   constexpr int64_t kLine = 64 / sizeof(Word);
   if (rows < kLine || columns < kLine) {
     for (int64_t c = 0; c < columns; c++)
-      for (int64_t r = 0; r < rows; r++) out[c * out_stride + r] = in[r * in_stride + c];
+      for (int64_t r = 0; r < rows; r++) memcpy(out + c * out_stride + r, in + r * in_stride + c, sizeof(Word));
     return;
   }
   past_caches = past_caches && (uintptr_t)out % 32 == 0 && out_stride * sizeof(Word) % 32 == 0;

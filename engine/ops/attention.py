@@ -105,4 +105,5 @@ def attention(
     Returns:
         (T, heads * head_dim); zeros where a sequence has no keys.
     """
-    return _Attention.apply(q, k, v, bias, cu_queries.int(), cu_keys.int(), heads, dropped)
+    offsets = (cu.int().contiguous() for cu in (cu_queries, cu_keys))
+    return _Attention.apply(q, k, v, bias, *offsets, heads, dropped)

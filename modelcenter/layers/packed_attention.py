@@ -172,8 +172,8 @@ def _scatter(out: Tensor, x: Tensor, bucket: Bucket, heads: int) -> None:
 
 def _toeplitz(bias: Tensor, n: int) -> Tensor:
     """(heads, 2 * m - 1) -> (heads, n, n), row i reversed: the bias of row n - 1 - i; a view."""
-    heads, width = bias.shape
-    return bias.as_strided((heads, n, n), (bias.stride(0), 1, 1), bias.storage_offset() + width // 2 + 1 - n)
+    (heads, width), (apart, step) = bias.shape, bias.stride()
+    return bias.as_strided((heads, n, n), (apart, step, step), bias.storage_offset() + (width // 2 + 1 - n) * step)
 
 
 def _diagonal_sums(x: Tensor) -> Tensor:

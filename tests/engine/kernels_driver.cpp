@@ -1,68 +1,16 @@
-// Runs every kernel of csrc/cpu on inputs that a hash makes, so that two builds of it can be compared: what it prints is
-// of this instruction set alone. Each section is a line "name type count" and then the numbers, as they lie in memory.
-//
-// Sections whose names begin with "" are to have the same bits everywhere; the others are compared as fp32 numbers.
-#include <stdio.h>
+// Runs every kernel of csrc/cpu on inputs that a hash makes, so that two builds of it can be compared, or one be watched
+// by a sanitizer: memory is as large as a kernel may touch and no larger, and what may be cut among threads is. Each
+// section of what it prints is a line "name type count" and then the numbers, as they lie in memory.
+#include "kernels_driver.h"
 
-#include <string>
-#include <vector>
+#include "kernels_driver_rooms.h"
 
-#include "cpu/kernels.h"
-#include "core/numbers.h"
-#include "core/quantize.h"
-
+#if defined(__x86_64__)  // where these are not linked, the program is of the plain path alone
 namespace modelcenter {
-#if defined(__x86_64__)  // this program is of the plain path alone
-const CpuKernels& kernels_avx2() { return kernels_plain(); }
-const CpuKernels& kernels_avx512() { return kernels_plain(); }
-#endif
+__attribute__((weak)) const CpuKernels& kernels_avx2() { return kernels_plain(); }
+__attribute__((weak)) const CpuKernels& kernels_avx512() { return kernels_plain(); }
 }  // namespace modelcenter
-
-using namespace modelcenter;
-using Bytes = std::vector<unsigned char>;
-
-static const char* const kTypes[] = {"f32", "bf16", "f16", "u8"};
-static const CpuKernels& k = kernels_plain();
-static uint32_t seed = 1;
-
-static void show(const std::string& name, const char* type, const void* data, size_t count, size_t size) {
-  printf("%s %s %zu\n", name.c_str(), type, count);
-  fwrite(data, size, count, stdout);
-}
-
-static void show(const std::string& name, const Bytes& x, int type) {
-  show(name, kTypes[type], x.data(), x.size() / (size_t)size_of(type), (size_t)size_of(type));
-}
-
-static void show(const std::string& name, const std::vector<float>& x) { show(name, "f32", x.data(), x.size(), 4); }
-
-// Numbers of many magnitudes, from 2^-16 up; every 16th is one that kernels may trip over.
-static float number(bool odd) {
-  static const uint32_t kOdd[] = {0u, 0x80000000u, 1u, 0x80000001u, 0x007FFFFFu, 0x00800000u, 0x7F7FFFFFu, 0x7F800000u,
-                                  0xFF800000u, 0x7FC00000u, 0x33000001u, 0x38800000u, 0x387FE000u, 0x477FE000u};
-  const uint32_t bits = mix(seed++), which = mix(seed++);
-  if (odd && which % 16 == 0) return float_of(kOdd[which / 16 % 14]);
-  return float_of((bits & 0x807FFFFFu) | ((111u + which % 18) << 23));
-}
-
-static std::vector<float> floats(int64_t n, bool odd = false, bool positive = false) {
-  std::vector<float> x((size_t)n);
-  for (float& value : x) value = positive ? fabsf(number(odd)) : number(odd);
-  return x;
-}
-
-static Bytes numbers(int64_t n, int type, bool odd = false, bool positive = false) {
-  const std::vector<float> x = floats(n, odd, positive);
-  Bytes out((size_t)(n * size_of(type)));
-  k.cast(out.data(), type, x.data(), kFloat, 1.0f, n);
-  return out;
-}
-
-static Bytes codes(int64_t n) {
-  Bytes out((size_t)n);
-  for (unsigned char& value : out) value = (unsigned char)mix(seed++);
-  return out;
-}
+#endif
 
 struct Form {
   const char* name;
@@ -93,8 +41,9 @@ static void updates(bool odd) {
             slab.g = g.data();
             const Scalars s = rule == kAdamW ? AdamW::scalars(settings, turn)
                               : rule == kLion ? Lion::scalars(settings, turn) : Momentum::scalars(settings, turn);
-            k.update[rule](slab, types, s, 0.75f, mix(99u + (uint32_t)turn), 0, 500);
-            k.update[rule](slab, types, s, 0.75f, mix(99u + (uint32_t)turn), 500, n);
+            on_threads(2, [&](int64_t half) {
+              k.update[rule](slab, types, s, 0.75f, mix(99u + (uint32_t)turn), half ? 500 : 0, half ? n : 500);
+            });
           }
           const std::string name = rules[rule] + std::string(odd ? " odd, " : ", ") + form.name + ", g " +
                                    kTypes[g_type] + ", moments " + kTypes[m_type];
@@ -208,24 +157,6 @@ static void rows_of_numbers() {
   }
 }
 
-static void products() {
-  std::vector<float> room((size_t)kProductRoom + 16);
-  for (int64_t rows : {1, 21})
-    for (int64_t depth : {3, 200})
-      for (int64_t columns : {5, 161})
-        for (bool transposed : {false, true}) {
-          const std::vector<float> a = floats(rows * depth), b = floats(depth * columns);
-          std::vector<float> out((size_t)(rows * columns)), sums((size_t)rows);
-          const Product p{out.data(), sums.data(), a.data(), b.data(), columns, depth, transposed ? rows : depth, columns,
-                          transposed, false};
-          k.product(p, 0, rows, 0, columns, room.data());
-          const std::string name = "product " + std::to_string(rows) + " " + std::to_string(depth) + " " +
-                                   std::to_string(columns) + (transposed ? ", transposed" : "");
-          show(name, out);
-          show(name + ": sums", sums);
-        }
-}
-
 int main() {
   FlushDenormals flush;
   updates(false);
@@ -235,5 +166,7 @@ int main() {
   masks();
   rows_of_numbers();
   products();
+  attention();
+  bytes();
   return 0;
 }

@@ -22,11 +22,17 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def loaded(compiled):
+    """Then torch.empty gives NaNs, which the operator must have written over."""
     assert library.cpu().loaded
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def offsets(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).int()
+    """Such as a table of batches holds them, not contiguous."""
+    return torch.tensor([0, *lengths]).cumsum(0).int()[:, None].expand(-1, 2).contiguous()[:, 0]
 
 
 def problem(lengths, width, keys=None, kv_heads=4, bias=False, p=0.0, **mask):
@@ -98,6 +104,35 @@ def test_sequences_without_keys_give_zeros():
     (q, k, v), queries, _, heads, dropped = problem([3, 2], 8)
     out, dq, dk, dv = found([q, k[:4], v[:4]], queries, offsets([0, 4]), heads, dropped)
     assert not out[:3].any() and not dq[:3].any() and out[3:].all() and dk.any() and dv.any()
+
+
+@pytest.mark.parametrize("kind", ["causal bias", "cross"])
+def test_gradients_of_some_inputs_that_are_not_contiguous(kind):
+    inputs, *rest = problem(**KINDS[kind])
+    _, *wanted = found(inputs, *rest)
+    for i, right in enumerate(wanted):
+        some = [x.t().contiguous().t().requires_grad_(i == j) for j, x in enumerate(inputs)]
+        out = attention.attention(*some[:3], *rest[:3], *(some[3:] or [None]), rest[3])
+        slope = torch.linspace(-1, 1, out.numel()).view(out.shape).t().contiguous().t()
+        assert torch.equal(torch.autograd.grad(out, some[i], slope)[0], right)
+
+
+def test_a_window_as_large_as_a_number_can_be_is_none():
+    inputs, queries, keys, heads, dropped = problem(**KINDS["causal"])
+    wide = found(inputs, queries, keys, heads._replace(window=2**63 - 1), dropped)
+    assert all(map(torch.equal, wide, found(inputs, queries, keys, heads, dropped)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_large_scores_and_those_beyond_fp32(causal):
+    """One key takes all where scores are far apart; where all are less than any number there is no softmax."""
+    (q, k, v), *rest = problem([3, 40], 8, causal=causal)
+    q[3:] *= 1e30
+    q[:3], k[:3] = 1e20, -1e20
+    out = found([q, k, v], *rest)[0]
+    wanted = truth([q.double(), k.double(), v.double()], *rest)
+    torch.testing.assert_close(out[3:].double(), wanted[3:], rtol=1e-5, atol=1e-6)
+    assert out[:3].isnan().all()
 
 
 def test_a_number_that_is_none_stays_in_its_sequence():

@@ -59,6 +59,16 @@ def test_linear_needs_only_what_requires_grad(onednn):
     assert torch.equal(b.grad, torch.full((4,), 3.0))
 
 
+def test_linear_takes_gradients_of_sums(onednn):
+    """Their rows, or their columns, are one and the same memory."""
+    for dim, rows in ((0, 5), (1, 5), (1, 1)):
+        x, w = torch.randn(rows, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+        found, wanted = (
+            torch.autograd.grad(linear(x, w).sum(dim).square().sum(), (x, w)) for linear in (ops.linear, F.linear)
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_a_second_derivative_is_refused_and_not_wrong(onednn):
     x, w = torch.randn(3, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
     (dx,) = torch.autograd.grad(ops.linear(x, w).square().sum(), x, create_graph=True)
@@ -130,9 +140,11 @@ def test_operands_that_do_not_fit_are_refused(compiled, change, said):
     with pytest.raises(RuntimeError, match=said):
         torch.ops.modelcenter.product_(*given.values(), False)
     torch.ops.modelcenter.product_(torch.zeros(0, 3), torch.ones(0, 4), torch.ones(4, 3), None, False)
-    empty = torch.full((2, 3), 7.0)
-    torch.ops.modelcenter.product_(empty, torch.ones(2, 0), torch.ones(0, 3), None, False)
-    assert not empty.any()
+    empty, sums = torch.full((2, 3), 7.0), torch.full((2,), 7.0)
+    torch.ops.modelcenter.product_(empty, torch.ones(2, 0), torch.ones(0, 3), sums, False)
+    assert not empty.any() and not sums.any()
+    torch.ops.modelcenter.product_(torch.zeros(2, 0), torch.ones(2, 4), torch.ones(4, 0), sums, False)
+    assert sums.tolist() == [4.0, 4.0]
 
 
 def test_gelu_tanh(either):

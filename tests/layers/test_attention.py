@@ -47,7 +47,7 @@ class Problem:
         self.inputs = [torch.randn(packed.num_tokens, heads * 3)]
         self.inputs += [torch.randn(sum(keys), self.kv_heads * 3) for _ in range(2)]
         if "bias" in kind:
-            self.inputs.append(torch.randn(heads, 2 * packed.max_seqlen + 3))
+            self.inputs.append(torch.randn(2 * packed.max_seqlen + 3, heads).t())  # its heads lie apart
         self.marks = None
         if "marks" in kind:
             context, span, segment = (torch.randint(0, n, (packed.num_tokens,)) for n in (2, 2, KINDS_OF_SEGMENTS))

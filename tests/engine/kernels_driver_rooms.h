@@ -1,0 +1,117 @@
+// Sections of kernels_driver.cpp: kernels that work in rooms, and those of bytes.
+#pragma once
+#include "kernels_driver.h"
+
+static void products() {
+  for (int64_t rows : {1, 21, 70})
+    for (int64_t depth : {3, 200})
+      for (int64_t columns : {5, 161})
+        for (bool transposed : {false, true}) {
+          const bool add = rows == 70;
+          const std::vector<float> a = floats(rows * depth), b = floats(depth * columns);
+          std::vector<float> out = add ? floats(rows * columns) : unwritten(rows * columns), sums = unwritten(rows);
+          const Product p{out.data(), sums.data(), a.data(), b.data(), columns, depth, transposed ? rows : depth, columns,
+                          transposed, add};
+          const int64_t down = (rows + 31) / 32, across = (columns + 63) / 64;
+          on_threads(down * across, [&](int64_t part) {
+            const Room room(kProductRoom);
+            const int64_t top = part / across * 32, left = part % across * 64;
+            k.product(p, top, std::min(rows, top + 32), left, std::min(columns, left + 64), room.at);
+          });
+          const std::string name = "product " + std::to_string(rows) + " " + std::to_string(depth) + " " +
+                                   std::to_string(columns) + (transposed ? ", transposed" : "");
+          show(name, out);
+          show(name + ": sums", sums);
+        }
+}
+
+struct Sequences {
+  const char* name;
+  std::vector<int64_t> queries, keys;  // their lengths
+  int64_t heads, groups, channels, window;
+  bool causal, bias;
+  uint32_t threshold;
+};
+
+static std::vector<int64_t> offsets(const std::vector<int64_t>& lengths) {
+  std::vector<int64_t> at(1, 0);
+  for (int64_t n : lengths) at.push_back(at.back() + n);
+  return at;
+}
+
+static void attention() {
+  const std::vector<int64_t> small{1, 0, 31, 33}, large{40, 7, 150};
+  const Sequences all[] = {
+      {"plain", small, small, 4, 4, 8, 0, false, false, 0},
+      {"dropped", large, large, 2, 1, 33, 0, false, false, 9000},
+      {"causal", large, large, 3, 3, 20, 0, true, false, 0},
+      {"window", large, large, 4, 2, 64, 11, true, true, 0},
+      {"bias", small, small, 4, 2, 3, 0, false, true, 20000},
+      {"cross", {5, 40, 0, 33, 1}, {90, 3, 8, 1, 129}, 4, 2, 32, 0, false, false, 6554},
+  };
+  for (const Sequences& s : all) {
+    const std::vector<int64_t> queries = offsets(s.queries), keys = offsets(s.keys);
+    const int64_t rows = queries.back(), key_rows = keys.back(), longest = 150;
+    const int64_t q_numbers = rows * s.heads * s.channels, k_numbers = key_rows * s.groups * s.channels;
+    const std::vector<float> q = floats(q_numbers), key = floats(k_numbers), v = floats(k_numbers);
+    const std::vector<float> grad = floats(q_numbers), bias = floats(s.heads * (2 * longest - 1));
+    std::vector<int64_t> tokens((size_t)rows);
+    for (int64_t i = 0; i < rows; i++) tokens[(size_t)i] = ((int64_t)mix(seed++) << 32) + i;
+    std::vector<float> out = unwritten(q_numbers), sums = unwritten(rows * s.heads * 2), dq = unwritten(q_numbers);
+    std::vector<float> dk = unwritten(k_numbers), dv = unwritten(k_numbers);
+    Attention a{};
+    a.q = q.data(), a.k = key.data(), a.v = v.data(), a.bias = s.bias ? bias.data() : nullptr, a.grad = grad.data();
+    a.out = out.data(), a.sums = sums.data(), a.dq = dq.data(), a.dk = dk.data(), a.dv = dv.data();
+    a.tokens = s.threshold > 8000 ? tokens.data() : nullptr;
+    a.heads = s.heads, a.groups = s.groups, a.channels = s.channels, a.bias_width = 2 * longest - 1;
+    a.window = s.window, a.first_head = 2, a.scale = 0.3f, a.causal = s.causal;
+    a.draw = {nullptr, 0, 0, 0x12345678u, 0x9ABCDEF0u, 3, s.threshold, 65536.0f / (float)(65536 - s.threshold)};
+    std::vector<std::vector<float>> dbias;  // of each sequence
+    for (size_t i = 0; i < s.queries.size(); i++)
+      dbias.push_back(unwritten(s.heads * std::max((int64_t)0, s.queries[i] + s.keys[i] - 1)));
+    for (bool backward : {false, true})
+      on_threads((int64_t)s.keys.size() * s.groups, [&](int64_t unit) {
+        const size_t i = (size_t)(unit / s.groups);
+        const int64_t n = s.queries[i], m = s.keys[i], group = unit % s.groups;
+        if (!m) return;
+        const Room room(k.attention_room(n, m, s.channels, backward));
+        if (backward)
+          k.attention_backward(a, queries[i], n, keys[i], m, group, s.bias ? dbias[i].data() : nullptr, room.at);
+        else
+          k.attention(a, queries[i], n, keys[i], m, group, room.at);
+      });
+    const std::string name = std::string("attention ") + s.name;
+    show(name, out);
+    show(name + ": sums", sums);
+    show(name + ": dq", dq);
+    show(name + ": dk", dk);
+    show(name + ": dv", dv);
+    for (size_t i = 0; s.bias && i < dbias.size(); i++) show(name + ": dbias " + std::to_string(i), dbias[i]);
+  }
+}
+
+static void bytes() {
+  for (int size : {2, 4, 8})
+    for (int64_t rows : {1, 33, 65})
+      for (int64_t columns : {3, 32, 71})
+        for (int64_t extra : {0, 5})      // numbers between rows
+          for (bool past : {false, true}) {
+            const int64_t shift = extra ? 1 : 0, in_stride = columns + extra, out_stride = (rows + 31) / 32 * 32 + extra;
+            const Bytes in = codes(((rows - 1) * in_stride + columns) * size + shift);
+            const int64_t written = ((columns - 1) * out_stride + rows) * size + shift;
+            const Room out((written + 3) / 4);
+            k.transpose((char*)out.at + shift, in.data() + shift, size, rows, columns, out_stride, in_stride, past);
+            show("transpose " + std::to_string(size) + " " + std::to_string(rows) + " " + std::to_string(columns) +
+                     (extra ? ", apart" : "") + (past ? ", past caches" : ""), "u8", out.at, (size_t)written, 1);
+          }
+  const Bytes x = codes(301);
+  std::vector<uint32_t> found;
+  for (int64_t first : {0, 1, 7})
+    for (int64_t n = 0; n <= 300 - first; n++) {
+      const Bytes part(x.begin() + first, x.begin() + first + n);  // so that what lies behind it is no one's
+      const uint32_t one = k.crc32(5, part.data(), n);
+      if (one != k.crc32(5, x.data() + first, n)) abort();
+      found.push_back(one);
+    }
+  show("crc32", "u8", found.data(), 4 * found.size(), 1);
+}

@@ -13,9 +13,9 @@ from modelcenter.adapters import add_lora
 from modelcenter.testing import randomize_
 
 
-def save_base(folder: Path, family: str, task: str, **sizes) -> Path:
-    """A checkpoint of a tiny model in which every parameter matters."""
-    model = mc.from_config(f"tiny/{family}", task, **sizes)
+def save_base(folder: Path, family: str | dict, task: str, **sizes) -> Path:
+    """A checkpoint of a tiny model, of this family or configuration, in which every parameter matters."""
+    model = mc.from_config(family if isinstance(family, dict) else f"tiny/{family}", task, **sizes)
     randomize_(model).save_pretrained(folder)
     return folder
 

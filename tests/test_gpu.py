@@ -151,7 +151,9 @@ def test_attention_weights_are_dropped_in_16_bits():
     assert abs(grad.float().sum().item() / out.float().sum().item() - 1) < 0.01
 
 
-@pytest.mark.parametrize(("name", "task"), [("tiny/bert", "masked-lm"), ("tiny/gpt2", "causal-lm")])
+@pytest.mark.parametrize(
+    ("name", "task"), [("tiny/bert", "masked-lm"), ("tiny/gpt2", "causal-lm"), ("tiny/cpmant", "causal-lm")]
+)
 def test_a_step_waits_for_nothing(name: str, task: str):
     """No copy to the host and no other wait in forward, backward, clipping and the optimizer, dropout included."""
     import torch

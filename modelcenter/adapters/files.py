@@ -13,7 +13,7 @@ import engine
 from engine.checkpoint import named_tensors, together, whole_tensor
 from modelcenter.adapters.layout import Update, hub_modules, module_names, patterns, short_names, to_hub
 from modelcenter.adapters.read import CONFIG_FILE, PREFIX, WEIGHTS_FILE
-from modelcenter.adapters.state import NAME, layout_of
+from modelcenter.adapters.state import NAME, layout_of, saved_modules
 from modelcenter.convert.rules import Layout
 from modelcenter.convert.stream import export_tensor
 from modelcenter.hub.writer import Entry, SafetensorsWriter, new_directory, write_json
@@ -21,6 +21,7 @@ from modelcenter.models.base import Model
 
 TASK_TYPES = {
     "base": "FEATURE_EXTRACTION",
+    "text-encoding": "FEATURE_EXTRACTION",
     "causal-lm": "CAUSAL_LM",
     "seq2seq-lm": "SEQ_2_SEQ_LM",
     "sequence-classification": "SEQ_CLS",
@@ -110,6 +111,7 @@ def _prompt_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
     held = named_tensors(model)
     prompt = whole_tensor(model, held, "prompt.weight")
     assert prompt is not None  # a pipeline is refused when a prompt is put in
+    reads: Any = getattr(model.config, "encoder", model.config)  # of two models made apart, the one that reads it
     config = peft.PromptTuningConfig(
         task_type=_task_type(model),
         base_model_name_or_path=state.base,
@@ -117,8 +119,8 @@ def _prompt_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
         num_virtual_tokens=prompt.shape[0],
         token_dim=prompt.shape[1],
         num_transformer_submodules=1,
-        num_attention_heads=model.config.num_heads,
-        num_layers=model.config.num_layers,
+        num_attention_heads=reads.num_heads,
+        num_layers=reads.num_layers,
     )
     whole, _ = trained_tensors(model, layout, held, "base_model.")
     return _plain(config), {"prompt_embeddings": prompt.detach().cpu(), **whole}
@@ -126,8 +128,13 @@ def _prompt_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 def _task_type(model: Model) -> str | None:
     """What peft calls the task. Of a classifier it wants the head in the file, so without one there is none."""
+    state = model.adapter
     named = TASK_TYPES.get(model.task)
-    return None if named in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS") and not model.adapter.trained else named
+    whole = {name for name in state.layout.native_shapes if name.startswith("head.")} <= set(state.trained)
+    if named in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS") and not whole:
+        named = None
+    # Of a prompt it takes no notice where there is no task.
+    return "FEATURE_EXTRACTION" if named is None and state.kind == "prompt" else named
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -162,23 +169,12 @@ def trained_tensors(
     model: Model, layout: Layout, held: Mapping[str, torch.Tensor], prefix: str = PREFIX
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The modules trained whole: ({name in the file: tensor}, names of the modules of transformers' model)."""
-    trained = set(model.adapter.trained)
-    tensors, modules = {}, []
-    for key in layout.shapes:
-        natives = layout.natives(key)
-        if not trained.intersection(natives):
-            continue
-        if not trained.issuperset(natives):
-            missing = ", ".join(name for name in natives if name not in trained)
-            raise ValueError(f"modules_to_save: transformers' {layout.written[key]} also holds {missing}; add it")
+    modules = saved_modules(layout, model.adapter.trained)
+    tensors = {}
+    for key in modules:
         whole = {}
-        for name in natives:
+        for name in layout.natives(key):
             full = whole_tensor(model, held, name)
             whole[name] = torch.empty(layout.native_shapes[name]) if full is None else full.detach().cpu()
-        written = layout.written[key]
-        tensors[prefix + written] = export_tensor(layout, key, whole).contiguous()
-        # Outside the base model a head is one module, whatever it is made of.
-        part = layout.part[natives[0]]
-        inside = written != key or not part
-        modules.append(written.rpartition(".")[0] if inside else written.split(".")[0])
-    return tensors, list(dict.fromkeys(modules))
+        tensors[prefix + layout.written[key]] = export_tensor(layout, key, whole).contiguous()
+    return tensors, list(dict.fromkeys(modules.values()))

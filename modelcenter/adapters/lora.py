@@ -100,10 +100,10 @@ class Lora:
             raise ValueError("quantize: not with use_dora, which needs the norms of the weights; leave one out")
         _, layout = layout_of(model)
         if self.saved is None:
-            ranks = dict.fromkeys(_targets(model, layout, self.targets), self.rank)
+            trained = trained_whole(model, self.modules_to_save, fresh)
+            ranks = dict.fromkeys(_targets(model, layout, self.targets, trained), self.rank)
             alpha = 2 * self.rank if self.alpha is None else self.alpha
             scales = dict.fromkeys(ranks, alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank))
-            trained = trained_whole(model, self.modules_to_save, fresh)
         else:
             ranks, scales, trained = self.saved.match(model, layout)
             alpha = self.saved.alpha
@@ -266,17 +266,19 @@ def _layers(model: nn.Module) -> dict[str, Any]:
     return {clean_name(name): module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def _targets(model: Model, layout: Layout, wanted: str | Sequence[str] | None) -> list[str]:
-    """Names of the linear layers to adapt, in the model's order.
+def _targets(
+    model: Model, layout: Layout, wanted: str | Sequence[str] | None, trained: Collection[str] = ()
+) -> list[str]:
+    """Names of the linear layers to adapt, in the model's order; not those of the parameters `trained` whole.
 
     Raises:
-        ValueError: a target that no linear layer has.
+        ValueError: a target that no linear layer has, or one that is trained whole.
     """
     linears = [
         clean_name(n) for n, m in model.named_modules() if isinstance(m, nn.Linear) and not model.is_head(f"{n}.")
     ]
     if wanted is None or wanted == ALL_LINEAR or list(wanted) == [ALL_LINEAR]:
-        return linears
+        return [name for name in linears if f"{name}.weight" not in trained]
     hub_of: dict[str, list[str]] = {}
     for key in layout.shapes:
         for native in layout.natives(key):
@@ -295,7 +297,10 @@ def _targets(model: Model, layout: Layout, wanted: str | Sequence[str] | None) -
                 f"{ALL_LINEAR!r}"
             )
         found.update(hits)
-    return [name for name in linears if name in found]
+    chosen = [name for name in linears if name in found]
+    if both := [name for name in chosen if f"{name}.weight" in trained]:
+        raise ValueError(f"modules_to_save: {', '.join(both)} would be trained whole and adapted; leave it out of one")
+    return chosen
 
 
 def _whole(parameter: Any) -> torch.Tensor:

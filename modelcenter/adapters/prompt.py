@@ -19,6 +19,7 @@ from modelcenter.adapters.state import (
     adapter_parameters,
     base_name,
     check_free,
+    embedding_width,
     layout_of,
     materialize_own,
     take_over,
@@ -72,13 +73,12 @@ class PromptTuning:
         """Put the prompt into a model before it is sharded; all else but `modules_to_save` is frozen.
 
         Raises:
-            ValueError: the model has a prompt of its own, or embeddings that it scales; it is to be split over tokens
-                or stages.
+            ValueError: the model has a prompt of its own, or embeddings that it scales; peft or transformers puts no
+                prompt before the inputs of its task; it is to be split over tokens or stages.
         """
         check_free(model, "adapter")
         settings = engine.runtime.current()
-        if model.prefix_tokens or getattr(model, "embedding_scale", 1.0) != 1.0:
-            why = "has a prompt of its own" if model.prefix_tokens else "scales its embeddings, which peft does not"
+        if why := _refused(model):
             raise ValueError(f"prompt tuning: {type(model).__name__} {why}; use Lora instead")
         if settings.cp_size * settings.pp_size * settings.tp_size > 1:
             raise ValueError("prompt tuning: not with tp_size, cp_size or pp_size above 1; shard by zero_level")
@@ -92,7 +92,7 @@ class PromptTuning:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(state.required[clean_name(name)] and clean_name(name) in trained)
         with torch.device("meta"):
-            model.prompt = Prompt(self.count, model.config.hidden_size)
+            model.prompt = Prompt(self.count, embedding_width(model))
         model.prefix_tokens = self.count
         take_over(model, state, spec)
 
@@ -102,6 +102,22 @@ class PromptTuning:
             self.saved.fill(model)
         else:
             init_parameters_(model, seed, adapter_parameters(model))
+
+
+def _refused(model: Model) -> str | None:
+    """Why a prompt cannot be put before this model's inputs so that peft's is the same."""
+    if model.prefix_tokens:
+        return "has a prompt of its own"
+    if getattr(model, "embedding_scale", 1.0) != 1.0 or getattr(model, "structured", False):
+        return "scales its embeddings, which peft does not"
+    if model.task in ("multiple-choice", "double-heads"):
+        return f"reads several texts of an example for {model.task}, before which peft puts no prompt"
+    if model.is_encoder_decoder and model.task in ("sequence-classification", "question-answering"):
+        return (
+            f"gives its decoder the input again for {model.task}, and transformers takes no embeddings there, which "
+            "peft's prompt is"
+        )
+    return None
 
 
 def load_prompt(path: Any, model: Model | None = None, **hub: Any) -> Any:

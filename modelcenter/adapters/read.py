@@ -12,7 +12,7 @@ import torch
 from engine.checkpoint import named_tensors
 from engine.init import clean_name, write_
 from modelcenter.adapters.layout import HubModule, Update, hub_modules, to_native
-from modelcenter.adapters.state import NAME, layout_of
+from modelcenter.adapters.state import NAME, check_modules, embedding_width, layout_of
 from modelcenter.convert.match import to_key
 from modelcenter.convert.pieces import HUB, NATIVE, view
 from modelcenter.convert.rules import Layout
@@ -73,6 +73,7 @@ class AdapterFile:
                 lora.setdefault(to_key(arch, f"{module}.weight"), {})[part.removesuffix(".weight")] = tensor
             else:
                 self._add_whole(layout, to_key(arch, plain), name, tensor)
+        check_modules(layout, self.whole)
         natives = {native for key in lora for native in (layout.natives(key) if key in layout.shapes else ())}
         unknown = [key for key in lora if key not in layout.shapes]
         if unknown:
@@ -143,10 +144,9 @@ class AdapterFile:
         """
         arch, _ = layout_of(model)
         prompt = self.tensors["prompt_embeddings"]
-        if prompt.shape[1] != model.config.hidden_size:
+        if prompt.shape[1] != (width := embedding_width(model)):
             raise ValueError(
-                f"{self.directory}: the prompt is {prompt.shape[1]} wide, the model's hidden_size is "
-                f"{model.config.hidden_size}"
+                f"{self.directory}: the prompt is {prompt.shape[1]} wide, the model's embeddings are {width}"
             )
         for name, tensor in self.tensors.items():
             if name != "prompt_embeddings":

@@ -15,7 +15,7 @@ from torch import nn
 from engine.checkpoint import all_tensors
 from engine.init import clean_name
 from engine.shards import is_sharded
-from modelcenter.convert.rules import ArchMap, Layout, compile_layout
+from modelcenter.convert.rules import CROSS, ArchMap, Layout, compile_layout
 from modelcenter.models.base import VOCABULARY_TASKS, Model
 from modelcenter.registry import get, nearest
 
@@ -70,6 +70,12 @@ def layout_of(model: Model) -> tuple[ArchMap, Layout]:
     return arch, compile_layout(arch, model.task, model.config, base_shapes(model))
 
 
+def embedding_width(model: Model) -> int:
+    """Of a token's embedding as the model looks it up; of an encoder-decoder, the encoder's."""
+    c: Any = model.config
+    return getattr(c, "embedding_size", None) or c.hidden_size
+
+
 def base_name(model: Model) -> str | None:
     """What transformers is to load under the adapter: the Hub id, or the directory."""
     report = getattr(model, "load_report", None)
@@ -111,7 +117,7 @@ def trained_whole(model: Model, names: Collection[str] | None, fresh: Collection
         places = {name.split(".")[0] for name in fresh if model.is_head(name)}
         if model.task not in (*VOCABULARY_TASKS, "base"):
             places.add("head")
-        chosen = [name for name in everything if name.split(".")[0] in places]
+        chosen = [name for name in everything if name in fresh or name.split(".")[0] in places]
     else:
         chosen = []
         for wanted in names:
@@ -125,14 +131,46 @@ def trained_whole(model: Model, names: Collection[str] | None, fresh: Collection
                 )
             chosen += found
     for name in chosen:
-        shared = layout.part[name] and model.task in VOCABULARY_TASKS
+        shared = model.is_head(name) and model.task in VOCABULARY_TASKS
         tied = name == "embed.weight" and getattr(model.config, "tie_embeddings", False)
         if shared or (tied and model.task in VOCABULARY_TASKS):
             raise ValueError(
                 f"modules_to_save: {name} takes part in the vocabulary's matrix, of which peft would make a second "
                 f"copy in transformers' model; leave it out for the task {model.task!r}"
             )
+    check_modules(layout, chosen)
     return list(dict.fromkeys(chosen))
+
+
+def saved_modules(layout: Layout, trained: Collection[str]) -> dict[str, str]:
+    """{hub tensor that holds parameters of `trained`, by its key: the module of transformers' model that is saved}."""
+    modules = {}
+    for key in layout.shapes:
+        natives = layout.natives(key)
+        if set(natives).intersection(trained):
+            written = layout.written[key]
+            # Outside the base model a head is one module, whatever it is made of.
+            inside = written != key or layout.part[natives[0]] in ("", CROSS)
+            modules[key] = written.rpartition(".")[0] if inside else written.split(".")[0]
+    return modules
+
+
+def check_modules(layout: Layout, chosen: Collection[str]) -> None:
+    """Raise ValueError where peft, which copies whole modules, would save or train other tensors than `chosen`."""
+    modules = saved_modules(layout, chosen)
+    for key, module in modules.items():
+        missing = [name for name in layout.natives(key) if name not in chosen]
+        for other in layout.shapes:
+            if other not in modules and layout.written[other].startswith(f"{module}."):
+                missing += layout.natives(other)
+        if missing:
+            raise ValueError(f"modules_to_save: transformers' {module} also holds {', '.join(missing)}; add it")
+    for tie in layout.ties.values():
+        if tie.to in modules and tie.compare:
+            raise ValueError(
+                f"modules_to_save: transformers' {layout.written[tie.to]} is {tie.key}, too, and peft would train and "
+                f"load a copy of {modules[tie.to]} alone; leave {', '.join(layout.natives(tie.to))} out"
+            )
 
 
 def _by_hub_name(layout: Layout, wanted: str) -> list[str]:

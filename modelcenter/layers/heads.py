@@ -238,11 +238,11 @@ class VocabularyHead(Smoothing, nn.Module):
 
         def find() -> tuple[Tensor, Tensor]:
             labels = ctx.unpad(self.targets(batch), IGNORE_INDEX)  # type: ignore[arg-type]
-            known = labels
-            if on_host(batch["labels"]) is not batch["labels"] and ctx.as_given:
-                known = self.targets({name: on_host(value) for name, value in batch.items()})  # type: ignore[assignment]
-            where = (known.flatten() != IGNORE_INDEX).nonzero().flatten()
-            return labels, to_device(where, labels.device)
+            if on_host(batch["labels"]) is batch["labels"] or not ctx.as_given:
+                return labels, (labels != IGNORE_INDEX).nonzero().flatten()
+            known = self.targets({name: on_host(value) for name, value in batch.items()})
+            where = (known.flatten() != IGNORE_INDEX).nonzero().flatten()  # type: ignore[union-attr]
+            return labels, ctx.among_all(to_device(where, labels.device))
 
         return ctx.once("labelled", find)
 

@@ -43,8 +43,8 @@ class Marks:
         first: place of the first query among the keys, one for all or (n,).
         """
         queries, device = self.values.shape[1], self.values.device
-        place = torch.arange(queries, device=device) + torch.as_tensor(first, device=device).view(-1, 1)
-        before = torch.arange(keys.values.shape[1], device=device) <= place[:, :, None]
+        place = torch.arange(queries, device=device) + (first.view(-1, 1) if isinstance(first, Tensor) else first)
+        before = torch.arange(keys.values.shape[1], device=device) <= place.view(-1, queries, 1)
         seen = keys.field(0, True).bool() | (before & ~self.field(0).bool())
         return ~(seen & (self.field(1) == keys.field(1, True)))[:, None]
 

@@ -317,8 +317,12 @@ class Packed:
 
     @property
     def as_given(self) -> bool:
-        """Whether the tokens are those of the input, in its order: no padding, none of other ranks or of the model."""
-        return self.indices is None and self.split is None and self.inner is None and not self.dummy
+        """Whether the tokens but the model's own are those of the input, in its order: no padding, no other ranks."""
+        return self.indices is None and self.split is None and not self.dummy
+
+    def among_all(self, places: Tensor) -> Tensor:
+        """Numbers among all tokens of those with the numbers `places` (m,) among the input's, `as_given`."""
+        return places if self.inner is None else self.inner.index_select(0, places)
 
     @property
     def num_tokens(self) -> int:
@@ -348,9 +352,10 @@ class Packed:
         x = x.flatten(0, 1)
         x = x if self.indices is None else x.index_select(0, self.indices)
         if self.inner is not None:
-            total = sum(self.host_lengths()) - self.dummy
+            assert self.own is not None
+            total = self.inner.numel() + self.own.numel()  # as the lengths say, which may be on a device alone
             whole = x.new_full((total, *x.shape[1:]), fill).index_copy(0, self.inner, x)
-            if prefix is not None and self.own is not None:
+            if prefix is not None:
                 rows = prefix.to(x.dtype).repeat(self.num_sequences, *([1] * (x.dim() - 1)))
                 whole = whole.index_copy(0, self.own, rows)
             x = whole

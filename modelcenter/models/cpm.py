@@ -116,8 +116,10 @@ class CPM(Decoder):
         if any(tuple(value.shape) != ctx.shape for value in given):
             shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in zip(self.usual, given, strict=True))
             raise ValueError(f"got {shapes} beside input of shape {ctx.shape}; they must agree")
-        prompt = torch.tensor(of_prompt, device=device).expand(self.prefix_tokens, -1) if self.prefix_tokens else None
-        return ctx.unpad(torch.stack([value.long() for value in given], -1), prefix=prompt)
+        # Filled there, since a copy of numbers of the host would wait for the device.
+        prompt = [torch.full((self.prefix_tokens,), value, device=device) for value in of_prompt]
+        prefix = torch.stack(prompt, -1) if prompt else None
+        return ctx.unpad(torch.stack([value.long() for value in given], -1), prefix=prefix)
 
     @staticmethod
     def of_all(ctx: Packed, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Freezing by name; prompt tuning against peft's; 4-bit bases."""
 
+import re
 import sys
 
 import peft
@@ -31,19 +32,24 @@ def trained(model) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "ours, theirs",
+    "family, ours, theirs",
     [
-        ("embed", "bert.embeddings.word_embeddings"),
-        ("layers.0", "bert.encoder.layer.0"),
-        ("layers.*.mlp.up.bias", "bert.encoder.layer.*.intermediate.dense.bias"),
+        ("bert", "embed", "bert.embeddings.word_embeddings"),
+        ("bert", "layers.0", "bert.encoder.layer.0"),
+        ("bert", "layers.*.mlp.up.bias", "bert.encoder.layer.*.intermediate.dense.bias"),
+        ("t5", "embed", "shared"),
+        ("t5", "decoder.layers.*.cross", "decoder.block.*.layer.1.EncDecAttention"),
+        ("umt5", "encoder.layers.1", "encoder.block.1"),
+        ("encoder-decoder", "decoder.embed", "decoder.bert.embeddings.word_embeddings"),
     ],
 )
-def test_freeze_by_either_name(ours, theirs):
-    models = [mc.from_config("tiny/bert", "masked-lm") for _ in range(2)]
+def test_freeze_by_either_name(family, ours, theirs):
+    task = "masked-lm" if family == "bert" else "seq2seq-lm"
+    models = [mc.from_config(f"tiny/{family}", task) for _ in range(2)]
     names = [freeze(models[0], [ours]), freeze(models[1], [theirs])]
     assert names[0] == names[1]
     everything = {name for name, _ in models[0].named_parameters()}
-    wanted = {n for n in everything if n.startswith(ours + ".")} or {n for n in everything if n.endswith("up.bias")}
+    wanted = {n for n in everything if re.match(ours.replace("*", r"\d+") + r"(\.|$)", n)}
     assert trained(models[0]) == everything - wanted and wanted
 
 
@@ -87,7 +93,6 @@ def test_freeze_before_sharding(tmp_path):
 PROMPTED = [
     ("gpt2", "causal-lm"),
     ("llama", "causal-lm"),
-    ("t5", "seq2seq-lm"),
     ("bert", "sequence-classification"),
     ("roberta", "sequence-classification"),
     ("gpt_neox", "causal-lm"),
@@ -137,6 +142,7 @@ def test_generation_goes_on_after_the_prompt(tmp_path):
 
 
 def prompt_on_ranks(base: str, folder: str) -> list[float]:
+    """Of a seq2seq-lm, the rows are read and written."""
     engine.init_distributed(zero_level=3)
     model = mc.from_pretrained(base, adapter=PromptTuning(4), seed=3)
     optimizer = engine.optim.AdamOptimizer([p for p in model.parameters() if p.requires_grad], lr=0.05)
@@ -151,8 +157,16 @@ def prompt_on_ranks(base: str, folder: str) -> list[float]:
     return losses
 
 
-def test_prompts_train_on_two_ranks_as_on_one(tmp_path):
-    base = save_base(tmp_path / "base", "gpt2", "causal-lm")
+@pytest.mark.parametrize(
+    "family, task",
+    [
+        ("gpt2", "causal-lm"),
+        pytest.param("t5", "seq2seq-lm", marks=pytest.mark.full),
+        pytest.param("encoder-decoder", "seq2seq-lm", marks=pytest.mark.full),
+    ],
+)
+def test_prompts_train_on_two_ranks_as_on_one(family, task, tmp_path):
+    base = save_base(tmp_path / "base", family, task)
     (alone,) = testing.run(prompt_on_ranks, 1, str(base), str(tmp_path / "one"))
     assert alone[0] != alone[2]
     for found in testing.run(prompt_on_ranks, 2, str(base), str(tmp_path / "two")):
@@ -171,7 +185,7 @@ def test_models_that_take_no_prompt(tmp_path):
     save_adapter(model, tmp_path / "adapter")
     with pytest.raises(ValueError, match="peft_type is 'PROMPT_TUNING', expected 'LORA'"):
         load_lora(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="the prompt is .* wide, the model's hidden_size is"):
+    with pytest.raises(ValueError, match="the prompt is .* wide, the model's embeddings are"):
         load_prompt(tmp_path / "adapter", mc.from_config("tiny/gpt2", "causal-lm", hidden_size=64, num_heads=4))
     with pytest.raises(ValueError, match="merge: the model has a prompt"):
         merge_lora(model)

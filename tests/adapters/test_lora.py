@@ -239,6 +239,8 @@ SHARDED = [
     ("gpt_neox", "causal-lm", 3, 1, "fp32", True),
     ("llama", "causal-lm", 3, 2, "fp32", False),
     pytest.param("t5", "seq2seq-lm", 3, 2, "fp32", False, marks=pytest.mark.full),
+    pytest.param("encoder-decoder", "seq2seq-lm", 3, 1, "fp32", False, marks=pytest.mark.full),
+    pytest.param("t5", "seq2seq-lm", 3, 1, "fp32", True, marks=pytest.mark.full),
     pytest.param("bert", "masked-lm", 0, 1, "fp32", False, marks=pytest.mark.full),
     pytest.param("bert", "masked-lm", 1, 1, "fp32", False, marks=pytest.mark.full),
 ]

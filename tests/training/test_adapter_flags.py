@@ -4,16 +4,19 @@ import json
 import signal
 
 import pytest
+import seq2seq_toys
 import torch
 from safetensors.torch import load_file
 from toydata import command, flags, make_rows, make_tokenizer, write_folder
-from toyruns import curve, die_at, weights
+from toyruns import assert_same_end, curve, die_at, weights
 
 import modelcenter as mc
 from engine.testing import run as on_ranks
 from modelcenter.training.config import ClassificationConfig
 from scripts.finetune_classification import main
+from scripts.finetune_seq2seq import main as seq2seq
 
+SCRATCH = ("from_scratch", "model_config")
 LORA = {"lora_rank": 3, "lora_alpha": 5, "lora_targets": ["q", "mlp.up"]}
 
 
@@ -112,3 +115,46 @@ def test_new_tokens_get_rows(folder):
 def test_mistakes(changes, says):
     with pytest.raises(ValueError, match=says):
         ClassificationConfig(**changes)
+
+
+@pytest.mark.full
+def test_an_encoder_decoder_with_an_adapter(tmp_path, monkeypatch):
+    """A run that is stopped goes on bit for bit, dropouts included; two sharded ranks; peft's model is the export."""
+    from peft import PeftModel
+    from transformers import T5ForConditionalGeneration
+
+    folder, tokenizer = seq2seq_toys.write_folder(tmp_path), seq2seq_toys.make_tokenizer()
+    special = {"pad_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2, "dropout": 0.1}
+    sizes = seq2seq_toys.SIZES | special | {"vocab_size": len(tokenizer)}
+    mc.from_config("tiny/t5", "seq2seq-lm", **sizes).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+
+    def values_of(name, **changes):
+        own = {"model": str(folder / "base"), "tokenizer": str(folder / "base"), "save_every": 2}
+        own |= {
+            "output_dir": str(folder / name),
+            "epochs": 2,
+            "max_new_tokens": 4,
+            "lora_rank": 3,
+            "lr": 1e-2,
+        } | changes
+        return command({k: v for k, v in seq2seq_toys.flags(folder, **own).items() if k not in SCRATCH})
+
+    seq2seq(values_of("whole", lora_dropout=0.2))
+    with monkeypatch.context() as patch:
+        die_at(patch, 3, signal.SIGTERM)
+        seq2seq(values_of("run", lora_dropout=0.2))
+    assert len(curve(folder, "run")) < len(curve(folder, "whole"))
+    seq2seq(values_of("run", lora_dropout=0.2))
+    assert_same_end(folder, "run")
+    seq2seq(values_of("one"))
+    cut = {"zero": 3, "batch_size": 2, "gradient_accumulation_steps": 2}
+    on_ranks(lambda: seq2seq(values_of("two", **cut)), 2, timeout=120)
+    for row, expected in zip(curve(folder, "two"), curve(folder, "one"), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    ids = torch.arange(4, 16).view(2, 6)
+    base, merged = (T5ForConditionalGeneration.from_pretrained(folder / at).eval() for at in ("base", "two/model"))
+    theirs = PeftModel.from_pretrained(base, folder / "one" / "adapter").eval()
+    with torch.no_grad():
+        wanted, found = (model(input_ids=ids, decoder_input_ids=ids).logits for model in (theirs, merged))
+    assert torch.allclose(found, wanted, atol=1e-4 * wanted.abs().max().item())

@@ -7,35 +7,46 @@ import torch
 
 import modelcenter as mc
 from engine.ops import dropout_key
+from modelcenter.adapters import PromptTuning
 from modelcenter.compare import pack_rows, rows_for
 from modelcenter.layers import host
 
 CASES = [
-    ("tiny/bert", "masked-lm"), ("tiny/gpt2", "causal-lm"), ("tiny/t5", "seq2seq-lm"), ("tiny/qwen3", "causal-lm"),
-    pytest.param("tiny/bert", "sequence-classification", marks=pytest.mark.full),
-    pytest.param("tiny/bert", "question-answering", marks=pytest.mark.full),
-    pytest.param("tiny/bert", "token-classification", marks=pytest.mark.full),
-    pytest.param("tiny/gptj", "causal-lm", marks=pytest.mark.full),
+    ("tiny/bert", "masked-lm", False), ("tiny/gpt2", "causal-lm", False), ("tiny/t5", "seq2seq-lm", False),
+    ("tiny/qwen3", "causal-lm", False),
+    pytest.param("tiny/bert", "sequence-classification", False, marks=pytest.mark.full),
+    pytest.param("tiny/bert", "question-answering", False, marks=pytest.mark.full),
+    pytest.param("tiny/bert", "token-classification", False, marks=pytest.mark.full),
+    ("tiny/cpmant", "causal-lm", False), ("tiny/gpt2", "causal-lm", True),
+    pytest.param("tiny/t5", "seq2seq-lm", True, marks=pytest.mark.full),
+    pytest.param("tiny/cpm3", "causal-lm", False, marks=pytest.mark.full),
+    pytest.param("tiny/cpmbee", "causal-lm", False, marks=pytest.mark.full),
+    pytest.param("tiny/encoder-decoder", "seq2seq-lm", False, marks=pytest.mark.full),
+    pytest.param("tiny/gptj", "causal-lm", False, marks=pytest.mark.full),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "task"), CASES)
-def test_forward_and_backward_read_nothing(name, task, monkeypatch):
+@pytest.mark.parametrize(("name", "task", "prompt"), CASES)
+def test_forward_and_backward_read_nothing(name, task, prompt, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # there is none for meta
     model = mc.from_config(name, task, policy=False).train()
+    if prompt:
+        PromptTuning(3).add_to(model)
+    wanted = {name for name, p in model.named_parameters() if p.requires_grad}
     batch = {**pack_rows(task, rows_for(task, model.config, lengths=(5, 3, 7))), "row_ids": torch.arange(3)}
     with dropout_key(1, 2):
         loss = mc.training.accumulate(model.to("meta"), [batch])
-    assert loss.is_meta and all(p.grad is not None for p in model.parameters())
+    assert loss.is_meta and {name for name, p in model.named_parameters() if p.grad is not None} == wanted
     for user in ("packing", "heads"):
         monkeypatch.setattr(f"modelcenter.layers.{user}.on_host", lambda value: value)
     with pytest.raises((NotImplementedError, RuntimeError)):  # without the host's copies it has to ask
         mc.training.accumulate(model, [batch])
 
 
-def test_labels_found_on_the_host_are_those_of_the_device():
+@pytest.mark.parametrize("name", ["tiny/gpt2", "tiny/cpmant"])
+def test_labels_found_on_the_host_are_those_of_the_device(name):
     """A head's loss is the same whether its batch remembers the host's copy or not."""
-    model = mc.from_config("tiny/gpt2", "causal-lm", policy=False).eval()
+    model = mc.from_config(name, "causal-lm", policy=False).eval()
     batch = pack_rows("causal-lm", rows_for("causal-lm", model.config, lengths=(5, 3, 7)))
     wanted = model(**batch).loss
     for name, value in batch.items():

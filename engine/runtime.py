@@ -128,8 +128,10 @@ def init_distributed(
     rank_, world_size_, local_rank_ = launched or (0, 1, 0)
     if world_size_ % math.prod(sizes.values()):
         what = " * ".join(name for name, size in sizes.items() if size > 1)
+        ranks = "is 1 rank" if world_size_ == 1 else f"are {world_size_} ranks"
         raise ValueError(
-            f"{what} is {math.prod(sizes.values())} but there are {world_size_} ranks: it must divide them"
+            f"{what} is {math.prod(sizes.values())} but there {ranks}: it must divide them; "
+            "`torchrun --nproc_per_node N` starts N"
         )
     device_ = _choose_device(device, local_rank_)
     if launched is not None and not dist.is_initialized():

@@ -118,7 +118,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
     """A sentence that offers the names closest to a mistyped one; empty when none is close."""
-    close = difflib.get_close_matches(name.lower(), list(names), n=count, cutoff=0.55)
+    close = difflib.get_close_matches(name.lower(), list(dict.fromkeys(names)), n=count, cutoff=0.55)
     return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
 
 

@@ -96,6 +96,7 @@ class Table:
     columns: name -> list of `len(self)` values (str, int, float, bool, list or None).
     classes: class names of the integer columns for which the source tells them (Hub ClassLabel features).
     shares: of the parts of a mixture (see mixture.mixed), in the order of the origins.
+    like: the name of a table whose columns this one has to have; None: of none.
     """
 
     columns: dict[str, list[Any]]
@@ -103,6 +104,7 @@ class Table:
     classes: dict[str, list[str]] = field(default_factory=dict)
     index: np.ndarray | None = None  # row of this table -> row of the origins laid end to end; None: the same
     shares: Sequence[Share] = ()
+    like: str | None = None
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()))) if self.columns else 0

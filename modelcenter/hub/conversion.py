@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from engine import checkpoint
+from engine.memory import readable
 from modelcenter._version import __version__
 from modelcenter.convert.pieces import HUB, NATIVE, whole
 from modelcenter.convert.stream import CHUNK_BYTES, chunks
@@ -87,7 +88,7 @@ class Conversion:
         rate = self.bytes / max(self.seconds, 1e-9) / 1e6
         text = (
             f"{self.source} -> {self.target} ({self.format}): {self.tensors} tensors, {self.parameters:,} parameters, "
-            f"{self.bytes / 1e9:.2f} GB in {self.seconds:.1f} s ({rate:.0f} MB/s)"
+            f"{readable(self.bytes)} in {self.seconds:.1f} s ({rate:.0f} MB/s)"
         )
         text += f"; {self.continued} were there from an interrupted conversion" if self.continued else ""
         for what, names in (("heads beside the named one", self.further_heads), ("dropped", self.dropped),
@@ -290,7 +291,9 @@ class _Run:
         main = str(max(counts, key=lambda d: counts[d])).removeprefix("torch.") if counts else "float32"
         hf_class = opened.arch.tasks[opened.whole.task].hf_class
         write_json(scratch / CONFIG_FILE, opened.arch.config.write(opened.config, hf_class, main))
-        for name in (GENERATION_FILE, CARD_FILE, *TOKENIZER_FILES):
+        # A README.md where no checkpoint was is somebody's: it stays.
+        taken = (self.target / CARD_FILE).is_file() and not (self.target / CONFIG_FILE).is_file()
+        for name in (GENERATION_FILE, *(() if taken else (CARD_FILE,)), *TOKENIZER_FILES):
             if (path := opened.file(name)) is not None:
                 shutil.copyfile(path, scratch / name)
 

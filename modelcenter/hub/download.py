@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelcenter.hub.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, WEIGHT_FILES
-from modelcenter.registry import nearest, preset_names
+from modelcenter.hub.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, SETTINGS_FILE, WEIGHT_FILES
+from modelcenter.registry import list_models, nearest, preset_names
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,9 @@ class HubOptions:
     token: str | bool | None = None
     cache_dir: str | Path | None = None
     local_files_only: bool = False
+
+
+_ASKED_FIRST = (CONFIG_FILE, ADAPTER_CONFIG_FILE, SETTINGS_FILE)  # by which it is seen whether a repository is there
 
 
 def download_file(repo: str, name: str, options: HubOptions) -> Path | None:
@@ -37,7 +40,7 @@ def download_file(repo: str, name: str, options: HubOptions) -> Path | None:
     cached = _in_cache(repo, name, options)
     with explained(repo, options, name):
         try:
-            if name in (CONFIG_FILE, ADAPTER_CONFIG_FILE) and cached is None and not is_offline(options):
+            if name in _ASKED_FIRST and cached is None and not is_offline(options):
                 # hf_hub_download retries for half a minute before it says that there is no network or no such name.
                 get_hf_file_metadata(hf_hub_url(repo, name, revision=options.revision), token=options.token)
             path = hf_hub_download(
@@ -113,9 +116,11 @@ def _in_cache(repo: str, name: str, options: HubOptions) -> Any:
 
 
 def _unreachable(repo: str, name: str, endpoint: str, error: BaseException) -> ValueError:
+    known = any(repo == info.hub for info in list_models())  # then nothing is misspelt
+    hint = "" if known else nearest(repo, preset_names())
     return ValueError(
         f"{repo!r} is no local directory, its {name} is not in the cache, and {endpoint} cannot be reached ({error}). "
-        f"Check the network, HF_ENDPOINT and proxies, or give a directory.{nearest(repo, preset_names())}"
+        f"Check the network, HF_ENDPOINT and proxies, or give a directory.{hint}"
     )
 
 

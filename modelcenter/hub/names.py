@@ -3,6 +3,7 @@
 CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE = "config.json", "generation_config.json", "manifest.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"  # of peft
 CARD_FILE, CURVES_FILE = "README.md", "curves.png"
+SETTINGS_FILE = "tokenizer_config.json"
 # Each also as <name>.index.json with shards; the last is ModelCenter's.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
 TOKENIZER_FILES = (

@@ -1,15 +1,15 @@
 """Tokenizers are transformers' own, but for CPM's (tokenization_cpm); names are resolved here."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from modelcenter.hub.names import CONFIG_FILE, TOKENIZER_FILES
+from modelcenter.hub.download import HubOptions, download_file
+from modelcenter.hub.names import CONFIG_FILE, SETTINGS_FILE, TOKENIZER_FILES
 from modelcenter.hub.resolve import local_directory, read_json, repo_of
 from modelcenter.registry import ARCHITECTURES, get
 
-SETTINGS_FILE, VOCABULARY_FILE = "tokenizer_config.json", "vocab.txt"
+VOCABULARY_FILE = "vocab.txt"
 # What reads the vocab.txt of a model that no file names a tokenizer for; CpmAntTokenizer is transformers' own.
 _OF_MODEL = {
     "cpm1": "CPM1Tokenizer",
@@ -50,8 +50,9 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
             "tokenizer.save_pretrained"
         )
     kwargs.setdefault("trust_remote_code", False)  # transformers would ask on the terminal about the code of a model
+    of_cpm = _class_of_cpm(directory, source, kwargs)
     try:
-        if (of_cpm := _class_of_cpm(directory, source, kwargs)) is not None:
+        if of_cpm is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "use_fast")}
             return of_cpm.from_pretrained(source, **kwargs)
         return _with_end(AutoTokenizer.from_pretrained(source, **kwargs), directory)
@@ -81,14 +82,14 @@ def _class_of_cpm(directory: Path | None, source: str, kwargs: Mapping[str, Any]
     Args:
         directory: where the files are, None: on the Hub, as `source`. kwargs: of load_tokenizer.
     """
-    from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
-    if directory is None:
+    path: Path | None
+    if directory is None:  # also tells at once of a name that is not there, or of no network
         known = ("revision", "token", "cache_dir", "local_files_only")
-        settings = get_tokenizer_config(source, **{name: kwargs[name] for name in known if name in kwargs})
+        options = HubOptions(**{name: kwargs[name] for name in known if kwargs.get(name) is not None})
+        path = download_file(source, SETTINGS_FILE, options)
     else:
         path = directory / SETTINGS_FILE
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    settings = read_json(path) if path is not None and path.is_file() else {}
     name = _OURS.get(settings.get("tokenizer_class", ""))
     if name is None and not settings and directory is not None:
         bare = (directory / VOCABULARY_FILE).is_file() and (directory / CONFIG_FILE).is_file()

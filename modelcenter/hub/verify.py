@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from engine.memory import readable
 from modelcenter.convert.pieces import HUB, whole
 from modelcenter.hub.blocks import Blocks
 from modelcenter.hub.opened import Opened, Request, open_any
@@ -39,7 +40,7 @@ class Verification:
         return not (self.different or self.only_first or self.only_second)
 
     def __str__(self) -> str:
-        lines = [f"{self.first}\n{self.second}", f"{self.equal} tensors, {self.bytes / 1e9:.2f} GB, are equal"]
+        lines = [f"{self.first}\n{self.second}", f"{self.equal} tensors, {readable(self.bytes)}, are equal"]
         lines += [f"  {name!r} differs: {why}" for name, why in list(self.different.items())[:20]]
         for names, which in ((self.only_first, self.first), (self.only_second, self.second)):
             if names:

@@ -205,9 +205,19 @@ class Model(nn.Module):
         return ctx
 
     def embedded(self, batch: Batch, ctx: Packed, table: nn.Module, prefix: str = "") -> Tensor:
-        """(T, hidden_size): the caller's embeddings, or those of its tokens."""
+        """(T, hidden_size): the caller's embeddings, or those of its tokens.
+
+        Raises:
+            ValueError: a token that the table has not (on a GPU the kernel says it).
+        """
         ids = batch.get(f"{prefix}input_ids")
-        x = ctx.unpad(batch[f"{prefix}inputs_embeds"]) if ids is None else table(ctx.unpad(ids))
+        try:
+            x = ctx.unpad(batch[f"{prefix}inputs_embeds"]) if ids is None else table(ctx.unpad(ids))
+        except IndexError as error:
+            raise ValueError(
+                f"{prefix}input_ids: got tokens from {int(ids.min())} to {int(ids.max())}, expected 0 to "
+                f"{self.config.vocab_size - 1} (vocab_size); the tokenizer may be another model's"
+            ) from error
         return x if self.prompt is None or ctx.own is None else self.prompt(x, ctx)
 
     def check_positions(self, batch: Batch, ctx: Packed, most: int) -> None:

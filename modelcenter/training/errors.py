@@ -5,6 +5,7 @@ import select
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,8 +27,10 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
 
     MODELCENTER_TRACEBACK=1 (or traceback=True) lets them pass, as do all other errors. Where every rank fails alike
     only rank 0 speaks: the others wait, and by then the launcher has ended them; what only one rank saw is said with
-    its number. Ctrl-C, and a reader of the output that is gone (`| head`), end it without a word.
+    its number. Ctrl-C, and a reader of the output that is gone (`| head`), end it without a word. A UserWarning
+    is a line that starts with `warning:`, without the place in the code.
     """
+    usual, warnings.formatwarning = warnings.formatwarning, _format_warning
     shown = traceback or os.environ.get("MODELCENTER_TRACEBACK", "") not in ("", "0")
     try:
         yield
@@ -46,6 +49,16 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
             time.sleep(_HEAD_START)
         print(f"{f'[rank {rank}] ' if rank else ''}error: {_text(error)}", file=sys.stderr, flush=True)
         raise SystemExit(128 + error.signal_number if isinstance(error, Stopped) else 2) from None
+    finally:
+        warnings.formatwarning = usual
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    if category is UserWarning:
+        return f"warning: {message}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 def _reader_gone() -> bool:

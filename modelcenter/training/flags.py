@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from modelcenter._paths import scripts_dir
 from modelcenter.registry import nearest
 
 # Other programs' flags whose values, too, are not ours: flag -> (our flag, {its value: ours; None: says nothing new}).
@@ -216,7 +217,9 @@ def _read_yaml(cls: type[Flags], path: Path) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"config: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        shipped = scripts_dir() / "recipes" / path.name
+        hint = f"; the recipe of that name is {shipped}" if not path.exists() and shipped.is_file() else ""
+        raise ValueError(f"config: cannot read {path}: {getattr(error, 'strerror', None) or error}{hint}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"config: {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if loaded is not None and not isinstance(loaded, dict):

@@ -97,6 +97,8 @@ def train(
         summary = run.leave(status, reason)
     if status == "finished" and output is not None:
         run.publish(output)
+    if output is not None:
+        run.record.say(run.last_line(output))
     engine.synchronize()  # a rank that left earlier could make its launcher end rank 0 while it writes
     run.stopping.raise_if_interrupted()
     return summary
@@ -261,6 +263,19 @@ class Run:
         steps = f"{self.feed.steps:,} steps of {each}"
         going_on = f", going on after step {self.step:,}" if self.step else ""
         return f"{rows}; {judged}; {steps} on {ranks} ({engine.device()}, {self.cfg.precision}){going_on}"
+
+    def last_line(self, output: Path) -> str:
+        """What has become of the run, and what can be done next."""
+        steps = f"step {self.step:,}/{self.feed.steps:,}"
+        if self.stopping.reason is not None:
+            saved = latest_checkpoint(output / resume.CHECKPOINTS) is not None
+            return f"{self.stopping.reason}, at {steps}; the same command {'goes on' if saved else 'starts again'}"
+        if self.cfg.quantize is not None:
+            return f"finished at {steps}: what was trained is in {output / 'adapter'}"
+        kept = self.best if self.cfg.best_metric is not None else {}
+        which = f", of step {kept['step']:,} ({self.cfg.best_metric} {kept['value']:.4f})" if kept else ""
+        use = f"`modelcenter predict {output} DATA` uses it"
+        return f"finished at {steps}: the model is in {output / 'model'}{which}; {use}"
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import engine
 import modelcenter
@@ -27,7 +27,9 @@ def run_predict(cfg: PredictConfig) -> None:
     model, tokenizer, examples = _load(cfg, task, trained)
     said = task.predict(model, tokenizer, examples, cfg)
     if engine.rank() == 0:
-        write_lines(cfg.output, (json.dumps(row, ensure_ascii=False) for row in said))
+        written = write_lines(cfg.output, (json.dumps(row, ensure_ascii=False) for row in said))
+        if cfg.output is not None:
+            print(f"{cfg.output}: {written:,} rows", file=sys.stderr)
     engine.synchronize()  # no rank leaves before the result is written
 
 
@@ -85,13 +87,17 @@ def check_output(path: str | None) -> None:
             raise OSError(f"output: cannot write {path}: {error.strerror}") from None
 
 
-def write_lines(path: str | None, lines: Iterable[str]) -> None:
+def write_lines(path: str | None, lines: Iterable[str]) -> int:
+    """Write lines to a file, which is there when it is whole, or to standard output; returns how many they were."""
     if path is None:
-        for line in lines:
-            sys.stdout.write(line + "\n")
-        return
+        return _write(sys.stdout, lines)
     target = Path(path).expanduser()
     work = target.with_name(f".{target.name}.writing")
     with work.open("w", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in lines)
+        written = _write(file, lines)
     work.rename(target)
+    return written
+
+
+def _write(file: TextIO, lines: Iterable[str]) -> int:
+    return sum(bool(file.write(line + "\n")) for line in lines)

@@ -205,7 +205,9 @@ class Display:
 
 
 def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
+    if value is None:
+        return "none"
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.1f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

@@ -52,6 +52,8 @@ def test_there_and_back(kind, tmp_path):
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape))
     model.save_pretrained(tmp_path / "hub", max_shard_size="40KB")
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "README.md").write_text("of something else")
     there = convert(tmp_path / "hub", tmp_path / "shards", "distributed", workers=1, verify=True)
     back = convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1, verify=True, max_shard_size="70KB")
     same_bits(weights(tmp_path / "hub"), weights(tmp_path / "back"))
@@ -63,6 +65,9 @@ def test_there_and_back(kind, tmp_path):
     same_bits(dict(model.state_dict()), dict(plain.state_dict()))
     again = mc.from_pretrained(tmp_path / "shards")
     same_bits(dict(model.state_dict()), dict(again.state_dict()))
+    assert (tmp_path / "back" / "README.md").read_text() == "of something else" and (
+        tmp_path / "shards/README.md"
+    ).is_file()
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
         (tmp_path / "hub" / "config.json").read_text()
     )

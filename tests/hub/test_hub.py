@@ -190,7 +190,7 @@ out["tokenizer"] = attempt(lambda: mc.AutoTokenizer.from_pretrained("me/missing"
         ("tiny/bert", "preset without weights", "modelcenter.from_config('tiny/bert')"),
         ("token", "me/private", "token"),
         ("read", "pushing to", "may write there"),
-        ("tokenizer", "no tokenizer could be loaded from me/missing"),
+        ("tokenizer", "'me/missing' is no local directory, and"),
     ):
         assert out[name].startswith("ValueError: "), out[name]
         for word in words:
@@ -207,6 +207,8 @@ def test_without_a_network(hub, home):
     assert "not in the cache" in offline and "while offline" in offline and str(home) in offline
     dead = run(hub, home, code, "bert-base-casd", HF_ENDPOINT="http://127.0.0.1:9")
     assert "http://127.0.0.1:9 cannot be reached" in dead and "Did you mean 'bert-base-cased'" in dead
+    right = run(hub, home, code, "google-bert/bert-base-cased", HF_ENDPOINT="http://127.0.0.1:9")
+    assert "cannot be reached" in right and "Did you mean" not in right
 
 
 def test_verbs_take_names(hub, saved, home, tmp_path):

@@ -163,6 +163,8 @@ def test_yaml_mistakes(tmp_path, content, says):
 def test_yaml_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="config: cannot read .*a.yaml: No such file"):
         read("--config", str(tmp_path / "a.yaml"))
+    with pytest.raises(ValueError, match="the recipe of that name is .*scripts/recipes/sst2.yaml$"):
+        read("--config", str(tmp_path / "sst2.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import transformers
 import engine
 import modelcenter as mc
 from modelcenter.training.config import GenerateConfig
+from modelcenter.training.errors import user_errors
 from modelcenter.training.generate import _Terminal, run_generate
 from modelcenter.training.texts import _say, new_tokens
 
@@ -138,6 +140,13 @@ def test_an_interrupt_and_a_closed_pipe_end_quietly(folder):
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == (b"", status)
         process.stderr.close()
+
+
+def test_a_warning_is_one_line():
+    usual = warnings.formatwarning
+    with user_errors():
+        assert warnings.formatwarning(UserWarning("not built"), UserWarning, "a.py", 1) == "warning: not built\n"
+    assert warnings.formatwarning is usual
 
 
 def on_ranks(folder, out):

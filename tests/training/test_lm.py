@@ -186,6 +186,7 @@ def test_predict_is_what_transformers_generates(trained, tmp_path):
     cli([*words, "--output", str(tmp_path / "out.jsonl")])
     found = read(tmp_path / "out.jsonl")
     tokenizer, model = make_tokenizer(), hugging_face(trained / "run" / "model").eval()
+    assert model.config.eos_token_id == tokenizer.eos_token_id  # not GPT-2's
     for row, said in zip(read(data), found, strict=True):
         ids = tokenizer(row["mr"] + "\n", return_tensors="pt")["input_ids"]
         whole = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=0)

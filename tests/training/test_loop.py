@@ -106,7 +106,10 @@ def test_what_a_run_leaves(folder, curves, capsys):
     assert (folder / "run" / "model" / "curves.png").is_file()
     shown = capsys.readouterr().out
     assert "27 rows (text 'text', label 'label' with 2 classes: bad, good); evaluation on 11 rows; 8 steps" in shown
-    assert shown.count("step ") == len(rows)
+    *_, last = lines = shown.splitlines()
+    assert sum(line.startswith("step ") for line in lines) == len(rows)
+    run = folder / "run"
+    assert last == f"finished at step 8/8: the model is in {run / 'model'}; `modelcenter predict {run} DATA` uses it"
 
 
 def test_curves_of_rows_without_numbers(curves, tmp_path):
@@ -430,6 +433,10 @@ def test_rows_without_text_and_unseen_labels(folder):
         ValueError, match="b.jsonl, line 13: label 'so-so' is not one of the labels of the training data"
     ):
         finetune(folder, train_data=str(folder / "data" / "train.jsonl"), eval_data=str(folder / "b.jsonl"))
+    write_jsonl(folder / "c.jsonl", [{"review": row["text"], "label": row["label"]} for row in rows])
+    says = "c.jsonl has no column 'text', it has 'review', 'label'. It is that of .*train.jsonl, whose columns the"
+    with pytest.raises(ValueError, match=says):
+        finetune(folder, eval_data=str(folder / "c.jsonl"))
 
 
 def test_starting_from_a_checkpoint(folder):

@@ -32,10 +32,11 @@ def read(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_line_per_row_in_order(folder, tmp_path):
+def test_a_line_per_row_in_order(folder, tmp_path, capsys):
     rows = make_rows(21, seed=4)
     data = write_jsonl(tmp_path / "new.jsonl", [{"id": i, "text": row["text"]} for i, row in enumerate(rows)])
     cli(["predict", str(folder / "run"), str(data), "--output", str(tmp_path / "out.jsonl"), "--batch_size", "4"])
+    assert capsys.readouterr().err.splitlines()[-1] == f"{tmp_path / 'out.jsonl'}: 21 rows"
     found, expected = read(tmp_path / "out.jsonl"), chances(folder, [row["text"] for row in rows])
     assert [list(row) for row in found] == [["label", "score", "probabilities"]] * 21
     for row, values in zip(found, expected.tolist(), strict=True):

@@ -187,8 +187,9 @@ def test_a_step_that_takes_too_long_is_left(tmp_path):
     assert "stopped by SIGTERM in a step of more than 0.3 s" in (tmp_path / "reason").read_text()
 
 
-def test_max_time(folder):
+def test_max_time(folder, capsys):
     main(command(values_of(folder, "run", max_time="0.01s")))
+    assert capsys.readouterr().out.splitlines()[-1] == "max_time passed, at step 1/12; the same command goes on"
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert (summary["status"], summary["reason"], summary["steps"]) == ("stopped", "max_time passed", 1)
     main(command(values_of(folder, "run")))

@@ -4,6 +4,7 @@ A task says what its rows are made of, which head it asks the model for and how 
 and has read its data by then, so that wrong data is an error before anything else starts.
 """
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -107,8 +108,10 @@ class Task(ABC):
         return {}
 
     def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
-        """What the configuration of a model from random weights says of the tokenizer's special tokens."""
-        return {"pad_token_id": tokenizer.pad_token_id}
+        """What the configuration of a model from random weights says of the tokenizer's special tokens: what a preset
+        says of the first and the last of a text belongs to its family's tokenizer."""
+        ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
+        return {"pad_token_id": tokenizer.pad_token_id} | {n: token for n, token in ends.items() if token is not None}
 
     def prepare_model(self, model: Model, tokenizer: Any) -> None:
         """Last look at the model before it trains, such as a pass over the data with the untrained one."""
@@ -200,7 +203,8 @@ def read_splits(cfg: TrainConfig) -> tuple[Table, Table | None]:
         return sources.hold_out(train, cfg.eval_fraction, cfg.seed)
     if cfg.eval_data is not None:
         other = sources.find(cfg.eval_data, cfg.data_config if cfg.eval_data == cfg.train_data else None)
-        return train, read(other, cfg.eval_split or evaluation_split(other))
+        held = read(other, cfg.eval_split or evaluation_split(other))
+        return train, dataclasses.replace(held, like=train.name)
     if cfg.eval_split is not None:
         return train, concatenate([read(source, cfg.eval_split) for source in found])
     split = sources.SPLITS["dev"]

@@ -103,11 +103,6 @@ class Pretraining(Task):
             column = text_column(table, column)
         self.column = self.cfg.text_column = column
 
-    def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
-        """What a preset says of its first and last tokens belongs to its family's tokenizer; so these, too."""
-        ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
-        return super().special_tokens(tokenizer) | {name: token for name, token in ends.items() if token is not None}
-
     @abstractmethod
     def objective(self, tokenizer: Any, max_length: int, seed: int) -> Objective:
         """What is asked of pieces of text."""

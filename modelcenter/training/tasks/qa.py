@@ -216,8 +216,8 @@ class QuestionAnswering(WindowTask):
         found = self._answer(examples, row, read)
         names = examples.table.columns
         said: dict[str, Any] = {"id": names["id"][row]} if "id" in names else {}
-        said |= {"answer": found.text, "score": found.score, "start": found.start, "end": found.end}
-        return said if self.null_threshold is None else {**said, "null_score": found.null}
+        said |= {"answer": found.text, "score": round(found.score, 6), "start": found.start, "end": found.end}
+        return said if self.null_threshold is None else {**said, "null_score": round(found.null, 6)}
 
     def count(self, examples: QuestionWindows) -> int:
         return len(examples.asked.questions)

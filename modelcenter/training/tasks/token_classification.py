@@ -180,7 +180,7 @@ class TokenClassification(WindowTask):
                 "type": kind,
                 "start": start,
                 "end": end,
-                "score": sum(scores[start:end]) / (end - start),
+                "score": round(sum(scores[start:end]) / (end - start), 6),
             }
             for kind, start, end in entities(tags)
         ]

@@ -1,10 +1,11 @@
 """Programs that nobody here wrote take what this project exports: transformers, peft, sentence-transformers,
-safetensors, ONNX and onnxruntime, gguf.
+safetensors, ONNX and onnxruntime, llama.cpp.
 
 Small models of every architecture, all parameters random, are exported with a tokenizer; each client then loads the
 directories in a process of its own and its numbers are compared with those of the model that was exported. The clients
 live in an environment of their own, made in --env from the running interpreter's packages plus what is missing; the
-versions of torch, transformers and numpy are pinned to the running ones. Exit status 1 if a client fails.
+versions of torch, transformers and numpy are pinned to the running ones. llama.cpp's converter, which asks for an older
+transformers, has an environment beside it. Exit status 1 if a client fails.
 """
 
 import argparse
@@ -19,94 +20,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench import lib
-from scripts.bench.lib import peers
-
-NEEDED = ("peft", "sentence-transformers", "onnx", "onnxruntime", "onnxscript", "gguf")
-PINNED = ("torch", "transformers", "numpy", "tokenizers", "safetensors", "huggingface_hub")
-ARCHITECTURES = (
-    "bert roberta xlm-roberta gpt2 gptj gpt_neox opt llama qwen2 qwen3 mistral minicpm3 t5 mt5 umt5 cpmant".split()
+from scripts.bench.lib import llama_cpp, peers
+from scripts.bench.lib.exports import (
+    ARCHITECTURES,
+    ENCODER_DECODERS,
+    ENCODERS,
+    FOREIGN,
+    TEXTS,
+    Case,
+    cases,
+    inputs_of,
+    make_exports,
+    ours,
 )
-TEXTS = ["the film was good", "a dull slow plot and bad acting that the cast of the movie was in"]
-WORDS = (
-    "the a of and to in is it that film movie story plot acting cast was good bad great dull slow warm excellent awful"
-).split()
-ENCODER_DECODERS = ("t5", "mt5", "umt5")
-Case = tuple[str, str, Path]  # architecture, task, directory
 
-
-# -- what is exported ------------------------------------------------------------------------------------------------
-
-
-def make_exports(folder: Path) -> None:
-    """A directory for every architecture and task, with a tokenizer, and the logits of the model that was exported."""
-    import torch
-
-    import modelcenter as mc
-    from modelcenter.registry import get
-
-    tokenizer = word_tokenizer()
-    for name in ARCHITECTURES:
-        for task in get(name).arch_map().tasks:
-            model = mc.from_config(f"tiny/{name}", task=task, seed=0, vocab_size=len(tokenizer), **specials(name))
-            generator = torch.Generator().manual_seed(1)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-            model.save_pretrained(folder / name / task, tokenizer=tokenizer, max_shard_size="100KB")
-            with torch.no_grad():
-                out = model.eval()(**inputs_of(name, task, tokenizer))
-            tensors = {key: value for key, value in out.items() if isinstance(value, torch.Tensor)}
-            torch.save(tensors, folder / name / f"{task}.pt")
-
-
-def specials(name: str) -> dict[str, Any]:
-    """Ids of the special tokens, as the tokenizer has them; T5 classifies at the last token, which ends the text."""
-    if name == "cpmant":
-        return {}
-    if name == "umt5":  # transformers 5 scales what goes into the vocabulary, whatever the config says
-        return {"pad_token_id": 0, "eos_token_id": 3, "scale_decoder_outputs": True}
-    return {"pad_token_id": 0, "eos_token_id": 3} if name in ENCODER_DECODERS else {"pad_token_id": 0}
-
-
-def word_tokenizer() -> Any:
-    """A tokenizer of whole words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[EOS]"]
-    vocab = {word: i for i, word in enumerate([*special, *dict.fromkeys(WORDS)])}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    core.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "eos": "[EOS]"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, model_max_length=48, **{f"{name}_token": token for name, token in names.items()}
-    )
-
-
-def inputs_of(name: str, task: str, tokenizer: Any) -> dict[str, Any]:
-    """A padded batch for a task; CPM-Ant takes one text, without a mask."""
-    batch = {k: v for k, v in tokenizer(TEXTS, padding=True, return_tensors="pt").items() if k != "token_type_ids"}
-    if name == "cpmant":
-        return {"input_ids": batch["input_ids"][1:]}
-    if name in ENCODER_DECODERS and task in ("base", "seq2seq-lm"):
-        batch["decoder_input_ids"] = batch["input_ids"]
-    if task == "multiple-choice":
-        return {key: value[None] for key, value in batch.items()}
-    return batch
-
-
-def cases(folder: Path) -> list[Case]:
-    return [(d.parent.name, d.name, d) for d in sorted(folder.glob("*/*")) if d.is_dir()]
-
-
-def ours(folder: Path, name: str, task: str) -> dict[str, Any]:
-    import torch
-
-    return torch.load(folder / name / f"{task}.pt", weights_only=True)
-
+NEEDED = ("peft", "sentence-transformers", "onnx", "onnxruntime", "onnxscript")
+PINNED = ("torch", "transformers", "numpy", "tokenizers", "safetensors", "huggingface_hub")
 
 # -- clients: each returns {what: finding}, and raises where it is not as it should be -------------------------------
 
@@ -138,7 +67,7 @@ def load_tokenizer(directory: Path) -> Any:
 def real_places(out: Any, batch: dict[str, Any]) -> Any:
     """The mask of what is no padding, for an output that has a value for each token."""
     mask = batch.get("attention_mask")
-    return mask.bool() if mask is not None and out.shape[:2] == mask.shape else None
+    return mask.bool() if mask is not None and out.shape[: mask.dim()] == mask.shape else None
 
 
 AUTO = {
@@ -151,6 +80,9 @@ AUTO = {
     "token-classification": ("AutoModelForTokenClassification", "logits"),
     "question-answering": ("AutoModelForQuestionAnswering", "start_logits"),
     "multiple-choice": ("AutoModelForMultipleChoice", "logits"),
+    "next-sentence-prediction": ("AutoModelForNextSentencePrediction", "logits"),
+    "text-encoding": ("AutoModelForTextEncoding", "last_hidden_state"),
+    "double-heads": ("GPT2DoubleHeadsModel", "logits"),  # no Auto class has it
 }
 
 
@@ -198,6 +130,9 @@ def transformers_pipeline(folder: Path) -> dict[str, Any]:
     }
     for name, task, directory in cases(folder):
         if task not in tasks or (name in ENCODER_DECODERS and task == "base"):
+            continue
+        if name in ENCODERS and task == "causal-lm":
+            found[f"{name} {tasks[task]}"] = "not compared: an encoder that writes"
             continue
         which = tasks[task]
         if which not in SUPPORTED_TASKS:
@@ -359,54 +294,7 @@ def onnx_export(folder: Path) -> dict[str, Any]:
     return found
 
 
-def gguf_names(folder: Path) -> dict[str, Any]:
-    """gguf's table of names has every tensor of an export, and its writer and reader return their values."""
-    import gguf
-    from safetensors.numpy import load_file
-
-    found: dict[str, Any] = {
-        "convert_hf_to_gguf.py": "is llama.cpp's and not on PyPI; checked here is what its package gguf knows"
-    }
-    archs = {
-        "bert": ("base", gguf.MODEL_ARCH.BERT),
-        "gpt2": ("causal-lm", gguf.MODEL_ARCH.GPT2),
-        "gptj": ("causal-lm", gguf.MODEL_ARCH.GPTJ),
-        "gpt_neox": ("causal-lm", gguf.MODEL_ARCH.GPTNEOX),
-        "llama": ("causal-lm", gguf.MODEL_ARCH.LLAMA),
-        "mistral": ("causal-lm", gguf.MODEL_ARCH.LLAMA),
-        "qwen2": ("causal-lm", gguf.MODEL_ARCH.QWEN2),
-        "qwen3": ("causal-lm", gguf.MODEL_ARCH.QWEN3),
-        "minicpm3": ("causal-lm", gguf.MODEL_ARCH.MINICPM3),
-        "t5": ("seq2seq-lm", gguf.MODEL_ARCH.T5),
-    }
-    for name, (task, arch) in archs.items():
-        directory = folder / name / task
-        table = gguf.get_tensor_name_map(arch, 8)
-        tensors = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            tensors.update(load_file(path))
-        renamed = {key: table.get_name(key, try_suffixes=(".weight", ".bias")) for key in tensors}
-        unknown = sorted(key for key, value in renamed.items() if value is None)
-        path = folder.parent / f"{name}.gguf"
-        writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-        for key, value in tensors.items():
-            if renamed[key] is not None:
-                writer.add_tensor(renamed[key], value)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        back = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
-        for key, value in tensors.items():
-            if renamed[key] is not None:
-                difference(back[renamed[key]].copy().reshape(value.shape), value, limit=0)
-        entry = f"{len(tensors) - len(unknown)} of {len(tensors)} tensors have a name there"
-        # llama.cpp pools by itself, so its converter leaves BERT's pooler out.
-        assert all(key.startswith("pooler.") for key in unknown), f"{name}: no name for {unknown[:4]}"
-        found[name] = entry + (", the pooler has none" if unknown else "")
-    return found
-
-
+LLAMA_CPP = "llama.cpp"
 CLIENTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "transformers AutoModel": transformers_auto,
     "transformers pipeline": transformers_pipeline,
@@ -414,7 +302,7 @@ CLIENTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "peft": peft_adapters,
     "sentence-transformers": sentence_transformers_encoders,
     "onnx": onnx_export,
-    "gguf": gguf_names,
+    LLAMA_CPP: llama_cpp.check,
 }
 
 
@@ -453,14 +341,22 @@ def main() -> None:
     if args.client:
         one_client(args.client, Path(args.work), args.threads)
         return
-    python = peers.environment(peers.place() / "clients" if args.env is None else Path(args.env), NEEDED, PINNED)
+    place = peers.place() / "clients" if args.env is None else Path(args.env)
+    wanted = args.only or list(CLIENTS)
+    pythons = dict.fromkeys(wanted, "")
+    if set(wanted) - {LLAMA_CPP}:
+        pythons = dict.fromkeys(wanted, peers.environment(place, NEEDED, PINNED))
+    packages = peers.versions(next(iter(pythons.values())) or sys.executable, *PINNED, *NEEDED)
+    if LLAMA_CPP in wanted:
+        pythons[LLAMA_CPP] = llama_cpp.environment(place.with_name(f"{place.name}-llama.cpp"))
+        packages |= llama_cpp.versions(pythons[LLAMA_CPP])
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "exports"
         make_exports(folder)
-        numbers = {name: run_client(python, name, folder, args.threads) for name in args.only or CLIENTS}
+        numbers = {name: run_client(python, name, folder, args.threads) for name, python in pythons.items()}
     notes = [f"{name}: {'ok' if result['ok'] else 'failed'}" for name, result in numbers.items()]
-    packages = peers.versions(python, *PINNED, *NEEDED)
-    lib.finish(args, "clients", numbers, notes=notes, packages=packages, exports=len(ARCHITECTURES))
+    exports = len(ARCHITECTURES + FOREIGN)
+    lib.finish(args, "clients", numbers, notes=notes, packages=packages, exports=exports)
     failed = [name for name, result in numbers.items() if not result["ok"]]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

@@ -6,14 +6,16 @@ import re
 import runpy
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from docs_tools import python
 
 from scripts.bench import lib, page
 from scripts.bench.__main__ import BENCHES, command
-from scripts.bench.lib import flops, gpu_check, sets, tables
+from scripts.bench.lib import flops, gpu_check, llama_cpp, sets, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts" / "bench").glob("[!_]*.py") if path.stem != "page")
@@ -129,3 +131,33 @@ def test_a_benchmark_that_fails_is_told(tmp_path: Path):
     done = subprocess.run([sys.executable, "-m", "scripts.bench", *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert "failed: data" in done.stderr and "dropout: " in done.stdout
+
+
+def test_a_gguf_file_is_what_was_exported(tmp_path: Path):
+    """The converter out of an archive; the comparison undoes what it does to a tensor, and one element tells."""
+    archive, names = tmp_path / "llama_cpp_python-0.9.1.tar.gz", ("", "conversion/", "conversion/models/", "tools/")
+    with tarfile.open(archive, "w:gz") as held:
+        for name in (*(f"{part}{llama_cpp.SCRIPT if not part else 'a.py'}" for part in names), "../out.py", "a.cpp"):
+            held.addfile(tarfile.TarInfo(f"x/vendor/llama.cpp/{name}"))
+    llama_cpp.take_out(archive, tmp_path / "source")
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} - {archive.name}
+    kept = {llama_cpp.SCRIPT, "conversion/a.py", "conversion/models/a.py", llama_cpp.VERSION}
+    assert found == {f"source/{name}" for name in kept}
+    assert (tmp_path / "source" / llama_cpp.VERSION).read_text() == "0.9.1"
+    tarfile.open(archive, "w:gz").close()
+    with pytest.raises(ValueError, match="0 files are named convert_hf_to_gguf.py, expected one"):
+        llama_cpp.take_out(archive, tmp_path / "source")
+
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 2}
+    names = {"l.q_proj.weight": "q", "l.o_proj.weight": "o"}
+    # Two heads of four channels: the converter puts 0 beside 2, 1 beside 3.
+    own = {"l.q_proj.weight": np.arange(24.0).reshape(8, 3), "l.o_proj.weight": np.ones((2, 2))}
+    written = {"q": own["l.q_proj.weight"][[0, 2, 1, 3, 4, 6, 5, 7]], "o": own["l.o_proj.weight"].copy()}
+    assert llama_cpp.compare(config, own, written, names.get) == []
+    written["q"][5, 1] += 1e-3
+    with pytest.raises(AssertionError, match="q_proj.weight: 1 of 24 elements differ"):
+        llama_cpp.compare(config, own, written, names.get)
+    with pytest.raises(AssertionError, match=r"in the GGUF file alone: \['q'\]"):
+        llama_cpp.compare(config, {"l.o_proj.weight": own["l.o_proj.weight"]}, written, names.get)
+    with pytest.raises(AssertionError, match="l.o_proj.weight is not in the GGUF file"):
+        llama_cpp.compare(config, {"l.o_proj.weight": own["l.o_proj.weight"]}, {}, names.get)

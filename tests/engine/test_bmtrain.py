@@ -383,9 +383,9 @@ def test_settings():
         bmt.config["rank"] = 1
     with pytest.raises(ValueError, match="group_name is 'dp'"):
         bmt.config["topology"].get_group_id("dp")
-    with pytest.raises(ValueError, match="pp_size is 2 but there are 1 ranks"):
+    with pytest.raises(ValueError, match="pp_size is 2 but there is 1 rank"):
         bmt.init_distributed(pipe_size=2)
-    with pytest.raises(ValueError, match="tp_size is 2 but there are 1 ranks"):
+    with pytest.raises(ValueError, match="tp_size is 2 but there is 1 rank"):
         bmt.init_distributed(tp_size=2)
     with pytest.raises(ValueError, match="num_micro_batches is 0"):
         bmt.init_distributed(num_micro_batches=0)

@@ -53,7 +53,7 @@ def test_one_process_needs_no_group():
     [
         ({}, {"zero_level": 4}, "zero_level is 4, expected 0, 1, 2 or 3"),
         ({}, {"dp_replicate": 0}, "dp_replicate is 0"),
-        ({}, {"dp_replicate": 2}, "dp_replicate is 2 but there are 1 ranks"),
+        ({}, {"dp_replicate": 2}, "dp_replicate is 2 but there is 1 rank"),
         ({}, {"timeout": 0}, "timeout is 0"),
         ({}, {"seed": -1}, "seed is -1"),
         ({}, {"device": "meta"}, "device is 'meta', expected cpu or cuda"),

@@ -44,7 +44,7 @@ def test_alone_and_under_torchrun_are_the_same_run(folder):
     summary = json.loads((folder / "two" / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["hardware"]["ranks"] == 2
     assert "finetune_classification.py --model tiny/bert" in summary["command"]
-    assert two.stdout.count("step 3/3") == 2  # rank 0 alone speaks: the step and its evaluation
+    assert two.stdout.count("step 3/3") == 3  # rank 0 alone speaks: the step, its evaluation, the end
 
 
 @pytest.mark.full

@@ -407,7 +407,7 @@ def test_precisions_train(folder, precision):
     for row, expected in zip(curve(folder, "run"), curve(folder, "whole"), strict=True):
         if "loss" in row:
             assert row["loss"] == pytest.approx(expected["loss"], abs=2e-2)
-            assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+            assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02, abs=2e-3)  # of some 0.2
     kept = {tensor.dtype for tensor in weights(folder, "run").values()}
     assert kept == {torch.bfloat16 if precision.startswith("bf16-") else torch.float32}
     assert curve(folder, "run") != curve(folder, "whole")

@@ -290,7 +290,9 @@ def check(folder: Path) -> dict[str, Any]:
     from safetensors.numpy import load_file
 
     gguf = converter().gguf
-    from conversion import TEXT_MODEL_MAP as register  # of the converter: {class of transformers: its module}
+    register = importlib.import_module(
+        "conversion"
+    ).TEXT_MODEL_MAP  # the converter's: {transformers' class: its module}
 
     found, problems = {}, []
     ids = exports.word_tokenizer()(exports.TEXTS[1])["input_ids"]

@@ -290,10 +290,8 @@ def check(folder: Path) -> dict[str, Any]:
     from safetensors.numpy import load_file
 
     gguf = converter().gguf
-    register = importlib.import_module(
-        "conversion"
-    ).TEXT_MODEL_MAP  # the converter's: {transformers' class: its module}
-
+    # The converter imports it: {class of transformers: the converter's module}.
+    register = sys.modules["conversion"].TEXT_MODEL_MAP
     found, problems = {}, []
     ids = exports.word_tokenizer()(exports.TEXTS[1])["input_ids"]
     for directory in sorted(path.parent for path in folder.glob("*/*/config.json")):

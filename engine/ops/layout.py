@@ -10,7 +10,7 @@ import torch
 
 from engine.ops import library
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 _TILE = 256  # rows and columns that are transposed at once, so that both sides of it stay in the cache
 _LINE, _CLASH = 64, 2048  # bytes of a cache line; rows so far apart push each other's lines out of the nearest cache
 _CACHED = 16 * 2**20  # bytes; what goes to more than that is not read again soon
@@ -19,10 +19,10 @@ _CACHED = 16 * 2**20  # bytes; what goes to more than that is not read again soo
 def transpose_(out: torch.Tensor, values: torch.Tensor) -> None:
     """`out.copy_(values.t())` on a CPU, for matrices of one dtype whose rows are contiguous, on the calling thread."""
     item = out.dtype.itemsize
-    if item not in _WORDS:
+    if item not in WORDS:
         out.copy_(values.t())
         return
-    into, of = out.detach().view(_WORDS[item]), values.detach().view(_WORDS[item])
+    into, of = out.detach().view(WORDS[item]), values.detach().view(WORDS[item])
     if item > 1 and library.cpu().loaded:
         torch.ops.modelcenter.transpose_(into, of, out.untyped_storage().nbytes() > _CACHED)
     else:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from engine.ops.layout import WORDS
+
 TABLE_BYTES = 2**18  # of a part; a smaller one is sent sooner than it is looked through
 _BLOCK = 128  # elements
-_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLE = 64  # blocks that are looked at first
 _MOST = 0.5  # of the blocks: above it a part goes whole
 # So that no message of the user's own between two ranks is taken for one of these.
@@ -82,7 +83,7 @@ def _filled(part: torch.Tensor) -> torch.Tensor:
 
 def _holding(blocks: torch.Tensor) -> torch.Tensor:
     # Of the bits as whole numbers: no number is too small to be seen, and it is the fastest that torch has.
-    bits = blocks.view(_WORDS[blocks.element_size()])
+    bits = blocks.view(WORDS[blocks.element_size()])
     return (bits.amax(1) != 0) | (bits.amin(1) != 0)
 
 

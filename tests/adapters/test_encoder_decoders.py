@@ -48,12 +48,8 @@ def padded(task, family):
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def same_step(ours, theirs, batch, length=0.5):
-    """A step of each along its gradient: the same loss before, and the same norm of the gradient.
-
-    In fp32, of which the random weights of some models make much: of mT5's class scores 7e-6 of the loss, nearly all of
-    it in transformers, as float64 shows.
-    """
+def same_step(ours, theirs, batch, length=0.5, rounding=1):
+    """A step of each along its gradient: the same loss before, and the same norm of the gradient."""
     losses, norms = [], []
     for model in (ours, theirs):
         loss = model(**batch).loss
@@ -64,10 +60,11 @@ def same_step(ours, theirs, batch, length=0.5):
         with torch.no_grad():
             for parameter in own:
                 parameter -= length / norms[0] * parameter.grad
-    assert losses[0] == pytest.approx(losses[1], rel=2e-5) and norms[0] == pytest.approx(norms[1], rel=5e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=5e-6 * rounding)
+    assert norms[0] == pytest.approx(norms[1], rel=5e-5)
 
 
-def same_file(one, other, tolerance=1e-4):
+def same_file(one, other, tolerance=3e-5):
     ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -117,20 +114,22 @@ def test_a_step_of_lora_is_pefts(name, task, options, tmp_path):
     ours, batch = adapted(base, task, **options), padded(task, name)
     save_adapter(ours, tmp_path / "start")
     theirs = trainable(base, family, task, tmp_path / "start")
-    same_step(ours, theirs, batch)
+    # fp32 rounds the loss of mT5's class scores by 7e-6, nearly all of it in transformers, as float64 shows.
+    rounding = 3 if (name, task) == ("mt5", "sequence-classification") else 1
+    same_step(ours, theirs, batch, rounding=rounding)
     save_adapter(ours, tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
-    same_file(tmp_path / "ours", tmp_path / "theirs")
+    same_file(tmp_path / "ours", tmp_path / "theirs", 3e-5 * rounding)
     # Each loads what the other trained; merged, it is a model of transformers'.
     batch.pop("labels")
     expected = logits(ours, task, family)
     again = load_lora(tmp_path / "theirs", mc.from_pretrained(base, task)).eval()
-    same(logits(theirs, task, family), logits(again, task, family))
-    same(logits(peft_model(base, family, task, tmp_path / "ours"), task, family), expected)
+    same(logits(theirs, task, family), logits(again, task, family), 6e-5 * rounding)
+    same(logits(peft_model(base, family, task, tmp_path / "ours"), task, family), expected, 6e-5 * rounding)
     if task == "seq2seq-lm":
         same_texts(ours, theirs, batch, ours.config.eos_token_id)
     merge_lora(ours).save_pretrained(tmp_path / "merged")
-    same(logits(transformers_model(tmp_path / "merged", family, task), task, family), expected)
+    same(logits(transformers_model(tmp_path / "merged", family, task), task, family), expected, 1.5e-4)
 
 
 @pytest.mark.full

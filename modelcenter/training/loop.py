@@ -97,7 +97,7 @@ def train(
         summary = run.leave(status, reason)
     if status == "finished" and output is not None:
         run.publish(output)
-    if output is not None:
+    if engine.rank() == 0 and output is not None:
         run.record.say(run.last_line(output))
     engine.synchronize()  # a rank that left earlier could make its launcher end rank 0 while it writes
     run.stopping.raise_if_interrupted()

@@ -97,8 +97,8 @@ def train(
         summary = run.leave(status, reason)
     if status == "finished" and output is not None:
         run.publish(output)
-    if engine.rank() == 0 and output is not None:
-        run.record.say(run.last_line(output))
+    if output is not None:
+        run.record.say(run.last_line(output))  # rank 0 alone says it, but all ranks look for the checkpoint
     engine.synchronize()  # a rank that left earlier could make its launcher end rank 0 while it writes
     run.stopping.raise_if_interrupted()
     return summary
@@ -265,7 +265,7 @@ class Run:
         return f"{rows}; {judged}; {steps} on {ranks} ({engine.device()}, {self.cfg.precision}){going_on}"
 
     def last_line(self, output: Path) -> str:
-        """What has become of the run, and what can be done next."""
+        """What has become of the run, and what can be done next; collective."""
         steps = f"step {self.step:,}/{self.feed.steps:,}"
         if self.stopping.reason is not None:
             saved = latest_checkpoint(output / resume.CHECKPOINTS) is not None

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from engine import runtime
 from engine.init import clean_name
 from engine.memory import readable
+from engine.parallel.rows import is_spread
 from engine.parallel.shard import _groups, last_units, policy_of, reshard, zero_level
 from engine.parallel.stages import stages_of
 from engine.torch_compat import local_tensor
@@ -114,12 +115,13 @@ def describe(model: nn.Module, show: bool = True) -> Description:
     compute = None if policy is None else policy.compute_dtype
     wire = torch.float32 if compute is not None else None
     seen: set[int] = set()
+    looked_up = {module.weight for module in model.modules() if is_spread(module)}
     for module, members in _groups(model, sharded).items():
         unit = Unit(names[module] or "(root)")
         for _, parameter in members:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                _add(unit, parameter, compute, wire)
+                _add(unit, parameter, compute, wire, parameter in looked_up)
         if unit.tensors:
             found.append(unit)
     # Level 3 frees units after forward; the root and the last unit stay, for backward needs them first.
@@ -142,7 +144,9 @@ def describe(model: nn.Module, show: bool = True) -> Description:
     return description
 
 
-def _add(unit: Unit, parameter: torch.Tensor, compute: torch.dtype | None, wire: torch.dtype | None) -> None:
+def _add(
+    unit: Unit, parameter: torch.Tensor, compute: torch.dtype | None, wire: torch.dtype | None, looked_up: bool
+) -> None:
     local = local_tensor(parameter)
     width = parameter.element_size()
     unit.tensors += 1
@@ -166,6 +170,9 @@ def _add(unit: Unit, parameter: torch.Tensor, compute: torch.dtype | None, wire:
             shards, copies = (
                 (shards, copies * mesh.size(dim)) if placement.is_replicate() else (shards * mesh.size(dim), copies)
             )
+    if looked_up:  # what travels is what a batch reads
+        unit.placements.add(", ".join(text) + ", rows")
+        return
     unit.placements.add(" x ".join(text))
     tp = math.prod(
         mesh.size(d) for d, p in enumerate(parameter.placements) if names[d] == "tp" and not p.is_replicate()

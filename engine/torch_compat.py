@@ -62,7 +62,7 @@ def shard_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
     """This rank's shard of ``whole``, which every rank has. No communication."""
     size, offset = local_box(whole.shape, mesh, placements)
     part = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
-    return as_shard(part.contiguous(), whole.shape, mesh, placements)
+    return as_shard(part.clone(memory_format=torch.contiguous_format), whole.shape, mesh, placements)
 
 
 def local_box(

@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from engine.parallel.tables import TABLE_BYTES, FewRows, reads_a_table
+from engine.parallel.rows import TABLE_BYTES
+from engine.parallel.tables import FewRows, reads_a_table
 from engine.torch_compat import gather_ahead, in_backward, sums_are_only_viewed
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -191,5 +192,10 @@ def exchange(model: nn.Module, mesh: DeviceMesh, order: Sequence[nn.Module]) -> 
         mesh: the dimension that the shards are on.
         order: see ``Exchange``.
     """
+    return Exchange(model, order) if over_gloo(mesh) else None
+
+
+def over_gloo(mesh: DeviceMesh) -> bool:
+    """Whether a dimension of the mesh has several ranks, on CPUs."""
     gloo = mesh.device_type == "cpu" and "gloo" in str(dist.get_backend_config(mesh.get_group()))
-    return Exchange(model, order) if gloo and mesh.size() > 1 else None
+    return gloo and mesh.size() > 1

@@ -16,9 +16,10 @@ from engine.init import clean_name
 from engine.optim.rounding import round_at_random
 from engine.optim.stale import mark_stale
 from engine.parallel.context import split_tokens
-from engine.parallel.exchange import Exchange, exchange
+from engine.parallel.exchange import Exchange, exchange, over_gloo
 from engine.parallel.mesh import data_mesh, storage_mesh
 from engine.parallel.pipeline import pipeline_of, split
+from engine.parallel.rows import spread_tables
 from engine.parallel.stages import absent_names, mark, split_lists
 from engine.parallel.tensor import check_inputs, parallelize
 from engine.precision import Policy
@@ -119,15 +120,20 @@ def lay_over_ranks(
     # What is gathered last in forward stays, as the root's own parameters do (None): backward needs it first.
     if order and settings.pp_size == 1:
         last_units.add(order[-1])
+    looked_up: set[nn.Parameter] = set()
+    if mesh.ndim == 1 and over_gloo(mesh) and settings.tp_size * settings.pp_size == 1:
+        looked_up = spread_tables(model, mesh, chosen, policy.compute_dtype)
     # Inner units first: each takes the parameters below it that no unit has taken.
     for unit in reversed(order):
         where = of_stage if unit in in_lists else mesh
-        fully_shard(unit, mesh=where, mp_policy=mixed, reshard_after_forward=level == 3 and unit not in last_units)
+        freed = level == 3 and unit not in last_units
+        fully_shard(unit, mesh=where, mp_policy=mixed, reshard_after_forward=freed, ignored_params=looked_up)
         if unit in in_lists:
             # Gathering ahead what comes before the list would wait, on a CPU, for stages that wait for this one.
             assert isinstance(unit, FSDPModule)
             unit.set_modules_to_backward_prefetch([unit])
-    fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=None if level == 3 else False)
+    kept = None if level == 3 else False
+    fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=kept, ignored_params=looked_up)
     shards = storage_mesh(runtime.mesh(), level, over_stages)["dp_shard"]
     # Of a pipeline, a stage that gathers ahead may wait for one that waits for this one.
     calls = _Calls(model, exchange(model, shards, order if settings.pp_size == 1 else ()))

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from engine.ops.layout import WORDS
+from engine.parallel.rows import is_spread
 
-TABLE_BYTES = 2**18  # of a part; a smaller one is sent sooner than it is looked through
 _BLOCK = 128  # elements
 _SAMPLE = 64  # blocks that are looked at first
 _MOST = 0.5  # of the blocks: above it a part goes whole
@@ -28,7 +28,7 @@ _WHICH_TAG, _BLOCKS_TAG = 0x7AB, 0x7AC
 def reads_a_table(unit: Any) -> bool:
     """Whether a table of embeddings is among the parameters of a unit, those of units within it apart."""
     if isinstance(unit, nn.Embedding):
-        return True
+        return not is_spread(unit)
     return any(reads_a_table(child) for child in unit.children() if not isinstance(child, FSDPModule))
 
 

@@ -294,6 +294,10 @@ class Model(nn.Module):
         """Modules that are gathered one at a time when parameters are sharded."""
         return list(self.units)
 
+    def looked_up_tables(self) -> list[nn.Embedding]:
+        """Tables with which the model does nothing but look up words, so that ranks may keep their rows apart."""
+        return [] if self.ties_head else list(self.word_tables().values())
+
     def loss_counts(self, batch: Batch) -> dict[str, int]:
         """{term of the loss: supervised items of this batch}, from labels alone."""
         head: Any = getattr(self, "head", None)

@@ -200,6 +200,9 @@ class Composed(EncoderDecoder):
     def word_tables(self) -> dict[str, nn.Embedding]:
         return {"encoder.embed": self.encoder.embed, "decoder.embed": self.decoder.embed}
 
+    def looked_up_tables(self) -> list[nn.Embedding]:
+        return [self.encoder.embed] if self.ties_head else list(self.word_tables().values())
+
     def shift_right(self, ids: Tensor, mask: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
         for name in ("pad_token_id", "decoder_start_token_id"):
             needed = getattr(self.config, name) is not None

@@ -104,6 +104,9 @@ class CPMBee(CPM):
         out = self.head(x, ctx, batch, counts, torch.cat((table, more)), self.wants_logits(batch))
         return self.ordered(out)
 
+    def looked_up_tables(self) -> list[nn.Embedding]:
+        return []  # the words of an external table are made of rows of the whole, and are a part of the head
+
     def check_segments(self, batch: Batch) -> None:
         """Raise ValueError for a segment whose relations are not in the table, or relations that have no number."""
         relations = batch.get("segment_rel")

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 import engine
-from engine.parallel.tables import TABLE_BYTES, FewRows, reads_a_table
+from engine.parallel.rows import TABLE_BYTES
+from engine.parallel.tables import FewRows, reads_a_table
 
 SIZE = TABLE_BYTES // 2 + 37  # elements of a part, which leave some behind the last block
 TINY = 1e-44  # a square of it is 0

@@ -1,0 +1,153 @@
+"""Tables of embeddings whose rows stay on the rank that keeps them, over gloo: what travels is the rows of a batch.
+
+A table may be most of a small model, and a batch reads a few hundred of its rows. Where a model says that it does
+nothing else with a table (``model.looked_up_tables()``), no rank gathers it and none has a gradient of all of it: each
+rank tells the others which of their rows it reads, and is sent those; in backward their gradients go the same way back.
+The parameter is the shard that FSDP would have made of it, and its gradient the average that FSDP would have given.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from engine.torch_compat import shard_of
+
+TABLE_BYTES = 2**18  # of a part; a smaller one is gathered sooner than its rows are asked for
+# So that no message of the user's own between two ranks is taken for one of these.
+_WANTED_TAG, _ROWS_TAG, _GRADIENTS_TAG = 0x2E1, 0x2E2, 0x2E3
+
+_spread: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # tables
+
+
+def spread_tables(
+    model: nn.Module, mesh: DeviceMesh, units: Collection[nn.Module], dtype: torch.dtype | None
+) -> set[nn.Parameter]:
+    """Leave the rows of the tables that ``model`` only looks up where they are kept; the parameters, which are shards.
+
+    Args:
+        mesh: one dimension, over whose ranks the rows are split.
+        units: modules that the caller wants gathered.
+        dtype: of the embeddings that are looked up; None: the table's.
+    """
+    tables: list[nn.Embedding] = getattr(model, "looked_up_tables", list)()
+    places: dict[torch.Tensor, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        places[parameter] = places.get(parameter, 0) + 1
+    for table in tables:
+        # What is derived from nn.Embedding, or tied, is used in ways that are not known here.
+        if type(table) is not nn.Embedding or "forward" in vars(table) or places[table.weight] > 1 or table in units:
+            continue
+        if table.weight.nbytes < TABLE_BYTES * mesh.size() or table.max_norm is not None or table.scale_grad_by_freq:
+            continue
+        part = shard_of(table.weight.detach(), mesh, (Shard(0),))
+        table.weight = nn.Parameter(part, requires_grad=table.weight.requires_grad)
+        table.forward = _Lookup(table, dtype)  # type: ignore[method-assign, assignment]
+        _spread.add(table)
+    return {p for table in tables if is_spread(table) for p in table.parameters()}
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether the rows of this table stay on the ranks that keep them."""
+    return module in _spread
+
+
+class _Lookup:
+    """The forward of a table whose rows are spread."""
+
+    def __init__(self, table: nn.Embedding, dtype: torch.dtype | None) -> None:
+        self._table, self._dtype = weakref.ref(table), dtype
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Collective.
+
+        Args:
+            ids: integers of any shape.
+
+        Returns:
+            (*shape of ids, width).
+
+        Raises:
+            IndexError: an id is not of the table, as ``nn.Embedding`` does.
+        """
+        table = self._table()
+        assert table is not None and isinstance(table.weight, DTensor)
+        flat, words = ids.reshape(-1), len(table.weight)
+        if len(flat) and not (0 <= int(flat.min()) and int(flat.max()) < words):
+            raise IndexError(f"index out of range: the table has {words} rows")
+        group = table.weight.device_mesh.get_group()
+        travel = _Travel(flat, words, group, table.padding_idx)
+        found: torch.Tensor = _LookUp.apply(table.weight.to_local(), travel, self._dtype or table.weight.dtype)
+        return found.view(*ids.shape, table.embedding_dim)
+
+
+class _Travel:
+    """Which rows go where for one batch: ``read`` of each rank's are read here, and ``asked`` of this rank's there."""
+
+    def __init__(self, ids: torch.Tensor, words: int, group: Any, padding: int | None) -> None:
+        self.group, self.ranks, self.me = group, group.size(), group.rank()
+        wanted = torch.zeros(words, dtype=torch.bool)
+        wanted[ids] = True
+        # The rows that are read stand in the order of the table, so those of one rank are next to each other.
+        place = wanted.cumsum(0) - 1
+        self.at, self.padding = place[ids], None
+        if padding is not None and wanted[padding]:
+            self.padding = int(place[padding])
+        parts = list(wanted.split(-(-words // self.ranks)))
+        parts += [wanted[:0]] * (self.ranks - len(parts))  # the last ranks may keep no rows
+        self.read = [int(part.sum()) for part in parts]
+        asking = [torch.empty_like(parts[self.me]) for _ in range(self.ranks)]
+        asking[self.me] = parts[self.me]
+        self.swap(parts, asking, _WANTED_TAG)
+        self.asked = [which.nonzero()[:, 0] for which in asking]
+
+    def swap(self, send: Sequence[torch.Tensor], into: Sequence[torch.Tensor], tag: int) -> None:
+        """Send ``send[r]`` to each other rank r and receive ``into[r]`` from it; of empty ones both know."""
+        others = [(self.me + i) % self.ranks for i in range(1, self.ranks)]
+        # What is to come first: a message waits at its sender until there is a place for it.
+        works: list[Any] = [
+            dist.irecv(into[r], group=self.group, group_src=r, tag=tag) for r in reversed(others) if into[r].numel()
+        ]
+        works += [dist.isend(send[r], group=self.group, group_dst=r, tag=tag) for r in others if send[r].numel()]
+        for work in works:
+            work.wait()
+
+
+class _LookUp(torch.autograd.Function):
+    """(ids, width): rows of all ranks' parts of a table; the gradient is the average over the ranks of this part's."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, travel: _Travel, dtype: torch.dtype) -> torch.Tensor:
+        rows = part.new_empty(sum(travel.read), part.shape[1], dtype=dtype)
+        into = rows.split(travel.read)
+        send = [part[asked].to(dtype) for asked in travel.asked]
+        into[travel.me].copy_(send[travel.me])
+        travel.swap(send, into, _ROWS_TAG)
+        ctx.travel, ctx.part = travel, part.detach()
+        return rows[travel.at]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        travel, part = ctx.travel, ctx.part
+        # A row's own sum, and the ranks', in no fewer bits than a mean of gradients is reduced in.
+        wide = torch.promote_types(part.dtype, torch.float32)
+        sums = torch.ops.aten.embedding_dense_backward(gradient.to(wide), travel.at, sum(travel.read), -1, False)
+        if travel.padding is not None:
+            sums[travel.padding] = 0
+        send = sums.split(travel.read)
+        into = [sums.new_empty(len(asked), part.shape[1]) for asked in travel.asked]
+        into[travel.me] = send[travel.me]
+        travel.swap(send, into, _GRADIENTS_TAG)
+        whole = torch.zeros_like(part, dtype=wide)
+        for asked, rows in zip(travel.asked, into, strict=True):  # in the order of the ranks
+            whole.index_add_(0, asked, rows.div_(travel.ranks))
+        return whole.to(part.dtype), None, None

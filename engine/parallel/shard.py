@@ -78,20 +78,10 @@ def lay_over_ranks(
     level = settings.zero_level if policy.zero_level is None else policy.zero_level
     if is_sharded(model):
         return model
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            raise ValueError(f"module {name} is already sharded but the model around it is not: shard the model whole")
     methods = list(forward_methods)
-    for method in methods:
-        if not callable(getattr(model, method, None)):
-            raise ValueError(f"forward_methods names {method!r}, which {type(model).__name__} does not have")
+    _check_whole(model, methods)
     policy.cast_parameters_(model)
-    lists = _pipelined_lists(model) if settings.pp_size > 1 else []
-    if settings.pp_size > 1 and over_stages:
-        _check_stages(lists)
-        split_lists(model, lists, runtime.mesh())
-    elif settings.pp_size > 1:
-        split(model, runtime.mesh(), settings.pp_chunks)
+    lists = _cut_into_stages(model, over_stages) if settings.pp_size > 1 else []
     chosen = _choose_units(model, units)
     _policies[model] = policy
     if policy.recompute != "none" or policy.compile:
@@ -111,29 +101,8 @@ def lay_over_ranks(
             parameter.data = parameter.data.contiguous()
     before = {name: p for name, p in model.named_parameters()}
     _split_over_ranks(model, level, tp_plan, chosen if policy.sequence_parallel else None)
-    of_stage, mesh = data_mesh(runtime.mesh(), level), data_mesh(runtime.mesh(), level, over_stages)
-    in_lists = {m for blocks in lists for m in blocks.modules()}
-    mixed = policy.mixed_precision()
-    if policy.precision == "fp32" and any(p.itemsize < 4 for p in model.parameters() if p.requires_grad):
-        mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # a sum in 16 bits loses what the ranks agree on
     order = [m for m in model.modules() if m in chosen]
-    # What is gathered last in forward stays, as the root's own parameters do (None): backward needs it first.
-    if order and settings.pp_size == 1:
-        last_units.add(order[-1])
-    looked_up: set[nn.Parameter] = set()
-    if mesh.ndim == 1 and over_gloo(mesh) and settings.tp_size * settings.pp_size == 1:
-        looked_up = spread_tables(model, mesh, chosen, policy.compute_dtype)
-    # Inner units first: each takes the parameters below it that no unit has taken.
-    for unit in reversed(order):
-        where = of_stage if unit in in_lists else mesh
-        freed = level == 3 and unit not in last_units
-        fully_shard(unit, mesh=where, mp_policy=mixed, reshard_after_forward=freed, ignored_params=looked_up)
-        if unit in in_lists:
-            # Gathering ahead what comes before the list would wait, on a CPU, for stages that wait for this one.
-            assert isinstance(unit, FSDPModule)
-            unit.set_modules_to_backward_prefetch([unit])
-    kept = None if level == 3 else False
-    fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=kept, ignored_params=looked_up)
+    _shard_units(model, order, policy, level, lists, over_stages)
     shards = storage_mesh(runtime.mesh(), level, over_stages)["dp_shard"]
     # Of a pipeline, a stage that gathers ahead may wait for one that waits for this one.
     calls = _Calls(model, exchange(model, shards, order if settings.pp_size == 1 else ()))
@@ -150,6 +119,60 @@ def lay_over_ranks(
     _mark_rounding(model)
     mark(model)
     return model
+
+
+def _check_whole(model: nn.Module, methods: Iterable[str]) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(f"module {name} is already sharded but the model around it is not: shard the model whole")
+    for method in methods:
+        if not callable(getattr(model, method, None)):
+            raise ValueError(f"forward_methods names {method!r}, which {type(model).__name__} does not have")
+
+
+def _cut_into_stages(model: nn.Module, over_stages: bool) -> list[nn.ModuleList]:
+    """Leave this rank's stage of the model; the lists that pipeline their blocks themselves."""
+    lists = _pipelined_lists(model)
+    if over_stages:
+        _check_stages(lists)
+        split_lists(model, lists, runtime.mesh())
+    else:
+        split(model, runtime.mesh(), runtime.current().pp_chunks)
+    return lists
+
+
+def _shard_units(
+    model: nn.Module,
+    order: Sequence[nn.Module],
+    policy: Policy,
+    level: int,
+    lists: Iterable[nn.ModuleList],
+    over_stages: bool,
+) -> None:
+    """``fully_shard`` of the units, in the order of ``model.modules()``, and of what is left, the root's."""
+    settings = runtime.current()
+    of_stage, mesh = data_mesh(runtime.mesh(), level), data_mesh(runtime.mesh(), level, over_stages)
+    in_lists = {m for blocks in lists for m in blocks.modules()}
+    mixed = policy.mixed_precision()
+    if policy.precision == "fp32" and any(p.itemsize < 4 for p in model.parameters() if p.requires_grad):
+        mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # a sum in 16 bits loses what the ranks agree on
+    # What is gathered last in forward stays, as the root's own parameters do (None): backward needs it first.
+    if order and settings.pp_size == 1:
+        last_units.add(order[-1])
+    looked_up: set[nn.Parameter] = set()
+    if mesh.ndim == 1 and over_gloo(mesh) and settings.tp_size * settings.pp_size == 1:
+        looked_up = spread_tables(model, mesh, order, policy.compute_dtype)
+    # Inner units first: each takes the parameters below it that no unit has taken.
+    for unit in reversed(order):
+        where = of_stage if unit in in_lists else mesh
+        freed = level == 3 and unit not in last_units
+        fully_shard(unit, mesh=where, mp_policy=mixed, reshard_after_forward=freed, ignored_params=looked_up)
+        if unit in in_lists:
+            # Gathering ahead what comes before the list would wait, on a CPU, for stages that wait for this one.
+            assert isinstance(unit, FSDPModule)
+            unit.set_modules_to_backward_prefetch([unit])
+    kept = None if level == 3 else False
+    fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=kept, ignored_params=looked_up)
 
 
 def zero_level(model: nn.Module) -> int:

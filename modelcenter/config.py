@@ -5,10 +5,13 @@ max_positions, ...). Hugging Face's spellings are translated by the CONFIG map o
 """
 
 import dataclasses
+import numbers
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from modelcenter.registry import nearest
+
+_SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_positions")
 
 
 @dataclass(kw_only=True)
@@ -53,6 +56,12 @@ class ModelConfig:
             raise ValueError(f"problem_type: got {self.problem_type!r}, expected one of {kinds}")
         if self.num_labels < 1:
             raise ValueError(f"num_labels: got {self.num_labels}, expected at least 1")
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if one.name in _SIZES and not (value is None and one.default is None):
+                least = 0 if one.name == "num_layers" else 1
+                whole = isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+                self.require(whole, one.name, f"a whole number of at least {least}")
 
     def require(self, condition: bool, name: str, expected: str) -> None:
         """Raise one clear error about the field `name` unless `condition` holds."""

@@ -170,7 +170,13 @@ def _match(
 def _read(file_name: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     if not os.path.isfile(file_name):
         raise ValueError(f"file {file_name} does not exist")
-    state = torch.load(file_name, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file_name))
+    try:
+        state = torch.load(file_name, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file_name))
+    except Exception as error:  # torch raises many kinds for a bad file; each is reported with its cause
+        raise ValueError(
+            f"{file_name} cannot be read as a state dict, of which only tensors are read and nothing is executed: "
+            f"{type(error).__name__}: {str(error).partition('. ')[0]}"
+        ) from error
     if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
         raise ValueError(f"{file_name} holds a {type(state).__name__}, expected a state dict: names to tensors")
     return state

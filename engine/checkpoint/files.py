@@ -46,7 +46,8 @@ def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup
         with together(f"writing {target}", group):
             files = _hash_files(path, group)
             if runtime.rank() == 0:
-                (path / MANIFEST).write_text(json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1))
+                text = json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1)
+                (path / MANIFEST).write_text(text, encoding="utf-8")
                 sync_to_disk(path)
                 _replace(path, target)
     finally:
@@ -147,27 +148,26 @@ def check_manifest(directory: str | os.PathLike[str], hashes: bool = False) -> d
     if not (path / MANIFEST).is_file():
         raise ValueError(f"{path} is not a complete checkpoint: it has no {MANIFEST}")
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        version, files = manifest["format_version"], manifest["files"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if (version := manifest["format_version"]) == FORMAT_VERSION:
+            files = {name: (entry, int(entry["size"])) for name, entry in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path / MANIFEST} is damaged: {error!r}") from error
     if version != FORMAT_VERSION:
         raise ValueError(f"{path / MANIFEST} has format_version {version!r}, this version reads {FORMAT_VERSION}")
-    for name, entry in files.items():
+    for name, (entry, expected) in files.items():
         file = path / name
         if not file.resolve().is_relative_to(path.resolve()):
             raise ValueError(f"{path / MANIFEST} names {name}, which is outside the checkpoint")
         if not file.is_file():
             raise ValueError(f"checkpoint {path} is incomplete: {name} is missing")
-        if (size := file.stat().st_size) != entry["size"]:
-            raise ValueError(
-                f"checkpoint {path} is damaged: {name} has {size} bytes, its manifest says {entry['size']}"
-            )
+        if (size := file.stat().st_size) != expected:
+            raise ValueError(f"checkpoint {path} is damaged: {name} has {size} bytes, its manifest says {expected}")
         if hashes and "parts" in entry:
             _check_parts(path, name, entry)
-        elif hashes and (found := _sha256(file)) != entry["sha256"]:
+        elif hashes and (found := _sha256(file)) != entry.get("sha256"):
             raise ValueError(
-                f"checkpoint {path} is damaged: {name} has sha256 {found}, its manifest says {entry['sha256']}"
+                f"checkpoint {path} is damaged: {name} has sha256 {found}, its manifest says {entry.get('sha256')}"
             )
     return manifest
 

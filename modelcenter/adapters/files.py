@@ -66,7 +66,7 @@ def _lora_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     from modelcenter.adapters.lora import import_peft
 
     peft, state = import_peft(), model.adapter
-    arch, layout = layout_of(model)
+    _, layout = layout_of(model)
     held = named_tensors(model)
     updates = {name: _update_of(model, name, held) for name in state.ranks}
     tensors: dict[str, torch.Tensor] = {}

@@ -234,7 +234,7 @@ def merge_lora(model: Model) -> Model:
     named_tensors(model)  # shows the shards, not what an evaluation gathered
     for layer in _layers(model).values():
         weight = layer.base_layer.weight
-        merged = _rows(layer, updated=True)
+        merged = _rows(layer)
         if state.dora:
             magnitude = _whole(layer.lora_magnitude_vector[NAME].weight).to(merged)
             if hasattr(weight, "placements"):
@@ -307,7 +307,7 @@ def _whole(parameter: Any) -> torch.Tensor:
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
 
 
-def _rows(layer: Any, updated: bool = True) -> torch.Tensor:
+def _rows(layer: Any) -> torch.Tensor:
     """This rank's part of the updated weight of a layer, in fp32 or wider."""
     weight = layer.base_layer.weight
     local = local_tensor(weight).detach()

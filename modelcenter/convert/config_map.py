@@ -167,5 +167,8 @@ class ConfigMap:
 
 
 def _as_labels(names: Any) -> dict[int, str]:
-    pairs = names.items() if isinstance(names, Mapping) else enumerate(names)
-    return {int(index): str(name) for index, name in pairs}
+    try:
+        pairs = names.items() if isinstance(names, Mapping) else enumerate(names)
+        return {int(index): str(name) for index, name in pairs}
+    except (TypeError, ValueError):
+        raise ValueError(f"id2label: got {names!r:.80}, expected the name of each label by its number") from None

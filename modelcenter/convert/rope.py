@@ -21,6 +21,8 @@ class RopeFields:
         inside = values.pop("rope_parameters", None) or values.get("rope_scaling")
         if not inside:
             return values
+        if not isinstance(inside, Mapping):
+            raise ValueError(f"rope_scaling: got {inside!r:.80}, expected an object with a rope_type, or none")
         scaling = _one_spelling({key: value for key, value in inside.items() if key not in self.names})
         values |= {self.names[key]: value for key, value in inside.items() if key in self.names}
         values["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling

@@ -122,7 +122,7 @@ def _load(entry: Path) -> dict[str, np.ndarray] | None:
         if {name: list(array.shape) for name, array in arrays.items()} != about["arrays"]:
             raise ValueError("array sizes differ from about.json")
         return arrays
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # EOFError: a file of no bytes
         log.warning("token cache entry %s is damaged (%s): tokenising again", entry, error)
         shutil.rmtree(entry, ignore_errors=True)
         return None

@@ -167,7 +167,13 @@ def _plain(value: Any) -> Any:
 
 
 def _check_present(values: Sequence[Any], where: Where, by_id: bool) -> None:
-    """By ids of named classes, -1 is the Hub's way to say that a row has no label."""
+    """Raise ValueError for a row without a label, or with one that is none: an object, or a list of lists.
+
+    By ids of named classes, -1 is the Hub's way to say that a row has no label.
+    """
+    for i, value in enumerate(values):
+        if any(isinstance(v, (dict, list)) for v in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"{where(i)}: the label is {value!r:.60}, expected a text, a number, or a list of these")
     missing = [
         i
         for i, v in enumerate(values)

@@ -25,7 +25,7 @@ from modelcenter.data.compressed import COMPRESSED, read_bytes, suffix_of
 from modelcenter.data.conll import is_conll, read_conll
 from modelcenter.data.squad import flatten, is_nested
 
-# Names that say "this is a header" and, in roles.py, what a column is for. Lower case.
+# Names that say "this is a header" and, in columns.py, what a column is for. Lower case.
 LABEL_NAMES = (
     "label",
     "labels",
@@ -68,7 +68,9 @@ TEXT_PAIRS = (
 )
 ID_NAMES = ("id", "idx", "index", "guid", "uid")
 _WORD_LISTS = frozenset(("words", "tokens"))  # columns that hold a list in each row
-_HEADER_WORDS = frozenset((*LABEL_NAMES, *TEXT_NAMES, *itertools.chain.from_iterable(TEXT_PAIRS), *ID_NAMES))
+_TURNS = ({"role", "content"}, {"from", "value"})  # what a message of a conversation has
+_TEXT_WORDS = frozenset((*TEXT_NAMES, *itertools.chain.from_iterable(TEXT_PAIRS)))
+_HEADER_WORDS = _TEXT_WORDS.union(LABEL_NAMES, ID_NAMES)
 
 
 @dataclass(frozen=True)
@@ -265,9 +267,12 @@ def _read_json(path: Path, raw: bytes) -> _Parsed:
         whole = {name: values[0] for name, values in columns.items()}
     lists = [value for value in whole.values() if isinstance(value, list)]
     tables = [value for value in lists if value and all(isinstance(row, dict) for row in value)]
-    if len(tables) == 1:
+    texts = [name for name, value in whole.items() if isinstance(value, str) and name.lower() in _TEXT_WORDS]
+    if texts or any(turn <= row.keys() for table in tables for row in table for turn in _TURNS):
+        pass  # a row with its answers or entities, or a conversation
+    elif len(tables) == 1:
         return _columns(flatten(path, tables[0]) if is_nested(tables[0]) else tables[0]), None, {}
-    if lists and len(lists) == len(whole) and len({len(value) for value in lists}) == 1:
+    elif lists and len(lists) == len(whole) and len({len(value) for value in lists}) == 1:
         return whole, None, {}
     return {name: [value] for name, value in whole.items()}, lines, {}
 
@@ -364,13 +369,18 @@ def _with_header(path: Path, rows: list[list[str]], numbers: list[int]) -> _Pars
                 f" (a separator inside a text needs quotes in csv, and may not occur in tsv)"
             )
     if is_header(rows):
-        header, rows, numbers = [name.strip() for name in rows[0]], rows[1:], numbers[1:]
-        twice = {name for name in header if header.count(name) > 1}
-        if twice:
-            raise ValueError(f"{path}, line 1: the header names {', '.join(map(repr, sorted(twice)))} twice")
+        header, rows, numbers = names_in(path, rows[0]), rows[1:], numbers[1:]
     else:
         header = [str(i) for i in range(width)]
     return {name: list(values) for name, values in zip(header, zip(*rows, strict=True), strict=False)}, numbers, {}
+
+
+def names_in(path: Path, header: list[str]) -> list[str]:
+    """The columns that a header names. Raises ValueError: one twice."""
+    names = [name.strip() for name in header]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"{path}, line 1: the header names {', '.join(map(repr, sorted(twice)))} twice")
+    return names
 
 
 def is_header(rows: list[list[str]]) -> bool:

@@ -73,7 +73,7 @@ def find_paths(data: str | Sequence[str], config: str | None, split: str) -> lis
 
 def _splits(specs: list[str], config: str | None) -> dict[str, list[Path]] | None:
     """{split: files}; None if it is the name of a Hub data set."""
-    if len(specs) == 1 and _is_hub_name(specs[0]):
+    if len(specs) == 1 and is_hub_name(specs[0]):
         return None
     if config is not None:
         raise ValueError(f"data_config {config!r} is for Hub data sets, but {' '.join(specs)} is local")
@@ -96,7 +96,8 @@ def hold_out(table: Table, fraction: float, seed: int) -> tuple[Table, Table]:
     return table.take(np.sort(rows[count:])), table.take(np.sort(rows[:count]))
 
 
-def _is_hub_name(spec: str) -> bool:
+def is_hub_name(spec: str) -> bool:
+    """Whether an entry of a data argument is a data set of the Hub, by its name: nothing local has or looks like it."""
     path = Path(spec).expanduser()
     local = path.exists() or glob.has_magic(spec) or spec[:1] in "./~" or suffix_of(path) in READERS or "\\" in spec
     return not local and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", spec) is not None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
 from modelcenter.data.compressed import COMPRESSED, open_bytes, suffix_of
-from modelcenter.data.readers import is_header
+from modelcenter.data.readers import is_header, names_in
 from modelcenter.data.sources import not_given
 
 
@@ -215,7 +215,7 @@ def _table(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None, Cur
     if not filled:
         return
     named = is_header(filled)
-    names = [name.strip() for name in filled[0]] if named else [str(i) for i in range(len(filled[0]))]
+    names = names_in(path, filled[0]) if named else [str(i) for i in range(len(filled[0]))]
     number = 0
     for row in itertools.chain(head, rows):
         if named and row is filled[0]:

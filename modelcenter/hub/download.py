@@ -135,7 +135,7 @@ def download_config(repo: str, options: HubOptions) -> Path:
         return path
     from huggingface_hub import constants
 
-    if options.local_files_only or constants.is_offline_mode():
+    if is_offline(options):
         at = f" at revision {options.revision!r}" if options.revision else ""
         raise ValueError(
             f"{repo!r} is no local directory, and its config.json{at} is not in the cache "
@@ -161,7 +161,7 @@ def download_weights(repo: str, options: HubOptions) -> Path:
         if index is not None:
             _download_all(repo, sorted(set(index_files(index).values())), options)
             return index
-    missing = "in the cache (offline)" if options.local_files_only else "in the repository"
+    missing = "in the cache (offline)" if is_offline(options) else "in the repository"
     raise ValueError(
         f"{repo}: no weights {missing}; expected {' or '.join(WEIGHT_FILES)}, or an index of shards. Weights of "
         "TensorFlow, Flax or GGUF are not read"

@@ -22,7 +22,7 @@ from modelcenter.hub.legacy import in_hf_form, open_source
 from modelcenter.hub.names import GENERATION_FILE
 from modelcenter.hub.readers import FileSource, reading_threads
 from modelcenter.hub.resolve import Resolved, read_json, resolve
-from modelcenter.registry import ARCHITECTURES, TASKS, ArchSpec, get, nearest
+from modelcenter.registry import ARCHITECTURES, ArchSpec, get, nearest
 
 log = logging.getLogger("modelcenter")
 
@@ -208,7 +208,7 @@ def build_model(
 
     Args:
         config: a ModelConfig, a dictionary or JSON file in Hugging Face's names or ours, or a name ("tiny/bert").
-        task: one of registry.TASKS; None: "base".
+        task: one of registry.TASKS; None: "base", or where there is none the first.
         seed: of the weights. The rest: as load_model.
 
     Raises:
@@ -227,7 +227,8 @@ def build_model(
             values, origin = resolve(config, weights=False).config, str(config)
         spec = find_spec(values, architecture, origin)
     arch: ArchMap = spec.arch_map()
-    chosen = _task(arch, task or "base", values, "the config")
+    usual = "base" if "base" in arch.tasks else next(iter(arch.tasks))
+    chosen = _task(arch, task or usual, values, "the config")
     built = read_config(spec, arch, values, chosen, overrides, "the config")
     model = on_meta(spec, built, chosen)
     _place(model, parse_dtype(dtype) or torch.float32, policy, adapter)
@@ -260,7 +261,7 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
 def _task(arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str) -> str:
     if task is not None:
         if task not in arch.tasks:
-            close = nearest(task, TASKS)
+            close = nearest(task, arch.tasks)
             raise ValueError(f"task: got {task!r}, {arch.model_type} has {', '.join(arch.tasks)}.{close}")
         return task
     declared = arch.declared_task(config.get("architectures"))

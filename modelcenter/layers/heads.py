@@ -375,12 +375,14 @@ def next_labels(batch: Batch) -> Tensor | None:
     labels = batch.get("labels")
     if labels is None:
         return None
-    moved = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if labels.shape[1] else labels.clone()
+    if not labels.shape[1]:
+        return labels
     if (ends := batch.get("cu_seqlens")) is not None:
-        # Sequences of no token end where another does; a batch without any has no end to mark.
-        lasts = (ends[1:].long() - 1).clamp(min=0)
-        if moved.shape[1]:
-            moved[0, lasts] = IGNORE_INDEX
-    elif (mask := batch.get("attention_mask")) is not None:
-        moved = moved.masked_fill(mask[:, -moved.shape[1] :] == 0, IGNORE_INDEX) if moved.shape[1] else moved
+        # One column before the first, where sequences of no token end that begin the batch.
+        moved = F.pad(labels[:, 1:], (1, 1), value=IGNORE_INDEX)
+        moved[0, ends.long()] = IGNORE_INDEX
+        return moved[:, 1:]
+    moved = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    if (mask := batch.get("attention_mask")) is not None:
+        moved = moved.masked_fill(mask[:, -moved.shape[1] :] == 0, IGNORE_INDEX)
     return moved

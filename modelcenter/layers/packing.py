@@ -391,13 +391,20 @@ class Packed:
         )
         return self.total(x.new_zeros(self.num_sequences).index_add(0, of, x))
 
+    @property
+    def count_own(self) -> int:
+        """Tokens of the model's own before each sequence."""
+        return 0 if self.own is None else self.own.numel() // max(self.num_sequences, 1)
+
     def by_sequence(self, x: Tensor, fill: float) -> Tensor:
-        """(T,) -> (n, max_seqlen), left-aligned, `fill` after each end; for a softmax over each sequence."""
+        """(T,) -> (n, longest), the caller's tokens left-aligned, `fill` after each end; for a softmax over each
+        sequence."""
         x = self.whole(x)
+        x = x if self.inner is None else x.index_select(0, self.inner)
         if self.indices is None and not self.packed:
             return x.view(self.shape)
-        n, longest = self.num_sequences, self.max_seqlen
-        seqlens = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()[:n]
+        n, longest = self.num_sequences, max(self.max_seqlen - self.count_own, 0)
+        seqlens = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()[:n] - self.count_own
         inside = torch.arange(longest, device=x.device) < seqlens[:, None]
         return x.new_full((n, longest), fill).masked_scatter(inside, x)
 

@@ -211,20 +211,33 @@ class Model(nn.Module):
             ValueError: a token that the table has not (on a GPU the kernel says it).
         """
         ids = batch.get(f"{prefix}input_ids")
+        if ids is None:
+            x = ctx.unpad(batch[f"{prefix}inputs_embeds"])
+        else:
+            x = self.look_up(table, ctx.unpad(ids), ids, f"{prefix}input_ids")
+        return x if self.prompt is None or ctx.own is None else self.prompt(x, ctx)
+
+    def look_up(
+        self, table: nn.Module, rows: Tensor, given: Tensor, name: str = "input_ids", size: str = "vocab_size"
+    ) -> Tensor:
+        """Rows of a table, of the numbers that the caller gave as `name`; size: the config's field of its length.
+
+        Raises:
+            ValueError: as `embedded`.
+        """
         try:
-            x = ctx.unpad(batch[f"{prefix}inputs_embeds"]) if ids is None else table(ctx.unpad(ids))
+            return table(rows)
         except IndexError as error:
             raise ValueError(
-                f"{prefix}input_ids: got tokens from {int(ids.min())} to {int(ids.max())}, expected 0 to "
-                f"{self.config.vocab_size - 1} (vocab_size); the tokenizer may be another model's"
+                f"{name}: got numbers from {int(given.min())} to {int(given.max())}, expected 0 to "
+                f"{getattr(self.config, size) - 1} ({size}); the tokenizer may be another model's"
             ) from error
-        return x if self.prompt is None or ctx.own is None else self.prompt(x, ctx)
 
     def check_positions(self, batch: Batch, ctx: Packed, most: int) -> None:
         """Raise ValueError for a sequence longer than the table of `most` positions."""
         past = 0 if ctx.cache is None else len(ctx.cache)
         columns = not (ctx.packed or past or self.counts_positions)
-        longest = past + (ctx.shape[1] if columns else ctx.max_seqlen)
+        longest = past + (ctx.shape[1] + ctx.count_own if columns else ctx.max_seqlen)
         if batch.get("position_ids") is None and longest > most:
             raise ValueError(
                 f"input_ids: a sequence has {longest} tokens, the position table of this model has {most} "

@@ -60,7 +60,10 @@ class CPM3(CPM):
         numbers = torch.arange(c.prompt_length, device=ctx.cu_seqlens.device) + c.prompt * c.prompt_length
         # -1 at the text, else the row of the prompt's table.
         which = ctx.unpad(torch.full(ctx.shape, -1, device=numbers.device), fill=-1, prefix=numbers)[:, None]
-        words = ctx.unpad(batch["inputs_embeds"]) if ids is None else self.embed(ctx.unpad(ids)) * scale
+        if ids is None:
+            words = ctx.unpad(batch["inputs_embeds"])
+        else:
+            words = self.look_up(self.embed, ctx.unpad(ids), ids) * scale
         prompt = self.prompt(which[:, 0].clamp(min=0)) * scale
         # All is causal, the prompt too, until the caller says what the context is.
         marks = self.marked(batch, ctx, of_prompt=(int("context" in batch), 0, 0))

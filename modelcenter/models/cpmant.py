@@ -65,7 +65,7 @@ class CPMAnt(CPM):
         if ids is None:
             x = ctx.unpad(batch["inputs_embeds"], prefix=self.embed(prompt))
         else:
-            x = self.embed(ctx.unpad(ids, prefix=prompt))
+            x = self.look_up(self.embed, ctx.unpad(ids, prefix=prompt), ids)
         marks = self.marked(batch, ctx, of_prompt=(1, 0, OF_PROMPT))
         self.look(ctx, Marks(self.of_all(ctx, marks)))
         return x + self.segment(marks[:, 2]), ctx

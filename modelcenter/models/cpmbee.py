@@ -90,7 +90,7 @@ class CPMBee(CPM):
         self.look(ctx, RelatedMarks(marks, relations.flatten().long()))
         if ids is None:
             return ctx.unpad(batch["inputs_embeds"]), ctx
-        x = self.embed(ctx.unpad(ids)) * c.hidden_size**-0.5
+        x = self.look_up(self.embed, ctx.unpad(ids), ids) * c.hidden_size**-0.5
         return x if number is None else self.turned(x, ctx.unpad(number)), ctx
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:

@@ -140,9 +140,10 @@ class Encoder(Crossing):
         """(T, hidden_size): what the first unit is given; whole: the model of which this is perhaps a side."""
         self.check_positions(batch, ctx, self.config.max_positions)
         types = batch.get("token_type_ids")
-        kinds = torch.zeros_like(ctx.positions) if types is None else ctx.unpad(types)
+        numbers = torch.zeros_like(ctx.positions) if types is None else ctx.unpad(types)
+        kinds = self.look_up(self.token_type, numbers, numbers, "token_type_ids", "type_vocab_size")
         words = whole.embedded(batch, ctx, self.embed)
-        x = self.embed_norm(words + self.position(ctx.positions) + self.token_type(kinds))
+        x = self.embed_norm(words + self.position(ctx.positions) + kinds)
         return self.embed_dropout(x, ctx)
 
     def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:

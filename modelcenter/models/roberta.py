@@ -102,7 +102,8 @@ class Roberta(Encoder):
     def check_positions(self, batch: Batch, ctx: Packed, most: int) -> None:
         columns = batch.get("input_ids") is None and not ctx.packed
         past = 0 if ctx.cache is None else len(ctx.cache)
-        longest, usable = past + (ctx.shape[1] if columns and not past else ctx.max_seqlen), self.config.max_tokens
+        longest = past + (ctx.shape[1] + ctx.count_own if columns and not past else ctx.max_seqlen)
+        usable = self.config.max_tokens
         if batch.get("position_ids") is None and longest > usable:
             raise ValueError(
                 f"input_ids: a sequence has {longest} tokens, this model takes {usable}: its position table has {most} "

@@ -7,8 +7,10 @@ from typing import Any
 
 import modelcenter
 from engine.checkpoint import load_model
+from modelcenter import registry
 from modelcenter.adapters import merge_lora, save_adapter
 from modelcenter.hub.names import CONFIG_FILE
+from modelcenter.hub.resolve import read_json
 from modelcenter.hub.tokenizer import load_tokenizer
 from modelcenter.hub.writer import TOKENIZER_FILES
 from modelcenter.training.resume import RUN_FILE
@@ -44,10 +46,15 @@ def export_adapter(path: Path, target: Path, keep: bool, **options: Any) -> str:
         shutil.copytree(path.parent / "adapter", target)
         return f"{target}: the adapter of {path.parent}"
     about = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-    info = TASKS[about["task"]]
-    cfg = info.flags()(**about["flags"])
+    cfg = TASKS[about["task"]].flags()(**about["flags"])
+    values = read_json(path / CONFIG_FILE)
+    arch = registry.get(values["model_type"], values.get("architectures")).arch_map()
     model = modelcenter.from_config(
-        str(path / CONFIG_FILE), info.load().head, adapter=make_adapters(cfg), policy=False, dtype=_dtype(path)
+        values,
+        arch.declared_task(values.get("architectures")),  # of the heads that the task may train
+        adapter=make_adapters(cfg),
+        policy=False,
+        dtype=values.get("dtype", "float32"),
     )
     model.base_name = cfg.model
     load_model(path, model)
@@ -58,7 +65,3 @@ def export_adapter(path: Path, target: Path, keep: bool, **options: Any) -> str:
     has_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)
     model.save_pretrained(target, tokenizer=load_tokenizer(path) if has_tokenizer else None, **options)
     return f"{target}: the model of {path} with its adapter merged"
-
-
-def _dtype(path: Path) -> str:
-    return json.loads((path / CONFIG_FILE).read_text(encoding="utf-8")).get("dtype", "float32")

@@ -126,10 +126,9 @@ class Record:
             self.show.say(text)
 
     def close(self, summary: dict[str, Any]) -> None:
-        """Write summary.json (whole or not at all) and curves.png."""
+        """Write summary.json (whole or not at all) and curves.png; then end the trackers, which may fail."""
         if self.show is not None:
             self.show.close()
-        self._trackers.close()
         if self._file is not None and self.path is not None:
             self._file.close()
             work = self.path / ".summary.json"
@@ -142,6 +141,7 @@ class Record:
                 plot(self.rows, self.path / "curves.png")
             except OSError as error:
                 print(f"curves.png could not be written: {error.strerror}", file=sys.stderr)
+        self._trackers.close()
 
 
 def cut(path: Path, step: int) -> list[dict[str, Any]]:
@@ -149,7 +149,8 @@ def cut(path: Path, step: int) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    # Not splitlines(): what a model wrote may hold U+2028 and its like.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
         except ValueError:

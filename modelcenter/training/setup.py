@@ -27,10 +27,12 @@ from engine.optim import (
     OptimManager,
 )
 from modelcenter.adapters import Freeze, Lora
-from modelcenter.data.mixture import draw_of
+from modelcenter.data.mixture import draw_of, parse_weight
 from modelcenter.data.sampling import EpochBatches, TokenBatches
+from modelcenter.data.sources import is_hub_name
 from modelcenter.data.streaming import StreamBatches
 from modelcenter.data.text_rows import StreamRows
+from modelcenter.data.token_files import is_tokens
 from modelcenter.hub.tokenizer import add_tokens
 from modelcenter.models.base import Model
 from modelcenter.training import trackers
@@ -310,5 +312,5 @@ def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimMan
 
 def data_name(cfg: TrainConfig) -> str | None:
     """The Hub name of the training data, for the model card; None for local files."""
-    names = cfg.train_data or []
-    return names[0] if len(names) == 1 and not Path(names[0]).exists() and "/" in names[0] else None
+    names = [parse_weight(entry)[0] for entry in cfg.train_data or []]
+    return names[0] if len(names) == 1 and is_hub_name(names[0]) and not is_tokens(names[0]) else None

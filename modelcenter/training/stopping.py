@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -97,10 +98,14 @@ class Stopping:
     def _abandon(self) -> None:
         """The step that was under way when the signal came is not done yet."""
         assert self._signal is not None
-        if self._leave is not None:
-            name = signal.Signals(self._signal).name
-            self._leave(f"stopped by {name} in a step of more than {self._grace:g} s; the last checkpoint counts")
-        os._exit(128 + self._signal if self._signal == signal.SIGINT else 0)
+        try:
+            if self._leave is not None:
+                name = signal.Signals(self._signal).name
+                self._leave(f"stopped by {name} in a step of more than {self._grace:g} s; the last checkpoint counts")
+        except Exception as error:  # such as a full disk: said, and no reason to stay
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(128 + self._signal if self._signal == signal.SIGINT else 0)
 
 
 _TIME = 1 << 10  # above every signal's number

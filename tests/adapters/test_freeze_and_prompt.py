@@ -131,6 +131,31 @@ def test_the_prompt_stands_before_each_packed_sequence(tmp_path):
     assert grads == {"prompt.weight"} and bool((model.prompt.weight.grad != 0).any(1).all())
 
 
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_answers_are_sought_in_the_text_and_not_in_the_prompt(family, tmp_path):
+    base = save_base(tmp_path / "base", family, "question-answering")
+    model = stir_(PromptTuning(3).add_to(mc.from_pretrained(base, "question-answering"))).eval()
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 0, 0]])
+    mask = (ids > 0).long()
+    answers = {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([5, 3])}
+    padded = model(ids, mask, **answers)
+    scores = padded.start_logits, padded.end_logits
+    wanted = [torch.nn.functional.cross_entropy(*pair) for pair in zip(scores, answers.values(), strict=True)]
+    same(padded.loss, sum(wanted) / 2)
+    ends = torch.tensor([0, 6, 10], dtype=torch.int32)
+    same(model(ids[mask.bool()][None], cu_seqlens=ends, **answers).loss, padded.loss)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2"])
+def test_the_prompt_takes_positions(family):
+    model = PromptTuning(4).add_to(mc.from_config(f"tiny/{family}", "token-classification"))
+    most = model.config.max_tokens
+    rows = torch.zeros(1, most - 3, model.config.hidden_size)
+    model(inputs_embeds=rows[:, 1:])
+    with pytest.raises(ValueError, match=f"a sequence has {most + 1} tokens"):
+        model(inputs_embeds=rows)
+
+
 def test_generation_goes_on_after_the_prompt(tmp_path):
     base = save_base(tmp_path / "base", "llama", "causal-lm")
     model = stir_(PromptTuning(3).add_to(mc.from_pretrained(base)))

@@ -6,7 +6,9 @@ import pytest
 import transformers
 
 from modelcenter.convert.bert import CONFIG
+from modelcenter.convert.llama import ARCH as LLAMA
 from modelcenter.models.bert import BertConfig
+from modelcenter.models.llama import LlamaConfig
 
 SIZES = {
     "vocab_size": 131,
@@ -113,6 +115,28 @@ def test_refused_fields(field, message):
 def test_missing_size():
     with pytest.raises(ValueError, match="missing field 'vocab_size'"):
         CONFIG.read({k: v for k, v in SIZES.items() if k != "vocab_size"}, BertConfig)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("vocab_size", "131", "bert config: vocab_size is '131', expected a whole number of at least 1"),
+        ("hidden_size", -48, "hidden_size is -48, expected a whole number"),
+        ("hidden_size", 48.5, "hidden_size is 48.5, expected a whole number"),
+        ("num_attention_heads", 0, "num_heads is 0, expected a whole number of at least 1"),
+        ("num_hidden_layers", -1, "num_layers is -1, expected a whole number of at least 0"),
+        ("id2label", {"a": "x"}, "id2label: got {'a': 'x'}, expected the name of each label by its number"),
+        ("id2label", 3, "id2label: got 3, expected"),
+    ],
+)
+def test_values_that_no_model_has(field, value, says):
+    with pytest.raises(ValueError, match=says):
+        CONFIG.read(SIZES | {field: value}, BertConfig)
+
+
+def test_a_rotary_scaling_that_is_no_object():
+    with pytest.raises(ValueError, match="rope_scaling: got 'linear', expected an object with a rope_type"):
+        LLAMA.config.read(SIZES | {"rope_scaling": "linear"}, LlamaConfig)
 
 
 def test_overrides_take_both_spellings():

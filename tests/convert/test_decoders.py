@@ -166,7 +166,7 @@ def test_a_sequence_beyond_the_position_table(kind):
     with pytest.raises(ValueError, match="a sequence has 65 tokens, the position table of this model has 64"):
         model(torch.ones(1, 65, dtype=torch.long))
     with pytest.raises(
-        ValueError, match=rf"input_ids: got tokens from 7 to 999, expected 0 to {model.config.vocab_size - 1} "
+        ValueError, match=rf"input_ids: got numbers from 7 to 999, expected 0 to {model.config.vocab_size - 1} "
     ):
         model(torch.tensor([[7, 999]]))
 

@@ -41,14 +41,14 @@ def test_keys_that_differ():
 
 
 @pytest.mark.parametrize("name", ["ids.npy", "about.json", "spans.npy"])
-@pytest.mark.parametrize("harm", ["cut", "gone", "other"])
+@pytest.mark.parametrize("harm", ["cut", "gone", "other", "empty"])
 def test_a_damaged_entry_is_built_again(folder, name, harm, caplog):
     cached(["x"], arrays)
     (entry,) = (p for p in folder.iterdir() if p.is_dir())
     if harm == "gone":
         (entry / name).unlink()
     else:
-        (entry / name).write_bytes((entry / name).read_bytes()[:-9] if harm == "cut" else b"x")
+        (entry / name).write_bytes({"cut": (entry / name).read_bytes()[:-9], "other": b"x", "empty": b""}[harm])
     assert cached(["x"], arrays)["spans"].tolist() == arrays()["spans"].tolist()
     assert "damaged" in caplog.text
     assert cached(["x"], lambda: {})["ids"].tolist() == list(range(10))

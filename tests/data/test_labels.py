@@ -70,6 +70,12 @@ def test_rows_without_a_label(missing):
         find_labels(["a", "b"], where).encode([missing], where)
 
 
+def test_a_label_that_is_none():
+    for values in ([{"a": 1}] * 4, [["x"], [["y"]]], [["x"], [{"y": 1}]]):
+        with pytest.raises(ValueError, match=r"row \d: the label is .*, expected a text, a number, or a list of these"):
+            find_labels(values, lambda i: f"row {i}")
+
+
 def test_regression():
     labels, values = both([0.5, "2", 3.25, 1])
     assert (labels.problem_type, labels.names, values) == ("regression", ("score",), [0.5, 2.0, 3.25, 1.0])

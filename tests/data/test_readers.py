@@ -6,6 +6,7 @@ import re
 import pytest
 
 from modelcenter.data.readers import Table, concatenate, read_file, what_changed
+from modelcenter.data.streams import FileRows
 
 
 def write(path, content):
@@ -36,6 +37,25 @@ ROWS = [{"text": "a b", "label": 1}, {"text": "caf\u00e9 \u2028 x", "label": 0}]
 def test_json_forms(tmp_path, content, suffix):
     table = read(tmp_path, f"a.{suffix}", content)
     assert table.columns == {"text": ["a b", "caf\u00e9 \u2028 x"], "label": [1, 0]}
+
+
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TURNS},
+        {"conversations": [{"from": "human", "value": "q"}], "id": 1},
+        {"chosen": TURNS, "rejected": TURNS},
+        {"question": "q", "context": "a b", "answers": [{"text": "b", "answer_start": 2}]},
+    ],
+    ids=["chat", "sharegpt", "pair", "answers"],
+)
+def test_a_file_of_one_row_with_a_list_of_objects(tmp_path, row, indent):
+    table = read(tmp_path, "a.jsonl", json.dumps(row, indent=indent))
+    assert table.columns == {name: [value] for name, value in row.items()}
 
 
 def test_json_rows_may_lack_columns_and_know_their_line(tmp_path):
@@ -144,6 +164,8 @@ def test_header_or_not(tmp_path, content, header):
 def test_header_twice(tmp_path):
     with pytest.raises(ValueError, match="the header names 'text' twice"):
         read(tmp_path, "a.csv", "id,text ,text\n1,a,b\n")
+    with pytest.raises(ValueError, match="the header names 'text' twice"):
+        next(FileRows([tmp_path / "a.csv"]).read())
 
 
 def test_latin1_names_file_line_and_remedy(tmp_path):

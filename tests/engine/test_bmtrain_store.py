@@ -1,7 +1,9 @@
 """`save` and `load`: one file, the names of the plain model, any number of ranks."""
 
 import os
+import pickle
 import threading
+from pathlib import Path
 
 import bmtrain_toys as toys
 import pytest
@@ -117,6 +119,9 @@ def test_names_and_shapes_are_checked_on_every_rank(two, tmp_path):
         assert "absent.pt does not exist" in message
     torch.save([1], file)
     assert all("holds a list, expected a state dict" in m for m in two.run(failing, file, True, False))
+    for content in (b"hello", pickle.dumps({"x": print}), b""):
+        Path(file).write_bytes(content)
+        assert all("cannot be read as a state dict" in m for m in two.run(failing, file, True, False)), content
 
 
 def test_a_file_of_the_old_format_and_other_dtypes(tmp_path):

@@ -174,6 +174,12 @@ def damage(path, what):
         (path / "manifest.json").unlink()
     elif what == "half a manifest":
         (path / "manifest.json").write_text('{"format_version": 1, "fil')
+    elif what == "no text":
+        (path / "manifest.json").write_bytes(b'{"format_version": 1, "files": {"\xff"')
+    elif what == "no size":
+        (path / "manifest.json").write_text('{"format_version": 1, "files": {"x": {}}}')
+    elif what == "a list":
+        (path / "manifest.json").write_text('{"format_version": 1, "files": ["x"]}')
     elif what == "of the future":
         (path / "manifest.json").write_text('{"format_version": 7, "files": {}}')
     elif what == "outside":
@@ -188,6 +194,9 @@ def damage(path, what):
         ("gone", "incomplete: model/__0_0.distcp is missing"),
         ("no manifest", "not a complete checkpoint: it has no manifest.json"),
         ("half a manifest", "manifest.json is damaged"),
+        ("no text", "manifest.json is damaged: UnicodeDecodeError"),
+        ("no size", "manifest.json is damaged: KeyError"),
+        ("a list", "manifest.json is damaged: AttributeError"),
         ("of the future", "format_version 7, this version reads 1"),
         ("outside", r"names \.\./x, which is outside"),
     ],

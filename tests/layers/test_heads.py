@@ -22,6 +22,7 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
         ("masked-lm", {"labels": torch.full((2, 4), 10_000)}, "labels: got 10000"),
         ("token-classification", {"labels": torch.zeros(2, 3, dtype=torch.long)}, "must agree"),
         ("base", {"token_type_ids": torch.zeros(2, 3, dtype=torch.long)}, "must agree"),
+        ("base", {"token_type_ids": torch.full((2, 4), 7)}, "token_type_ids: got numbers from 7 to 7.*type_vocab_size"),
         ("base", {"inputs_embeds": torch.zeros(2, 4, 48)}, "exactly one"),
         ("base", {"input_ids": torch.ones(1, 4096, dtype=torch.long)}, "max_positions.*truncate"),
         ("base", {"cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)}, r"of shape \(1, T\)"),
@@ -32,6 +33,29 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 def test_errors_name_the_field(task, batch, message):
     with pytest.raises(ValueError, match=message):
         model(task)(**{"input_ids": IDS, **batch})
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "cpm1", "cpm3", "cpmant", "cpmbee"])
+def test_tokens_outside_the_vocabulary_are_one_error(family):
+    ids = torch.tensor([[5, 10**6]])
+    with pytest.raises(ValueError, match="input_ids: got numbers from 5 to 1000000, expected 0 to .*vocab_size"):
+        from_config(f"tiny/{family}")(ids, **({"decoder_input_ids": ids % 9} if family == "t5" else {}))
+
+
+def test_an_architecture_of_one_task_needs_no_name_of_it():
+    assert from_config("tiny/encoder-decoder").task == "seq2seq-lm"
+    with pytest.raises(ValueError, match="task: got 'base', encoder-decoder has seq2seq-lm.$"):
+        from_config("tiny/encoder-decoder", "base")
+
+
+def test_sequences_of_no_token_change_no_label():
+    gpt2 = from_config("tiny/gpt2", "causal-lm")
+    batch = {"input_ids": IDS.reshape(1, -1), "labels": IDS.reshape(1, -1)}
+    found = [
+        {**batch, "cu_seqlens": torch.tensor(ends, dtype=torch.int32)} for ends in ([0, 4, 8], [0, 0, 0, 4, 4, 8, 8])
+    ]
+    assert [gpt2.loss_counts(one) for one in found] == [{"loss": 6}] * 2
+    assert gpt2(**found[1]).loss.item() == pytest.approx(gpt2(**found[0]).loss.item())
 
 
 def test_base_has_no_loss():

@@ -86,6 +86,19 @@ def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder):
         cli.run(["export", str(folder / "gone"), str(folder / "x"), "--keep_adapter"])
 
 
+def test_an_export_finds_the_head_of_a_task_with_several(folder):
+    from modelcenter import cli
+
+    texts = {"train_data": str(folder / "data" / "*.jsonl"), "text_column": "text", "max_steps": 1}
+    cli.run(["pretrain", "mlm", *command(flags(folder, **LORA, **texts))])
+    with pytest.raises(SystemExit) as done:
+        cli.run(["export", str(folder / "run"), str(folder / "out"), "--step", "last"])
+    assert not done.value.code
+    assert mc.from_pretrained(str(folder / "out")).task == "masked-lm"
+    # A pattern of files is no data set of the Hub, which would refuse the card.
+    assert "datasets:" not in (folder / "run" / "model" / "README.md").read_text()
+
+
 def test_frozen_parameters_stay(folder):
     main(command(values_of(folder, "run", freeze=["*embed*", "layers.*.attn.*"])))
     start, end = load_file(folder / "base" / "model.safetensors"), weights(folder, "run")

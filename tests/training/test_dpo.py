@@ -13,8 +13,11 @@ from toydata import command, write_jsonl
 import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
+from modelcenter.data.readers import read_file
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
+from modelcenter.training.config import DPOConfig, PredictConfig
+from modelcenter.training.tasks.dpo import DPO
 from scripts.finetune_dpo import main
 
 TOKENIZER = {"template": CHATML, "end": "<|im_end|>"}
@@ -196,6 +199,17 @@ def test_use(folder, tmp_path, capsys):
         cli(["predict", str(folder / "run"), str(path), "--max_new_tokens", "3"])
         said = json.loads(capsys.readouterr().out)
         assert said["prompt"].endswith("<|im_start|>assistant\n") and data["prompt"] in said["prompt"]
+
+
+def test_a_runs_own_columns_of_messages_are_used(tmp_path):
+    """Where the answers begin with what is asked, no column of the run is called a prompt."""
+    asked = {"role": "user", "content": "q"}
+    answers = [[asked, {"role": "assistant", "content": text}] for text in "xy"]
+    table = read_file(write_jsonl(tmp_path / "a.jsonl", [{"better": answers[0], "worse": answers[1]}]))
+    run = DPOConfig(model="m", chosen_column="better", rejected_column="worse")
+    made = [DPO.to_use(PredictConfig(run="r", data=["d"]), run, table, labelled) for labelled in (True, False)]
+    assert [turns[-1]["content"] for turns in made[0].train_rows] == ["x", "y"]
+    assert made[1].train_rows == [[asked]]
 
 
 def test_pairs_without_both_answers_are_left_out(folder, caplog):

@@ -10,7 +10,8 @@ from toydata import command, flags, make_rows, write_folder, write_jsonl
 import engine
 from engine.testing import run as on_ranks
 from modelcenter.training.config import ClassificationConfig
-from modelcenter.training.setup import check_shared, prepare
+from modelcenter.training.record import Record
+from modelcenter.training.setup import check_shared, data_name, prepare
 from modelcenter.training.trackers import Trackers, chosen
 from scripts.finetune_classification import main
 
@@ -22,6 +23,18 @@ def _look(root, private):
     check_shared(own, patience=0.3)
     engine.synchronize()
     return sorted(p.name for p in own.iterdir())
+
+
+def test_the_card_names_data_sets_of_the_hub_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("here/tokens.bin", "here/tokens.idx", "here/rows"):
+        write_jsonl(tmp_path / name, [])
+    for given, name in {
+        "nyu-mll/glue": "nyu-mll/glue", "rajpurkar/squad@2": "rajpurkar/squad", "data/*.jsonl": None, "~/x/y": None,
+        "here/rows": None, "here/rows@2": None, "here/tokens": None, "here/gone.jsonl": None, "./a/b": None,
+    }.items():  # fmt: skip
+        assert data_name(ClassificationConfig(train_data=[given])) == name, given
+    assert data_name(ClassificationConfig(train_data=["nyu-mll/glue", "here/rows"])) is None
 
 
 def test_a_folder_that_ranks_do_not_share_is_an_error(tmp_path):
@@ -82,6 +95,11 @@ def test_trackers_get_the_numbers(tmp_path, monkeypatch):
     trackers.log({"step": 3, "loss": 0.25, "name": "text", "skipped": 1})
     trackers.close()
     assert told == ["my-run", "started", 0.5, (3, {"loss": 0.25, "skipped": 1}), "finished"]
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(Told, "finish", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # which costs no summary
+        Record(tmp_path / "run", 1, True, cfg=ClassificationConfig(trackers=["trackio"])).close({"status": "finished"})
+    assert (tmp_path / "run" / "summary.json").is_file()
 
 
 def _differ(folder, changes):

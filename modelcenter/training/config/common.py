@@ -23,7 +23,7 @@ FREE = frozenset(
     "train_data eval_data eval_split output_dir overwrite_output_dir log_every eval_every save_every save_minutes keep "
     "resume max_time dry_run trackers push_to_hub batch_size gradient_accumulation_steps eval_batch_size zero "
     "dp_replicate tp cp pp pp_schedule recompute compile offload best_metric early_stopping prefetch "
-    "eval_samples eval_max_new_tokens token_accuracy peak_flops".split()
+    "eval_max_new_tokens token_accuracy peak_flops".split()
 )
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")

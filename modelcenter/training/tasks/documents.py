@@ -31,9 +31,7 @@ class Part:
         return str(self.data.path) if isinstance(self.data, TokenFile) else self.data.name
 
 
-def read_parts(
-    data: Sequence[str], config: str | None, document: str, split: Callable[[sources.Source], str]
-) -> list[Part]:
+def read_parts(data: Sequence[str], config: str | None, document: str, split: Split) -> list[Part]:
     """The parts that a data argument names: each token file, and all texts together; or each entry by itself, with its
     weight, where they have weights.
 

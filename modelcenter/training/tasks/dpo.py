@@ -185,9 +185,11 @@ class DPO(LanguageModelling):
         task.cfg, task.loss_fn = run, PreferenceLoss(run.beta, run.label_smoothing, run.loss_type)
         task.train, task.eval, task.answered = table, None, labelled
         task.settle_template(cfg.template)
-        given = usual_columns(cfg, run, table, DPOConfig.roles, needed="prompt")
-        pairs = labelled or given["prompt"] is None and "chosen" in map(str.lower, table.columns)
-        if pairs:
+        # Without a prompt column the answers begin with what is asked.
+        needed = "chosen" if run.prompt_column is None else "prompt"
+        given = usual_columns(cfg, run, table, DPOConfig.roles, needed=needed)
+        begun = given["chosen"] is not None or "chosen" in map(str.lower, table.columns)
+        if labelled or (given["prompt"] is None and begun):
             task.pair_columns = find_preference_columns(table, given)
             task.train_rows = (preferences if labelled else questions)(table, task.pair_columns)
         else:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
+from engine.optim.stale import mark_averaged
 from engine.parallel.pipeline import pipeline_of
 from engine.parallel.shard import sharded_roots, zero_level
 from engine.steps import watched
@@ -217,6 +218,7 @@ def _average_plain_gradients(model: nn.Module) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if not parameters:
         return
+    mark_averaged(parameters)
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=runtime.message_device())
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
     buckets: dict[torch.dtype, list[list[torch.Tensor]]] = {}

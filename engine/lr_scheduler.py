@@ -11,7 +11,8 @@ class WarmupLRScheduler:
 
     The learning rate of step 0 is set when the schedule is made. Groups of the optimizer that had different learning
     rates keep their ratios (BMTrain sets all to the same): each group's ``lr_scale`` is its learning rate over the
-    optimizer's own ``lr``, or over the largest group's if no group uses that; a group may also give ``lr_scale``.
+    optimizer's own ``lr``, or over the largest group's if no group uses that; a group may also give ``lr_scale``. So
+    it is for groups that are added later.
 
     Args:
         optimizer: anything with ``param_groups``.
@@ -35,9 +36,8 @@ class WarmupLRScheduler:
         groups = optimizer.param_groups
         rates = [group["lr"] for group in groups if "lr_scale" not in group]
         own = getattr(optimizer, "defaults", {}).get("lr")
-        reference = own if own in rates else max(rates, default=0)
-        for group in groups:
-            group.setdefault("lr_scale", group["lr"] / reference if reference else 1.0)
+        self._reference = own if own in rates or not rates else max(rates)
+        self._scales: list[float] = []
         self.step(num_iter)
 
     def get_lr_warmup(self, num_iter: int) -> float:
@@ -62,8 +62,12 @@ class WarmupLRScheduler:
         """Count a step, or go to ``num_iter`` steps, and set the learning rate of each group."""
         self.num_iter = self.num_iter + 1 if num_iter is None else num_iter
         self._current_lr = self.get_lr()
-        for group in self.optimizer.param_groups:
+        for number, group in enumerate(self.optimizer.param_groups):
+            if "lr_scale" not in group:  # it is new, or the optimizer has loaded a state without it
+                ratio = group["lr"] / self._reference if self._reference else 1.0
+                group["lr_scale"] = self._scales[number] if number < len(self._scales) else ratio
             group["lr"] = self._current_lr * group["lr_scale"]
+        self._scales = [group["lr_scale"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """All but the optimizer."""
@@ -75,9 +79,10 @@ class WarmupLRScheduler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict``."""
+        """Continue from ``state_dict``. One of BMTrain has the counts alone: what else a schedule is given stays."""
         for name in self.state_dict():
-            setattr(self, name, state_dict[name])
+            if name in state_dict or name in WarmupLRScheduler.state_dict(self):
+                setattr(self, name, state_dict[name])
         self.step(self.num_iter)
 
     def _progress(self, num_iter: int) -> float:

@@ -116,7 +116,7 @@ class TransformerBlockList(nn.ModuleList):
         for index, block in enumerate(self):
             inputs.append(hidden)
             hidden = block(*hidden, *rest)
-            hidden = hidden if isinstance(hidden, tuple) else (hidden,)
+            hidden = tuple(hidden) if isinstance(hidden, tuple | list) else (hidden,)
             if len(hidden) != n:
                 raise ValueError(
                     f"block {index} returned {len(hidden)} hidden states but num_hidden is {n}: they must agree"

@@ -11,9 +11,31 @@ import torch.distributed as dist
 
 from engine import runtime
 
+# Attributes of BMTrain's topology: what they are, of which kind of group.
+_PLACES = {
+    "stage_id": ("rank", "pipe"),
+    "zero_id": ("rank", "zero"),
+    "tp_zero_id": ("rank", "tp_zero"),
+    "tp_id": ("rank", "tp"),
+    "pipe_idx": ("id", "pipe"),
+    "zero_idx": ("id", "zero"),
+    "tp_zero_idx": ("id", "tp_zero"),
+    "tp_idx": ("id", "tp"),
+}
+
 
 class Topology:
-    """Where this rank is in each kind of group: "pipe", "zero", "tp_zero", "tp"."""
+    """Where this rank is in each kind of group: "pipe", "zero", "tp_zero", "tp".
+
+    BMTrain's attributes say the same: ``tp_id`` is ``get_group_rank("tp")``, ``tp_idx`` is ``get_group_id("tp")``, and
+    so ``zero_id``, ``tp_zero_id``, ``stage_id`` and ``zero_idx``, ``tp_zero_idx``, ``pipe_idx``.
+    """
+
+    def __getattr__(self, name: str) -> int:
+        if name not in _PLACES:
+            raise AttributeError(f"topology has no attribute {name!r}, expected one of {', '.join(_PLACES)}")
+        what, group_name = _PLACES[name]
+        return self.get_group_rank(group_name) if what == "rank" else self.get_group_id(group_name)
 
     def get_group_id(self, group_name: str) -> int:
         """Which group of this kind the rank is in: ranks of one "tp" group are neighbours, "tp_zero" are strides."""
@@ -49,6 +71,12 @@ def _world() -> Any:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
+def _group(dimension: str) -> Any:
+    """The ranks that split each layer ("tp"), or have its stages ("pp"); None: this one is alone."""
+    mesh = runtime.mesh() if dist.is_initialized() else None
+    return mesh[dimension].get_group() if mesh is not None and mesh[dimension].size() > 1 else None
+
+
 def _stream() -> Any:
     return torch.cuda.current_stream() if runtime.device().type == "cuda" else None
 
@@ -73,14 +101,17 @@ _KEYS: dict[str, Callable[[], Any]] = {
     "topology": Topology,
     "comm": _world,
     "zero_comm": _world,
+    "tp_comm": lambda: _group("tp"),
+    "pipe_comm": lambda: _group("pp"),
     "calc_stream": _stream,
     "load_stream": _stream,
 }
 
 
 class _Config(Mapping[str, Any]):
-    """BMTrain's settings, read-only. ``comm`` and ``zero_comm`` are the ProcessGroup of all ranks, None in one process;
-    the streams are the current CUDA stream, None on a CPU."""
+    """BMTrain's settings, read-only. ``comm`` and ``zero_comm`` are the ProcessGroup of all ranks, ``tp_comm`` and
+    ``pipe_comm`` of those that split layers and of the stages of a pipeline, None where this rank is alone; the streams
+    are the current CUDA stream, None on a CPU."""
 
     def __getitem__(self, key: str) -> Any:
         return _KEYS[key]()

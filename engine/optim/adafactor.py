@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from engine.optim.base import check_group
+from engine.optim.states import check_group, check_states, sparse_gradient
 from engine.torch_compat import as_shard, local_box, local_tensor, shard_of
 
 Groups = list[dist.ProcessGroup]
@@ -69,7 +69,7 @@ class Adafactor(torch.optim.Optimizer):
         """As in torch; checks the group's values and parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        check_group(group)
+        check_group(group, flags=("maximize",))
         if not group["beta2_decay"] <= 0:
             raise ValueError(f"beta2_decay is {group['beta2_decay']!r}, expected at most 0")
         if not group["d"] >= 1:
@@ -111,6 +111,8 @@ class Adafactor(torch.optim.Optimizer):
                     zeros = as_shard(zeros, shape, parameter.device_mesh, placements)
                 state[name] = zeros
         assert parameter.grad is not None
+        if parameter.grad.layout is not torch.strided:
+            raise sparse_gradient(parameter.shape)
         gradient = local_tensor(parameter.grad)
         return _Part(
             parameter,
@@ -122,7 +124,8 @@ class Adafactor(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; states of whole parameters are cut as this rank's are."""
+        """As in torch; states of whole parameters are cut as this rank's are. Raises ValueError for other states."""
+        check_states(self, state_dict, lambda p: {name: _kept(p, name)[0] for name in _names(p)})
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -13,7 +13,8 @@ from engine.ops import fused
 from engine.ops.reference import BLOCK
 from engine.optim.adam import AdamOptimizer
 from engine.optim.base import Batch
-from engine.torch_compat import as_shard, local_box, local_tensor, shard_of
+from engine.optim.states import laid_as
+from engine.torch_compat import as_shard, local_box, local_tensor
 
 _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 
@@ -38,6 +39,8 @@ class AdamW8bit(AdamOptimizer):
             dimensions (tensor parallelism of a row that is no multiple of 128 times the ranks), or a loaded state has
             moments of another kind.
     """
+
+    _settings = (*AdamOptimizer._settings, "_min_size")
 
     def __init__(
         self,
@@ -110,24 +113,14 @@ class AdamW8bit(AdamOptimizer):
         return super()._dtype_of(name, parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``AdamOptimizer``. Raises ValueError for moments that are not kept as these are."""
-        ours = [p for group in self.param_groups for p in group["params"]]
-        theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for parameter, index in zip(ours, theirs, strict=False):
-            state = state_dict["state"].get(index, {})
-            if "exp_avg" in state and (_SCALES[0] in state) != self._quantised(parameter):
-                kinds = ("8-bit", "fp32") if _SCALES[0] in state else ("fp32", "8-bit")
-                raise ValueError(
-                    f"the state of a parameter of shape {tuple(parameter.shape)} has {kinds[0]} moments, this "
-                    f"AdamW8bit keeps {kinds[1]} ones: load it with the optimizer and min_size it was saved with"
-                )
+        """As ``AdamOptimizer``."""
         super().load_state_dict(state_dict)
-        for parameter in ours:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
             state = self.state.get(parameter, {})
             for name in _SCALES:
-                if name in state and isinstance(parameter, DTensor) and not isinstance(state[name], DTensor):
+                if name in state:
                     _scales_of(parameter)
-                    state[name] = shard_of(state[name], parameter.device_mesh, parameter.placements)
+                    state[name] = laid_as(state[name], parameter)
 
 
 def _scales_of(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.ops import fused
 from engine.optim.rounding import place_of, rounding_key
+from engine.optim.states import check_group, check_states, laid_as, saved_states, sparse_gradient
 from engine.torch_compat import gradients_of, local_tensor, local_tensors
 
 _FUSED = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,6 +34,7 @@ class Batch:
 
     mode: str  # of engine.ops.fused
     fits: bool  # whether the operators take them
+    held: bool = False  # among the first steps, which change no parameter
     p: list[torch.Tensor] = field(default_factory=list)
     g: list[torch.Tensor] = field(default_factory=list)
     m: list[torch.Tensor] = field(default_factory=list)
@@ -62,15 +64,6 @@ def same(these: Collection[Any], those: Collection[Any]) -> bool:
     return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
-def check_group(group: dict[str, Any], *names: str) -> None:
-    """Raises ValueError where one of these values (lr and weight_decay) is below 0, or a parameter is on meta."""
-    for name in names or ("lr", "weight_decay"):
-        if name in group and not group[name] >= 0:
-            raise ValueError(f"{name} is {group[name]!r}, expected at least 0")
-    if any(p.is_meta for p in group["params"]):
-        raise ValueError("a parameter is on the meta device: call engine.materialize(model) before the optimizer")
-
-
 class FusedOptimizer(torch.optim.Optimizer):
     """An optimizer that steps the shards of this rank in one pass; see ``AdamOptimizer`` for the arguments.
 
@@ -78,6 +71,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     moments: tuple[str, ...]
+    _settings: tuple[str, ...] = ("_hold_steps", "_master", "_moment_dtype")  # what a copy has too
 
     def __init__(
         self,
@@ -94,9 +88,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         if moment_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"moment_dtype is {moment_dtype}, expected torch.float32 or torch.bfloat16")
         self._hold_steps, self._master, self._moment_dtype = hold_steps, master, moment_dtype
+        self._forget()
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's own has the state and the groups alone: copies and pickles need what the others were given, too.
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in self._settings}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # of a copy, and of load_state_dict
+        self._forget()
+
+    def _forget(self) -> None:
         self._before: dict[int, _Sorted] = {}  # of each group, by the id of its parameters
         self._states: list[dict[str, Any]] = []  # all there were then
-        super().__init__(params, defaults)
 
     def update(
         self, group: dict[str, Any], batch: Batch, gscale: torch.Tensor | None, found_inf: torch.Tensor | None
@@ -113,10 +118,22 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; checks the group's values and parameters."""
         _ADD_PARAM_GROUP(self, param_group)
-        group = self.param_groups[-1]
+        self._check_group(self.param_groups[-1])
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.requires_grad:
+                self._check_dtype(parameter)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
         check_group(group, "lr", "eps", "weight_decay")
         if not all(0 <= beta < 1 for beta in group["betas"]):
             raise ValueError(f"betas is {group['betas']!r}, expected two numbers of at least 0 and below 1")
+
+    def _check_dtype(self, parameter: torch.Tensor) -> None:
+        if parameter.dtype not in _FUSED:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}: {type(self).__name__} computes "
+                "in fp32 and takes fp32, bf16 and fp16 parameters; give it to an optimizer of torch"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch."""
@@ -146,10 +163,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._before.clear()
         for group in self.param_groups:
             for device, batch in self._batches(group):
-                held = self._hold_steps and batch.steps[0].item() < self._hold_steps
                 scale = None if factor is None else factor.to(device, non_blocking=True)
                 skip = None if found_inf is None else found_inf.to(device, non_blocking=True)
-                self.update({**group, "lr": 0.0} if held else group, batch, scale, skip)
+                self.update({**group, "lr": 0.0} if batch.held else group, batch, scale, skip)
                 torch.autograd.graph.increment_version(batch.p)  # as torch's own in-place operators do
                 batch.g = []  # so that zero_grad frees them
         if others or len(self.state) != len(self._states):
@@ -172,6 +188,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _serves(self, batch: Batch) -> bool:
         """Whether a batch of the step before holds what its parameters have; it then has their gradients."""
+        if batch.held:  # it may be over
+            return False
         gradients = gradients_of(batch.parameters)
         if type(None) in map(type, gradients):
             return False
@@ -194,7 +212,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             gradient = parameter.grad
             if gradient is None:
                 continue
+            if gradient.layout is not torch.strided:
+                raise sparse_gradient(parameter.shape)
             state: dict[str, Any] = states[parameter] or self._init_state(parameter)
+            if (parameter.dtype == torch.float32) == ("master" in state or "remainder" in state):
+                self._settle_master(parameter, state)
             m = state[first]
             v = state[second] if second is not None else None
             aux = state.get("master")
@@ -220,11 +242,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 gradient = torch.empty_like(shard, dtype=gradient.dtype).copy_(gradient)
             placed = mode == "random" or m.dtype == torch.uint8
             fits = dense and (not placed or place is not None)
-            key = (shard.device, shard.dtype, gradient.dtype, m.dtype, mode, fits)
+            held = self._holds(state["step"])
+            key = (shard.device, shard.dtype, gradient.dtype, m.dtype, mode, fits, held)
             batch = batches.get(key)
             if batch is None:
                 fits = fits and shard.dtype in _FUSED and gradient.dtype in _FUSED
-                batch = batches[key] = Batch(mode, fits, gradient_dtype=gradient.dtype)
+                batch = batches[key] = Batch(mode, fits, held, gradient_dtype=gradient.dtype)
             batch.parameters.append(parameter)
             batch.states.append(state)
             batch.values += state.values()
@@ -241,54 +264,83 @@ class FusedOptimizer(torch.optim.Optimizer):
                 batch.whole.append(parameter)
         return [(key[0], batch) for key, batch in batches.items()]
 
+    def _holds(self, step: torch.Tensor) -> bool:
+        """Whether a parameter after so many steps is not to change yet. Reads the device, where there is hold_steps."""
+        return self._hold_steps > 0 and step.item() < self._hold_steps
+
     def _init_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        self._check_dtype(parameter)
         state = self.state[parameter]
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in self.moments:
             state[name] = torch.zeros_like(parameter, dtype=self._moment_dtype)
-        if parameter.dtype != torch.float32 and rounding_key(parameter) is None:
-            if self._master == "remainder" and parameter.dtype == torch.bfloat16:
+        self._settle_master(parameter, state)
+        return state
+
+    @torch.no_grad()
+    def _settle_master(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        """Bring what holds the fp32 value of a 16-bit parameter to the kind that this optimizer keeps; a parameter that
+        is fp32 now takes the value itself."""
+        shard, remainder = local_tensor(parameter.detach()), False
+        if parameter.dtype == torch.bfloat16:
+            remainder = self._master == "remainder"
+        if "remainder" in state and not remainder:
+            state["master"] = torch.zeros_like(parameter, dtype=torch.float32)
+            low, master = local_tensor(state.pop("remainder")), local_tensor(state["master"])
+            fused.merge_master_([shard.to(torch.bfloat16)], [low], [master])
+            shard.copy_(master)
+        if parameter.dtype == torch.float32:
+            if "master" in state:
+                shard.copy_(local_tensor(state.pop("master")))
+        elif "master" in state and remainder:
+            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+            master = local_tensor(state.pop("master"))
+            fused.split_master_([master], [shard], [local_tensor(state["remainder"])])
+        elif "master" not in state and "remainder" not in state and rounding_key(parameter) is None:
+            if remainder:
                 state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
             else:
                 state["master"] = parameter.detach().to(torch.float32)
-        return state
 
     def _dtype_of(self, name: str, parameter: torch.Tensor) -> torch.dtype:
         if name in self.moments:
             return self._moment_dtype
         return torch.int16 if name == "remainder" else torch.float32
 
+    def _quantised(self, parameter: torch.Tensor) -> bool:
+        """Whether its moments have 8 bits."""
+        return False
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but states keep their dtypes, which torch would change to the parameter's.
 
-        Masters kept one way ("fp32", "remainder") are brought to the other, without loss.
+        Masters kept one way ("fp32", "remainder") are brought to the other, without loss; a 16-bit parameter without
+        one gets it. States of whole parameters are cut as this rank's are. Raises ValueError for states that are not
+        of this kind of optimizer, or of other parameters.
         """
+        for parameter, saved in saved_states(self, state_dict):
+            bits = "exp_avg_scale" in saved
+            if "exp_avg" in saved and bits != self._quantised(parameter):
+                kinds = ("8-bit", "fp32") if bits else ("fp32", "8-bit")
+                raise ValueError(
+                    f"the state of a parameter of shape {tuple(parameter.shape)} has {kinds[0]} moments, this "
+                    f"{type(self).__name__} keeps {kinds[1]} ones: load it with the optimizer and min_size it was "
+                    "saved with"
+                )
+        check_states(self, state_dict, lambda p: {"step": (), **dict.fromkeys(self.moments, tuple(p.shape))})
+        for group in state_dict["param_groups"]:
+            self._check_group({**group, "params": []})
         super().load_state_dict(state_dict)
-        self._before.clear()
-        ours = [p for group in self.param_groups for p in group["params"]]
-        theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for parameter, index in zip(ours, theirs, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
+        for parameter, saved in saved_states(self, state_dict):
+            state = self.state.get(parameter, {})
+            for name, value in saved.items():
                 if isinstance(value, torch.Tensor) and name != "step":
                     dtype = self._dtype_of(name, parameter)
                     if parameter.dtype != dtype:
                         keep = value.detach().to(dtype=dtype, copy=True)
-                        self.state[parameter][name] = keep if isinstance(keep, DTensor) else keep.to(parameter.device)
-            state = self.state.get(parameter, {})
+                        state[name] = keep if isinstance(keep, DTensor) else keep.to(parameter.device)
+                    if value.shape == parameter.shape:
+                        state[name] = laid_as(state[name], parameter)
             if "step" in state:
                 state["step"] = state["step"].to(parameter.device, torch.float32)
-                self._change_masters(parameter, state)
-
-    @torch.no_grad()
-    def _change_masters(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        remainder = self._master == "remainder" and parameter.dtype == torch.bfloat16
-        shard = local_tensor(parameter.detach())
-        if remainder and "master" in state:
-            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
-            master = local_tensor(state.pop("master"))
-            fused.split_master_([master], [shard], [local_tensor(state["remainder"])])
-        elif not remainder and "remainder" in state:
-            state["master"] = torch.zeros_like(parameter, dtype=torch.float32)
-            low, master = local_tensor(state.pop("remainder")), local_tensor(state["master"])
-            fused.merge_master_([shard], [low], [master])
-            shard.copy_(master)
+                self._settle_master(parameter, state)

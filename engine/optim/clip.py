@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from engine import runtime
 from engine.ops import fused, library
+from engine.optim.states import sparse_gradient
 from engine.parallel.stages import place_of
 from engine.torch_compat import gradients_of, local_tensor, local_tensors
 
 _EPS = 1e-6
 _FUSED = {torch.float32, torch.bfloat16, torch.float16}
-_dtype = operator.attrgetter("dtype")
+_dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _spec, _engine_kind = operator.attrgetter("_spec"), operator.attrgetter("_engine_kind")
 # The mesh dimensions over which the ranks hold different parts, and the place in a pipeline.
 _Kind = tuple[tuple[DeviceMesh | None, tuple[int, ...]], str | None]
@@ -52,8 +53,12 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
     for ((mesh, dims), place), gradients in groups.values():
         if place == "copy":  # counted where it belongs
             continue
+        if set(map(_layout, gradients)) - {torch.strided}:
+            raise sparse_gradient(next(g.shape for g in gradients if g.layout is not torch.strided))
         if not all(map(torch.Tensor.numel, gradients)):
             gradients = [g for g in gradients if g.numel()]
+        if any(dtype.is_complex for dtype in set(map(_dtype, gradients))):
+            gradients = [g.abs() if g.is_complex() else g for g in gradients]
         device = gradients[0].device if gradients else home
         part = torch.zeros((), dtype=torch.float64 if squares else torch.float32, device=device)
         if gradients and squares and _fit(gradients):

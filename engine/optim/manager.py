@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.optim.base import FusedOptimizer
@@ -235,13 +236,23 @@ class OptimManager:
                 "look at the data of these steps, or use bf16 or fp32 in place of fp16"
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Loss scale, counts, and the state of optimizers and schedules, in torch's form."""
+    def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
+        """Loss scale, counts, and the state of optimizers and schedules, in torch's form.
+
+        Args:
+            gather_opt: states are whole, on the CPU of every rank, and load on any number of ranks; else they are this
+                rank's shards. Collective.
+        """
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        if gather_opt:
+            for optimizer in optimizers:
+                states = optimizer["state"].items()
+                optimizer["state"] = {i: {n: _whole(v) for n, v in state.items()} for i, state in states}
         return {
             "loss_scale": None if self._first_scale is None else self.loss_scale,
             "good_steps": 0 if self._good is None else int(self._good.item()),
             "skipped": [0, 0] if self._skipped is None else self._skipped.tolist(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": optimizers,
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.lr_schedulers],
         }
 
@@ -263,6 +274,11 @@ class OptimManager:
         if self._scale is not None and self._good is not None:
             self._scale.fill_(state["loss_scale"])
             self._good.fill_(state["good_steps"])
+
+
+def _whole(value: Any) -> Any:
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _parameters(param_groups: Iterable[Any]) -> Iterable[torch.Tensor]:

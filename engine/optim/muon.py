@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.optim.base import check_group
+from engine.optim.states import check_group, check_states, laid_as, saved_states, sparse_gradient
 from engine.torch_compat import local_box, local_tensor, with_local
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -57,6 +57,19 @@ class Muon(torch.optim.Optimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         super().__init__(params, defaults)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # For copies and pickles; torch's own has the state and the groups alone.
+        return {**super().__getstate__(), "_ns_steps": self._ns_steps, "_adjust": self._adjust}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch; states of whole parameters are cut as this rank's are. Raises ValueError for other states."""
+        check_states(self, state_dict, lambda p: {"momentum_buffer": tuple(p.shape)})
+        super().load_state_dict(state_dict)
+        for parameter, saved in saved_states(self, state_dict):
+            if saved:
+                state = self.state[parameter]
+                state["momentum_buffer"] = laid_as(state["momentum_buffer"], parameter)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; checks the group's values and parameters."""
         super().add_param_group(param_group)
@@ -97,6 +110,8 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
+        if parameter.grad.layout is not torch.strided:
+            raise sparse_gradient(parameter.shape)
         gradient, buffer = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer

@@ -10,6 +10,7 @@ import torch
 
 from engine.optim.adam import AdamOptimizer
 from engine.optim.base import Batch
+from engine.optim.states import sparse_gradient
 from engine.torch_compat import local_tensor, with_local
 
 _ALIGN = 64  # bytes
@@ -73,6 +74,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         ValueError: a value is out of its range, or a parameter is on meta or not contiguous.
     """
 
+    _settings = (*AdamOptimizer._settings, "_bucket", "record_delta")
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -89,10 +92,13 @@ class AdamOffloadOptimizer(AdamOptimizer):
             raise ValueError(f"bucket is {bucket!r}, expected a whole number of at least 1")
         self._bucket = bucket
         self.record_delta = record_delta
+        super().__init__(params, lr, betas, eps, weight_decay, hold_steps)
+
+    def _forget(self) -> None:
+        super()._forget()
         self._deltas = torch.zeros(3, dtype=torch.float64)  # how many, their sum, the sum of their squares
         self._slots: list[_Slot] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        super().__init__(params, lr, betas, eps, weight_decay, hold_steps)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``AdamOptimizer``."""
@@ -162,6 +168,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
+                if parameter.grad.layout is not torch.strided:
+                    raise sparse_gradient(parameter.shape)
                 state = self.state[parameter] or self._init_state(parameter)
                 flat = [
                     local_tensor(t).reshape(-1)
@@ -210,8 +218,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         back: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece, gradient in zip(slot.pieces, slot.gradients, strict=True):
             mode = "plain" if piece.shard.dtype == torch.float32 else "master"
-            key = (id(piece.group), piece.shard.dtype, gradient.dtype)
-            _, batch = batches.setdefault(key, (piece.group, Batch(mode, True)))
+            held = self._holds(piece.step)
+            key = (id(piece.group), piece.shard.dtype, gradient.dtype, held)
+            _, batch = batches.setdefault(key, (piece.group, Batch(mode, True, held)))
             source = piece.master if mode == "plain" else slot.take(piece.shard)
             batch.p.append(source)
             batch.g.append(gradient)
@@ -222,10 +231,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
             batch.steps.append(piece.step)
             back.append((piece.shard, source))
         for group, batch in batches.values():
-            held = self._hold_steps and batch.steps[0].item() < self._hold_steps
             values = batch.p if batch.mode == "plain" else batch.aux
             before = [value.clone() for value in values] if self.record_delta else []
-            self.update({**group, "lr": 0.0} if held else group, batch, scale, None)
+            self.update({**group, "lr": 0.0} if batch.held else group, batch, scale, None)
             for old, value in zip(before, values[: len(before)], strict=True):
                 delta = value.double() - old.double()
                 self._deltas += torch.stack([delta.new_tensor(delta.numel()), delta.sum(), delta.square().sum()])
@@ -237,6 +245,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             slot.left = stream.record_event()
 
     def _init_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        self._check_dtype(parameter)
         state = self.state[parameter]
         state["step"] = torch.zeros((), dtype=torch.float32)
         for name in self.moments:

@@ -1,17 +1,22 @@
-"""Finds an optimizer that was built before its model was sharded: it would step on tensors that nobody uses."""
+"""Finds optimizers that would train nothing, built before their model was sharded; and those that may train each rank
+apart, given parameters that came to it afterwards."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 _NAME = "_engine_sharded_as"
 _WAITING = "_engine_waits_for_sharding"
+_AVERAGED = "_engine_averaged"
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _hook: Any = None
 
 
@@ -28,10 +33,35 @@ def mark_unsharded(parameter: torch.Tensor) -> None:
     _watch()
 
 
+def mark_averaged(parameters: Iterable[torch.Tensor]) -> None:
+    """Note that the gradients of these, which are not sharded, have been averaged over the ranks."""
+    for parameter in parameters:
+        setattr(parameter, _AVERAGED, True)
+
+
 def _watch() -> None:
     global _hook
     _checked.clear()
-    _hook = _hook or register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check_optimizer(optimizer))
+    _hook = _hook or register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check_step(optimizer))
+
+
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    check_optimizer(optimizer)
+    if optimizer in _stepped:
+        return
+    members = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in members):
+        for parameter in members:
+            if parameter.grad is not None and not isinstance(parameter, DTensor) and not hasattr(parameter, _AVERAGED):
+                # Not an error: who adds such a parameter may have averaged its gradient, which is not seen from here.
+                warnings.warn(
+                    f"{type(optimizer).__name__} holds sharded parameters and one of shape {tuple(parameter.shape)} "
+                    "that is not, whose gradient is each rank's own: unless you average it, the ranks train apart. Add "
+                    "parameters before engine.shard(model), or train by engine.accumulate, which averages them",
+                    stacklevel=2,
+                )
+                break
+    _stepped.add(optimizer)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

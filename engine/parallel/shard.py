@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -57,8 +58,9 @@ def shard(
             ``model.tp_plan()``, or ``transformers``' plan.
 
     Raises:
-        ValueError: a unit is not part of the model, a method is missing, a unit mixes trainable dtypes, an inner
-            module is already sharded, or the model cannot be split as tp_size and cp_size say.
+        ValueError: a unit is not part of the model, a method is missing, a unit mixes trainable dtypes or yields, a
+            parameter has no dimensions, an inner module is already sharded, or the model cannot be split as tp_size and
+            cp_size say.
     """
     return lay_over_ranks(model, units, policy, forward_methods, tp_plan, over_stages=bool(_pipelined_lists(model)))
 
@@ -95,7 +97,7 @@ def lay_over_ranks(
         if settings.device is not None and not any(t.is_meta for t in _tensors(model)):
             model.to(settings.device)
         return model
-    _check_dtypes(model, chosen)
+    _check_units(model, chosen)
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -299,14 +301,26 @@ def _sharing_units(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
     return {group for groups in holders.values() if len(groups) > 1 for group in groups if group is not model}
 
 
-def _check_dtypes(model: nn.Module, chosen: set[nn.Module]) -> None:
-    for members in _groups(model, chosen).values():
+def _check_units(model: nn.Module, chosen: set[nn.Module]) -> None:
+    for unit, members in _groups(model, chosen).items():
+        if number := next((name for name, p in members if p.ndim == 0), None):
+            raise ValueError(
+                f"parameter {clean_name(number)} has no dimensions, and a single number cannot be sharded: give it the "
+                "shape (1,)"
+            )
         by_dtype = {p.dtype: name for name, p in members if p.requires_grad}
         if len(by_dtype) > 1:
             text = " and ".join(f"{clean_name(name)} is {dtype}" for dtype, name in by_dtype.items())
+            remedy = "Policy(precision='bf16'), which keeps all trainable ones in fp32"
+            if any(dtype.is_complex for dtype in by_dtype):
+                remedy = "name the modules of the complex ones with units="
             raise ValueError(
-                f"trainable parameters of one unit have several dtypes: {text}. Use one dtype, or "
-                "Policy(precision='bf16'), which keeps all trainable ones in fp32"
+                f"trainable parameters of one unit have several dtypes: {text}. Use one dtype, or {remedy}"
+            )
+        if inspect.isgeneratorfunction(type(unit).forward):
+            raise ValueError(
+                f"forward of unit {type(unit).__name__} yields, but its parameters are there only until it returns: "
+                "return a list, or name other units with units="
             )
 
 
@@ -316,8 +330,13 @@ class _Calls:
     def __init__(self, model: nn.Module, exchange: Exchange | None) -> None:
         self._model, self._exchange = weakref.ref(model), exchange
         self._open = 0
+        self._gathered = False
 
     def enter(self, *_: Any) -> None:
+        if not self._gathered and (model := self._model()) is not None:
+            self._gathered = True
+            if torch.is_inference_mode_enabled():
+                _gather_once(model)
         if self._open == 0 and self._exchange is not None:
             self._exchange.before_forward()
         self._open += 1
@@ -342,6 +361,15 @@ class _Calls:
                 self.leave()
 
         return call
+
+
+@torch.inference_mode(False)
+def _gather_once(model: nn.Module) -> None:
+    """Make the tensors that FSDP keeps for gathered parameters: made in inference mode, training could not use them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
 
 
 def _tensors(model: nn.Module) -> Iterable[torch.Tensor]:

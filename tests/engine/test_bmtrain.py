@@ -186,6 +186,15 @@ def test_a_block_list_of_several_hidden_states():
         blocks(a)
 
 
+def test_a_block_may_return_a_list():
+    class Layer(nn.Module):
+        def forward(self, x, y, z):
+            return [x + z, y * z]
+
+    out = bmt.TransformerBlockList([Layer(), Layer()], num_hidden=2)(torch.ones(1), torch.ones(1), 3)
+    assert out == (torch.tensor([7.0]), torch.tensor([9.0]))
+
+
 def test_one_hidden_state_and_the_same_block_twice():
     layer = nn.Linear(3, 3)
     blocks = bmt.TransformerBlockList([layer, layer])
@@ -359,6 +368,14 @@ def tensor_parallel_settings():
     bmt.init_distributed(tp_size=2)
     topology = bmt.config["topology"]
     places = [(topology.get_group_id(name), topology.get_group_rank(name)) for name in ("tp", "tp_zero", "zero")]
+    assert places == [
+        (topology.tp_idx, topology.tp_id),
+        (topology.tp_zero_idx, topology.tp_zero_id),
+        (topology.zero_idx, topology.zero_id),
+    ]
+    total = torch.tensor([bmt.rank()])
+    torch.distributed.all_reduce(total, group=bmt.config["tp_comm"])
+    assert total.item() == bmt.rank() // 2 * 4 + 1 and bmt.config["pipe_comm"] is None  # 0 + 1, or 2 + 3
     keys = ("tp_size", "tp_rank", "tp_zero_size", "tp_zero_rank", "zero_size", "zero_rank")
     return places, [bmt.config[key] for key in keys]
 
@@ -378,6 +395,9 @@ def test_settings():
     assert bmt.config["initialized"] and bmt.config["zero_level"] == 2 and bmt.config["tp_size"] == 1
     assert bmt.config["topology"].get_group_rank("zero") == 0 and bmt.config["comm"] is None
     assert bmt.config.get("tp_comm") is None and "pipe_size" in bmt.config
+    assert (bmt.config["topology"].tp_id, bmt.config["topology"].stage_id) == (0, 0)
+    with pytest.raises(AttributeError, match="no attribute 'dp_id', expected one of stage_id"):
+        getattr(bmt.config["topology"], "dp_id")  # noqa: B009
     assert {key: bmt.config[key] for key in bmt.config}.keys() == set(bmt.config)
     with pytest.raises(TypeError):
         bmt.config["rank"] = 1

@@ -95,6 +95,13 @@ def test_clipping_is_torchs(either, norm_type):
         assert (a.grad is None and b.grad is None) or torch.allclose(a.grad, b.grad, rtol=1e-6)
 
 
+def test_the_norm_of_complex_gradients():
+    parameters = [torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)), torch.nn.Parameter(torch.zeros(1))]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3 + 4j, 0]), torch.tensor([12.0])
+    assert engine.optim.clip_grad_norm_(parameters, 6.5) == 13
+    torch.testing.assert_close(parameters[0].grad, torch.tensor([1.5 + 2j, 0]))
+
+
 def norms_on(level, norm_type):
     """Sharded and plain parameters, and two meshes, in one norm; and how many collectives it takes."""
     engine.init_distributed(zero_level=level)

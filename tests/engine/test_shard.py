@@ -1,6 +1,7 @@
 """Sharded training against plain torch in one process: loss, every gradient, clip norm, parameters after 3 steps."""
 
 import copy
+import warnings
 
 import engine_toys as toys
 import pytest
@@ -209,6 +210,37 @@ def test_bad_arguments(two):
         two.run(mixed_dtypes)
     with pytest.raises(RuntimeError, match="module layers.0 is already sharded"):
         two.run(inner_first)
+    with pytest.raises(RuntimeError, match=r"parameter 1.scale has no dimensions.* give it the shape \(1,\)"):
+        two.run(shard_odd, Number)
+    with pytest.raises(RuntimeError, match="forward of unit Yields yields"):
+        two.run(shard_odd, Yields)
+    with pytest.raises(RuntimeError, match="complex64.* name the modules of the complex ones with units="):
+        two.run(shard_odd, Complex)
+
+
+class Number(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class Complex(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+
+class Yields(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+
+    def forward(self, x):
+        yield super().forward(x)
+
+
+def shard_odd(kind):
+    model = nn.Sequential(nn.Linear(2, 2), kind())
+    engine.shard(model, units=[model[1]])
 
 
 def mixed_dtypes():
@@ -223,18 +255,47 @@ def inner_first():
     engine.shard(model)
 
 
-def evaluate_then_train():
-    """An evaluation first leaves no gathered parameter behind for the optimizer to be built on."""
-    engine.init_distributed(zero_level=2)
+def evaluate_then_train(level, inference):
+    """An evaluation first leaves no gathered parameter behind for the optimizer to be built on, and nothing that
+    training cannot write to."""
+    engine.init_distributed(zero_level=level)
     model = engine.shard(toys.build())
-    with torch.no_grad():
+    with torch.inference_mode() if inference else torch.no_grad():
         model(toys.microbatch(0)[0])
     return toys.train(model, TWO)
 
 
-def test_an_optimizer_built_after_an_evaluation(two):
-    for found in two.run(evaluate_then_train):
+@pytest.mark.parametrize(("level", "inference"), [(2, False), (1, True), (3, True)])
+def test_an_optimizer_built_after_an_evaluation(two, level, inference):
+    for found in two.run(evaluate_then_train, level, inference):
         toys.assert_same(found, toys.truth(toys.build(), TWO))
+
+
+def added_later(accumulated):
+    """The gradients of a parameter that is not sharded: each rank's own, or averaged."""
+    engine.init_distributed(zero_level=3)
+    model = engine.shard(toys.build())
+    model.more = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def forward(number, _):
+        return model(toys.microbatch(0)[0]).sum() + model.more.sum() * number
+
+    if accumulated:
+        engine.accumulate(model, [engine.rank()], forward, lambda _: {"n": 1})
+    else:
+        forward(engine.rank(), None).backward()
+    with warnings.catch_warnings(record=True) as said:
+        optimizer.step()
+        optimizer.step()
+    return model.more.tolist(), [str(warning.message) for warning in said]
+
+
+def test_parameters_that_come_after_sharding(two):
+    for rank, (values, said) in enumerate(two.run(added_later, False)):
+        assert values == [1 - 2.0 * rank] * 2  # each by its own gradient, twice
+        assert len(said) == 1 and "SGD holds sharded parameters and one of shape (2,) that is not" in said[0]
+    assert two.run(added_later, True) == [([-1.0, -1.0], [])] * 2  # 1 less the sum of 0 and 1, twice
 
 
 def other_method():

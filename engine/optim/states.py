@@ -1,0 +1,91 @@
+"""What an optimizer is given: groups and gradients that it can step, and states that are of its own kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from engine.torch_compat import shard_of
+
+_FLAGS = ("amsgrad", "maximize", "differentiable")  # torch's, which change what a step does
+
+
+def check_group(group: dict[str, Any], *names: str, flags: Collection[str] = ()) -> None:
+    """Raises ValueError where one of these values (lr and weight_decay) is below 0, a parameter is on meta, or the
+    group asks for what the optimizer does not do (``flags``: what it does)."""
+    for name in names or ("lr", "weight_decay"):
+        if name in group and (isinstance(group[name], str) or not group[name] >= 0):
+            raise ValueError(f"{name} is {group[name]!r}, expected a number of at least 0")
+    for flag in _FLAGS:
+        if group.get(flag) and flag not in flags:
+            raise ValueError(
+                f"{flag} of a parameter group is {group[flag]!r}, which this optimizer does not do: leave it out, or "
+                "use torch's optimizer"
+            )
+    if any(p.is_meta for p in group["params"]):
+        raise ValueError("a parameter is on the meta device: call engine.materialize(model) before the optimizer")
+
+
+def sparse_gradient(shape: torch.Size) -> ValueError:
+    """The error for a gradient that is not strided."""
+    return ValueError(
+        f"a parameter of shape {tuple(shape)} has a sparse gradient, expected a dense one: build its embedding with "
+        "sparse=False, or step it by torch.optim.SparseAdam without an OptimManager"
+    )
+
+
+def saved_states(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """(parameter, its state in ``state_dict``, which may be empty) for each parameter, as torch pairs them by order."""
+    ours = [p for group in optimizer.param_groups for p in group["params"]]
+    theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
+    for parameter, index in zip(ours, theirs, strict=False):  # torch raises where they differ in number
+        yield parameter, state_dict["state"].get(index, {})
+
+
+def check_states(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    shapes: Callable[[torch.Tensor], dict[str, tuple[int, ...]]],
+) -> None:
+    """Raises ValueError if ``state_dict`` is not of an optimizer of this kind, or of other parameters.
+
+    Args:
+        shapes: {name: whole shape} of the states that a parameter must have if it has any.
+    """
+    kind = type(optimizer).__name__
+    for number, group in enumerate(state_dict["param_groups"]):
+        if lacking := sorted(set(optimizer.defaults) - set(group) - set(_FLAGS)):
+            raise ValueError(
+                f"group {number} of the state has no {', '.join(lacking)}, which {kind} needs: it is of another "
+                "optimizer; load it with the one it was saved with"
+            )
+    for parameter, state in saved_states(optimizer, state_dict):
+        wanted = shapes(parameter) if state else {}
+        if lacking := [name for name in wanted if name not in state]:
+            raise ValueError(
+                f"the state of a parameter of shape {tuple(parameter.shape)} has {', '.join(sorted(state))} and no "
+                f"{', '.join(lacking)}, which {kind} needs: load it with the optimizer it was saved with"
+            )
+        for name, shape in wanted.items():
+            if tuple(state[name].shape) != tuple(shape):
+                raise ValueError(
+                    f"state {name} of a parameter of shape {tuple(parameter.shape)} has shape "
+                    f"{tuple(state[name].shape)}, expected {tuple(shape)}: give the optimizer the same parameters in "
+                    "the same order as the one that was saved"
+                )
+
+
+def laid_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A state of a parameter's whole shape, whole or in shards, as this rank's shard of it. Collective where it is in
+    shards of another layout."""
+    if not isinstance(parameter, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if isinstance(value, DTensor) and value.device_mesh == mesh and value.placements == placements:
+        return value
+    return shard_of(value.full_tensor() if isinstance(value, DTensor) else value, mesh, placements)

@@ -1,0 +1,246 @@
+"""What users do to optimizers beside stepping: copies, groups that come late, states of others, other dtypes."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import engine
+from engine import lr_scheduler
+from engine.optim import Adafactor, AdamOffloadOptimizer, AdamOptimizer, AdamW8bit, Lion, Muon, OptimManager
+
+KINDS = {
+    "adam": AdamOptimizer,
+    "offload": lambda p, **kwargs: AdamOffloadOptimizer(p, bucket=100, **kwargs),
+    "adam8": lambda p, **kwargs: AdamW8bit(p, min_size=1, **kwargs),
+    "lion": Lion,
+    "muon": lambda p, **kwargs: Muon(p, ns_steps=3, **kwargs),
+    "adafactor": Adafactor,
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def matrices(dtype=torch.float32):
+    rng = torch.Generator().manual_seed(0)
+    return nn.ParameterList(nn.Parameter(torch.randn(n, 4, generator=rng).to(dtype)) for n in (6, 3))
+
+
+def steps(parameters, optimizer, seed, number=2):
+    rng = torch.Generator().manual_seed(seed)
+    for _ in range(number):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=rng).to(parameter.dtype)
+        optimizer.step()
+
+
+def same(these, those):
+    return all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
+
+
+@each_kind
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_goes_on_as_its_original_does(kind, how):
+    model = matrices()
+    optimizer = KINDS[kind](model.parameters(), lr=0.1)
+    OptimManager().add_optimizer(optimizer)
+    steps(model, optimizer, 0)
+    if how == "deepcopy":
+        other, its = copy.deepcopy((model, optimizer))
+    else:
+        file = io.BytesIO()
+        torch.save((model, optimizer), file)
+        file.seek(0)
+        other, its = torch.load(file, weights_only=False)
+    for these, one in ((model, optimizer), (other, its)):
+        steps(these, one, 1)
+        one.load_state_dict(copy.deepcopy(one.state_dict()))
+        steps(these, one, 2)
+    assert same(model, other)
+
+
+@each_kind
+def test_what_a_group_asks_for_and_an_optimizer_does_not_do_is_an_error(kind):
+    for flag in ("amsgrad", "maximize"):
+        if (kind, flag) != ("adafactor", "maximize"):
+            with pytest.raises(ValueError, match=f"{flag} of a parameter group is True"):
+                KINDS[kind]([{"params": list(matrices()), flag: True}], lr=0.1)
+    with pytest.raises(ValueError, match="lr is '1e-3', expected a number"):
+        KINDS[kind](matrices().parameters(), lr="1e-3")
+
+
+@each_kind
+@pytest.mark.parametrize("managed", [False, True])
+def test_sparse_gradients_are_an_error(kind, managed):
+    table = nn.Embedding(6, 4, sparse=True)
+    optimizer = KINDS[kind](table.parameters(), lr=0.1)
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match=r"shape \(6, 4\) has a sparse gradient"):
+        (manager if managed else optimizer).step()
+
+
+@pytest.mark.parametrize("kind", ["adam", "offload", "adam8", "lion"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_parameters_that_fp32_does_not_hold_are_an_error(kind, dtype):
+    frozen = nn.Parameter(torch.ones(2, 3, dtype=dtype), requires_grad=False)
+    optimizer = KINDS[kind]([frozen, *matrices()], lr=0.1)  # as the parameters of a whole model are given
+    optimizer.step()
+    with pytest.raises(ValueError, match=f"is {dtype}: .* takes fp32, bf16 and fp16"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=dtype))]})
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "message"),
+    [
+        ("adam", "adam8", "has 8-bit moments, this AdamOptimizer keeps fp32 ones"),
+        ("lion", "adam8", "has 8-bit moments, this Lion keeps fp32 ones"),
+        ("adam8", "adam", "has fp32 moments, this AdamW8bit keeps 8-bit ones"),
+        ("adam", "lion", "group 0 of the state has no eps, which AdamOptimizer needs"),
+        ("muon", "adam", "has no momentum, nesterov, which Muon needs"),
+        ("adafactor", "adam", "has no beta2_decay, d, which Adafactor needs"),
+    ],
+)
+def test_states_of_another_kind_are_an_error(mine, other, message):
+    model = matrices()
+    saved = KINDS[other](model.parameters(), lr=0.1)
+    steps(model, saved, 0)
+    with pytest.raises(ValueError, match=message):
+        KINDS[mine](model.parameters(), lr=0.1).load_state_dict(saved.state_dict())
+
+
+@each_kind
+def test_states_of_other_parameters_are_an_error(kind):
+    model = matrices()
+    saved = KINDS[kind](model.parameters(), lr=0.1)
+    steps(model, saved, 0)
+    with pytest.raises(ValueError, match=r"has shape \(6, .*the same parameters in the same order"):
+        KINDS[kind](list(model)[::-1], lr=0.1).load_state_dict(saved.state_dict())
+
+
+def test_states_go_to_torchs_adamw_and_back(either):
+    ours, theirs = matrices(), matrices()
+    one = AdamOptimizer(ours.parameters(), lr=0.1, weight_decay=0.1)
+    other = torch.optim.AdamW(theirs.parameters(), lr=0.1, weight_decay=0.1)
+    for turn in range(3):
+        steps(ours, one, turn)
+        steps(theirs, other, turn)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        mine, its = copy.deepcopy(one.state_dict()), copy.deepcopy(other.state_dict())
+        one.load_state_dict(its), other.load_state_dict(mine)
+    amsgrad = torch.optim.AdamW(theirs.parameters(), amsgrad=True)
+    with pytest.raises(ValueError, match="amsgrad of a parameter group is True"):
+        one.load_state_dict(amsgrad.state_dict())
+
+
+@pytest.mark.parametrize("master", ["fp32", "remainder"])
+def test_a_state_without_masters_gets_them(master):
+    """As torch's AdamW saves it; else small updates would be lost, or rounded at random."""
+    model = matrices(torch.bfloat16)
+    optimizer = AdamOptimizer(model.parameters(), lr=1e-4, master=master)
+    steps(model, optimizer, 0)
+    state = optimizer.state_dict()
+    for values in state["state"].values():
+        values.pop("master", None), values.pop("remainder", None)
+    other = AdamOptimizer(model.parameters(), lr=1e-4, master=master)
+    other.load_state_dict(state)
+    steps(model, other, 1)
+    name = "master" if master == "fp32" else "remainder"
+    assert all(name in values and values[name].any() for values in other.state.values())
+
+
+@pytest.mark.parametrize("master", ["fp32", "remainder"])
+def test_a_model_that_changes_its_dtype_between_steps(master):
+    """To bf16: masters from then on. Back to fp32: the parameters take their values."""
+    model, reference = matrices(), matrices()
+    optimizer = AdamOptimizer(model.parameters(), lr=1e-3, master=master)
+    its = AdamOptimizer(reference.parameters(), lr=1e-3)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        model.to(dtype)
+        if dtype == torch.bfloat16:  # the one rounding there is
+            with torch.no_grad():
+                for a, b in zip(reference, model, strict=True):
+                    a.copy_(b)
+        rng = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            for a, b in zip(model, reference, strict=True):
+                a.grad = torch.randn(a.shape, generator=rng).to(dtype)
+                b.grad = a.grad.float()
+            optimizer.step(), its.step()
+    for a, b in zip(model, reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        assert sorted(optimizer.state[a]) == ["exp_avg", "exp_avg_sq", "step"]
+
+
+@pytest.mark.parametrize("kind", ["adam", "offload", "lion"])
+def test_steps_are_held_for_each_parameter_by_its_own_count(kind):
+    early, late = matrices()
+    optimizer = KINDS[kind]([early], lr=0.1, hold_steps=2)
+    steps([early], optimizer, 0, 2)
+    optimizer.add_param_group({"params": [late]})
+    optimizer.param_groups[0]["params"].append(optimizer.param_groups.pop()["params"][0])  # one group, two counts
+    for step in range(4):
+        before = early.detach().clone(), late.detach().clone()
+        steps([early, late], optimizer, step, 1)
+        assert not torch.equal(early, before[0])
+        assert torch.equal(late, before[1]) == (step < 2)
+
+
+def whole_states(kind):
+    """States saved by one process, as plain tensors, go into optimizers of shards, and back; whole ones of a manager
+    are those."""
+    plain = matrices()
+    saved = KINDS[kind](plain.parameters(), lr=0.1)
+    steps(plain, saved, 0)
+    mesh = engine.runtime.mesh()["dp_shard"]
+    shards = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in plain]
+    optimizer = KINDS[kind](shards, lr=0.1)
+    optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+    rng = torch.Generator().manual_seed(1)
+    for p, q in zip(plain, shards, strict=True):
+        p.grad = torch.randn(p.shape, generator=rng)
+        q.grad = distribute_tensor(p.grad, mesh, [Shard(0)])
+    saved.step(), optimizer.step()
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    gathered = manager.state_dict(gather_opt=True)["optimizers"][0]["state"]
+    assert not any(isinstance(v, DTensor) for state in gathered.values() for v in state.values())
+    for p, state in zip(plain, gathered.values(), strict=True):
+        assert same(state.values(), saved.state[p].values())
+    assert all(isinstance(v, DTensor) for p in shards for n, v in optimizer.state[p].items() if n != "step")
+    back = KINDS[kind](plain.parameters(), lr=0.1)
+    back.load_state_dict(optimizer.state_dict())
+    equal = [
+        torch.equal(back.state[p][name], value) or torch.allclose(back.state[p][name], value)
+        for p in plain
+        for name, value in saved.state[p].items()
+    ]
+    return all(equal) and all(torch.allclose(p, q.full_tensor()) for p, q in zip(plain, shards, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["adam", "adam8", "muon"])
+def test_states_of_one_process_go_into_shards_and_back(two, kind):
+    assert two.run(whole_states, kind) == [True, True]
+
+
+def test_a_group_that_comes_after_its_schedule_keeps_its_ratio():
+    early, late = matrices()
+    optimizer = torch.optim.SGD([early], lr=0.1)
+    schedule = lr_scheduler.NoDecay(optimizer, 2.0, 0, 10)
+    optimizer.add_param_group({"params": [late], "lr": 0.05})
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [2.0, 1.0]
+    for group in optimizer.param_groups:  # as a state that was saved without a schedule has them
+        del group["lr_scale"]
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [2.0, 1.0]
+
+
+def test_a_schedule_continues_from_one_of_bmtrain():
+    schedule = lr_scheduler.Exponential(torch.optim.SGD(matrices().parameters()), 1.0, 0, 10, gamma=0.5)
+    schedule.load_state_dict({"start_lr": 4.0, "warmup_iter": 0, "end_iter": 10, "num_iter": 2})
+    assert schedule.current_lr == 1.0 and schedule.gamma == 0.5

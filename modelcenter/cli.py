@@ -177,10 +177,10 @@ def _export(argv: Sequence[str]) -> None:
     raise SystemExit(export_main(argv, _export_adapter))
 
 
-def _export_adapter(path: Any, target: Any, keep: bool, **options: Any) -> str | None:
+def _export_adapter(path: Any, *how: Any, **options: Any) -> str | None:
     from modelcenter.training.export import export_adapter, has_adapter
 
-    return export_adapter(path, target, keep, **options) if has_adapter(path) else None
+    return export_adapter(path, *how, **options) if has_adapter(path) else None
 
 
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {

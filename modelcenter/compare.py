@@ -306,7 +306,7 @@ def compare_models(
         if not isinstance(value, Tensor) or own not in a:
             continue
         pair, real = (a[own].detach(), value.detach()), mask if name.startswith("encoder_") else outer
-        if pair[1].shape[: real.dim()] == real.shape and pair[1].dim() >= real.dim() and real.dim() == 2:
+        if pair[1].shape[: real.dim()] == real.shape:
             pair = (pair[0][real], pair[1][real])
         result.values[name] = difference(*pair)
     flat = mask.flatten(0, -2) if mask.dim() == 3 else mask
@@ -314,12 +314,15 @@ def compare_models(
     for name in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
         real = outer if name.startswith("decoder_") else flat
         if name in a or name in b:
-            layers += [difference(x.detach()[real], y.detach()[real]) for x, y in zip(a[name], b[name], strict=True)]
+            pairs = [
+                [x.detach().reshape(*real.shape, -1)[real] for x in pair] for pair in zip(a[name], b[name], strict=True)
+            ]
+            layers += [difference(x, y) for x, y in pairs]
     result.values["layers"] = max(layers)
     result.first_layer = next((i for i, gap in enumerate(layers) if gap > tolerance), None)
     if a.get("loss") is not None and b.get("loss") is not None:
-        a["loss"].backward()
-        b["loss"].backward()
+        for out in (a, b):
+            sum(out[name] for name in ("loss", "mc_loss") if out.get(name) is not None).backward()
         mine = hub_gradients(ours)
         native = hasattr(theirs, "task")
         other = (
@@ -363,14 +366,22 @@ def compare_checkpoints(
     if data is not None:
         lines = _texts(data)
         ids = load_tokenizer(first)(lines, truncation=True, max_length=config.max_tokens or 512)["input_ids"]
-    rows = rows_for(ours.task, config, ids=ids)
+    kind = "multiple-choice" if ours.task == "double-heads" else ours.task
+    rows = rows_for(kind, config, ids=ids)
     with TemporaryDirectory() as folder:
         if second is not None:
             theirs, name = from_pretrained(second, ours.task, dtype="float32", policy=False), second
         else:
             ours.save_pretrained(folder)  # so that any kind of checkpoint can be compared, and the export is what runs
             theirs, name = load_transformers(folder, ours), "transformers"
-    batch = pad_rows(ours.task, rows)
+    # transformers' decoders find the end of a row by the padding token, and without one take a single row.
+    ends = ours.task == "sequence-classification" and second is None
+    pad = theirs.config.pad_token_id if ends else None
+    if ours.task == "question-answering" or (ends and pad is None):  # of the first, padding takes part in the softmax
+        rows = rows[:1]
+    batch = pad_rows(kind, rows)
+    if ours.task == "double-heads":
+        batch |= _two_losses(batch)
     if config.problem_type not in (None, "single_label_classification") and "labels" in batch:
         shape = (len(rows), config.num_labels)
         batch["labels"] = torch.rand(shape, generator=torch.Generator().manual_seed(0)).round()
@@ -378,9 +389,16 @@ def compare_checkpoints(
         batch["labels"] = batch["labels"].float()
     if config.model_type == "encoder-decoder":  # where transformers hides what is left out of the labels, else
         batch["decoder_attention_mask"] = output_mask(ours, batch).long()
-    if ours.task == "question-answering":  # in transformers padding takes part in the softmax over positions
-        batch = pad_rows(ours.task, [rows[0]])
+    if pad is not None:
+        ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+        batch["input_ids"] = ids.masked_fill(ids == pad, 0 if pad else 1).masked_fill(~mask, pad)
     return compare_models(ours, theirs, batch, names=(str(first), str(name)), tolerance=tolerance)
+
+
+def _two_losses(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Labels of a double-heads model for a multiple-choice batch: every token, and the choice, judged by its end."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    return {"labels": ids.where(mask.bool(), IGNORE), "mc_labels": batch["labels"], "mc_token_ids": mask.sum(-1) - 1}
 
 
 def _texts(data: str, most: int = 64) -> list[str]:
@@ -401,6 +419,11 @@ def hub_class(model_type: str, task: str) -> Any:
     arch = registry.get(model_type).arch_map()
     name = arch.tasks[task].hf_class
     if not arch.files:
+        if not hasattr(transformers, name):
+            raise ValueError(
+                f"transformers has no {name}: those who published {model_type} ship its code with the weights. Compare "
+                "with another checkpoint: modelcenter compare A B"
+            )
         return getattr(transformers, name)
     spec = importlib.util.spec_from_file_location("modelcenter_remote_code", registry.shipped_file(arch.files[0]))
     assert spec is not None and spec.loader is not None

@@ -5,13 +5,21 @@ max_positions, ...). Hugging Face's spellings are translated by the CONFIG map o
 """
 
 import dataclasses
-import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
+from numbers import Integral, Real
+from types import NoneType, UnionType
 from typing import Any, ClassVar, Self
 
 from modelcenter.registry import nearest
 
-_SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_positions")
+_LAYERS = ("num_layers", "num_decoder_layers")
+_SIZES = (
+    "vocab_size", "hidden_size", "embedding_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
+    "max_positions", *_LAYERS,
+)  # fmt: skip
+_MOST_LAYERS = 10_000  # a model is built of them before a file can contradict
 
 
 @dataclass(kw_only=True)
@@ -56,12 +64,7 @@ class ModelConfig:
             raise ValueError(f"problem_type: got {self.problem_type!r}, expected one of {kinds}")
         if self.num_labels < 1:
             raise ValueError(f"num_labels: got {self.num_labels}, expected at least 1")
-        for one in dataclasses.fields(self):
-            value = getattr(self, one.name)
-            if one.name in _SIZES and not (value is None and one.default is None):
-                least = 0 if one.name == "num_layers" else 1
-                whole = isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
-                self.require(whole, one.name, f"a whole number of at least {least}")
+        self._check_values(vars(self))
 
     def require(self, condition: bool, name: str, expected: str) -> None:
         """Raise one clear error about the field `name` unless `condition` holds."""
@@ -101,7 +104,14 @@ class ModelConfig:
         ]
         if missing:
             raise ValueError(f"{cls.__name__}: missing field {missing[0]!r} (of {len(missing)}: {', '.join(missing)})")
+        cls._check_values(values)  # before __post_init__ computes with them
         return cls(**values)
+
+    @classmethod
+    def _check_values(cls, values: Mapping[str, Any]) -> None:
+        for f in dataclasses.fields(cls):
+            if f.name in values and (expected := _misfit(f.name, f.type, values[f.name])):
+                raise ValueError(f"{cls.model_type} config: {f.name} is {values[f.name]!r}, expected {expected}")
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary of our own names; `from_dict` reads it back equal."""
@@ -112,3 +122,25 @@ class ModelConfig:
         if "num_labels" in changes and "id2label" not in changes and changes["num_labels"] != self.num_labels:
             changes |= {"id2label": None, "label2id": None}
         return type(self).from_dict({**self.to_dict(), **changes})
+
+
+def _misfit(name: str, kind: Any, value: Any) -> str | None:
+    """What a field that is a number or a text should be, where the value is none of that."""
+    kinds = kind.__args__ if isinstance(kind, UnionType) else (kind,)
+    if value is None:
+        return "a number" if name in (*_SIZES, "pad_token_id") and NoneType not in kinds else None
+    if str in kinds:
+        return None if isinstance(value, str) else "a text"
+    if float in kinds:
+        return None if _is(value, Real) and abs(value) < inf else "a finite number"
+    if int not in kinds:
+        return None
+    low, high = 0 if name in _LAYERS else 1 if name in _SIZES else -inf, _MOST_LAYERS if name in _LAYERS else inf
+    if _is(value, Integral) and low <= value <= high:
+        return None
+    limits = f" of at least {low}" if name in _SIZES else ""
+    return f"a whole number{limits}" + (f" and at most {high}" if name in _LAYERS else "")
+
+
+def _is(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)

@@ -128,9 +128,13 @@ def get(model_type: str, architectures: Iterable[str] | None = None) -> ArchSpec
     Raises:
         ValueError: no such architecture; lists the supported ones.
     """
-    named = set(architectures or ())
+    named = () if architectures is None else architectures
+    if isinstance(named, str) or not (isinstance(named, Iterable) and all(isinstance(name, str) for name in named)):
+        raise ValueError(f"architectures: got {architectures!r}, expected a list of class names")
+    if not isinstance(model_type, str):
+        raise ValueError(f"model_type: got {model_type!r}, expected a name such as 'bert'")
     for spec in ARCHITECTURES.values():
-        if spec.architectures and named & set(spec.architectures):
+        if spec.architectures and set(named) & set(spec.architectures):
             return spec
     if model_type not in ARCHITECTURES:
         raise ValueError(

@@ -11,6 +11,7 @@ from typing import Any
 from engine.memory import readable
 from modelcenter.hub.names import CARD_FILE, CURVES_FILE
 from modelcenter.hub.push import without_tokens
+from modelcenter.registry import get
 
 PIPELINES = {
     "base": "feature-extraction",
@@ -84,8 +85,7 @@ def make_card(model: Any, hf_class: str, details: Mapping[str, Any] | None = Non
         lines += ["| metric | value |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in metrics.items()), ""]
     lines += [
         "```python",
-        f"from transformers import AutoTokenizer, {hf_class}",
-        f'model = {hf_class}.from_pretrained("PATH_OR_REPO")',
+        *_loading(model, hf_class),
         "```",
         "",
     ]
@@ -94,6 +94,17 @@ def make_card(model: Any, hf_class: str, details: Mapping[str, Any] | None = Non
     if given.get("run"):
         lines += [describe_run(given["run"]), ""]
     return without_tokens("\n".join(lines))
+
+
+def _loading(model: Any, hf_class: str) -> list[str]:
+    """Lines of Python that load it: with transformers' own class, or the code that `auto_map` of config.json names."""
+    written = get(model.config.model_type).arch_map().config.write(model.config, hf_class, "float32")
+    places = {str(place).rpartition(".")[2]: auto for auto, place in (written.get("auto_map") or {}).items()}
+    name, more = (places[hf_class], ", trust_remote_code=True") if hf_class in places else (hf_class, "")
+    return [
+        f"from transformers import AutoTokenizer, {name}",
+        f'model = {name}.from_pretrained("PATH_OR_REPO"{more})',
+    ]
 
 
 def _finite(name: str, value: Any) -> bool:

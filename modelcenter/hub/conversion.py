@@ -45,10 +45,12 @@ from modelcenter.hub.workers import Progress, Report, can_fork, flushing, make_l
 from modelcenter.hub.writer import (
     FilePlan,
     checked_target,
+    finish_replacing,
     parse_size,
     put_in_place,
     write_json,
 )
+from modelcenter.registry import shipped_file
 
 FORMATS = {name: side for side, name in SIDES.items()}
 CONVERSION_FILE = "conversion.json"
@@ -191,6 +193,9 @@ class _Run:
         return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
     def _fill(self, scratch: Path) -> None:
+        for path in scratch.iterdir():  # texts of a run that was killed at its end: a manifest would name itself
+            if path.is_file() and path.name not in self.plan.sizes:
+                path.unlink()
         self.plan.prepare(scratch)
         written = self._continued(scratch)
         self.done.continued = len(written)
@@ -291,6 +296,8 @@ class _Run:
         main = str(max(counts, key=lambda d: counts[d])).removeprefix("torch.") if counts else "float32"
         hf_class = opened.arch.tasks[opened.whole.task].hf_class
         write_json(scratch / CONFIG_FILE, opened.arch.config.write(opened.config, hf_class, main))
+        for name in opened.arch.files:
+            shutil.copyfile(shipped_file(name), scratch / Path(name).name)
         # A README.md where no checkpoint was is somebody's: it stays.
         taken = (self.target / CARD_FILE).is_file() and not (self.target / CONFIG_FILE).is_file()
         for name in (GENERATION_FILE, *(() if taken else (CARD_FILE,)), *TOKENIZER_FILES):
@@ -377,6 +384,7 @@ def _claimed(target: Path, scratch: Path) -> Iterator[None]:
         for left in target.parent.glob(f".{glob.escape(target.name)}.converting-*"):
             if left != scratch:
                 shutil.rmtree(left, ignore_errors=True)
+        finish_replacing(target)
         scratch.mkdir(exist_ok=True)
         yield
     finally:

@@ -91,8 +91,8 @@ def _of_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "architectures": config.get("architectures"),
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "unknown").removeprefix("torch."),
     }
-    if kind in ARCHITECTURES:
-        arch = get(kind, config.get("architectures")).arch_map()
+    if str(kind) in ARCHITECTURES:
+        arch = get(str(kind), config.get("architectures")).arch_map()
         ours = our_names(config, arch)
         found["task"] = arch.declared_task(config.get("architectures"))
         found["tasks"] = list(arch.tasks)
@@ -155,7 +155,10 @@ def stored(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if (directory / MANIFEST_FILE).is_file():
         files = read_json(directory / MANIFEST_FILE).get("files", {})
-        sizes = {name: entry["size"] for name, entry in files.items() if name.startswith("model/")}
+        try:
+            sizes = {name: int(entry["size"]) for name, entry in files.items() if name.startswith("model/")}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{directory / MANIFEST_FILE} is damaged: {error!r}") from None
         return _stored("distributed", sizes)
     for name in WEIGHT_FILES:
         stem, _, suffix = name.rpartition(".")
@@ -193,7 +196,7 @@ def _read_headers(found: dict[str, Any], paths: list[Path], config: Mapping[str,
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is not a valid safetensors file: {error}") from None
     kind = config.get("model_type")
-    known = kind in ARCHITECTURES
+    known = str(kind) in ARCHITECTURES
     arch = get(str(kind), config.get("architectures")).arch_map() if known else None
     where: dict[str, str | None] = dict.fromkeys(shapes, "other")
     if arch is not None:
@@ -258,7 +261,7 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         labels = about["labels"]
         facts.append(("labels", ", ".join(map(str, labels[:8])) + (f", ... ({len(labels)})" if labels[8:] else "")))
     if about["parameters"] is None:
-        known = about["model_type"] in ARCHITECTURES
+        known = str(about["model_type"]) in ARCHITECTURES
         why = "its config says no sizes" if known else f"{about['model_type']!r} is no architecture that is known here"
         facts.append(("parameters", f"unknown: {why}"))
     else:

@@ -100,6 +100,8 @@ def in_hf_form(found: Resolved, model_type: str | None = None) -> Resolved:
         ValueError: a ModelCenter checkpoint whose network or config is not understood.
     """
     kind = found.config.get("model_type")
+    if not isinstance(kind, str | None):
+        return found  # load.find_spec says it
     if kind in ARCHITECTURES:  # two may share a model_type
         kind = get(kind, found.config.get("architectures")).model_type
     readable = {name for entry in LEGACY for name in entry.model_types}

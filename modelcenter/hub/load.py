@@ -249,7 +249,9 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
             f"{origin}: config.json names no model_type; say which by loading it with a class, such as "
             "modelcenter.Bert.from_pretrained"
         )
-    spec = None if architecture is not None and kind not in ARCHITECTURES else get(kind, config.get("architectures"))
+    spec = (
+        None if architecture is not None and str(kind) not in ARCHITECTURES else get(kind, config.get("architectures"))
+    )
     if spec is None:
         raise ValueError(f"{origin} has the model_type {kind!r}, expected {architecture!r}; load it with its own class")
     if architecture not in (None, spec.model_type):
@@ -304,9 +306,12 @@ class _NoInit(TorchFunctionMode):
 
 
 def on_meta(spec: ArchSpec, config: ModelConfig, task: str) -> Any:
-    """A model without memory: names and shapes."""
-    with torch.device("meta"), _NoInit():
-        return spec.model_class()(config, task)
+    """A model without memory: names and shapes. Raises ValueError: sizes beyond what a tensor can have."""
+    try:
+        with torch.device("meta"), _NoInit():
+            return spec.model_class()(config, task)
+    except RuntimeError as error:
+        raise ValueError(f"the sizes in the config make no {config.model_type}: {error}") from error
 
 
 def _listed(adapter: Any) -> list[Any]:

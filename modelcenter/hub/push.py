@@ -88,7 +88,7 @@ def _check_tensors(directory: Path, say: Callable[[str], None]) -> None:
 
     with open_checkpoint(find_weights(directory)) as source:
         found = resolve(directory)
-        if found.config.get("model_type") not in ARCHITECTURES:
+        if str(found.config.get("model_type")) not in ARCHITECTURES:
             # transformers' or somebody's own: the files are whole, what must be in them is not known here.
             return say(
                 f"{directory}: {found.config.get('model_type')!r} is not known here; its tensors' names and "

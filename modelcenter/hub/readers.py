@@ -375,7 +375,7 @@ def index_files(path: Path) -> dict[str, str]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)["weight_map"]
         pairs = list(entries.items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not an index of weight files: {error!r}") from None
     for name, file in pairs:
         if not isinstance(file, str) or not file or file in (".", "..") or any(c in file for c in "/\\\0:"):

@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, expected an object")

@@ -79,7 +79,7 @@ def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
         found = count(_Fields(fields), kind)
     except KeyError as error:
         raise ValueError(f"config.json of a {kind} lacks {error.args[0]}, so its size is not known") from None
-    except TypeError as error:
+    except (TypeError, ArithmeticError) as error:
         raise ValueError(f"config.json of a {kind} holds a size that is no number: {error}") from None
     return _ordered(found)
 

@@ -94,7 +94,7 @@ def _class_of_cpm(directory: Path | None, source: str, kwargs: Mapping[str, Any]
     if name is None and not settings and directory is not None:
         bare = (directory / VOCABULARY_FILE).is_file() and (directory / CONFIG_FILE).is_file()
         config = read_json(directory / CONFIG_FILE) if bare else {}
-        if config.get("model_type") in ARCHITECTURES:
+        if str(config.get("model_type")) in ARCHITECTURES:
             name = _OF_MODEL.get(get(config["model_type"], config.get("architectures")).model_type)
     if name is None:
         return None

@@ -87,8 +87,8 @@ def convert_main(argv: Sequence[str]) -> int:
 
 
 def export_main(argv: Sequence[str], with_adapter: Callable[..., str | None] | None = None) -> int:
-    """with_adapter: `with_adapter(path, target, keep, **options)` exports the runs that trained an adapter, and returns
-    what it wrote, None for others."""
+    """with_adapter: `with_adapter(path, target, keep, idle, **options)` exports what runs that trained an adapter left,
+    and returns what it wrote, None for all else. idle: flags given that only a conversion takes."""
     about = (
         "Write the model of a run or of a checkpoint as a Hugging Face directory.\n\n"
         "Of a run: its final model, or its last checkpoint while it has none, or the one that --step names."
@@ -109,7 +109,9 @@ def export_main(argv: Sequence[str], with_adapter: Callable[..., str | None] | N
     path = Path(find_step(args.source, args.step)).expanduser()
     if with_adapter is not None and path.is_dir():
         options = {} if args.keep_adapter else {"dtype": args.dtype, "max_shard_size": args.max_shard_size}
-        said = with_adapter(path, Path(args.target).expanduser(), args.keep_adapter, **options)
+        names = ("config", "prefix", "ignore", "verify", "workers", *(("dtype",) if args.keep_adapter else ()))
+        idle = [f"--{name}" for name in names if getattr(args, name)]
+        said = with_adapter(path, Path(args.target).expanduser(), args.keep_adapter, idle, **options)
         if said is not None:
             print(json.dumps({"written": said}) if args.json else said)
             return 0

@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 
 from engine.checkpoint.files import sync_to_disk
-from modelcenter.hub.names import MANIFEST_FILE, TOKENIZER_FILES
+from modelcenter.hub.names import CONFIG_FILE, MANIFEST_FILE, TOKENIZER_FILES
 from modelcenter.hub.readers import DTYPE_NAMES
 
 _AT_ONCE = 2**18  # bytes; for larger writes the kernel looks for memory in large pieces, which may cost ten times more
@@ -181,8 +181,8 @@ _PARTS = ("model", "optim", "state")  # directories of a distributed checkpoint
 def new_directory(target: Path) -> Iterator[Path]:
     """A directory beside `target` to fill; it takes the place of `target` when the block ends, or vanishes if it fails.
 
-    An existing `target` loses the config and weights of an earlier checkpoint. Its other files stay unless the new
-    directory has them: a tokenizer saved there before, a card, logs.
+    An existing `target` loses the config and weights of an earlier checkpoint, if the new directory is one. Its other
+    files stay unless the new directory has them: a tokenizer saved there before, a card, logs.
 
     Raises:
         ValueError: the place cannot be written, or `target` is not a directory that may be replaced.
@@ -193,6 +193,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         for left in target.parent.glob(f".{glob.escape(target.name)}.saving-*"):  # of a process that was killed
             shutil.rmtree(left, ignore_errors=True)
+        finish_replacing(target)
         scratch.mkdir()
     except OSError as error:
         raise ValueError(f"cannot save to {target}: {error.strerror or error} ({error.filename})") from error
@@ -215,6 +216,8 @@ def checked_target(target: Path) -> Path:
     target = target.resolve() if target.exists() else target.absolute()
     if target.exists() and not target.is_dir():
         raise ValueError(f"cannot save to {target}: it is a file, expected a directory or a new name")
+    if target.exists() and not os.access(target, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot save to {target}: it is read-only; change its mode or name another directory")
     if target in (Path.cwd(), *Path.cwd().parents) or target.is_mount():
         raise ValueError(
             f"cannot save to {target}: it is the current directory, one above it, or a mount point; name one inside"
@@ -223,7 +226,11 @@ def checked_target(target: Path) -> Path:
 
 
 def put_in_place(scratch: Path, target: Path) -> None:
-    """Give a finished directory the name `target`, once all of it is on the disk; see new_directory."""
+    """Give a finished directory the name `target`, once all of it is on the disk; see new_directory.
+
+    Raises:
+        OSError: nothing was changed. ValueError: it has its name, but a file of the old one could not be moved to it.
+    """
     sync_to_disk(scratch)
     if not target.exists():
         scratch.rename(target)
@@ -236,10 +243,41 @@ def put_in_place(scratch: Path, target: Path) -> None:
     except OSError:
         old.rename(target)
         raise
+    try:
+        _carry_over(old, target)
+    except OSError as error:
+        raise ValueError(
+            f"{target} is complete, but {error.filename} could not be moved to it: {error.strerror}. What is missing "
+            f"there is in {old}; the next save tries again"
+        ) from error
+
+
+def finish_replacing(target: Path) -> None:
+    """Finish what put_in_place began in a process that was killed.
+
+    Where it had not named the new directory yet, the old one gets its name back; else its files that stay move over.
+    """
+    for left in target.parent.glob(f".{glob.escape(target.name)}.discarded-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    for old in target.parent.glob(f".{glob.escape(target.name)}.replaced-*"):
+        if target.exists():
+            _carry_over(old, target)
+        else:
+            old.rename(target)
+
+
+def _carry_over(old: Path, target: Path) -> None:
+    """Move to `target` the files of the directory that it replaced, but those of its checkpoint; remove the rest."""
     tokenizer = any((target / name).exists() for name in TOKENIZER_FILES)
     distributed = (old / MANIFEST_FILE).is_file()
+    # An adapter lies beside the model, which it does not replace.
+    model = (target / CONFIG_FILE).is_file() or (target / MANIFEST_FILE).is_file()
     for path in old.iterdir():
-        stale = _REPLACED.fullmatch(path.name) or (tokenizer and path.name in TOKENIZER_FILES)
-        if not (stale or (distributed and path.name in _PARTS) or (target / path.name).exists()):
+        stale = model and (_REPLACED.fullmatch(path.name) or (distributed and path.name in _PARTS))
+        stale = stale or (tokenizer and path.name in TOKENIZER_FILES)
+        if not stale and not (target / path.name).exists():
             path.rename(target / path.name)
-    shutil.rmtree(old, ignore_errors=True)
+    # Under a name that says so: of a directory half removed nothing would tell what was of its checkpoint.
+    discarded = old.with_name(f".{target.name}.discarded-{secrets.token_hex(4)}")
+    old.rename(discarded)
+    shutil.rmtree(discarded, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from modelcenter.adapters import merge_lora, save_adapter
 from modelcenter.hub.names import CONFIG_FILE
 from modelcenter.hub.resolve import read_json
 from modelcenter.hub.tokenizer import load_tokenizer
-from modelcenter.hub.writer import TOKENIZER_FILES
+from modelcenter.hub.writer import TOKENIZER_FILES, new_directory
 from modelcenter.training.resume import RUN_FILE
 from modelcenter.training.setup import make_adapters
 from modelcenter.training.tasks import TASKS
@@ -25,25 +26,30 @@ def has_adapter(path: Path) -> bool:
     return (path.parent / "adapter").is_dir() and path.name == "model"
 
 
-def export_adapter(path: Path, target: Path, keep: bool, **options: Any) -> str:
+def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **options: Any) -> str | None:
     """Write the model with its updates merged, or (keep) the adapter alone, in peft's format. One process.
 
     Args:
-        path: a checkpoint, or the model/ of a finished run. options: of save_pretrained.
+        path: a checkpoint, or the model/ of a finished run. idle: flags given that have no part in it.
+        options: of save_pretrained.
 
     Returns:
-        What was written, in words.
+        What was written, in words; None: the model of a finished run is merged, and converts as any other.
 
     Raises:
-        ValueError: the weights are in 4 bits, which cannot be merged; the target cannot be written.
+        ValueError: the weights are in 4 bits, which cannot be merged; the target cannot be written; idle flags.
     """
-    if not (path / RUN_FILE).is_file():  # a finished run, whose model is merged
-        if not keep:
-            modelcenter.from_pretrained(str(path), policy=False).save_pretrained(target, **options)
-            return f"{target}: the model of {path}"
+    finished = not (path / RUN_FILE).is_file()
+    if finished and not keep:
+        return None
+    if idle:
+        what = "the adapter is written as it is" if keep else "its model is merged in memory, and not converted"
+        raise ValueError(f"{idle[0]}: {path} is of a run with an adapter; {what}. Leave {' and '.join(idle)} out")
+    if finished:
         if target.exists():
             raise ValueError(f"{target} exists; give a new directory")
-        shutil.copytree(path.parent / "adapter", target)
+        with new_directory(target) as scratch:
+            shutil.copytree(path.parent / "adapter", scratch, dirs_exist_ok=True)
         return f"{target}: the adapter of {path.parent}"
     about = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
     cfg = TASKS[about["task"]].flags()(**about["flags"])

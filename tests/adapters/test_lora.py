@@ -95,6 +95,17 @@ def test_variants_and_parts_of_fused_tensors(family, task, options, tmp_path):
     same(logits(merge_lora(again), task, family), logits(model, task, family))
 
 
+def test_an_adapter_may_lie_beside_its_model(tmp_path):
+    """Saved into the directory of the base model, it replaces nothing of that; again, its own files alone."""
+    base = save_base(tmp_path / "base", "bert", "masked-lm")
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    for _ in range(2):
+        save_adapter(adapted(base, "masked-lm"), base)
+        after = {path.name: path.read_bytes() for path in base.iterdir()}
+        assert after.items() >= before.items()
+        assert after.keys() - before.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+
+
 def test_dora_of_a_part_of_a_fused_tensor_is_refused(tmp_path):
     model = adapted(save_base(tmp_path / "base", "gpt2", "causal-lm"), "causal-lm", targets=["q"], use_dora=True)
     with pytest.raises(ValueError, match=r"targets: DoRA of transformers' .*c_attn .*attn\.q"):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import modelcenter as mc
+from modelcenter.hub.conversion import convert
 
 KINDS = ("cpm1", "cpm3", "cpmbee")
 
@@ -72,6 +73,19 @@ def test_layout(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_cpm.CPM3ForCausalLM"
     assert (tmp_path / "modeling_cpm.py").is_file()
+
+
+def test_a_conversion_brings_the_code(tmp_path):
+    """auto_map names it; what the card shows is Python that loads the model."""
+    saved("cpm1", tmp_path / "ours")
+    for name, form in (("shards", "distributed"), ("again", "hf")):
+        convert(tmp_path / "ours", tmp_path / name, form, workers=1)
+        assert (tmp_path / name / "modeling_cpm.py").read_bytes() == (tmp_path / "ours/modeling_cpm.py").read_bytes()
+    card = (tmp_path / "again/README.md").read_text()
+    code = card.partition("```python\n")[2].partition("```")[0]
+    names: dict = {}
+    exec(code.replace("PATH_OR_REPO", str(tmp_path / "again")), names)
+    assert type(names["model"]).__name__ == "CPM1ForCausalLM"
 
 
 OLD = {

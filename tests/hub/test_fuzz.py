@@ -106,6 +106,52 @@ def test_random_bytes(form, copy, good, tmp_path):
             shutil.rmtree(tmp_path / "out")
 
 
+@pytest.mark.parametrize("form, file", [("hub", "config"), ("many", "model.safetensors.index"), ("shards", "manifest")])
+def test_brackets_without_end(form, file, copy, tmp_path):
+    path = copy(form)
+    (path / f"{file}.json").write_text("[" * 200_000)
+    refused(path, tmp_path, f"{file}.json", "recursion")
+
+
+@pytest.mark.parametrize("files", [["model"], {"model": 3}, {"model": {}}, 3])
+def test_manifests_of_another_shape(files, copy, tmp_path):
+    path = copy("shards")
+    (path / "manifest.json").write_text(json.dumps({"format_version": 1, "files": files}))
+    refused(path, tmp_path, "manifest.json is damaged")
+
+
+@pytest.mark.parametrize(
+    "fields, names",
+    [
+        ({"n_embd": "abc"}, ["hidden_size is 'abc', expected a whole number of at least 1"]),
+        ({"n_embd": 48.0}, ["hidden_size is 48.0, expected a whole number"]),
+        ({"n_head": 0}, ["num_heads is 0, expected a whole number of at least 1"]),
+        ({"vocab_size": -5}, ["vocab_size is -5"]),
+        ({"vocab_size": 10**18}, ["the sizes in the config make no gpt2"]),
+        ({"n_layer": 10**9}, ["num_layers is 1000000000, expected a whole number of at least 0 and at most 10000"]),
+        ({"n_layer": True}, ["num_layers is True"]),
+        ({"n_positions": None}, ["max_positions is None, expected a number"]),
+        ({"layer_norm_epsilon": 1e999}, ["norm_eps is inf, expected a finite number"]),
+        ({"activation_function": ["gelu"]}, ["hidden_act is ['gelu'], expected a text"]),
+        ({"id2label": {"x": 1}}, ["id2label: got {'x': 1}, expected the name of each label"]),
+        ({"id2label": 3}, ["id2label: got 3"]),
+        ({"model_type": ["gpt2"]}, ["model_type: got ['gpt2'], expected a name"]),
+        ({"architectures": [["GPT2Model"]]}, ["architectures: got [['GPT2Model']], expected a list of class names"]),
+        ({"architectures": "GPT2Model"}, ["architectures: got 'GPT2Model', expected a list of class names"]),
+    ],
+    ids=str,
+)
+def test_configs_that_make_no_model(fields, names, copy, tmp_path):
+    """Values of other types, and sizes that no memory would hold, are said before anything is built of them."""
+    path = copy("hub")
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | fields))
+    refused(path, tmp_path, *names)
+    with pytest.raises(ValueError) as error:
+        mc.from_pretrained(path)
+    assert names[0] in str(error.value)
+
+
 @pytest.mark.parametrize(
     "where, edit",
     [
@@ -388,6 +434,22 @@ def test_what_was_written_is_looked_at_again(good, tmp_path, monkeypatch):
     done = convert(good / "hub", tmp_path / "out", "hf", workers=1)
     assert done.continued == done.tensors - 1
     assert verify(good / "hub", tmp_path / "out").same
+
+
+@pytest.mark.parametrize("to", ["hf", "distributed"])
+def test_stopped_at_its_very_end(to, good, tmp_path, monkeypatch):
+    """All is written but the name; the texts, a manifest among them, are not taken for files of the next run's."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "put_in_place", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(good / "hub", tmp_path / "out", to, workers=1)
+    convert(good / "hub", tmp_path / "out", to, workers=1, verify=True)
+    assert verify(good / "hub", tmp_path / "out").same
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_another_source_starts_again(good, tmp_path, monkeypatch):

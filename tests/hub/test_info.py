@@ -170,6 +170,18 @@ def test_mistakes(words, says, capsys):
     [
         ({"model_type": "bert", "hidden_size": 4}, "config.json of a bert lacks num_layers"),
         ({"model_type": "gpt2", "n_embd": "x", "n_layer": 2, "n_head": 2, "vocab_size": 5}, "no number"),
+        (
+            {
+                "model_type": "llama",
+                "hidden_size": 4,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 0,
+                "intermediate_size": 8,
+                "vocab_size": 5,
+            },
+            "no number",
+        ),
+        ({"model_type": "gpt2", "architectures": [3]}, "architectures: got .3., expected a list of class names"),
     ],
 )
 def test_configs_that_do_not_say_their_size(tmp_path, config, says):

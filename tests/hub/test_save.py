@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import struct
 from pathlib import Path
 
@@ -190,6 +191,26 @@ def test_a_failure_changes_nothing(at, exists, model, tmp_path, monkeypatch):
     assert tree(tmp_path) == before and (exists or os.listdir(tmp_path) == [])
 
 
+def test_a_file_that_cannot_be_moved(tmp_path, monkeypatch):
+    """A folder that is read-only, for one: what is where is said, and nothing is lost."""
+    write_config(tmp_path / "out", "old")
+    (tmp_path / "out/notes.txt").write_text("mine")
+    with monkeypatch.context() as patch:
+        rename = Path.rename
+
+        def refuse(path, target):
+            if path.name == "notes.txt":
+                raise PermissionError(13, "Permission denied", str(path))
+            return rename(path, target)
+
+        patch.setattr(Path, "rename", refuse)
+        with pytest.raises(ValueError, match="out is complete, but .*notes.txt could not be moved to it: Permission d"):
+            write_config(tmp_path / "out", "new")
+    assert tree(tmp_path / "out") == {"config.json": b"new"}
+    write_config(tmp_path / "out", "newer")
+    assert tree(tmp_path) == {"out/config.json": b"newer", "out/notes.txt": b"mine"}
+
+
 def test_places_that_cannot_be_written(model, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="it is a file, expected a directory"):
@@ -202,6 +223,10 @@ def test_places_that_cannot_be_written(model, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="is the current directory"):
         model.save_pretrained(".")
     assert (tmp_path / "file").read_text() == "x" and os.listdir(tmp_path) == ["file"]
+    write_config(tmp_path / "out", "old")
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    with pytest.raises(ValueError, match="cannot save to .*/out: it is read-only"):
+        write_config(tmp_path / "out", "new")
 
 
 def test_a_link_is_followed(model, tmp_path):
@@ -222,6 +247,49 @@ def test_a_killed_save_leaves_the_old_one(tmp_path):
     with new_directory(tmp_path / "out") as scratch:
         (scratch / "x").write_text("new")
     assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["x"]
+
+
+def test_killed_while_it_takes_the_place_of_the_old_one(tmp_path):
+    """Wherever it stops, what has the name is whole, and the next save brings back what was somebody's own."""
+    target, before = tmp_path / "out", {"config.json": b"old", "notes.txt": b"mine", "runs/log": b"mine too"}
+    wanted = {"config.json": b"newer", "notes.txt": b"mine", "runs/log": b"mine too"}
+    for turn in range(20):
+        shutil.rmtree(target, ignore_errors=True)
+        (target / "runs").mkdir(parents=True)
+        for name, data in before.items():
+            (target / name).write_bytes(data)
+        finished = in_a_process_that_dies(lambda: write_config(target, "new"), turn)
+        found = tree(target) if target.exists() else {}
+        assert found.get("config.json") in (b"old", b"new", None) and ("config.json" in found or not found)
+        write_config(target, "newer")
+        assert tree(target) == wanted and os.listdir(tmp_path) == ["out"], turn
+        if finished:
+            return
+    raise AssertionError("it never came to its end")
+
+
+def write_config(target, text):
+    with new_directory(target) as scratch:
+        (scratch / "config.json").write_text(text)
+
+
+def in_a_process_that_dies(work, after):
+    """Whether `work` came to its end before its process would have renamed or removed something once more."""
+    if child := os.fork():
+        return os.waitpid(child, 0)[1] == 0
+
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal after
+            after -= 1
+            return os._exit(9) if after < 0 else function(*args, **kwargs)
+
+        return call
+
+    for where, name in ((os, "rename"), (os, "unlink"), (os, "rmdir"), (Path, "rename")):
+        setattr(where, name, counted(getattr(where, name)))
+    work()
+    os._exit(0)
 
 
 def test_wrong_arguments(model, tmp_path):

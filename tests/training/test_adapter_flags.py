@@ -80,6 +80,12 @@ def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder):
         for key, tensor in weights(folder, "run").items():
             assert torch.allclose(exported[key], tensor, atol=1e-6), (name, key)
     assert (folder / "out" / "last" / "tokenizer.json").is_file()
+    assert (folder / "out" / "final" / "conversion.json").is_file()  # merged already: file to file, all flags work
+    for words in (["--step", "last", "--verify"], ["--keep_adapter", "--dtype", "bf16"]):
+        with pytest.raises(
+            ValueError, match=rf"{words[-2 if 'bf16' in words else -1]}: .* is of a run with an adapter"
+        ):
+            cli.run(["export", str(folder / "run"), str(folder / "x"), *words])
     ours, theirs = (load_file(folder / at / "adapter_model.safetensors") for at in ("out/adapter", "run/adapter"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     with pytest.raises(ValueError, match="keep_adapter: .* is of no run with an adapter"):

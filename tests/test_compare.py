@@ -1,0 +1,32 @@
+"""`modelcenter compare` with heads whose input or end of a row transformers finds in ways of its own."""
+
+import pytest
+
+import modelcenter as mc
+from modelcenter.compare import compare_checkpoints
+
+
+@pytest.mark.parametrize("pad, rows", [(1, 6), (None, 1)])
+def test_a_decoder_that_classifies(pad, rows, tmp_path):
+    """transformers takes the last token that is not padding, wherever the padding's number stands."""
+    mc.from_config("tiny/opt", "sequence-classification", seed=2, pad_token_id=pad).save_pretrained(tmp_path)
+    found = compare_checkpoints(str(tmp_path))
+    assert found.equal and found.rows == rows and {"loss", "logits", "gradients"} <= found.values.keys()
+
+
+def test_two_heads(tmp_path):
+    model = mc.from_config("tiny/gpt2", "double-heads", seed=2)
+    model.save_pretrained(tmp_path / "a")
+    found = compare_checkpoints(str(tmp_path / "a"))
+    assert found.equal and {"loss", "mc_loss", "logits", "mc_logits", "layers", "gradients"} <= found.values.keys()
+    model.head.choice.weight.data[0, 0] += 1
+    model.save_pretrained(tmp_path / "b")
+    found = compare_checkpoints(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert {name for name, gap in found.values.items() if gap > 1e-5} == {"mc_loss", "mc_logits", "gradients"}
+
+
+def test_a_class_that_transformers_lacks(tmp_path):
+    mc.from_config("tiny/minicpm", "causal-lm").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="transformers has no MiniCPMForCausalLM.*Compare with another checkpoint"):
+        compare_checkpoints(str(tmp_path))
+    assert compare_checkpoints(str(tmp_path), str(tmp_path)).equal

@@ -57,9 +57,10 @@ def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup
 
 @contextmanager
 def together(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """If the body raises on one rank, every rank raises: the others a ValueError or RuntimeError that names the rank.
+    """If the body raises on one rank, every rank raises: the others an error that names the rank.
 
-    Collective. ValueError stays ValueError, as it is the user's to fix.
+    Collective. That is a ValueError or OSError where the rank's is one, as they are the user's to fix, else a
+    RuntimeError.
     """
     error: Exception | None = None
     try:
@@ -67,14 +68,12 @@ def together(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[Non
     except Exception as caught:
         error = caught
     if runtime.world_size() > 1:
-        notes: list[tuple[bool, str] | None] = [None] * runtime.world_size()
-        dist.all_gather_object(
-            notes, None if error is None else (isinstance(error, ValueError), _said(error)), group=group
-        )
+        notes: list[tuple[type[Exception], str] | None] = [None] * runtime.world_size()
+        kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
+        dist.all_gather_object(notes, None if error is None else (kind, _said(error)), group=group)
         for rank, note in enumerate(notes):
             if note is not None and error is None:
-                kind = ValueError if note[0] else RuntimeError
-                raise kind(f"rank {rank} failed while {doing}: {note[1]}")
+                raise note[0](f"rank {rank} failed while {doing}: {note[1]}")
     if error is not None:
         raise error
 

@@ -35,6 +35,7 @@ from engine.checkpoint.files import MANIFEST, atomic_directory, check_manifest, 
 from engine.checkpoint.model import MODEL, load_model, write_tensors
 from engine.checkpoint.optimizer import OPTIM, join_state, split_state
 from engine.optim.manager import OptimManager
+from engine.parallel.stages import of_all_stages
 from engine.shards import named_tensors
 from engine.torch_compat import local_tensor, with_local
 
@@ -249,7 +250,7 @@ def _collect(
     optim = None
     if optim_manager is not None:
         held, optimizers = split_state(model, _optimizers(optim_manager))
-        if held:  # none before the first step
+        if any(of_all_stages(model, bool(held))):  # none before the first step; a frozen stage has none at all
             tensors[OPTIM] = held
         manager = None
         if isinstance(optim_manager, OptimManager):

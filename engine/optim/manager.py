@@ -195,8 +195,10 @@ class OptimManager:
     def _found_inf(self) -> torch.Tensor:
         """1 if a gradient is not finite, else 0: 0-d, fp32, equal on all ranks."""
         assert self._skipped is not None
-        rest = [p for i, o in enumerate(self.optimizers) if i not in self._norms for p in _parameters(o.param_groups)]
-        norms = [*self._norms.values(), *([grad_norm(rest)] if rest else [])]
+        others = [o for i, o in enumerate(self.optimizers) if i not in self._norms]
+        rest = [p for optimizer in others for p in _parameters(optimizer.param_groups)]
+        # Whatever this rank has of their parameters: a stage of a pipeline may have none, and all meet in the norm.
+        norms = [*self._norms.values(), *([grad_norm(rest)] if others else [])]
         finite = torch.stack([norm.to(self._skipped.device) for norm in norms]).isfinite().all()
         return 1.0 - finite.float()
 

@@ -216,8 +216,8 @@ def merge_lora(model: Model) -> Model:
 
     Sums are made in fp32 and rounded once to the dtype of the weight: exact within fp32 rounding for fp32 weights; for
     16-bit weights an update smaller than half a unit in the last place of a weight is lost there, so load the base with
-    dtype="float32" to keep it. A plain model is an ordinary model afterwards; a sharded one keeps the adapter's layers,
-    which then add nothing, and saves as an ordinary one.
+    dtype="float32" to keep it. A plain model is an ordinary model afterwards; a sharded one, or a stage of a pipeline,
+    keeps the adapter's layers, which then add nothing, and saves as an ordinary one.
 
     Raises:
         ValueError: the model has no LoRA, or one that was merged.
@@ -242,8 +242,7 @@ def merge_lora(model: Model) -> Model:
                 magnitude = magnitude[offset[0] : offset[0] + size[0]]
             merged *= (magnitude / merged.norm(dim=1))[:, None]
         local_tensor(weight).copy_(merged)
-    sharded = is_sharded(model)
-    if not sharded:
+    if not is_sharded(model) and model.pipeline is None:
         for name, layer in _layers(model).items():
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, layer.base_layer)
@@ -262,8 +261,10 @@ def merge_lora(model: Model) -> Model:
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    """{name of a linear layer of ours: peft's layer around it}."""
-    return {clean_name(name): module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    """{name of a linear layer of ours: peft's layer around it}; of a pipeline, those of this rank's stage."""
+    named: Any = model.named_modules()
+    adapted = {clean_name(name): module for name, module in named if hasattr(module, "lora_A")}
+    return {name: layer for name, layer in adapted.items() if layer.base_layer.weight is not None}
 
 
 def _targets(

@@ -30,9 +30,10 @@ LAYOUTS = {
     "plain": "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}",
     "none": "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}",
 }
-_VERSION = 1  # part of the cache's key: raise it when the way of rendering, tokenising or marking changes
+_VERSION = 2  # part of the cache's key: raise it when the way of rendering, tokenising or marking changes
 _CHUNK = 1024  # rows that are rendered and tokenised together
 _COMPARED = 32  # rows whose {% generation %} marks are compared
+_MARK = "\u2e281f3e9\u2e29"  # a content that no other has: where a template puts it is where it puts the content
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class Template:
         return np.array([*_front(self.tokenizer), *self._ids([text])[0]], np.int64)
 
     def mark(self, turns: Conversation, train_on: str = "all") -> Rendered:
-        """The text of a conversation and its answers: all that are not marked "weight": 0, or the last one.
+        """The text of a conversation and its answers: all that are not marked "weight": 0, or the last one. A turn that
+        says nothing is no answer.
 
         Raises:
             ValueError: the template writes earlier turns in another way than before, so that it cannot be told where
@@ -125,9 +127,9 @@ class Template:
             places = places[-1:]
         answers = []
         for i in places:
-            if turns[i].get("weight") == 0:
+            if turns[i].get("weight") == 0 or _silent(turns[i]):
                 continue
-            before = self.render(turns[:i], prompt=True) if i else ""
+            before = self.render(turns[:i], prompt=True) if i else self._opening(whole)
             if not whole.startswith(before):
                 begins, other = whole[: len(before)][-200:], " Give --train_on last." if i < max(places) else ""
                 raise ValueError(
@@ -138,6 +140,11 @@ class Template:
             answers.append((len(before), self._end(turns, i, whole, len(before))))
         return Rendered(whole, answers)
 
+    def _opening(self, whole: str) -> str:
+        """What comes before the answer that a conversation begins with: many templates render no turns at all not."""
+        opening = self.render([{"role": "assistant", "content": _MARK}]).partition(_MARK)[0]
+        return opening if whole.startswith(opening) else ""
+
     def _end(self, turns: Conversation, i: int, whole: str, start: int) -> int:
         """Where the answer in turn i ends: after the special token that ends it."""
         upto = whole if i + 1 == len(turns) else self.render(turns[: i + 1])
@@ -146,10 +153,13 @@ class Template:
             # change.
             stop = self._stop(upto)
             at = whole.find(stop, start) if stop else -1
-            if at < 0:
+            # Unless it stands at the end of the conversation alone, behind the turns that follow.
+            followed = self.render([*turns[: i + 1], {**turns[i + 1], "content": _MARK}])
+            if at < 0 or stop not in followed[start:].partition(_MARK)[0]:
                 raise ValueError(
                     f"template {self.name}: writes turn {i + 1} in another way when turns follow, and no special token "
-                    "ends it, so it cannot be told where the answer ends; change the template (--template FILE)"
+                    "ends it there, so it cannot be told where the answer ends; give --train_on last, or change the "
+                    "template (--template FILE)"
                 )
             return at + len(stop)
         end = len(upto.rstrip())
@@ -327,6 +337,12 @@ def _at(where: Callable[[int], str], row: int, work: Callable[[], Any]) -> Any:
         return work()
     except ValueError as error:
         raise ValueError(f"{where(row)}: {error}") from error
+
+
+def _silent(turn: dict[str, Any]) -> bool:
+    """Whether a turn has neither a text nor anything else that a template could write, such as calls of tools."""
+    others = turn.keys() - {"role", "content", "weight", "name"}
+    return not turn["content"].strip() and not any(turn[name] for name in others)
 
 
 def _front(tokenizer: Any) -> list[int]:

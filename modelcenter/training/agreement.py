@@ -7,14 +7,14 @@ import torch.distributed as dist
 
 import engine
 from modelcenter.training.config import TrainConfig
+from modelcenter.training.config.common import PLACES
 from modelcenter.training.resume import identity
-
-_OWN = frozenset("model tokenizer train_data eval_data output_dir".split())  # a node may have them at places of its own
 
 
 def check_flags(cfg: TrainConfig) -> None:
     """Collective. Raises ValueError, on all ranks, naming a flag that ranks were given with different values."""
-    _check({name: value for name, value in cfg.to_dict().items() if name not in _OWN}, "start all ranks with the same")
+    values = {name: value for name, value in cfg.to_dict().items() if name not in PLACES}
+    _check(values, "start all ranks with the same")
 
 
 def check_data(train_set: Any, eval_set: Any) -> None:

@@ -4,7 +4,7 @@ import difflib
 import functools
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,6 @@ def train(
         Stopped: SIGINT came. In all cases summary.json says so.
         ValueError: the checkpoint in output_dir is of another run; ranks have different data.
     """
-    check_data(train_set, eval_set)
     run = Run(cfg, task, model, tokenizer, train_set, eval_set)
     output = None if cfg.output_dir is None else Path(cfg.output_dir)
     if continuation is not None:
@@ -77,7 +76,7 @@ def train(
     run.record = Record(output, run.feed.steps, engine.rank() == 0, run.step, cfg)
     status, reason = "failed", None
     try:
-        with Stopping(cfg.max_seconds, functools.partial(run.leave, "stopped")) as run.stopping:
+        with Stopping(cfg.max_seconds, functools.partial(run.leave, "stopped", inside=True)) as run.stopping:
             if engine.rank() == 0 and output is not None:
                 cfg.save(output / "config.yaml")
                 run.record.say(run.describe())
@@ -121,7 +120,9 @@ class Run:
     ):
         self.cfg, self.task, self.model, self.tokenizer = cfg, task, model, tokenizer
         self.train_set, self.eval_set = train_set, eval_set
+        check_data(train_set, eval_set)  # before anything that all ranks work out together
         check_judge(cfg, task, eval_set is not None)
+        task.before_training(model, train_set, eval_set)
         fit_batch(cfg, task, model, train_set)
         self.feed = make_feed(cfg, train_set)
         self.manager, self.rate = make_optimizer(cfg, model, self.feed.steps)
@@ -445,13 +446,18 @@ class Run:
             card["dataset_split"] = self.cfg.eval_split
         return card
 
-    def leave(self, status: str, reason: str | None) -> dict[str, Any]:
-        """Write summary.json and the curves; returns the summary. Not collective, but for a run that finished."""
-        summary = self.summary(status, reason)
-        self.record.close(summary)
+    def leave(self, status: str, reason: str | None, inside: bool = False) -> dict[str, Any]:
+        """Write summary.json and the curves; returns the summary. Not collective, but for a run that finished.
+
+        inside: from inside a step, for whose device nothing waits.
+        """
+        summary = self.summary(status, reason, self.skipped if inside else self.manager.skipped)
+        # Where rank 0 alone fails, the others do not wait for it in what comes next.
+        with together("writing summary.json") if status == "finished" else nullcontext():
+            self.record.close(summary)
         return summary
 
-    def summary(self, status: str, reason: str | None) -> dict[str, Any]:
+    def summary(self, status: str, reason: str | None, skipped: int) -> dict[str, Any]:
         """The fields of summary.json. Memory is the most of any rank, where the run ended as it should."""
         seconds = self._clock()
         peak = peak_memory()
@@ -474,7 +480,7 @@ class Run:
             tokens=self.tokens,
             seconds=round(seconds, 4),
             tokens_per_second=round(self.tokens / seconds, 1) if seconds else 0.0,
-            skipped_steps=self.manager.skipped,
+            skipped_steps=skipped,
             peak_memory=peak,
             data={
                 "train": self.train_set.fingerprint(),

@@ -10,6 +10,8 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -97,9 +99,10 @@ class Record:
         """Add a row, and show it."""
         row = finite(row)
         self.rows.append(row)
-        if self._file is not None:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+        if self._file is not None and self.path is not None:
+            with _naming(self.path / "metrics.jsonl"):
+                self._file.write(json.dumps(row) + "\n")
+                self._file.flush()
         self._trackers.log(row)
         if self.show is not None:
             self.show.row(row)
@@ -111,7 +114,7 @@ class Record:
 
     def _add(self, name: str, row: dict[str, Any]) -> None:
         if self.path is not None:
-            with (self.path / name).open("a", encoding="utf-8") as file:
+            with _naming(self.path / name), (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def skipped(self, row: dict[str, Any]) -> None:
@@ -130,18 +133,26 @@ class Record:
         if self.show is not None:
             self.show.close()
         if self._file is not None and self.path is not None:
-            self._file.close()
+            with _naming(self.path / "metrics.jsonl"):
+                self._file.close()
             work = self.path / ".summary.json"
-            try:
+            with _naming(self.path / "summary.json"):
                 work.write_text(json.dumps(finite(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            except OSError as error:  # a full disk names no file
-                raise OSError(error.errno, error.strerror, str(self.path / "summary.json")) from error
             work.rename(self.path / "summary.json")
             try:
                 plot(self.rows, self.path / "curves.png")
             except OSError as error:
                 print(f"curves.png could not be written: {error.strerror}", file=sys.stderr)
         self._trackers.close()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an error of writing say which file it is of: that of a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def cut(path: Path, step: int) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import engine
 from engine.checkpoint import latest_checkpoint, together
 from modelcenter.training.config import TrainConfig
+from modelcenter.training.config.common import PLACES
 
 RUN_FILE = "run.json"  # in each checkpoint: the flags and the data of its run
 CHECKPOINTS = "checkpoints"  # in output_dir
@@ -29,9 +30,15 @@ class Continuation:
     forced: bool
 
     def check(self, cfg: TrainConfig, data: Any) -> None:
-        """Raise ValueError for the first flag that says another run than the checkpoint is of, or for other data."""
+        """Raise ValueError for the first flag that says another run than the checkpoint is of, or for other data.
+        Collective: rank 0 has written down the places that its node has things at, and looks at those alone."""
+        with together(f"comparing the run with {self.checkpoint}"):
+            self._check(cfg, data)
+
+    def _check(self, cfg: TrainConfig, data: Any) -> None:
         now = json.loads(json.dumps(cfg.arithmetic(), default=str))
-        others = {name: value for name, value in self.flags.items() if name in now and now[name] != value}
+        seen = [name for name in self.flags if name in now and (engine.rank() == 0 or name not in PLACES)]
+        others = {name: self.flags[name] for name in seen if now[name] != self.flags[name]}
         remedy = f"--resume never starts anew, --resume {self.checkpoint} goes on all the same"
         if others and not self.forced:
             name, value = next(iter(others.items()))

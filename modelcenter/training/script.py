@@ -35,7 +35,6 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
     tokenizer = load_tokenizer(cfg)
     model = build_model(cfg, task, tokenizer)
     train_set, eval_set = task.tokenize(tokenizer, cfg.max_length)
-    task.before_training(model, train_set, eval_set)
     if cfg.dry_run:
         dry_run(cfg, task, model, tokenizer, train_set, eval_set)
     else:

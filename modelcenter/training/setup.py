@@ -39,6 +39,7 @@ from modelcenter.training import trackers
 from modelcenter.training.agreement import check_flags
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.feed import Feed, Plan, RowFeed, StreamFeed
+from modelcenter.training.metrics.base import sums
 from modelcenter.training.record import prepare_output
 from modelcenter.training.resume import Continuation, find_continuation, keep_global_batch
 
@@ -271,28 +272,32 @@ def stream_feed(cfg: Any, examples: StreamRows) -> StreamFeed:
 
 def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimManager, Any]:
     """The optimizer over the sharded parameters (with Muon: it and AdamW), the schedules of their learning rates, and
-    the manager of both. Biases and norms do not decay.
+    the manager of both. Biases and norms do not decay. Collective.
 
     Returns:
         (manager, the schedule of its first optimizer)
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not trained:
-        raise ValueError("freeze: no parameter is left to train")
-    matrices = [p for _, p in trained if p.dim() > 1]
-    groups = [
-        {"params": matrices, "weight_decay": cfg.weight_decay},
-        {"params": [p for _, p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    optimizers: list[Any] = []
+    matrices, vectors = [p for _, p in trained if p.dim() > 1], [p for _, p in trained if p.dim() <= 1]
+    hidden: list[Any] = []
     if cfg.optimizer == "muon":
         # As its authors: embeddings, the head and vectors stay with AdamW.
         hidden = [p for name, p in trained if p.dim() == 2 and not name.startswith(("embed", "head"))]
         inside = set(map(id, hidden))
-        groups[0]["params"] = [p for p in matrices if id(p) not in inside]
-        if hidden:
-            optimizers.append(Muon(hidden, cfg.lr, weight_decay=cfg.weight_decay, adjust_lr="match_rms_adamw"))
-    groups = [group for group in groups if group["params"]]
+        matrices = [p for p in matrices if id(p) not in inside]
+    # Stages of a pipeline train different parameters, but all have the same optimizers, some of them of nothing.
+    anywhere = sums([len(hidden), len(matrices), len(vectors)])
+    if not any(anywhere):
+        raise ValueError("freeze: no parameter is left to train")
+    optimizers: list[Any] = []
+    if anywhere[0]:
+        own = [{"params": hidden}]
+        optimizers.append(Muon(own, cfg.lr, weight_decay=cfg.weight_decay, adjust_lr="match_rms_adamw"))
+    groups = [
+        {"params": params, "weight_decay": decay}
+        for params, decay, count in zip((matrices, vectors), (cfg.weight_decay, 0.0), anywhere[1:], strict=True)
+        if count
+    ]
     if groups and cfg.optimizer == "lion":
         optimizers.append(Lion(groups, lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2)))
     elif groups and cfg.optimizer == "adafactor":

@@ -77,6 +77,39 @@ def test_templates_that_write_earlier_answers_in_another_way():
         labelled(Template(tokenizer), [CHAT])
 
 
+def test_an_end_behind_later_turns_is_not_that_of_an_answer():
+    """The end token stands at the end of the conversation alone: what lies before it is not all an answer."""
+    ended = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    ended += "{% if add_generation_prompt %}assistant: {% else %}{{ eos_token }}{% endif %}"
+    tokenizer = make_tokenizer(ended)
+    for rows in ([CHAT], [[*PAIR, CHAT[3]]]):
+        with pytest.raises(ValueError, match=r"template chat: writes turn \d in another way .* give --train_on last"):
+            labelled(Template(tokenizer), rows)
+    assert answers(labelled(Template(tokenizer), [CHAT], train_on="last"), tokenizer) == [
+        "Italian food.\n<|endoftext|>"
+    ]
+
+
+@pytest.mark.parametrize("text", [CHATML, MARKED])
+def test_a_chat_that_begins_with_an_answer(text):
+    """What stands before the first answer is no part of it either; transformers' marks, where there are, agree."""
+    tokenizer = make_tokenizer(text, end="<|im_end|>")
+    found = labelled(Template(tokenizer), [[PAIR[1], *CHAT[3:]]])
+    assert answers(found, tokenizer) == ["Chinese food.<|im_end|>", "Italian food.<|im_end|>"]
+    assert tokenizer.decode(found.tokens.row(0)).startswith("<|im_start|>assistant\nChinese")
+    assert answers(labelled(Template(tokenizer, "plain"), [PAIR[1:]]), tokenizer) == ["Chinese food.<|im_end|>"]
+
+
+@pytest.mark.parametrize("choice", ["chat", "plain"])
+def test_a_turn_that_says_nothing_is_no_answer(choice):
+    tokenizer = make_tokenizer(CHATML, end="<|im_end|>")
+    silent, end = {"role": "assistant", "content": " "}, "<|im_end|>" if choice == "chat" else tokenizer.eos_token
+    found = labelled(Template(tokenizer, choice), [[PAIR[0], silent], [PAIR[0], silent, *CHAT[3:]]])
+    assert found.unanswered.tolist() == [0] and answers(found, tokenizer) == [f"Italian food.{end}"]
+    calls = {"role": "assistant", "content": "", "tool_calls": [{"name": "search"}]}
+    assert answers(labelled(Template(tokenizer, choice), [[PAIR[0], calls]]), tokenizer) == [end]
+
+
 def test_an_answer_that_nothing_ends_is_refused():
     tokenizer = make_tokenizer(CHATML.replace("<|im_end|>", ""))
     with pytest.raises(

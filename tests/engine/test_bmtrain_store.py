@@ -146,7 +146,7 @@ def save_nowhere(file):
 
 def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(two, tmp_path):
     (first, _), (second, text) = two.run(save_nowhere, str(tmp_path / "absent" / "model.pt"))
-    assert first == "FileNotFoundError" and second == "RuntimeError" and "rank 0 failed while writing" in text
+    assert first == "FileNotFoundError" and second == "OSError" and "rank 0 failed while writing" in text
 
 
 def test_writing_in_the_background_is_of_the_values_at_the_call(tmp_path, monkeypatch):

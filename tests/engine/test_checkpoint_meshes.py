@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import engine
 import modelcenter as mc
+from engine.optim.clip import grad_norm
 from modelcenter.compare import pack_rows, rows_for
 
 MESHES = {
@@ -18,23 +19,27 @@ MESHES = {
 }
 
 
-def trained(sizes, steps, load=None, save=None):
-    """Loss and gradient norm of the steps, and a sum over all parameters and moments."""
+def trained(sizes, steps, load=None, save=None, frozen=()):
+    """Loss and gradient norm of the steps, and a sum over all parameters and moments; with frozen parts unclipped."""
     if sizes is not None:
         engine.init_distributed(**sizes)
     model = mc.from_config("tiny/gpt2", "causal-lm", num_layers=2, policy=engine.Policy() if sizes else False)
     manager = engine.optim.OptimManager()
-    optimizer = engine.optim.AdamOptimizer(model.parameters(), lr=1e-2, weight_decay=0.1)
+    own = [p for name, p in model.named_parameters() if not name.startswith(tuple(frozen))]
+    for parameter in model.parameters():
+        parameter.requires_grad_(any(parameter is p for p in own))
+    optimizer = engine.optim.AdamOptimizer([{"params": own}], lr=1e-2, weight_decay=0.1)
     manager.add_optimizer(optimizer)
     if load is not None:
         engine.load_checkpoint(load, model, manager)
     found = []
     for step in steps:
         rows = [rows_for("causal-lm", model.config, lengths=n, seed=9 * step + n[0]) for n in ((5, 3), (7, 2, 4))]
-        own = [pack_rows("causal-lm", part) for part in rows][engine.data_rank() :: engine.data_size()]
+        parts = [pack_rows("causal-lm", part) for part in rows][engine.data_rank() :: engine.data_size()]
         manager.zero_grad()
-        loss = mc.training.accumulate(model, own, backward=manager.backward)
-        found.append((loss.item(), float(manager.clip_grad_norm(optimizer.param_groups, 1.0))))
+        loss = mc.training.accumulate(model, parts, backward=manager.backward)
+        clip = grad_norm if frozen else lambda parameters: manager.clip_grad_norm(parameters, 1.0)
+        found.append((loss.item(), float(clip(optimizer.param_groups[0]["params"]))))
         manager.step()
     if save is not None:
         engine.save_checkpoint(save, model, manager)
@@ -82,3 +87,13 @@ def test_without_its_state_it_does_not(saved):
     assert steps[2] != steps[3]
     found, _ = trained(None, range(2, 4))
     assert found[0] != pytest.approx(steps[2], rel=1e-4)
+
+
+def test_a_stage_that_trains_nothing(two, tmp_path):
+    """It has no state to save and no gradient, and takes part in all that the others have."""
+    frozen = ("embed", "position", "layers.0")
+    steps, _ = trained(None, range(3), frozen=frozen)
+    two.run(trained, MESHES["pipeline"], range(2), None, tmp_path / "two", frozen)
+    again = two.run(trained, MESHES["pipeline"], range(2, 3), tmp_path / "two", None, frozen)
+    for found, _ in [*again, trained(None, range(2, 3), tmp_path / "two", None, frozen)]:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(steps[2:]), rtol=1e-4, atol=1e-5)

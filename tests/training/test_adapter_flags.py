@@ -66,6 +66,27 @@ def test_a_lora_run_goes_on_and_does_not_depend_on_the_cut(folder, monkeypatch):
         assert torch.allclose(tensor, weights(folder, "two")[name], atol=1e-4), name
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_lora_run_on_a_pipeline(folder, dora):
+    """Two stages train, merge and save what one process does."""
+    sizes = flags(folder)["model_config"] | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0, "num_layers": 2}
+    mc.from_config("tiny/bert", "sequence-classification", num_labels=2, **sizes).save_pretrained(folder / "base")
+    more = {**LORA, "max_steps": 3, **({"use_dora": True} if dora else {})}
+    main(command(values_of(folder, "whole", **more)))
+    on_ranks(lambda: main(command(values_of(folder, "two", pp=2, **more))), 2, timeout=90)
+    for row, expected in zip(curve(folder, "two"), curve(folder, "whole"), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    start = load_file(folder / "base" / "model.safetensors")
+    for name, tensor in weights(folder, "whole").items():
+        assert torch.allclose(tensor, weights(folder, "two")[name], atol=1e-4), name
+    name = "bert.encoder.layer.1.attention.self.query.weight"
+    assert not torch.allclose(start[name], weights(folder, "two")[name], atol=1e-3)
+    ours, theirs = (load_file(folder / at / "adapter" / "adapter_model.safetensors") for at in ("two", "whole"))
+    assert all(torch.allclose(ours[key], tensor, atol=1e-4) for key, tensor in theirs.items())
+    assert ours.keys() == theirs.keys()
+
+
 def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder):
     from modelcenter import cli
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -236,6 +237,19 @@ def test_pairs_without_both_answers_are_left_out(folder, caplog):
 def test_mistakes(folder, changes, said):
     with pytest.raises((ValueError, OSError), match=said):
         main(command(flags(folder, **changes)))
+
+
+@pytest.mark.full
+def test_ranks_with_other_pairs_are_an_error_before_the_reference_is_worked_out(folder):
+    """In which they would sum tensors of different sizes: gloo ends the process then, without a word."""
+    write_jsonl(folder / "fewer.jsonl", make_preferences(7, seed=3))
+
+    def differ():
+        own = {"train_data": str(folder / "fewer.jsonl")} if os.environ["RANK"] == "1" else {}
+        main(command(flags(folder, max_steps=1, **own)))
+
+    with pytest.raises(RuntimeError, match="train_data: rank 1 on .* has 7 rows of .* let all ranks read the same"):
+        on_ranks(differ, 2)
 
 
 def test_models_without_log_probabilities(folder):

@@ -252,6 +252,15 @@ def test_plain_text(folder, tmp_path, capsys):
     assert [row["prompt"] for row in said] == ["Aromi serves Chinese food.", "Zizzi serves Italian food."]
 
 
+def test_a_sample_of_a_chat_that_begins_with_an_answer(folder, tmp_path):
+    turns = [{"role": "assistant", "content": "Aromi serves food."}, {"role": "user", "content": "Zizzi?"}]
+    data = str(write_jsonl(tmp_path / "first.jsonl", [{"messages": turns}]))
+    more = {"template": "plain", "max_steps": 1, "eval_samples": 1, "eval_max_new_tokens": 2, "save_every": "never"}
+    main(command(flags(folder, train_data=data, eval_data=data, **more)))
+    sample = read(folder / "run" / "samples.jsonl")[0]
+    assert sample["prompt"] and sample["prompt"] + sample["reference"] == "Aromi serves food."
+
+
 def test_rows_that_are_left_out_are_counted(folder, caplog):
     rows = make_pairs(12)
     rows[3]["ref"] = ""

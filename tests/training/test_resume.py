@@ -11,17 +11,22 @@ import signal
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from toydata import SIZES, command, flags, make_rows, write_folder, write_jsonl
 from toyruns import assert_same_end, curve, die_at, in_a_process, weights
 
+import engine
 from engine.testing import run as on_ranks
 from modelcenter.training import loop
 from modelcenter.training.autobatch import rows_that_fit
+from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.config.common import seconds_of
 from modelcenter.training.errors import Stopped
+from modelcenter.training.record import Record
+from modelcenter.training.resume import Continuation
 from modelcenter.training.stopping import Stopping
 from scripts.finetune_classification import main
 
@@ -240,6 +245,24 @@ def test_a_checkpoint_of_another_run_is_not_continued(folder, monkeypatch):
     main(command(values_of(folder, "run", batch_size=4)))  # nothing was lost
 
 
+def _compare(other_rows):
+    engine.init_distributed()
+    places = [{"model": f"/node{n}/bert", "tokenizer": f"/node{n}/words"} for n in (0, engine.rank())]
+    saved, now = (ClassificationConfig(**own, lr=0.1) for own in places)
+    checkpoint = Continuation(Path("step-1"), 1, saved.arithmetic(), {"rows": 3}, forced=False)
+    checkpoint.check(now, {"rows": 3})
+    try:
+        checkpoint.check(now, {"rows": 4 if engine.rank() == 1 and other_rows else 3})
+    except ValueError as error:
+        return str(error)
+
+
+def test_nodes_may_go_on_with_a_model_at_places_of_their_own():
+    """What is another run or other data for one rank is so for all: none waits for one that is gone."""
+    assert on_ranks(_compare, 2, False) == [None, None]
+    assert all("train_data: the rows are not those that step-1" in said for said in on_ranks(_compare, 2, True))
+
+
 def test_free_flags_may_change(folder, monkeypatch):
     main(command(values_of(folder, "whole")))
     with monkeypatch.context() as patch:
@@ -341,6 +364,32 @@ def test_a_disk_that_stays_full_is_said_with_the_file(folder, curves, capfd):
     assert "checkpoint could not be written" in out and "curves.png could not be written" in err
     assert "Traceback" not in out + err
     assert not list((folder / "run" / "checkpoints").glob("*")) and not (folder / "run" / "model").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no file that is always full")
+def test_a_full_disk_is_said_with_the_file_of_a_row(tmp_path):
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).symlink_to("/dev/full")
+    record = Record(tmp_path, 3, writer=True)
+    for name, write in (("metrics", record.log), ("samples", record.sample), ("metrics", record.close)):
+        with pytest.raises(OSError, match=rf"No space left on device: '.*/{name}.jsonl'"):
+            write({"step": 1})
+
+
+@pytest.mark.full
+def test_a_summary_that_cannot_be_written_ends_all_ranks_alike(folder, monkeypatch):
+    def close(self, summary):
+        if self.path is not None:
+            raise OSError(28, "No space left on device", "summary.json")
+
+    def run():
+        with pytest.raises(OSError, match="No space left on device") as error:
+            main(command(values_of(folder, "run", max_steps=1)))
+        return str(error.value)
+
+    monkeypatch.setattr(Record, "close", close)
+    first, second = on_ranks(run, 2)
+    assert "summary.json" in first and second.startswith("rank 0 failed while writing summary.json: ")
 
 
 def test_skipped_steps_name_their_rows(folder, monkeypatch):

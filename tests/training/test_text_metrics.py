@@ -189,6 +189,14 @@ def test_rows_may_have_different_numbers_of_references():
     assert metrics.result()["bleu"] == pytest.approx(sacrebleu.corpus_bleu(guesses, streams).score)
 
 
+def test_bleu_of_texts_without_four_right_words_in_a_row():
+    guesses, truths = ["the cat sat on a hill", "dog runs"], ["the cat was over here", "a dog walks far"]
+    metrics = Generation(["bleu"])
+    metrics.update(guesses, truths)
+    expected = sacrebleu.corpus_bleu(guesses, [truths]).score
+    assert metrics.result()["bleu"] == pytest.approx(expected) and expected > 10
+
+
 def test_no_texts():
     found = Generation().result()
     assert found == {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0, "bleu": 0.0, "chrf": 0.0}

@@ -25,6 +25,8 @@ FREE = frozenset(
     "dp_replicate tp cp pp pp_schedule recompute compile offload best_metric early_stopping prefetch "
     "eval_max_new_tokens token_accuracy peak_flops".split()
 )
+# Flags that name a place, of which every node may have one of its own.
+PLACES = frozenset("model tokenizer train_data eval_data output_dir".split())
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
 _batches, _optimisation, _engine = partial(flag, "batches"), partial(flag, "optimisation"), partial(flag, "engine")

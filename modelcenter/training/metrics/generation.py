@@ -146,7 +146,9 @@ class Generation:
             found |= {f"rouge{n}": ratio(score, rows) for n, score in zip("12L", scores, strict=True)}
         if self._bleu is not None:
             texts, truths, *rest = sums(self.counts)
-            score = self._bleu.compute_bleu(correct=rest[:4], total=rest[4:], sys_len=texts, ref_len=truths)
+            # Smoothed as corpus_score does it: texts without four right words in a row are not all alike.
+            how = {name: getattr(self._bleu, name) for name in ("smooth_method", "smooth_value", "effective_order")}
+            score = self._bleu.compute_bleu(correct=rest[:4], total=rest[4:], sys_len=texts, ref_len=truths, **how)
             found["bleu"] = score.score
         if self._chrf is not None:
             every = gather_lists(self.texts)

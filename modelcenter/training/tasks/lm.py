@@ -117,8 +117,9 @@ class LanguageModelling(Task):
             return examples.samples(model, count, self.cfg.eval_batch_size or count, most)
         prompts, truths = [], []
         for row in range(count):
-            ids, at = examples.tokens.row(row), examples.prompt_length(row)
-            at = at if self.columns.text is None else max(1, len(ids) // 2)
+            ids = examples.tokens.row(row)
+            # A chat may begin with an answer, whose first token is given then.
+            at = max(1, examples.prompt_length(row) if self.columns.text is None else len(ids) // 2)
             label = examples.labels_of(row)
             end = next((i for i in range(at, len(ids)) if label[i] == IGNORED), len(ids))
             prompts.append(ids[:at])

@@ -1,4 +1,5 @@
-"""What differs between the torch versions that the engine supports (2.11 to 2.13), found by looking, not by number.
+"""What differs between the torch versions that the engine supports, found by looking, not by number: those from
+2.11 on. The fast tests were run with 2.11, 2.13 and 2.15, those of the engine and the models with 2.12, some with 2.14.
 
 Private torch names that the engine needs are imported here and nowhere else, so that a new torch breaks one file.
 """

@@ -60,8 +60,14 @@ def clean_python(folder: Path, *requirement: str | Path) -> Path:
     python = folder / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, "install", "--quiet")
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    borrowed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
+    borrowed = folder / "borrowed"
+    borrowed.mkdir()
+    for path in (Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages"))):
+        for entry in path.iterdir() if path.is_dir() else ():
+            # An install of this project there would be taken for the one that is tested.
+            if not entry.name.startswith(("modelcenter", "engine")) and not os.path.lexists(borrowed / entry.name):
+                (borrowed / entry.name).symlink_to(entry)
+    (site / "borrowed.pth").write_text(f"{borrowed}\n")
     run(*pip, "--no-deps", "--no-index", "--no-build-isolation", *requirement, cwd=folder)
     return python
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 
 from engine.checkpoint.described import DescriptionUnpickler
 
@@ -25,7 +26,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup
     with _plain_errors(path):
         dcp.save(
             tensors,
-            storage_writer=dcp.FileSystemWriter(path),
+            storage_writer=_Writer(path),
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
@@ -53,12 +54,34 @@ def _plain_errors(path: Path) -> Iterator[None]:
             raise kind(f"{path}: rank {rank}: {cause}") from cause
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Leaves the directory out of the metadata: checkpoints move, and of a path that Python 3.13 has pickled its
+    module is not found by others."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        told = super().storage_meta()
+        return told and replace(told, checkpoint_id=None)
+
+
+class _Properties(TensorProperties):
+    """Takes what later versions of torch say more, as 2.15 does of strides, for which earlier ones have no room."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[: len(fields(TensorProperties))])
+
+
+class _Unpickler(DescriptionUnpickler):
+    def found(self, module: str, name: str) -> Any:
+        found = super().found(module, name)
+        return _Properties if found is TensorProperties else found
+
+
 class _Reader(dcp.FileSystemReader):
     """Reads the metadata as data: torch unpickles it, and a pickle from the Hub could run anything."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata: Metadata = DescriptionUnpickler(file).load()
+            metadata: Metadata = _Unpickler(file).load()
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -64,6 +64,7 @@ class DescriptionUnpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it, and no other
         if (
             name in self._ALLOWED.get(module, ())
             or (module == METADATA and not name.startswith("__"))

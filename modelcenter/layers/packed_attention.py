@@ -475,8 +475,8 @@ def _varlen(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """The operator below `torch.nn.attention.varlen.varlen_attn`, which has no dropout, and on torch 2.11 and 2.12 may
-    lack `enable_gqa`: fewer heads of keys than of queries are taken as they come."""
+    """The operator below `torch.nn.attention.varlen.varlen_attn`, which has no dropout, and on torch 2.11 may lack
+    `enable_gqa`: fewer heads of keys than of queries are taken as they come."""
     parts = (x.unflatten(1, (n, -1)) for x, n in ((q, heads[0]), (k, heads[1]), (v, heads[1])))
     window = mask.window if mask.causal else None
     out, *_ = torch.ops.aten._flash_attention_forward(

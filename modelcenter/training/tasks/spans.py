@@ -21,6 +21,14 @@ class SpanCorruptionModel(Pretraining):
     head: ClassVar[str] = "seq2seq-lm"
     cfg: SpanCorruptionConfig
 
+    def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
+        sentinels_of(tokenizer)
+        if tokenizer.pad_token_id is None:
+            raise ValueError(
+                "tokenizer: it has no pad_token; an encoder-decoder starts a text with it: set it in its files"
+            )
+        return super().special_tokens(tokenizer)
+
     def objective(self, tokenizer: Any, max_length: int, seed: int) -> Objective:
         sizes = (self.cfg.noise_density, self.cfg.mean_span)
         return Spans(SpanCorruption(sentinels_of(tokenizer), max_length, end_of(tokenizer), *sizes), seed)

@@ -46,7 +46,7 @@ BENCHES: dict[str, Bench] = {
     "quality_mlm": Bench("quality", 3, ("--tasks", "mlm"), data=True),
     "quality_lm": Bench("quality", 3, ("--tasks", "lm"), data=True),
     "quality_seq2seq": Bench("quality", 3, ("--tasks", "seq2seq"), data=True),
-    "training_step": Bench("training_step", 4),
+    "training_step": Bench("training_step", 16),
     "families": Bench("families", 3),
     "decoder_step": Bench("decoder_step", 3, peers=("--compile",)),
     "lora": Bench("lora", 1),

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from engine.parallel.parts import send_parts
 from engine.parallel.rows import TABLE_BYTES
 from engine.parallel.tables import FewRows, reads_a_table
 from engine.torch_compat import gather_ahead, in_backward, sums_are_only_viewed
@@ -27,15 +28,6 @@ from engine.torch_compat import gather_ahead, in_backward, sums_are_only_viewed
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 # So that no message of the user's own between two ranks is taken for one of these.
 GATHER_TAG, REDUCE_TAG = 0x9A7, 0x5ED
-
-
-def _send_parts(send: Sequence[torch.Tensor], into: Sequence[torch.Tensor], group: Any, tag: int) -> list[Any]:
-    """Begin to send ``send[r]`` to each other rank r of the group, and to receive what it sends into ``into[r]``."""
-    ranks, me = group.size(), group.rank()
-    # What is to come first: a message waits at its sender until there is a place for it.
-    before, after = [(me - i) % ranks for i in range(1, ranks)], [(me + i) % ranks for i in range(1, ranks)]
-    works = [dist.irecv(into[r], group=group, group_src=r, tag=tag) for r in before]
-    return works + [dist.isend(send[r], group=group, group_dst=r, tag=tag) for r in after]
 
 
 class _Parts(dist.Work):  # FSDP waits for nothing else
@@ -74,7 +66,7 @@ class ExchangeShards(_Allocates):
         rows, me = output_tensor.view(group.size(), -1), group.rank()
         if input_tensor.data_ptr() != rows[me].data_ptr():
             rows[me].copy_(input_tensor)
-        parts = _Parts(_send_parts([rows[me]] * len(rows), rows.unbind(), group, GATHER_TAG))
+        parts = _Parts(send_parts([rows[me]] * len(rows), rows.unbind(), group, GATHER_TAG))
         if not async_op:
             parts.wait()
             return None
@@ -93,7 +85,7 @@ class _Whole:
     def __init__(self, send: Sequence[torch.Tensor], group: Any) -> None:
         me = group.rank()
         self._parts = [send[me] if rank == me else torch.empty_like(send[me]) for rank in range(len(send))]
-        self._works = _send_parts(send, self._parts, group, REDUCE_TAG)
+        self._works = send_parts(send, self._parts, group, REDUCE_TAG)
 
     def add_into(self, output: torch.Tensor) -> None:
         """Wait for the parts and add them up, in the order of the ranks."""

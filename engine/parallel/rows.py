@@ -13,12 +13,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from engine.parallel.parts import send_parts
 from engine.torch_compat import shard_of
 
 TABLE_BYTES = 2**18  # of a part; a smaller one is gathered sooner than its rows are asked for
@@ -98,26 +98,20 @@ class _Travel:
         wanted[ids] = True
         # The rows that are read stand in the order of the table, so those of one rank are next to each other.
         place = wanted.cumsum(0) - 1
-        self.at, self.padding = place[ids], None
-        if padding is not None and wanted[padding]:
-            self.padding = int(place[padding])
+        self.at = place[ids]
+        self.padding = int(place[padding]) if padding is not None and wanted[padding] else -1  # is not trained
         parts = list(wanted.split(-(-words // self.ranks)))
         parts += [wanted[:0]] * (self.ranks - len(parts))  # the last ranks may keep no rows
         self.read = [int(part.sum()) for part in parts]
+        self.count = sum(self.read)
         asking = [torch.empty_like(parts[self.me]) for _ in range(self.ranks)]
         asking[self.me] = parts[self.me]
         self.swap(parts, asking, _WANTED_TAG)
         self.asked = [which.nonzero()[:, 0] for which in asking]
 
     def swap(self, send: Sequence[torch.Tensor], into: Sequence[torch.Tensor], tag: int) -> None:
-        """Send ``send[r]`` to each other rank r and receive ``into[r]`` from it; of empty ones both know."""
-        others = [(self.me + i) % self.ranks for i in range(1, self.ranks)]
-        # What is to come first: a message waits at its sender until there is a place for it.
-        works: list[Any] = [
-            dist.irecv(into[r], group=self.group, group_src=r, tag=tag) for r in reversed(others) if into[r].numel()
-        ]
-        works += [dist.isend(send[r], group=self.group, group_dst=r, tag=tag) for r in others if send[r].numel()]
-        for work in works:
+        """Send ``send[r]`` to each other rank r and receive ``into[r]`` from it."""
+        for work in send_parts(send, into, self.group, tag):
             work.wait()
 
 
@@ -126,7 +120,7 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, travel: _Travel, dtype: torch.dtype) -> torch.Tensor:
-        rows = part.new_empty(sum(travel.read), part.shape[1], dtype=dtype)
+        rows = part.new_empty(travel.count, part.shape[1], dtype=dtype)
         into = rows.split(travel.read)
         send = [part[asked].to(dtype) for asked in travel.asked]
         into[travel.me].copy_(send[travel.me])
@@ -140,9 +134,9 @@ class _LookUp(torch.autograd.Function):
         travel, part = ctx.travel, ctx.part
         # A row's own sum, and the ranks', in no fewer bits than a mean of gradients is reduced in.
         wide = torch.promote_types(part.dtype, torch.float32)
-        sums = torch.ops.aten.embedding_dense_backward(gradient.to(wide), travel.at, sum(travel.read), -1, False)
-        if travel.padding is not None:
-            sums[travel.padding] = 0
+        sums = torch.ops.aten.embedding_dense_backward(
+            gradient.to(wide), travel.at, travel.count, travel.padding, False
+        )
         send = sums.split(travel.read)
         into = [sums.new_empty(len(asked), part.shape[1]) for asked in travel.asked]
         into[travel.me] = send[travel.me]

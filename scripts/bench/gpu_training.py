@@ -2,7 +2,8 @@
 
 BERT-large and T5-large on rows of real, ragged lengths up to 512, packed here and padded there; a GPT of 1.3 thousand
 million parameters on full rows of 2,048 tokens; BERT-large under a cap of 11 GB; a GPT of 13 thousand million (40
-layers, 5,120 wide, 512 tokens) with moments of 8 bits. The peer is transformers' model as its Trainer runs it: fp32
+layers, 5,120 wide, 512 tokens) with moments of 8 bits, which takes 103 GB; the smaller GPT with its optimizer's states
+on the host, what its threads and the bus make of a step. The peer is transformers' model as its Trainer runs it: fp32
 weights, bf16 autocast, SDPA, fused AdamW; with --compiled also by torch.compile. Utilisation counts the model's
 arithmetic at tokens that are there (scripts/bench/lib/flops.py) against what the GPU's maker promises, and against
 the rate of bf16 products measured in the same run.
@@ -30,24 +31,25 @@ class Case(NamedTuple):
     length: int
     ragged: bool = False
     peer: bool = True
-    eight_bit: bool = False
+    states: str = ""  # "8 bits" or "host": which optimizer, over parameters in bf16
     cap_gb: float | None = None
     utilisation: float | None = None
     speed: float | None = None  # over the peer, compiled if it was
 
 
 BERT = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+GPT = {"n_layer": 24, "n_embd": 2048, "n_head": 16, "n_positions": 2048}
 T5 = {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 16,
       "decoder_start_token_id": 0}  # fmt: skip
 CASES = {
     "bert-large": Case("bert", BERT, 64, 512, ragged=True, utilisation=0.5, speed=1.5),
     "bert-large, full rows": Case("bert", BERT, 32, 512, utilisation=0.5),
     "bert-large, 11 GB": Case("bert", BERT, 8, 512, peer=False, cap_gb=11.0),
-    "gpt-1.3b": Case("gpt2", {"n_layer": 24, "n_embd": 2048, "n_head": 16, "n_positions": 2048}, 8, 2048,
-                     utilisation=0.55, speed=1.15),
+    "gpt-1.3b": Case("gpt2", GPT, 8, 2048, utilisation=0.55, speed=1.15),
+    "gpt-1.3b, states on the host": Case("gpt2", GPT, 8, 2048, peer=False, states="host"),
     "t5-large": Case("t5", T5, 32, 512, ragged=True),
     "gpt-13b, 8-bit states": Case("gpt2", {"n_layer": 40, "n_embd": 5120, "n_head": 40, "n_positions": 512}, 16, 512,
-                                  peer=False, eight_bit=True, utilisation=0.35),
+                                  peer=False, states="8 bits", utilisation=0.35),
 }  # fmt: skip
 TASKS = {"bert": "masked-lm", "gpt2": "causal-lm", "t5": "seq2seq-lm"}
 SMALL: dict[str, dict[str, Any]] = {
@@ -176,11 +178,11 @@ def here(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[dict
     from modelcenter.compare import pack_rows
 
     engine.init_distributed(device=args.device)
-    policy = engine.Policy(precision="bf16-params" if case.eight_bit else "bf16")
+    policy = engine.Policy(precision="bf16-params" if case.states else "bf16")
     model = mc.from_config(config.to_dict(), task, policy=policy).train()
     batch = pack_rows(task, rows)  # on the host, as the loop has it; the step moves it, and counts its labels there
-    optimizer = engine.optim.AdamW8bit if case.eight_bit else engine.optim.AdamOptimizer
-    return {"plain": steps.here(model, batch, optimizer)}, model.num_parameters()
+    kinds = {"8 bits": engine.optim.AdamW8bit, "host": engine.optim.AdamOffloadOptimizer}
+    return {"plain": steps.here(model, batch, kinds.get(case.states))}, model.num_parameters()
 
 
 def there(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[dict[str, Callable[[], Any]], int]:

@@ -38,13 +38,18 @@ def test_what_is_for_gpus_runs_on_a_cpu(name: str, tmp_path: Path):
 
 
 def test_a_gpu_check_tells_what_it_has_when_a_step_hangs(tmp_path: Path):
-    """The log of what came before stays, and what was started is gone."""
+    """The log of what came before stays, also of an earlier step, and what was started is gone."""
+    (tmp_path / gpu_check.LOG).write_text("tests/test_gpu.py::test_earlier PASSED [ 1%]\n")
     said = "tests/test_gpu.py::test_a PASSED [ 1%]\ntests/test_gpu.py::test_b FAILED [ 2%]\ntests/test_gpu.py::test_c "
     hangs = gpu_check.Step(
         ["-c", f"print({said!r}, end='', flush=True)\nimport time\ntime.sleep(60)"], 9, gpu_check.outcomes
     )
     lines, good = gpu_check.run("hangs", hangs, tmp_path, 2)
-    assert not good and "KILLED after 2 s" in lines[0] and (tmp_path / "hangs.txt").read_text() == said
+    assert (
+        not good
+        and "KILLED after 2 s" in lines[0]
+        and (tmp_path / gpu_check.LOG).read_text().endswith(f"]\n\n===== hangs\n{said}")
+    )
     assert [line.strip() for line in lines[1:]] == [
         "1 passed, 1 failed", "did not end: tests/test_gpu.py::test_c", "FAILED tests/test_gpu.py::test_b",
     ]  # fmt: skip

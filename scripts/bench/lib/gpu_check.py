@@ -1,8 +1,9 @@
 """What `make gpu-check` runs on a GPU: the operators' build and tests, the models' tests, and the benchmarks.
 
 Each step is a process of its own with its own limit of time, and all share one: a step that hangs or crashes costs the
-others nothing, and what is done is on the disk at once. DIR has a log of each step, a JSON file of each benchmark, and
-`summary.txt`, which is printed again at the end. What is in hand first is what all else stands on.
+others nothing, and what is done is on the disk at once. DIR has `log.txt` with what every step printed, a JSON file of
+each benchmark, and `summary.txt`, which is printed again at the end: few files, for they may have a way to go. What is
+in hand first is what all else stands on.
 
     python -m scripts.bench.lib.gpu_check --output DIR [--minutes 8] [--only build operators ...]
 """
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 from scripts.bench.lib import ROOT, tables
 
 LEAST = 15  # seconds: with less left a step is not begun
+LOG = "log.txt"
 PYTEST = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu and not network"]
 
 
@@ -47,6 +49,7 @@ def main() -> int:
     args = p.parse_args()
     out = Path(args.output).resolve()
     out.mkdir(parents=True, exist_ok=True)
+    (out / LOG).unlink(missing_ok=True)
     ends, told, failed = time.monotonic() + 60 * args.minutes, [], False
     for name, step in steps(args.device, args.quick).items():
         if name not in args.only:
@@ -94,15 +97,18 @@ def steps(device: str, quick: bool) -> dict[str, Step]:
 
 
 def run(name: str, step: Step, out: Path, seconds: float) -> tuple[list[str], bool]:
-    """(what to tell of a step, whether it went well). Its output goes to its log as it comes."""
+    """(what to tell of a step, whether it went well). Its output goes to the end of the log as it comes."""
     if step.under and shutil.which(step.under[0]) is None:
         return [f"{name}: left out, {step.under[0]} is not here"], True
     record = out / f"{name}.json" if step.record else None
     words = [*step.under, sys.executable, *step.words, *(["--output", str(record)] if record else [])]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     environment["COLUMNS"] = "250"  # pytest cuts its reasons to the width of a terminal
-    log, began = out / f"{name}.txt", time.monotonic()
-    with log.open("w", encoding="utf-8") as file:
+    began = time.monotonic()
+    with (out / LOG).open("ab") as file:
+        file.write(f"\n===== {name}\n".encode())
+        file.flush()
+        start = file.tell()
         # A session of its own, so that what it started ends with it.
         process = subprocess.Popen(
             words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -117,11 +123,13 @@ def run(name: str, step: Step, out: Path, seconds: float) -> tuple[list[str], bo
                 process.wait()
     if code:
         ended = f" ENDED WITH {code}"
-    said = log.read_text(encoding="utf-8", errors="replace")
+    with (out / LOG).open("rb") as file:
+        file.seek(start)
+        said = file.read().decode(errors="replace")
     lines = step.tell(said, record if record is not None and record.is_file() else None)
     if ended and step.tell is not outcomes:
         lines += last_lines(said, None, 6)
-    head = f"{name}:{ended} {time.monotonic() - began:.0f} s, log {log.name}"
+    head = f"{name}:{ended} {time.monotonic() - began:.0f} s"
     return [head, *(f"  {line[:200]}" for line in lines)], not ended
 
 

@@ -14,7 +14,7 @@ from engine import runtime
 from engine.init import clean_name
 from engine.memory import readable
 from engine.parallel.rows import is_spread
-from engine.parallel.shard import _groups, last_units, policy_of, reshard, zero_level
+from engine.parallel.shard import last_units, policy_of, reshard, unit_parameters, zero_level
 from engine.parallel.stages import stages_of
 from engine.torch_compat import local_tensor
 
@@ -116,7 +116,7 @@ def describe(model: nn.Module, show: bool = True) -> Description:
     wire = torch.float32 if compute is not None else None
     seen: set[int] = set()
     looked_up = {module.weight for module in model.modules() if is_spread(module)}
-    for module, members in _groups(model, sharded).items():
+    for module, members in unit_parameters(model, sharded).items():
         unit = Unit(names[module] or "(root)")
         for _, parameter in members:
             if id(parameter) not in seen:

@@ -305,7 +305,7 @@ class ArchitectureTests:
         rows = self.rows(task, model.config, (7, 3, 11, 5, 2, 8, 4, 9, 6))
         whole, expected = run_backward(model, pack_rows(task, rows))
         for level, cut in levels:
-            for loss, grads in _two_ranks().run(_accumulated, str(tmp_path), task, rows, cut, level):
+            for loss, grads in two_ranks().run(_accumulated, str(tmp_path), task, rows, cut, level):
                 assert_same(f"loss at level {level}", loss, whole.loss, self.tolerance)
                 for name in expected:
                     assert_same(f"{name} at level {level}", grads[name], expected[name], self.tolerance)
@@ -317,7 +317,7 @@ class ArchitectureTests:
         model = self.ours(tmp_path, None)
         rows = self.rows(task, model.config, (7, 3, 11, 5, 2, 8, 4))
         whole, expected = run_backward(model, pack_rows(task, rows))
-        for loss, grads in _two_ranks().run(_accumulated, str(tmp_path), task, rows, 2, 3, sharing):
+        for loss, grads in two_ranks().run(_accumulated, str(tmp_path), task, rows, 2, 3, sharing):
             assert_same("loss", loss, whole.loss, self.tolerance)
             for name in expected:
                 assert_same(name, grads[name], expected[name], self.tolerance)
@@ -412,7 +412,7 @@ class ArchitectureTests:
 
 
 @functools.cache
-def _two_ranks() -> engine.testing.Pool:
+def two_ranks() -> engine.testing.Pool:
     """Two gloo ranks, forked once for all tests of a process."""
     pool = engine.testing.Pool(2)
     atexit.register(pool.close)

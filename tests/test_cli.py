@@ -103,6 +103,16 @@ def test_mistakes_are_one_line_and_status_2(words, says, capsys):
     assert end.value.code == 2 and shown.startswith("error: ") and says in shown and shown.count("\n") == 1
 
 
+def test_names_that_are_not_utf8_are_shown(monkeypatch):
+    from io import BytesIO, TextIOWrapper
+
+    shown = BytesIO()
+    monkeypatch.setattr(cli.sys, "stdout", TextIOWrapper(shown, "utf-8"))
+    monkeypatch.setitem(cli.VERBS, "list", lambda argv: print("caf\u00e9", os.fsdecode(b"\xff"), flush=True))
+    cli.main(["list"])
+    assert shown.getvalue() == "caf\u00e9 ".encode() + b"\xff\n"
+
+
 def test_traceback_on_request(monkeypatch):
     with pytest.raises(ValueError, match="unknown verb"):
         cli.main(["--traceback", "lsit"])
@@ -120,6 +130,18 @@ def test_other_ranks_speak_only_if_rank_0_does_not_end_them(monkeypatch, capsys)
     with pytest.raises(SystemExit):
         cli.main(["lsit"])
     assert waited == [errors._HEAD_START] and capsys.readouterr().err.startswith("[rank 3] error: unknown verb")
+
+
+def test_a_rank_that_lost_another_lets_it_speak_first(monkeypatch):
+    from modelcenter.training import errors
+
+    waited = []
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    for said, seconds in (("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed", 1), ("a bug", 0)):
+        with pytest.raises(RuntimeError), errors.user_errors():
+            raise RuntimeError(said)
+        assert waited == [errors._HEAD_START] * seconds
+        waited.clear()
 
 
 def test_mistakes_of_ours_keep_their_traceback(monkeypatch):

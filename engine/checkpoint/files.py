@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import glob
 import hashlib
 import json
 import os
@@ -33,8 +36,7 @@ def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup
     with together(f"creating {target}", group):
         if runtime.rank() == 0:
             target.parent.mkdir(parents=True, exist_ok=True)
-            for left in target.parent.glob(f".{target.name}.partial-*"):  # of a run that was killed
-                shutil.rmtree(left, ignore_errors=True)
+            _clear_up(target)
             place[0] = str(target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
             Path(place[0]).mkdir()
     if runtime.world_size() > 1:
@@ -127,13 +129,51 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _clear_up(target: Path) -> None:
+    """Remove what saves to ``target`` left that were killed, after giving its name back to what one was replacing."""
+    name = glob.escape(target.name)
+    for left in target.parent.glob(f".{name}.partial-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    for old in target.parent.glob(f".{name}.old-*"):
+        if target.exists() or not _is_whole(old):
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        check_manifest(path)
+    except ValueError:
+        return False
+    return True
+
+
 def _replace(path: Path, target: Path) -> None:
-    old = target.parent / f".{target.name}.old-{uuid.uuid4().hex[:8]}"
-    if target.exists():
+    """Give ``path`` the name ``target``, and what had it another one, if it is there still.
+
+    At once where the system can, so that readers, and a run that is killed, always find a whole checkpoint.
+    """
+    if not target.exists():
+        path.rename(target)
+    elif not _exchange(path, target):
+        old = target.parent / f".{target.name}.old-{uuid.uuid4().hex[:8]}"
         target.rename(old)
-    path.rename(target)
+        path.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
     _fsync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two directories exchange their names in one step; False if the system or the file system has no such step."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "renameat2"):  # Linux has it
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    failed = library.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange)
+    if failed and (number := ctypes.get_errno()) not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        raise OSError(number, os.strerror(number), str(other))
+    return not failed
 
 
 def check_manifest(directory: str | os.PathLike[str], hashes: bool = False) -> dict[str, Any]:
@@ -145,7 +185,9 @@ def check_manifest(directory: str | os.PathLike[str], hashes: bool = False) -> d
     """
     path = Path(directory)
     if not (path / MANIFEST).is_file():
-        raise ValueError(f"{path} is not a complete checkpoint: it has no {MANIFEST}")
+        replaced = [] if path.exists() else [*path.parent.glob(f".{glob.escape(path.name)}.old-*/{MANIFEST}")]
+        hint = f"; what a save that was killed was replacing is {replaced[0].parent}: rename it" if replaced else ""
+        raise ValueError(f"{path} is not a complete checkpoint: it has no {MANIFEST}{hint}")
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if (version := manifest["format_version"]) == FORMAT_VERSION:

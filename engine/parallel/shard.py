@@ -272,7 +272,7 @@ def _choose_units(model: nn.Module, units: Sequence[nn.Module] | None) -> set[nn
     return chosen
 
 
-def _groups(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
+def unit_parameters(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
     """The (name, parameter) pairs that each unit, or the root, has of its own."""
     groups: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {}
     seen: set[nn.Module] = set()
@@ -295,14 +295,14 @@ def _groups(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, list[tu
 def _sharing_units(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
     """Units that hold a parameter which another unit, or the root, holds too."""
     holders: dict[nn.Parameter, set[nn.Module]] = {}
-    for group, members in _groups(model, chosen).items():
+    for group, members in unit_parameters(model, chosen).items():
         for _, parameter in members:
             holders.setdefault(parameter, set()).add(group)
     return {group for groups in holders.values() if len(groups) > 1 for group in groups if group is not model}
 
 
 def _check_units(model: nn.Module, chosen: set[nn.Module]) -> None:
-    for unit, members in _groups(model, chosen).items():
+    for unit, members in unit_parameters(model, chosen).items():
         if number := next((name for name, p in members if p.ndim == 0), None):
             raise ValueError(
                 f"parameter {clean_name(number)} has no dimensions, and a single number cannot be sharded: give it the "

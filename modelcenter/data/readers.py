@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,17 +146,6 @@ class Table:
         """What a run's summary keeps about its data: rows, the SHA-256 of each file, and the weights of a mixture."""
         about = {"rows": len(self), "sha256": {origin.path: origin.sha256 for origin in self.origins}}
         return about | ({"weights": [part.weight for part in self.shares]} if self.shares else {})
-
-
-def what_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """How two fingerprints of a table differ, in words for a message; None if they are equal."""
-    old, new = before["sha256"], now["sha256"]
-    found = [f"{path} is gone" for path in old if path not in new]
-    found += [f"{path} is new" for path in new if path not in old]
-    found += [f"{path} has changed" for path in old if path in new and old[path] != new[path]]
-    if before["rows"] != now["rows"]:
-        found.append(f"{before['rows']:,} rows then, {now['rows']:,} now")
-    return "; ".join(found) or None
 
 
 def concatenate(tables: list[Table]) -> Table:

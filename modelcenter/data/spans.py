@@ -35,7 +35,7 @@ class SpanCorruption:
     """Corrupts sequences of tokens.
 
     density: of the tokens that are noise; span: their mean number in a row. eos: after inputs and targets; None: none.
-    max_length: tokens of the inputs. `room` tokens of text make so many, and targets of `target_length`.
+    max_length: tokens of the inputs. `room` tokens of text make so many.
 
     Raises:
         ValueError: a density or span out of range, too few sentinels for max_length.
@@ -50,7 +50,6 @@ class SpanCorruption:
             raise ValueError(f"mean_span: got {span}, expected at least 1 token")
         self.sentinels, self.eos, self.density, self.span = sentinels, eos, density, span
         self.room = self._room(max_length)
-        self.target_length = int(self.lengths(np.array([self.room]))[1][0])
         spans = int(self.counts(np.array([self.room]))[1][0])
         if spans > len(sentinels):
             raise ValueError(

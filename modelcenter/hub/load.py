@@ -144,7 +144,7 @@ def load_model(
     spec = find_spec(found.config, architecture, found.origin)
     arch: ArchMap = spec.arch_map()
     overrides = _overrides(config_overrides, num_labels, id2label)
-    chosen = _task(arch, task, found.config, found.origin)
+    chosen = task_of(arch, task, found.config, found.origin)
     if arch.settle is not None and found.weights is not None:
         with open_source(found) as source:
             overrides = {**arch.settle(found.config, source.tensors), **overrides}
@@ -165,8 +165,8 @@ def load_model(
         assert found.weights is not None
         with open_source(found) as source:
             match = match_names(arch, layout, source.tensors, found.config.get("architectures"))
-            _check(arch, layout, match, source, found, strict, ignore_mismatched_sizes)
-            fresh = _initialised(layout, match, found, task)
+            check_match(arch, layout, match, source, found, strict, ignore_mismatched_sizes)
+            fresh = fresh_tensors(layout, match, found, task)
             dtypes = {source.dtype(name) for name in match.found.values()}
             model.base_name = found.repo or str(found.directory or found.origin)
             kept = parse_dtype(dtype) or _one_dtype(dtypes, found.config, report)
@@ -228,7 +228,7 @@ def build_model(
         spec = find_spec(values, architecture, origin)
     arch: ArchMap = spec.arch_map()
     usual = "base" if "base" in arch.tasks else next(iter(arch.tasks))
-    chosen = _task(arch, task or usual, values, "the config")
+    chosen = task_of(arch, task or usual, values, "the config")
     built = read_config(spec, arch, values, chosen, overrides, "the config")
     model = on_meta(spec, built, chosen)
     _place(model, parse_dtype(dtype) or torch.float32, policy, adapter)
@@ -260,7 +260,7 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
     return spec
 
 
-def _task(arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str) -> str:
+def task_of(arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str) -> str:
     if task is not None:
         if task not in arch.tasks:
             close = nearest(task, arch.tasks)
@@ -328,7 +328,7 @@ def _place(model: Any, dtype: torch.dtype, policy: Any, adapter: Any = None, fre
     engine.materialize(model)
 
 
-def _check(
+def check_match(
     arch: ArchMap, layout: Layout, match: Match, source: FileSource, found: Resolved, strict: bool, ignore_sizes: bool
 ) -> None:
     """Raise for tensors that are unknown, misshapen or not floating; misshapen heads are set aside if allowed."""
@@ -361,7 +361,7 @@ def _check(
             )
 
 
-def _initialised(layout: Layout, match: Match, found: Resolved, task: str | None) -> list[str]:
+def fresh_tensors(layout: Layout, match: Match, found: Resolved, task: str | None) -> list[str]:
     """The parameters to initialise because the files lack them.
 
     Raises:

@@ -96,14 +96,14 @@ def _check_tensors(directory: Path, say: Callable[[str], None]) -> None:
             )
         spec = load.find_spec(found.config, None, found.origin)
         arch = spec.arch_map()
-        task = load._task(arch, None, found.config, found.origin)
+        task = load.task_of(arch, None, found.config, found.origin)
         settled = {} if arch.settle is None else dict(arch.settle(found.config, source.tensors))
         config = load.read_config(spec, arch, found.config, task, settled, found.origin)
         shapes = {name: tuple(p.shape) for name, p in load.on_meta(spec, config, task).named_parameters()}
         layout = compile_layout(arch, task, config, shapes)
         match = match_names(arch, layout, source.tensors, found.config.get("architectures"))
-        load._check(arch, layout, match, source, found, strict=True, ignore_sizes=False)
-        load._initialised(layout, match, found, None)
+        load.check_match(arch, layout, match, source, found, strict=True, ignore_sizes=False)
+        load.fresh_tensors(layout, match, found, None)
 
 
 def _files(directory: Path) -> dict[str, int]:

@@ -171,12 +171,6 @@ class KVCache:
         for layer, kept in self._own.items():
             self._own[layer] = [x.index_select(0, index) for x in kept]
 
-    def reorder_memory(self, index: Tensor) -> None:
-        """As `reorder`, of the encoder's rows, each of which all its beams share."""
-        for layer, (k, v, hidden) in self._memory.items():
-            hidden = None if hidden is None else hidden.index_select(0, index)
-            self._memory[layer] = (k.index_select(0, index), v.index_select(0, index), hidden)
-
     def _reach(self) -> int:
         assert self._step is not None
         return len(self) + self._step.max_seqlen

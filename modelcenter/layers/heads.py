@@ -27,12 +27,19 @@ def count_labels(labels: Tensor | None) -> int:
     return 0 if labels is None else int((labels != IGNORE_INDEX).sum())
 
 
-def check_labels(labels: Tensor, classes: int, name: str = "labels") -> None:
-    """Raise one clear error for a class number outside the head, before an index error deep in a kernel.
+def check_labels(labels: Tensor, classes: int, name: str = "labels", sequences: int | None = None) -> None:
+    """Raise one clear error for labels that are no class numbers, not one for each of the `sequences`, or outside the
+    head, before an error deep in a kernel.
 
-    Only for labels on the host: on a GPU the check would wait for the device, and data loaders check there too.
+    The numbers are read on the host only: on a GPU that would wait for the device, and data loaders check there too.
     """
-    if labels.device.type != "cpu" or not labels.numel() or labels.is_floating_point():
+    if labels.dtype not in (torch.long, torch.uint8):
+        raise ValueError(f"{name}: got {labels.dtype}, expected numbers of classes as torch.int64; convert by .long()")
+    if sequences is not None and labels.numel() != sequences:
+        raise ValueError(
+            f"{name}: got shape {tuple(labels.shape)}, expected {(sequences,)}: one for each example of the batch"
+        )
+    if labels.device.type != "cpu" or not labels.numel():
         return
     low, high = int(labels.min()), int(labels.max())
     if high >= classes or (low < 0 and bool(((labels < 0) & (labels != IGNORE_INDEX)).any())):
@@ -40,6 +47,20 @@ def check_labels(labels: Tensor, classes: int, name: str = "labels") -> None:
             f"{name}: got {high if high >= classes else low}, expected 0 to {classes - 1} (or -100: no label); this "
             f"head has {classes} classes, set by num_labels for a classification head"
         )
+
+
+def of_tokens(batch: Batch, prefix: str = "") -> Tensor:
+    """The labels of a batch that has some, one for each place of its `{prefix}input_ids`, where it has these.
+
+    Raises:
+        ValueError: they are of another shape.
+    """
+    labels, name = batch["labels"], f"{prefix}input_ids"
+    given = batch.get(name) if batch.get(name) is not None else batch.get(f"{prefix}inputs_embeds")
+    if labels.dim() != 2 or (given is not None and labels.shape != given.shape[:2]):
+        wanted = "(batch, seq)" if given is None else f"{tuple(given.shape[:2])}, as {name}"
+        raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected {wanted}: a label or -100 for each token")
+    return labels
 
 
 class Smoothing:
@@ -89,7 +110,7 @@ class SequenceClassifier(Smoothing, Linear):
             return {"logits": logits}
         kind = self.kind(labels)
         if kind == "single_label_classification":
-            check_labels(labels, self.out_features)
+            check_labels(labels, self.out_features, sequences=logits.shape[0])
             loss = cross_entropy(logits, labels.reshape(-1), counts["loss"], label_smoothing=self.smoothing)
         else:
             if labels.numel() != logits.numel():
@@ -136,8 +157,8 @@ class MultipleChoice(Smoothing, Linear):
         labels = batch.get("labels")
         if labels is None:
             return {"logits": logits}
-        check_labels(labels, logits.shape[1])
-        loss = cross_entropy(logits, labels, counts["loss"], label_smoothing=self.smoothing)
+        check_labels(labels, logits.shape[1], sequences=logits.shape[0])
+        loss = cross_entropy(logits, labels.reshape(-1), counts["loss"], label_smoothing=self.smoothing)
         return {"loss": loss, "logits": logits}
 
 
@@ -161,7 +182,7 @@ class TokenClassifier(Smoothing, Linear):
         logits = super().forward(self.dropout(x, ctx))
         out = {"logits": ctx.repad(logits)}
         if batch.get("labels") is not None:
-            labels = ctx.unpad(batch["labels"], IGNORE_INDEX)
+            labels = ctx.unpad(of_tokens(batch), IGNORE_INDEX)
             check_labels(labels, self.out_features)
             loss = cross_entropy(logits, labels, counts["loss"], label_smoothing=self.smoothing)
             out["loss"] = ctx.total(loss)
@@ -180,22 +201,27 @@ class ExtractiveQA(Linear):
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {
-            name: 0 if (at := batch.get(f"{name}_positions")) is None else int(self._valid(at, batch).sum())
+            name: 0 if batch.get(f"{name}_positions") is None else int(self._valid(f"{name}_positions", batch)[1].sum())
             for name in ("start", "end")
         }
 
     @staticmethod
-    def _valid(at: Tensor, batch: Batch) -> Tensor:
-        """Which positions lie on a token."""
-        at = at.reshape(-1).clamp(min=0)  # as transformers: -1 means the first token
-        mask, ends = batch.get("attention_mask"), batch.get("cu_seqlens")
+    def _valid(name: str, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(n,) the positions that the batch has as `name`, and which of them lie on a token.
+
+        Raises:
+            ValueError: not one whole number for each sequence.
+        """
+        given, mask, ends = batch[name], batch.get("attention_mask"), batch.get("cu_seqlens")
         if ends is not None:
-            return at < (ends[1:] - ends[:-1])
+            lengths = ends[1:] - ends[:-1]
+            return (at := _places(name, given, lengths.numel())), at < lengths
         ids = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+        at = _places(name, given, ids.shape[0])
         inside = at < ids.shape[1]
         if mask is None or not ids.shape[1]:
-            return inside
-        return inside & mask.gather(1, at.clamp(max=ids.shape[1] - 1)[:, None]).squeeze(1).bool()
+            return at, inside
+        return at, inside & mask.gather(1, at.clamp(max=ids.shape[1] - 1)[:, None]).squeeze(1).bool()
 
     def forward(self, x: Tensor, ctx: Packed, batch: Batch, counts: Counts) -> dict[str, Tensor]:
         both = super().forward(x)
@@ -206,11 +232,21 @@ class ExtractiveQA(Linear):
             return out
         loss = x.new_zeros((), dtype=torch.float32)
         for i, name in enumerate(("start", "end")):
-            at = batch[f"{name}_positions"].reshape(-1).clamp(min=0)
+            at, valid = self._valid(f"{name}_positions", batch)
             rows = ctx.by_sequence(both[:, i], lowest) if ctx.packed else padded[..., i]
-            targets = torch.where(self._valid(at, batch), at, IGNORE_INDEX)
+            targets = torch.where(valid, at, IGNORE_INDEX)
             loss = loss + cross_entropy(rows, targets, counts[name])
         return {"loss": loss / 2, **out}
+
+
+def _places(name: str, given: Tensor, sequences: int) -> Tensor:
+    """(n,) places in the sequences, one in each, as the caller gave them; -1 is the first token, as in transformers."""
+    if given.numel() != sequences or given.is_floating_point():
+        raise ValueError(
+            f"{name}: got shape {tuple(given.shape)} of {given.dtype}, expected {(sequences,)} of torch.int64: a "
+            "place in each sequence"
+        )
+    return given.reshape(-1).long().clamp(min=0)
 
 
 class VocabularyHead(Smoothing, nn.Module):
@@ -230,8 +266,12 @@ class VocabularyHead(Smoothing, nn.Module):
         return x
 
     def targets(self, batch: Batch) -> Tensor | None:
-        """Labels shaped as the input, each at the token that is to predict it."""
-        return batch.get("labels")
+        """Labels shaped as the input, each at the token that is to predict it.
+
+        Raises:
+            ValueError: as `of_tokens`.
+        """
+        return None if batch.get("labels") is None else of_tokens(batch)
 
     def labelled(self, ctx: Packed, batch: Batch) -> tuple[Tensor, Tensor]:
         """(T,) the labels of a batch that has some, at the tokens that predict them, and (m,) numbers of these."""
@@ -353,10 +393,11 @@ class OfDecoder(VocabularyHead):
     """The next token of a decoder, whose labels stand at the token before it already."""
 
     def targets(self, batch: Batch) -> Tensor | None:
-        labels, mask = batch.get("labels"), batch.get("decoder_attention_mask")
-        if labels is not None and mask is not None:  # where there is no token, nothing is predicted
-            labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
-        return labels
+        if batch.get("labels") is None:
+            return None
+        labels, mask = of_tokens(batch, "decoder_"), batch.get("decoder_attention_mask")
+        # Where there is no token, nothing is predicted.
+        return labels if mask is None else labels.masked_fill(mask == 0, IGNORE_INDEX)
 
 
 class Seq2SeqLM(OfDecoder, CausalLM):
@@ -372,9 +413,9 @@ def next_labels(batch: Batch) -> Tensor | None:
 
     A token that the attention mask leaves out predicts nothing, as nothing that precedes the text can.
     """
-    labels = batch.get("labels")
-    if labels is None:
+    if batch.get("labels") is None:
         return None
+    labels = of_tokens(batch)
     if not labels.shape[1]:
         return labels
     if (ends := batch.get("cu_seqlens")) is not None:

@@ -108,6 +108,21 @@ def plan_pairs(queries: list[int], keys: list[int]) -> list[list[int]]:
     return groups
 
 
+def spread(position_ids: Tensor, shape: tuple[int, int]) -> Tensor:
+    """(batch * seq,) positions of the places of an input of shape (batch, seq), from those of all rows or of one.
+
+    Raises:
+        ValueError: they are of another shape.
+    """
+    try:
+        return position_ids.expand(shape).reshape(-1)
+    except RuntimeError as error:
+        raise ValueError(
+            f"position_ids: got shape {tuple(position_ids.shape)}, expected {shape} or {shape[1:]}: a position for "
+            "each token"
+        ) from error
+
+
 @dataclass
 class Packed:
     """Where each of n sequences lies among T tokens.
@@ -182,7 +197,7 @@ class Packed:
         elif max_seqlen is None:
             max_seqlen = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if cu_seqlens.numel() > 1 else 0
         if position_ids is not None:
-            positions = position_ids.reshape(-1)
+            positions = spread(position_ids, (1, tokens))
         else:
             seqlens = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
             starts = torch.repeat_interleave(cu_seqlens[:-1].long(), seqlens, output_size=tokens)
@@ -206,7 +221,7 @@ class Packed:
         if attention_mask is None:
             positions = torch.arange(seq, device=device).repeat(batch)
             if position_ids is not None:
-                positions = position_ids.expand(batch, seq).reshape(-1)
+                positions = spread(position_ids, shape)
             cu = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq
             return cls(cu, seq, positions, (batch, seq), None, False, [seq] * batch)
         if tuple(attention_mask.shape) != (batch, seq):
@@ -226,7 +241,7 @@ class Packed:
         cu = torch.nn.functional.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
         indices = None if sum(lengths) == batch * seq else mask.flatten().nonzero().flatten()
         if position_ids is not None:
-            positions = position_ids.expand(batch, seq).reshape(-1)
+            positions = spread(position_ids, shape)
             positions = positions if indices is None else positions[indices]
         elif count and indices is not None:
             starts = torch.repeat_interleave(cu[:-1], seqlens, output_size=indices.numel())
@@ -340,15 +355,16 @@ class Packed:
             self.lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
         return self.lengths
 
-    def unpad(self, x: Tensor, fill: int = 0, prefix: Tensor | None = None) -> Tensor:
+    def unpad(self, x: Tensor, fill: int = 0, prefix: Tensor | None = None, name: str = "a tensor") -> Tensor:
         """(batch, seq, ...) or (1, T, ...) -> (T, ...), with `fill` at dummy tokens and at those of the model's own.
 
-        prefix: (count, ...) of the model's own before each sequence, in place of `fill`.
+        prefix: (count, ...) of the model's own before each sequence, in place of `fill`. name: what the caller calls x.
+
+        Raises:
+            ValueError: x is of another shape than the input.
         """
         if tuple(x.shape[:2]) != self.shape:
-            raise ValueError(
-                f"got a tensor of shape {tuple(x.shape)} beside input of shape {self.shape}; they must agree"
-            )
+            raise ValueError(f"{name}: got shape {tuple(x.shape)} beside input of shape {self.shape}; they must agree")
         x = x.flatten(0, 1)
         x = x if self.indices is None else x.index_select(0, self.indices)
         if self.inner is not None:

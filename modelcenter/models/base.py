@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from modelcenter.config import ModelConfig
 from modelcenter.layers.cache import past_of
 from modelcenter.layers.dropout import name_sites
-from modelcenter.layers.packing import Packed
+from modelcenter.layers.packing import Packed, spread
 from modelcenter.models import vocabulary
 from modelcenter.models.outputs import ModelOutput
 
@@ -183,7 +183,7 @@ class Model(nn.Module):
         if cache is not None and cache.lengths:
             ctx = cache.next(*shape, source.device)
             if position_ids is not None:
-                ctx.positions = position_ids.expand(shape).reshape(-1)
+                ctx.positions = spread(position_ids, shape)
         elif (ends := batch.get(f"{prefix}cu_seqlens")) is not None:
             if shape[0] != 1:
                 raise ValueError(f"{prefix}cu_seqlens: packed input must be of shape (1, T), got {tuple(source.shape)}")
@@ -223,15 +223,22 @@ class Model(nn.Module):
         """Rows of a table, of the numbers that the caller gave as `name`; size: the config's field of its length.
 
         Raises:
-            ValueError: as `embedded`.
+            ValueError: as `embedded`, or `given` are no whole numbers.
         """
+        if given.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"{name}: got {given.dtype}, expected torch.int64 or torch.int32; convert by .long()")
         try:
             return table(rows)
         except IndexError as error:
-            raise ValueError(
-                f"{name}: got numbers from {int(given.min())} to {int(given.max())}, expected 0 to "
-                f"{getattr(self.config, size) - 1} ({size}); the tokenizer may be another model's"
-            ) from error
+            raise self.outside(given, name, size) from error
+
+    def outside(self, given: Tensor, name: str, size: str) -> ValueError:
+        """The error that says so of numbers of which some are not in the table; arguments as of `look_up`."""
+        hint = "; the tokenizer may be another model's" if size == "vocab_size" else ""
+        return ValueError(
+            f"{name}: got numbers from {int(given.min())} to {int(given.max())}, expected 0 to "
+            f"{getattr(self.config, size) - 1} ({size}){hint}"
+        )
 
     def check_positions(self, batch: Batch, ctx: Packed, most: int) -> None:
         """Raise ValueError for a sequence longer than the table of `most` positions."""

@@ -48,7 +48,7 @@ class Pretraining(nn.Module):
         out["seq_relationship_logits"] = self.nsp(pooled)
         labels = batch.get("next_sentence_label")
         if labels is not None:
-            check_labels(labels, 2, "next_sentence_label")
+            check_labels(labels, 2, "next_sentence_label", sequences=pooled.shape[0])
             loss = cross_entropy(out["seq_relationship_logits"], labels.reshape(-1), counts["next_sentence"])
             out["loss"] = out["loss"] + loss if "loss" in out else loss
         return out

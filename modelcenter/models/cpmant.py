@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from modelcenter.layers.heads import CausalLM
+from modelcenter.layers.host import on_host
 from modelcenter.layers.marks import Marks, SegmentBias
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
@@ -65,6 +66,9 @@ class CPMAnt(CPM):
         if ids is None:
             x = ctx.unpad(batch["inputs_embeds"], prefix=self.embed(prompt))
         else:
+            known = on_host(ids)  # the table goes on with the prompts, so that looking up refuses none of theirs
+            if known.device.type == "cpu" and known.numel() and int(known.max()) >= c.vocab_size:
+                raise self.outside(known, "input_ids", "vocab_size")
             x = self.look_up(self.embed, ctx.unpad(ids, prefix=prompt), ids)
         marks = self.marked(batch, ctx, of_prompt=(1, 0, OF_PROMPT))
         self.look(ctx, Marks(self.of_all(ctx, marks)))

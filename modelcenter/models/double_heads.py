@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from modelcenter.layers.heads import CausalLM, MultipleChoice
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch
+from modelcenter.models.choices import merged
 
 _TOKENS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels")
 
@@ -22,6 +23,8 @@ class DoubleHeads(nn.Module):
         self.choice = MultipleChoice(hidden_size, dropout)
 
     def counts(self, batch: Batch) -> dict[str, int]:
+        if (labels := batch.get("labels")) is not None and labels.dim() == 3:
+            batch = {**batch, **merged(batch, _TOKENS)}
         return self.lm.counts(batch) | {"choice": self.choice.counts({"labels": batch.get("mc_labels")})["loss"]}
 
     def forward(
@@ -50,11 +53,11 @@ def places(ctx: Packed, columns: Tensor | None) -> Tensor:
         columns: of the padded input, or offsets in packed sequences, any shape of n numbers; None: the last tokens.
 
     Raises:
-        ValueError: not one for each sequence, or one where there is no token.
+        ValueError: not one for each sequence, one where there is no token, or none given for a sequence without any.
     """
     starts, ends = ctx.cu_seqlens[: ctx.num_sequences].long(), ctx.cu_seqlens[1 : ctx.num_sequences + 1].long()
     if columns is None:
-        return ends - 1
+        return ctx.last_tokens()
     at = columns.reshape(-1).long()
     if at.numel() != ctx.num_sequences:
         raise ValueError(
@@ -95,5 +98,5 @@ def flattened(batch: Batch) -> dict[str, Any]:
         if given.dim() != (3 if ids is not None else 4):
             raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (batch, choices, seq) or packed")
         out["num_choices"] = given.shape[1]
-        out |= {name: batch[name].flatten(0, 1) for name in _TOKENS if batch.get(name) is not None}
+        out |= merged(batch, _TOKENS)
     return out

@@ -24,6 +24,7 @@ from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch, Model
+from modelcenter.models.choices import merged
 from modelcenter.models.crossing import Crossing
 from modelcenter.models.outputs import ModelOutput
 
@@ -140,10 +141,11 @@ class Encoder(Crossing):
         """(T, hidden_size): what the first unit is given; whole: the model of which this is perhaps a side."""
         self.check_positions(batch, ctx, self.config.max_positions)
         types = batch.get("token_type_ids")
-        numbers = torch.zeros_like(ctx.positions) if types is None else ctx.unpad(types)
+        numbers = torch.zeros_like(ctx.positions) if types is None else ctx.unpad(types, name="token_type_ids")
         kinds = self.look_up(self.token_type, numbers, numbers, "token_type_ids", "type_vocab_size")
         words = whole.embedded(batch, ctx, self.embed)
-        x = self.embed_norm(words + self.position(ctx.positions) + kinds)
+        places = self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
+        x = self.embed_norm(words + places + kinds)
         return self.embed_dropout(x, ctx)
 
     def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
@@ -273,7 +275,5 @@ class Encoder(Crossing):
             if given is not None and given.dim() < (3 if input_ids is not None else 4):
                 raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (batch, choices, seq)")
             batch["num_choices"] = given.shape[1] if given is not None else 1
-            for name in ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds"):
-                if name in batch:
-                    batch[name] = batch[name].flatten(0, 1)
+            batch |= merged(batch, ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds"))
         return self.answer(batch)

@@ -20,7 +20,14 @@ from torch import Tensor, nn
 
 from engine.loss import IGNORE_INDEX
 from modelcenter.layers.cache import KVCache, past_of
-from modelcenter.layers.heads import DenseClassifier, ExtractiveQA, Seq2SeqLM, TokenClassifier
+from modelcenter.layers.heads import (
+    DenseClassifier,
+    ExtractiveQA,
+    Seq2SeqLM,
+    TokenClassifier,
+    check_labels,
+    of_tokens,
+)
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch, Model
 from modelcenter.models.outputs import ModelOutput
@@ -255,7 +262,11 @@ class EncoderDecoder(Model):
                     if batch.get(name) is not None:
                         batch[f"decoder_{name}"] = batch[name]
             else:
-                source = batch.get("labels") if self.task == "seq2seq-lm" else None
+                source = None
+                if self.task == "seq2seq-lm" and batch.get("labels") is not None:
+                    c: Any = self.config
+                    source = of_tokens(batch, "decoder_")
+                    check_labels(source, c.vocab_size)
                 said = (batch.get("decoder_attention_mask"), batch.get("decoder_cu_seqlens"))
                 if source is not None and said == (None, None):
                     labelled = (source != IGNORE_INDEX).flip(1).cumsum(1).flip(1) > 0

@@ -119,8 +119,8 @@ class GPT2(Crossing, Decoder):
     def enter(self, batch: Batch, ctx: Packed, whole: Model) -> Tensor:
         """(T, hidden_size): what the first unit is given; whole: the model of which this is perhaps a side."""
         self.check_positions(batch, ctx, self.config.max_positions)
-        x = whole.embedded(batch, ctx, self.embed) + self.position(ctx.positions)
-        return self.embed_dropout(x, ctx)
+        places = self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
+        return self.embed_dropout(whole.embedded(batch, ctx, self.embed) + places, ctx)
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         if self.task != "double-heads":

@@ -88,7 +88,8 @@ class OPT(Decoder):
         self.check_positions(batch, ctx, self.config.max_positions)
         x = self.embedded(batch, ctx, self.embed)
         x = x if self.project_in is None else self.project_in(x)
-        return x + self.position(ctx.positions + OFFSET), ctx
+        at = ctx.positions
+        return x + self.look_up(self.position, at + OFFSET, at, "position_ids", "max_positions"), ctx
 
     def finish(self, x: Tensor) -> Tensor:
         x = self.final_norm(x)

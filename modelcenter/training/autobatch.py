@@ -20,20 +20,20 @@ _ROOM = 0.85  # of the device's memory
 
 def fit_batch(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> None:
     """Set batch_size, where it is auto: the most rows, as long as the longest there are, that fit the memory, and a
-    divisor of what each rank has to do of global_batch_size. Collective.
+    divisor of what each rank has to do of global_batch_size. Where no flag says that, a step has about _GLOBAL rows, or
+    fewer if so many microbatches as asked for have no room for them. Collective.
 
     Raises:
         ValueError: the ranks cannot share global_batch_size.
     """
     if cfg.batch_size != cfg.AUTO:
         return
-    ranks = engine.data_size()
-    cfg.global_batch_size = cfg.global_batch_size or max(_GLOBAL, ranks)
-    each, rest = divmod(cfg.global_batch_size, ranks * (cfg.gradient_accumulation_steps or 1))
-    if rest or not each:
+    ranks, steps, whole = engine.data_size(), cfg.gradient_accumulation_steps, cfg.global_batch_size
+    parts = ranks * (steps or 1)
+    each, rest = divmod(whole or max(_GLOBAL, parts), parts)
+    if whole is not None and (rest or not each):
         raise ValueError(
-            f"global_batch_size: got {cfg.global_batch_size}, expected a multiple of {ranks} ranks times "
-            f"{cfg.gradient_accumulation_steps or 1} microbatches"
+            f"global_batch_size: got {whole}, expected a multiple of {ranks} ranks times {steps or 1} microbatches"
         )
     longest = np.argsort(-examples.lengths, kind="stable")[:2]
     if engine.device().type == "cuda":
@@ -45,7 +45,11 @@ def fit_batch(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> 
         box = torch.tensor(most, device=engine.runtime.message_device())
         dist.all_reduce(box, op=dist.ReduceOp.MIN)
         most = int(box)
-    cfg.batch_size = next(n for n in range(most, 0, -1) if each % n == 0)
+    if whole is None and steps is not None:
+        cfg.batch_size = most
+    else:
+        cfg.batch_size = next(n for n in range(most, 0, -1) if each % n == 0)
+        cfg.global_batch_size = each * parts
     fix_batches(cfg)
 
 

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 
 
 class Stopped(Exception):
@@ -18,7 +19,7 @@ class Stopped(Exception):
         super().__init__(f"stopped by {signal.Signals(signal_number).name}")
 
 
-_HEAD_START = 10.0  # seconds that rank 0 gets to speak for all ranks
+_HEAD_START = 10.0  # seconds that the rank whose error says most gets to speak for all, until the launcher ends them
 
 
 @contextmanager
@@ -27,10 +28,13 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
 
     MODELCENTER_TRACEBACK=1 (or traceback=True) lets them pass, as do all other errors. Where every rank fails alike
     only rank 0 speaks: the others wait, and by then the launcher has ended them; what only one rank saw is said with
-    its number. Ctrl-C, and a reader of the output that is gone (`| head`), end it without a word. A UserWarning
-    is a line that starts with `warning:`, without the place in the code.
+    its number. A rank that only lost another waits, too, before its traceback. Ctrl-C, and a reader of the output that
+    is gone (`| head`), end it without a word. A UserWarning is a line that starts with `warning:`, without the place in
+    the code.
     """
     usual, warnings.formatwarning = warnings.formatwarning, _format_warning
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="surrogateescape")  # names of files that are not UTF-8 are shown as they are
     shown = traceback or os.environ.get("MODELCENTER_TRACEBACK", "") not in ("", "0")
     try:
         yield
@@ -43,6 +47,8 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
             raise SystemExit(128 + signal.SIGPIPE) from None
         from_user = isinstance(error, (ValueError, OSError, FloatingPointError, Stopped))
         if shown or not from_user:
+            if "gloo/transport/" in str(error):  # another rank is gone, whose error is the one to read
+                time.sleep(_HEAD_START)
             raise
         rank = int(os.environ.get("RANK") or 0)
         if rank:

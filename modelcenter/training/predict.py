@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import engine
 import modelcenter
+from engine.checkpoint import together
 from modelcenter.data import sources
 from modelcenter.data.token_files import is_tokens
 from modelcenter.models.base import Model
@@ -74,7 +75,8 @@ def _load(cfg: PredictConfig, task: Task, trained: Trained) -> tuple[Model, Any,
     revision = {"revision": cfg.revision} if cfg.revision and cfg.tokenizer is None else {}
     tokenizer = modelcenter.AutoTokenizer.from_pretrained(name, **revision)
     length = setup.max_length(model, tokenizer, cfg.max_length or (trained.run and trained.run.max_length))
-    return model, tokenizer, task.rows_for(model, tokenizer, length)
+    with together("preparing the rows"):
+        return model, tokenizer, task.rows_for(model, tokenizer, length)
 
 
 def check_output(path: str | None) -> None:

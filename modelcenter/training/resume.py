@@ -49,7 +49,7 @@ class Continuation:
         if identity(data) != identity(self.data) and not self.forced:
             raise ValueError(
                 f"train_data: the rows are not those that {self.checkpoint} was trained on "
-                f"({_about(data)} now, {_about(self.data)} then). Give the same; or {remedy}"
+                f"({_about(data)} now, {_about(self.data)} then{_changed(self.data, data)}). Give the same; or {remedy}"
             )
         if engine.rank() == 0:
             for name, value in others.items():
@@ -149,6 +149,17 @@ def identity(data: Any) -> Any:
         name: sorted(value.values(), key=str) if name in hashes and isinstance(value, dict) else identity(value)
         for name, value in data.items()
     }
+
+
+def _changed(before: Any, now: Any) -> str:
+    """Which files two fingerprints say other things of, in words that follow others; nothing if they say none."""
+    if not all(isinstance(data, dict) and isinstance(data.get("sha256"), dict) for data in (before, now)):
+        return ""
+    old, new = before["sha256"], now["sha256"]
+    found = [f"{path} has changed" for path in old if path in new and old[path] != new[path]]
+    found += [f"{path} is gone" for path in old if path not in new]
+    found += [f"{path} is new" for path in new if path not in old]
+    return "".join(f"; {said}" for said in found[:5])
 
 
 def _about(data: Any) -> str:

@@ -24,6 +24,7 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
     name_models(cfg)
 
     engine.memory.prepare_torch()  # before it is imported
+    from engine.checkpoint import together
     from modelcenter.training.loop import train
     from modelcenter.training.plan import dry_run
     from modelcenter.training.setup import build_model, load_tokenizer, prepare, start
@@ -34,7 +35,8 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
     check_family(cfg, task.head)
     tokenizer = load_tokenizer(cfg)
     model = build_model(cfg, task, tokenizer)
-    train_set, eval_set = task.tokenize(tokenizer, cfg.max_length)
+    with together("preparing the rows"):  # a row that is wrong on one node alone is everybody's error
+        train_set, eval_set = task.tokenize(tokenizer, cfg.max_length)
     if cfg.dry_run:
         dry_run(cfg, task, model, tokenizer, train_set, eval_set)
     else:

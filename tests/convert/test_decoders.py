@@ -169,6 +169,11 @@ def test_a_sequence_beyond_the_position_table(kind):
         ValueError, match=rf"input_ids: got numbers from 7 to 999, expected 0 to {model.config.vocab_size - 1} "
     ):
         model(torch.tensor([[7, 999]]))
+    if kind != "gptj":  # whose positions are angles
+        with pytest.raises(
+            ValueError, match=r"position_ids: got numbers from 1 to 64, expected 0 to 63 \(max_positions\)$"
+        ):
+            model(torch.tensor([[7, 9]]), position_ids=torch.tensor([[1, 64]]))
 
 
 # -- rotary fields ----------------------------------------------------------------------------------------------------

@@ -1,11 +1,10 @@
 """Files into columns: formats, headers, quotes, encodings, and where a message says the mistake is."""
 
 import json
-import re
 
 import pytest
 
-from modelcenter.data.readers import Table, concatenate, read_file, what_changed
+from modelcenter.data.readers import Table, concatenate, read_file
 from modelcenter.data.streams import FileRows
 
 
@@ -226,13 +225,3 @@ def test_tables_together_and_in_part_keep_places_and_fingerprints(tmp_path):
     assert part.columns["1"] == ["x", None]
     assert [part.where(i).split("/")[-1] for i in range(2)] == ["a.tsv, line 1", "b.jsonl, line 1"]
     assert table.fingerprint()["rows"] == 3 and len(set(table.fingerprint()["sha256"].values())) == 2
-
-
-def test_a_table_that_shrinks_says_so(tmp_path):
-    before = concatenate([read(tmp_path, name, "x\ny\n") for name in ("a.txt", "b.txt")]).fingerprint()
-    assert (
-        what_changed(before, concatenate([read_file(tmp_path / n) for n in ("a.txt", "b.txt")]).fingerprint()) is None
-    )
-    now = concatenate([read(tmp_path, "a.txt", "x\n"), read(tmp_path, "c.txt", "z\n")]).fingerprint()
-    said = what_changed(before, now)
-    assert re.fullmatch(r".*b.txt is gone; .*c.txt is new; .*a.txt has changed; 4 rows then, 2 now", said)

@@ -4,13 +4,14 @@ import json
 import os
 import pickle
 import shutil
+from pathlib import Path
 
 import engine_toys as toys
 import pytest
 import torch
 
 import engine
-from engine.checkpoint import atomic_directory, check_manifest, dcp, load_model, save_model, stored_tensors
+from engine.checkpoint import atomic_directory, check_manifest, dcp, files, load_model, save_model, stored_tensors
 from engine.checkpoint.described import pickled, stored_metadata
 from engine.parallel.shard import reshard
 
@@ -316,6 +317,48 @@ def test_a_killed_save_leaves_nothing_that_looks_complete(two, tmp_path):
     save(path, 3, 1, {})
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]  # what was left is cleaned
     shutil.rmtree(path)
+
+
+def put(path, text):
+    with atomic_directory(path) as new:
+        (new / "a").write_text(text)
+
+
+def test_replacing_is_one_step_where_the_system_has_it(tmp_path, monkeypatch):
+    """No rename alone has such a step, so none takes part; without it, the names are as after it."""
+    path = tmp_path / "run [1]"
+    put(path, "first")
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    exchanges = files._exchange(tmp_path / "one", tmp_path / "other")
+    for name in ("one", "other"):
+        (tmp_path / name).rmdir()
+    with monkeypatch.context() as patch:
+        if exchanges:
+            patch.setattr(Path, "rename", None)
+        put(path, "second")
+    assert (path / "a").read_text() == "second" and [p.name for p in tmp_path.iterdir()] == [path.name]
+    monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    put(path, "third")
+    assert (path / "a").read_text() == "third" and [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_what_a_killed_save_was_replacing_gets_its_name_back(tmp_path):
+    path, old = tmp_path / "run [1]", tmp_path / ".run [1].old-dead"
+    put(path, "first")
+    shutil.copytree(path, tmp_path / ".run [1].partial-dead")
+    path.rename(old)
+    with pytest.raises(ValueError, match=r"no manifest.json; what a save .*\.run \[1\]\.old-dead: rename it$"):
+        check_manifest(path)
+    with pytest.raises(RuntimeError), atomic_directory(path):
+        raise RuntimeError
+    assert (path / "a").read_text() == "first" and [p.name for p in tmp_path.iterdir()] == [path.name]
+    shutil.copytree(path, old)
+    (old / "a").unlink()  # half of what was being removed
+    path.rename(tmp_path / "elsewhere")
+    with pytest.raises(RuntimeError), atomic_directory(path):
+        raise RuntimeError
+    assert [p.name for p in tmp_path.iterdir()] == ["elsewhere"]
 
 
 def test_a_place_that_cannot_be_written(tmp_path):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import modelcenter as mc
 from modelcenter.convert.bert import ARCH
 from modelcenter.hub.readers import safetensors_header
-from modelcenter.hub.writer import SafetensorsWriter, new_directory, parse_size, plan_files
+from modelcenter.hub.writer import SafetensorsWriter, new_directory, parse_size, plan_files, write_json
 
 
 def tree(path: Path) -> dict[str, bytes]:
@@ -98,6 +98,13 @@ def test_writer_takes_every_dtype_and_shape(tmp_path):
         assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
     for name, info in safetensors_header(tmp_path / plan.name)[0].items():
         assert info.offset % tensors[name].element_size() == 0, name
+
+
+def test_json_holds_names_that_are_not_utf8(tmp_path):
+    name = os.fsdecode(b"m\xc3\xb6del-\xff\xfe")
+    write_json(tmp_path / "a.json", {"origin": name})
+    text = (tmp_path / "a.json").read_text(encoding="utf-8")
+    assert json.loads(text) == {"origin": name} and "m\u00f6del-\\udcff\\udcfe" in text
 
 
 def test_sizes():

@@ -12,7 +12,7 @@ import modelcenter as mc
 from modelcenter import compare
 from modelcenter.layers.marks import Marks
 from modelcenter.registry import preset
-from modelcenter.testing import _two_ranks
+from modelcenter.testing import two_ranks
 
 KINDS = ("cpm1", "cpm3", "cpmbee")
 
@@ -240,7 +240,7 @@ def shared(folder, kind, sizes):
 def test_marks_on_two_ranks(kind, sizes, tmp_path):
     reference(kind, tmp_path)
     logits, grads = shared(str(tmp_path), kind, sizes)
-    for mine, own in _two_ranks().run(shared, str(tmp_path), kind, sizes):
+    for mine, own in two_ranks().run(shared, str(tmp_path), kind, sizes):
         assert_same("logits", mine, logits, 1e-5)
         for name, grad in grads.items():
             assert_same(name, own[name], grad, 1e-5)

@@ -13,7 +13,7 @@ import engine
 import modelcenter as mc
 from modelcenter import compare
 from modelcenter.compare import pad_rows
-from modelcenter.testing import _two_ranks
+from modelcenter.testing import two_ranks
 
 
 def _bias_of_places_alone(model):
@@ -195,7 +195,7 @@ def shared(folder, sizes):
 def test_marks_on_ranks_that_share_a_batch(heads, sizes, tmp_path):
     reference(tmp_path, num_attention_heads=heads)
     logits, grads = shared(str(tmp_path), {})
-    for mine, own in _two_ranks().run(shared, str(tmp_path), sizes):
+    for mine, own in two_ranks().run(shared, str(tmp_path), sizes):
         assert_same("logits", mine, logits, 1e-5)
         for name, grad in grads.items():
             assert_same(name, own[name], grad, 1e-5)

@@ -61,6 +61,20 @@ def test_matches_transformers(pair):
         ours(IDS, **LABELS, num_items_in_batch=3)
 
 
+def test_labels_are_counted_in_every_choice(pair):
+    """As the batch has them, with a dimension of choices, and as the forward sees them."""
+    _, ours, _ = pair
+    labels = torch.full_like(IDS, -100)
+    labels[0, 1, 2:] = labels[1, 2, 0] = 3  # the first token of a text is predicted by none
+    mask = torch.ones_like(IDS)
+    mask[0, 1, 4:] = 0
+    assert ours.loss_counts({"input_ids": IDS, "labels": labels, "mc_labels": LABELS["mc_labels"]}) == {
+        "loss": 5,
+        "choice": 2,
+    }
+    assert ours.loss_counts({"input_ids": IDS, "labels": labels, "attention_mask": mask})["loss"] == 3
+
+
 def test_padded_and_packed(pair):
     """Padding on either side: each choice as if alone; the same packed."""
     theirs, ours, _ = pair
@@ -112,6 +126,11 @@ def test_errors(pair, tmp_path):
             {"input_ids": IDS, "attention_mask": (IDS != IDS[1, 1, 0]).long(), "mc_token_ids": torch.zeros(2, 3)},
             "4 has",
         ),
+        (
+            {"input_ids": IDS, "attention_mask": torch.ones_like(IDS).index_fill(1, torch.tensor([1]), 0)},
+            "row 1 of the batch has no token",
+        ),
+        ({"input_ids": IDS, "labels": IDS[0]}, r"labels: got shape \(3, 7\), expected \(batch, choices, seq\)"),
         ({"input_ids": IDS, "use_cache": True}, "load the model with task causal-lm"),
     ):
         with pytest.raises(ValueError, match=message):

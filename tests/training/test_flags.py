@@ -92,6 +92,7 @@ def test_other_spellings(words, name, value, tmp_path):
         ("--max_time 12", "max_time: got '12', expected a time such as 90s"),
         ("--offload optimizer --optimizer lion", "offload: optimizer keeps AdamW's state on the host, but the"),
         ("--batch_tokens 4096 --global_batch_size 8", "batch_tokens: it fills batches by tokens"),
+        ("--batch_tokens 4096 --batch_size auto", "batch_size: auto counts rows, but batch_tokens fills"),
         ("--global_batch_tokens 4096", "global_batch_tokens: it needs batch_tokens"),
         ("--resume run --overwrite_output_dir", "resume: got 'run' beside overwrite_output_dir"),
         ("--save_every 0", "save_every: got '0', expected a number of steps, 'epoch' or 'never'"),

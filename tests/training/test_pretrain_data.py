@@ -1,6 +1,7 @@
 """What pretraining reads: texts, token files, mixtures, streams; pairs and masks; and what it refuses."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from text_toys import KINDS, TOKENIZERS, flags, make_texts, pretrain, rows_of, w
 from toydata import command, write_jsonl
 
 from modelcenter.cli import run as cli
+from modelcenter.training.tasks.spans import SpanCorruptionModel
 
 
 @pytest.fixture
@@ -243,3 +245,15 @@ def test_dry_run_shows_what_is_asked(folder, kind, changes, capsys):
     assert marks[kind] in shown and "line " in shown and "One step: loss" in shown
     assert ("a stream of rows" in shown) == bool(changes)
     assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(("first", "starts"), [(None, 7), (2, 2)], ids=["T5", "CPM-2"])
+def test_a_decoder_starts_with_a_token_of_its_tokenizer(first, starts):
+    tokens = {"pad_token_id": 7, "eos_token_id": 1, "bos_token_id": first}
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"<extra_id_0>": 3}, **tokens)
+    task = SpanCorruptionModel.__new__(SpanCorruptionModel)
+    said = {name: token for name, token in tokens.items() if token is not None} | {"decoder_start_token_id": starts}
+    assert task.special_tokens(tokenizer) == said
+    tokenizer.pad_token_id = None
+    with pytest.raises(ValueError, match="tokenizer: it has no pad_token; an encoder-decoder starts a text with it"):
+        task.special_tokens(tokenizer)

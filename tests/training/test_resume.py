@@ -12,7 +12,9 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from toydata import SIZES, command, flags, make_rows, write_folder, write_jsonl
@@ -21,7 +23,7 @@ from toyruns import assert_same_end, curve, die_at, in_a_process, weights
 import engine
 from engine.testing import run as on_ranks
 from modelcenter.training import loop
-from modelcenter.training.autobatch import rows_that_fit
+from modelcenter.training.autobatch import fit_batch, rows_that_fit
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.config.common import seconds_of
 from modelcenter.training.errors import Stopped
@@ -199,7 +201,7 @@ def test_a_step_that_takes_too_long_is_left(tmp_path):
 
 
 def test_max_time(folder, capsys):
-    main(command(values_of(folder, "run", max_time="0.01s")))
+    main(command(values_of(folder, "run", max_time="0.000001s")))
     assert capsys.readouterr().out.splitlines()[-1] == "max_time passed, at step 1/12; the same command goes on"
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert (summary["status"], summary["reason"], summary["steps"]) == ("stopped", "max_time passed", 1)
@@ -237,11 +239,17 @@ def test_a_checkpoint_of_another_run_is_not_continued(folder, monkeypatch):
         ({"global_batch_size": 16}, "global_batch_size: got 16, but"),
         (
             {"train_data": str(folder / "x.jsonl")},
-            r"train_data: the rows are not those .*\(20 rows now, 27 rows then\)",
+            r"train_data: .*\(20 rows now, 27 rows then; .*train.jsonl is gone; .*x.jsonl is new\). Give the same",
         ),
     ):
         with pytest.raises(ValueError, match=says):
             main(command(values_of(folder, "run", **changes)))
+    train = folder / "data" / "train.jsonl"
+    rows = train.read_text()
+    write_jsonl(train, make_rows(27, seed=3))
+    with pytest.raises(ValueError, match=r"\(27 rows now, 27 rows then; .*train.jsonl has changed\). Give the same"):
+        main(command(values_of(folder, "run")))
+    train.write_text(rows)
     main(command(values_of(folder, "run", batch_size=4)))  # nothing was lost
 
 
@@ -427,6 +435,33 @@ def test_batches_by_tokens_go_on_too(folder, monkeypatch):
     assert max(sizes) <= 80 and steps[-1]["tokens"] % 3 == 0
     with pytest.raises(ValueError, match="batch_tokens: row .* a microbatch takes 5; raise batch_tokens"):
         main(command(values_of(folder, "small", batch_tokens=5)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "longest", "given", "found"),
+    [
+        (1, 8, {}, (32, 1, 32)),
+        (3, 8, {}, (10, 1, 30)),
+        (1, 2048, {}, (4, 8, 32)),
+        (1, 8, {"gradient_accumulation_steps": 3}, (10, 3, 30)),
+        (2, 2048, {"gradient_accumulation_steps": 3}, (4, 3, 24)),
+        (1, 8, {"gradient_accumulation_steps": 50}, (1, 50, 50)),
+        (1, 2048, {"global_batch_size": 30}, (3, 10, 30)),
+        (1, 8, {"global_batch_size": 30, "gradient_accumulation_steps": 5}, (6, 5, 30)),
+    ],
+)
+def test_automatic_batches_fit_the_other_flags(monkeypatch, ranks, longest, given, found):
+    """Rows of a microbatch on a CPU, whose batches have 8,192 tokens at most; microbatches; rows of a step."""
+    monkeypatch.setattr(engine, "data_size", lambda: ranks)
+    cfg = ClassificationConfig(batch_size=-1, **given)
+    fit_batch(cfg, None, None, SimpleNamespace(lengths=np.array([3, longest])))
+    assert (cfg.batch_size, cfg.gradient_accumulation_steps, cfg.global_batch_size) == found
+
+
+def test_automatic_batches_that_no_ranks_can_share():
+    cfg = ClassificationConfig(batch_size=-1, global_batch_size=30, gradient_accumulation_steps=4)
+    with pytest.raises(ValueError, match="global_batch_size: got 30, expected a multiple of 1 ranks times 4 microb"):
+        fit_batch(cfg, None, None, SimpleNamespace(lengths=np.array([8])))
 
 
 @pytest.mark.full

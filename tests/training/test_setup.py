@@ -118,8 +118,10 @@ def _differ(folder, changes):
             r"train_data: rank 1 on .* has 24 rows of \d+ tokens of its own, rank 0 on .* 24 rows of \d+ tokens of its "
             "own; let all ranks read the same files",
         ),
+        # Said by rank 0, which waits for no answer.
+        ({"train_data": "broken"}, "rank 1 failed while preparing the rows: .*line 25: the row has no text"),
     ],
-    ids=["flags", "data"],
+    ids=["flags", "data", "rows"],
 )
 def test_ranks_that_are_given_different_things_are_an_error(tmp_path, changes, says):
     """The same rows at another place are no difference."""
@@ -127,8 +129,9 @@ def test_ranks_that_are_given_different_things_are_an_error(tmp_path, changes, s
     write_jsonl(tmp_path / "same" / "train.jsonl", make_rows(24, seed=1))
     write_jsonl(tmp_path / "same" / "dev.jsonl", make_rows(11, seed=2))
     write_jsonl(tmp_path / "other" / "train.jsonl", make_rows(24, seed=3))
+    write_jsonl(tmp_path / "broken" / "train.jsonl", [*make_rows(24, seed=1), {"text": None, "label": "good"}])
     here = {k: str(tmp_path / v) if k == "train_data" else v for k, v in changes.items()}
     with pytest.raises(Exception, match=says):
         on_ranks(_differ, 2, tmp_path, here)
-    if "train_data" in changes:
+    if changes.get("train_data") == "other":
         on_ranks(_differ, 2, tmp_path, {"train_data": str(tmp_path / "same")})

@@ -195,6 +195,8 @@ class TrainConfig(Flags):
                 "batch_tokens: it fills batches by tokens, so they have no fixed number of rows; give it with "
                 "global_batch_tokens, or batch_size with global_batch_size"
             )
+        if self.batch_tokens is not None and self.batch_size == self.AUTO:
+            raise ValueError("batch_size: auto counts rows, but batch_tokens fills microbatches by tokens; give either")
         if self.global_batch_tokens is not None and self.batch_tokens is None:
             raise ValueError("global_batch_tokens: it needs batch_tokens, the tokens of a microbatch")
         if self.form is not None and self.task not in FORMS[self.form].tasks:

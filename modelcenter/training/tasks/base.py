@@ -259,6 +259,21 @@ def strings(table: Table, name: str) -> list[str]:
     return [v if isinstance(v, str) else str(v) for v in values]
 
 
+def token_of_decoder(tokenizer: Any, name: str, use: str) -> int:
+    """The tokenizer's special token that an encoder-decoder uses so.
+
+    Raises:
+        ValueError: it has none.
+    """
+    token: int | None = getattr(tokenizer, f"{name}_token_id")
+    if token is None:
+        raise ValueError(
+            f"tokenizer: it has no {name}_token; an encoder-decoder {use} a text with it: set it in the tokenizer's "
+            "files"
+        )
+    return token
+
+
 def shortened(text: str, most: int = 160) -> str:
     """A text that fits a line."""
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -31,6 +31,7 @@ from modelcenter.training.tasks.base import (
     own_batches,
     read_splits,
     shortened,
+    token_of_decoder,
     usual_columns,
 )
 from modelcenter.training.texts import complete, share_out
@@ -134,14 +135,8 @@ class SequenceToSequence(Task):
             self.eval = whole_rows(held, self.columns)
 
     def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
-        for name in ("pad", "eos"):
-            if getattr(tokenizer, f"{name}_token_id") is None:
-                raise ValueError(
-                    f"tokenizer: it has no {name}_token; an encoder-decoder starts a text with the one that pads and "
-                    "ends it with the one that ends: set it in the tokenizer's files"
-                )
-        pad = tokenizer.pad_token_id
-        return {"pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": tokenizer.eos_token_id}
+        pad, end = token_of_decoder(tokenizer, "pad", "starts"), token_of_decoder(tokenizer, "eos", "ends")
+        return {"pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": end}
 
     def attach(self, model: Model) -> None:
         self.model = model

@@ -9,6 +9,7 @@ from modelcenter.data.objectives import Objective, Spans
 from modelcenter.data.spans import SpanCorruption, sentinels_of
 from modelcenter.models.base import Model
 from modelcenter.training.config import SpanCorruptionConfig
+from modelcenter.training.tasks.base import token_of_decoder
 from modelcenter.training.tasks.causal import asked_ids
 from modelcenter.training.tasks.pretraining import Pretraining, end_of
 from modelcenter.training.texts import complete_ids, share_out
@@ -23,11 +24,8 @@ class SpanCorruptionModel(Pretraining):
 
     def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
         sentinels_of(tokenizer)
-        if tokenizer.pad_token_id is None:
-            raise ValueError(
-                "tokenizer: it has no pad_token; an encoder-decoder starts a text with it: set it in its files"
-            )
-        return super().special_tokens(tokenizer)
+        pad, first = token_of_decoder(tokenizer, "pad", "starts"), tokenizer.bos_token_id  # CPM-2 has the latter
+        return super().special_tokens(tokenizer) | {"decoder_start_token_id": pad if first is None else first}
 
     def objective(self, tokenizer: Any, max_length: int, seed: int) -> Objective:
         sizes = (self.cfg.noise_density, self.cfg.mean_span)

@@ -1,0 +1,20 @@
+"""Inputs of which an example has several: (batch, choices, seq, ...)."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from modelcenter.models.base import Batch
+
+
+def merged(batch: Batch, names: Sequence[str]) -> dict[str, Tensor]:
+    """Those of the inputs that the batch has, with the choices of an example as consecutive rows.
+
+    Raises:
+        ValueError: one has no dimension of choices.
+    """
+    given = {name: batch[name] for name in names if batch.get(name) is not None}
+    for name, value in given.items():
+        if value.dim() < 3:
+            raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected (batch, choices, seq)")
+    return {name: value.flatten(0, 1) for name, value in given.items()}

@@ -20,14 +20,14 @@ PAGE, PLOTS, RESULTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "plots"
 SPEED = [name for name in BENCHES if name != "clients"]  # what that one found is in docs/hub.md
 HEAD = """# Performance
 
-What was measured, by whom anyone can: `make bench` runs the scripts of `scripts/bench`, which keep their numbers in `scripts/bench/results`; `python scripts/bench/page.py` makes this page and its plots from those files. Contenders run in processes of their own and take turns; numbers are medians. "Times as good" is a ratio of rates, or of times or sizes the other way round: above 1, this project is ahead. "Wanted" is what the project asks of itself. Each run also measures how fast the machine multiplies and copies at best, so that a number can be held against what is possible.
+`make bench` runs the scripts in `scripts/bench`, which write their numbers to `scripts/bench/results`; `python scripts/bench/page.py` makes this page and its plots from those files, so anyone can measure everything here again. The contenders run in processes of their own and take turns; the numbers are medians. "Times as good" is the ratio of two rates, or of two times or sizes turned round so that above 1 this project is ahead. "Wanted" is the target that this project set itself. Each run also measures how fast the machine multiplies matrices and copies memory at best, to compare the numbers with what is possible.
 
 ```bash
 make bench ARGS="--data path/to/data"
 python -m scripts.bench --only finetune_classification --quick
 ```
 
-Without `--data` the fine-tuning benchmarks take the samples in `scripts/samples`. With it they take a folder with `sst2` (`train.tsv`, `dev.tsv`), `e2e` (`train.csv`, `dev.csv`) and `tinyshakespeare` (`input.txt`).
+Without `--data` the fine-tuning benchmarks use the samples in `scripts/samples`; `--data` names a folder that holds `sst2` (`train.tsv`, `dev.tsv`), `e2e` (`train.csv`, `dev.csv`) and `tinyshakespeare` (`input.txt`).
 """  # noqa: E501
 
 
@@ -43,9 +43,12 @@ def records() -> dict[str, dict[str, Any]]:
 def render() -> str:
     found = records()
     parts = [HEAD, summary(found)]
-    parts += [section(name, record) for name, record in found.items()]
+    scripts = [BENCHES[name].script for name in found]
+    parts += [
+        section(name, record, BENCHES[name].script in scripts[:i]) for i, (name, record) in enumerate(found.items())
+    ]
     if missing := [f"`{name}`" for name in SPEED if name not in found]:
-        parts.append(f"## Not measured yet\n\n{', '.join(missing)}: there is no JSON of them.\n")
+        parts.append(f"## Not measured yet\n\n{', '.join(missing)}: they have no JSON file yet.\n")
     return "\n".join(parts)
 
 
@@ -65,13 +68,14 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
             reached = f"{100 * row['fraction']:.1f} % of {row['limit']}"
             missed.append(f"- {row['what']}: {reached}, {tables.wanted(row)} is wanted")
     nothing = ["- Nothing that was measured."]
-    lines = ["## Where a peer is ahead", "", *(behind or nothing), ""]
-    return "\n".join([*lines, "## Ahead, or no peer, but short of what is wanted", "", *(missed or nothing), ""])
+    lines = ["## Where another library is ahead", "", *(behind or nothing), ""]
+    return "\n".join([*lines, "## Not behind, but short of the target", "", *(missed or nothing), ""])
 
 
-def section(name: str, record: Mapping[str, Any]) -> str:
+def section(name: str, record: Mapping[str, Any], described: bool = False) -> str:
+    """A benchmark's part of the page; described: an earlier part says what its script does."""
     bench, limit, machine = BENCHES[name], record["limits"], record["hardware"]
-    lines = [f"## {name.replace('_', ' ')}", "", about(bench.script), ""]
+    lines = [f"## {name.replace('_', ' ')}", "", *([] if described else [about(bench.script), ""])]
     if record["settings"].get("quick"):
         lines += ["**A trial run that only shows that it works: its numbers mean nothing.**", ""]
     for head, rows in tables.cells(record):

@@ -55,15 +55,11 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
             continue
         if set(map(_layout, gradients)) - {torch.strided}:
             raise sparse_gradient(next(g.shape for g in gradients if g.layout is not torch.strided))
-        if not all(map(torch.Tensor.numel, gradients)):
-            gradients = [g for g in gradients if g.numel()]
-        if any(dtype.is_complex for dtype in set(map(_dtype, gradients))):
-            gradients = [g.abs() if g.is_complex() else g for g in gradients]
         device = gradients[0].device if gradients else home
         part = torch.zeros((), dtype=torch.float64 if squares else torch.float32, device=device)
         if gradients and squares and _fit(gradients):
             fused.grad_norm_sq(gradients, part)
-        elif gradients:
+        elif gradients := [g.abs() if g.is_complex() else g for g in gradients if g.numel()]:
             norms = torch.stack(torch._foreach_norm(gradients, p, dtype=torch.float32))
             part = norms.max() if largest else norms.to(part.dtype).pow(p).sum()
         for dim in dims:
@@ -101,7 +97,7 @@ def _local_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
         gradients = gradients_of(params)
     kinds = set(map(type, gradients))
     # FSDP gives a gradient the very layout of its parameter; looking into others takes as long as the norm.
-    if DTensor in kinds and (len(kinds) > 1 or not all(map(operator.is_, map(_spec, gradients), map(_spec, params)))):
+    if DTensor in kinds and (len(kinds) > 1 or list(map(_spec, gradients)) != list(map(_spec, params))):
         for i, (parameter, gradient) in enumerate(zip(params, gradients, strict=True)):
             if type(gradient) is DTensor and any(p.is_partial() for p in gradient.placements):
                 gradients[i] = parameter.grad = _summed(gradient, parameter)

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
-from engine.optim.base import FusedOptimizer
+from engine.optim.base import FusedOptimizer, same
 from engine.optim.clip import clip_coefficient, grad_norm, scale_gradients_
 from engine.optim.stale import check_optimizer
 
@@ -152,16 +152,17 @@ class OptimManager:
         if self._scale is not None:
             norm = norm / self._scale
         coefficient = clip_coefficient(norm, max_norm, eps)
-        inside = set(map(id, parameters))
+        left = parameters  # to be scaled here
         for index, optimizer in enumerate(self.optimizers):
             own = list(_parameters(optimizer.param_groups))
-            if inside.issuperset(map(id, own)):
+            # With many small parameters, a set of them costs as much as their norm.
+            if same(own, parameters) or set(map(id, parameters)).issuperset(map(id, own)):
                 self._norms[index] = norm
                 if defer and isinstance(optimizer, FusedOptimizer):
                     self._deferred[index] = coefficient
-                    inside.difference_update(map(id, own))
-        if inside:
-            scale_gradients_((p for p in parameters if id(p) in inside), coefficient)
+                    left = [] if same(own, left) else _without(left, own)
+        if left:
+            scale_gradients_(left, coefficient)
         return norm
 
     @torch.no_grad()
@@ -289,3 +290,8 @@ def _parameters(param_groups: Iterable[Any]) -> Iterable[torch.Tensor]:
             yield from group["params"]
         else:
             yield group
+
+
+def _without(these: list[torch.Tensor], those: list[torch.Tensor]) -> list[torch.Tensor]:
+    out = set(map(id, those))
+    return [p for p in these if id(p) not in out]

@@ -189,6 +189,19 @@ def test_two_optimizers_are_clipped_apart():
     assert all(p.grad is None for p in model.layers.parameters())
 
 
+def test_two_optimizers_are_clipped_together():
+    model = with_gradients(toys.build())
+    manager = OptimManager()
+    manager.add_optimizer(AdamOptimizer(model.layers.parameters(), lr=1e-2))
+    manager.add_optimizer(torch.optim.SGD(model.head.parameters(), lr=1.0))
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    norm = manager.clip_grad_norm(model.parameters(), 0.5, defer=True)
+    assert norm > 1
+    for name, p in model.named_parameters():  # Adam's scales them in its step
+        scale = 1 if name.startswith("layers.") else 0.5 / (norm + 1e-6)
+        torch.testing.assert_close(p.grad, before[name] * scale)
+
+
 def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(either):
     model = toys.build()
     optimizer = AdamOptimizer(model.parameters(), lr=1e-2)

@@ -83,7 +83,7 @@ def test_losses_are_told():
     slower = lib.against("step", "peer", 1.2, 1.0, "tokens/s", target=1.5)
     short, over = lib.fraction("step", 0.4, "products", 0.65), lib.fraction("start", 1.5, "a second", most=1)
     told = page.summary({"x": {"rows": [behind, slower, short, over, lib.fraction("end", 0.9, "a second", most=1)]}})
-    ahead, missed = told.split("## Ahead")
+    ahead, missed = told.split("## Not behind")
     assert (behind["ratio"], slower["ratio"]) == (0.5, 1.2)
     assert "0.50 times as good: it holds two" in ahead and "1.20" not in ahead
     assert "1.20 times as good, 1.5 is wanted" in missed and "40.0 % of products, 65 % is wanted" in missed

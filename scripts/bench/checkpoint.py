@@ -3,10 +3,10 @@
     python scripts/bench/checkpoint.py [--millions 40] [--rounds 3] [--output result.json]
 
 A model of matrices at ZeRO-3 with AdamW is saved by engine.save_checkpoint between two steps, in processes that keep
-freed memory as training does. Reported per save: the time for which the call holds up training, the time until the
-checkpoint is on the disk, the steps taken meanwhile and their time against that of an undisturbed one. The first save
-is told apart: the memory of its copies is new to the process, where later ones find that of the one before; of it, the
-peak resident memory of a rank above what training has.
+freed memory, as training does. Of each save are reported: for how long the call holds up training, how long it takes
+until the checkpoint is on the disk, and how long the steps taken meanwhile are against an undisturbed one. The first
+save is reported apart, for it copies into memory that is new to the process, and later ones into that of the one
+before; with it goes the peak resident memory of a rank above what training has.
 """
 
 import ctypes

@@ -4,12 +4,12 @@ Loading reads a jsonl file and gives token ids: here by this project's readers a
 `datasets.load_dataset` and `datasets.map` with the tokenizer in batches, both without a cache to find, with the same
 number of threads or processes. A second contender of theirs has the tokenizer's own threads instead of processes.
 Slot utilisation is the tokens over the budget of full global batches (`parts` microbatches each), for the lengths of
-the data; padding is what the batches of equal rows would have if they were padded to their longest row.
+the data; padding is what batches of a fixed number of rows would have if they were padded to their longest row.
 
     python scripts/bench/data.py --rows 1000000 --data path/to/data --output result.json
 
---data: a folder that holds sst2/train.tsv (label, tab, sentence), whose sentences come again until there are enough;
-without it those of scripts/samples do.
+--data: a folder that holds sst2/train.tsv (label, tab, sentence), whose sentences are repeated until there are enough;
+without it those of scripts/samples are.
 """
 
 import json

@@ -2,8 +2,8 @@
 
     python scripts/bench/dropout.py [--tokens 8192] [--channels 768] [--rounds 3] [--output result.json]
 
-In each round a process times all contenders in turn and keeps the best of several runs of each; reported are medians
-over the rounds, in nanoseconds an element. `copy` is x * 1.5, which reads and writes as much.
+In each round a process times all contenders in turn and keeps the best of several runs of each; the medians over
+the rounds are reported, in nanoseconds an element. `copy` is x * 1.5, which reads and writes as much.
 """
 
 import json

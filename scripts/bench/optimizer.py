@@ -2,10 +2,10 @@
 
     python scripts/bench/optimizer.py [--millions 40] [--rounds 3] [--output result.json]
 
-In each round a process times all contenders in turn and keeps the best of several runs of each; reported are medians
-over the rounds. The ceiling is torch's in-place `add_`, which reads and writes each byte once: GB/s of a step are the
-bytes it must read and write at least. DeepSpeed's CPUAdam is measured too where it is installed, best in an environment
-of its own, which --peers makes from PyPI.
+In each round a process times all contenders in turn and keeps the best of several runs of each; the medians over the
+rounds are reported. The ceiling is torch's in-place `add_`, which reads and writes each byte once; the GB/s of a step
+count the bytes that it has to read and write at least. DeepSpeed's CPUAdam is measured too where it is installed:
+--peers installs it from PyPI into an environment of its own.
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
 """Quality: what is learned, here and with Hugging Face's Trainer, from the same weights in the same number of steps.
 
 Each task is trained from several seeds (of the start, the order of rows and dropout); transformers judges every export
-on the same rows, which nobody trained on. Reported are mean and spread (standard deviation); what is asked is that
-they are equal within noise: the means at most two standard errors of their difference apart.
+on the same rows, which nobody trained on. Mean and spread (standard deviation) are reported; the two means should be
+equal within noise, which is to say at most two standard errors of their difference apart.
 
     python scripts/bench/quality.py --data path/to/data --output result.json
 """

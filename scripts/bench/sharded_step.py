@@ -1,15 +1,16 @@
-"""One training step on gloo ranks: this engine's sharding against PyTorch's own, by hand.
+"""One training step on gloo ranks: this engine's sharding against a loop written by hand on PyTorch's own.
 
 The same GPT-2-like model (this project's, so that only the engine differs), fp32, packed tokens, clipping and AdamW;
-and once transformers' model of this shape on the same tokens, which is what a loop written by hand would shard.
-Contenders live in the same processes and take turns step by step.
+and once transformers' model of the same shape on the same tokens, which a loop written by hand would most likely shard.
+The contenders live in the same processes and take turns step by step.
 
     python scripts/bench/sharded_step.py --output result.json
 
 ZeRO-3 is compared with fully_shard on each block (PyTorch's FSDP2), clip_grad_norm_ and fused AdamW; ZeRO-2, which
-keeps whole parameters between forward and backward, with DistributedDataParallel and the same. With --peers also with
-accelerate's FSDP2 and DeepSpeed's ZeRO-2 and 3, in processes of their own; DeepSpeed's environment is made from PyPI.
-On a CPU accelerate gives DistributedDataParallel whatever it is asked for; what it made is in the JSON.
+keeps whole parameters between forward and backward, with DistributedDataParallel and the same clipping and optimizer.
+--peers adds accelerate's FSDP2 and DeepSpeed's ZeRO-2 and 3, in processes of their own; DeepSpeed is installed from
+PyPI into an environment of its own. On a CPU accelerate gives DistributedDataParallel whatever it is asked for; the
+JSON says what it made.
 """
 
 import json

@@ -273,6 +273,7 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
       "int threshold) -> ()");
   m.def("transpose_(Tensor(a!) out, Tensor input, bool past_caches) -> ()");
   m.def("crc32(Tensor x, int start) -> int");
+  m.def("sha256_(Tensor(a!) first, Tensor x, Tensor(b!) second, Tensor y) -> bool");
   m.def("merge_master_(Tensor[] p, Tensor[] remainder, Tensor(a!)[] master, int stream) -> ()");
 }
 
@@ -295,5 +296,6 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("attention_backward_", TORCH_BOX(&modelcenter::attention_backward));
   m.impl("transpose_", TORCH_BOX(&modelcenter::transpose));
   m.impl("crc32", TORCH_BOX(&modelcenter::checksum));
+  m.impl("sha256_", TORCH_BOX(&modelcenter::sha256_states));
   m.impl("merge_master_", TORCH_BOX(&modelcenter::merge_master));
 }

@@ -37,5 +37,24 @@ int64_t checksum(Tensor x, int64_t start) {
                          x.numel() * (int64_t)x.element_size());
 }
 
+bool sha256_states(Tensor first, Tensor x, Tensor second, Tensor y) {
+  const Tensor* states[2] = {&first, &second};
+  const Tensor* bytes[2] = {&x, &y};
+  Overlaps overlaps;
+  for (int i = 0; i < 2; i++) {
+    STD_TORCH_CHECK(states[i]->is_contiguous() && states[i]->numel() == 8 && states[i]->element_size() == 4,
+                    "a state must be 8 contiguous numbers of 4 bytes");
+    STD_TORCH_CHECK(bytes[i]->is_contiguous() && bytes[i]->element_size() == 1 && bytes[i]->numel() % 64 == 0,
+                    "x and y must be contiguous bytes, a multiple of 64");
+    same_device(*states[i], first, "a state");
+    same_device(*bytes[i], first, "x or y");
+    overlaps.add(states[i]->const_data_ptr(), 32, true);
+    overlaps.add(bytes[i]->const_data_ptr(), bytes[i]->numel(), false);
+  }
+  overlaps.check();
+  return kernels().sha256((uint32_t*)first.mutable_data_ptr(), (const uint8_t*)x.const_data_ptr(), x.numel(),
+                          (uint32_t*)second.mutable_data_ptr(), (const uint8_t*)y.const_data_ptr(), y.numel());
+}
+
 }  // namespace
 }  // namespace modelcenter

@@ -1,8 +1,11 @@
 // Bytes on their way between files and memory, a part of cpu/kernels.cpp, compiled for each instruction set: transposes
-// of numbers of any kind, and the CRC-32 of zip archives.
+// of numbers of any kind, the CRC-32 of zip archives, and SHA-256.
 #pragma once
 
 #include <string.h>
+#if defined(__PCLMUL__)
+#include <cpuid.h>
+#endif
 
 namespace modelcenter {
 namespace {
@@ -153,6 +156,83 @@ uint32_t crc32(uint32_t start, const uint8_t* x, int64_t n) {
   }
 #endif
   return ~crc_bytes(r, x, n);
+}
+
+#if defined(__PCLMUL__)
+alignas(16) constexpr uint32_t kRounds[64] = {  // FIPS 180-4, 4.2.2
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
+};
+
+// The states of `kStreams` SHA-256 after that many more blocks of 64 bytes of each. A round of the processor's own
+// instructions waits for the one before it as long as a round of another stream takes, so two cost no more than one.
+template <int kStreams>
+__attribute__((target("sha"))) void sha256_blocks(uint32_t* const* states, const uint8_t* const* x, int64_t blocks) {
+  const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
+  __m128i abef[kStreams], cdgh[kStreams], w[kStreams][4];
+  for (int s = 0; s < kStreams; s++) {
+    const __m128i badc = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i*)states[s]), 0xB1);
+    const __m128i hgfe = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i*)states[s] + 1), 0x1B);
+    abef[s] = _mm_alignr_epi8(badc, hgfe, 8), cdgh[s] = _mm_blend_epi16(hgfe, badc, 0xF0);
+  }
+  for (int64_t block = 0; block < blocks; block++) {
+    __m128i before[kStreams][2];
+    for (int s = 0; s < kStreams; s++) {
+      before[s][0] = abef[s], before[s][1] = cdgh[s];
+      for (int k = 0; k < 4; k++)
+        w[s][k] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)(x[s] + 64 * block) + k), big_endian);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; r++) {
+      const __m128i k = _mm_load_si128((const __m128i*)kRounds + r);
+      for (int s = 0; s < kStreams; s++) {
+        __m128i& now = w[s][r % 4];
+        const __m128i last = w[s][(r + 3) % 4], sum = _mm_add_epi32(now, k);
+        cdgh[s] = _mm_sha256rnds2_epu32(cdgh[s], abef[s], sum);
+        abef[s] = _mm_sha256rnds2_epu32(abef[s], cdgh[s], _mm_shuffle_epi32(sum, 0x0E));
+        const __m128i sigma = _mm_add_epi32(_mm_sha256msg1_epu32(now, w[s][(r + 1) % 4]),
+                                            _mm_alignr_epi8(last, w[s][(r + 2) % 4], 4));
+        now = _mm_sha256msg2_epu32(sigma, last);  // of 16 rounds later; the last four go unused
+      }
+    }
+    for (int s = 0; s < kStreams; s++) {
+      abef[s] = _mm_add_epi32(abef[s], before[s][0]), cdgh[s] = _mm_add_epi32(cdgh[s], before[s][1]);
+    }
+  }
+  for (int s = 0; s < kStreams; s++) {
+    const __m128i feba = _mm_shuffle_epi32(abef[s], 0x1B), dchg = _mm_shuffle_epi32(cdgh[s], 0xB1);
+    _mm_storeu_si128((__m128i*)states[s], _mm_blend_epi16(feba, dchg, 0xF0));
+    _mm_storeu_si128((__m128i*)states[s] + 1, _mm_alignr_epi8(dchg, feba, 8));
+  }
+}
+#endif
+
+// Whether this processor has instructions for SHA-256; if so, two states have gone on by whole blocks of bytes.
+bool sha256(uint32_t* first, const uint8_t* x, int64_t n, uint32_t* second, const uint8_t* y, int64_t m) {
+#if defined(__PCLMUL__)
+  static const bool found = [] {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b >> 29 & 1);
+  }();
+  if (!found) return false;
+  const int64_t both = (n < m ? n : m) / 64;
+  uint32_t* const states[] = {first, second};
+  const uint8_t* const bytes[] = {x, y};
+  sha256_blocks<2>(states, bytes, both);
+  uint32_t* const longer[] = {n > m ? first : second};
+  const uint8_t* const rest[] = {(n > m ? x : y) + 64 * both};
+  sha256_blocks<1>(longer, rest, (n > m ? n : m) / 64 - both);
+  return true;
+#else
+  (void)first, (void)x, (void)n, (void)second, (void)y, (void)m;
+  return false;
+#endif
 }
 
 }  // namespace

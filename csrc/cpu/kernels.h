@@ -67,6 +67,8 @@ struct CpuKernels {
   void (*transpose)(void* out, const void* in, int size, int64_t rows, int64_t columns, int64_t out_stride,
                     int64_t in_stride, bool past_caches);
   uint32_t (*crc32)(uint32_t start, const uint8_t* x, int64_t n);
+  // Two states of SHA-256 after n bytes of x and m of y, multiples of 64; false where the processor lacks instructions.
+  bool (*sha256)(uint32_t* first, const uint8_t* x, int64_t n, uint32_t* second, const uint8_t* y, int64_t m);
 };
 
 const CpuKernels& kernels_plain();

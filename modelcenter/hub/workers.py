@@ -109,7 +109,7 @@ def make_lock() -> AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def flushing(files: Sequence[Path], pause: float = 0.5) -> Iterator[None]:
+def flushing(files: Sequence[Path], pause: float = 0.2) -> Iterator[None]:
     """Bring files to the disk while they are being written, by a process of its own, so that no one waits at the end.
 
     Does nothing where forking is not safe.

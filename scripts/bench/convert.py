@@ -30,6 +30,7 @@ LARGEST = VOCABULARY * HIDDEN * 2
 
 MAKE = """
 import sys, torch, modelcenter as mc
+import modelcenter.hub.conversion
 from modelcenter.convert.rules import compile_layout
 from modelcenter.hub.load import on_meta
 from modelcenter.hub.writer import SafetensorsWriter, plan_files, write_json
@@ -109,15 +110,20 @@ def clear(*targets: Path) -> None:
 def contenders(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     source, there, back = folder / "source", folder / "there", folder / "back"
 
+    # Each target is removed just before it is written. A virtual machine may give memory that has been free for some
+    # seconds back to its host, and to get it again can take several times what a copy does.
     def cp(turn: int) -> dict[str, float]:
-        clear(there, back)
-        return {"there_seconds": copy(source, there), "back_seconds": copy(there, back)}
+        clear(there)
+        first = copy(source, there)
+        clear(back)
+        return {"there_seconds": first, "back_seconds": copy(there, back)}
 
     def convert(turn: int) -> dict[str, float]:
-        clear(there, back)
+        clear(there)
         flags = ["-m", "modelcenter", "convert", "--json", "--workers", str(args.workers)]
         before = os.times()
         first = child([*flags, str(source), str(there), "--to", "distributed"], 1)
+        clear(back)
         second = child([*flags, str(there), str(back), "--to", "hf"], 1)
         spent = sum(os.times()[2:4]) - sum(before[2:4])  # of the processes and their workers
         peak = max(first["peak_bytes"], second["peak_bytes"]) / 2**20
@@ -149,14 +155,17 @@ def main() -> None:
     layers = max(1, round((args.gigabytes * 1e9 - LARGEST) / (12 * HIDDEN**2 * 2)))
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
+        # As installed packages have it; filled by what makes the source.
+        os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
         child(["-c", MAKE, str(folder / "source"), str(layers)], args.threads)
         size = sum(path.stat().st_size for path in (folder / "source").iterdir())
         base = child(["-c", BASE], 1)["torch_mb"]
         chosen = {n: f for n, f in contenders(args, folder).items() if not args.only or n in args.only.split(",")}
         # Loading first: while gigabytes that were just written wait for the disk, whoever asks for memory waits, too.
         loading = {name: run for name, run in chosen.items() if name.startswith("load")}
-        results = take_turns(loading, args.rounds, args.threads)
-        results |= take_turns({n: f for n, f in chosen.items() if n not in loading}, args.rounds, args.threads)
+        results: dict[str, Any] = {}
+        for group in (loading, {n: f for n, f in chosen.items() if n not in loading}):
+            results |= take_turns(group, args.rounds, args.threads) if group else {}
         if "convert" in chosen:
             whole = subprocess.run(["cmp", folder / "source/model.safetensors", folder / "back/model.safetensors"])
             if "cp" not in chosen and whole.returncode:

@@ -1,14 +1,19 @@
-"""Transposes and checksums, compiled and without a compiler, against torch and zlib."""
+"""Transposes and checksums, compiled and without a compiler, against torch, zlib and hashlib."""
 
+import hashlib
+import random
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.ops import library
 from engine.ops.layout import crc32, transpose_
+from engine.ops.sha256 import Sha256, two_at_once, update
 
 SIZES = [(1, 1), (3, 5), (8, 64), (33, 31), (64, 97), (100, 40), (300, 1024)]
+CPU_FLAGS = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
 
 
 @pytest.fixture(params=["compiled", "plain"])
@@ -58,3 +63,31 @@ def test_operands_that_do_not_fit_are_refused():
     ):
         with pytest.raises(RuntimeError, match=said):
             operator(out, values, False)
+    state, x = torch.zeros(8, dtype=torch.int32), torch.zeros(64, dtype=torch.uint8)
+    for first, bytes_, said in (
+        (state[:7], x, "8 contiguous"),
+        (state, x[:63], "multiple of 64"),
+        (x[:32].view(torch.int32), x, "overlap"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            torch.ops.modelcenter.sha256_(first, bytes_, state.clone(), x.clone())
+
+
+def test_sha256_of_two_streams(way):
+    """Pieces of any length, alone or two at a time, against hashlib."""
+    two_at_once.cache_clear()
+    assert two_at_once() == (way == "compiled" and library.cpu().isa != "plain" and "sha_ni" in CPU_FLAGS)
+    data = torch.randint(0, 256, (5000,), dtype=torch.uint8)
+    draw = random.Random(0)
+    for pieces in range(60):
+        both, peers = (Sha256(), Sha256()), (hashlib.sha256(), hashlib.sha256())
+        for _ in range(pieces % 7):
+            # 55, 56: what follows the bytes fits into their last block, or does not.
+            sizes = [draw.choice((0, 1, 9, 55, 56, 63, 64, 65, 128, 4000)) for _ in both]
+            given = [(i, data[draw.randrange(1000) :][:size]) for i, size in enumerate(sizes)]
+            given = given[draw.randrange(2) :]
+            update(*((both[i], piece) for i, piece in given))
+            for i, piece in given:
+                peers[i].update(piece.numpy().data)
+        assert [h.hexdigest() for h in both] == [h.hexdigest() for h in peers]
+    two_at_once.cache_clear()

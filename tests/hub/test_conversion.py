@@ -14,6 +14,7 @@ import modelcenter as mc
 from engine import testing
 from modelcenter import registry
 from modelcenter.convert.stream import copy_values
+from modelcenter.hub import targets
 from modelcenter.hub.conversion import CONVERSION_FILE, convert, export
 from modelcenter.hub.opened import Request, open_any
 from modelcenter.hub.verify import verify
@@ -278,14 +279,14 @@ def test_presets_by_name_as_config(tmp_path):
 def test_in_small_parts(kind, workers, held, tmp_path, monkeypatch):
     """Tensors that are cut into many boxes, parts and files: the sizes of large ones, scaled down."""
     for name, size in (("targets._PART_BYTES", 1000), ("targets._SHARDS_BYTES", 9000), ("blocks._BLOCK_BYTES", 300),
-                       ("blocks._HELD_BYTES", held)):  # fmt: skip
+                       ("blocks._HELD_BYTES", held), ("targets._UNIT_BYTES", 1)):  # fmt: skip
         monkeypatch.setattr(f"modelcenter.hub.{name}", size)
     monkeypatch.setattr("modelcenter.convert.stream.CHUNK_BYTES", 400)
     monkeypatch.setattr("modelcenter.hub.readers._GAP", 16)
     model = mc.from_config(f"tiny/{kind}", "causal-lm", seed=1)
     model.save_pretrained(tmp_path / "hub", max_shard_size="40KB")
-    convert(tmp_path / "hub", tmp_path / "shards", "distributed", workers=workers, verify=True)
-    assert len(list((tmp_path / "shards" / "model").glob("*.distcp"))) > 2
+    done = convert(tmp_path / "hub", tmp_path / "shards", "distributed", workers=workers, verify=True)
+    assert 2 < len(list((tmp_path / "shards" / "model").glob("*.distcp"))) <= 1 + round(done.bytes / 9000)
     engine.checkpoint.check_manifest(tmp_path / "shards", hashes=True)
     convert(tmp_path / "shards", tmp_path / "back", "hf", workers=workers, verify=True)
     same_bits(weights(tmp_path / "hub"), weights(tmp_path / "back"))
@@ -308,11 +309,15 @@ def test_a_transpose_into_a_part(dtype, width, turned, monkeypatch):
 
 
 @pytest.mark.parametrize("damaged", ["elements", "frame", "parts"])
-def test_parts_of_a_manifest(damaged, saved, tmp_path):
-    """Every byte of a converted file is in one hash of its manifest; those of tensors are conversion.json's."""
+def test_parts_of_a_manifest(damaged, saved, tmp_path, monkeypatch):
+    """Every byte of a converted file is in one hash of its manifest; those of tensors are conversion.json's. Each
+    tensor is written once, of whichever two that are hashed together."""
+    written, kept = [], targets.Filler._write
+    monkeypatch.setattr(targets.Filler, "_write", lambda f, job, *rest: written.append(job.name) or kept(f, job, *rest))
     convert(saved("base"), tmp_path / "out", "distributed", workers=1)
     said = json.loads((tmp_path / "out" / "manifest.json").read_text())
     tensors = json.loads((tmp_path / "out" / CONVERSION_FILE).read_text())["tensors"]
+    assert sorted(written) == sorted(tensors)
     (name,) = (name for name in said["files"] if name.endswith(".distcp"))
     *held, around = said["files"][name]["parts"]
     assert sorted(part["sha256"] for part in held) == sorted(entry["sha256"] for entry in tensors.values())

@@ -324,6 +324,7 @@ def test_a_full_disk_in_a_worker(good, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(targets.Filler, "write", full)
+    monkeypatch.setattr(targets, "_UNIT_BYTES", 1)
     with pytest.raises(ValueError, match="No space left on device.*; nothing was changed"):
         convert(good / "hub", tmp_path / "out", "hf", workers=2)
     assert not list(tmp_path.iterdir())
@@ -371,11 +372,10 @@ def convert_slowly(source, target, to, workers):
         from modelcenter.hub.conversion import convert
         kept = targets.Filler._write
         def slow(filler, job, *rest):
-            found = kept(filler, job, *rest)
+            yield from kept(filler, job, *rest)
             os.write(1, f"{{job.name}}\\n".encode())  # a line of one piece, whoever else writes
             time.sleep(0.05)
-            return found
-        targets.Filler._write = slow
+        targets.Filler._write, targets._UNIT_BYTES = slow, 1
         convert({str(source)!r}, {str(target)!r}, {to!r}, workers={workers})
         print("finished", flush=True)
     """
@@ -480,6 +480,7 @@ def test_a_worker_that_is_killed(good, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(targets.Filler, "_write", die)
+        patch.setattr(targets, "_UNIT_BYTES", 1)
         with pytest.raises(RuntimeError, match="a worker process was killed, perhaps for want of memory"):
             convert(good / "hub", tmp_path / "out", "hf", workers=2)
     assert not (tmp_path / "out").exists()

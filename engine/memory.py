@@ -38,8 +38,9 @@ def prepare_torch() -> bool:
     - Pages of 2 MB for blocks of 2 MB and more, where Linux has them for who asks: a new block then costs a fault for
       2 MB in place of 512 of them, a fifth of the time, measured for 47 MB on a virtual machine.
     - 128 kept plans of products, in place of 1,024 in each of two caches. oneDNN makes code for each shape of a
-      product, half a megabyte of it, and packed batches have another number of tokens in almost every step: so the
-      caches grow by some 10 MB a step, and are hardly read but within a step, which has some 30 shapes.
+      product, half a megabyte of it, and packed batches have another number of tokens in almost every step: so,
+      where no compiled operator multiplies, the caches grow by some 10 MB a step, and are hardly read but within a
+      step, which has some 30 shapes.
     """
     if sys.platform != "linux" or "torch" in sys.modules:
         return False

@@ -26,6 +26,7 @@ _KEPT = (
     "aten.addmm",
     "aten.linear",
     "mkldnn._linear_pointwise",
+    "modelcenter.linear",
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_efficient_attention",

@@ -9,7 +9,7 @@ namespace modelcenter {
 namespace {
 
 inline Product check_product(const Tensor& out, const Tensor& a, const Tensor& b, const std::optional<Tensor>& sums,
-                             bool add) {
+                             const std::optional<Tensor>& bias, bool add) {
   Overlaps overlaps;
   auto take = [&](const Tensor& t, const char* name, int dims, bool written) {
     STD_TORCH_CHECK(t.dim() == dims && t.scalar_type() == ScalarType::Float, name, " must be an fp32 tensor of ", dims,
@@ -30,13 +30,20 @@ inline Product check_product(const Tensor& out, const Tensor& a, const Tensor& b
   STD_TORCH_CHECK(a.size(0) == rows && b.size(0) == p.depth && b.size(1) == p.columns, "out (", rows, ", ", p.columns,
                   ") is not the size of a (", a.size(0), ", ", p.depth, ") @ b (", b.size(0), ", ", b.size(1), ")");
   STD_TORCH_CHECK(out.is_contiguous(), "out is not contiguous");
-  STD_TORCH_CHECK(b.stride(1) == 1 || b.size(1) == 1, "the rows of b are not contiguous");
+  p.b_transposed = b.stride(1) != 1 && b.size(1) != 1;
+  STD_TORCH_CHECK(!p.b_transposed || b.stride(0) == 1 || p.depth == 1, "neither rows nor columns of b are contiguous");
   p.a_transposed = a.stride(0) == 1 && a.stride(1) != 1;  // columns may be one and the same: of a sum's gradient
   STD_TORCH_CHECK(p.a_transposed || a.stride(1) == 1 || p.depth == 1, "neither rows nor columns of a are contiguous");
-  p.a_stride = a.stride(p.a_transposed ? 1 : 0), p.b_stride = b.stride(0);
+  p.a_stride = a.stride(p.a_transposed ? 1 : 0), p.b_stride = b.stride(p.b_transposed ? 1 : 0);
   if (sums) {
     p.sums = take(*sums, "sums", 1, true);
     STD_TORCH_CHECK(sums->numel() == rows && sums->is_contiguous(), "sums must be contiguous, with ", rows, " numbers");
+  }
+  if (bias) {
+    p.bias = take(*bias, "bias", 1, false);
+    STD_TORCH_CHECK(!add, "a product is added to what is there, or to a bias");
+    STD_TORCH_CHECK(bias->numel() == p.columns && bias->is_contiguous(), "bias must be contiguous, with ", p.columns,
+                    " numbers");
   }
   overlaps.check();
   return p;
@@ -51,8 +58,9 @@ int64_t cuts(int64_t rows, int64_t columns, int64_t threads) {
   return best;
 }
 
-void product(Tensor out, Tensor a, Tensor b, std::optional<Tensor> sums, bool add) {
-  Product p = check_product(out, a, b, sums, add);
+void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const std::optional<Tensor>& sums,
+              const std::optional<Tensor>& bias, bool add) {
+  Product p = check_product(out, a, b, sums, bias, add);
   const int64_t rows = out.size(0);
   if (!add && p.depth == 0) memset(p.out, 0, sizeof(float) * (size_t)out.numel());
   if (p.depth == 0 && p.sums) memset(p.sums, 0, sizeof(float) * (size_t)rows);
@@ -73,6 +81,18 @@ void product(Tensor out, Tensor a, Tensor b, std::optional<Tensor> sums, bool ad
       kernels().product(p, top, edge(r + 1, down, rows), left, edge(c + 1, across, p.columns), room.get());
     }
   });
+}
+
+void product(Tensor out, Tensor a, Tensor b, std::optional<Tensor> sums, bool add) {
+  multiply(out, a, b, sums, std::nullopt, add);
+}
+
+// x (m, k) @ weight (n, k).T + bias (n,).
+Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) > 0, "x and weight must be matrices with columns");
+  const Tensor out = torch::stable::new_empty(x, {x.size(0), weight.size(0)});
+  multiply(out, x, torch::stable::transpose(weight, 0, 1), std::nullopt, bias, false);
+  return out;
 }
 
 }  // namespace

@@ -7,13 +7,14 @@
 
 namespace modelcenter {
 
-// out (rows, columns) = a (rows, depth) @ b (depth, columns), or that much more; sums (rows,), which may be null, are
-// those of the rows of a. The rows of b and of out are contiguous; those of a, or the columns of it.
+// out (rows, columns) = a (rows, depth) @ b (depth, columns) + bias (columns,), or without a bias that much more; sums
+// (rows,) are those of the rows of a. bias and sums may be null. The rows of out are contiguous; those of a and of b, or
+// their columns.
 struct Product {
   float *out, *sums;
-  const float *a, *b;
+  const float *a, *b, *bias;
   int64_t columns, depth, a_stride, b_stride;
-  bool a_transposed, add;
+  bool a_transposed, b_transposed, add;
 };
 constexpr int64_t kProductRoom = 224 * 1024;  // numbers that a thread packs operands into
 

@@ -25,13 +25,14 @@ MC_INLINE Sixteen plus_product(Sixteen sum, float x, Sixteen y) {
 #endif
 }
 
-// A tile of out = the panels' product, added to what `out` holds or not.
+// A tile of out = the panels' product, added to what `out` holds or not, or to its columns' bias, which may be null.
 MC_INLINE void tile(int64_t depth, const float* __restrict a, const float* __restrict b, float* out, int64_t stride,
-                    bool add) {
+                    bool add, const float* bias = nullptr) {
   Sixteen sum[kTall][2];
 #pragma GCC unroll 8
   for (int i = 0; i < kTall; i++) {
-    sum[i][0] = sum[i][1] = Sixteen{};
+    sum[i][0] = bias ? *(const Sixteen*)bias : Sixteen{};
+    sum[i][1] = bias ? *(const Sixteen*)(bias + 16) : Sixteen{};
     fetch(out + i * stride);
     fetch(out + i * stride + 16);
   }
@@ -105,10 +106,11 @@ MC_INLINE void turn(const float* x, int64_t stride, int64_t depth, int64_t rows,
     for (int64_t k = i; k < kOf; k++) to[t * kOf + k] = k < rows ? x[k * stride + t] : 0.0f;
 }
 
-// The same of the transpose of x: panels of kTall rows, of columns [0, depth).
+// What `pack` gives of the transpose of x: panels of kOf rows, of columns [0, depth).
+template <int64_t kOf>
 MC_INLINE void pack_rows(const float* x, int64_t stride, int64_t depth, int64_t rows, float* __restrict to) {
-  for (int64_t i = 0; i < rows; i += kTall, x += kTall * stride, to += kTallPanel)
-    turn<kTall>(x, stride, depth, rows - i < kTall ? rows - i : kTall, to);
+  for (int64_t i = 0; i < rows; i += kOf, x += kOf * stride, to += kOf * kDepth + 16)
+    turn<kOf>(x, stride, depth, rows - i < kOf ? rows - i : kOf, to);
 }
 
 // sums += the sums over the depth of each row of packed panels.
@@ -139,18 +141,20 @@ void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_
       const int64_t depth = p.depth - t < kDepth ? p.depth - t : kDepth;
       const bool add = p.add || t;
       if (p.a_transposed) pack<kTall>(p.a + t * p.a_stride + i, p.a_stride, depth, height, tall);
-      else pack_rows(p.a + i * p.a_stride + t, p.a_stride, depth, height, tall);
+      else pack_rows<kTall>(p.a + i * p.a_stride + t, p.a_stride, depth, height, tall);
       if (sums) add_sums(tall, depth, height, p.sums + i);
       for (int64_t j = left; j < right; j += kWidth) {
         const int64_t width = right - j < kWidth ? right - j : kWidth;
-        pack<kWide>(p.b + t * p.b_stride + j, p.b_stride, depth, width, wide);
+        if (p.b_transposed) pack_rows<kWide>(p.b + j * p.b_stride + t, p.b_stride, depth, width, wide);
+        else pack<kWide>(p.b + t * p.b_stride + j, p.b_stride, depth, width, wide);
         for (int64_t x = 0; x < width; x += kWide) {
           const float* b = wide + x / kWide * kWidePanel;
+          const float* bias = p.bias && !t ? p.bias + j + x : nullptr;
           for (int64_t y = 0; y < height; y += kTall) {
             const float* a = tall + y / kTall * kTallPanel;
             float* out = p.out + (i + y) * p.columns + j + x;
             if (y + kTall <= height && x + kWide <= width) {
-              tile(depth, a, b, out, p.columns, add);
+              tile(depth, a, b, out, p.columns, add, bias);
               continue;
             }
             float edge[kTall * kWide];
@@ -158,7 +162,7 @@ void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_
             for (int64_t r = 0; r < kTall && y + r < height; r++)
               for (int64_t c = 0; c < kWide && x + c < width; c++) {
                 float* to = out + r * p.columns + c;
-                *to = add ? *to + edge[r * kWide + c] : edge[r * kWide + c];
+                *to = add ? *to + edge[r * kWide + c] : bias ? bias[c] + edge[r * kWide + c] : edge[r * kWide + c];
               }
           }
         }

@@ -44,12 +44,13 @@ def _torch_has_cuda() -> bool:
 
 
 def _report() -> int:
-    from engine.ops import library, onednn_linear
+    from engine.ops import library, onednn_linear, products
 
     for name, status in (("fused operators, CPU", library.cpu()), ("fused operators, CUDA", library.cuda())):
         print(f"{name}: {status.what}" if status.loaded else f"{name}: not loaded: {status.what}")
     used, why = onednn_linear()
-    print(f"linear on the CPU: {'oneDNN' if used else 'torch'}: {why}")
+    name = "torch" if not used else "fused, oneDNN for a few rows" if products.compiled() else "oneDNN"
+    print(f"linear on the CPU: {name}: {why}")
     return 0
 
 

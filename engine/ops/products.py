@@ -1,10 +1,12 @@
 """Products of matrices on the CPU.
 
 torch multiplies fp32 matrices with MKL, which on CPUs of other makers than Intel is slower than oneDNN, which torch
-ships too. There `linear` calls oneDNN forward. But what torch lets oneDNN see is contiguous, so that in backward, whose
-operands are transposed, torch copies them first, on one thread. The compiled operator (csrc/cpu/products.h) takes them
-as they lie; without it oneDNN does as well, with the copies. All are exact fp32. The choice depends on the CPU and on
-what is built, never on a timing, and no sum on the number of threads: a run repeats bit for bit.
+ships too. But oneDNN makes code for each shape, a millisecond or two on one thread, and packed batches have another
+number of tokens in almost every step; and what torch lets it see is contiguous, so that in backward, whose operands are
+transposed, torch copies them first, on one thread. The compiled operator (csrc/cpu/products.h) is as fast as oneDNN
+without either, but for a few rows, as generation has them; without it oneDNN does all. All are exact fp32. The choice
+depends on the CPU, on what is built and on the shape, never on a timing, and no sum on the number of threads: a run
+repeats bit for bit.
 """
 
 import functools
@@ -20,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from engine.ops import library
 
 _CPU = torch.device("cpu")
+_FEW = 32  # rows, below which packing the other matrix takes longer than oneDNN, whose code for them is there
 
 
 @functools.cache
@@ -39,7 +42,7 @@ def onednn_linear() -> tuple[bool, str]:
     return True, "MKL leaves AVX-512 unused on this CPU"
 
 
-def _compiled() -> bool:
+def compiled() -> bool:
     """Whether the compiled operator is there, for an instruction set with which it is fast."""
     return library.serves(_CPU) and library.cpu().isa == "avx512"
 
@@ -49,10 +52,18 @@ def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
+def _product_nt(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same by what is faster here for so many rows."""
+    if a.shape[0] < _FEW or torch.compiler.is_compiling() or not compiled():
+        return _onednn(a, b, bias)
+    a, b = (x if 1 in x.stride() else x.contiguous() for x in (a, b))
+    return torch.ops.modelcenter.linear(a, b, None if bias is None else bias.contiguous())
+
+
 def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a (m, k) @ b (n, k).T + bias outside autograd, for operators that write their own backward."""
     if onednn_linear()[0] and library.plain_fp32(a, b, bias):
-        return _onednn(a, b, bias)
+        return _product_nt(a, b, bias)
     return F.linear(a, b, bias)
 
 
@@ -67,11 +78,10 @@ def matmul(a: Tensor, b: Tensor, add_to: Tensor | None = None) -> Tensor:
 def _product(a: Tensor, b: Tensor, add_to: Tensor | None = None, sums: bool = False) -> tuple[Tensor, Tensor | None]:
     """(a @ b or what it was added to, the sums of the rows of a if these are wanted)."""
     if onednn_linear()[0] and library.plain_fp32(a, b, add_to) and not torch.compiler.is_compiling():
-        if _compiled():
+        if compiled():
             out = a.new_empty((a.shape[0], b.shape[1])) if add_to is None else add_to
             total = a.new_empty(a.shape[0]) if sums else None
-            a = a if 1 in a.stride() else a.contiguous()
-            b = b if b.stride(1) == 1 else b.contiguous()
+            a, b = (x if 1 in x.stride() else x.contiguous() for x in (a, b))
             torch.ops.modelcenter.product_(out, a, b, total, add_to is not None)
             return out, total
         out = _onednn(a, b.t())
@@ -84,7 +94,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _onednn(x, weight, bias)
+        return _product_nt(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -105,5 +115,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     # Without gradients an autograd function is all cost: in generation it took as long as the products beside it.
-    out = _Linear.apply(rows, weight, bias) if torch.is_grad_enabled() else _onednn(rows, weight, bias)
+    out = _Linear.apply(rows, weight, bias) if torch.is_grad_enabled() else _product_nt(rows, weight, bias)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)

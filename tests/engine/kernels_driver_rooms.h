@@ -7,11 +7,11 @@ static void products() {
     for (int64_t depth : {3, 200})
       for (int64_t columns : {5, 161})
         for (bool transposed : {false, true}) {
-          const bool add = rows == 70;
-          const std::vector<float> a = floats(rows * depth), b = floats(depth * columns);
+          const bool add = rows == 70, turned = rows == 21;  // of b
+          const std::vector<float> a = floats(rows * depth), b = floats(depth * columns), bias = floats(columns);
           std::vector<float> out = add ? floats(rows * columns) : unwritten(rows * columns), sums = unwritten(rows);
-          const Product p{out.data(), sums.data(), a.data(), b.data(), columns, depth, transposed ? rows : depth, columns,
-                          transposed, add};
+          const Product p{out.data(), sums.data(), a.data(), b.data(), turned ? bias.data() : nullptr, columns, depth,
+                          transposed ? rows : depth, turned ? depth : columns, transposed, turned, add};
           const int64_t down = (rows + 31) / 32, across = (columns + 63) / 64;
           on_threads(down * across, [&](int64_t part) {
             const Room room(kProductRoom);

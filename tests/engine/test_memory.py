@@ -77,12 +77,12 @@ def test_products_of_new_shapes_do_not_pile_up():
         import engine
         assert engine.memory.prepare_torch() and engine.memory.keep_freed_memory()
         import torch
-        from engine.ops import matmul_nt
+        from engine.ops.products import _onednn
         torch.set_num_threads(1)
         g, weight, x = torch.ones(240, 512), torch.ones(512, 128), torch.ones(240, 128)
         def resident(shapes):  # after products of so many shapes, as a layer has them, that were not there before
             for rows in shapes:
-                matmul_nt(x[:rows], weight), matmul_nt(g[:rows], weight.t()), matmul_nt(g[:rows].t(), x[:rows].t())
+                _onednn(x[:rows], weight), _onednn(g[:rows], weight.t()), _onednn(g[:rows].t(), x[:rows].t())
             with open("/proc/self/statm") as file:
                 return int(file.read().split()[1]) * 4096 / 2**20
         early, late = resident(range(240, 190, -1)), resident(range(190, 40, -1))

@@ -13,7 +13,7 @@ def onednn(request, monkeypatch):
     if request.param == "compiled":
         request.getfixturevalue("compiled")
         assert library.serves(torch.device("cpu"))
-    monkeypatch.setattr(products, "_compiled", lambda: request.param == "compiled")
+    monkeypatch.setattr(products, "compiled", lambda: request.param == "compiled")
     monkeypatch.setenv("MODELCENTER_ONEDNN", str(int(request.param != "torch")))
     ops.onednn_linear.cache_clear()
     yield request.param != "torch"
@@ -48,6 +48,17 @@ def test_linear_any_rank_and_dtype(onednn):
     )
     with torch.autocast("cpu", torch.bfloat16):
         assert ops.linear(x, w, b).dtype == torch.bfloat16
+
+
+def test_linear_takes_operands_as_they_lie(onednn):
+    """Rows or columns that are contiguous, or neither, of so many rows that the compiled operator is asked."""
+    wide, table, b = torch.randn(1030, 2 * 200), torch.randn(200, 2 * 41), torch.randn(2 * 41)[::2]
+    for x in (wide[:, 3:203], wide[:, ::2], torch.randn(200, 1030).t(), wide[:1, :200].expand(40, -1)):
+        for w in (table[:, :41].t(), table[:, ::2].t(), torch.randn(41, 203)[:, 2:-1]):
+            wanted = F.linear(x.double(), w.double(), b.double())
+            for bias, more in ((b, 0), (None, b.double())):
+                out = ops.products.matmul_nt(x, w, bias)
+                torch.testing.assert_close(out.double() + more, wanted, rtol=1e-5, atol=7e-5)
 
 
 def test_linear_needs_only_what_requires_grad(onednn):
@@ -101,7 +112,7 @@ def check_product(m, k, n, transposed):
     after, again = products._product(a, b, before.clone(), sums=True)
     torch.testing.assert_close(after.double(), before.double() + wanted, **near)
     torch.testing.assert_close(again.double(), a.double().sum(1), **near)  # which are never added to
-    if products._compiled():
+    if products.compiled():
         threads = torch.get_num_threads()
         try:
             for other in (1, 2, 3, 6):
@@ -124,7 +135,7 @@ def test_product_passes_on_what_is_not_a_number(onednn):
     [
         (dict(a=torch.ones(2, 5)), "is not the size of"),
         (dict(out=torch.ones(3, 2).t()), "out is not contiguous"),
-        (dict(b=torch.ones(3, 4).t()), "the rows of b are not contiguous"),
+        (dict(b=torch.ones(4, 6)[:, ::2]), "neither rows nor columns of b"),
         (dict(a=torch.ones(2, 8)[:, ::2]), "neither rows nor columns of a"),
         (dict(a=torch.ones(2, 4, dtype=torch.float64)), "a must be an fp32 tensor of 2 dimensions"),
         (dict(sums=torch.ones(3)), "sums must be contiguous, with 2 numbers"),
@@ -145,6 +156,10 @@ def test_operands_that_do_not_fit_are_refused(compiled, change, said):
     assert not empty.any() and not sums.any()
     torch.ops.modelcenter.product_(torch.zeros(2, 0), torch.ones(2, 4), torch.ones(4, 0), sums, False)
     assert sums.tolist() == [4.0, 4.0]
+    x, weight = torch.ones(2, 4), torch.ones(3, 4)
+    for bias in (torch.ones(2), torch.ones(6)[::2]):
+        with pytest.raises(RuntimeError, match="bias must be contiguous, with 3 numbers"):
+            torch.ops.modelcenter.linear(x, weight, bias)
 
 
 def test_gelu_tanh(either):

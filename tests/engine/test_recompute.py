@@ -11,8 +11,11 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
+from engine.ops import library, products
 from engine.precision import RECOMPUTE
+from engine.recompute import wrap_units_
 from engine.testing import Pool
+from modelcenter.layers.linear import Linear
 from modelcenter.models.bert import Bert, BertConfig
 
 SWITCHES = [s for s in itertools.product(RECOMPUTE, (False, "aot_eager")) if s != ("none", False)]
@@ -135,6 +138,21 @@ def test_what_is_computed_again():
     full, selective = backward_operators("full"), backward_operators("selective")
     assert full["gelu.default"] == 3 and full["addmm.default"] >= 3
     assert selective["gelu.default"] == 3 and "addmm.default" not in selective
+
+
+def test_products_of_the_compiled_operator_are_kept(compiled, monkeypatch):
+    assert library.serves(torch.device("cpu"))
+    monkeypatch.setattr(products, "onednn_linear", lambda: (True, ""))
+    monkeypatch.setattr(products, "compiled", lambda: True)
+    counts = {}
+    for recompute in ("full", "selective"):
+        unit = Linear(8, 8)
+        wrap_units_([unit], recompute, False)
+        out = unit(torch.randn(40, 8, requires_grad=True)).sin()
+        with Operators() as seen:
+            out.sum().backward()
+        counts[recompute] = seen.counts.get("linear.default", 0)
+    assert counts == {"full": 1, "selective": 0}
 
 
 def test_what_a_unit_keeps_for_backward():

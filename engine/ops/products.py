@@ -47,6 +47,11 @@ def compiled() -> bool:
     return library.serves(_CPU) and library.cpu().isa == "avx512"
 
 
+def _as_it_lies(x: Tensor) -> Tensor:
+    """x, or a copy of it if neither its rows nor its columns are contiguous."""
+    return x if 1 in x.stride() else x.contiguous()
+
+
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a (m, k) @ b (n, k).T + bias, any strides, without autograd."""
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
@@ -56,8 +61,8 @@ def _product_nt(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same by what is faster here for so many rows."""
     if a.shape[0] < _FEW or torch.compiler.is_compiling() or not compiled():
         return _onednn(a, b, bias)
-    a, b = (x if 1 in x.stride() else x.contiguous() for x in (a, b))
-    return torch.ops.modelcenter.linear(a, b, None if bias is None else bias.contiguous())
+    bias = None if bias is None else bias.contiguous()
+    return torch.ops.modelcenter.linear(_as_it_lies(a), _as_it_lies(b), bias)
 
 
 def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -81,8 +86,7 @@ def _product(a: Tensor, b: Tensor, add_to: Tensor | None = None, sums: bool = Fa
         if compiled():
             out = a.new_empty((a.shape[0], b.shape[1])) if add_to is None else add_to
             total = a.new_empty(a.shape[0]) if sums else None
-            a, b = (x if 1 in x.stride() else x.contiguous() for x in (a, b))
-            torch.ops.modelcenter.product_(out, a, b, total, add_to is not None)
+            torch.ops.modelcenter.product_(out, _as_it_lies(a), _as_it_lies(b), total, add_to is not None)
             return out, total
         out = _onednn(a, b.t())
     else:

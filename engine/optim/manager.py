@@ -153,14 +153,18 @@ class OptimManager:
             norm = norm / self._scale
         coefficient = clip_coefficient(norm, max_norm, eps)
         left = parameters  # to be scaled here
+        inside: set[int] = set()
         for index, optimizer in enumerate(self.optimizers):
             own = list(_parameters(optimizer.param_groups))
-            # With many small parameters, a set of them costs as much as their norm.
-            if same(own, parameters) or set(map(id, parameters)).issuperset(map(id, own)):
-                self._norms[index] = norm
-                if defer and isinstance(optimizer, FusedOptimizer):
-                    self._deferred[index] = coefficient
-                    left = [] if same(own, left) else _without(left, own)
+            if not same(own, parameters):
+                # Made only here: with many small parameters, a set of them costs as much as their norm.
+                inside = inside or set(map(id, parameters))
+                if not inside.issuperset(map(id, own)):
+                    continue
+            self._norms[index] = norm
+            if defer and isinstance(optimizer, FusedOptimizer):
+                self._deferred[index] = coefficient
+                left = _without(left, own)
         if left:
             scale_gradients_(left, coefficient)
         return norm
@@ -293,5 +297,7 @@ def _parameters(param_groups: Iterable[Any]) -> Iterable[torch.Tensor]:
 
 
 def _without(these: list[torch.Tensor], those: list[torch.Tensor]) -> list[torch.Tensor]:
+    if same(these, those):
+        return []
     out = set(map(id, those))
     return [p for p in these if id(p) not in out]

@@ -268,7 +268,7 @@ class Filler:
                     yield data
                     if job.framed:
                         crc = crc32(data, crc)
-                    at = put(data.numpy().data, at)
+                    at = put(as_bytes(data), at)
                     report(len(data))
                 if job.framed:
                     put(memoryview(frame(job.dtype, shape, crc)[1]), at)

@@ -32,9 +32,11 @@ def find_columns(
 
     The label is the column with few distinct values, the text the one with the longest strings. Where two would do, an
     error asks.
+    label: several columns of zeros and ones with commas between them are one column of labels, see `join_labels`.
     labelled: a label column is needed; otherwise it stays None unless given.
     Raises ValueError if a given column is not there, or one that is needed cannot be told.
     """
+    join_labels(table, label)
     check_columns(table, {"text": text, "text_pair": text_pair, "label": label})
     if label is None and labelled:
         label = _find_label(table, {text, text_pair})
@@ -42,6 +44,34 @@ def find_columns(
         text, found_pair = _find_text(table, {text_pair, label})
         text_pair = text_pair or found_pair
     return Columns(text, text_pair, label)
+
+
+def join_labels(table: Table, label: str | None) -> None:
+    """Give a table the column that "toxic,threat" names: in each row those of these columns that hold a one.
+
+    Nothing is done where `label` is a column, or not all of its parts are.
+
+    Raises:
+        ValueError: something other than zero and one.
+    """
+    parts = () if label is None or label in table.columns else tuple(part.strip() for part in label.split(","))
+    if label is None or len(parts) < 2 or not all(part in table.columns for part in parts):
+        return
+    joined: list[list[str]] = [[] for _ in range(len(table))]
+    for part in parts:
+        for row, value in enumerate(table.columns[part]):
+            holds = _HOLDS.get(str(value).strip().lower())
+            if holds is None:
+                raise ValueError(
+                    f"{table.where(row)}: got {value!r:.40} in column {part!r}, expected 0 or 1: label_column {label} "
+                    "names the columns of labels that a row may have"
+                )
+            joined[row] += [part] * holds
+    table.columns[label] = joined
+    table.classes[label] = list(parts)
+
+
+_HOLDS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
 
 
 def check_columns(table: Table, given: Mapping[str, str | None], *, shared: bool = False) -> None:
@@ -90,7 +120,9 @@ def _find_label(table: Table, taken: set[str | None]) -> str:
         else f"no column is called a label or has {'2' if few == 2 else f'between 2 and {few}'} distinct values; the "
         + (f"only column is {shown_names(table)}" if alone else f"columns are {shown_names(table)}")
     )
-    raise ValueError(f"label_column: which column of {table.name} is the label? {why}. Give label_column")
+    hot = [name for name in candidates if {str(v).strip().lower() for v in table.columns[name]} <= _HOLDS.keys()]
+    several = f", or {','.join(hot)} if a row may have several of these labels" if len(hot) > 1 else ""
+    raise ValueError(f"label_column: which column of {table.name} is the label? {why}. Give label_column{several}")
 
 
 def _distinct(values: list[Any], limit: int) -> int:

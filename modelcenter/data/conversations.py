@@ -7,12 +7,13 @@ take it.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from modelcenter.data.columns import check_columns
+from modelcenter.data.literal import as_list
 from modelcenter.data.readers import TEXT_NAMES, Table
 from modelcenter.data.structured import ANSWER
 
@@ -27,6 +28,7 @@ PAIRS = (
 )  # fmt: skip
 INPUT_NAMES = ("input", "context")  # what an instruction is about
 SYSTEM_NAMES = ("system", "system_prompt")
+_MESSAGES = re.compile(r"\s*\[\s*\{")  # how a list of them begins that is written as a text
 _ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user", "prompter": "user",
@@ -134,7 +136,7 @@ def _find_pair(table: Table, named: Mapping[str, str], lower: Mapping[str, str],
 def _holds_messages(values: Sequence[Any]) -> bool:
     first = next((v for v in values if v), None)
     if isinstance(first, str):
-        return first.lstrip().startswith("[{")
+        return _MESSAGES.match(first) is not None
     return isinstance(first, (list, tuple)) and all(isinstance(m, dict) for m in first)
 
 
@@ -172,11 +174,8 @@ def as_turns(table: Table, column: str, row: int, role: str) -> Conversation:
         ValueError: neither of them, or a message without a known role or a text.
     """
     value = table.columns[column][row]
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            pass  # a text that begins so
+    if isinstance(value, str) and _MESSAGES.match(value):
+        value = as_list(value) or value  # or a text that begins so
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         text = str(value)
         if role == "user" and not text.strip():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from modelcenter.data.literal import as_list, lists_of
 
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 Where = Callable[[int], str]
@@ -85,10 +86,14 @@ def find_labels(
     fine-tuned model) gives, by id.
     Raises ValueError for rows without a label, and where the labels found do not fit num_labels or problem_type.
     """
+    if problem_type in (None, "multi_label_classification"):
+        values = lists_of(values)
     values = [_plain(value) for value in values]
     _check_present(values, where, names is not None)
     if problem_type is None:
         problem_type = _guess_type(values)
+        if problem_type == "single_label_classification" and names is None:
+            _check_single(values, where)
     if problem_type == "regression":
         width = num_labels or (len(values[0]) if isinstance(values[0], list) else 1)
         _floats(values, where, width)
@@ -114,6 +119,29 @@ def find_labels(
             raise ValueError(f"{where(0)}: the label lists {width} zeros and ones, but num_labels is {num_labels}")
         return Labels(problem_type, tuple(map(str, range(width))), by_id=True)
     return _number(lists, where, problem_type, num_labels)
+
+
+def in_order_of(names: Sequence[str], others: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The names in the order in which others have them, capitals or not; None: these are not the same names."""
+    spelt = {name.lower(): name for name in names}
+    if others is None or len(spelt) < len(names) or sorted(map(str.lower, others)) != sorted(spelt):
+        return None
+    return tuple(spelt[name.lower()] for name in others)
+
+
+def by_names(values: Sequence[Any], classes: Sequence[str] | None, names: Sequence[str]) -> Sequence[Any]:
+    """Numbers of classes (or lists of them) as their names, where a source numbers the same classes otherwise than
+    `names`; anything else as it is."""
+    order = in_order_of(names, classes)
+    if order is None or order == tuple(names):
+        return values
+
+    def named(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [named(v) for v in value]
+        return order[value] if type(value) is int and 0 <= value < len(order) else value
+
+    return [named(value) for value in values]
 
 
 def _number(lists: list[list[Any]], where: Where, problem_type: str, num_labels: int | None) -> Labels:
@@ -193,6 +221,19 @@ def _guess_type(values: Sequence[Any]) -> str:
     return "single_label_classification"
 
 
+def _check_single(values: Sequence[Any], where: Where) -> None:
+    """Raise ValueError for labels that look like several in one text, "a|b" beside "a" and "b", or numbers: "2,27"."""
+    names = {str(value) for value in values}
+    for name in sorted(names):
+        parts = re.split(r"[|,]", name)
+        if len(parts) > 1 and all(part.strip() in names or part.strip().isdecimal() for part in parts):
+            row = next(row for row, value in enumerate(values) if str(value) == name)
+            raise ValueError(
+                f"{where(row)}: is the label {name!r} one or several? Give problem_type: multi_label_classification "
+                "takes it apart, single_label_classification as it is; a fraction has a point, not a comma"
+            )
+
+
 def _as_int(value: Any) -> int | None:
     if isinstance(value, int):
         return value
@@ -223,13 +264,11 @@ def _floats(values: Sequence[Any], where: Where, width: int) -> np.ndarray:
 
 
 def _listed(value: Any) -> list[Any]:
-    """The labels of a multi-label row: a list, a JSON list in a string, or names separated by | or commas."""
+    """The labels of a multi-label row: a list, one written as a text, or names separated by | or commas."""
     if isinstance(value, str):
-        if value.startswith("["):
-            try:
-                return [_plain(v) for v in json.loads(value)]
-            except json.JSONDecodeError:
-                pass  # a name that starts with a bracket
+        found = as_list(value)
+        if found is not None:
+            return [_plain(v) for v in found]
         return [part.strip() for part in re.split(r"[|,]", value) if part.strip()]
     return value if isinstance(value, list) else [value]
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from modelcenter.data.compressed import COMPRESSED, read_bytes, suffix_of
 from modelcenter.data.conll import is_conll, read_conll
+from modelcenter.data.literal import from_json, pandas_columns
 from modelcenter.data.squad import flatten, is_nested
 
 # Names that say "this is a header" and, in columns.py, what a column is for. Lower case.
@@ -70,7 +71,8 @@ ID_NAMES = ("id", "idx", "index", "guid", "uid")
 _WORD_LISTS = frozenset(("words", "tokens"))  # columns that hold a list in each row
 _TURNS = ({"role", "content"}, {"from", "value"})  # what a message of a conversation has
 _TEXT_WORDS = frozenset((*TEXT_NAMES, *itertools.chain.from_iterable(TEXT_PAIRS)))
-_HEADER_WORDS = _TEXT_WORDS.union(LABEL_NAMES, ID_NAMES)
+_OTHER_WORDS = ("prompt", "instruction", "input", "source", "messages", "conversations", "conversation")
+_HEADER_WORDS = _TEXT_WORDS.union(LABEL_NAMES, ID_NAMES, _OTHER_WORDS)
 
 
 @dataclass(frozen=True)
@@ -184,10 +186,12 @@ _Parsed = tuple[dict[str, list[Any]], Sequence[int] | None, dict[str, list[str]]
 
 
 def _decode(path: Path, raw: bytes) -> str:
+    """The text of a file. Where lines end as on old Macs (Excel still offers it), they end in line feeds."""
     if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return raw.decode("utf-16")
     try:
-        return raw.decode("utf-8-sig")
+        text = raw.decode("utf-8-sig")
+        return text.replace("\r", "\n") if "\r" in text and "\n" not in text else text
     except UnicodeDecodeError as error:
         bad, lines = _undecodable(raw.split(b"\n")), raw.count(b"\n") + (raw[-1:] != b"\n")
         line, byte = raw.count(b"\n", 0, error.start) + 1, raw[error.start]
@@ -224,18 +228,19 @@ def _guess(raw: bytes) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- json
 def _read_json(path: Path, raw: bytes) -> _Parsed:
-    """JSON lines, an array of objects or of lists of one length, {column: [values]}, or an object with one list of
-    objects ({"data": [...]}).
+    """JSON lines, an array of objects or of lists of one length, {column: [values]}, an object with one list of objects
+    ({"data": [...]}), or one as pandas writes tables.
 
     Of objects as SQuAD nests them (data.squad) each question becomes a row.
     """
     text = _decode(path, raw)
     if text.lstrip()[:1] == "[":
         try:
-            rows = json.loads(text)
+            rows = from_json(text)
         except json.JSONDecodeError as error:
+            several = "; expected one array, or one JSON object a line" if error.msg == "Extra data" else ""
             raise ValueError(
-                f"{path}, line {error.lineno}: not valid JSON ({error.msg}, column {error.colno})"
+                f"{path}, line {error.lineno}: not valid JSON ({error.msg}, column {error.colno}){several}"
             ) from None
         if rows and all(isinstance(row, list) and len(row) == len(rows[0]) > 0 for row in rows):
             return {str(i): list(values) for i, values in enumerate(zip(*rows, strict=True))}, None, {}
@@ -247,13 +252,16 @@ def _read_json(path: Path, raw: bytes) -> _Parsed:
         columns, lines, _ = _json_lines(path, text)
     except ValueError as error:
         try:
-            whole = json.loads(text)  # one object over many lines
+            whole = from_json(text)  # one object over many lines
         except ValueError:
             raise error from None
     else:
         if lines is None or len(lines) != 1 or not _WORD_LISTS.isdisjoint(columns):
             return columns, lines, {}
         whole = {name: values[0] for name, values in columns.items()}
+    table = pandas_columns(whole)
+    if table is not None:
+        return table, None, {}
     lists = [value for value in whole.values() if isinstance(value, list)]
     tables = [value for value in lists if value and all(isinstance(row, dict) for row in value)]
     texts = [name for name, value in whole.items() if isinstance(value, str) and name.lower() in _TEXT_WORDS]
@@ -273,7 +281,7 @@ def _json_lines(path: Path, text: str) -> _Parsed:
         if not line or line.isspace():
             continue
         try:
-            row = json.loads(line)
+            row = from_json(line)
         except json.JSONDecodeError as error:
             shown = line.strip() if len(line) < 80 else line.strip()[:77] + "..."
             raise ValueError(
@@ -299,7 +307,7 @@ def _read_csv(path: Path, raw: bytes) -> _Parsed:
     text = _decode(path, raw)
     first = text.split("\n", 1)[0]
     delimiter = max((",", ";", "\t"), key=lambda d: (first.count(d) > 0, d == ",", first.count(d)))
-    return _with_header(path, *_quoted_rows(path, text, delimiter))
+    return _with_header(path, *_quoted_rows(path, text, delimiter, spaced(text, delimiter)))
 
 
 def _read_tsv(path: Path, raw: bytes) -> _Parsed:
@@ -328,10 +336,16 @@ def _read_tsv(path: Path, raw: bytes) -> _Parsed:
     return _with_header(path, rows, numbers)
 
 
-def _quoted_rows(path: Path, text: str, delimiter: str) -> tuple[list[list[str]], list[int]]:
+def spaced(text: str, delimiter: str) -> bool:
+    """Whether csv has spaces before its quotes: a, "b". Else a space belongs to the text behind it."""
+    return re.search(rf"{delimiter} +\"(?=[^\s\"{delimiter}])", text) is not None
+
+
+def _quoted_rows(path: Path, text: str, delimiter: str, spaces: bool = False) -> tuple[list[list[str]], list[int]]:
     rows, numbers, start = [], [], 1
     limit = csv.field_size_limit(sys.maxsize)  # the default of 128 kB refuses long documents
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    lines = io.StringIO(text, newline="")
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=spaces, strict=True)
     try:
         for row in reader:
             if any(row):
@@ -358,37 +372,59 @@ def _with_header(path: Path, rows: list[list[str]], numbers: list[int]) -> _Pars
                 f" (a separator inside a text needs quotes in csv, and may not occur in tsv)"
             )
     if is_header(rows):
-        header, rows, numbers = names_in(path, rows[0]), rows[1:], numbers[1:]
+        header, first, rows, numbers = names_in(path, rows[0]), rows[0], rows[1:], numbers[1:]
+        again = next((number for row, number in zip(rows, numbers, strict=True) if row == first), None)
+        if again is not None and width > 1:  # of one column, a text may be its name
+            raise header_again(path, f"line {again}")
     else:
         header = [str(i) for i in range(width)]
     return {name: list(values) for name, values in zip(header, zip(*rows, strict=True), strict=False)}, numbers, {}
 
 
 def names_in(path: Path, header: list[str]) -> list[str]:
-    """The columns that a header names. Raises ValueError: one twice."""
-    names = [name.strip() for name in header]
+    """The columns that a header names; one without a name has its number. Raises ValueError: one twice."""
+    names = [name.strip() or str(i) for i, name in enumerate(header)]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"{path}, line 1: the header names {', '.join(map(repr, sorted(twice)))} twice")
     return names
 
 
+def header_again(path: Path, place: str) -> ValueError:
+    """What to raise for a row that is the header once more."""
+    return ValueError(f"{path}, {place}: the header again, as where files are joined; remove it from all but the first")
+
+
 def is_header(rows: list[list[str]]) -> bool:
     """Whether the first row names the columns: short unlike names, none of which is a value further down."""
-    first = [name.strip() for name in rows[0]]
-    if not all(first) or any(_is_number(name) for name in first):
-        return False
-    known = [name.lower() in _HEADER_WORDS for name in first]
-    if len(set(first)) < len(first):
-        return all(known)
     later = rows[1:1001]
-    if any(row[i].strip() == name for row in later for i, name in enumerate(first)):
+    names = {i: name.strip() for i, name in enumerate(rows[0]) if name.strip()}
+    if any(_is_number(name) for name in names.values()):
+        return False
+    if not names or any(i not in names and not _needs_no_name(later, i) for i in range(len(rows[0]))):
+        return False
+    known = [name.lower() in _HEADER_WORDS for name in names.values()]
+    if all(known) and len(names) > 1:
+        return True
+    if len(set(names.values())) < len(names):
+        return False
+    if any(known) and len(names) > 1:
+        later = [row for row in later if row != rows[0]]  # the header once more, which is an error of its own
+    if any(row[i].strip() == name for row in later for i, name in names.items()):
         return False
     if any(known):
         return True
     # One column: only a known name is a header, else the first text of a list would be lost.
-    return len(first) > 1 and all(
-        len(name) <= 40 and re.fullmatch(r"\w[\w.#()/-]*( [\w.#()/-]+){0,2}", name) for name in first
+    return len(rows[0]) > 1 and all(
+        len(name) <= 40 and re.fullmatch(r"\w[\w.#()/-]*( [\w.#()/-]+){0,2}", name) for name in names.values()
     )
+
+
+def _needs_no_name(rows: list[list[str]], column: int) -> bool:
+    """Whether a header may leave a column without a name: the first, where it numbers the rows as an index that pandas
+    writes; one that is empty throughout, as behind a separator at the end of each line."""
+    values = [row[column].strip() for row in rows]
+    numbers = column == 0 and all(map(str.isdecimal, values)) and 2 < len(set(values)) == len(values)
+    return numbers or not any(values)
 
 
 def _is_number(text: str) -> bool:

@@ -50,6 +50,8 @@ def find(data: str | Sequence[str], config: str | None = None) -> Source:
     Raises ValueError if nothing is there.
     """
     specs = [data] if isinstance(data, str) else list(data)
+    if len(specs) == 1 and config is None and _is_saved(Path(specs[0]).expanduser()):
+        return _saved(specs[0])
     splits = _splits(specs, config)
     if splits is None:
         return _hub(specs[0], config)
@@ -107,6 +109,11 @@ def _local(spec: str) -> dict[str, list[Path]]:
     path = Path(spec).expanduser()
     if path.is_file():
         return {"train": [path]}
+    if _is_saved(path):
+        raise ValueError(
+            f"{spec}: a folder of `save_to_disk`, which is read whole and by itself: give no other path beside it; to "
+            "stream it, write it with `to_parquet`"
+        )
     if path.is_dir():
         return _directory(path)
     if glob.has_magic(spec):
@@ -174,12 +181,42 @@ def _hub(name: str, config: str | None) -> Source:
 
     def read(split: str) -> Table:
         rows: Any = datasets.load_dataset(name, config, split=split)
-        # A column of lists of classes is a feature around a feature.
-        inner = {column: getattr(feature, "feature", feature) for column, feature in rows.features.items()}
-        classes = {column: list(f.names) for column, f in inner.items() if isinstance(f, datasets.ClassLabel)}
-        if not len(rows):
-            raise ValueError(f"{name}, split {split}: the data set holds no rows")
-        origin = Origin(f"{name}{'/' + config if config else ''}:{split}", len(rows), rows._fingerprint)
-        return Table(rows.to_dict(), [origin], classes)
+        return _table_of(rows, f"{name}{'/' + config if config else ''}:{split}")
 
     return Source(name, splits, read)
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether a folder is one that the `datasets` library's `save_to_disk` wrote, of one split or of several."""
+    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _saved(name: str) -> Source:
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(f"{name}: a folder of `save_to_disk`; reading it needs `pip install datasets`") from None
+    try:
+        found: Any = datasets.load_from_disk(str(Path(name).expanduser()))
+    except Exception as error:  # as many kinds as above
+        raise ValueError(f"{name}: a folder of `save_to_disk` that cannot be read: {error}") from error
+    splits = found if isinstance(found, datasets.DatasetDict) else {"train": found}
+
+    def read(split: str) -> Table:
+        if split not in splits:
+            raise ValueError(f"{name}: {split!r} is a part of a split, which the Hub's data sets alone have")
+        return _table_of(splits[split], name if splits is not found else f"{name}:{split}")
+
+    return Source(name, tuple(splits), read)
+
+
+def _table_of(rows: Any, name: str) -> Table:
+    """The table of a data set of the `datasets` library."""
+    import datasets
+
+    if not len(rows):
+        raise ValueError(f"{name}: the data set holds no rows")
+    # A column of lists of classes is a feature around a feature.
+    inner = {column: getattr(feature, "feature", feature) for column, feature in rows.features.items()}
+    classes = {column: list(f.names) for column, f in inner.items() if isinstance(f, datasets.ClassLabel)}
+    return Table(rows.to_dict(), [Origin(name, len(rows), rows._fingerprint)], classes)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
 from modelcenter.data.compressed import COMPRESSED, open_bytes, suffix_of
-from modelcenter.data.readers import is_header, names_in
+from modelcenter.data.literal import from_json
+from modelcenter.data.readers import header_again, is_header, names_in, spaced
 from modelcenter.data.sources import not_given
 
 
@@ -186,7 +187,7 @@ def _json(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None, Curs
             yield None, after
             continue
         try:
-            row = json.loads(text)
+            row = from_json(text)
         except json.JSONDecodeError as error:
             array = " (a JSON array cannot be streamed: write one object a line)" if text[:1] == "[" else ""
             raise ValueError(
@@ -200,15 +201,17 @@ def _json(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None, Curs
 def _table(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None, Cursor]]:
     """csv and tsv. Quoted fields hold line ends, so rows of csv before the cursor are read and dropped."""
     lines: Iterator[str] = (text + "\n" for text, _ in _lines(path, Cursor(at.file)))
-    first = next(lines, "")
-    lines = itertools.chain([first], lines)
+    start = list(itertools.islice(lines, 1000))
+    first = start[0] if start else ""
+    lines = itertools.chain(start, lines)
     rows: Iterator[list[str]]
     if suffix_of(path) == ".tsv":
         rows = (line[:-1].split("\t") if line.strip() else [] for line in lines)
     else:
         delimiter = max((",", ";", "\t"), key=lambda d: (first.count(d) > 0, d == ",", first.count(d)))
         csv.field_size_limit(sys.maxsize)  # the default of 128 kB refuses long documents
-        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        spaces = spaced("".join(start), delimiter)
+        rows = csv.reader(lines, delimiter=delimiter, skipinitialspace=spaces, strict=True)
     rows = _of_one_width(path, rows)
     head = list(itertools.islice(rows, 1001))
     filled = [row for row in head if row]
@@ -221,6 +224,8 @@ def _table(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None, Cur
         if named and row is filled[0]:
             continue
         number += 1
+        if named and row == filled[0] and len(row) > 1:
+            raise header_again(path, f"row {number}")
         if number > at.row:
             yield (dict(zip(names, row, strict=True)) if row else None), Cursor(at.file, number)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import engine
 from modelcenter.training.tasks import TASKS
-from modelcenter.training.trained import check_family, name_models
+from modelcenter.training.trained import check_family, class_names, name_models
 
 
 def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, about: str | None = None) -> None:
@@ -32,7 +32,9 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
     prepare(cfg)  # the output folder can be written and holds no finished run
     task = info.load()(cfg)  # reads or opens the data, finds its columns and labels
     continuation = start(cfg)  # the ranks meet; where a stopped run is to go on
-    check_family(cfg, task.head)
+    config = check_family(cfg, task.head)
+    if not cfg.from_scratch:
+        task.number_as(class_names(config))
     tokenizer = load_tokenizer(cfg)
     model = build_model(cfg, task, tokenizer)
     with together("preparing the rows"):  # a row that is wrong on one node alone is everybody's error

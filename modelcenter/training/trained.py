@@ -80,8 +80,19 @@ def name_models(cfg: Any) -> None:
             setattr(cfg, name, Trained.find(given).source)
 
 
-def check_family(cfg: TrainConfig, head: str) -> None:
+def class_names(config: dict[str, Any]) -> list[str]:
+    """The names of the classes of a checkpoint's head by its configuration, in order; none where it says none."""
+    named = config.get("id2label")
+    if not isinstance(named, dict) or not all(str(number).isdecimal() for number in named):
+        return []
+    return [str(named[number]) for number in sorted(named, key=int)]
+
+
+def check_family(cfg: TrainConfig, head: str) -> dict[str, Any]:
     """Make sure that the model, of which the configuration alone is read, is of a family with the head of the task.
+
+    Returns:
+        The configuration, in Hugging Face's names.
 
     Raises:
         ValueError: there is no such model, or it is of another family; those that the task takes are named.
@@ -93,11 +104,11 @@ def check_family(cfg: TrainConfig, head: str) -> None:
         values = read_config(cfg.model, HubOptions(cfg.revision))
     kind = values.get("model_type")
     if kind is None:  # of ModelCenter: what it is shows in its weights
-        return
+        return values
     spec = registry.get(kind, values.get("architectures"))
     heads = spec.arch_map().tasks
     if head in heads:
-        return
+        return values
     able = sorted(name for name, other in registry.ARCHITECTURES.items() if head in other.arch_map().tasks)
     verb = TASKS[cfg.task].verb
     own = {v: ", ".join(n for n, info in tasks_of(v).items() if info.takes(heads)) for v in ("finetune", "pretrain")}

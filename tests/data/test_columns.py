@@ -37,6 +37,17 @@ def test_found(columns, expected):
     assert find_columns(table(**columns)) == expected
 
 
+def test_columns_of_zeros_and_ones_are_labels():
+    found = table(text=["a", "b", "c"], toxic=["1", "0", "0"], threat=[True, 0.0, 1])
+    assert find_columns(found, label="toxic, threat") == Columns("text", None, "toxic, threat")
+    assert found.columns["toxic, threat"] == [["toxic", "threat"], [], ["threat"]]
+    assert found.classes == {"toxic, threat": ["toxic", "threat"]}
+    with pytest.raises(ValueError, match=r"a\.csv, row 2: got 0\.5 in column 'threat', expected 0 or 1"):
+        find_columns(table(text=["a", "b"], toxic=[1, 0], threat=[1, 0.5]), label="toxic,threat")
+    with pytest.raises(ValueError, match="Give label_column, or toxic,threat if a row may have several"):
+        find_columns(table(text=TEXTS, toxic=BINARY, threat=BINARY[::-1]))
+
+
 def test_given_names_win():
     data = table(text=TEXTS, label=BINARY, sentence2=TEXTS, other=TEXTS, sentence1=TEXTS)
     assert find_columns(data, "other", None, None) == Columns("other", None, "label")

@@ -1,5 +1,7 @@
 """Columns of chats, instructions and texts; the turns they make; what is wrong with rows that make none."""
 
+import json
+
 import pytest
 
 from modelcenter.data.conversations import ChatColumns, conversations, find_chat_columns
@@ -66,12 +68,15 @@ def test_columns_that_do_not_do(given, said):
 def test_turns_of_all_forms():
     sharegpt = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     openai = [user("q"), {"role": "assistant", "content": [{"type": "text", "text": "a"}], "name": None}]
-    found = conversations(table(x=[sharegpt, openai, '[{"role": "user", "content": "q"}]']), ChatColumns(messages="x"))
+    written = [json.dumps([user("q")]), json.dumps([user("q")], indent=1), str([user("q")])]  # in a cell of a csv file
+    found = conversations(table(x=[sharegpt, openai, *written]), ChatColumns(messages="x"))
     assert found == [
         [{"role": "system", "content": "s"}, user("q"), answer("a")],
         [user("q"), answer("a")],
-        [user("q")],
+        *[[user("q")]] * 3,
     ]
+    for text in written:
+        assert find_chat_columns(table(id=["1"], messages=[text]), {}).messages == "messages"
     alpaca = table(
         instruction=["do", "do", "do"], input=["it", "", None], output=["done", "  ", 4], system=["s", "", None]
     )

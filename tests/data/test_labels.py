@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from modelcenter.data.labels import Labels, find_labels
+from modelcenter.data.labels import Labels, by_names, find_labels, in_order_of
 
 
 def where(row: int) -> str:
@@ -94,6 +94,11 @@ def test_regression():
         ([[0, 2], [1], [2]], ("0", "1", "2"), [[1, 0, 1], [0, 1, 0], [0, 0, 1]]),
         ([[0, 0, 1], [1, 0, 1]], ("0", "1", "2"), [[0, 0, 1], [1, 0, 1]]),
         ([["0", "1"], ["1"]], ("0", "1"), [[1, 1], [0, 1]]),
+        # Lists in the cells of a csv file, as Python, JSON and numpy write them.
+        (["['a, x', 'c']", '["b"]', "[]"], ("a, x", "b", "c"), [[1, 0, 1], [0, 1, 0], [0, 0, 0]]),
+        (["[0, 2]", "[1]", "[2]"], ("0", "1", "2"), [[1, 0, 1], [0, 1, 0], [0, 0, 1]]),
+        (["[0 0 1]", "[1. 0. 1.]"], ("0", "1", "2"), [[0, 0, 1], [1, 0, 1]]),
+        (["['a' \"b\"]", "['b']"], ("a", "b"), [[1, 1], [0, 1]]),
     ],
 )
 def test_multi_label(values, names, hot):
@@ -113,6 +118,24 @@ def test_multi_label_written_as_text():
     with pytest.raises(ValueError, match="line 1: label 'z' is not one of the labels"):
         find_labels(["a|b"], where, problem_type=kind).encode(["a|z"], where)
     assert both([[1], [0, 1]], names=["x", "y"])[1] == [[0, 1], [1, 1]]
+
+
+def test_classes_that_others_number_otherwise():
+    assert in_order_of(("a", "b", "c"), ["C", "A", "b"]) == ("c", "a", "b")
+    for others in (None, ["a", "b"], ["a", "b", "d"], ["a", "b", "b"]):
+        assert in_order_of(("a", "b", "c"), others) is None
+    assert in_order_of(("a", "A"), ["A", "a"]) is None
+    assert by_names([0, 1, -1, None, [1, 0], "a"], ["B", "A"], ["a", "b"]) == ["b", "a", -1, None, ["a", "b"], "a"]
+    for classes in (["a", "b"], ["x", "y"], None):
+        assert by_names([0, 1], classes, ["a", "b"]) == [0, 1]
+
+
+def test_one_label_or_several_is_asked():
+    for values, line in ((["a", "b", "a|b"], 3), (["27", "2,27", "2"], 2), (["0,5", "1,5", "2,5"], 1)):
+        with pytest.raises(ValueError, match=rf"line {line}: is the label .* one or several\? Give problem_type"):
+            find_labels(values * 2, where)
+        assert len(find_labels(values * 2, where, problem_type="single_label_classification").names) == 3
+    assert both(["[x] y", "[z]", "a, b"] * 2)[0].names == ("[x] y", "[z]", "a, b")
 
 
 def test_kind_that_does_not_fit():

@@ -29,8 +29,12 @@ ROWS = [{"text": "a b", "label": 1}, {"text": "caf\u00e9 \u2028 x", "label": 0}]
         json.dumps({"version": "1", "data": ROWS}),
         json.dumps({"text": [r["text"] for r in ROWS], "label": [1, 0]}),
         "\n".join(json.dumps(row) for row in ROWS).encode("utf-16"),
+        # What pandas' to_json writes, as is and with orient index, split.
+        json.dumps({name: {str(3 * i): row[name] for i, row in enumerate(ROWS)} for name in ROWS[0]}),
+        json.dumps({str(i): row for i, row in enumerate(ROWS)}, indent=1),
+        json.dumps({"columns": list(ROWS[0]), "index": [0, 1], "data": [list(row.values()) for row in ROWS]}),
     ],
-    ids=["lines", "bom-crlf-blank", "array", "nested", "columns", "utf-16"],
+    ids=["lines", "bom-crlf-blank", "array", "nested", "columns", "utf-16", "pandas", "pandas-index", "pandas-split"],
 )
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
 def test_json_forms(tmp_path, content, suffix):
@@ -70,6 +74,7 @@ def test_json_rows_may_lack_columns_and_know_their_line(tmp_path):
         ('{"text": "a"\n{"text": "b"}\n', 1, "not valid JSON"),
         ('{"text": "a"}\n"b"\n', 2, "expected a JSON object"),
         ('[{"text": "a"},\n {"text": }]', 2, "not valid JSON"),
+        ('["a", 1]\n["b", 0]\n', 2, "Extra data.*; expected one array, or one JSON object a line"),
     ],
 )
 def test_malformed_json_names_the_line(tmp_path, content, line, says):
@@ -101,6 +106,33 @@ def test_csv_quotes_hold_separators_and_lines(tmp_path):
 def test_csv_separator_is_seen(tmp_path, separator):
     table = read(tmp_path, "a.csv", f"text{separator}label\na, b{separator}1\n")
     assert table.columns == {"text": ["a, b"], "label": ["1"]}
+
+
+def test_csv_with_spaces_before_its_quotes(tmp_path):
+    content = 'text, label\n"one, two", "good"\n"he said ""a, ""b""", "bad"\n'
+    table = read(tmp_path, "a.csv", content)
+    assert table.columns == {"text": ["one, two", 'he said "a, "b"'], "label": ["good", "bad"]}
+    assert [row for row, _ in FileRows([tmp_path / "a.csv"]).read()] == [
+        {"text": text, "label": label} for text, label in zip(*table.columns.values(), strict=True)
+    ]
+    # Elsewhere a space belongs to the text: that of "a," closes a field.
+    kept = read(tmp_path, "b.csv", 'prompt,completion\n"a, ", b\n"say ""hi, ""x", c\n')
+    assert kept.columns == {"prompt": ["a, ", 'say "hi, "x'], "completion": [" b", " c"]}
+
+
+def test_lines_that_end_as_on_old_macs(tmp_path):
+    for name in ("a.tsv", "a.csv"):
+        assert read(tmp_path, name, "text\tlabel\ra b\t1\rc\t0").columns["text"] == ["a b", "c"]
+    assert read(tmp_path, "a.txt", "one\rtwo\r").columns == {"text": ["one", "two"]}
+
+
+def test_nan_is_no_value(tmp_path):
+    """json.dumps writes it for what a row of pandas lacks; as a text it would be "nan"."""
+    rows = '{"text": NaN, "x": Infinity}\n{"text": "NaN", "x": -Infinity}\n'
+    expected = {"text": [None, "NaN"], "x": [float("inf"), float("-inf")]}
+    assert read(tmp_path, "a.jsonl", rows).columns == expected
+    assert read(tmp_path, "a.json", f"[{rows.replace(chr(10), ',')[:-1]}]").columns == expected
+    assert next(FileRows([tmp_path / "a.jsonl"]).read())[0] == {"text": None, "x": float("inf")}
 
 
 def test_csv_long_field(tmp_path):
@@ -152,12 +184,27 @@ def test_tsv_ragged_names_the_line(tmp_path):
         ("text\tgood\nmore\tgood\n", False),  # even a known name, if a value beside it comes again
         ("just one column of text\nand another\n", False),
         ("sentence\nand another\n", True),
+        ("messages\n[1]\n", True),
+        ("\tsay\tverdict\n0\ta b\tx\n1\tb\ty\n2\tb\ty\n", True),  # the index that pandas writes
+        ("\tgood\n0\tbad\n0\tgood\n", False),  # no index: a row without its first field
+        ("text\tlabel\t\na b\t1\t\n", True),  # a tab at the end of each line
+        ("good film\t\nbad\t1\nso so\t0\nodd\t2\n", False),
+        ("text\tlabel\nthe text\t1\ntext\t0\n", True),
     ],
 )
 def test_header_or_not(tmp_path, content, header):
     table = read(tmp_path, "a.tsv", content)
-    assert list(table.columns)[0] == (content.split("\n")[0].split("\t")[0] if header else "0")
+    assert list(table.columns)[0] == (header and content.split("\n")[0].split("\t")[0] or "0")
     assert len(table) == content.count("\n") - header
+
+
+def test_the_header_once_more_is_an_error(tmp_path):
+    """As `cat a.csv b.csv` leaves it: it is no row, and would make a class of its own."""
+    content = "text,label\na b,1\nb c,0\ntext,label\nc d,1\n"
+    with pytest.raises(ValueError, match=r"a\.csv, line 4: the header again"):
+        read(tmp_path, "a.csv", content)
+    with pytest.raises(ValueError, match=r"a\.csv, row 3: the header again"):
+        list(FileRows([tmp_path / "a.csv"]).read())
 
 
 def test_header_twice(tmp_path):

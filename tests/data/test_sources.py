@@ -129,6 +129,31 @@ def test_hub_name_that_is_none(monkeypatch, tmp_path):
         sources.find("owner/set")
 
 
+def test_a_folder_of_save_to_disk(tmp_path):
+    """Of one split or of several; the files that describe it are no rows."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    rows = {"text": ["a", "b"], "label": [1, 0]}
+    features = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(names=["no", "yes"]))
+    one = datasets.Dataset.from_dict(rows, features)
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=one, validation=one.select([1])).save_to_disk(str(tmp_path / "two"))
+    table = sources.find(str(tmp_path / "one")).read("train")
+    assert (table.columns, table.classes) == (rows, {"label": ["no", "yes"]})
+    assert table.where(1) == f"{tmp_path / 'one'}, row 2"
+    source = sources.find([str(tmp_path / "two")])
+    assert source.splits == ("train", "validation") and source.read("dev").columns["text"] == ["b"]
+    with pytest.raises(ValueError, match=r"one: 'train\[:1\]' is a part of a split"):
+        sources.find(str(tmp_path / "one")).read("train[:1]")
+    with pytest.raises(ValueError, match="one: a folder of `save_to_disk`, which is read whole and by itself"):
+        sources.find([str(tmp_path / "one"), str(tmp_path / "two")])
+    with pytest.raises(ValueError, match="one: a folder of `save_to_disk`.* `to_parquet`"):
+        sources.find_paths(str(tmp_path / "one"), None, "train")
+    (tmp_path / "one" / "dataset_info.json").write_text("{")
+    with pytest.raises(ValueError, match="one: a folder of `save_to_disk` that cannot be read: "):
+        sources.find(str(tmp_path / "one"))
+
+
 def test_rows_of_a_part(folder):
     table = sources.find(str(folder)).read("train").take(np.array([4, 1]))
     assert table.columns["0"] == ["0", "1"] and table.where(0).endswith("line 5")

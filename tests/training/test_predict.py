@@ -1,13 +1,17 @@
 """predict and evaluate on a finished run, against transformers and on two ranks."""
 
 import json
+import shutil
 
+import chat_toys
 import pytest
 import torch
 from toydata import command, flags, make_rows, write_folder, write_jsonl
 
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
+from modelcenter.training.config import ClassificationConfig
+from modelcenter.training.tasks.classification import Classification
 from scripts.finetune_classification import main
 
 
@@ -140,6 +144,52 @@ def test_a_run_is_a_model_to_start_from(folder, tmp_path):
     with pytest.raises(SystemExit) as ended:
         cli(["compare", str(folder / "run"), str(folder / "run" / "model")])
     assert ended.value.code == 0
+    # A head that numbers the same classes otherwise keeps their meaning, in other capitals too.
+    other = turned(folder, tmp_path)
+    labels = {"good": "bad", "bad": "good"}  # what its classes are called, by what they mean
+    data = write_jsonl(tmp_path / "turned.jsonl", [row | {"label": labels[row["label"]]} for row in rows])
+    changes = {"model": str(other), "output_dir": str(tmp_path / "turned-run")}
+    main(command(again | changes | {"train_data": str(data), "eval_data": str(data)}))
+    assert read(tmp_path / "turned-run" / "metrics.jsonl")[0]["loss"] == pytest.approx(first["loss"], abs=1e-6)
+    saved = json.loads((tmp_path / "turned-run" / "model" / "config.json").read_text())
+    assert saved["id2label"] == {"0": "good", "1": "bad"}
+
+
+def test_several_labels_keep_their_meaning(tmp_path):
+    rows = [{"text": "a", "label": labels} for labels in (["x", "z"], ["y"], [])]
+    data = str(write_jsonl(tmp_path / "a.jsonl", rows))
+    task = Classification(ClassificationConfig(train_data=[data], eval_data=[data]))
+    task.number_as(["Z", "x", "y"])
+    assert task.labels.names == ("z", "x", "y")
+    assert task.train_targets.tolist() == task.eval_targets.tolist() == [[1, 1, 0], [0, 0, 1], [0, 0, 0]]
+
+
+def turned(folder, tmp_path):
+    """The model of the run, whose first class is called Good and whose second Bad."""
+    other = tmp_path / "other"
+    shutil.copytree(folder / "run" / "model", other)
+    config = json.loads((other / "config.json").read_text())
+    config |= {"id2label": {"0": "Good", "1": "Bad"}, "label2id": {"Good": 0, "Bad": 1}}
+    (other / "config.json").write_text(json.dumps(config))
+    return other
+
+
+def test_numbers_of_a_source_mean_what_it_calls_them(folder, tmp_path, capsys):
+    """Not what the model calls the class of that number."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = make_rows(24, seed=1)
+    plain = write_jsonl(tmp_path / "a.jsonl", rows)
+    columns = {"text": [row["text"] for row in rows], "label": [["good", "bad"].index(row["label"]) for row in rows]}
+    about = {"info": {"features": {"label": {"names": ["Good", "Bad"], "_type": "ClassLabel"}}}}
+    table = pyarrow.table(columns).replace_schema_metadata({"huggingface": json.dumps(about)})
+    pyarrow.parquet.write_table(table, str(tmp_path / "a.parquet"))
+    scores = []
+    for data in (plain, tmp_path / "a.parquet"):
+        cli(["evaluate", str(folder / "run"), str(data), "--json"])
+        scores.append(json.loads(capsys.readouterr().out))
+    assert scores[0] == scores[1] and scores[0]["accuracy"] != 0.5
 
 
 @pytest.mark.parametrize(
@@ -158,6 +208,32 @@ def test_a_model_of_another_family_is_refused(folder, tmp_path, verb, row, says)
     data, out = write_jsonl(tmp_path / "data.jsonl", [row]), str(tmp_path / "out")
     with pytest.raises(ValueError, match="^model: .*run/model is of the family bert, but .*" + says):
         cli([*verb.split(), "--model", str(folder / "run"), "--train_data", str(data), "--output_dir", out])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
+def test_transformers_reads_batches_of_a_decoder_without_padding(folder, tmp_path, kind, capsys):
+    """Neither its tokenizer nor its configuration names a token for it, as those of GPT-2 and Llama."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = chat_toys.make_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "bytes")
+    run = {"model": f"tiny/{kind}", "tokenizer": str(tmp_path / "bytes"), "output_dir": str(tmp_path / "run")}
+    base = {name: value for name, value in flags(folder, max_steps=2, **run).items() if name != "model_config"}
+    main(command(base))
+    texts = ["fine", "a very dull and boring story with the plot"]
+    data = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
+    capsys.readouterr()
+    cli(["predict", run["output_dir"], str(data)])
+    said = [json.loads(line)["probabilities"]["bad"] for line in capsys.readouterr().out.splitlines()]
+    path = str(tmp_path / "run" / "model")
+    batch = AutoTokenizer.from_pretrained(path)(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        theirs = AutoModelForSequenceClassification.from_pretrained(path).eval()(**batch).logits.softmax(-1)
+    assert said == pytest.approx(theirs[:, 0].tolist(), abs=1e-5)
+    write_jsonl(data, [{"text": "a", "label": "good"}, {"text": "", "label": "bad"}] * 2)
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: '' has no token, and this tokenizer adds none"):
+        main(command(base | {"train_data": str(data), "output_dir": str(tmp_path / "none")}))
 
 
 def test_a_model_without_a_trained_head_is_refused(folder, tmp_path):

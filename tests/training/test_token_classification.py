@@ -13,8 +13,10 @@ from toyruns import assert_same_end, die_at, in_a_process
 import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
+from modelcenter.data.readers import Origin, Table
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import metrics
+from modelcenter.training.config import TokenClassificationConfig
 from modelcenter.training.tasks import token_classification as module
 from scripts.finetune_token_classification import main
 
@@ -214,10 +216,80 @@ def test_numbers_and_their_names(folder):
     assert numbers[0]["loss"] == names[0]["loss"]
     saved = modelcenter.from_pretrained(str(folder / "run" / "model"), None)
     assert saved.config.id2label == dict(enumerate(TAGS))
+    task = module.TokenClassification(TokenClassificationConfig.from_args(command(flags(folder))))
+    meant = [[task.names[tag] for tag in targets] for targets in (task.targets, task.eval_targets)]
+    task.number_as([name.lower() for name in TAGS[::-1]])  # as a checkpoint that training starts from has them
+    assert task.names == tuple(TAGS[::-1])
+    assert meant == [[task.names[tag] for tag in targets] for targets in (task.targets, task.eval_targets)]
     rows[4]["ner_tags"][1] = 7
     write_jsonl(folder / "numbers.jsonl", rows)
     with pytest.raises(ValueError, match=r"numbers.jsonl, line 5, word 2 \(.*\): the tag 7 is not one of the tags"):
         finetune(folder, train_data=data, max_steps=1, tag_names=TAGS, overwrite_output_dir=True)
+
+
+def test_lists_that_a_table_of_texts_holds():
+    """What pandas makes of a column of lists in csv."""
+    rows = [["it's", "[1]"], ["b"]]
+    made = Table({"words": [str(row) for row in rows], "tags": ["['O' 'B-X']", '["O"]']}, [Origin("a.csv", 2, "")])
+    assert module.words_of(made, "words", tagged=True) == rows
+    assert module.tags_of(made, "tags", rows) == [["O", "B-X"], ["O"]]
+    numbered = Table({"tags": [[1, 0], [0]]}, made.origins, {"tags": ["b-x", "o"]})
+    assert module.tags_of(numbered, "tags", rows, ("O", "B-X")) == [["O", "B-X"], ["B-X"]]  # as the source calls them
+    plain = Table({"words": ["[ 1 ]", "[x] b c"]}, made.origins)
+    assert module.words_of(plain, "words", tagged=True) == [["[", "1", "]"], ["[x]", "b", "c"]]
+
+
+def test_entities_by_characters(folder, capsys):
+    """As tools for annotation write them: the same run as on the words and tags that they mean."""
+    rows = [row | {"tokens": [word.replace("-", "") for word in row["tokens"]]} for row in make_tagged(12, seed=1)]
+    plain, spelt = [], []
+    for row in rows:
+        text, spans = " ".join(row["tokens"]), []
+        ends = np.cumsum([len(word) + 1 for word in row["tokens"]]).tolist()
+        for kind, start, end in metrics.entities(row["ner_tags"]):
+            spans.append([ends[start - 1] if start else 0, ends[end - 1] - 1, kind])
+        tags = ["O"] * len(row["tokens"])
+        for kind, start, end in metrics.entities(row["ner_tags"]):
+            tags[start:end] = [f"B-{kind}"] + [f"I-{kind}"] * (end - start - 1)
+        plain.append({"tokens": row["tokens"], "ner_tags": tags})
+        spelt.append({"text": text, "label": spans[::-1]})
+    data = [str(write_jsonl(folder / f"{i}.jsonl", rows)) for i, rows in enumerate((plain, spelt))]
+    losses = [
+        finetune(folder, train_data=path, eval_data=path, max_steps=2, output_dir=str(folder / f"run{i}"))
+        for i, path in enumerate(data)
+    ]
+    assert losses[0][-1]["eval_loss"] == losses[1][-1]["eval_loss"]
+    capsys.readouterr()
+    for run, path in (("run0", data[0]), ("run1", data[1])):
+        cli(["evaluate", str(folder / run), path, "--json"])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+
+
+def test_forms_and_mistakes_of_entities_by_characters():
+    def made(*spans, text="Dr. Ada Lovelace \u4f4f\u5728\u4f26\u6566"):
+        table = Table({"text": [text] * len(spans), "entities": list(spans)}, [Origin("a.jsonl", len(spans), "")])
+        assert module.find_words(table, None, None) == ("text", "entities")
+        return list(zip(*table.columns.values(), strict=True))
+
+    words = ["Dr", ".", "Ada", "Lovelace", "\u4f4f", "\u5728", "\u4f26", "\u6566"]
+    tags = ["O", "O", "B-PER", "I-PER", "O", "O", "B-LOC", "I-LOC"]
+    tool = {"start_offset": 19, "end_offset": 21, "labels": ["LOC"]}
+    forms = [[4, 16, "PER"], [19, 21, "LOC"]], [tool, {"start": 4, "end": 16, "label": "PER"}]
+    assert made(*forms, [], None) == [(words, tags)] * 2 + [(words, ["O"] * 8)] * 2
+    assert made([[0, 2, "X"]], text="Berlin")[0] == (["Be", "rlin"], ["B-X", "O"])
+    for wrong, says in (
+        ([[4, 16, "PER"], [10, 20, "X"]], "row 1: the entity 'X' at characters 10 to 20 .* overlaps the one before"),
+        ([[16, 17, "X"]], "'X' at characters 16 to 17 in column 'entities' of a text of 21 holds no word"),
+        ([[4, 22, "X"]], "'X' at characters 4 to 22"),
+        ([[4, 4, "X"]], "'X' at characters 4 to 4"),
+        ([[4, "16", "X"]], r"row 1, column 'entities': got the entity \[4, '16', 'X'\], expected"),
+        ([{"start": 4, "end": 16, "label": None}], "got the entity .* expected .start, end, type."),
+    ):
+        with pytest.raises(ValueError, match=says):
+            made(wrong)
+    with pytest.raises(ValueError, match="row 1: got None in column 'text', expected a text"):
+        made(forms[0], text=None)
 
 
 def test_mistakes(folder):

@@ -24,8 +24,8 @@ class ClassificationConfig(TrainConfig):
         "text_column_names")
     text_pair_column: str | None = _data(None, "column of a second text; none: found by its usual names",
         "sentence2_key")
-    label_column: str | None = _data(None, "column of the label; none: found, the one with few distinct values",
-        "label_column_name")
+    label_column: str | None = _data(None, "column of the label, or several of 0 and 1 with commas between them: the "
+        "labels a row may have; none: found, the one with few distinct values", "label_column_name")
     group_column: str | None = _data(None, "column that says which rows belong to one question: an evaluation also "
         "says how many questions have all their rows right", "group_column_name")
     num_labels: int | None = _data(None, "classes: integer labels are 0 to num_labels - 1; none: counted")

@@ -107,6 +107,11 @@ class Task(ABC):
         """What the model's configuration must say."""
         return {}
 
+    def number_as(self, names: Sequence[str]) -> None:
+        """Number the classes as the checkpoint does that training starts from, where it has the same: those of its head
+        keep their meaning. names: its classes, in order."""
+        return
+
     def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
         """What the configuration of a model from random weights says of the tokenizer's special tokens: what a preset
         says of the first and the last of a text belongs to its family's tokenizer."""

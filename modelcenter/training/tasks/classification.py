@@ -1,7 +1,7 @@
 """Text classification: one label, several or scores; one text or a pair."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 import engine
 from modelcenter.data.collate import pack
-from modelcenter.data.columns import Columns, check_columns, find_columns
-from modelcenter.data.labels import Labels, find_labels
+from modelcenter.data.columns import Columns, check_columns, find_columns, join_labels
+from modelcenter.data.labels import Labels, by_names, find_labels, in_order_of
 from modelcenter.data.readers import Table
 from modelcenter.data.tokenize import Tokens, tokenize
 from modelcenter.models.base import Model
@@ -86,7 +86,23 @@ class Classification(Task):
         if self.eval is not None:
             find_columns(self.eval, *_names(self.columns))
             check_columns(self.eval, {"group": self.group})
-            self.eval_targets = self.labels.encode(self.eval.columns[self.columns.label], self.eval.where)
+            self.eval_targets = self.labels.encode(
+                named_values(self.eval, self.columns.label, self.labels.names), self.eval.where
+            )
+
+    def number_as(self, names: Sequence[str]) -> None:
+        order = in_order_of(self.labels.names, names)
+        if order is None or order == self.labels.names or self.labels.problem_type == "regression":
+            return
+        places = [self.labels.names.index(name) for name in order]
+        multi = self.labels.problem_type == "multi_label_classification"
+
+        def renumbered(targets: np.ndarray) -> np.ndarray:
+            return targets[:, places] if multi else np.argsort(places)[targets]
+
+        self.labels = Labels(self.labels.problem_type, order)
+        self.train_targets = renumbered(self.train_targets)
+        self.eval_targets = None if self.eval_targets is None else renumbered(self.eval_targets)
 
     def model_options(self) -> dict[str, Any]:
         names = dict(enumerate(self.labels.names))
@@ -98,6 +114,21 @@ class Classification(Task):
             return LabelledRows(table, tokens, self.labels, targets, groups_of(table, self.group))
 
         return examples(self.train, self.train_targets), self.eval and examples(self.eval, self.eval_targets)
+
+    def prepare_model(self, model: Model, tokenizer: Any) -> None:
+        """Name a token that pads, where none is named: transformers needs one to find where the rows of a batch end, of
+        which decoders read the last token. The end of a text will do, where texts do not bring it."""
+        if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+            if tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
+                return
+            tokenizer.pad_token = tokenizer.eos_token
+        config: Any = model.config
+        known = hasattr(config, "pad_token_id")
+        if (config.pad_token_id if known else config.extra.get("pad_token_id")) is None:
+            if known:
+                config.pad_token_id = tokenizer.pad_token_id
+            else:
+                config.extra = {**config.extra, "pad_token_id": tokenizer.pad_token_id}
 
     def metrics(self, device: torch.device | str = "cpu") -> Metrics:
         """The metrics that suit the kind of label."""
@@ -131,6 +162,8 @@ class Classification(Task):
     @classmethod
     def to_use(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
         task = cls.__new__(cls)
+        if labelled:
+            join_labels(table, getattr(run, "label_column", None))
         given = usual_columns(cfg, run, table, ClassificationConfig.roles, needed="text")
         task.group = group_column(table, given.pop("group"), form_to_use(cfg, run))
         if not labelled:
@@ -145,7 +178,7 @@ class Classification(Task):
         if self.columns.label is None:
             self.labels, targets = Labels(kind or "single_label_classification", tuple(names)), None
         else:
-            values, where = self.train.columns[self.columns.label], self.train.where
+            values, where = named_values(self.train, self.columns.label, names), self.train.where
             self.labels = find_labels(values, where, problem_type=kind, num_labels=len(names), names=names)
             targets = self.labels.encode(values, where, known_from="the model")
         tokens = tokenize_rows(tokenizer, self.train, self.columns, max_length)
@@ -176,6 +209,11 @@ def predictions(logits: Tensor, labels: Labels) -> Iterator[dict[str, Any]]:
             yield {"label": names[best], "score": chances[names[best]], "probabilities": chances}
 
 
+def named_values(table: Table, column: str, names: Sequence[str]) -> Sequence[Any]:
+    """The labels of a table, by name where it numbers the classes otherwise than the model does."""
+    return by_names(table.columns[column], table.classes.get(column), names)
+
+
 def check_texts(table: Table, columns: Columns) -> None:
     """Tell, once, which rows have nothing to read: they are trained on, as the labels say something of them.
 
@@ -191,9 +229,16 @@ def check_texts(table: Table, columns: Columns) -> None:
 
 
 def tokenize_rows(tokenizer: Any, table: Table, columns: Columns, max_length: int) -> Tokens:
-    """Tokens of the text (and second text) of every row. Raises ValueError: a row without text."""
+    """Tokens of the text (and second text) of every row. Raises ValueError: a row without text, or of no token."""
     pairs = None if columns.text_pair is None else strings(table, columns.text_pair)
-    return tokenize(tokenizer, strings(table, columns.text), pairs, max_length=max_length)
+    tokens = tokenize(tokenizer, strings(table, columns.text), pairs, max_length=max_length)
+    if not tokens.lengths.all():
+        empty = int(np.argmin(tokens.lengths))
+        raise ValueError(
+            f"{table.where(empty)}: {table.columns[columns.text][empty]!r:.60} has no token, and this tokenizer adds "
+            "none of its own: there is nothing to read; remove the row"
+        )
+    return tokens
 
 
 def groups_of(table: Table, column: str | None) -> np.ndarray | None:

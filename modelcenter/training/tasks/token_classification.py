@@ -1,6 +1,7 @@
 """Token classification: a tag for each word, and the entities that the tags spell."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 from engine.loss import IGNORE_INDEX
+from modelcenter.data.char_spans import holds_spans, spell_out
 from modelcenter.data.collate import pack_tokens
+from modelcenter.data.labels import by_names, in_order_of
+from modelcenter.data.literal import lists_of
 from modelcenter.data.readers import Table
 from modelcenter.data.words import Words, space_before_words, tokenize_words
 from modelcenter.models.base import Model
@@ -24,7 +28,7 @@ from modelcenter.training.tasks.named_columns import find_named
 from modelcenter.training.tasks.windows import WindowRows, WindowTask
 
 WORDS = ("words", "tokens", "token", "sentence", "text")
-TAGS = ("tags", "ner_tags", "ner", "labels", "label", "pos_tags", "bio")
+TAGS = ("tags", "ner_tags", "ner", "labels", "label", "pos_tags", "bio", "entities", "spans", "ents")
 # Of a plain text: words with what is written inside them, Chinese characters and other signs each by itself.
 _TEXT = re.compile(r"\w+(?:[-'\u2019.]\w+)*|[^\w\s]")
 
@@ -100,8 +104,17 @@ class TokenClassification(WindowTask):
         if self.eval is not None:
             find_words(self.eval, *self.columns)
             self.eval_rows = words_of(self.eval, self.columns[0], tagged=True)
-            tags = tags_of(self.eval, self.columns[1], self.eval_rows)
+            tags = tags_of(self.eval, self.columns[1], self.eval_rows, self.names)
             self.eval_targets = encode(self.eval, self.eval_rows, tags, self.names)
+
+    def number_as(self, names: Sequence[str]) -> None:
+        order = in_order_of(self.names, names)
+        if order is None or order == self.names:
+            return
+        places = np.array([order.index(name) for name in self.names])
+        self.names, self.targets = order, places[self.targets]
+        if self.eval is not None:
+            self.eval_targets = places[self.eval_targets]
 
     def model_options(self) -> dict[str, Any]:
         return {"num_labels": len(self.names), "id2label": dict(enumerate(self.names))}
@@ -144,7 +157,7 @@ class TokenClassification(WindowTask):
         self.names = tuple((model.config.id2label or {}).get(i, f"LABEL_{i}") for i in range(model.config.num_labels))
         targets = None
         if self.columns[1] is not None:
-            tags = tags_of(self.train, self.columns[1], self.rows)
+            tags = tags_of(self.train, self.columns[1], self.rows, self.names)
             targets = encode(self.train, self.rows, tags, self.names, known_from="the model")
         words = tokenize_words(tokenizer, self.rows, max_length=max_length)
         return windows_of(self.train, self.rows, words, self.names, targets)
@@ -196,21 +209,24 @@ def windows_of(table: Table, rows: list[list[str]], words: Words, *named: Any) -
 
 
 def find_words(table: Table, words: str | None, tags: str | None, tagged: bool = True) -> tuple[str, str | None]:
-    """The columns of the words and the tags; see tasks.named_columns."""
+    """The columns of the words and the tags; see tasks.named_columns. Entities by characters of a text become both."""
     roles = {"words": (words, WORDS), "tags": (tags, TAGS)}
     found = find_named(table, roles if tagged or tags is not None else {"words": roles["words"]})
-    return found["words"], found.get("tags")
+    spans = found.get("tags")
+    if spans is not None and holds_spans(table.columns[spans]):
+        spell_out(table, found["words"], spans, split_text)
+    return found["words"], spans
 
 
 def words_of(table: Table, column: str, tagged: bool) -> list[list[str]]:
-    """The words of each row: a list as it is; a text at its spaces, or, where no tags count its words, into words,
-    signs and Chinese characters.
+    """The words of each row: a list as it is, or as a text spells it; another text at its spaces, or, where no tags
+    count its words, into words, signs and Chinese characters.
 
     Raises:
         ValueError: a row with neither.
     """
     rows = []
-    for i, value in enumerate(table.columns[column]):
+    for i, value in enumerate(lists_of(table.columns[column])):
         if isinstance(value, str):
             value = value.split() if tagged else split_text(value)
         wrong = not isinstance(value, (list, tuple)) or any(not isinstance(word, (str, int, float)) for word in value)
@@ -237,21 +253,21 @@ def joined(words: list[str]) -> str:
     return text
 
 
-def tags_of(table: Table, column: str | None, rows: list[list[str]]) -> list[list[Any]]:
-    """The tags of each row, names or numbers.
+def tags_of(table: Table, column: str | None, rows: list[list[str]], names: Sequence[str] = ()) -> list[list[Any]]:
+    """The tags of each row, names or numbers; names where the data number the same tags otherwise than `names`.
 
     Raises:
         ValueError: more or fewer than words.
     """
     assert column is not None
     found = []
-    for i, (value, words) in enumerate(zip(table.columns[column], rows, strict=True)):
+    for i, (value, words) in enumerate(zip(lists_of(table.columns[column]), rows, strict=True)):
         tags = value.split() if isinstance(value, str) else value
         if not isinstance(tags, (list, tuple)) or len(tags) != len(words):
             count = f"{len(tags)} tags" if isinstance(tags, (list, tuple)) else f"{value!r:.40}"
             raise ValueError(f"{table.where(i)}: got {count} in column {column!r} for {len(words)} words")
         found.append(list(tags))
-    return found
+    return list(by_names(found, table.classes.get(column), names))
 
 
 def names_of_tags(table: Table, column: str | None, tags: list[list[Any]], given: list[str] | None) -> tuple[str, ...]:

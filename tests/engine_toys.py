@@ -1,6 +1,9 @@
 """A small model, its data and the one-process truth that the engine's tests compare with."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import engine
+from engine.parallel import exchange
 from engine.parallel.exchange import GATHER_TAG, REDUCE_TAG
 
 VOCAB, WIDTH = 11, 6  # 11 and 6 rows over 2 and 4 ranks: odd and empty shards
@@ -93,8 +97,16 @@ def loss_of(model: nn.Module):
     return forward
 
 
+@contextmanager
+def several_machines() -> Iterator[None]:
+    """Models sharded in it share no memory between ranks: the messages that are seen hold all that is exchanged."""
+    none = mock.Mock(**{"return_value.post.return_value": None})
+    with mock.patch.object(exchange, "_Memories", none):
+        yield
+
+
 def part_of(func, args) -> str | None:
-    """What a message between two ranks is a part of: over gloo shards and gradients are exchanged by messages."""
+    """What a message between two ranks is a part of: on CPUs shards and gradients are exchanged by messages."""
     if not func.__name__.startswith("send"):
         return None
     return {GATHER_TAG: "allgather", REDUCE_TAG: "reduce_scatter"}[args[3]]

@@ -1,10 +1,13 @@
-"""Parameters and gradients between ranks over gloo: each rank sends its parts to the others, and adds up what it got.
+"""Parameters and gradients between ranks on CPUs: each rank sends its parts to the others, and adds up what it got.
 
 gloo's own all-gather and reduce-scatter move the same bytes in turns around a ring and take about twice as long. Here
 all parts travel at once, straight to where they are needed, and while they do the rank computes: the parameters of the
 next unit come while this one works, in forward and backward, and the gradients of a unit go while the one before it
-works. Gradients are added in the order of the ranks, whenever the parts arrive. Of the gradients of a table of
-embeddings only what a batch read is sent (``engine.parallel.tables``).
+works. Gradients are added in the order of the ranks, whenever the parts arrive.
+
+Ranks of one machine read the parts in each other's memory (``engine.parallel.shared_memory``). What is too large for
+that, and between machines everything, goes over gloo; then only those rows of the gradients of a table of embeddings
+that a batch read (``engine.parallel.tables``).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from engine.parallel.parts import send_parts
 from engine.parallel.rows import TABLE_BYTES
+from engine.parallel.shared_memory import Message, SharedMemory, share_memory
 from engine.parallel.tables import FewRows, reads_a_table
 from engine.torch_compat import gather_ahead, in_backward, sums_are_only_viewed
 
@@ -30,22 +34,65 @@ _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 GATHER_TAG, REDUCE_TAG = 0x9A7, 0x5ED
 
 
-class _Parts(dist.Work):  # FSDP waits for nothing else
-    """Parts that are under way."""
+class _OverGloo:
+    """What each rank sends to each other one, on its way over gloo; as ``Message`` is in memory."""
 
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, send: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None, group: Any, tag: int) -> None:
+        """
+        Args:
+            into: for what each rank sends, which has its own in it already; None: made here.
+        """
+        me = group.rank()
+        self._parts = list(into or [t if rank == me else torch.empty_like(t) for rank, t in enumerate(send)])
+        self._works = send_parts(send, self._parts, group, tag)
+
+    def parts(self) -> list[torch.Tensor]:
+        """Wait for what each rank has sent, in the order of the ranks, and this rank's own."""
+        for work in self._works:
+            work.wait()
+        return self._parts
+
+    def done(self) -> None:
+        """What was sent has been read."""
+
+
+class _Memories:
+    """The memory that ranks share, of each group that has shards of a model."""
+
+    def __init__(self) -> None:
+        self._of: dict[Any, SharedMemory | None] = {}
+
+    def post(self, send: Sequence[torch.Tensor], group: Any, tag: int) -> Message | None:
+        """Begin to send ``send[r]`` to each other rank r; None, on all ranks, if this has to go over gloo. Collective."""
+        if group not in self._of:
+            self._of[group] = share_memory(group)
+        memory = self._of[group]
+        return memory.post(send, tag) if memory is not None and memory.fits(send) else None
+
+
+class _Gather(dist.Work):  # FSDP waits for nothing else
+    """Rows of a tensor on their way: this rank's to all others, and each other rank's from it."""
+
+    def __init__(self, rows: Sequence[torch.Tensor], group: Any, memories: _Memories) -> None:
         super().__init__()
-        self._works = works
+        send = [rows[group.rank()]] * len(rows)
+        self._rows = rows
+        self._coming: Message | _OverGloo | None = memories.post(send, group, GATHER_TAG)
+        if self._coming is None:
+            self._coming = _OverGloo(send, rows, group, GATHER_TAG)
 
     @property
     def open(self) -> bool:
         """Whether nobody has waited for them yet."""
-        return bool(self._works)
+        return self._coming is not None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            for row, part in zip(self._rows, coming.parts(), strict=True):
+                if part is not row:
+                    row.copy_(part)
+            coming.done()
         return True
 
 
@@ -57,58 +104,66 @@ class _Allocates:
 class ExchangeShards(_Allocates):
     """What FSDP calls in place of ``dist.all_gather_single`` for a unit (its ``AllGather`` protocol)."""
 
-    def __init__(self) -> None:
-        self._parts: _Parts | None = None
+    def __init__(self, memories: _Memories) -> None:
+        self._memories = memories
+        self._gather: _Gather | None = None
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
-        rows, me = output_tensor.view(group.size(), -1), group.rank()
+        rows, me = output_tensor.view(group.size(), -1).unbind(), group.rank()
         if input_tensor.data_ptr() != rows[me].data_ptr():
             rows[me].copy_(input_tensor)
-        parts = _Parts(send_parts([rows[me]] * len(rows), rows.unbind(), group, GATHER_TAG))
+        gather = _Gather(rows, group, self._memories)
         if not async_op:
-            parts.wait()
+            gather.wait()
             return None
-        self._parts = parts
-        return parts
+        self._gather = gather
+        return gather
 
     @property
     def unused(self) -> bool:
         """Whether parameters were asked for that no forward or backward has waited for."""
-        return self._parts is not None and self._parts.open
+        return self._gather is not None and self._gather.open
 
 
 class _Whole:
     """Parts of one tensor on their way: ``send[r]`` to each other rank r, and from it what it has for this one."""
 
-    def __init__(self, send: Sequence[torch.Tensor], group: Any) -> None:
-        me = group.rank()
-        self._parts = [send[me] if rank == me else torch.empty_like(send[me]) for rank in range(len(send))]
-        self._works = send_parts(send, self._parts, group, REDUCE_TAG)
+    def __init__(self, coming: Message | _OverGloo) -> None:
+        self._coming = coming
 
     def add_into(self, output: torch.Tensor) -> None:
         """Wait for the parts and add them up, in the order of the ranks."""
-        for work in self._works:
-            work.wait()
-        torch.add(self._parts[0], self._parts[1], out=output)
-        for part in self._parts[2:]:
+        parts = self._coming.parts()
+        torch.add(parts[0], parts[1], out=output)
+        for part in parts[2:]:
             output.add_(part)
+        self._coming.done()
 
 
 class ExchangeAndAdd(_Allocates):
     """What FSDP calls in place of ``dist.reduce_scatter_single`` for a unit (its ``ReduceScatter`` protocol)."""
 
-    def __init__(self, unit: FSDPModule, sums: _Sums) -> None:
-        self._unit, self._sums, self._reads_a_table = weakref.ref(unit), sums, reads_a_table(unit)
+    def __init__(self, unit: FSDPModule, sums: _Sums, memories: _Memories) -> None:
+        self._unit, self._sums, self._memories = weakref.ref(unit), sums, memories
+        self._reads_a_table = reads_a_table(unit)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         if op not in _OPS:
             raise ValueError(f"reduce-scatter of gradients: got the operation {op}, expected a sum or an average")
-        kind = FewRows if self._reads_a_table and input_tensor.nbytes >= TABLE_BYTES * group.size() else _Whole
-        self._sums.begin(output_tensor, input_tensor, group, op == dist.ReduceOp.AVG, kind)
+        self._sums.finish()
+        send = input_tensor.view(group.size(), -1).unbind()
+        parts: _Whole | FewRows
+        if (message := self._memories.post(send, group, REDUCE_TAG)) is not None:
+            parts = _Whole(message)
+        elif self._reads_a_table and send[0].nbytes >= TABLE_BYTES:
+            parts = FewRows(send, group)
+        else:
+            parts = _Whole(_OverGloo(send, None, group, REDUCE_TAG))
+        self._sums.begun(parts, input_tensor, output_tensor, len(send) if op == dist.ReduceOp.AVG else 1)
         unit = self._unit()
         later = in_backward() and op == dist.ReduceOp.AVG
         if unit is None or not later or not sums_are_only_viewed(unit, output_tensor.dtype):
@@ -121,13 +176,10 @@ class _Sums:
     def __init__(self) -> None:
         self._open: tuple[Any, ...] | None = None
 
-    def begin(
-        self, output: torch.Tensor, whole: torch.Tensor, group: Any, average: bool, kind: type[_Whole | FewRows]
-    ) -> None:
-        """Begin to exchange the parts of ``whole``; ``output`` has this rank's after ``finish``, or after backward."""
-        self.finish()
-        send = whole.view(group.size(), -1).unbind()
-        self._open = kind(send, group), whole, output, average, len(send)
+    def begun(self, parts: _Whole | FewRows, whole: torch.Tensor, output: torch.Tensor, divisor: int) -> None:
+        """The parts of ``whole`` are under way; ``output`` has this rank's sum, divided, after ``finish``, which is
+        called before the next and at the end of a backward."""
+        self._open = parts, whole, output, divisor
         if in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
@@ -135,10 +187,10 @@ class _Sums:
         """Wait for the parts that are under way, and add them up."""
         if self._open is None:
             return
-        (parts, _, output, average, count), self._open = self._open, None
+        (parts, _whole, output, divisor), self._open = self._open, None
         parts.add_into(output)
-        if average:
-            output.div_(count)
+        if divisor > 1:
+            output.div_(divisor)
 
 
 class Exchange:
@@ -150,12 +202,12 @@ class Exchange:
             order: the units as forward comes to them: each begins the gather of the next. One that forward does not
                 come to next is found out, and is not gathered ahead again. Empty: nothing is gathered ahead.
         """
-        sums = _Sums()
+        sums, memories = _Sums(), _Memories()
         modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        self._gathers: dict[FSDPModule, ExchangeShards] = {module: ExchangeShards() for module in modules}
+        self._gathers: dict[FSDPModule, ExchangeShards] = {module: ExchangeShards(memories) for module in modules}
         for module, gather in self._gathers.items():
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(ExchangeAndAdd(module, sums))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(ExchangeAndAdd(module, sums, memories))  # type: ignore[arg-type]
         self._before: dict[FSDPModule, FSDPModule] = {}
         if order:
             ordered = [m for m in (model, *order) if isinstance(m, FSDPModule)]

@@ -6,7 +6,7 @@ import bmtrain_toys as toys
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_toys import Collectives
+from engine_toys import Collectives, several_machines
 from torch import nn
 
 import engine as bmt
@@ -352,7 +352,8 @@ def test_an_optimizer_of_parameters_that_are_not_sharded_is_an_error(two):
 def half_reduction():
     bmt.init_distributed(zero_level=2)
     model = nn.Sequential(bmt.nn.Linear(4, 4, dtype=torch.bfloat16))
-    bmt.init_parameters(model)
+    with several_machines():
+        bmt.init_parameters(model)
     with Collectives() as made:
         model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
     weight = model[0]._parameters["weight"]

@@ -37,7 +37,8 @@ class Bytes(TorchDispatchMode):
 
 def described(level, copies, precision, frozen):
     engine.init_distributed(zero_level=level, dp_replicate=copies)
-    model = engine.shard(toys.build(frozen=frozen), policy=engine.Policy(precision=precision))
+    with toys.several_machines():
+        model = engine.shard(toys.build(frozen=frozen), policy=engine.Policy(precision=precision))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         said = engine.describe(model)
     assert printed.getvalue() == (f"{said}\n" if engine.rank() == 0 else "")

@@ -11,7 +11,8 @@ PLAN = [[[0], [1]], [[2, 3], [4]], [[5], []], [[6], [7]], [[8], [9]]]
 
 def trained(precision, level, plan):
     engine.init_distributed(zero_level=level)
-    model = engine.shard(toys.build(), policy=engine.Policy(precision=precision))
+    with toys.several_machines():
+        model = engine.shard(toys.build(), policy=engine.Policy(precision=precision))
     dtypes = {p.dtype for p in model.parameters()}
     seen = []
     model.layers[0].register_forward_hook(lambda m, a, out: seen.append((out.dtype, m.up.weight.dtype)))

@@ -107,7 +107,8 @@ def other_order():
     torch.manual_seed(7)
     model = Backwards()
     whole = copy.deepcopy(model)
-    engine.shard(model)
+    with toys.several_machines():
+        engine.shard(model)
     outs, gathers, ids = [], [], toys.microbatch(0)[0]
     for _ in range(3):
         with torch.no_grad(), toys.Collectives() as made:

@@ -1,5 +1,6 @@
 """Gradients of tables of embeddings between ranks: the blocks that hold nothing stay, and nothing else is lost."""
 
+import engine_toys as toys
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,10 +78,11 @@ def read_by(rank: int) -> torch.Tensor:
 
 
 def backward(zero_level: int):
-    """Exchanges of few rows, and the whole gradients, after two batches one after the other."""
+    """Exchanges of few rows, and the whole gradients, after two batches one after the other, on several machines."""
     begin, asked = FewRows.__init__, []
     reader = Reader()
-    model = engine.shard(reader, units=[reader.unit], policy=engine.Policy(zero_level=zero_level))
+    with toys.several_machines():
+        model = engine.shard(reader, units=[reader.unit], policy=engine.Policy(zero_level=zero_level))
     FewRows.__init__ = lambda self, *args: (asked.append(1), begin(self, *args))[0]  # type: ignore[method-assign]
     try:
         for turn in range(2):

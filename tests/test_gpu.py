@@ -191,7 +191,7 @@ def test_dropout_keeps_its_share():
 
 
 def test_demo_trains_on_the_gpu(tmp_path: Path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--output_dir", "out", "--ranks", "1"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

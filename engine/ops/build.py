@@ -140,7 +140,12 @@ def _cuda_parts() -> list[list[str]]:
     cxx, cuda = compiler(), sources() / "cuda"
     if (cc := nvcc()) is None:
         raise BuildError("no nvcc (CUDA_HOME, PATH and /usr/local/cuda were tried)")
-    codes = architectures(cc)
+    if not (codes := architectures(cc)):
+        chosen = os.environ.get("TORCH_CUDA_ARCH_LIST")
+        raise BuildError(
+            f"TORCH_CUDA_ARCH_LIST={chosen} names no compute capability, such as 9.0" if chosen else
+            f"{cc} knows none of the compute capabilities {', '.join(_ARCHITECTURES)}"
+        )  # fmt: skip
     generate = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes]
     generate.append(f"-gencode=arch=compute_{codes[-1]},code=compute_{codes[-1]}")  # for GPUs to come
     kernels = [cc, *_CUDA, *generate, "-Xcompiler", "-fPIC,-fvisibility=hidden", "--threads", "2"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from engine.loss import cross_entropy
 from modelcenter.layers.heads import MaskedLM, SequenceClassifier, check_labels, count_labels
+from modelcenter.layers.host import on_host, to_device
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch
@@ -80,7 +82,12 @@ class Bert(Encoder):
             return super().reads(ctx, batch)
         lm: Any = self.head.lm  # type: ignore[union-attr]
         labelled = lm.reads(ctx, batch, self.wants_logits(batch))
-        return None if labelled is None else torch.cat((ctx.first_tokens(), labelled)).unique()
+        if labelled is None:
+            return None
+        first, known = ctx.first_tokens(), on_host(labelled)
+        if known is not labelled:  # a device would have to say how many of them are labelled too
+            first = torch.tensor([*accumulate(ctx.host_lengths()[:-1], initial=0)])
+        return to_device(torch.cat((first, known)).unique(), labelled.device)
 
     def run_head(
         self, x: Tensor, pooled: Tensor | None, ctx: Packed, batch: Batch, counts: Mapping[str, Any]

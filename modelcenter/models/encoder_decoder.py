@@ -28,6 +28,7 @@ from modelcenter.layers.heads import (
     check_labels,
     of_tokens,
 )
+from modelcenter.layers.host import on_host, to_device
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch, Model
 from modelcenter.models.outputs import ModelOutput
@@ -314,10 +315,12 @@ class EncoderDecoder(Model):
             raise ValueError("input_ids: sequence classification looks for the last eos_token_id in them; pass them")
         if tuple(ids.shape) != ctx.shape:
             raise ValueError(f"decoder_input_ids: got shape {ctx.shape}, expected that of input_ids {tuple(ids.shape)}")
-        flat = ids.flatten()
-        flat = flat if ctx.indices is None else flat.index_select(0, ctx.indices)
+        flat, ends = on_host(ids).flatten(), on_host(ctx.cu_seqlens)  # which a check here may read
+        if ctx.indices is not None or flat.device != ends.device:
+            flat, ends = ids.flatten(), ctx.cu_seqlens
+            flat = flat if ctx.indices is None else flat.index_select(0, ctx.indices)
         numbers = torch.arange(flat.numel(), device=flat.device)
-        stops = ctx.cu_seqlens[1 : ctx.num_sequences + 1].long()
+        stops = ends[1 : ctx.num_sequences + 1].long()
         rows = torch.searchsorted(stops, numbers, right=True)
         numbers = numbers.masked_fill(flat != c.eos_token_id, -1)
         last = numbers.new_full((ctx.num_sequences,), -1).scatter_reduce(0, rows, numbers, "amax")
@@ -326,7 +329,7 @@ class EncoderDecoder(Model):
                 f"input_ids: row {int((last < 0).nonzero()[0])} has no end-of-sequence token (eos_token_id is "
                 f"{c.eos_token_id}), by which this model classifies a sequence; tokenizers of this family add it"
             )
-        return last
+        return to_device(last, ids.device)
 
     # -- the rest of the protocol -------------------------------------------------------------------------------------
 

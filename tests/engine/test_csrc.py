@@ -54,6 +54,15 @@ def test_a_build_that_cannot_be_says_why_and_leaves_nothing(tmp_path, monkeypatc
     assert re.search(r"no folder to build into|no C\+\+", capsys.readouterr().err)
 
 
+def test_a_list_of_architectures_without_a_number(monkeypatch):
+    monkeypatch.setattr(build, "nvcc", lambda: "nvcc")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    with pytest.raises(
+        build.BuildError, match=r"TORCH_CUDA_ARCH_LIST=Hopper names no compute capability, such as 9\.0"
+    ):
+        build.build("cuda")
+
+
 def test_a_compiler_that_fails(monkeypatch, tmp_path):
     bad = tmp_path / "cxx"
     bad.write_text("#!/bin/sh\necho this compiler is broken >&2\nexit 3\n")

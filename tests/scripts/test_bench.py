@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -13,9 +14,9 @@ import numpy as np
 import pytest
 from docs_tools import python
 
-from scripts.bench import lib, page
+from scripts.bench import gpu_training, lib, page
 from scripts.bench.__main__ import BENCHES, command
-from scripts.bench.lib import flops, gpu_check, llama_cpp, sets, tables
+from scripts.bench.lib import flops, gpu_check, llama_cpp, python_path, sets, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts" / "bench").glob("[!_]*.py") if path.stem != "page")
@@ -57,6 +58,17 @@ def test_a_gpu_check_tells_what_it_has_when_a_step_hangs(tmp_path: Path):
         assert all((ROOT / word).is_file() for word in step.words if word.endswith(".py"))
     absent = gpu_check.Step(["-c", ""], 9, gpu_check.outcomes, under=["no-such-program"])
     assert gpu_check.run("absent", absent, tmp_path, 2) == (["absent: left out, no-such-program is not here"], True)
+
+
+def test_what_a_gpus_benchmark_finds_and_says(monkeypatch):
+    """Packages that the caller has added to the path, and the error of a child that has more to say after it."""
+    monkeypatch.setenv("PYTHONPATH", "/packages")
+    assert python_path() == f"{ROOT}{os.pathsep}/packages"
+    monkeypatch.delenv("PYTHONPATH")
+    assert python_path() == str(ROOT)
+    said = "ended with 1:\nTraceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried\n[rank0]: a group was not left"
+    assert gpu_training.reason(said) == "torch.OutOfMemoryError: CUDA out of memory. Tried"
+    assert gpu_training.reason("it was killed after 900 s:\n") == "it was killed after 900 s:"
 
 
 @pytest.mark.parametrize("name", BENCHES)

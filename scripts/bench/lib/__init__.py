@@ -61,12 +61,18 @@ def summary(value: Any) -> str:
     return f"{value}"
 
 
+def python_path() -> str:
+    """PYTHONPATH of a process of this project: behind it what the caller has added, which may hold packages."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def child(
     code_or_script: Sequence[str], threads: int, python: str = sys.executable, timeout: float = 900, **env: str
 ) -> dict[str, Any]:
     """Run a Python process; the last line it prints that is JSON is returned with what the process took: seconds from
     its start to its end, CPU seconds, and the most memory that it or one of its children had at once."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), **env}
+    path = python_path() if python == sys.executable else str(ROOT)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, **env}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         began = time.perf_counter()
         process = subprocess.Popen([python, *code_or_script], stdout=out, stderr=err, env=environment, cwd=ROOT)

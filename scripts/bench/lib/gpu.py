@@ -42,6 +42,15 @@ def limits(device: str) -> dict[str, float]:
     """TFLOP/s of bf16 products, and GB/s of a copy, read and written bytes both counted; each the best of several."""
     import torch
 
+    found = _limits(device)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the processes that are measured next have the memory to themselves
+    return found
+
+
+def _limits(device: str) -> dict[str, float]:
+    import torch
+
     size = 8192 if device == "cuda" else 256
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.ones(2**28 if device == "cuda" else 2**20, device=device)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.bench.lib import ROOT, tables
+from scripts.bench.lib import ROOT, python_path, tables
 
 LEAST = 15  # seconds: with less left a step is not begun
 LOG = "log.txt"
@@ -102,7 +102,7 @@ def run(name: str, step: Step, out: Path, seconds: float) -> tuple[list[str], bo
         return [f"{name}: left out, {step.under[0]} is not here"], True
     record = out / f"{name}.json" if step.record else None
     words = [*step.under, sys.executable, *step.words, *(["--output", str(record)] if record else [])]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     environment["COLUMNS"] = "250"  # pytest cuts its reasons to the width of a terminal
     began = time.monotonic()
     with (out / LOG).open("ab") as file:

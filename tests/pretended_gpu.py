@@ -1,0 +1,183 @@
+"""A GPU that is not there: tensors say cuda:0 and hold a CPU's values.
+
+What mixes devices fails as on a GPU, and so does what waits for it under set_sync_debug_mode("error"). Kernels, streams
+and speed are not pretended: compiled operators run on the CPU, whatever is asynchronous is done at once.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+# Whose result the host reads, or whose size depends on values.
+WAITING = (
+    aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
+    aten._unique2.default, aten.unique_consecutive.default,
+)  # fmt: skip
+
+
+class Waited(RuntimeError):
+    """The host waited for the GPU, or would have."""
+
+
+class OnGPU(torch.Tensor):
+    """In C++ it is of meta, where autograd needs no driver."""
+
+    device, is_cuda, is_meta = GPU, True, False
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> "OnGPU":
+        return torch.Tensor._make_wrapper_subclass(
+            cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype,
+            device="meta",
+        )  # fmt: skip
+
+    def __init__(self, values: torch.Tensor):
+        self.values_here = values
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnGPU({self.values_here!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = self.detach().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = copied = torch.nn.Parameter(copied) if isinstance(self, torch.nn.Parameter) else copied
+        return copied
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} outside of pretended()")
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        inside = any(type(x) is OnGPU for x in given)
+        wanted = kwargs.get("device")
+        if wanted is not None:
+            kind = torch.device(wanted).type
+            # C++ asks for the device that it sees: beside a tensor of ours, and for the number that goes with one.
+            inside = kind == "cuda" or kind == "meta" and (inside or func is aten.scalar_tensor.default)
+            kwargs["device"] = wanted if kind == "meta" and not inside else CPU
+        kwargs.pop("pin_memory", None)
+        if func in (aten._to_copy.default, aten.copy_.default):
+            later = kwargs.get("non_blocking", len(args) > 2 and args[2])
+            source, target = given[-1], inside if func is aten._to_copy.default else type(given[0]) is OnGPU
+            if (type(source) is OnGPU) != target and not later:
+                self._wait(func)
+        elif any(type(x) is OnGPU for x in given):
+            self._check(func, given, args, kwargs)
+        known: dict[int, torch.Tensor] = {}
+
+        def here(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            values = x.values_here if type(x) is OnGPU else x
+            known[id(values)] = x
+            return values
+
+        def there(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            return known.get(id(x), OnGPU(x) if inside else x) if id(x) in known or inside else x
+
+        return tree_map(there, func(*tree_map(here, args), **tree_map(here, kwargs)))
+
+    def _check(self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
+        if func in WAITING or func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+            self._wait(func)
+        # A number of the host goes into an arithmetic operator's arguments; an index or a number to fill with, too.
+        takes_numbers = torch.Tag.pointwise in func.tags or "foreach" in str(func)
+        takes_numbers |= func in (aten.index.Tensor, aten.index_put_.default, aten.fill_.Tensor)
+        for x in given:
+            if type(x) is not OnGPU and (x.dim() or not takes_numbers):
+                devices = [f"{x.device} {tuple(x.shape)}" for x in given]
+                raise RuntimeError(f"Expected all tensors to be on the same device: {func}: {', '.join(devices)}")
+
+    def _wait(self, func: Any) -> None:
+        if self.strict:
+            raise Waited(f"{func} waits for the GPU")
+
+
+class _Indexed(TorchFunctionMode):
+    """Of cuda it makes cuda:0: without an index C++ would ask the driver, which is not there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def indexed(x: Any) -> Any:
+            return GPU if type(x) in (str, torch.device) and str(x) == "cuda" else x
+
+        if func is torch.Tensor.cuda:
+            func, args = torch.Tensor.to, (args[0], GPU)
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        return func(*map(indexed, args), **{name: indexed(value) for name, value in (kwargs or {}).items()})
+
+
+class _Stream:
+    cuda_stream, device = 0, GPU
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def _nothing(self, *_: Any) -> "_Stream":
+        return self
+
+    wait_stream = synchronize = record = record_event = _nothing
+
+
+@contextmanager
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside, torch finds a GPU of compute capability 9.0, which has the compiled operators if the CPU has them."""
+    import torch._dynamo  # noqa: F401  as long as torch knows that there is no GPU
+
+    from engine.ops import library
+    from modelcenter.layers import packed_attention
+
+    mode = _Mode()
+
+    def debug(how: str) -> None:
+        mode.strict = how == "error"
+
+    stream = _Stream()
+    answers = {
+        "_lazy_init": None, "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
+        "set_device": None, "synchronize": None, "current_stream": stream, "stream": nullcontext(),
+        "get_device_capability": (9, 0), "get_device_properties": SimpleNamespace(major=9), "manual_seed": None,
+        "get_device_name": "a GPU that is not there",
+    }  # fmt: skip
+    with monkeypatch.context() as patch:
+        for name, answer in answers.items():
+            patch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+        # A parameter's values are Python's, which an exchange of its data would leave behind.
+        patch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
+        patch.setattr(torch.cuda, "set_sync_debug_mode", debug)
+        patch.setattr(torch.cuda, "Stream", _Stream)
+        patch.setattr(torch.cuda, "Event", _Stream)
+        patch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
+        status = library.Status(library.cpu().loaded, "pretended")
+        patch.setattr(library, "cuda", lambda: status)
+        patch.setattr(packed_attention, "_has_flash", lambda *_: False)  # a kernel that no CPU has
+        before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is seen by the mode
+        library.serves.cache_clear()
+        try:
+            with mode, _Indexed():
+                yield
+        finally:
+            torch._C._set_only_lift_cpu_tensors(before)
+            library.serves.cache_clear()

@@ -1,0 +1,88 @@
+"""The bodies of the GPU's tests run on one that is not there: nothing is left on the host, and no step waits."""
+
+from pathlib import Path
+
+import pytest
+import test_gpu
+import torch
+from pretended_gpu import Waited, pretended
+
+import modelcenter as mc
+from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion
+from modelcenter.compare import pack_rows, rows_for
+from modelcenter.layers import packing
+from modelcenter.testing import randomize_
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    with pretended(monkeypatch):
+        yield
+
+
+def test_devices_that_are_mixed_and_waiting_are_found():
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    (x * 2).sum().backward()
+    assert x.grad.device == x.device == torch.device("cuda", 0) and x.grad.tolist() == [2, 2, 2]
+    with pytest.raises(RuntimeError, match="same device"):
+        x + torch.ones(3)
+    torch.cuda.set_sync_debug_mode("error")
+    for wait in (x.sum().item, x.nonzero, x.cpu, lambda: x.repeat_interleave(x.long()), lambda: torch.ones(3).cuda()):
+        with pytest.raises(Waited):
+            wait()
+    torch.ones(3).to("cuda", non_blocking=True).mul_(x.detach())
+
+
+@pytest.mark.parametrize("task", test_gpu.TASKS)
+def test_loss_and_gradients(task):
+    test_gpu.test_loss_and_gradients_are_those_of_the_cpu(task, "packed")
+
+
+def test_padded_rows():
+    test_gpu.test_loss_and_gradients_are_those_of_the_cpu("multiple-choice", "padded")
+
+
+@pytest.mark.parametrize(("name", "task"), test_gpu.FAMILIES)
+def test_families(name, task):
+    test_gpu.test_families_have_the_gradients_of_the_cpu(name, task)
+
+
+@pytest.mark.parametrize(("name", "task"), test_gpu.FAMILIES[:3])
+def test_generation(name, task):
+    for settings in ({}, {"num_beams": 3}):
+        test_gpu.test_generation_has_the_tokens_of_the_cpu(name, task, settings)
+
+
+@pytest.mark.parametrize(("name", "task"), [("tiny/bert", "pretraining"), ("tiny/cpmant", "causal-lm")])
+def test_a_step_waits_for_nothing(name, task, monkeypatch):
+    test_gpu.test_a_step_waits_for_nothing(name, task)
+    monkeypatch.setattr(packing, "on_host", lambda value: value)
+    with pytest.raises(Waited):
+        test_gpu.test_a_step_waits_for_nothing(name, task)
+
+
+@pytest.mark.parametrize(("name", "task"), [("tiny/bert", "pretraining"), ("tiny/t5", "sequence-classification")])
+def test_what_the_host_finds_is_that_of_the_cpu(name, task):
+    """Which tokens the last unit works out, and where sequences end, as accumulate's batches let the host find it."""
+    found = []
+    for device in ("cpu", "cuda"):
+        how = test_gpu.NO_DROPOUT if task == "pretraining" else {"dropout": 0.0}
+        model = randomize_(mc.from_config(name, task, policy=False, **how)).to(device).train()
+        batch = pack_rows(task, rows_for(task, model.config, lengths=(25, 13, 17)))
+        if task == "pretraining":
+            batch["labels"][0, ::2] = -100  # so that they are a part
+        loss = mc.training.accumulate(model, [batch])
+        found.append([loss, *(p.grad for p in model.parameters())])
+    for ours, wanted in zip(*reversed(found), strict=True):
+        assert (ours.cpu() - wanted).norm() <= 1e-4 * wanted.norm() + 1e-6
+
+
+@pytest.mark.parametrize("kind", [AdamOptimizer, AdamOffloadOptimizer, Lion])
+def test_optimizers(kind, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "engine"))
+    import test_ops_gpu
+
+    for dtype in (torch.float32, torch.bfloat16):
+        test_ops_gpu.test_optimizers_are_those_of_the_cpu(kind, dtype)

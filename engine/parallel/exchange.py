@@ -63,7 +63,7 @@ class _Memories:
         self._of: dict[Any, SharedMemory | None] = {}
 
     def post(self, send: Sequence[torch.Tensor], group: Any, tag: int) -> Message | None:
-        """Begin to send ``send[r]`` to each other rank r; None, on all ranks, if this has to go over gloo. Collective."""
+        """Begin to send ``send[r]`` to each other rank r. None, on all ranks, if it has to go over gloo. Collective."""
         if group not in self._of:
             self._of[group] = share_memory(group)
         memory = self._of[group]

@@ -129,7 +129,7 @@ class Packed:
 
     Attributes:
         cu_seqlens: (n + 1,) int32, sequence i is tokens cu_seqlens[i] : cu_seqlens[i + 1].
-        max_seqlen: length of the longest sequence.
+        max_seqlen: length of the longest sequence, or more.
         positions: (T,) position of each token in its sequence (in a padded batch: its column).
         shape: (batch, seq) of the padded input, or (1, T) of a packed one.
         indices: (T,) place of each token in the flattened padded input; None when every place holds a token.

@@ -194,6 +194,8 @@ class Model(nn.Module):
             ctx = Packed.from_mask(shape, batch.get(f"{prefix}attention_mask"), source.device, position_ids, count)
         if self.prefix_tokens and not prefix and (cache is None or not cache.lengths):
             ctx = ctx.prefixed(self.prefix_tokens, getattr(self.config, "first_position", 0))
+        if cache is None and not self.prefix_tokens:
+            ctx = self.needed(ctx, batch)
         if self.training:
             if not self._sites_named:
                 name_sites(self)
@@ -202,6 +204,10 @@ class Model(nn.Module):
         ctx = self.divide(ctx)
         if cache is not None:
             cache.begin(ctx)
+        return ctx
+
+    def needed(self, ctx: Packed, batch: Batch) -> Packed:
+        """The same without tokens that no output of the batch depends on; `pack` asks, where there is no cache."""
         return ctx
 
     def embedded(self, batch: Batch, ctx: Packed, table: nn.Module, prefix: str = "") -> Tensor:

@@ -75,6 +75,7 @@ class CPM(Decoder):
     implements `begin`."""
 
     tasks = ("base", "causal-lm")
+    looks_back = False
 
     # What a token says of itself where the caller does not.
     usual: ClassVar[Mapping[str, int]] = {"context": 0, "span": 0, "segment": 0}

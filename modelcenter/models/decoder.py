@@ -1,12 +1,14 @@
 """What decoder-only language models share: their heads, their inputs and their outputs."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from modelcenter.layers.cache import KVCache
-from modelcenter.layers.heads import CausalLM, ExtractiveQA, SequenceClassifier, TokenClassifier
+from modelcenter.layers.heads import IGNORE_INDEX, CausalLM, ExtractiveQA, SequenceClassifier, TokenClassifier
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch, Model
 from modelcenter.models.outputs import ModelOutput
@@ -21,6 +23,8 @@ class Decoder(Model):
     tasks = ("base", "causal-lm", "sequence-classification", "token-classification", "question-answering")
     # Parameters of the vocabulary's matrix have a bias (GPT-J).
     lm_bias: ClassVar[bool] = False
+    # No token sees one after it.
+    looks_back: ClassVar[bool] = True
 
     layers: nn.ModuleList
     embed: nn.Embedding
@@ -49,6 +53,19 @@ class Decoder(Model):
     @property
     def units(self) -> nn.ModuleList:
         return self.layers
+
+    def needed(self, ctx: Packed, batch: Batch) -> Packed:
+        """Without what follows the last token of each sequence that has something to predict: the end of an answer, of
+        a row and of a conversation. Where ranks share tokens they have agreed how many there are, and a GPU is not
+        asked which these are."""
+        shared = self.token_split is not None or self.pipeline is not None
+        if shared or self.task != "causal-lm" or not self.looks_back or ctx.cu_seqlens.device.type != "cpu":
+            return ctx
+        logits = self.wants_logits(batch) and not batch.get("output_log_probs")
+        if logits or batch.get("labels") is None or batch.get("output_hidden_states"):
+            return ctx
+        head: Any = self.head
+        return until_last(ctx, ctx.unpad(head.targets(batch), IGNORE_INDEX) != IGNORE_INDEX)
 
     def finish(self, x: Tensor) -> Tensor:
         return self.final_norm(x)
@@ -124,6 +141,33 @@ class Decoder(Model):
             ValueError: inputs that do not fit together or the model, naming the field.
         """
         return self.answer(locals())
+
+
+def until_last(ctx: Packed, used: Tensor) -> Packed:
+    """The same with each sequence up to the last of its tokens that is `used` (T,); one without any has no token left.
+
+    `max_seqlen`, of which rotary angles may depend, stays as it was.
+    """
+    places, starts, ends = used.nonzero().flatten(), ctx.cu_seqlens[:-1].long(), ctx.cu_seqlens[1:].long()
+    if not places.numel():
+        return ctx
+    before = torch.searchsorted(places, ends)  # used tokens up to the end of each sequence
+    last = torch.maximum(places[(before - 1).clamp(min=0)] + 1, starts)
+    last = torch.where(before > 0, last, starts)
+    seqlens = last - starts
+    keep = torch.arange(used.numel()) < torch.repeat_interleave(last, ends - starts, output_size=used.numel())
+    index = keep.nonzero().flatten()
+    if index.numel() == used.numel():
+        return ctx
+    cu = torch.nn.functional.pad(seqlens.cumsum(0), (1, 0)).to(ctx.cu_seqlens.dtype)
+    return replace(
+        ctx,
+        cu_seqlens=cu,
+        positions=ctx.positions.index_select(0, index),
+        indices=index if ctx.indices is None else ctx.indices.index_select(0, index),
+        lengths=seqlens.tolist(),
+        _cache={},
+    )
 
 
 def scaled_residuals(spec: dict[str, tuple[Any, ...]], num_layers: int) -> dict[str, tuple[Any, ...]]:

@@ -5,7 +5,8 @@ Counted are the products of linear layers, of attention and with the vocabulary,
 and addition: at tokens that are there, and at the vocabulary only where there is a label. Not counted is what is
 computed again in backward, and what padding costs: arithmetic that nobody needed takes time and adds nothing. Layers
 count whole at every token, as is usual, also the last one, which works out no states that the head does not read
-(Model.reads): few labels in short models make the share look better than the products alone.
+(Model.reads), and at tokens that are left out (Model.needed): few labels in short models make the share look better
+than the products alone.
 """
 
 from __future__ import annotations

@@ -174,8 +174,9 @@ class Model(nn.Module):
             raise ValueError(f"{prefix}input_ids, {prefix}inputs_embeds: pass exactly one of them")
         source = embeds if ids is None else ids
         if source.dim() != (2 if ids is not None else 3):
-            name = f"{prefix}inputs_embeds" if ids is None else f"{prefix}input_ids"
-            raise ValueError(f"{name}: got shape {tuple(source.shape)}, expected (batch, seq) or packed (1, T)")
+            name, width = (f"{prefix}inputs_embeds", ", width") if ids is None else (f"{prefix}input_ids", "")
+            wanted = f"(batch, seq{width}) or packed (1, T{width})"
+            raise ValueError(f"{name}: got shape {tuple(source.shape)}, expected {wanted}")
         shape, position_ids = (source.shape[0], source.shape[1]), batch.get("position_ids")
         cache = past_of(batch)
         if cache is not None and self.token_split is not None:
@@ -214,11 +215,14 @@ class Model(nn.Module):
         """(T, hidden_size): the caller's embeddings, or those of its tokens.
 
         Raises:
-            ValueError: a token that the table has not (on a GPU the kernel says it).
+            ValueError: embeddings of another width than the table's; a token that the table has not (on a GPU the
+                kernel says it).
         """
         ids = batch.get(f"{prefix}input_ids")
         if ids is None:
             x = ctx.unpad(batch[f"{prefix}inputs_embeds"])
+            if x.shape[-1] != table.embedding_dim:
+                raise ValueError(f"{prefix}inputs_embeds: got width {x.shape[-1]}, expected {table.embedding_dim}")
         else:
             x = self.look_up(table, ctx.unpad(ids), ids, f"{prefix}input_ids")
         return x if self.prompt is None or ctx.own is None else self.prompt(x, ctx)

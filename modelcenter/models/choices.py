@@ -7,6 +7,21 @@ from torch import Tensor
 from modelcenter.models.base import Batch
 
 
+def choices_of(batch: Batch) -> int:
+    """How many choices the examples of a padded batch have.
+
+    Raises:
+        ValueError: there are no tokens, or they have no dimension of choices.
+    """
+    name, width = ("input_ids", "") if batch.get("input_ids") is not None else ("inputs_embeds", ", width")
+    given = batch.get(name)
+    if given is None:
+        raise ValueError("input_ids, inputs_embeds: pass exactly one of them")
+    if given.dim() != (4 if width else 3):
+        raise ValueError(f"{name}: got shape {tuple(given.shape)}, expected (batch, choices, seq{width}) or packed")
+    return int(given.shape[1])
+
+
 def merged(batch: Batch, names: Sequence[str]) -> dict[str, Tensor]:
     """Those of the inputs that the batch has, with the choices of an example as consecutive rows.
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from modelcenter.layers.heads import CausalLM, MultipleChoice
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch
-from modelcenter.models.choices import merged
+from modelcenter.models.choices import choices_of, merged
 
 _TOKENS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels")
 
@@ -86,17 +86,13 @@ def flattened(batch: Batch) -> dict[str, Any]:
         ValueError: a padded input without a dimension of choices, or a packed one whose choices cannot be counted.
     """
     out = dict(batch)
-    ids, embeds, ends = batch.get("input_ids"), batch.get("inputs_embeds"), batch.get("cu_seqlens")
-    given = ids if ids is not None else embeds
-    labels = batch.get("mc_labels")
+    ends, labels = batch.get("cu_seqlens"), batch.get("mc_labels")
     if ends is not None:
         sequences, examples = ends.numel() - 1, 1 if labels is None else labels.numel()
         if sequences and (not examples or sequences % examples):
             raise ValueError(f"mc_labels: got {examples} for {sequences} sequences; every example needs as many")
         out["num_choices"] = sequences // examples if sequences else 1
-    elif given is not None:
-        if given.dim() != (3 if ids is not None else 4):
-            raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (batch, choices, seq) or packed")
-        out["num_choices"] = given.shape[1]
+    else:
+        out["num_choices"] = choices_of(batch)
         out |= merged(batch, _TOKENS)
     return out

@@ -24,7 +24,7 @@ from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch, Model
-from modelcenter.models.choices import merged
+from modelcenter.models.choices import choices_of, merged
 from modelcenter.models.crossing import Crossing
 from modelcenter.models.outputs import ModelOutput
 
@@ -271,9 +271,6 @@ class Encoder(Crossing):
         if asked and not self.config.is_decoder:
             raise ValueError(f"{asked[0]}: this model is an encoder, not a decoder (is_decoder is false); leave it out")
         if self.task == "multiple-choice" and cu_seqlens is None:
-            given = input_ids if input_ids is not None else inputs_embeds
-            if given is not None and given.dim() < (3 if input_ids is not None else 4):
-                raise ValueError(f"input_ids: got shape {tuple(given.shape)}, expected (batch, choices, seq)")
-            batch["num_choices"] = given.shape[1] if given is not None else 1
+            batch["num_choices"] = choices_of(batch)
             batch |= merged(batch, ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds"))
         return self.answer(batch)

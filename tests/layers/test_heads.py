@@ -41,9 +41,25 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
         ("base", {"token_type_ids": IDS[:, :3]}, r"token_type_ids: got shape \(2, 3\) beside input of shape \(2, 4\)"),
         ("base", {"token_type_ids": torch.full((2, 4), 7)}, "token_type_ids: got numbers from 7 to 7.*type_vocab_size"),
         ("base", {"inputs_embeds": torch.zeros(2, 4, 48)}, "exactly one"),
+        (
+            "base",
+            {"input_ids": None, "inputs_embeds": torch.zeros(2, 4, 47)},
+            "inputs_embeds: got width 47, expected 48",
+        ),
+        (
+            "base",
+            {"input_ids": None, "inputs_embeds": torch.zeros(2, 48)},
+            r"inputs_embeds: got shape \(2, 48\), expected \(batch, seq, width\)",
+        ),
         ("base", {"input_ids": torch.ones(1, 4096, dtype=torch.long)}, "max_positions.*truncate"),
         ("base", {"cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)}, r"of shape \(1, T\)"),
         ("multiple-choice", {}, r"expected \(batch, choices, seq\)"),
+        ("multiple-choice", {"input_ids": None}, "exactly one"),
+        (
+            "multiple-choice",
+            {"input_ids": None, "inputs_embeds": torch.zeros(2, 4, 48)},
+            r"inputs_embeds: got shape \(2, 4, 48\), expected \(batch, choices, seq, width\)",
+        ),
         ("multiple-choice", {"input_ids": IDS[None], "token_type_ids": IDS}, r"token_type_ids: got shape \(2, 4\)"),
         (
             "multiple-choice",

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from modelcenter.data.columns import by_name, check_columns, shown_names
+from modelcenter.data.literal import as_list, as_object
 from modelcenter.data.readers import Table
 
 CONTEXTS = ("context", "article", "passage", "premise", "sent1", "ctx_a", "paragraph", "ctx", "sentence", "text")
@@ -117,7 +118,12 @@ def _number(name: str) -> tuple[int, str]:
 
 
 def _of_lists(values: Sequence[Any]) -> bool:
-    return isinstance(next((value for value in values if value is not None), None), (list, tuple, dict))
+    return isinstance(_spelt(next((value for value in values if value is not None), None)), (list, tuple, dict))
+
+
+def _spelt(value: Any) -> Any:
+    """A list or an object of choices that a text spells; anything else as it is."""
+    return (as_list(value) or as_object(value) or value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -169,7 +175,7 @@ def read_choices(table: Table, columns: ChoiceColumns) -> Choices:
         question = [_ASKED[word] for word in question]
     offered, names = [], []
     for i, values in enumerate(zip(*(table.columns[name] for name in columns.choices), strict=True)):
-        found = values[0] if len(columns.choices) == 1 else list(values)
+        found = _spelt(values[0]) if len(columns.choices) == 1 else list(values)
         if isinstance(found, dict):  # {"label": ["A", "B"], "text": [...]}, as ARC and CommonsenseQA
             names.append([str(name) for name in found.get("label") or []])
             found = found.get("text")

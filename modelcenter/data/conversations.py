@@ -2,7 +2,7 @@
 
 A row is a chat (a list of messages), an instruction with its answer, an object of CPM-Bee (data.structured), or plain
 text. A conversation is a list of {"role": "system" | "user" | "assistant" | "tool", "content": str}, as chat templates
-take it.
+take it; its first turn also holds the tools that the row lists (TOOLS), which a template is given apart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelcenter.data.columns import check_columns
-from modelcenter.data.literal import as_list
+from modelcenter.data.literal import as_list, from_json
 from modelcenter.data.readers import TEXT_NAMES, Table
 from modelcenter.data.structured import ANSWER
 
@@ -28,6 +28,8 @@ PAIRS = (
 )  # fmt: skip
 INPUT_NAMES = ("input", "context")  # what an instruction is about
 SYSTEM_NAMES = ("system", "system_prompt")
+TOOLS_NAMES = ("tools", "functions", "available_tools")
+TOOLS = "<tools>"  # of a conversation's first turn: the tools that it may call, as no message calls what it holds
 _MESSAGES = re.compile(r"\s*\[\s*\{")  # how a list of them begins that is written as a text
 _ROLES = {
     "system": "system", "developer": "system",
@@ -49,6 +51,7 @@ class ChatColumns:
     system: str | None = None
     text: str | None = None
     answers: str | None = None
+    tools: str | None = None
 
     def shown(self) -> str:
         """In words: "prompt 'mr', response 'ref'"."""
@@ -84,7 +87,7 @@ def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered
             (lower[n] for n in MESSAGES_NAMES if n in lower and _holds_messages(table.columns[lower[n]])), None
         )
         if messages is not None:
-            return ChatColumns(messages=messages, system=named.get("system"))
+            return ChatColumns(messages=messages, system=named.get("system"), tools=find_tools(table, named))
     if kind == "pair" or kind is None:
         found = _find_pair(table, named, lower, answered)
         if found is not None:
@@ -130,7 +133,64 @@ def _find_pair(table: Table, named: Mapping[str, str], lower: Mapping[str, str],
         about = next((free[n] for n in INPUT_NAMES if n in free and free[n] not in (prompt, response)), None)
     if system is None:
         system = next((free[n] for n in SYSTEM_NAMES if n in free and free[n] not in (prompt, response)), None)
-    return ChatColumns(prompt=prompt, input=about, response=response if answered else None, system=system)
+    tools = find_tools(table, {**named, "prompt": prompt, "response": response})
+    return ChatColumns(prompt=prompt, input=about, response=response if answered else None, system=system, tools=tools)
+
+
+def find_tools(table: Table, named: Mapping[str, str | None]) -> str | None:
+    """The column that lists the tools of each row: the one given, else one of a usual name that holds such lists."""
+    if named.get("tools"):
+        return named["tools"]
+    lower = {name.lower(): name for name in reversed(table.columns) if name not in named.values()}
+    known = [lower[name] for name in TOOLS_NAMES if name in lower]
+    return next((name for name in known if any(_tools(value) for value in table.columns[name][:1000])), None)
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """The tools that a cell lists, as objects or as a JSON text of them; []: none, None: it says something else."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = from_json(value)
+        except ValueError:
+            value = as_list(value)
+        if value is None:
+            return None
+    if not value or isinstance(value, str):
+        return [] if value is None or isinstance(value, (str, list, tuple, dict)) else None
+    tools = [value] if isinstance(value, dict) else value
+    if not isinstance(tools, (list, tuple)):
+        return None
+    found = []
+    for tool in tools:
+        one = _tools(tool) if isinstance(tool, str) else [tool]  # each a JSON text of its own
+        if not one or len(one) != 1 or not isinstance(one[0], dict):
+            return None
+        found.append(_without_none(one[0]))
+    return found
+
+
+def _without_none(value: Any) -> Any:
+    """Without what parquet and the `datasets` library fill up: fields that other rows have."""
+    if isinstance(value, dict):
+        return {name: _without_none(part) for name, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def with_tools(table: Table, column: str | None, row: int, turns: Conversation) -> Conversation:
+    """A conversation with the tools that its row lists, if it lists some.
+
+    Raises:
+        ValueError: the row has something else there.
+    """
+    if column is None or not turns:
+        return turns
+    tools = _tools(table.columns[column][row])
+    if tools is None:
+        raise ValueError(
+            f"{table.where(row)}: got {table.columns[column][row]!r:.80} in column {column!r}, expected a list of "
+            'tools ({"type": "function", "function": {...}}), or a JSON text of it'
+        )
+    return [{**turns[0], TOOLS: tools}, *turns[1:]] if tools else turns
 
 
 def _holds_messages(values: Sequence[Any]) -> bool:
@@ -163,7 +223,7 @@ def conversations(table: Table, columns: ChatColumns) -> list[Conversation]:
         system = table.columns[columns.system][row] if columns.system is not None else None
         if system is not None and str(system).strip() and found[0]["role"] != "system":
             found = [{"role": "system", "content": str(system)}, *found]
-        rows.append(found)
+        rows.append(with_tools(table, columns.tools, row, found))
     return rows
 
 

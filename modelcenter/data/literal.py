@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _ARRAY_ITEM = r"""(?:[-+]?\d+\.?\d*|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_IN_OBJECT = re.compile(r"array\((\[.*?\])(?:,\s*dtype=[\w.<>']+)?\)", re.DOTALL)
 _ARRAY = re.compile(rf"\[\s*{_ARRAY_ITEM}(?:\s+{_ARRAY_ITEM})+\s*\]")
 
 
@@ -25,16 +26,31 @@ def as_list(text: str) -> list[Any] | None:
     text = text.strip()
     if text[:1] != "[" or text[-1:] != "]":
         return None
+    if _ARRAY.fullmatch(text):  # Python would join texts that no comma parts
+        text = f"[{','.join(re.findall(_ARRAY_ITEM, text))}]"
+    found = _spelt(text)
+    return found if isinstance(found, list) else None
+
+
+def as_object(text: str) -> dict[str, Any] | None:
+    """The object that a text spells, as JSON or Python writes it, with numpy's arrays in it or without; None: none."""
+    text = text.strip()
+    if text[:1] != "{" or text[-1:] != "}":
+        return None
+    found = _spelt(text)
+    if found is None:
+        found = _spelt(_IN_OBJECT.sub(r"\1", text))
+    return found if isinstance(found, dict) else None
+
+
+def _spelt(text: str) -> Any:
     try:
-        found = from_json(text)
+        return from_json(text)
     except ValueError:
-        if _ARRAY.fullmatch(text):  # Python would join texts that no comma parts
-            text = f"[{','.join(re.findall(_ARRAY_ITEM, text))}]"
         try:
-            found = ast.literal_eval(text)
+            return ast.literal_eval(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             return None
-    return found if isinstance(found, list) else None
 
 
 def lists_of(values: Sequence[Any]) -> Sequence[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelcenter.data.columns import check_columns
-from modelcenter.data.conversations import Conversation, as_turns
+from modelcenter.data.conversations import Conversation, as_turns, find_tools, with_tools
 from modelcenter.data.readers import Table
 
 _NAMES = {
@@ -18,7 +18,7 @@ _NAMES = {
 
 
 def find_preference_columns(table: Table, given: Mapping[str, str | None]) -> dict[str, str | None]:
-    """{role: column} for prompt, chosen, rejected and system: those given, else those with the usual names.
+    """{role: column} for prompt, chosen, rejected, system and tools: those given, else those with the usual names.
 
     Without a prompt column the chosen and the rejected messages begin with what is asked.
 
@@ -37,7 +37,7 @@ def find_preference_columns(table: Table, given: Mapping[str, str | None]) -> di
                 f"{role}_column: which column of {table.name} has the {role} answers? It has "
                 f"{', '.join(map(repr, table.columns))}. Give {role}_column"
             )
-    return found
+    return {**found, "tools": find_tools(table, {**named, **found})}
 
 
 def preferences(table: Table, columns: Mapping[str, str | None]) -> list[Conversation]:
@@ -82,4 +82,4 @@ def _parts(table: Table, columns: Mapping[str, str | None], row: int) -> tuple[C
     about = table.columns[system][row] if system is not None else None
     if about is not None and str(about).strip() and asked and asked[0]["role"] != "system":
         asked = [{"role": "system", "content": str(about)}, *asked]
-    return asked, answers
+    return with_tools(table, columns.get("tools"), row, asked), answers

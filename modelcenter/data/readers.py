@@ -1,4 +1,5 @@
-"""Files of rows: json, jsonl, csv, tsv, parquet, txt and conll, read into columns with the place every row came from.
+"""Files of rows: json, jsonl (ndjson), csv, tsv, parquet, txt and conll, read into columns with the place every row
+came from.
 
 Plain readers of the standard library: importing `datasets` costs seconds, and its readers lose the line numbers that an
 error needs.
@@ -71,6 +72,9 @@ ID_NAMES = ("id", "idx", "index", "guid", "uid")
 _WORD_LISTS = frozenset(("words", "tokens"))  # columns that hold a list in each row
 _TURNS = ({"role", "content"}, {"from", "value"})  # what a message of a conversation has
 _TEXT_WORDS = frozenset((*TEXT_NAMES, *itertools.chain.from_iterable(TEXT_PAIRS)))
+_LABELLED = re.compile(r"(?:^|(?<=\s))__label__(\S+)")
+_SENTENCE = re.compile(r"sent(ence)?[ _]?(#|id|idx|no|num|number)", re.IGNORECASE)
+_WORD_NAMES, _TAG_NAMES = ("word", "words", "token", "tokens"), ("tag", "tags", "ner", "ner_tag", "label", "labels")
 _OTHER_WORDS = ("prompt", "instruction", "input", "source", "messages", "conversations", "conversation")
 _HEADER_WORDS = _TEXT_WORDS.union(LABEL_NAMES, ID_NAMES, _OTHER_WORDS)
 
@@ -378,7 +382,26 @@ def _with_header(path: Path, rows: list[list[str]], numbers: list[int]) -> _Pars
             raise header_again(path, f"line {again}")
     else:
         header = [str(i) for i in range(width)]
-    return {name: list(values) for name, values in zip(header, zip(*rows, strict=True), strict=False)}, numbers, {}
+    columns = {name: list(values) for name, values in zip(header, zip(*rows, strict=True), strict=False)}
+    return (*_sentences(columns, numbers), {})
+
+
+def _sentences(columns: dict[str, list[Any]], numbers: list[int]) -> tuple[dict[str, list[Any]], list[int]]:
+    """The same, with lists in the place of tagged words that have a row each beside the name of their sentence, which
+    may stand in its first row alone; the numbers are those of the first rows."""
+    known = {name.lower() for name in columns}
+    found = next((name for name in columns if _SENTENCE.fullmatch(name)), None)
+    words = next((columns[name] for name in columns if name.lower() in _WORD_NAMES), None)
+    if found is None or words is None or known.isdisjoint(_TAG_NAMES) or any(len(w.split()) > 1 for w in words):
+        return columns, numbers
+    named = [value.strip() for value in columns[found]]
+    filled = list(itertools.accumulate(named, lambda before, name: name or before))
+    starts = [i for i in range(len(filled)) if i == 0 or filled[i] != filled[i - 1]]
+    if len(starts) == len(filled):  # a row for each sentence
+        return columns, numbers
+    ends = [*starts[1:], len(filled)]
+    lists = {name: [values[a:b] for a, b in zip(starts, ends, strict=True)] for name, values in columns.items()}
+    return {**lists, found: [filled[i] for i in starts]}, [numbers[i] for i in starts]
 
 
 def names_in(path: Path, header: list[str]) -> list[str]:
@@ -453,13 +476,20 @@ def _read_parquet(path: Path, raw: bytes) -> _Parsed:
 
 
 def _read_txt(path: Path, raw: bytes) -> _Parsed:
-    """A text a line; tagged words (data.conll) if every line is one."""
+    """A text a line, with its labels if every line begins with one as fastText writes it (__label__good); tagged words
+    (data.conll) if every line is one."""
     text = _decode(path, raw)
     if is_conll(text):
         return (*read_conll(path, text), {})
     lines = [(i, line.rstrip("\r")) for i, line in enumerate(text.split("\n"), 1)]
     kept = [(i, line) for i, line in lines if line and not line.isspace()]
-    return {"text": [line for _, line in kept]}, [i for i, _ in kept], {}
+    texts, numbers = [line for _, line in kept], [i for i, _ in kept]
+    if not all(map(_LABELLED.match, texts)):
+        return {"text": texts}, numbers, {}
+    labels: list[Any] = [_LABELLED.findall(line) for line in texts]
+    if all(len(of_row) == 1 for of_row in labels):
+        labels = [of_row[0] for of_row in labels]
+    return {"text": [_LABELLED.sub("", line).strip() for line in texts], "label": labels}, numbers, {}
 
 
 def _read_conll(path: Path, raw: bytes) -> _Parsed:
@@ -470,6 +500,7 @@ def _read_conll(path: Path, raw: bytes) -> _Parsed:
 READERS: dict[str, Callable[[Path, bytes], _Parsed]] = {
     ".json": _read_json,
     ".jsonl": _read_json,
+    ".ndjson": _read_json,
     ".csv": _read_csv,
     ".tsv": _read_tsv,
     ".parquet": _read_parquet,

@@ -267,6 +267,7 @@ def _parquet(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None, C
 
 _READ: dict[str, Callable[[Path, Cursor, Unit], Iterator[tuple[Row | None, Cursor]]]] = {
     ".jsonl": _json,
+    ".ndjson": _json,
     ".json": _json,
     ".txt": _txt,
     ".csv": _table,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from modelcenter.data.cache import cached, tokenizer_state
-from modelcenter.data.conversations import Conversation
+from modelcenter.data.conversations import TOOLS, Conversation
 from modelcenter.data.tokenize import Tokens
 
 IGNORED = -100  # the label of what is not trained on
@@ -74,8 +74,9 @@ class Template:
         """
         self.tokenizer = tokenizer
         own = getattr(tokenizer, "chat_template", None)
+        with_tools = None
         if isinstance(own, dict):  # several, by name
-            own = own.get("default")
+            own, with_tools = own.get("default"), own.get("tool_use")
         self.name = choice if choice != "auto" else "chat" if own is not None else "plain"
         if self.name == "chat" and own is None:
             raise ValueError(
@@ -84,6 +85,7 @@ class Template:
         if self.name not in ("chat", *LAYOUTS):
             own = tokenizer.chat_template = _read(self.name)
         self.text: str = LAYOUTS.get(self.name) or own
+        self.text_with_tools: str = with_tools if self.name == "chat" and with_tools else self.text
         if tokenizer.eos_token_id is None:
             raise ValueError("tokenizer: it has no end token (eos_token), so no answer could end; give one that has")
         # A template writes the tokens at the start itself; before a plain layout they are what the tokenizer puts.
@@ -94,13 +96,26 @@ class Template:
     def render(self, turns: Conversation, prompt: bool = False) -> str:
         """The text of some turns. prompt: with what comes before an answer."""
         try:
-            return self.tokenizer.apply_chat_template(
-                turns, chat_template=self.text, tokenize=False, add_generation_prompt=prompt
-            )
+            return self._apply(turns, tokenize=False, add_generation_prompt=prompt)
         except Exception as error:
-            if not type(error).__module__.startswith("jinja2"):
+            # A template that adds what is no text to one raises Python's own error.
+            if not type(error).__module__.startswith("jinja2") and not isinstance(error, TypeError):
                 raise
             raise ValueError(f"template {self.name}: cannot be applied to this conversation: {error}") from error
+
+    def _apply(self, turns: Conversation, **options: Any) -> Any:
+        tools = turns[0].get(TOOLS) if turns else None
+        if tools is None:
+            return self.tokenizer.apply_chat_template(turns, chat_template=self.text, **options)
+        first = {name: value for name, value in turns[0].items() if name != TOOLS}
+        return self.tokenizer.apply_chat_template(
+            [first, *turns[1:]], tools=tools, chat_template=self.text_with_tools, **options
+        )
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether it writes the tools that a conversation may call."""
+        return re.search(r"\btools\b", self.text_with_tools) is not None
 
     def prompt(self, turns: Conversation) -> np.ndarray:
         """Tokens, int64 (n,), of what a model is given to answer: all turns but an answer at the end."""
@@ -129,7 +144,7 @@ class Template:
         for i in places:
             if turns[i].get("weight") == 0 or _silent(turns[i]):
                 continue
-            before = self.render(turns[:i], prompt=True) if i else self._opening(whole)
+            before = self.render(turns[:i], prompt=True) if i else self._opening(whole, turns[0])
             if not whole.startswith(before):
                 begins, other = whole[: len(before)][-200:], " Give --train_on last." if i < max(places) else ""
                 raise ValueError(
@@ -140,9 +155,10 @@ class Template:
             answers.append((len(before), self._end(turns, i, whole, len(before))))
         return Rendered(whole, answers)
 
-    def _opening(self, whole: str) -> str:
+    def _opening(self, whole: str, first: dict[str, Any]) -> str:
         """What comes before the answer that a conversation begins with: many templates render no turns at all not."""
-        opening = self.render([{"role": "assistant", "content": _MARK}]).partition(_MARK)[0]
+        tools = {TOOLS: first[TOOLS]} if TOOLS in first else {}
+        opening = self.render([{"role": "assistant", "content": _MARK, **tools}]).partition(_MARK)[0]
         return opening if whole.startswith(opening) else ""
 
     def _end(self, turns: Conversation, i: int, whole: str, start: int) -> int:
@@ -210,9 +226,7 @@ class Template:
 
     def compare_marks(self, turns: Conversation, ids: list[int], places: list[tuple[int, int]]) -> None:
         """Raise ValueError where the template's own {% generation %} marks say something else, white space apart."""
-        out = self.tokenizer.apply_chat_template(
-            turns, chat_template=self.text, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+        out = self._apply(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         theirs = {i for i, marked in enumerate(out["assistant_masks"]) if marked}
         ours = {i for start, end in places for i in range(start, end)}
         other = [i for i in sorted(theirs ^ ours) if self.tokenizer.decode([out["input_ids"][i]]).strip()]
@@ -250,7 +264,7 @@ def label_conversations(
             an answer.
     """
     plain = bool(rows) and isinstance(rows[0], str)
-    about = json.dumps([plain, template.text, template.front, max_length, too_long, train_on])
+    about = json.dumps([plain, template.text, template.text_with_tools, template.front, max_length, too_long, train_on])
     texts = [row if isinstance(row, str) else json.dumps(row, sort_keys=True, default=str) for row in rows]
     key = ["conversations", _VERSION, about, tokenizer_state(template.tokenizer), texts]
     arrays = cached(key, lambda: _label(template, rows, where, max_length, too_long, train_on, plain))
@@ -341,7 +355,7 @@ def _at(where: Callable[[int], str], row: int, work: Callable[[], Any]) -> Any:
 
 def _silent(turn: dict[str, Any]) -> bool:
     """Whether a turn has neither a text nor anything else that a template could write, such as calls of tools."""
-    others = turn.keys() - {"role", "content", "weight", "name"}
+    others = turn.keys() - {"role", "content", "weight", "name", TOOLS}
     return not turn["content"].strip() and not any(turn[name] for name in others)
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import shlex
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -275,7 +276,7 @@ class Run:
             return f"finished at {steps}: what was trained is in {output / 'adapter'}"
         kept = self.best if self.cfg.best_metric is not None else {}
         which = f", of step {kept['step']:,} ({self.cfg.best_metric} {kept['value']:.4f})" if kept else ""
-        use = f"`modelcenter predict {output} DATA` uses it"
+        use = f"`modelcenter predict {shlex.quote(str(output))} DATA` uses it"
         return f"finished at {steps}: the model is in {output / 'model'}{which}; {use}"
 
     # -- checkpoints -------------------------------------------------------------------------------------------------

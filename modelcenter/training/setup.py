@@ -194,6 +194,9 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
             "openai-community/gpt2, or make it one: --model_config is_decoder=true"
         )
     cfg.max_length = max_length(model, tokenizer, cfg.max_length)
+    if model.config.max_tokens and tokenizer.model_max_length > model.config.max_tokens:
+        # It is saved with the model: transformers cuts by what it says, and else a long text runs off the positions.
+        tokenizer.model_max_length = model.config.max_tokens
     if cfg.label_smoothing and task.loss_fn is None:
         smooth_labels(model, cfg.label_smoothing)
     task.attach(model)

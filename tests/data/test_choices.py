@@ -49,6 +49,14 @@ def test_forms(form):
     assert right_choices(rows, found.label, choices)[0].tolist() == right
 
 
+def test_choices_in_the_cells_of_a_csv_file():
+    spelt = ["['a', 'b']", '["a", "b"]', "{'text': array(['a', 'b'], dtype=object), 'label': array(['A', 'B'])}"]
+    for text in spelt:
+        rows = table(question=["q"], options=[text], answer=["B"])
+        columns = find_choice_columns(rows)
+        assert read_choices(rows, columns).offered == [["a", "b"]]
+
+
 def test_numbers_from_one_are_told_by_the_rows_or_given():
     rows = table(question=["q"] * 3, option1=["x"] * 3, option2=["y"] * 3, answer=[1, 2, 1])
     choices = read_choices(rows, find_choice_columns(rows))

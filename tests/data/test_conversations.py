@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from modelcenter.data.conversations import ChatColumns, conversations, find_chat_columns
+from modelcenter.data.conversations import TOOLS, ChatColumns, conversations, find_chat_columns
 from modelcenter.data.preferences import find_preference_columns, preferences
 from modelcenter.data.readers import Origin, Table
 
@@ -85,6 +85,25 @@ def test_turns_of_all_forms():
     assert found[1:] == [[user("do")], [user("do"), answer("4")]]
     trl = table(prompt=[[user("q")]], completion=[[answer("a")]])
     assert conversations(trl, find_chat_columns(trl, {})) == [[user("q"), answer("a")]]
+
+
+def test_tools_of_a_row():
+    tool = {"type": "function", "function": {"name": "open"}}
+    filled = tool | {"strict": None}  # as parquet fills up fields that other rows have
+    cells = [[tool], json.dumps([tool]), [json.dumps(tool)], str([tool]), [filled], "", None, []]
+    rows = table(messages=[[user("q"), answer("a")]] * len(cells), tools=cells)
+    columns = find_chat_columns(rows, {})
+    assert columns.tools == "tools"
+    found = conversations(rows, columns)
+    assert found[:5] == [[user("q") | {TOOLS: [tool]}, answer("a")]] * 5
+    assert found[5:] == [[user("q"), answer("a")]] * 3
+    pair = table(prompt=["q"], chosen=["yes"], rejected=["no"], tools=[[tool]])
+    found = preferences(pair, find_preference_columns(pair, {}))
+    assert found == [[user("q") | {TOOLS: [tool]}, answer(said)] for said in ("yes", "no")]
+    names = table(messages=[[user("q")]], tools=["hammer and saw"])  # of another meaning
+    assert find_chat_columns(names, {}).tools is None
+    with pytest.raises(ValueError, match="line 1: got 'hammer and saw' in column 'tools', expected a list of tools"):
+        conversations(names, find_chat_columns(names, {"tools": "tools"}))
 
 
 @pytest.mark.parametrize(

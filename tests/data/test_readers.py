@@ -36,7 +36,7 @@ ROWS = [{"text": "a b", "label": 1}, {"text": "caf\u00e9 \u2028 x", "label": 0}]
     ],
     ids=["lines", "bom-crlf-blank", "array", "nested", "columns", "utf-16", "pandas", "pandas-index", "pandas-split"],
 )
-@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+@pytest.mark.parametrize("suffix", ["json", "ndjson"])
 def test_json_forms(tmp_path, content, suffix):
     table = read(tmp_path, f"a.{suffix}", content)
     assert table.columns == {"text": ["a b", "caf\u00e9 \u2028 x"], "label": [1, 0]}
@@ -254,6 +254,26 @@ def test_txt(tmp_path):
     table = read(tmp_path, "a.txt", "one\r\n\ntwo\n")
     assert table.columns == {"text": ["one", "two"]}
     assert table.where(1).endswith("line 3")
+
+
+def test_labels_as_fasttext_writes_them(tmp_path):
+    table = read(tmp_path, "a.txt", "__label__good a b\n__label__bad c\r\n")
+    assert table.columns == {"text": ["a b", "c"], "label": ["good", "bad"]}
+    several = read(tmp_path, "a.txt", "__label__good __label__new a b\n__label__bad c")
+    assert several.columns == {"text": ["a b", "c"], "label": [["good", "new"], ["bad"]]}
+    assert read(tmp_path, "a.txt", "__label__good a b\nc").columns == {"text": ["__label__good a b", "c"]}
+
+
+def test_a_row_for_each_word_of_a_sentence(tmp_path):
+    """Its number in the first row alone, or in each."""
+    words = {"Word": [["Anna", ","], ["Rome"]], "Tag": [["B-PER", "O"], ["B-LOC"]]}
+    table = read(tmp_path, "a.csv", 'Sentence #,Word,Tag\nS: 1,Anna,B-PER\n,",",O\nS: 2,Rome,B-LOC\n')
+    assert table.columns == {"Sentence #": ["S: 1", "S: 2"], **words}
+    assert table.where(1).endswith("a.csv, line 4")
+    every = read(tmp_path, "a.csv", "sentence_id,words,labels\n0,Anna,B-PER\n0,.,O\n1,Rome,B-LOC\n")
+    assert every.columns["words"] == [["Anna", "."], ["Rome"]]
+    whole = "sentence_id,words,labels\n0,Anna .,B-PER O\n0,Rome,B-LOC\n"
+    assert read(tmp_path, "a.csv", whole).columns["words"] == ["Anna .", "Rome"]
 
 
 def test_unknown_suffix(tmp_path):

@@ -106,7 +106,7 @@ def test_wrong_content(tmp_path, name, content, says):
 
 
 def test_a_suffix_that_cannot_be_streamed(tmp_path):
-    with pytest.raises(ValueError, match="rows are streamed from .jsonl, .json, .txt"):
+    with pytest.raises(ValueError, match="rows are streamed from .jsonl, .ndjson, .json, .txt"):
         FileRows([tmp_path / "a.xls"])
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from chat_toys import CHATML, MARKED, make_tokenizer
 
+from modelcenter.data.conversations import TOOLS
 from modelcenter.data.templates import IGNORED, Template, label_conversations
 
 CHAT = [
@@ -48,6 +49,27 @@ def test_answers_of_a_chat_with_their_stop_token():
     assert answers(labelled(template, [CHAT], train_on="last"), tokenizer) == ["Italian food.<|im_end|>"]
     skipped = [*CHAT[:2], CHAT[2] | {"weight": 0}, *CHAT[3:]]
     assert answers(labelled(template, [skipped]), tokenizer) == ["Italian food.<|im_end|>"]
+
+
+def test_tools_are_written_as_transformers_writes_them():
+    text = "{% if tools %}Call: {{ tools | tojson }}\n{% endif %}" + CHATML
+    tool = {"type": "function", "function": {"name": "open", "parameters": {}}}
+    tokenizer = make_tokenizer(text, end="<|im_end|>")
+    opened = [{"role": "assistant", "content": "Hello."}, *PAIR]  # it begins with an answer
+    for turns in (CHAT, opened):
+        row = [turns[0] | {TOOLS: [tool]}, *turns[1:]]
+        whole = tokenizer.apply_chat_template(turns, tools=[tool], tokenize=True)["input_ids"]
+        found = labelled(Template(tokenizer), [row])
+        assert found.tokens.row(0).tolist() == whole and "Call:" in tokenizer.decode(whole)
+        said = [f"{turn['content']}<|im_end|>" for turn in turns if turn["role"] == "assistant"]
+        assert answers(found, tokenizer) == said
+        asked = tokenizer.apply_chat_template(turns[:-1], tools=[tool], tokenize=True, add_generation_prompt=True)
+        assert Template(tokenizer).prompt(row).tolist() == asked["input_ids"]
+    assert Template(tokenizer).uses_tools and not Template(make_tokenizer(CHATML)).uses_tools
+    # Of several templates transformers takes the one for tools.
+    several = make_tokenizer({"default": CHATML, "tool_use": text}, end="<|im_end|>")
+    whole = several.apply_chat_template(CHAT, tools=[tool], tokenize=False)
+    assert Template(several).render([CHAT[0] | {TOOLS: [tool]}, *CHAT[1:]]) == whole != Template(several).render(CHAT)
 
 
 def test_prompt_is_what_generation_is_given():

@@ -43,6 +43,8 @@ def test_a_line_per_row_in_order(folder, tmp_path, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == f"{tmp_path / 'out.jsonl'}: 21 rows"
     found, expected = read(tmp_path / "out.jsonl"), chances(folder, [row["text"] for row in rows])
     assert [list(row) for row in found] == [["label", "score", "probabilities"]] * 21
+    saved = json.loads((folder / "run" / "model" / "tokenizer_config.json").read_text())
+    assert saved["model_max_length"] == 32  # the positions of the model: transformers cuts there
     for row, values in zip(found, expected.tolist(), strict=True):
         assert list(row["probabilities"].values()) == pytest.approx(values, abs=2e-6)
         assert list(row["probabilities"]) == ["bad", "good"]

@@ -13,7 +13,7 @@ from toyruns import assert_same_end, die_at, in_a_process
 import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
-from modelcenter.data.readers import read_file
+from modelcenter.data.readers import Origin, Table, read_file
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import metrics
 from modelcenter.training.config import QAConfig
@@ -308,6 +308,23 @@ def test_forms_of_answers(folder):
     assert asked[0] == asked[1] == asked[2] and asked[0].starts[0] == rows[0]["answers"]["answer_start"][0]
     table = read_file(write_jsonl(folder / "d.jsonl", [row | {"answers": None} for row in rows]))
     assert module.questions_of(table, "question", "context", "answers").starts == (-1,) * 4
+
+
+def test_answers_in_the_cells_of_a_csv_file():
+    cells = [
+        "{'text': array(['b'], dtype=object), 'answer_start': array([2], dtype=int32)}",  # of pandas
+        "{'text': ['b'], 'answer_start': [2]}",
+        '[{"text": "b", "answer_start": 2}]',
+        "{'text': array([], dtype=object), 'answer_start': array([], dtype=int32)}",
+        "b",
+        "",
+    ]
+    six = {"question": ["q"] * 6, "context": ["a b"] * 6, "answers": cells}
+    table = Table({**six, "answer_start": ["2"] * 6}, [Origin("a.csv", 6, "0")])
+    asked = module.questions_of(table, "question", "context", "answers")
+    assert asked.answers == [["b"]] * 3 + [[], ["b"], []] and asked.starts == (2, 2, 2, -1, 2, -1)
+    with pytest.raises(ValueError, match="row 5: got 'b' in column 'answers', expected"):
+        module.questions_of(Table(six, table.origins), "question", "context", "answers")
 
 
 def test_a_dry_run_shows_answers(folder, capsys):

@@ -8,7 +8,7 @@ from modelcenter.training.config.common import TrainConfig
 from modelcenter.training.flags import flag
 
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
-_data = partial(flag, "data")
+_data, _optimisation = partial(flag, "data"), partial(flag, "optimisation")
 
 
 # fmt: off
@@ -31,6 +31,8 @@ class ClassificationConfig(TrainConfig):
     num_labels: int | None = _data(None, "classes: integer labels are 0 to num_labels - 1; none: counted")
     problem_type: str | None = _data(None, "kind of label; none: found (lists are multi-label, fractions regression)",
         choices=PROBLEM_TYPES)
+    class_weights: list[str] | None = _optimisation(None, "how much the rows of a class count in training, such as "
+        "spam=3 (the others 1); balanced: the rarer the class the more", "class_weight")
     # fmt: on
 
     def check(self) -> None:

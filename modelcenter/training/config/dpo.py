@@ -18,13 +18,15 @@ class DPOConfig(TrainConfig):
     """Flags of direct preference optimisation."""
 
     task: ClassVar[str] = "dpo"
-    roles: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected", "system")
+    roles: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected", "system", "tools")
 
     prompt_column: str | None = _data(None, "column of what is asked; none: found, or what the chosen and the rejected "
         "messages begin with", "instruction_column")
     chosen_column: str | None = _data(None, "column of the better answer, a text or messages; none: found")
     rejected_column: str | None = _data(None, "column of the worse answer; none: found")
     system_column: str | None = _data(None, "column of a system prompt; none: found by its usual names")
+    tools_column: str | None = _data(None, "column of the tools that a chat may call, which the template writes; none: "
+        "found, where there is one")
     template: str = _data("auto", "chat: the tokenizer's own template; plain: a line for each turn; none: nothing "
         "between prompt and answer; or a Jinja file. auto: chat where there is one, else plain", "chat_template")
     too_long: str = _data("cut", "rows longer than max_length: cut from the right (pairs left out, where nothing of an "

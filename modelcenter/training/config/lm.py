@@ -19,7 +19,7 @@ class LMConfig(TrainConfig):
 
     task: ClassVar[str] = "lm"
     mixes: ClassVar[bool] = True
-    roles: ClassVar[tuple[str, ...]] = ("messages", "prompt", "input", "response", "system", "text", "answers")
+    roles: ClassVar[tuple[str, ...]] = ("messages", "prompt", "input", "response", "system", "text", "answers", "tools")
 
     messages_column: str | None = _data(None, "column of the messages of a chat; none: found")
     prompt_column: str | None = _data(None, "column of what is asked; none: found by its usual names",
@@ -33,6 +33,8 @@ class LMConfig(TrainConfig):
         "are no chats or instructions", "dataset_text_field", "text_column_name")
     answers_column: str | None = _data(None, "column of what is to be written where rows are objects of CPM-Bee, whose "
         "other columns are what is known; none: '<ans>', where there is one")
+    tools_column: str | None = _data(None, "column of the tools that a chat may call, which the template writes; none: "
+        "found, where there is one")
     template: str = _data("auto", "chat: the tokenizer's own template; plain: a line for each turn; none: nothing "
         "between prompt and answer; or a Jinja file. auto: chat where there is one, else plain", "chat_template")
     train_on: str = _data("all", "answers of a chat that are trained on, all or the last of each row", choices=TRAIN_ON)

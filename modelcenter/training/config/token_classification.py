@@ -7,7 +7,7 @@ from typing import ClassVar
 from modelcenter.training.config.common import TrainConfig
 from modelcenter.training.flags import flag
 
-_data = partial(flag, "data")
+_data, _optimisation = partial(flag, "data"), partial(flag, "optimisation")
 
 
 # fmt: off
@@ -27,4 +27,6 @@ class TokenClassificationConfig(TrainConfig):
     label_all_tokens: bool = _data(False, "train on every token of a word (with I- behind a B-), not on its first only")
     too_long: str = _data("split", "training rows of more than max_length tokens: split at words, or cut; rows "
         "that are judged are always split", choices=("split", "cut"))
+    class_weights: list[str] | None = _optimisation(None, "how much the words of a class count in training, such as "
+        "spam=3 (the others 1); balanced: the rarer the class the more", "class_weight")
     # fmt: on

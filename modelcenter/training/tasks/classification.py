@@ -16,6 +16,7 @@ from modelcenter.data.labels import Labels, by_names, find_labels, in_order_of
 from modelcenter.data.readers import Table
 from modelcenter.data.tokenize import Tokens, tokenize
 from modelcenter.models.base import Model
+from modelcenter.training.class_weights import WeightedClasses, weights_of
 from modelcenter.training.config import ClassificationConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate, logits_of
 from modelcenter.training.metrics import Metrics, MultiLabel, Regression, SingleLabel, sum_over_ranks
@@ -82,6 +83,9 @@ class Classification(Task):
         self.train_targets = self.labels.encode(values, where)
         if self.group is not None and self.labels.problem_type != "single_label_classification":
             raise ValueError(f"group_column: for rows with one label each, not for {self.labels.problem_type}")
+        if cfg.class_weights and self.labels.problem_type != "single_label_classification":
+            raise ValueError(f"class_weights: for rows with one label each, not for {self.labels.problem_type}")
+        self.class_weights, self.smoothing = cfg.class_weights, cfg.label_smoothing
         self.eval_targets = None
         if self.eval is not None:
             find_columns(self.eval, *_names(self.columns))
@@ -114,6 +118,11 @@ class Classification(Task):
             return LabelledRows(table, tokens, self.labels, targets, groups_of(table, self.group))
 
         return examples(self.train, self.train_targets), self.eval and examples(self.eval, self.eval_targets)
+
+    def attach(self, model: Model) -> None:
+        if self.class_weights:
+            weights = weights_of(self.class_weights, self.labels.names, self.train_targets)
+            self.loss_fn = WeightedClasses(weights, self.smoothing)
 
     def prepare_model(self, model: Model, tokenizer: Any) -> None:
         """Name a token that pads, where none is named: transformers needs one to find where the rows of a batch end, of

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import modelcenter
 from engine.parallel.shard import policy_of
-from modelcenter.data.conversations import find_chat_columns
+from modelcenter.data.conversations import ChatColumns, find_chat_columns
 from modelcenter.data.preferences import find_preference_columns, preferences, questions
 from modelcenter.data.readers import Table
 from modelcenter.data.templates import IGNORED, LabelledTokens, Template, label_conversations
@@ -118,6 +118,7 @@ class DPO(LanguageModelling):
         self.pair_columns = find_preference_columns(self.train, given)
         for role, name in self.pair_columns.items():
             setattr(cfg, f"{role}_column", name)
+        self.columns = ChatColumns(tools=self.pair_columns["tools"])
         self.train_rows = preferences(self.train, self.pair_columns)
         self.eval_rows = None
         if self.eval is not None:
@@ -193,7 +194,7 @@ class DPO(LanguageModelling):
             task.pair_columns = find_preference_columns(table, given)
             task.train_rows = (preferences if labelled else questions)(table, task.pair_columns)
         else:
-            prompt = {"prompt": given["prompt"], "system": given["system"]}
+            prompt = {role: given[role] for role in ("prompt", "system", "tools")}
             task.train_rows = rows_of(table, find_chat_columns(table, prompt, answered=False))
         return task
 

@@ -81,6 +81,7 @@ class LanguageModelling(Task):
         if self.columns.answers is None:
             self.template = Template(tokenizer, self.cfg.template)
             self.cfg.template = self.template.name
+            say_unused_tools(self.template, self.columns.tools)
 
     def _label(self, table: Table, rows: Any, max_length: int) -> AnswerRows:
         made: AnswerRows
@@ -234,6 +235,14 @@ def say_left_out(table: Table, found: LabelledTokens, max_length: int) -> None:
     for rows, why in reasons:
         if len(rows) and engine.rank() == 0:
             log.warning("%s: %d rows %s and are left out (first: %s)", table.name, len(rows), why, table.where(rows[0]))
+
+
+def say_unused_tools(template: Template, column: str | None) -> None:
+    """Tell, once, that the tools of rows go unread."""
+    if column is not None and not template.uses_tools and engine.rank() == 0:
+        log.warning(
+            "template %s: it does not write tools, so the tools of column %r are not read", template.name, column
+        )
 
 
 def add_stops(model: Model, stops: Sequence[int], anew: bool) -> None:

@@ -1,11 +1,13 @@
 """Extractive question answering: the part of a text that answers a question, or that none does."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 
+from modelcenter.data.literal import as_list, as_object
 from modelcenter.data.passages import Passages, find_answers, tokenize_passages
 from modelcenter.data.readers import Table
 from modelcenter.models.base import Model
@@ -21,6 +23,7 @@ from modelcenter.training.tasks.windows import WindowRows, WindowTask
 QUESTIONS = ("question", "query", "question_text")
 CONTEXTS = ("context", "passage", "document", "paragraph", "context_text")
 ANSWERS = ("answers", "answer")
+_START = "answer_start"
 UNKNOWN = -2  # start of an answer that the context does not hold where it should
 
 
@@ -274,12 +277,21 @@ def find_answer(context: str, text: str, start: int) -> int:
 
 
 def _answers(table: Table, row: int, column: str, value: Any) -> tuple[list[str], list[int]]:
-    """The texts and starts of {"text": [...], "answer_start": [...]} or a list of {"text", "answer_start"}."""
+    """The texts and starts of {"text": [...], "answer_start": [...]} or a list of {"text", "answer_start"}, each as it
+    is or as a text spells it; or of a text with its start in a column of that name."""
+    if isinstance(value, str):
+        spelt = as_object(value) or as_list(value)
+        if spelt is None and _START in table.columns:
+            start = table.columns[_START][row]
+            whole = isinstance(start, str) and re.fullmatch(r"\s*-?\d+(\.0)?\s*", start)
+            value = {"text": value, "answer_start": int(float(start)) if whole else start} if value.strip() else None
+        else:
+            value = value if spelt is None else spelt
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-        value = {name: [item.get(name) for item in value] for name in ("text", "answer_start")}
+        value = {name: [item.get(name) for item in value] for name in ("text", _START)}
     value = {} if value is None else value
     if isinstance(value, dict):
-        texts, starts = value.get("text", []), value.get("answer_start", [])
+        texts, starts = value.get("text", []), value.get(_START, [])
         texts, starts = (part if isinstance(part, list) else [part] for part in (texts, starts))
         starts = [int(s) if isinstance(s, float) and s.is_integer() else s for s in starts]  # of pandas
         whole = all(isinstance(t, str) for t in texts) and all(type(s) is int for s in starts)

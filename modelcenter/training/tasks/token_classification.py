@@ -19,6 +19,7 @@ from modelcenter.data.readers import Table
 from modelcenter.data.words import Words, space_before_words, tokenize_words
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
+from modelcenter.training.class_weights import WeightedClasses, weights_of
 from modelcenter.training.config import TokenClassificationConfig, TrainConfig
 from modelcenter.training.metrics import TokenLabels, entities
 from modelcenter.training.metrics.qa import is_han
@@ -27,8 +28,8 @@ from modelcenter.training.tasks.base import read_splits, shortened, usual_column
 from modelcenter.training.tasks.named_columns import find_named
 from modelcenter.training.tasks.windows import WindowRows, WindowTask
 
-WORDS = ("words", "tokens", "token", "sentence", "text")
-TAGS = ("tags", "ner_tags", "ner", "labels", "label", "pos_tags", "bio", "entities", "spans", "ents")
+WORDS = ("words", "tokens", "token", "word", "sentence", "text")
+TAGS = ("tags", "ner_tags", "ner", "ner_tag", "tag", "labels", "label", "pos_tags", "bio", "entities", "spans", "ents")
 # Of a plain text: words with what is written inside them, Chinese characters and other signs each by itself.
 _TEXT = re.compile(r"\w+(?:[-'\u2019.]\w+)*|[^\w\s]")
 
@@ -98,6 +99,7 @@ class TokenClassification(WindowTask):
         tags = tags_of(self.train, self.columns[1], self.rows)
         self.names = names_of_tags(self.train, self.columns[1], tags, cfg.tag_names)
         self.targets = encode(self.train, self.rows, tags, self.names)
+        self.class_weights, self.smoothing = cfg.class_weights, cfg.label_smoothing
         self.empty = sum(not row for row in self.rows)
         if self.empty == len(self.rows):
             raise ValueError(f"{self.train.name}: no row has a word in column {self.columns[0]!r}")
@@ -115,6 +117,10 @@ class TokenClassification(WindowTask):
         self.names, self.targets = order, places[self.targets]
         if self.eval is not None:
             self.eval_targets = places[self.eval_targets]
+
+    def attach(self, model: Model) -> None:
+        if self.class_weights:
+            self.loss_fn = WeightedClasses(weights_of(self.class_weights, self.names, self.targets), self.smoothing)
 
     def model_options(self) -> dict[str, Any]:
         return {"num_labels": len(self.names), "id2label": dict(enumerate(self.names))}

@@ -1,0 +1,69 @@
+"""A loss in which classes count more or less: for data that have few rows of some of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.loss import IGNORE_INDEX
+from modelcenter.registry import nearest
+
+BALANCED = "balanced"
+_ONE = 1 << 20  # weights are whole multiples of 1 / _ONE, so that their sum over a global batch is one of integers
+
+
+class WeightedClasses:
+    """The loss_fn of training.accumulate that is torch's cross_entropy with `weight` over the global batch: the losses
+    of the items, each times the weight of its class, divided by the sum of these weights."""
+
+    def __init__(self, weights: Sequence[float], label_smoothing: float = 0.0):
+        self.units = torch.tensor([max(1, round(weight * _ONE)) for weight in weights])
+        self.smoothing = label_smoothing
+
+    @property
+    def weights(self) -> Tensor:
+        """fp32 (classes,)."""
+        return self.units.double().div(_ONE).float()
+
+    def counts(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        labels = batch["labels"]
+        return {"loss": int(self.units[labels[labels != IGNORE_INDEX]].sum())}
+
+    def __call__(self, out: Any, batch: Mapping[str, Any], totals: Mapping[str, int]) -> Tensor:
+        logits, labels = out.logits.flatten(0, -2).float(), batch["labels"].flatten()
+        weights = self.weights.to(logits.device)
+        total = F.cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=self.smoothing)
+        return total / (max(totals["loss"], 1) / _ONE)
+
+
+def weights_of(given: Sequence[str], names: Sequence[str], targets: np.ndarray) -> list[float]:
+    """The weight of each class.
+
+    Args:
+        given: ["balanced"], the rows divided by the classes and by the rows of the class, 1 for one without rows; or
+            NAME=WEIGHT of some classes, the others have 1. targets: int64, the classes of all rows.
+
+    Raises:
+        ValueError: a weight of no class, twice, or that is no number above 0.
+    """
+    if list(given) == [BALANCED]:
+        counts = np.bincount(targets, minlength=len(names))
+        return [len(targets) / (len(names) * n) if n else 1.0 for n in counts.tolist()]
+    found: dict[str, float] = {}
+    for one in given:
+        name, _, value = one.rpartition("=")
+        if name not in names or name in found:
+            problem = "twice" if name in found else f"no class.{nearest(name, names)} They are {', '.join(names[:12])}"
+            raise ValueError(
+                f"class_weights: got {one!r}, {name or one!r} is {problem}; expected balanced or NAME=WEIGHT"
+            )
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = 0.0
+        if not 0 < found[name] < 1e6:
+            raise ValueError(f"class_weights: got {one!r}, expected a number above 0 and below 1000000 behind the name")
+    return [found.get(name, 1.0) for name in names]

@@ -1,0 +1,79 @@
+"""Classes that count more or less: against torch's cross_entropy, cut differently, over ranks."""
+
+import json
+
+import numpy as np
+import pytest
+import span_toys
+import torch
+import torch.nn.functional as F
+from toydata import SIZES, STILL, command, flags, write_folder
+
+import modelcenter
+from engine.testing import run as on_ranks
+from modelcenter.cli import main
+from modelcenter.training.accumulation import accumulate
+from modelcenter.training.class_weights import WeightedClasses, weights_of
+
+ROOMY = {"model_config": SIZES | STILL | {"num_layers": 2, "max_positions": 64}}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("head", ["sequence-classification", "token-classification"])
+def test_the_loss_is_that_of_torch(head, smoothing):
+    options = {**SIZES, **STILL, "vocab_size": 30, "num_labels": 3, "dtype": "float32"}
+    model = modelcenter.from_config("tiny/bert", head, **options).train()
+    rng = np.random.default_rng(0)
+    ids = torch.from_numpy(rng.integers(5, 30, (6, 7)))
+    labels = torch.from_numpy(rng.integers(0, 3, 6 if head[0] == "s" else (6, 7)))
+    if head[0] == "t":
+        labels[:, ::3] = -100
+    loss_fn = WeightedClasses([0.2, 1.0, 7.25], smoothing)
+    parts = [slice(0, 1), slice(1, 4), slice(4, 6)]
+    found = accumulate(model, [{"input_ids": ids[p], "labels": labels[p]} for p in parts], loss_fn)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    logits = model(input_ids=ids).logits.flatten(0, -2)
+    loss = F.cross_entropy(logits, labels.flatten(), torch.tensor([0.2, 1.0, 7.25]), label_smoothing=smoothing)
+    loss.backward()
+    torch.testing.assert_close(found, loss.detach())
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_that_are_meant():
+    targets = np.array([0, 0, 0, 2])
+    assert weights_of(["balanced"], ("a", "b", "c"), targets) == [4 / 9, 1.0, 4 / 3]  # as scikit-learn
+    assert weights_of(["c=3", "x=y=0.5"], ("a", "c", "x=y"), targets) == [1.0, 3.0, 0.5]
+    for wrong, said in (("d=1", "'d' is no class. .*They are a, b"), ("a=0", "above 0"), ("2", "'2' is no class")):
+        with pytest.raises(ValueError, match=said):
+            weights_of([wrong], ("a", "b"), targets)
+    with pytest.raises(ValueError, match="'a' is twice"):
+        weights_of(["a=1", "a=2"], ("a", "b"), targets)
+
+
+CASES = [("classification", "dp"), *((task, split) for task in ("classification", "token-classification")
+         for split in ("tp", "cp", "pp")), ("token-classification", "dp")]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("task", "split"), CASES)
+def test_over_ranks(tmp_path, monkeypatch, task, split):
+    monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path / "cache"))
+    made = write_folder(tmp_path, 18, 7) if task == "classification" else span_toys.write_folder(tmp_path, task, 18, 7)
+    values = flags(made, class_weights="balanced", max_steps=2, trackers="no", label_smoothing=0.1, **ROOMY)
+
+    def run(name, **changes):
+        main(["finetune", task, *command(values | {"output_dir": str(tmp_path / name)} | changes)])
+
+    def curve(name):
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in row.items() if "second" not in k and k != "padding"} for row in rows]
+
+    run("one")
+    parts = {"batch_size": 2, "gradient_accumulation_steps": 2} if split == "dp" else {split: 2}
+    if split == "pp":
+        parts |= {"batch_size": 4, "gradient_accumulation_steps": 2}
+    on_ranks(lambda: run("two", **parts), 2, timeout=90)
+    for row, expected in zip(curve("two"), curve("one"), strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-4)

@@ -32,7 +32,7 @@ def test_make_bench_runs_every_script():
 def test_what_is_for_gpus_runs_on_a_cpu(name: str, tmp_path: Path):
     record = tmp_path / "record.json"
     words = ["--device", "cpu", "--quick", "--output", str(record)]
-    done = python(str(ROOT / "scripts" / "bench" / f"{name}.py"), *words, cwd=tmp_path)
+    done = python(str(ROOT / "scripts" / "bench" / f"{name}.py"), *words, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(record.read_text())
     assert found["rows"] and not found["notes"]

@@ -42,14 +42,17 @@ def main() -> None:
     }
     results = take_turns(contenders, args.rounds, args.threads)
     seconds, memory = medians(results, "process_seconds"), medians(results, "peak_mb")
-    base = seconds["import nothing"]
     first, whole = demo()
+
+    def imports(name: str) -> float:
+        """Seconds beyond a start of Python; never none, for a ratio."""
+        return max(seconds[f"import {name}"] - seconds["import nothing"], 0.001)
+
     rows = [
-        against("import modelcenter", "import torch", seconds["import modelcenter"] - base,
-                seconds["import torch"] - base, "s"),
-        against("import engine", "import torch", seconds["import engine"] - base, seconds["import torch"] - base, "s"),
-        against("import a model class", "transformers", seconds["import modelcenter, a model class"] - base,
-                seconds["import transformers, a model class"] - base, "s"),
+        against("import modelcenter", "import torch", imports("modelcenter"), imports("torch"), "s"),
+        against("import engine", "import torch", imports("engine"), imports("torch"), "s"),
+        against("import a model class", "transformers", imports("modelcenter, a model class"),
+                imports("transformers, a model class"), "s"),
         *(fraction(f"modelcenter {name}", seconds[f"modelcenter {name}"], "one second", most=1.0)
           for name in COMMANDS),
         fraction("demo, start to first step", first / FIRST_STEP, "20 seconds", most=1.0),

@@ -206,11 +206,12 @@ def _open(process: int, file: int, identity: int) -> torch.Tensor:
     Raises:
         OSError: it cannot be opened, or is not that memory: the process is another machine's.
     """
+    path = f"/proc/{process}/fd/{file}"
+    if os.stat(path).st_size != ROOM_BYTES:  # looked at first: to open a stranger's pipe or terminal may do something
+        raise OSError("another process has this number here")
     # To write too, though nobody does: torch knows no memory that can only be read.
-    opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+    opened = os.open(path, os.O_RDWR)
     try:
-        if os.fstat(opened).st_size != ROOM_BYTES:
-            raise OSError("another process has this number here")
         found = _bytes_of(opened)
     finally:
         os.close(opened)

@@ -15,7 +15,7 @@ def send_parts(send: Sequence[torch.Tensor], into: Sequence[torch.Tensor], group
     Of empty parts, which both sides must know, nothing is sent.
 
     Returns:
-        The works, to wait for.
+        The works, to wait for; first those of what is received.
     """
     ranks, me = group.size(), group.rank()
     # What is to come first: a message waits at its sender until there is a place for it.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine.parallel.parts import send_parts
 from engine.torch_compat import all_gather_flat
 
 # For the messages of a model that are under way. The system gives a page when it is first used, and the first places
@@ -124,15 +125,12 @@ class Message:
             written: where in the memory it is; of none: it goes over gloo, by ``gloo_tag``.
         """
         self._memory, self._number, self._send, self._gloo_tag = memory, number, send, gloo_tag
-        self._heard = {rank: torch.empty(2, dtype=torch.int64) for rank in memory.others}
-        # What is to come first: a word waits at its sender until there is a place for it.
-        self._works: list[Any] = [
-            dist.irecv(word, group=memory.group, group_src=rank, tag=tag) for rank, word in self._heard.items()
-        ]
-        self._said = [torch.tensor([written.get(rank, _NOWHERE), memory.read_to()]) for rank in memory.others]
-        for rank, word in zip(memory.others, self._said, strict=True):
-            self._works.append(dist.isend(word, group=memory.group, group_dst=rank, tag=tag))
-            if rank not in written:
+        ranks = range(memory.group.size())
+        self._heard = [torch.empty(2, dtype=torch.int64) for _ in ranks]
+        self._said = [torch.tensor([written.get(rank, _NOWHERE), memory.read_to()]) for rank in ranks]
+        self._works = send_parts(self._said, self._heard, memory.group, tag)
+        if not written:
+            for rank in memory.others:
                 self._works.append(dist.isend(send[rank], group=memory.group, group_dst=rank, tag=gloo_tag))
 
     def parts(self) -> list[torch.Tensor]:
@@ -140,18 +138,18 @@ class Message:
         ``done``, and must not be written."""
         memory, own = self._memory, self._send[self._memory.group.rank()]
         found = {memory.group.rank(): own}
-        count = len(self._heard)
-        for work in self._works[:count]:
+        words = len(memory.others)
+        for work in self._works[:words]:
             work.wait()
-        memory.read_by_all(min(int(word[1]) for word in self._heard.values()))
-        for rank, word in self._heard.items():
-            place = int(word[0])
+        memory.read_by_all(min(int(self._heard[rank][1]) for rank in memory.others))
+        for rank in memory.others:
+            place = int(self._heard[rank][0])
             if place == _NOWHERE:
                 found[rank] = torch.empty_like(own)
                 dist.recv(found[rank], group=memory.group, group_src=rank, tag=self._gloo_tag)
             else:
                 found[rank] = at(memory.others[rank], place, own)
-        for work in self._works[count:]:
+        for work in self._works[words:]:
             work.wait()
         return [found[rank] for rank in range(len(found))]
 

@@ -33,7 +33,7 @@ def main() -> None:
     # Gradients and optimizer states sharded: what DistributedDataParallel would move goes between the ranks.
     p.add_argument("--zero", type=int, default=2, help="ZeRO level on several ranks (default: 2)")
     p.add_argument("--compiled", action="store_true", help="Trainer with torch.compile too: minutes of compilation")
-    args = parse(p, steps=5, hidden=64, layers=2, dev_rows=64)
+    args = parse(p, steps=5, hidden=64, layers=2, vocabulary="data", dev_rows=64)
     numbers: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     for task in args.tasks:

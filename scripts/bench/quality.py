@@ -20,7 +20,7 @@ from scripts.bench.lib import against, finetuning, finish, parse, parser, sets, 
 
 def main() -> None:
     p = parser(__doc__, rounds=1)
-    finetuning.add_flags(p, steps=100, hidden=128, layers=2, dev_rows=800)
+    finetuning.add_flags(p, vocabulary="data", steps=100, hidden=128, layers=2, dev_rows=800)
     p.add_argument("--seeds", type=int, default=3, help="(default: 3)")
     args = parse(p, steps=5, hidden=64, dev_rows=64, seeds=2)
     numbers: dict[str, Any] = {}

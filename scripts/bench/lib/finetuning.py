@@ -33,6 +33,10 @@ def add_flags(p: argparse.ArgumentParser, **defaults: Any) -> None:
     p.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="(default: all)")
     rates = ", ".join(f"{task} {rate:g}" for task, rate in LR.items())
     p.add_argument("--lr", type=float, help=f"learning rate (default: {rates})")
+    sizes = ", ".join(f"{task} {size:,}" for task, size in sets.PUBLISHED.items())
+    p.add_argument("--vocabulary", choices=("published", "data"), default=defaults.pop("vocabulary", "published"),
+                   help=f"rows of the embedding: as in the checkpoint people start from ({sizes}), or the words of the "
+                   "data alone (default: %(default)s)")  # fmt: skip
     for name, value, what in (
         ("steps", 60, "optimizer steps"),
         ("batch_size", 32, "rows of a step"),
@@ -47,7 +51,7 @@ def add_flags(p: argparse.ArgumentParser, **defaults: Any) -> None:
 def prepare(folder: Path, task: str, args: argparse.Namespace, seed: int = 0) -> dict[str, Any]:
     """Data and start in a folder; what the data are like."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {name: getattr(args, name) for name in ("data", "hidden", "layers", "dev_rows")}
+    settings = {name: getattr(args, name) for name in ("data", "hidden", "layers", "vocabulary", "dev_rows")}
     words = ["-m", "scripts.bench.lib.sets", str(folder), json.dumps({**settings, "task": task, "seed": seed})]
     return child(words, args.threads)
 

@@ -22,6 +22,8 @@ SAMPLES = ROOT / "scripts" / "samples"
 NAMES = {"classification": "SST-2", "mlm": "tiny Shakespeare", "lm": "E2E", "seq2seq": "E2E"}
 MAX_LENGTH = 128
 MASKED = 0.15
+# Words of the published checkpoints of BERT, GPT-2 and T5: who fine-tunes one pays for all of its vocabulary.
+PUBLISHED = {"classification": 30522, "mlm": 30522, "lm": 50257, "seq2seq": 32128}
 Pair = tuple[str, str]  # label and text; source and target; or nothing and text
 
 
@@ -113,7 +115,8 @@ def prepare(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     texts = [" ".join(row) for row in rows]
     tokenizer = {"lm": bytes_, "seq2seq": pieces}.get(task, words)(texts)
     torch.manual_seed(settings["seed"])
-    config = configuration(task, settings["hidden"], settings["layers"], len(tokenizer))
+    vocabulary = PUBLISHED[task] if settings["vocabulary"] == "published" else len(tokenizer)
+    config = configuration(task, settings["hidden"], settings["layers"], vocabulary)
     auto = {
         "classification": transformers.AutoModelForSequenceClassification,
         "mlm": transformers.AutoModelForMaskedLM,
@@ -141,7 +144,7 @@ def configuration(task: str, hidden: int, layers: int, vocabulary: int) -> Any:
     heads = hidden // 64
     if task in ("classification", "mlm"):
         return transformers.BertConfig(
-            vocab_size=30522, hidden_size=hidden, num_hidden_layers=layers, intermediate_size=4 * hidden,
+            vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, intermediate_size=4 * hidden,
             num_attention_heads=heads if hidden >= 512 else hidden // 32,
         )  # fmt: skip
     if task == "lm":

@@ -129,6 +129,15 @@ def in_order_of(names: Sequence[str], others: Sequence[str] | None) -> tuple[str
     return tuple(spelt[name.lower()] for name in others)
 
 
+def renumbering(names: Sequence[str], others: Sequence[str] | None) -> tuple[tuple[str, ...], np.ndarray] | None:
+    """The names as others number them, and the new number of each old one, int64 (names,); None: they are numbered so,
+    or these are not the same names."""
+    order = in_order_of(names, others)
+    if order is None or order == tuple(names):
+        return None
+    return order, np.array([order.index(name) for name in names])
+
+
 def by_names(values: Sequence[Any], classes: Sequence[str] | None, names: Sequence[str]) -> Sequence[Any]:
     """Numbers of classes (or lists of them) as their names, where a source numbers the same classes otherwise than
     `names`; anything else as it is."""

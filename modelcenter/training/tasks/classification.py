@@ -12,7 +12,7 @@ from torch import Tensor
 import engine
 from modelcenter.data.collate import pack
 from modelcenter.data.columns import Columns, check_columns, find_columns, join_labels
-from modelcenter.data.labels import Labels, by_names, find_labels, in_order_of
+from modelcenter.data.labels import Labels, by_names, find_labels, renumbering
 from modelcenter.data.readers import Table
 from modelcenter.data.tokenize import Tokens, tokenize
 from modelcenter.models.base import Model
@@ -95,14 +95,14 @@ class Classification(Task):
             )
 
     def number_as(self, names: Sequence[str]) -> None:
-        order = in_order_of(self.labels.names, names)
-        if order is None or order == self.labels.names or self.labels.problem_type == "regression":
+        found = renumbering(self.labels.names, names)
+        if found is None or self.labels.problem_type == "regression":
             return
-        places = [self.labels.names.index(name) for name in order]
+        order, numbers = found
         multi = self.labels.problem_type == "multi_label_classification"
 
         def renumbered(targets: np.ndarray) -> np.ndarray:
-            return targets[:, places] if multi else np.argsort(places)[targets]
+            return targets[:, np.argsort(numbers)] if multi else numbers[targets]
 
         self.labels = Labels(self.labels.problem_type, order)
         self.train_targets = renumbered(self.train_targets)

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.loss import IGNORE_INDEX
 from modelcenter.data.char_spans import holds_spans, spell_out
 from modelcenter.data.collate import pack_tokens
-from modelcenter.data.labels import by_names, in_order_of
+from modelcenter.data.labels import by_names, renumbering
 from modelcenter.data.literal import lists_of
 from modelcenter.data.readers import Table
 from modelcenter.data.words import Words, space_before_words, tokenize_words
@@ -110,13 +110,13 @@ class TokenClassification(WindowTask):
             self.eval_targets = encode(self.eval, self.eval_rows, tags, self.names)
 
     def number_as(self, names: Sequence[str]) -> None:
-        order = in_order_of(self.names, names)
-        if order is None or order == self.names:
+        found = renumbering(self.names, names)
+        if found is None:
             return
-        places = np.array([order.index(name) for name in self.names])
-        self.names, self.targets = order, places[self.targets]
+        self.names, numbers = found
+        self.targets = numbers[self.targets]
         if self.eval is not None:
-            self.eval_targets = places[self.eval_targets]
+            self.eval_targets = numbers[self.eval_targets]
 
     def attach(self, model: Model) -> None:
         if self.class_weights:

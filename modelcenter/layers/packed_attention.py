@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import Draws, attention, dropout, eager, fresh_key
+from modelcenter.layers.buckets import Bucket
 from modelcenter.layers.marks import Marks, by_pair
-from modelcenter.layers.packing import Bucket, Packed
+from modelcenter.layers.packing import Packed
 
 Pairs = Sequence[tuple[Bucket, Bucket]]
 

@@ -1,0 +1,80 @@
+"""Rectangles of sequences, which attention makes of a batch that it cannot read as it is, and who shares one."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import Tensor
+
+
+@dataclass
+class Bucket:
+    """Sequences that attention handles as one rectangle (n sequences, each padded to length).
+
+    Attributes:
+        index: (n * length,) token numbers; padding repeats the first token of its sequence. None: tokens start:stop.
+        keep: (n, length) bool, False at padding; None: no padding.
+        tokens: (n * length - padding,) places in the rectangle that hold a token, in the order of `index[keep]`.
+    """
+
+    n: int
+    length: int
+    start: int
+    stop: int
+    index: Tensor | None = None
+    keep: Tensor | None = None
+    tokens: Tensor | None = None
+    real: Tensor | None = None
+
+
+# One bucket more costs about as much as this many padded score elements (measured on CPU, forward and backward).
+_BUCKET_COST = 6144
+_MOST_LENGTHS = 48
+
+
+def plan_buckets(lengths: list[int]) -> list[list[int]]:
+    """Split sequences into groups of similar length so that padding plus per-group overhead is least.
+
+    Dynamic programming over the distinct lengths (rounded up when there are many). Returns lists of sequence numbers;
+    empty sequences are in none.
+    """
+    by_length: dict[int, list[int]] = {}
+    step = 1
+    longest = max(lengths, default=0)
+    if len(set(lengths)) > _MOST_LENGTHS:
+        step = -(-longest // _MOST_LENGTHS)
+    for i, n in enumerate(lengths):
+        if n:
+            by_length.setdefault(-(-n // step) * step, []).append(i)
+    sizes = sorted(by_length)
+    counts = list(accumulate((len(by_length[s]) for s in sizes), initial=0))
+    best: list[tuple[int, int]] = [(0, 0)]  # (cost of the first j sizes, where their last group begins)
+    for j, size in enumerate(sizes, 1):
+        area = size * (size + 8)  # scores, and the gathered rows of q, k and v
+        best.append(min((best[i][0] + (counts[j] - counts[i]) * area + _BUCKET_COST, i) for i in range(j)))
+    groups, j = [], len(sizes)
+    while j:
+        i = best[j][1]
+        groups.append(sorted(n for size in sizes[i:j] for n in by_length[size]))
+        j = i
+    return groups
+
+
+def plan_pairs(queries: list[int], keys: list[int]) -> list[list[int]]:
+    """As `plan_buckets`, for rectangles of queries by keys: the sequences of a group are near in both lengths."""
+    rows = sorted((k, q, i) for i, (q, k) in enumerate(zip(queries, keys, strict=False)) if q)
+    step = -(-len(rows) // _MOST_LENGTHS) or 1
+    cuts = [*range(0, len(rows), step), len(rows)]
+    best: list[tuple[int, int]] = [(0, 0)]
+    for j in range(1, len(cuts)):
+        longest, costs = 0, []
+        for i in reversed(range(j)):
+            longest = max(longest, *(q for _, q, _ in rows[cuts[i] : cuts[i + 1]]))
+            area = longest * (rows[cuts[j] - 1][0] + 8)
+            costs.append((best[i][0] + (cuts[j] - cuts[i]) * area + _BUCKET_COST, i))
+        best.append(min(costs))
+    groups, j = [], len(cuts) - 1
+    while j > 0:
+        i = best[j][1]
+        groups.append(sorted(n for _, _, n in rows[cuts[i] : cuts[j]]))
+        j = i
+    return groups

@@ -36,7 +36,12 @@ class Bench(NamedTuple):
 BENCHES: dict[str, Bench] = {
     "finetune_classification": Bench("finetune", 4, ("--tasks", "classification"), data=True),
     "finetune_mlm": Bench("finetune", 4, ("--tasks", "mlm", "--steps", "30"), data=True),
-    "finetune_lm": Bench("finetune", 4, ("--tasks", "lm", "--hidden", "256"), data=True),
+    "finetune_lm": Bench("finetune", 12, ("--tasks", "lm", "--hidden", "256"), data=True),
+    # GPT-2 itself, and the small one without the words that E2E does not have.
+    "finetune_gpt2": Bench(
+        "finetune", 12, ("--tasks", "lm", "--hidden", "768", "--layers", "12", "--steps", "12", "--rounds", "1"), True
+    ),
+    "finetune_lm_few_words": Bench("finetune", 4, ("--tasks", "lm", "--hidden", "256", "--vocabulary", "data"), True),
     "finetune_seq2seq": Bench("finetune", 4, ("--tasks", "seq2seq", "--hidden", "256"), data=True),
     "finetune_2_ranks": Bench("finetune", 4, ("--ranks", "2", "--tasks", "classification", "--rounds", "2"), data=True),
     # A model that has seen nothing learns sentiment in some epochs; fewer steps would compare two that guess.

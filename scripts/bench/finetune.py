@@ -54,11 +54,13 @@ def measure(folder: Path, task: str, args: Any) -> tuple[dict[str, Any], list[di
     speed, whole, peak = (medians(results, key) for key in ("tokens_per_second", "process_seconds", "peak_mb"))
     best = max(peers, key=lambda name: speed[name])
     data_name = sets.NAMES[task] if args.data else "samples"
-    what = f"{task}, {data_name}"
+    what = f"{task}, {data_name}, {data['parameters'] / 1e6:.3g}M parameters"
+    rate = speed["modelcenter"] * data["gflop_per_token"] / machine.limits()["gemm_gflops"]
+    why = f"the products alone take {rate:.0%} of the time here, at the rate the machine multiplies at best"
     rows = []
     for name in peers:
         target = None if name != best else SPEED[task] if args.ranks == 1 else ON_RANKS
-        rows.append(against(f"{what}: real tokens", name, speed["modelcenter"], speed[name], "tokens/s", target))
+        rows.append(against(f"{what}: real tokens", name, speed["modelcenter"], speed[name], "tokens/s", target, why))
     quickest, least = min(peers, key=lambda name: whole[name]), min(peers, key=lambda name: peak[name])
     why = "with so few steps the start of a process is most of it" if args.steps < 50 else ""
     rows.append(
@@ -66,7 +68,6 @@ def measure(folder: Path, task: str, args: Any) -> tuple[dict[str, Any], list[di
                 END_TO_END if args.ranks == 1 else None, why)
     )  # fmt: skip
     rows.append(against(f"{what}: peak memory of a process", least, peak["modelcenter"], peak[least], "MB"))
-    rate = speed["modelcenter"] * data["gflop_per_token"] / machine.limits()["gemm_gflops"]
     rows.append(fraction(f"{what}: arithmetic of training, with everything around it", rate, "fp32 products"))
     judged = {n: finetuning.judged(folder, task, found[-1]["model"], args.threads) for n, found in results.items()}
     return {

@@ -1,68 +1,76 @@
-"""One training step on gloo ranks: this engine's sharding against a loop written by hand on PyTorch's own.
+"""One training step on several ranks: this engine's sharding against a loop written by hand on PyTorch's own.
 
 The same GPT-2-like model (this project's, so that only the engine differs), fp32, packed tokens, clipping and AdamW;
 and once transformers' model of the same shape on the same tokens, which a loop written by hand would most likely shard.
 The contenders live in the same processes and take turns step by step.
 
     python scripts/bench/sharded_step.py --output result.json
+    python scripts/bench/sharded_step.py --device cuda     # over NCCL, on all GPUs of the machine
 
 ZeRO-3 is compared with fully_shard on each block (PyTorch's FSDP2), clip_grad_norm_ and fused AdamW; ZeRO-2, which
 keeps whole parameters between forward and backward, with DistributedDataParallel and the same clipping and optimizer.
 --peers adds accelerate's FSDP2 and DeepSpeed's ZeRO-2 and 3, in processes of their own; DeepSpeed is installed from
 PyPI into an environment of its own. On a CPU accelerate gives DistributedDataParallel whatever it is asked for; the
-JSON says what it made.
+JSON says what it made. On GPUs the model is larger, as there even small ones' steps are all launches of kernels.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import ROOT, against, child, finish, parse, parser, peers, steps
+from scripts.bench.lib import ROOT, against, child, finish, gpu, parse, parser, peers, steps
 
 CONTENDERS = ("zero3", "fully_shard", "fully_shard_transformers", "zero2", "zero1", "ddp")
 ROW = 64
 DDP = "DistributedDataParallel"
-# Level, peer, its key, the ratio to reach (time against time), and why it may be missed.
+SHAPE = {
+    "cpu": {"layers": 4, "hidden_size": 256, "tokens": 512},
+    "cuda": {"layers": 12, "hidden_size": 1024, "tokens": 8192},
+}
+# Level, peer, its key, the ratio to reach (time against time; over gloo, over NCCL), and why it may be missed.
 _PRICE = "a step also gathers the parameters, and FSDP's hooks are Python at every unit"
 _SAME = "most of a step is the arithmetic, which is the same"
-AGAINST = (
-    (3, "fully_shard by hand (FSDP2)", "fully_shard", 1.2, _SAME),
-    (3, "the same, transformers' GPT-2", "fully_shard_transformers", None, ""),
-    (2, DDP, "ddp", 1 / 1.25, _PRICE),
-    (1, DDP, "ddp", None, _PRICE),
+AGAINST: tuple[tuple[int, str, str, dict[str, float], str], ...] = (
+    (3, "fully_shard by hand (FSDP2)", "fully_shard", {"cpu": 1.2}, _SAME),
+    (3, "the same, transformers' GPT-2", "fully_shard_transformers", {}, ""),
+    (2, DDP, "ddp", {"cpu": 1 / 1.25, "cuda": 1 / 1.1}, _PRICE),
+    (1, DDP, "ddp", {}, _PRICE),
 )
 PEERS = {"accelerate FSDP2": 3, "DeepSpeed ZeRO-2": 2, "DeepSpeed ZeRO-3": 3}  # and the level they compare with
 
 
 def main() -> None:
     p = parser(__doc__, rounds=30)
-    p.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="(default: 2 and 4)")
-    p.add_argument("--layers", type=int, default=4)
-    p.add_argument("--hidden_size", type=int, default=256)
-    p.add_argument("--tokens", type=int, default=512, help="on each rank")
-    p.add_argument("--peers", action="store_true", help="measure accelerate and DeepSpeed too")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    p.add_argument("--ranks", type=int, nargs="+", help="(default: 2 and 4; on GPUs all there are)")
+    p.add_argument("--layers", type=int, help="(default: 4; on GPUs 12)")
+    p.add_argument("--hidden_size", type=int, help="(default: 256; on GPUs 1,024)")
+    p.add_argument("--tokens", type=int, help="on each rank (default: 512; on GPUs 8,192)")
+    p.add_argument("--peers", action="store_true", help="measure accelerate and DeepSpeed too, on CPUs")
     p.add_argument("--child", help="internal: measure on this many ranks")
     args = parse(p, ranks=[2], hidden_size=64, layers=2, tokens=128)
-    shape = {name: getattr(args, name) for name in ("layers", "hidden_size", "tokens", "rounds")}
+    for name, value in SHAPE[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     if args.child:
-        import engine
-
-        found = engine.testing.run(measure, int(args.child), args, timeout=900)[0]
-        print(json.dumps(found))
+        told(args)
         return
+    args.ranks = args.ranks or ([2, 4] if args.device == "cpu" else [gpus()])
+    if args.device == "cuda" and not 2 <= max(args.ranks) <= gpus():
+        p.error(f"--device cuda --ranks {max(args.ranks)}: a GPU for each rank, and two or more; here are {gpus()}")
+    shape = {name: getattr(args, name) for name in ("layers", "hidden_size", "tokens", "rounds")}
     numbers: dict[str, Any] = {}
     rows, notes = [], []
-    words = [str(x) for name, value in shape.items() for x in (f"--{name}", value)]
     for ranks in args.ranks:
-        found = child([__file__, "--child", str(ranks), *words], 1)
+        found = measured(ranks, args.device, shape)
         ms = {name: round(found[name], 2) for name in CONTENDERS}
-        rows += [
-            against(f"step at ZeRO-{level}, {ranks} ranks", peer, ms[f"zero{level}"], ms[key], "ms", target, why)
-            for level, peer, key, target, why in AGAINST
-        ]
+        for level, whom, key, targets, why in AGAINST:
+            what, target = f"step at ZeRO-{level}, {ranks} ranks", targets.get(args.device)
+            rows.append(against(what, whom, ms[f"zero{level}"], ms[key], "ms", target, why))
         numbers[f"{ranks} ranks"] = {"milliseconds": ms}
         for name, level in PEERS.items() if args.peers else ():
             made = peer(name, ranks, shape)
@@ -74,6 +82,31 @@ def main() -> None:
             else:
                 notes.append(f"{name} on {ranks} ranks does not run here: {made['failed']}")
     finish(args, "sharded_step", numbers, rows, notes, packages=packages(args.peers))
+
+
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def measured(ranks: int, device: str, shape: dict[str, Any]) -> dict[str, float]:
+    """Median milliseconds of each contender's step, from a process of its own."""
+    words = [__file__, "--child", str(ranks), "--device", device]
+    words += [str(x) for name, value in shape.items() for x in (f"--{name}", value)]
+    if device == "cuda":
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *words]
+    return child(words, 1)
+
+
+def told(args: Any) -> None:
+    """Measure as one of torchrun's ranks, or on ranks of this process's, and print it."""
+    import engine
+
+    launched = "RANK" in os.environ
+    found = measure(args) if launched else engine.testing.run(measure, int(args.child), args, timeout=900)[0]
+    if engine.rank() == 0:
+        print(json.dumps(found), flush=True)
 
 
 def peer(name: str, ranks: int, shape: dict[str, Any]) -> dict[str, Any]:
@@ -103,17 +136,18 @@ def measure(args: Any) -> dict[str, float]:
 
     torch.set_num_threads(1)
     engine.memory.keep_freed_memory()
-    engine.init_distributed()
+    engine.init_distributed(device=args.device)
     batch = batch_of(args, engine.rank())
+    there = {name: value.to(engine.device()) if hasattr(value, "to") else value for name, value in batch.items()}
     contenders = {
         "zero3": ours(args, batch, 3),
-        "fully_shard": by_hand(args, batch, sharded=True),
-        "fully_shard_transformers": of_transformers(args, batch),
+        "fully_shard": by_hand(args, there, sharded=True),
+        "fully_shard_transformers": of_transformers(args, there),
         "zero2": ours(args, batch, 2),
         "zero1": ours(args, batch, 1),
-        "ddp": by_hand(args, batch, sharded=False),
+        "ddp": by_hand(args, there, sharded=False),
     }
-    return steps.in_turns(contenders, args.rounds, warm=3, before=dist.barrier)
+    return steps.in_turns(gpu.synchronised(contenders, args.device), args.rounds, warm=3, before=dist.barrier)
 
 
 def batch_of(args: Any, rank: int) -> dict[str, Any]:
@@ -147,7 +181,7 @@ def ours(args: Any, batch: dict[str, Any], level: int) -> Any:
 def by_hand(args: Any, batch: dict[str, Any], sharded: bool) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
-    model = build(args, False)
+    model = build(args, False).to(batch["input_ids"].device)
     run = fully_sharded(model, model.layers) if sharded else DistributedDataParallel(model)
     return steps.by_torch(model, lambda: run(**batch)["loss"])
 
@@ -158,8 +192,8 @@ def of_transformers(args: Any, batch: dict[str, Any]) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config_of(args))).train()
     rows = batch["input_ids"].view(-1, ROW)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config_of(args))).train().to(rows.device)
     run = fully_sharded(model, model.transformer.h)
     return steps.by_torch(model, lambda: run(input_ids=rows, labels=rows).loss)
 

@@ -1,17 +1,20 @@
 """A training step on a GPU in bf16: how much of its arithmetic it uses, how much memory, and Trainer's step beside it.
 
 BERT-large and T5-large on rows of real, ragged lengths up to 512, packed here and padded there; a GPT of 1.3 thousand
-million parameters on full rows of 2,048 tokens; BERT-large under a cap of 11 GB; a GPT of 13 thousand million (40
-layers, 5,120 wide, 512 tokens) with moments of 8 bits, which takes 103 GB and 29 for activations; the smaller GPT with
-its optimizer's states on the host, what its threads and the bus make of a step. The peer is transformers' model as its
-Trainer runs it: fp32 weights, bf16 autocast, SDPA, fused AdamW; with --compiled also by torch.compile. It keeps up to
-three times as much of each layer, and both take as many rows as it has room for in 78 GiB. Utilisation counts the
-model's arithmetic at tokens that are there (scripts/bench/lib/flops.py) against what the GPU's maker promises, and
-against the rate of bf16 products measured in the same run.
+million parameters on full rows of 2,048 tokens and on ragged ones, a Llama of that size on full ones; BERT-large under
+a cap of 11 GB; a GPT of 13 thousand million (40 layers, 5,120 wide, 512 tokens) with moments of 8 bits, which takes
+103 GB and 29 for activations; the smaller GPT with its optimizer's states on the host, what its threads and the bus
+make of a step. The peer is transformers' model as its Trainer runs it: fp32 weights, bf16 autocast, SDPA, fused AdamW;
+where liger-kernel is installed and knows the model (it knows no GPT-2), with its kernels too. --compiled runs both
+sides by torch.compile as well. The peer keeps up to three times as much of each layer, and both take as many rows as it
+has room for in 78 GiB. Each contender has a process of its own. Utilisation counts the model's arithmetic at tokens
+that are there (scripts/bench/lib/flops.py) against what the GPU's maker promises, and against the rate of bf16 products
+measured in the same run.
 
     python scripts/bench/gpu_training.py --output result.json [--cases bert-large gpt-1.3b]
 """
 
+import importlib.util
 import json
 import re
 import sys
@@ -34,30 +37,38 @@ class Case(NamedTuple):
     ragged: bool = False
     peer: bool = True
     states: str = ""  # "8 bits" or "host": which optimizer, over parameters in bf16
+    liger: bool = False  # liger-kernel knows the model
     cap_gb: float | None = None
     utilisation: float | None = None
-    speed: float | None = None  # over the peer, compiled if it was
+    speed: float | None = None  # over the peer at its best
 
 
 BERT = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 GPT = {"n_layer": 24, "n_embd": 2048, "n_head": 16, "n_positions": 2048}
+LLAMA = {"num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
+         "intermediate_size": 5504, "max_position_embeddings": 2048, "vocab_size": 32000}  # fmt: skip
 T5 = {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 16,
       "decoder_start_token_id": 0}  # fmt: skip
+OURS, PEER = "modelcenter", "transformers"
+HOW = ("plain", "compiled", "Liger")
 CASES = {
     "bert-large": Case("bert", BERT, 64, 512, ragged=True, utilisation=0.5, speed=1.5),
     "bert-large, full rows": Case("bert", BERT, 32, 512, utilisation=0.5),
     "bert-large, 11 GB": Case("bert", BERT, 8, 512, peer=False, cap_gb=11.0),
     # The peer keeps 188 kB of each token and layer: 8 rows would take 105 GB, these 63.
     "gpt-1.3b": Case("gpt2", GPT, 4, 2048, utilisation=0.55, speed=1.15),
+    "gpt-1.3b, ragged": Case("gpt2", GPT, 8, 2048, ragged=True, speed=2.0),  # the longest has 813 tokens
+    "llama-1.3b": Case("llama", LLAMA, 4, 2048, liger=True, utilisation=0.55, speed=1.15),
     "gpt-1.3b, states on the host": Case("gpt2", GPT, 8, 2048, peer=False, states="host"),
     "t5-large": Case("t5", T5, 32, 512, ragged=True),
     "gpt-13b, 8-bit states": Case("gpt2", {"n_layer": 40, "n_embd": 5120, "n_head": 40, "n_positions": 512}, 8, 512,
                                   peer=False, states="8 bits", utilisation=0.35),
 }  # fmt: skip
-TASKS = {"bert": "masked-lm", "gpt2": "causal-lm", "t5": "seq2seq-lm"}
+TASKS = {"bert": "masked-lm", "gpt2": "causal-lm", "llama": "causal-lm", "t5": "seq2seq-lm"}
 SMALL: dict[str, dict[str, Any]] = {
     "bert": {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128},
     "gpt2": {"n_embd": 64, "n_head": 2},
+    "llama": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128},
     "t5": {"d_model": 64, "d_ff": 128, "num_heads": 2, "num_decoder_layers": 1},
 }
 
@@ -66,8 +77,9 @@ def main() -> None:
     p = gpu.add_flags(parser(__doc__, rounds=8))
     usual = [name for name in CASES if "13b" not in name]  # whose initial values alone take minutes
     p.add_argument("--cases", nargs="+", choices=CASES, default=usual, help=f"(default: {', '.join(usual)})")
-    p.add_argument("--compiled", action="store_true", help="the peer by torch.compile, too: minutes of compilation")
-    p.add_argument("--child", choices=("modelcenter", "transformers"), help="internal: measure this one")
+    p.add_argument("--compiled", action="store_true", help="both sides by torch.compile, too: minutes of compilation")
+    p.add_argument("--child", choices=(OURS, PEER), help="internal: measure this one")
+    p.add_argument("--how", choices=HOW, default="plain", help="internal: in this way")
     args = parse(p)
     if args.child:
         print(json.dumps(measure(args, CASES[args.cases[0]])))
@@ -83,14 +95,23 @@ def main() -> None:
     for name in args.cases:
         case = CASES[name]
         found = {}
-        for who in ("modelcenter", "transformers") if case.peer else ("modelcenter",):
+        for who, how in contenders(case, args.compiled):
+            flags = ["--cases", name, "--device", args.device, "--rounds", str(args.rounds), "--child", who]
+            quick = ["--quick"] if args.quick else []
             try:
-                found[who] = child([__file__, *words(args, name), "--child", who], args.threads)
+                found[f"{who}, {how}"] = child([__file__, *flags, "--how", how, *quick], args.threads)
             except RuntimeError as error:  # out of memory, a kernel that is not there: the others are still measured
-                notes.append(f"{name}, {who}: {reason(str(error))[:300]}")
+                notes.append(f"{name}, {who}, {how}: {reason(str(error))[:300]}")
         numbers[name] = found
         rows += table(name, case, found, limits["bf16_gemm_tflops"], promised)
     finish(args, "gpu_training", numbers, rows, notes)
+
+
+def contenders(case: Case, compiled: bool) -> list[tuple[str, str]]:
+    """Who takes a case's steps, and how."""
+    ways = ["plain", "compiled"] if compiled else ["plain"]
+    liger = ["Liger"] if case.liger and importlib.util.find_spec("liger_kernel") else []
+    return [*((OURS, how) for how in ways), *((PEER, how) for how in (*ways, *liger) if case.peer)]
 
 
 def reason(said: str) -> str:
@@ -99,36 +120,34 @@ def reason(said: str) -> str:
     return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), lines[-1])
 
 
-def words(args: Any, case: str) -> list[str]:
-    switches = [f"--{name}" for name in ("quick", "compiled") if getattr(args, name)]
-    return ["--cases", case, "--device", args.device, "--rounds", str(args.rounds), *switches]
-
-
 def table(
     name: str, case: Case, found: dict[str, Any], measured: float, promised: float | None
 ) -> list[dict[str, Any]]:
-    ours, theirs = found.get("modelcenter"), found.get("transformers")
+    """found: what `measure` gives, of each contender that came to its end."""
+    ours, theirs = ({who: one for who, one in found.items() if who.startswith(side)} for side in (OURS, PEER))
     rows = []
     for who, one in found.items():
-        rate = one["gflop"] / min(one["ms"].values())
-        target = case.utilisation if who == "modelcenter" else None
+        rate = one["gflop"] / one["ms"]
         rows.append(fraction(f"{name}: {who}", rate / measured, "measured bf16 products", None))
         if promised is not None:
+            target = case.utilisation if one["ms"] == least(ours, "ms") else None
             rows.append(fraction(f"{name}: {who}", rate / promised, "promised bf16 products", target))
-    if ours and theirs:
-        mine = min(ours["ms"].values())
-        for how, ms in theirs["ms"].items():
-            target = case.speed if ms == min(theirs["ms"].values()) else None
-            rows.append(against(f"step, {name}", f"transformers, {how}", mine, ms, "ms", target))
-        if theirs["peak_gb"]:
-            rows.append(
-                against(f"peak memory, {name}", "transformers", ours["peak_gb"], theirs["peak_gb"], "GB", 1 / 0.75)
-            )
+    for who, one in theirs.items() if ours else ():
+        target = case.speed if one["ms"] == least(theirs, "ms") else None
+        rows.append(against(f"step, {name}", who, least(ours, "ms"), one["ms"], "ms", target))
+        if one["peak_gb"]:
+            target = 1 / 0.75 if one["peak_gb"] == least(theirs, "peak_gb") else None
+            rows.append(against(f"peak memory, {name}", who, least(ours, "peak_gb"), one["peak_gb"], "GB", target))
     return rows
 
 
+def least(found: dict[str, Any], key: str) -> float | None:
+    return min((one[key] for one in found.values()), default=None)
+
+
 def measure(args: Any, case: Case) -> dict[str, Any]:
-    """{"ms": {how: milliseconds of a step}, "gflop": of a step, "peak_gb", "parameters", "tokens", "losses"}."""
+    """Of args.child in the way of args.how: {"ms": of a step, "gflop": of a step, "peak_gb", "parameters", "tokens",
+    "losses"}."""
     import torch
     import transformers
 
@@ -153,12 +172,12 @@ def measure(args: Any, case: Case) -> dict[str, Any]:
         flops.Row(len(r.input_ids), len(r.labels) if config.is_encoder_decoder else 0, sum(x >= 0 for x in r.labels))
         for r in rows
     ]
-    made, parameters = (here if args.child == "modelcenter" else there)(args, case, config, task, rows)
-    losses = [float(made["plain"]()) for _ in range(3)]
-    ms = steps.in_turns(gpu.synchronised(made, args.device), args.rounds, warm=2)
+    step, parameters = (here if args.child == OURS else there)(args, case, config, task, rows)
+    losses = [float(step()) for _ in range(3)]
+    ms = steps.in_turns(gpu.synchronised({args.how: step}, args.device), args.rounds, warm=2)[args.how]
     head = "masked" if case.model_type == "bert" else "vocabulary"
     return {
-        "ms": {how: round(value, 2) for how, value in ms.items()},
+        "ms": round(ms, 2),
         "gflop": flops.training(config, sizes, head) / 1e9,
         "peak_gb": gpu.peak_gb(args.device),
         "parameters": parameters,
@@ -181,45 +200,46 @@ def moved(batch: dict[str, Any], device: str) -> dict[str, Any]:
     return {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
 
 
-def here(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[dict[str, Callable[[], Any]], int]:
+def here(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[Callable[[], Any], int]:
+    """A step, and how many parameters there are."""
     import engine
     import modelcenter as mc
     from modelcenter.compare import pack_rows
 
     engine.init_distributed(device=args.device)
-    policy = engine.Policy(precision="bf16-params" if case.states else "bf16")
+    policy = engine.Policy(precision="bf16-params" if case.states else "bf16", compile=args.how == "compiled")
     model = mc.from_config(config.to_dict(), task, policy=policy).train()
     batch = pack_rows(task, rows)  # on the host, as the loop has it; the step moves it, and counts its labels there
     kinds = {"8 bits": engine.optim.AdamW8bit, "host": engine.optim.AdamOffloadOptimizer}
-    return {"plain": steps.here(model, batch, kinds.get(case.states))}, model.num_parameters()
+    return steps.here(model, batch, kinds.get(case.states)), model.num_parameters()
 
 
-def there(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[dict[str, Callable[[], Any]], int]:
+def there(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[Callable[[], Any], int]:
+    """As `here`."""
     import torch
     import transformers
 
     from modelcenter.compare import pad_rows
 
     auto = {
-        "bert": transformers.AutoModelForMaskedLM,
-        "gpt2": transformers.AutoModelForCausalLM,
-        "t5": transformers.AutoModelForSeq2SeqLM,
-    }[case.model_type]
+        "masked-lm": transformers.AutoModelForMaskedLM,
+        "causal-lm": transformers.AutoModelForCausalLM,
+        "seq2seq-lm": transformers.AutoModelForSeq2SeqLM,
+    }[task]
     with torch.device(args.device):
         model = auto.from_config(config).train()
+    if args.how == "Liger":
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(model, {})
     batch = moved(pad_rows(task, rows), args.device)
+    run = torch.compile(model) if args.how == "compiled" else model
 
-    def loss_of(run: Callable[..., Any]) -> Callable[[], Any]:
-        def loss() -> Any:
-            with torch.autocast(args.device, torch.bfloat16):
-                return run(**batch).loss
+    def loss_of() -> Any:
+        with torch.autocast(args.device, torch.bfloat16):
+            return run(**batch).loss
 
-        return loss
-
-    made = {"plain": steps.by_torch(model, loss_of(model))}
-    if args.compiled:
-        made["compiled"] = steps.by_torch(model, loss_of(torch.compile(model)))
-    return made, sum(p.numel() for p in model.parameters())
+    return steps.by_torch(model, loss_of), sum(p.numel() for p in model.parameters())
 
 
 if __name__ == "__main__":

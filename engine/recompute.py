@@ -111,8 +111,20 @@ def _kept(operator: Any) -> bool:
     return any(str(operator).startswith(name + ".") for name in _KEPT)
 
 
+@functools.cache
+def _place_of_dropout(operator: Any) -> int | None:
+    """Where an operator's arguments have its probability of dropout, if they do."""
+    names = [argument.name for argument in operator._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None
+
+
 def _keep(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    if not _kept(operator):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    # Where an operator that draws were left out, all that is drawn after it in the unit would be drawn otherwise.
+    place = _place_of_dropout(operator)
+    draws = place is not None and (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) > 0
+    return CheckpointPolicy.PREFER_RECOMPUTE if draws else CheckpointPolicy.MUST_SAVE
 
 
 def _offload(forward: Forward) -> Forward:

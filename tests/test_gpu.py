@@ -135,6 +135,29 @@ def test_attention_in_16_bits(kind: str, monkeypatch: pytest.MonkeyPatch):
         assert (ours - wanted).norm() < 0.02 * wanted.norm()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_with_a_bias_in_16_bits(causal: bool):
+    """Rectangles of ragged sequences by torch's kernels, forward and backward, against fp32 on the CPU."""
+    import torch
+
+    from modelcenter.layers.packed_attention import Mask, packed_attention
+    from modelcenter.layers.packing import Packed
+
+    torch.manual_seed(0)
+    ends = torch.tensor([0, 9, 100, 100, 101, 400], dtype=torch.int32)
+    values = [torch.randn(400, 256).bfloat16() for _ in range(4)] + [torch.randn(4, 2 * 320 - 1).bfloat16()]
+    found = []
+    for device, dtype in (("cpu", torch.float32), (DEVICE, torch.bfloat16)):
+        q, k, v, grad, bias = (x.to(device, dtype) for x in values)
+        inputs = [x.requires_grad_() for x in (q, k, v, bias)]
+        packed = Packed.from_cu_seqlens(ends, None, 400)
+        packed.cu_seqlens, packed.positions = packed.cu_seqlens.to(device), packed.positions.to(device)
+        out = packed_attention(q, k, v, packed, 4, mask=Mask(causal, bias=bias))
+        found.append([x.detach().float().cpu() for x in (out, *torch.autograd.grad(out, inputs, grad))])
+    for ours, wanted in zip(*reversed(found), strict=True):
+        assert (ours - wanted).norm() < 0.03 * wanted.norm()
+
+
 def test_attention_weights_are_dropped_in_16_bits():
     """With values of 1 an output is the sum of what is kept, whose mean is 1; the gradient has the same mask."""
     import torch

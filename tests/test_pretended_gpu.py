@@ -8,6 +8,7 @@ import torch
 from pretended_gpu import Waited, pretended
 
 import modelcenter as mc
+from engine.ops import dropout, library
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion
 from modelcenter.compare import pack_rows, rows_for
 from modelcenter.layers import packing
@@ -49,6 +50,11 @@ def test_families(name, task):
     test_gpu.test_families_have_the_gradients_of_the_cpu(name, task)
 
 
+def test_attention_with_a_bias():
+    test_gpu.test_attention_with_a_bias_in_16_bits(False)
+    test_gpu.test_attention_with_a_bias_in_16_bits(True)
+
+
 @pytest.mark.parametrize(("name", "task"), test_gpu.FAMILIES[:3])
 def test_generation(name, task):
     for settings in ({}, {"num_beams": 3}):
@@ -61,6 +67,14 @@ def test_a_step_waits_for_nothing(name, task, monkeypatch):
     monkeypatch.setattr(packing, "on_host", lambda value: value)
     with pytest.raises(Waited):
         test_gpu.test_a_step_waits_for_nothing(name, task)
+
+
+def test_dropout_without_the_operators_waits_for_nothing(monkeypatch):
+    x, tokens = torch.ones(30, 20, device="cuda", requires_grad=True), torch.arange(30, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "serves", lambda device: False)
+        dropout(x, 0.3, key=1, tokens=tokens).sum().backward()
 
 
 @pytest.mark.parametrize(("name", "task"), [("tiny/bert", "pretraining"), ("tiny/t5", "sequence-classification")])

@@ -45,4 +45,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if library.plain_fp32(x, weight) and not torch.compiler.is_compiling() and library.serves(x.device):
         return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _run(x, weight, eps)[0]
-    return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
+    # Rounded once, from fp32, as of a copy in fp32, which backward would keep.
+    return F.rms_norm(x, weight.shape, eps=eps) * weight

@@ -89,6 +89,8 @@ def _product(a: Tensor, b: Tensor, add_to: Tensor | None = None, sums: bool = Fa
             torch.ops.modelcenter.product_(out, _as_it_lies(a), _as_it_lies(b), total, add_to is not None)
             return out, total
         out = _onednn(a, b.t())
+    elif add_to is not None and add_to.dtype == a.dtype == b.dtype:  # under autocast they may differ
+        return add_to.addmm_(a, b), a.sum(1) if sums else None  # on a GPU added in fp32, and no product is written
     else:
         out = torch.mm(a, b)
     return out if add_to is None else add_to.add_(out), a.sum(1) if sums else None

@@ -47,7 +47,8 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
     for key, kind in distinct.items():
         members = params if len(distinct) == 1 else [p for p, k in zip(params, kinds, strict=True) if k is kind]
         groups[key] = kind, _local_gradients(members)
-    home = params[0].device if params else torch.device("cpu")
+    # A stage of a pipeline that has none of them meets the others, whose numbers are on their devices.
+    home = params[0].device if params else runtime.device()
     largest, squares = p == float("inf"), p == 2.0
     total, of_stage = torch.zeros(2, dtype=torch.float64 if squares else torch.float32, device=home).unbind()
     for ((mesh, dims), place), gradients in groups.values():

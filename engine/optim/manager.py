@@ -89,7 +89,7 @@ class OptimManager:
         optimizer._engine_manager = weakref.ref(self)  # type: ignore[attr-defined]
         self.lr_schedulers.append(lr_scheduler)
         if self._skipped is None:
-            device = next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu"))
+            device = next((p.device for g in optimizer.param_groups for p in g["params"]), runtime.device())
             self._skipped = torch.zeros(2, dtype=torch.int64, device=device)
             if self._first_scale is not None:
                 self._scale = torch.tensor(float(self._first_scale), dtype=torch.float32, device=device)

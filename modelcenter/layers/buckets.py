@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 
@@ -26,13 +27,20 @@ class Bucket:
     real: Tensor | None = None
 
 
-# One bucket more costs about as much as this many padded score elements (measured on CPU, forward and backward).
-_BUCKET_COST = 6144
+# One bucket more costs about as much as this many padded score elements, forward and backward: on a CPU as measured; on
+# a GPU, where nothing is measured yet, its some twenty kernels take 100 us to launch, in which 16 heads have the scores
+# and the bias of more elements than this.
+_CPU_COST, _GPU_COST = 6144, 1 << 18
 _MOST_LENGTHS = 48
 
 
-def plan_buckets(lengths: list[int]) -> list[list[int]]:
-    """Split sequences into groups of similar length so that padding plus per-group overhead is least.
+def bucket_cost(device: torch.device) -> int:
+    """What one bucket more costs, in padded score elements."""
+    return _CPU_COST if device.type == "cpu" else _GPU_COST
+
+
+def plan_buckets(lengths: list[int], cost: int = _CPU_COST) -> list[list[int]]:
+    """Split sequences into groups of similar length so that padding plus per-group overhead (`cost`) is least.
 
     Dynamic programming over the distinct lengths (rounded up when there are many). Returns lists of sequence numbers;
     empty sequences are in none.
@@ -50,7 +58,7 @@ def plan_buckets(lengths: list[int]) -> list[list[int]]:
     best: list[tuple[int, int]] = [(0, 0)]  # (cost of the first j sizes, where their last group begins)
     for j, size in enumerate(sizes, 1):
         area = size * (size + 8)  # scores, and the gathered rows of q, k and v
-        best.append(min((best[i][0] + (counts[j] - counts[i]) * area + _BUCKET_COST, i) for i in range(j)))
+        best.append(min((best[i][0] + (counts[j] - counts[i]) * area + cost, i) for i in range(j)))
     groups, j = [], len(sizes)
     while j:
         i = best[j][1]
@@ -59,7 +67,7 @@ def plan_buckets(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-def plan_pairs(queries: list[int], keys: list[int]) -> list[list[int]]:
+def plan_pairs(queries: list[int], keys: list[int], cost: int = _CPU_COST) -> list[list[int]]:
     """As `plan_buckets`, for rectangles of queries by keys: the sequences of a group are near in both lengths."""
     rows = sorted((k, q, i) for i, (q, k) in enumerate(zip(queries, keys, strict=False)) if q)
     step = -(-len(rows) // _MOST_LENGTHS) or 1
@@ -70,7 +78,7 @@ def plan_pairs(queries: list[int], keys: list[int]) -> list[list[int]]:
         for i in reversed(range(j)):
             longest = max(longest, *(q for _, q, _ in rows[cuts[i] : cuts[i + 1]]))
             area = longest * (rows[cuts[j] - 1][0] + 8)
-            costs.append((best[i][0] + (cuts[j] - cuts[i]) * area + _BUCKET_COST, i))
+            costs.append((best[i][0] + (cuts[j] - cuts[i]) * area + cost, i))
         best.append(min(costs))
     groups, j = [], len(cuts) - 1
     while j > 0:

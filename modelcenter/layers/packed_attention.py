@@ -54,12 +54,7 @@ class Mask:
 
     def additive(self, queries: int, keys: int, first: int = 0) -> Tensor | None:
         """(heads, queries, keys), the bias of such a rectangle, differentiable."""
-        if self.bias is None:
-            return None
-        middle = self.bias.shape[1] // 2
-        row = torch.arange(first, first + queries, device=self.bias.device)[:, None]
-        column = torch.arange(keys, device=self.bias.device)
-        return self.bias[:, middle + column - row]
+        return None if self.bias is None else _Additive.apply(self.bias, queries, keys, first)
 
     def of_heads(self, first: int, heads: int) -> "Mask":
         """The same for some of the heads."""
@@ -171,17 +166,36 @@ def _scatter(out: Tensor, x: Tensor, bucket: Bucket, heads: int) -> None:
         out.index_copy_(0, bucket.real, rows.index_select(0, bucket.tokens))
 
 
-def _toeplitz(bias: Tensor, n: int) -> Tensor:
-    """(heads, 2 * m - 1) -> (heads, n, n), row i reversed: the bias of row n - 1 - i; a view."""
+def _toeplitz(bias: Tensor, rows: int, columns: int, first: int = 0) -> Tensor:
+    """(heads, 2 * m - 1) -> (heads, rows, columns), from the last row to the first, which is place `first`; a view."""
     (heads, width), (apart, step) = bias.shape, bias.stride()
-    return bias.as_strided((heads, n, n), (apart, step, step), bias.storage_offset() + (width // 2 + 1 - n) * step)
+    start = bias.storage_offset() + (width // 2 + 1 - rows - first) * step
+    return bias.as_strided((heads, rows, columns), (apart, step, step), start)
 
 
-def _diagonal_sums(x: Tensor) -> Tensor:
-    """(heads, n, n) -> (heads, 2 * n - 1): the gradient of `_toeplitz` over its width for n."""
-    heads, n, _ = x.shape
-    skewed = F.pad(x.flip(1), (0, n)).view(heads, 2 * n * n)
-    return skewed[:, : n * (2 * n - 1)].view(heads, n, 2 * n - 1).sum(1)
+def _add_diagonals_(dbias: Tensor, x: Tensor, first: int = 0) -> None:
+    """Add the gradient of what `_toeplitz` gives, x (heads, rows, columns) from the first row to the last, to that of
+    the bias."""
+    heads, rows, columns = x.shape
+    start, wide = dbias.shape[1] // 2 + 1 - rows - first, rows + columns - 1
+    skewed = F.pad(x.flip(1), (0, rows)).view(heads, rows * (wide + 1))
+    dbias[:, start : start + wide].add_(skewed[:, : rows * wide].view(heads, rows, wide).sum(1))
+
+
+class _Additive(torch.autograd.Function):
+    """The bias of a rectangle. Taken by an index, its gradient would be sorted by that on a GPU, in each layer."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, queries: int, keys: int, first: int) -> Tensor:
+        ctx.shape, ctx.first = bias.shape, first
+        return _toeplitz(bias, queries, keys, first).flip(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dbias = grad.new_zeros(ctx.shape)
+        if grad.numel():
+            _add_diagonals_(dbias, grad, ctx.first)
+        return dbias, None, None, None
 
 
 class _BucketedAttention(torch.autograd.Function):
@@ -214,7 +228,7 @@ class _BucketedAttention(torch.autograd.Function):
             by_row = scores.view(queries.n, of_queries, queries.length, keys.length)
             marks = mask.rows(queries)
             if bias is not None:
-                added = _toeplitz(bias, queries.length).flip(1)
+                added = _toeplitz(bias, queries.length, queries.length).flip(1)
                 by_row.add_(added if others is None or marks is None else by_pair(others, added, marks, marks))
             if marks is not None:
                 hidden = marks.hidden(marks)
@@ -255,14 +269,13 @@ class _BucketedAttention(torch.autograd.Function):
             _scatter(dv, torch.bmm(dropped.transpose(1, 2), go), keys, of_keys)
             dscores = torch._softmax_backward_data(dprobs, probs, -1, probs.dtype)
             if dbias is not None:
-                n, middle = queries.length, dbias.shape[1] // 2
+                n = queries.length
                 by_row, marks = dscores.view(queries.n, of_queries, n, n), ctx.mask.rows(queries)
                 if dothers is not None and marks is not None:
                     apart = marks.apart(marks)
                     marks.add_pairs_(dothers, by_row * apart)
                     by_row = by_row.masked_fill(apart, 0.0)
-                by_head = by_row.sum(0)
-                dbias[:, middle - n + 1 : middle + n].add_(_diagonal_sums(by_head))
+                _add_diagonals_(dbias, by_row.sum(0))
             dscores.mul_(ctx.scale)
             _scatter(dq, torch.bmm(dscores, kb), queries, of_queries)
             _scatter(dk, torch.bmm(dscores.transpose(1, 2), qb), keys, of_keys)
@@ -322,7 +335,20 @@ def _sdpa(
     grouped = q.shape[1] != k.shape[1]
     if drop.p and q.device.type == "cpu":
         return _dropping(q, k, v, seen, scale, drop)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=drop.p, scale=scale, enable_gqa=grouped)
+    call = F.scaled_dot_product_attention if q.device.type == "cpu" else _without_cudnn
+    return call(q, k, v, attn_mask=seen, dropout_p=drop.p, scale=scale, enable_gqa=grouped)
+
+
+@eager
+def _without_cudnn(*args: Any, **kwargs: Any) -> Tensor:
+    """scaled_dot_product_attention, but not by cuDNN, which torch prefers on some GPUs: it has no gradient for a bias,
+    and plans anew for each shape."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 # The key changes at each step: it must not be a constant of a compiled graph.
@@ -482,8 +508,7 @@ def _varlen(
     window = mask.window if mask.causal else None
     out, *_ = torch.ops.aten._flash_attention_forward(
         *parts,
-        packed.cu_seqlens,
-        memory.cu_seqlens,
+        *_as_many(packed.cu_seqlens, memory.cu_seqlens),
         packed.max_seqlen,
         memory.max_seqlen,
         dropout,
@@ -494,3 +519,9 @@ def _varlen(
         window_size_right=0 if mask.causal else -1,
     )
     return out.flatten(1)
+
+
+def _as_many(queries: Tensor, keys: Tensor) -> list[Tensor]:
+    """Both offsets, of as many sequences: a dummy sequence that one side alone has holds nothing on the other."""
+    most = max(queries.numel(), keys.numel())
+    return [x if x.numel() == most else torch.cat([x, x[-1:].expand(most - x.numel())]) for x in (queries, keys)]

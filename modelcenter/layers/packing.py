@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import Draws, draws_of
-from modelcenter.layers.buckets import Bucket, plan_buckets, plan_pairs
+from modelcenter.layers.buckets import Bucket, bucket_cost, plan_buckets, plan_pairs
 from modelcenter.layers.host import on_host, to_device
 from modelcenter.layers.marks import Marks
 
@@ -123,6 +123,7 @@ class Packed:
             max_seqlen = max(lengths, default=0)
         elif max_seqlen is None:
             max_seqlen = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if cu_seqlens.numel() > 1 else 0
+        cu_seqlens = cu_seqlens.to(torch.int32).contiguous()  # as the kernels want it
         if position_ids is not None:
             positions = spread(position_ids, (1, tokens))
         else:
@@ -456,13 +457,18 @@ class Packed:
             return [(bucket, bucket) for bucket in self.buckets()]
         key = f"pairs {id(memory)}"
         if key not in self._cache:
-            groups = plan_pairs(*self.with_memory(memory))
+            groups = plan_pairs(*self.with_memory(memory), bucket_cost(self.cu_seqlens.device))
             self._cache[key] = [(self._bucket(rows), memory._bucket(rows)) for rows in groups]
         return self._cache[key]
 
     def buckets(self) -> list[Bucket]:
         """The rectangles in which attention runs where there is no variable-length kernel; planned once per batch."""
-        return self.once("buckets", lambda: [self._bucket(rows) for rows in plan_buckets(self.host_lengths())])
+
+        def plan() -> list[Bucket]:
+            groups = plan_buckets(self.host_lengths(), bucket_cost(self.cu_seqlens.device))
+            return [self._bucket(rows) for rows in groups]
+
+        return self.once("buckets", plan)
 
     def _bucket(self, rows: list[int]) -> Bucket:
         """The sequences of these numbers as one rectangle."""

@@ -15,7 +15,8 @@ from modelcenter.training.tasks.base import Examples
 
 _GLOBAL = 32  # rows of a step where no flag says how many
 _CPU_TOKENS = 8192  # of a microbatch: more gains no speed on a CPU
-_ROOM = 0.85  # of the device's memory
+_ROOM = 0.85  # of the device's memory that this process can have
+_MOMENTS = {"adamw": 8.0, "muon": 8.0, "lion": 4.0, "adamw8bit": 2.1, "adafactor": 0.1}  # bytes for each element
 
 
 def fit_batch(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> None:
@@ -37,7 +38,9 @@ def fit_batch(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> 
         )
     longest = np.argsort(-examples.lengths, kind="stable")[:2]
     if engine.device().type == "cuda":
-        most = rows_that_fit(*_peaks(task, model, examples, longest), torch.cuda.mem_get_info()[1])
+        free, _ = torch.cuda.mem_get_info()  # of other processes too: a GPU may be shared
+        room = _ROOM * (free + torch.cuda.memory_reserved()) - _optimizer_bytes(cfg, model)
+        most = rows_that_fit(*_bytes_of_rows(task, model, examples, longest), room)
     else:
         most = _CPU_TOKENS // int(examples.lengths[longest[0]])
     most = max(1, min(most, each))
@@ -53,23 +56,47 @@ def fit_batch(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> 
     fix_batches(cfg)
 
 
-def rows_that_fit(one: int, two: int, total: int) -> int:
-    """Rows whose step stays within the room, from the peak bytes of a step of one row and of two."""
-    return 1 + max(0, int((_ROOM * total - one) // max(1, two - one)))
+def rows_that_fit(one: int, more: int, room: float) -> int:
+    """Rows whose step stays within the room, from the bytes of a step of one row and of each row more."""
+    return 1 + max(0, int((room - one) // max(1, more)))
 
 
-def _peaks(task: Any, model: Model, examples: Examples, rows: np.ndarray) -> tuple[int, int]:
-    """Peak bytes on the device of forward and backward of the longest row, and of it twice. Nothing of it stays."""
-    found = []
+def _bytes_of_rows(task: Any, model: Model, examples: Examples, rows: np.ndarray) -> tuple[int, int]:
+    """(peak bytes on the device of a step of the longest row, what one row more adds). Nothing of it stays.
+
+    Each measured step has several microbatches, as the gradients of the first lie beside the activations of the next;
+    a pipeline's first stage holds as many as there are stages. Where gradients are most of the peak it says little of
+    rows: what forward has left for backward says it then.
+    """
+    peaks, kept = [], []
+
+    def backward(loss: torch.Tensor) -> None:
+        left.append(torch.cuda.memory_allocated())
+        loss.backward()
+
     training = model.training
     with torch.random.fork_rng([torch.cuda.current_device()]):
         model.train()
         for count in (1, 2):
+            left: list[int] = []  # none on the stages of a pipeline but the last
+            batch = examples.batch(np.repeat(rows[:1], count))
             torch.cuda.reset_peak_memory_stats()
-            accumulate(model, [examples.batch(np.repeat(rows[:1], count))], task.loss_fn)
+            accumulate(model, [batch] * max(2, engine.runtime.stages()), task.loss_fn, backward=backward)
             model.zero_grad(set_to_none=True)
-            found.append(torch.cuda.max_memory_allocated())
+            peaks.append(torch.cuda.max_memory_allocated())
+            kept.append(max(left, default=0))
         model.train(training)
-    # The optimizer's two moments are not there yet.
-    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
-    return found[0] + 8 * held, found[1] + 8 * held
+    return peaks[0], max(peaks[1] - peaks[0], kept[1] - kept[0])
+
+
+def _optimizer_bytes(cfg: TrainConfig, model: Model) -> float:
+    """Bytes that the optimizer's states will take on the device: the moments, and masters of 16-bit parameters."""
+    if cfg.offload == "optimizer":
+        return 0.0
+    total = 0.0
+    for p in model.parameters():
+        if p.requires_grad:
+            master = 0 if p.dtype == torch.float32 or cfg.precision == "bf16-sr" else 4
+            shard = p.to_local() if hasattr(p, "to_local") else p
+            total += shard.numel() * (_MOMENTS[cfg.optimizer] + master)
+    return total

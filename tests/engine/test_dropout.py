@@ -6,6 +6,7 @@ import torch
 from engine_toys import whole
 from fused_cases import KEY, MASK_DTYPES, MASK_SHAPES, masked, on_each_isa, run_on
 from parallel_bert import noted_masks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 import modelcenter as mc
@@ -83,6 +84,22 @@ def test_values_and_gradients(either, dtype):
     assert torch.equal(gr, grad) and torch.equal(gx == 0, ~keep | (grad == 0))  # randn has 16-bit zeros on torch 2.11
     wanted = torch.where(keep, grad.double() * scale, 0.0)
     torch.testing.assert_close(gx.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-7)
+
+
+def test_the_reference_has_few_kernels_on_a_gpu():
+    """Where no compiler was there to build the operator; on a CPU it works on what fits the caches."""
+
+    class Kernels(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += not func.is_view
+            return func(*args, **kwargs or {})
+
+    x, tokens = torch.empty(4096, 1024, device="meta"), torch.empty(4096, dtype=torch.int64, device="meta")
+    with Kernels() as seen:
+        masks._run(x, None, tokens, 20_000, KEY, 7, 0)
+    assert seen.count < 200
 
 
 def test_nothing_is_kept_for_backward():

@@ -224,6 +224,14 @@ def test_rms_norm(either, shape):
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
+def test_rms_norm_of_16_bits_takes_no_copy(monkeypatch):
+    """torch's kernel on a GPU computes in fp32 anyway, and a copy in fp32 would be kept for backward."""
+    seen = []
+    monkeypatch.setattr(F, "rms_norm", lambda x, *_, **__: seen.append(x) or x)
+    ops.rms_norm(x := torch.ones(4, 6).bfloat16(), torch.ones(6).bfloat16(), 1e-6)
+    assert seen[0] is x
+
+
 def test_rms_norm_of_other_tensors_is_torchs(either):
     x, weight = torch.randn(4, 6), torch.rand(6, requires_grad=True)
     torch.testing.assert_close(ops.rms_norm(x.t().contiguous().t(), weight, 1e-6), ops.rms_norm(x, weight, 1e-6))

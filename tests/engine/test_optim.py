@@ -341,3 +341,12 @@ def test_steps_see_what_changed_since_the_last_one(either):
     gradient = weakref.ref(ours[0].grad)
     mine.zero_grad()
     assert gradient() is None  # nothing holds it
+
+
+def test_numbers_of_no_parameters_are_where_those_of_other_stages_are(monkeypatch):
+    """A stage of a pipeline may have none of an optimizer's: its number must not take another way than theirs."""
+    monkeypatch.setattr(engine.runtime, "device", lambda: torch.device("meta"))
+    assert grad_norm([]).is_meta
+    manager = OptimManager()
+    manager.add_optimizer(torch.optim.SGD([{"params": []}], lr=0.1))
+    assert manager._skipped.is_meta

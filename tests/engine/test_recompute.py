@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
+from engine import recompute as recompute_module
 from engine.ops import library, products
 from engine.precision import RECOMPUTE
 from engine.recompute import wrap_units_
@@ -153,6 +154,33 @@ def test_products_of_the_compiled_operator_are_kept(compiled, monkeypatch):
             out.sum().backward()
         counts[recompute] = seen.counts.get("linear.default", 0)
     assert counts == {"full": 1, "selective": 0}
+
+
+def test_attention_that_draws_is_computed_again(monkeypatch):
+    """Kept, it would not draw in backward, and the dropout after it would drop others than in forward."""
+
+    def attention(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+        return x * (torch.rand(x.shape) >= dropout_p) if dropout_p else x.clone()
+
+    class Unit(torch.nn.Module):
+        def forward(self, x, p):
+            return torch.nn.functional.dropout(torch.ops.engine_test.attention(x, p).sin(), 0.5).exp()
+
+    operator = torch.library.custom_op("engine_test::attention", attention, mutates_args=())
+    operator.register_autograd(
+        lambda ctx, grad: (grad * ctx.kept, None),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "kept", (output != 0).float()),
+    )
+    monkeypatch.setattr(recompute_module, "_KEPT", (*recompute_module._KEPT, "engine_test.attention"))
+    for p in (0.0, 0.3):
+        found = []
+        for recompute in ("none", "selective"):
+            wrap_units_([unit := Unit()], recompute, False)
+            torch.manual_seed(0)
+            x = torch.linspace(1, 2, 1000, requires_grad=True)
+            unit(x, p).sum().backward()
+            found.append(x.grad)
+        assert torch.equal(*found)
 
 
 def test_what_a_unit_keeps_for_backward():

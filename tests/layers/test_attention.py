@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from engine.ops import attention, dropout_key, dropout_rows, library
 from modelcenter.layers import packed_attention as packed_attention_module
@@ -219,6 +220,53 @@ def test_what_flash_attention_is_asked_for_on_a_gpu(packed, kind, monkeypatch):
         for j in range(9):
             seen = (left < 0 or i - j <= left) and (right < 0 or j - i <= right)
             assert seen == (not problem.causal or (j <= i and i - j < (problem.window or 9)))
+
+
+@pytest.mark.parametrize("side", ["queries", "keys"])
+def test_flash_attention_across_where_one_side_has_a_dummy_sequence(side, monkeypatch):
+    """Under context and sequence parallelism each side is filled up by itself, and the kernel wants as many of both."""
+    calls = []
+    monkeypatch.setattr(
+        torch.ops.aten, "_flash_attention_forward", lambda q, k, v, *offsets, **_: calls.append(offsets[:2]) or (q,)
+    )
+    split = types.SimpleNamespace(padding=lambda tokens: 2, local=lambda x: x, size=1)
+    sides = [Packed.from_cu_seqlens(torch.tensor([0, 3, n], dtype=torch.int32), None, n) for n in (8, 6)]
+    at = side == "keys"
+    sides[at] = sides[at].divided(split)
+    inputs = [torch.randn(sides[i > 0].num_tokens, 8) for i in range(3)]
+    packed_attention_module._varlen(*inputs, sides[0], (2, 2), Mask(), sides[1], 1.0, 0.0)
+    wanted = [[0, 3, 8, 10], [0, 3, 6, 6]] if side == "queries" else [[0, 3, 8, 8], [0, 3, 6, 8]]
+    assert [x.tolist() for x in calls[0]] == wanted and {x.dtype for x in calls[0]} == {torch.int32}
+
+
+def test_a_gpu_attends_without_cudnn(monkeypatch):
+    """Which torch prefers to kernels that have a gradient for the bias."""
+    packed, allowed = Packed.from_cu_seqlens(torch.tensor([0, 3, 8], dtype=torch.int32), None, 8), []
+    sdpa = F.scaled_dot_product_attention
+
+    def noted(*args, **kwargs):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    packed.cu_seqlens = packed.cu_seqlens.to("meta")  # its lengths are known
+    q, k, v, bias = (torch.randn(*size, device="meta", requires_grad=True) for size in [(8, 8)] * 3 + [(2, 15)])
+    out = packed_attention(q, k, v, packed, 2, mask=Mask(bias=bias))
+    assert all(g.is_meta for g in torch.autograd.grad(out.sum(), (q, k, v, bias)))
+    assert allowed == [False] and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("rectangle", [(9, 9, 0), (2, 9, 7), (5, 6, 1), (1, 1, 8), (0, 4, 0), (4, 0, 2)])
+def test_the_bias_of_a_rectangle(rectangle):
+    """It and its gradient are those of an index, which a GPU would have to sort for its gradient."""
+    queries, keys, first = rectangle
+    bias = torch.randn(3, 2 * 9 - 1, dtype=torch.float64, requires_grad=True)
+    index = bias.shape[1] // 2 + torch.arange(keys) - torch.arange(first, first + queries)[:, None]
+    ours, wanted = Mask(bias=bias).additive(*rectangle), bias[:, index]
+    grad = torch.randn_like(wanted)
+    assert torch.equal(ours, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(x, bias, grad) for x in (ours, wanted)))
+    assert "Index" not in type(ours.grad_fn).__name__
 
 
 def test_which_heads_flash_attention_takes(monkeypatch):

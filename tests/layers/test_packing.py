@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from modelcenter.layers.host import to_device
 from modelcenter.layers.packing import Packed, plan_buckets
 
 
@@ -21,6 +22,22 @@ def test_plan_separates_short_from_long_only_when_it_pays():
     assert len(plan_buckets([5, 6, 7, 8])) == 1
     assert len(plan_buckets([4] * 64 + [512] * 4)) == 2
     assert plan_buckets([]) == []
+
+
+def test_offsets_are_what_kernels_take():
+    ends = torch.tensor([[0, 9], [2, 9], [5, 9]])[:, 0]
+    offsets = Packed.from_cu_seqlens(ends, None, 5).cu_seqlens
+    assert offsets.dtype == torch.int32 and offsets.is_contiguous() and offsets.tolist() == [0, 2, 5]
+
+
+def test_a_gpu_is_given_fewer_and_larger_rectangles():
+    """There launching the kernels of one costs more than the padding that it would save."""
+    cu = torch.tensor([0, 5, 20, 60, 160, 360], dtype=torch.int32)
+    found = {}
+    for device in ("cpu", "meta"):
+        packed, memory = (Packed.from_cu_seqlens(to_device(cu, torch.device(device)), None, 360) for _ in range(2))
+        found[device] = len(packed.pairs()), len(packed.pairs(memory))
+    assert min(found["cpu"]) > 2 and found["meta"] == (1, 1)
 
 
 @pytest.mark.parametrize("side", ["left", "right", "holes"])

@@ -11,8 +11,10 @@ import signal
 import threading
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from toyruns import assert_same_end, curve, die_at, in_a_process, weights
 
 import engine
 from engine.testing import run as on_ranks
-from modelcenter.training import loop
+from modelcenter.training import autobatch, loop
 from modelcenter.training.autobatch import fit_batch, rows_that_fit
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.config.common import seconds_of
@@ -471,8 +473,45 @@ def test_automatic_batch_size(folder):
     main(command(values_of(folder, "by-hand") | {"batch_size": 4, "global_batch_size": 12}))
     for row, expected in zip(whole, curve(folder, "by-hand"), strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    assert rows_that_fit(1000, 1100, 4000) == 1 + (3400 - 1000) // 100
-    assert rows_that_fit(5000, 5100, 4000) == 1  # at least one is tried
+
+
+@pytest.mark.parametrize(
+    ("free", "trained", "more", "rows"),
+    [
+        (20_000, True, {}, 1 + (17_000 - 1200 - 800 - 8 * 1000) // 100),
+        (20_000, False, {}, 1 + (17_000 - 1200 - 800) // 100),  # a frozen base has no moments
+        (20_000, True, {"offload": "optimizer"}, 1 + (17_000 - 1200 - 800) // 100),
+        (20_000, True, {"optimizer": "lion"}, 1 + (17_000 - 1200 - 800 - 4 * 1000) // 100),
+        (9_000, True, {}, 1),  # at least one is tried, also where others hold the memory
+    ],
+)
+def test_automatic_batch_size_on_a_gpu(monkeypatch, free, trained, more, rows):
+    """Parameters of 1,200 bytes, a peak of gradients of 800 whatever the rows, and 100 bytes a row before backward."""
+    held: dict[str, Any] = {"now": 0, "microbatches": 0}
+
+    def accumulate(model, microbatches, loss_fn, backward):
+        held["microbatches"] = len(microbatches)
+        for batch in microbatches:
+            held["now"] = 1200 + 100 * len(batch)
+            backward(SimpleNamespace(backward=lambda: None))
+
+    answers: dict[str, Any] = {
+        "memory_allocated": lambda: held["now"], "max_memory_allocated": lambda: 2000, "memory_reserved": lambda: 0,
+        "mem_get_info": lambda: (free, 10**9), "reset_peak_memory_stats": lambda: None, "current_device": lambda: 0,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
+    monkeypatch.setattr(autobatch, "accumulate", accumulate)
+    monkeypatch.setattr(engine, "device", lambda: torch.device("cuda"))
+    cfg = ClassificationConfig(batch_size=-1, global_batch_size=10**6, gradient_accumulation_steps=1, **more)
+    found = []
+    monkeypatch.setattr(autobatch, "fix_batches", lambda cfg: None)
+    model = torch.nn.Linear(1000, 1, bias=False).requires_grad_(trained)
+    examples = SimpleNamespace(lengths=np.array([3, 8]), batch=lambda rows: found.append(rows.tolist()) or rows)
+    monkeypatch.setattr(autobatch, "rows_that_fit", lambda *sizes: found.append(rows_that_fit(*sizes)) or 1)
+    fit_batch(cfg, SimpleNamespace(loss_fn=None), model, examples)
+    assert found == [[1], [1, 1], rows] and held["microbatches"] == 2
 
 
 @pytest.mark.full

@@ -25,12 +25,13 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def synchronised(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, Callable[[], None]]:
-    """The same calls, each of which returns when the device is done."""
+def synchronised(calls: Mapping[str, Callable[[], Any]], device: str, times: int = 1) -> dict[str, Callable[[], None]]:
+    """The same calls, so many times each, that return when the device is done."""
 
     def whole(call: Callable[[], Any]) -> Callable[[], None]:
         def run() -> None:
-            call()
+            for _ in range(times):
+                call()
             wait(device)
 
         return run

@@ -5,13 +5,17 @@ data set; they are read as a stream, so their size does not matter. The folder i
 """
 
 import argparse
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from modelcenter.data import sources
 from modelcenter.data.streams import FileRows, HubRows, RowSource
+from modelcenter.data.token_files import is_tokens
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,16 +49,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     began = time.perf_counter()
     show = _Progress() if sys.stderr.isatty() else None
-    file = preprocess(
-        source,
-        load_tokenizer(args.tokenizer),
-        args.output,
-        text_column=args.text_column,
-        eos=not args.no_eos,
-        workers=args.workers,
-        limit=args.limit,
-        progress=show,
-    )
+    with _terminable():
+        file = preprocess(
+            source,
+            load_tokenizer(args.tokenizer),
+            args.output,
+            text_column=args.text_column,
+            eos=not args.no_eos,
+            workers=args.workers,
+            limit=args.limit,
+            progress=show,
+        )
     about, seconds = file.about, time.perf_counter() - began
     skipped = f", {about['skipped']:,} empty rows skipped" if about["skipped"] else ""
     size = "2" if about["dtype"] == "<u2" else "4"
@@ -70,8 +75,28 @@ def find_rows(data: Sequence[str], config: str | None, split: str, document: Any
     Raises:
         ValueError: nothing is there, no such split, or a file that cannot be streamed.
     """
+    tokens = next((path for path in data if is_tokens(path)), None)
+    if tokens is not None:
+        raise ValueError(f"{tokens}: holds tokens already; pretraining reads it as --train_data {tokens}")
     paths = sources.find_paths(data, config, split)
     return HubRows(data[0], config, split) if paths is None else FileRows(paths, document)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM, as schedulers send it, end the work like an error, so that nothing half-written stays."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Progress:

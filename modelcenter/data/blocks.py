@@ -48,18 +48,17 @@ class Blocks:
         if not 0 <= self.first < end <= len(file):
             raise ValueError(f"documents: got {self.first} to {end}, {file.path} has {len(file)}")
         offsets = file.offsets[self.first : end + 1]
-        self._start = int(offsets[0])
         self.eos = None if file.eos is not None or bare else eos
         self._left_out = 1 if bare and file.eos is not None else 0  # tokens at the end of each document
         if packing == "concat":
             if eos is None and file.eos is None and not bare:
                 raise ValueError(f"packing concat: {file.path} has no eos after its documents; give eos")
             # Where documents start among the tokens with eos after each (or without those that the file has).
-            extra = 0 if self.eos is None else np.arange(len(offsets))
-            self._bounds = offsets - self._start + extra - self._left_out * np.arange(len(offsets))
+            extra = 0 if self.eos is None else 1
+            self._bounds = np.concatenate(([0], np.cumsum(self._sizes(offsets) + extra)))
             self._rows = -(-int(self._bounds[-1]) // max_length)
         else:
-            sizes = np.diff(offsets) - self._left_out
+            sizes = self._sizes(offsets)
             pieces = sizes // max_length + (sizes % max_length >= max(min_length, 1))
             self._bounds = np.concatenate(([0], np.cumsum(pieces)))
             self._rows = int(self._bounds[-1])
@@ -76,11 +75,16 @@ class Blocks:
         if self.packing == "concat":
             lengths[-1] = int(self._bounds[-1]) - (len(self) - 1) * self.max_length
             return lengths
-        sizes = np.diff(self.file.offsets[self.first : self.first + len(self._bounds)]) - self._left_out
+        sizes = self._sizes(self.file.offsets[self.first : self.first + len(self._bounds)])
         rest = sizes % self.max_length
         kept = np.flatnonzero(rest >= max(self.min_length, 1))
         lengths[self._bounds[kept + 1] - 1] = rest[kept]
         return lengths
+
+    def _sizes(self, offsets: np.ndarray) -> np.ndarray:
+        """Tokens of each document that go into rows, but for an added eos; empty documents have none to leave out."""
+        sizes = np.diff(offsets)
+        return sizes - np.minimum(sizes, self._left_out)
 
     def piece_sizes(self) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, row) of each piece of all rows, in order; both int64."""

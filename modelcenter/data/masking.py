@@ -42,7 +42,16 @@ class Masking:
         self.words = None if words == "none" else WordStarts(tokenizer, segment=words == "rjieba")
 
     def apply(self, ids: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens with some hidden, the tokens that stood there and -100 elsewhere), both int64 (n,)."""
+        """(tokens with some hidden, the tokens that stood there and -100 elsewhere), both int64 (n,).
+
+        Raises:
+            ValueError: a token that the tokenizer does not have.
+        """
+        if len(ids) and int(ids.max()) >= len(self.never):
+            raise ValueError(
+                f"tokens: got {int(ids.max())}, but the tokenizer has {len(self.never)}; give the one that made the "
+                "token file"
+            )
         chosen = self.choose(ids, random)
         labels = np.full(len(ids), IGNORED, np.int64)
         labels[chosen] = ids[chosen]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,8 @@ class Draw:
         if min(self.counts) < 1:
             i = self.counts.index(min(self.counts))
             raise ValueError(
-                f"mixture: {names[i]} with {100 * self.shares[i]:.2g} % of {self.rows} rows has none of them; give "
-                "an epoch more rows, or the part more weight"
+                f"mixture: {names[i]} with {100 * self.shares[i]:.2g} % of {self.rows} rows has none of them in an "
+                "epoch; give it more weight, or leave it out"
             )
 
     def __call__(self, epoch: int) -> np.ndarray:
@@ -82,7 +83,7 @@ class Mixture:
         sizes = [len(part) for part in self.parts]
         self._starts = np.concatenate(([0], np.cumsum(sizes)))
         own = [np.arange(a, b) for a, b in itertools.pairwise(self._starts.tolist())]
-        self._draw = Draw(own, [weight for _, weight in parts], seed, rows)
+        self._draw = Draw(own, [weight for _, weight in parts], seed, rows, [part.name for part in self.parts])
         self.rows, self.shares, self.counts = self._draw.rows, self._draw.shares, self._draw.counts
 
     def __len__(self) -> int:
@@ -200,9 +201,12 @@ def parse_weights(specs: Sequence[str]) -> list[tuple[str, float]] | None:
     """The (path, weight) pairs of a data argument; None if none has a weight.
 
     Raises:
-        ValueError: some have, others have not.
+        ValueError: some have, others have not; a weight by itself.
     """
     parsed = [parse_weight(spec) for spec in specs]
+    for path, _ in parsed:
+        if re.fullmatch(r"\d*\.?\d+", path) and not Path(path).exists():
+            raise ValueError(f"train_data: got {path!r}; a weight is written behind its entry, as in PATH@{path}")
     bare = [path for path, weight in parsed if weight is None]
     if bare and len(bare) < len(parsed):
         raise ValueError(f"train_data: {bare[0]} has no weight, but others have; write {bare[0]}@1, or leave all out")

@@ -32,6 +32,7 @@ from modelcenter.data.cache import tokenizer_state
 FORMAT, VERSION = "modelcenter-tokens", 1
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
+_SAMPLE = 1000  # documents that are looked at
 _CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
@@ -87,8 +88,11 @@ def open_tokens(path: str | Path) -> TokenFile:
     if all(p.is_file() for p in pair):
         return _open_megatron(stem, *pair)
     missing = next((str(p) for p in pair if not p.is_file() and any(q.is_file() for q in pair)), None)
+    if missing and (path.parent / "about.json").is_file():
+        raise ValueError(f"{path}: is a part of a folder of tokens; give the folder, {path.parent}")
     raise ValueError(
-        f"{path}: {missing} is missing"
+        f"{path}: {missing} is missing, without which nobody knows where documents end or how large tokens are; "
+        "`modelcenter preprocess` makes a folder of tokens of text"
         if missing
         else f"{path}: not a folder of tokens (about.json), nor Megatron's pair .bin and .idx; "
         "`modelcenter preprocess` makes one of text"
@@ -96,8 +100,10 @@ def open_tokens(path: str | Path) -> TokenFile:
 
 
 def is_tokens(path: str | Path) -> bool:
-    """Whether `open_tokens` would find something here."""
+    """Whether this is for `open_tokens`, be it to say what is missing."""
     path = Path(path).expanduser()
+    if path.suffix in (".bin", ".idx") and path.is_file():
+        return True
     stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     return (path / "about.json").is_file() or (Path(f"{stem}.bin").is_file() and Path(f"{stem}.idx").is_file())
 
@@ -113,6 +119,18 @@ def check_tokenizer(file: TokenFile, tokenizer: Any) -> None:
             f"tokenizer: {file.path} was made with {made['name']!r} ({made['vocab_size']:,} tokens), not with "
             f"{tokenizer.name_or_path!r} ({len(tokenizer):,}); give that one, or preprocess the texts again"
         )
+
+
+def with_end(file: TokenFile, end: int | None) -> TokenFile:
+    """The file with `end` as its eos, where it names none but most of its first thousand documents end so: as those do
+    that Megatron wrote with --append-eod, which would have it twice, or as a part of their text."""
+    if file.eos is not None or end is None:
+        return file
+    sizes = np.diff(file.offsets[: _SAMPLE + 1])
+    last = file.tokens[file.offsets[1 : _SAMPLE + 1][sizes > 0] - 1]
+    if 2 * int((last == end).sum()) <= len(last):
+        return file
+    return TokenFile(file.path, file.tokens, file.offsets, {**file.about, "eos": end})
 
 
 def _open_folder(path: Path) -> TokenFile:

@@ -23,6 +23,7 @@ _TRANSLATED: dict[str, tuple[str, dict[Any, Any]]] = {
     "bf16": ("precision", {True: "bf16", False: "fp32"}),
     "eval_strategy": ("eval_every", {"epoch": "epoch", "no": "never", "steps": None}),
     "evaluation_strategy": ("eval_every", {"epoch": "epoch", "no": "never", "steps": None}),
+    "save_strategy": ("save_every", {"epoch": "epoch", "no": "never", "steps": None}),
 }
 
 
@@ -215,7 +216,7 @@ def _read_yaml(cls: type[Flags], path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _once(yaml))
     except (OSError, UnicodeDecodeError) as error:
         shipped = scripts_dir() / "recipes" / path.name
         hint = f"; the recipe of that name is {shipped}" if not path.exists() and shipped.is_file() else ""
@@ -240,6 +241,21 @@ def _read_yaml(cls: type[Flags], path: Path) -> dict[str, Any]:
             raise ValueError(f"config: {path} gives {known[name]} twice, the second time as {key!r}")
         values[known[name]] = value
     return values
+
+
+def _once(yaml: Any) -> Any:
+    """A loader that does not let the second of two equal keys win unseen."""
+
+    class Once(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[Any] = set()
+            for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+                if key.value in seen:
+                    raise yaml.YAMLError(f"line {key.start_mark.line + 1} gives {key.value} again")
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    return Once
 
 
 class _Kind(typing.NamedTuple):
@@ -269,8 +285,8 @@ def _convert(field: Any, kind: _Kind, value: Any) -> Any:
         return [_text(name, v) for v in (value if isinstance(value, (list, tuple)) else [value])]
     if kind.outer is dict:
         return _mapping(name, value, kind.of)
-    if isinstance(value, str) and not choices:
-        value = field.metadata["means"].get(value, value)
+    if isinstance(value, (str, bool)) and not choices:
+        value = field.metadata["means"].get(str(value).lower(), value)
     converted = {bool: _boolean, int: _integer, float: _number, str: _text}[kind.of](name, value)
     if choices:
         converted = field.metadata["means"].get(converted, converted)
@@ -307,7 +323,9 @@ def _number(name: str, value: Any, expected: str = "a number") -> float:
 
 
 def _text(name: str, value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
+    if isinstance(value, bool):
+        raise ValueError(f"{name}: got {value!r}, expected a text; YAML reads yes, no, on and off so without quotes")
+    if not isinstance(value, (str, int, float, Path)):
         raise ValueError(f"{name}: got {value!r}, expected a text")
     return str(value)
 

@@ -1,6 +1,5 @@
 """The training loop. There is one, explicit, for every task and any number of ranks."""
 
-import difflib
 import functools
 import shlex
 import time
@@ -15,7 +14,6 @@ import torch.distributed as dist
 import engine
 from engine.checkpoint import (
     latest_checkpoint,
-    load_checkpoint,
     load_model,
     save_checkpoint,
     together,
@@ -39,7 +37,7 @@ from modelcenter.training.flops import Utilisation
 from modelcenter.training.metrics import SMALLER_IS_BETTER
 from modelcenter.training.record import Record, clear_output, peak_memory, room, summarise
 from modelcenter.training.resume import Continuation
-from modelcenter.training.setup import data_name, make_feed, make_optimizer
+from modelcenter.training.setup import check_judge, data_name, make_feed, make_optimizer
 from modelcenter.training.stopping import Stopping
 from modelcenter.training.tasks.base import Examples
 
@@ -72,7 +70,7 @@ def train(
     output = None if cfg.output_dir is None else Path(cfg.output_dir)
     if continuation is not None:
         run.load(continuation)
-    elif engine.rank() == 0 and output is not None:
+    if engine.rank() == 0 and output is not None and (continuation is None or not continuation.own):
         clear_output(output)
     run.record = Record(output, run.feed.steps, engine.rank() == 0, run.step, cfg)
     status, reason = "failed", None
@@ -145,7 +143,7 @@ class Run:
     def train(self) -> None:
         """All steps, with the evaluations and checkpoints between them."""
         first = self.step
-        if first == self.feed.steps:
+        if first == self.feed.steps or self._patience_is_over():
             return
         self.task.prepare_model(self.model, self.tokenizer)
         self.model.train()
@@ -180,10 +178,9 @@ class Run:
                 self._pause_clock()
                 improved = self._judge(self.evaluate())
                 self._start_clock()
-            patience = self.cfg.early_stopping
-            enough = patience is not None and self.bad_evaluations >= patience
+            enough = self._patience_is_over()
             stop = self.stopping.asked()
-            wanted = improved and (self.cfg.best_metric is not None or patience is not None)
+            wanted = improved and (self.cfg.best_metric is not None or self.cfg.early_stopping is not None)
             if wanted or stop or enough or self._save_due(last):
                 self._pause_clock()
                 self.save(best=improved, wait=stop)
@@ -237,6 +234,9 @@ class Run:
         self.bad_evaluations = 0 if better else self.bad_evaluations + 1
         return better
 
+    def _patience_is_over(self) -> bool:
+        return self.cfg.early_stopping is not None and self.bad_evaluations >= self.cfg.early_stopping
+
     def _metric(self) -> str:
         """The metric that says which evaluation is best, without the eval_ of its rows."""
         return (self.cfg.best_metric or self.task.metrics().main).removeprefix("eval_")
@@ -271,7 +271,9 @@ class Run:
         steps = f"step {self.step:,}/{self.feed.steps:,}"
         if self.stopping.reason is not None:
             saved = latest_checkpoint(output / resume.CHECKPOINTS) is not None
-            return f"{self.stopping.reason}, at {steps}; the same command {'goes on' if saved else 'starts again'}"
+            anew = "--overwrite_output_dir" if self.cfg.overwrite_output_dir else "--resume never"
+            but = f" without {anew}" if saved and (anew != "--resume never" or self.cfg.resume == "never") else ""
+            return f"{self.stopping.reason}, at {steps}; the same command{but} {'goes on' if saved else 'starts again'}"
         if self.cfg.quantize is not None:
             return f"finished at {steps}: what was trained is in {output / 'adapter'}"
         kept = self.best if self.cfg.best_metric is not None else {}
@@ -317,6 +319,10 @@ class Run:
         options: dict[str, Any] = {"step": self.step, "keep": self.cfg.keep, "best": best, "extra": extra}
         self._saved = (self.step, time.monotonic())
         try:
+            wait_checkpoint()
+        except (OSError, RuntimeError) as error:  # of the one before, which costs this one nothing
+            self.record.say(f"the last checkpoint could not be written: {error}; {room(root.parent)}")
+        try:
             save_checkpoint(root, self.model, self.manager, state, asynchronous=not wait, **options)
         except (OSError, RuntimeError) as error:
             failed = f"step {self.step}: a checkpoint could not be written, training goes on: {error}"
@@ -325,9 +331,10 @@ class Run:
     def load(self, continuation: Continuation) -> None:
         """Go on from a checkpoint. Raises ValueError: it is of another run."""
         continuation.check(self.cfg, self.train_set.fingerprint())
-        state = load_checkpoint(continuation.checkpoint, self.model, self.manager)
+        state = resume.load_state(continuation.checkpoint, self.model, self.manager)
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        self.best, self.bad_evaluations = state["best"], state["bad_evaluations"]
+        if resume.best_counts(self.cfg, f"eval_{self._metric()}", state["best"]):
+            self.best, self.bad_evaluations = state["best"], state["bad_evaluations"]
         self.feed_state, self._logged = state["feed"], tuple(state["logged"])
         self.skipped, self._noted = self.manager.skipped, self.step
         self._saved = (self.step, time.monotonic())
@@ -343,10 +350,7 @@ class Run:
         except (OSError, RuntimeError) as error:
             self.record.say(f"the last checkpoint could not be written: {error}; {room(target.parent)}")
         if self.cfg.best_metric is not None and self.best and self.best["step"] != self.step:
-            path = latest_checkpoint(target.parent / resume.CHECKPOINTS / "best")
-            if path is None:
-                raise OSError(f"{target.parent / resume.CHECKPOINTS}: the best checkpoint is not there any more")
-            load_model(path, self.model)
+            self._take_best(target.parent / resume.CHECKPOINTS)
         if self.cfg.lora_rank is not None:
             save_adapter(self.model, target.parent / "adapter")
             if self.cfg.quantize is not None:
@@ -354,6 +358,23 @@ class Run:
                 return
             merge_lora(self.model)
         self.model.save_pretrained(target, tokenizer=self.tokenizer, card=self.card())
+
+    def _take_best(self, checkpoints: Path) -> None:
+        """The weights of the best evaluation; where they could not be written, those of the best before it, or the last
+        ones, which is said."""
+        path, wanted = latest_checkpoint(checkpoints / "best"), self.best["step"]
+        step = None if path is None else int(path.resolve().name.removeprefix("step-"))
+        if step != wanted:
+            name, rows = self.best["metric"], self.record.rows
+            value = next(
+                (row[name] for row in reversed(rows) if row["step"] == step and row.get(name) is not None), None
+            )
+            self.best = {} if value is None else {"metric": name, "value": value, "step": step}
+            kept = "the last one" if value is None else f"that of step {step}"
+            self.record.say(f"{checkpoints}: the best model, of step {wanted}, is not there; {kept} takes its place")
+        if self.best:
+            assert path is not None
+            load_model(path, self.model)
 
     def publish(self, output: Path) -> None:
         """Let the model card say how the model was made, which the summary knows, and push it if --push_to_hub says so.
@@ -488,20 +509,6 @@ class Run:
                 "eval": self.eval_set and self.eval_set.fingerprint(),
             },
         )
-
-
-def check_judge(cfg: TrainConfig, task: Any, judged: bool) -> None:
-    """Raise ValueError, before the first step, where no evaluation could tell which model is best. Collective."""
-    for name in ("best_metric", "early_stopping"):
-        if getattr(cfg, name) is not None and not judged:
-            raise ValueError(f"{name}: there are no rows to evaluate on; give eval_data or eval_fraction")
-    if cfg.best_metric is None:
-        return
-    # Others may come with what the rows are like, such as questions without an answer.
-    known, name = ["loss", *task.metrics().result()], cfg.best_metric.removeprefix("eval_")
-    close = [n for n in known if n.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff=0.85)
-    if name not in known and close:
-        raise ValueError(f"best_metric: got {name!r}, expected one of {', '.join(known)}. Did you mean {close[0]!r}?")
 
 
 def size_of(batch: dict[str, Any]) -> tuple[int, int]:

@@ -46,7 +46,10 @@ def prepare_output(path: Path, overwrite: bool) -> None:
         if foreign and not summary.exists() and not (path / "config.yaml").exists():
             raise ValueError(f"output_dir: {path} holds files of something else ({foreign[0]}, ...); give a new folder")
         if not overwrite and _status(summary) == "finished":
-            raise ValueError(f"output_dir: {path} holds a finished run; give another folder, or --overwrite_output_dir")
+            raise ValueError(
+                f"output_dir: {path} holds a finished run; give another folder, to train it further with --resume "
+                f"{path}, or --overwrite_output_dir"
+            )
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -166,7 +169,7 @@ def cut(path: Path, step: int) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue
-        if row["step"] <= step:
+        if isinstance(row, dict) and row.get("step", math.inf) <= step:
             rows.append(row)
     work = path.with_name(f".{path.name}")
     work.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

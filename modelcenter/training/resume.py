@@ -9,7 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 import engine
-from engine.checkpoint import latest_checkpoint, together
+from engine.checkpoint import latest_checkpoint, load_checkpoint, together
+from engine.optim import OptimManager
+from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.config.common import PLACES
 
@@ -21,13 +23,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Continuation:
-    """A checkpoint to go on from. flags, data: of its run. forced: --resume named it, so flags may differ."""
+    """A checkpoint to go on from. flags, data: of its run. forced: --resume named it, so flags may differ. own: it is
+    in output_dir, not in the folder of another run."""
 
     checkpoint: Path
     step: int
     flags: dict[str, Any]
     data: Any
     forced: bool
+    own: bool = True
 
     def check(self, cfg: TrainConfig, data: Any) -> None:
         """Raise ValueError for the first flag that says another run than the checkpoint is of, or for other data.
@@ -48,9 +52,16 @@ class Continuation:
             )
         if identity(data) != identity(self.data) and not self.forced:
             raise ValueError(
-                f"train_data: the rows are not those that {self.checkpoint} was trained on "
-                f"({_about(data)} now, {_about(self.data)} then{_changed(self.data, data)}). Give the same; or {remedy}"
+                f"train_data: the rows are not those that {self.checkpoint} was trained on"
+                f"{_differences(self.data, data)}. Give the same; or {remedy}"
             )
+        for name in ("optimizer", "precision"):
+            if name in others and (name == "optimizer" or "fp16" in (now[name], others[name])):  # fp16 scales the loss
+                raise ValueError(
+                    f"{name}: got {now[name]!r}, which has no use for the state that {self.checkpoint} keeps for "
+                    f"{others[name]!r}. Give the same; or begin anew with its weights: --model {self.checkpoint} and "
+                    "another --output_dir, without --resume"
+                )
         if engine.rank() == 0:
             for name, value in others.items():
                 log.warning("resume: %s is %r now, the checkpoint's run had %r", name, now[name], value)
@@ -59,20 +70,51 @@ class Continuation:
 def find_continuation(cfg: TrainConfig) -> Continuation | None:
     """The checkpoint that --resume means, if there is one. Collective.
 
+    A run that --resume let begin with a checkpoint of another folder goes on from its own, once it has some: the same
+    command, started again after a stop, loses nothing.
+
     Raises:
-        ValueError: --resume names a place without a whole checkpoint of a run.
+        ValueError: --resume names a place without a whole checkpoint of a run, or one beside which output_dir holds
+            others that the run would be mixed up with.
     """
     if cfg.resume == "never" or cfg.overwrite_output_dir or cfg.dry_run or cfg.output_dir is None:
         return None
-    forced = cfg.resume != "auto"
-    root = Path(cfg.resume).expanduser() if forced else Path(cfg.output_dir) / CHECKPOINTS
-    if forced and (root / CHECKPOINTS).is_dir():
+    home = Path(cfg.output_dir).absolute() / CHECKPOINTS
+    newest = latest_checkpoint(home)
+    if cfg.resume == "auto":
+        return None if newest is None else _read(newest, cfg, forced=False, own=True)
+    root = Path(cfg.resume).expanduser()
+    if (root / CHECKPOINTS).is_dir():
         root = root / CHECKPOINTS
     path = latest_checkpoint(root)
     if path is None:
-        if forced:
-            raise ValueError(f"resume: {root} holds no whole checkpoint; give a run's folder or one of its checkpoints")
-        return None
+        raise ValueError(f"resume: {root} holds no whole checkpoint; give a run's folder or one of its checkpoints")
+    path = path.resolve()
+    if newest is None or path == newest.resolve():
+        return _read(path, cfg, forced=True, own=newest is not None)
+    if path.parent == home.resolve():
+        raise ValueError(
+            f"resume: {path} is not the newest checkpoint in {home}, {newest.name} is. To go on from that leave "
+            "--resume out; to go back give another --output_dir"
+        )
+    about = _about_checkpoint(newest)
+    if about.get("begun_with") != _place(cfg.resume):
+        raise ValueError(
+            f"resume: {home} holds checkpoints of a run that did not begin with {cfg.resume}. To go on from them leave "
+            "--resume out; to begin with it give another --output_dir"
+        )
+    return _read(newest, cfg, forced=False, own=True)
+
+
+def _read(path: Path, cfg: TrainConfig, forced: bool, own: bool) -> Continuation:
+    about = _about_checkpoint(path)
+    if about["task"] != cfg.task:
+        raise ValueError(f"resume: {path} is of a run of {about['task']}, this one is {cfg.task}")
+    return Continuation(path, about["step"], about["flags"], about["data"], forced, own)
+
+
+def _about_checkpoint(path: Path) -> dict[str, Any]:
+    """What RUN_FILE says. Collective."""
     found: list[Any] = [None]
     with together(f"reading {path / RUN_FILE}"):
         if engine.rank() == 0:
@@ -82,10 +124,51 @@ def find_continuation(cfg: TrainConfig) -> Continuation | None:
                 raise ValueError(f"resume: {path} is no checkpoint of a run: its {RUN_FILE}: {error}") from None
     if engine.world_size() > 1:
         dist.broadcast_object_list(found, src=0)
-    about = found[0]
-    if about["task"] != cfg.task:
-        raise ValueError(f"resume: {path} is of a run of {about['task']}, this one is {cfg.task}")
-    return Continuation(path, about["step"], about["flags"], about["data"], forced)
+    return found[0]
+
+
+def _place(resume: str) -> str | None:
+    """Where --resume lets a run begin, in one spelling; None where it names no place."""
+    return None if resume in ("auto", "never") else str(Path(resume).expanduser().absolute())
+
+
+def load_state(checkpoint: Path, model: Model, manager: OptimManager) -> dict[str, Any]:
+    """engine.load_checkpoint, but learning rates, decays and their like are what the flags say: --resume PATH may go on
+    with others than the checkpoint's. Collective."""
+    fixed = ("params", "lr", "lr_scale")  # the schedules set the rates
+    groups = [
+        [{name: value for name, value in group.items() if name not in fixed} for group in optimizer.param_groups]
+        for optimizer in manager.optimizers
+    ]
+    schedules = [schedule.state_dict() for schedule in manager.lr_schedulers]
+    state = load_checkpoint(checkpoint, model, manager)
+    for optimizer, own in zip(manager.optimizers, groups, strict=True):
+        for group, values in zip(optimizer.param_groups, own, strict=True):
+            group.update(values)
+    for schedule, values in zip(manager.lr_schedulers, schedules, strict=True):
+        schedule.load_state_dict({**values, "num_iter": schedule.num_iter})
+    return state
+
+
+def best_counts(cfg: TrainConfig, metric: str, best: dict[str, Any]) -> bool:
+    """Whether the best evaluation before a stop is still the one to beat: it is of the metric that is asked for now,
+    and where its model may become the run's, it is in output_dir. Collective."""
+    if not best:
+        return True
+    why = ""
+    if best["metric"] != metric:
+        why = f"best_metric is {metric.removeprefix('eval_')} now"
+    elif cfg.best_metric is not None:
+        assert cfg.output_dir is not None
+        kept = latest_checkpoint(Path(cfg.output_dir) / CHECKPOINTS / "best")
+        if kept is None or kept.resolve().name != f"step-{best['step']:08d}":
+            why = "its checkpoint is not in output_dir"
+    if why and engine.rank() == 0:
+        name = best["metric"].removeprefix("eval_")
+        log.warning(
+            "resume: the best so far, %s %.4g of step %d, does not count: %s", name, best["value"], best["step"], why
+        )
+    return not why
 
 
 def keep_global_batch(cfg: TrainConfig, continuation: Continuation, ranks: int) -> None:
@@ -136,34 +219,46 @@ def _keep_tokens(cfg: TrainConfig, continuation: Continuation, ranks: int) -> No
 def about_run(cfg: TrainConfig, step: int, data: Any) -> str:
     """The text of RUN_FILE."""
     flags = json.loads(json.dumps(cfg.arithmetic(), default=str))
-    about = {"task": cfg.task, "step": step, "flags": flags, "data": data}
+    about = {"task": cfg.task, "step": step, "flags": flags, "data": data, "begun_with": _place(cfg.resume)}
     return json.dumps(about, indent=1, ensure_ascii=False)
+
+
+_HASHES = ("sha256", "source")  # fields of fingerprints that are by the files' paths
 
 
 def identity(data: Any) -> Any:
     """Of a fingerprint, what does not change when files are moved."""
     if not isinstance(data, dict):
         return [identity(part) for part in data] if isinstance(data, list) else data
-    hashes = {"sha256", "source"}  # by the files' paths
     return {
-        name: sorted(value.values(), key=str) if name in hashes and isinstance(value, dict) else identity(value)
+        name: sorted(value.values(), key=str) if name in _HASHES and isinstance(value, dict) else identity(value)
         for name, value in data.items()
     }
 
 
-def _changed(before: Any, now: Any) -> str:
-    """Which files two fingerprints say other things of, in words that follow others; nothing if they say none."""
-    if not all(isinstance(data, dict) and isinstance(data.get("sha256"), dict) for data in (before, now)):
-        return ""
-    old, new = before["sha256"], now["sha256"]
-    found = [f"{path} has changed" for path in old if path in new and old[path] != new[path]]
-    found += [f"{path} is gone" for path in old if path not in new]
-    found += [f"{path} is new" for path in new if path not in old]
-    return "".join(f"; {said}" for said in found[:5])
+def _differences(before: Any, now: Any) -> str:
+    """What two fingerprints say other things of, in brackets; nothing if they do not tell."""
+    found = []
+    if all(isinstance(data, dict) and "rows" in data for data in (before, now)):
+        found.append(f"{_amount(now)} now, {_amount(before)} then")
+    old, new = _files(before), _files(now)
+    files = [f"{path} has changed" for path in old if path in new and old[path] != new[path]]
+    files += [f"{path} is gone" for path in old if path not in new]
+    files += [f"{path} is new" for path in new if path not in old]
+    found += files[:5]
+    return f" ({'; '.join(found)})" if found else ""
 
 
-def _about(data: Any) -> str:
-    if not isinstance(data, dict) or "rows" not in data:
-        return "others"
+def _files(data: Any) -> dict[str, Any]:
+    """path -> hash of all files in a fingerprint."""
+    if isinstance(data, list):
+        return {path: value for part in data for path, value in _files(part).items()}
+    found: dict[str, Any] = {}
+    for name, value in data.items() if isinstance(data, dict) else ():
+        found |= value if name in _HASHES and isinstance(value, dict) else _files(value)
+    return found
+
+
+def _amount(data: dict[str, Any]) -> str:
     weights = f" with weights {', '.join(f'{w:g}' for w in data['weights'])}" if "weights" in data else ""
     return f"{data['rows']:,} rows{weights}"

@@ -3,9 +3,10 @@ read, so that --help and mistakes in the flags take no time."""
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import engine
-from modelcenter.training.tasks import TASKS
+from modelcenter.training.tasks import TASKS, TaskInfo
 from modelcenter.training.trained import check_family, class_names, name_models
 
 
@@ -24,12 +25,18 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
     name_models(cfg)
 
     engine.memory.prepare_torch()  # before it is imported
+    from modelcenter.training.setup import prepare
+
+    with prepare(cfg):  # the output folder can be written, holds no finished run, and no other run writes to it
+        _run(cfg, info)
+
+
+def _run(cfg: Any, info: TaskInfo) -> None:
     from engine.checkpoint import together
     from modelcenter.training.loop import train
     from modelcenter.training.plan import dry_run
-    from modelcenter.training.setup import build_model, load_tokenizer, prepare, start
+    from modelcenter.training.setup import build_model, load_tokenizer, start
 
-    prepare(cfg)  # the output folder can be written and holds no finished run
     task = info.load()(cfg)  # reads or opens the data, finds its columns and labels
     continuation = start(cfg)  # the ranks meet; where a stopped run is to go on
     config = check_family(cfg, task.head)

@@ -1,12 +1,13 @@
 """From flags to a model that is ready to train: ranks, tokenizer, weights, batches per step, optimizer."""
 
+import difflib
 import math
 import os
 import platform
 import time
 import uuid
 import warnings
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from modelcenter.hub.tokenizer import add_tokens
 from modelcenter.models.base import Model
 from modelcenter.training import trackers
 from modelcenter.training.agreement import check_flags
+from modelcenter.training.alone import alone_in
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.feed import Feed, Plan, RowFeed, StreamFeed
 from modelcenter.training.metrics.base import sums
@@ -47,11 +49,17 @@ SCHEDULES: dict[str, Any] = {"linear": Linear, "cosine": Cosine, "constant": NoD
 _SKIPS_IN_A_ROW = 8  # steps without a finite gradient after which a run gives up
 
 
-def prepare(cfg: TrainConfig) -> None:
-    """Check, on rank 0, that the run can write where it shall. Needs no other rank: see record.prepare_output."""
+def prepare(cfg: TrainConfig) -> AbstractContextManager[None]:
+    """Check, on rank 0, that the run can write where it shall. Needs no other rank: see record.prepare_output.
+
+    Returns:
+        What to be inside of while the run lasts: it keeps other runs out of the folder.
+    """
     trackers.chosen(cfg.trackers)
-    if cfg.output_dir is not None and not cfg.dry_run and int(os.environ.get("RANK") or 0) == 0:
-        prepare_output(Path(cfg.output_dir), cfg.overwrite_output_dir)
+    if cfg.output_dir is None or cfg.dry_run or int(os.environ.get("RANK") or 0) != 0:
+        return nullcontext()
+    prepare_output(Path(cfg.output_dir), cfg.overwrite_output_dir)
+    return alone_in(Path(cfg.output_dir))
 
 
 def start(cfg: TrainConfig) -> Continuation | None:
@@ -244,6 +252,21 @@ def max_length(model: Model, tokenizer: Any, wanted: int | None) -> int:
     if wanted <= special:
         raise ValueError(f"max_length: got {wanted}, expected more than the {special} special tokens of a row")
     return wanted
+
+
+def check_judge(cfg: TrainConfig, task: Any, judged: bool) -> None:
+    """Raise ValueError, before the first step, where no evaluation could tell which model is best. Collective."""
+    for name in ("best_metric", "early_stopping"):
+        if getattr(cfg, name) is not None and not judged:
+            raise ValueError(f"{name}: there are no rows to evaluate on; give eval_data or eval_fraction")
+    if cfg.best_metric is None:
+        return
+    # Others may come with what the rows are like, such as questions without an answer.
+    known = list(dict.fromkeys(["loss", task.metrics().main, *task.metrics().result()]))
+    name = cfg.best_metric.removeprefix("eval_")
+    close = [n for n in known if n.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff=0.85)
+    if name not in known and close:
+        raise ValueError(f"best_metric: got {name!r}, expected one of {', '.join(known)}. Did you mean {close[0]!r}?")
 
 
 def make_feed(cfg: TrainConfig, examples: Any) -> Feed:

@@ -112,3 +112,13 @@ def test_bare_documents_have_no_eos(tmp_path, length, written, packing):
     assert np.bincount(rows, sizes, len(blocks)).tolist() == blocks.lengths.tolist()
     if packing == "none":
         assert found == [d[i : i + length] for d in DOCUMENTS for i in range(0, len(d), length)]
+
+
+@pytest.mark.parametrize("packing", ["none", "concat"])
+def test_bare_documents_may_be_empty(tmp_path, packing):
+    """Even without the eos that the others have: nothing is taken from their neighbours."""
+    file = write_tokens(tmp_path / "a", [[5, 6, EOS], [], [7, EOS], [EOS], [8, 9, 10, EOS]], 100, eos=EOS)
+    blocks = Blocks(file, 4, packing, bare=True, min_length=1)
+    found = [piece.tolist() for i in range(len(blocks)) for piece in blocks.row(i)]
+    assert found == ([[5, 6], [7], [8, 9, 10]] if packing == "none" else [[5, 6], [7], [8], [9, 10]])
+    assert blocks.lengths.sum() == 6

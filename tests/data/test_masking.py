@@ -118,3 +118,7 @@ def test_mistakes():
         Masking(make_decoder_tokenizer())
     with pytest.raises(ValueError, match="mask_fraction: got 1.5, expected a fraction between 0 and 1"):
         Masking(make_tokenizer(), 1.5)
+    tokenizer = make_tokenizer()
+    for words in ("none", "words"):
+        with pytest.raises(ValueError, match=f"tokens: got 9999, but the tokenizer has {len(tokenizer)}; give the one"):
+            Masking(tokenizer, words=words).apply(np.array([7, 9999, 8]), np.random.default_rng(0))

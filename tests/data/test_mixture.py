@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from modelcenter.data.collate import merge, pack
-from modelcenter.data.mixture import Mixture, mixed, parse_weight, weights_by_size
+from modelcenter.data.mixture import Mixture, mixed, parse_weight, parse_weights, weights_by_size
 from modelcenter.data.readers import Origin, Table
 from modelcenter.data.sampling import EpochBatches, TokenBatches
 from modelcenter.data.tokenize import Tokens
@@ -15,6 +15,7 @@ class Toy:
     """Row i holds the tokens base + i, as many as its length, and its number as label."""
 
     def __init__(self, base, lengths):
+        self.name = f"from {base}"
         self.base, self.lengths = base, np.array(lengths, dtype=np.int64)
         ids = np.repeat(np.arange(base, base + len(lengths)), self.lengths).astype(np.int32)
         self.tokens = Tokens(ids, np.concatenate(([0], np.cumsum(self.lengths))), None, 0)
@@ -97,10 +98,10 @@ def test_fingerprint_tells_weights_apart():
 def test_wrong_mixtures():
     for parts, options, says in [
         ([], {}, "nothing to mix"),
-        ([(A, 1), (B, 0)], {}, "weight of part 2 is 0.0, expected a positive"),
-        ([(A, float("nan"))], {}, "weight of part 1 is nan"),
-        ([(A, 1), (Toy(0, []), 1)], {}, "part 2 has no rows"),
-        ([(A, 1), (B, 1e-6)], {}, "part 2 with .* has none of them"),
+        ([(A, 1), (B, 0)], {}, "weight of from 200 is 0.0, expected a positive"),
+        ([(A, float("nan"))], {}, "weight of from 100 is nan"),
+        ([(A, 1), (Toy(0, []), 1)], {}, "from 0 has no rows"),
+        ([(A, 1), (B, 1e-6)], {}, "from 200 with .* has none of them"),
     ]:
         with pytest.raises(ValueError, match=says):
             Mixture(parts, 0, **options)
@@ -115,6 +116,11 @@ def test_weights_on_the_command_line():
         assert parse_weight(plain) == (plain, None)
     with pytest.raises(ValueError, match="the weight after @ is -1, expected a positive number"):
         parse_weight("a@-1")
+    assert parse_weights(["a@1", "b@2"]) == [("a", 1), ("b", 2)] and parse_weights(["a", "b"]) is None
+    with pytest.raises(
+        ValueError, match=r"train_data: got '0\.3'; a weight is written behind its entry, as in PATH@0\.3"
+    ):
+        parse_weights(["0.3", "a", "0.7", "b"])
 
 
 def test_merging_both_sides_and_labels_by_token():

@@ -1,9 +1,12 @@
 """Texts to token files: against the tokenizer itself, by any number of workers."""
 
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
+from token_toys import write_tokens
 from toydata import make_rows, make_tokenizer, write_jsonl
 
 from modelcenter import cli
@@ -11,6 +14,7 @@ from modelcenter.data import preprocess as module
 from modelcenter.data.preprocess import preprocess
 from modelcenter.data.streams import FileRows
 from modelcenter.data.token_files import open_tokens
+from modelcenter.preprocess import main
 
 TEXTS = [row["text"] for row in make_rows(30)]
 
@@ -82,3 +86,26 @@ def test_the_verb(data, tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.run(["preprocess", str(data), *common, str(tmp_path / "q"), "--workers", "-1"])
     assert "--workers: got -1, expected at least 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_scheduler_that_ends_it_leaves_nothing_half_written(data, tmp_path, monkeypatch, workers):
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    before = sorted(tmp_path.iterdir()), signal.getsignal(signal.SIGTERM)
+
+    def add(self, ids, lengths):
+        assert sorted(tmp_path.iterdir()) != before[0]
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("modelcenter.data.token_files.TokenWriter.add", add)
+    words = [str(data), "--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path / "tokens")]
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--workers", str(workers)])
+    assert end.value.code == 143
+    assert (sorted(tmp_path.iterdir()), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_tokens_are_not_taken_for_text(tmp_path):
+    write_tokens(tmp_path / "tokens", [[5, 6]])
+    with pytest.raises(ValueError, match="tokens: holds tokens already; pretraining reads it as --train_data .*tokens"):
+        main([str(tmp_path / "tokens"), "--tokenizer", "x", "--output", str(tmp_path / "again")])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from token_toys import write_tokens
 
-from modelcenter.data.token_files import TokenWriter, is_tokens, open_tokens
+from modelcenter.data.token_files import TokenWriter, is_tokens, open_tokens, with_end
 
 DOCUMENTS = [[5, 6, 7], [], [65000], [8, 9] * 50]
 
@@ -118,5 +118,25 @@ def test_megatron_damage_is_named(tmp_path):
     index.write_bytes(b"TNTIDX" + whole[6:])
     refuses("does not start as Megatron's")
     data.unlink()
-    with pytest.raises(ValueError, match=r"a.bin is missing"):
+    with pytest.raises(ValueError, match=r"a.bin is missing, without which"):
         open_tokens(tmp_path / "a.idx")
+    assert is_tokens(tmp_path / "a.idx") and not is_tokens(tmp_path / "b.idx")
+
+
+def test_documents_that_end_in_a_token_which_the_file_does_not_name(tmp_path):
+    bounds = list(range(6))
+    documents = [[5, 6, 9], [7, 9], [], [9], [8, 9]]
+    file = open_tokens(megatron(tmp_path / "a", 8, documents, bounds))
+    assert with_end(file, 9).eos == 9 and with_end(file, 9).fingerprint() != file.fingerprint()
+    assert with_end(file, None) is file and with_end(file, 4) is file
+    file = open_tokens(megatron(tmp_path / "b", 8, [[5, 6], [7, 9], [8], [9, 8], [9]], bounds))
+    assert with_end(file, 9) is file  # two of five
+    own = write_tokens(tmp_path / "own", [[5, 9], [6, 9]], eos=3)
+    assert with_end(own, 9) is own
+
+
+def test_a_part_of_a_folder_is_not_the_folder(tmp_path):
+    folder = write_tokens(tmp_path / "own", DOCUMENTS).path
+    assert is_tokens(folder / "tokens.bin")
+    with pytest.raises(ValueError, match="tokens.bin: is a part of a folder of tokens; give the folder, .*own"):
+        open_tokens(folder / "tokens.bin")

@@ -50,6 +50,9 @@ def test_defaults_and_types():
         ("--eval_strategy no", "eval_every", "never"),
         ("--eval_strategy steps", "eval_every", "epoch"),  # how often is for eval_steps to say
         ("--evaluation-strategy epoch", "eval_every", "epoch"),
+        ("--save-strategy no", "save_every", "never"),
+        ("--resume_from_checkpoint True", "resume", "auto"),
+        ("--resume_from_checkpoint false", "resume", "never"),
         ("--bf16", "precision", "bf16"),
         ("--bf16 false", "precision", "fp32"),
         ("--optim adamw_torch_fused", "optimizer", "adamw"),
@@ -151,6 +154,9 @@ def test_what_is_saved_reads_back(tmp_path):
         ("lr: [1]", r"lr: got \[1\], expected a number"),
         ("batch_size: true", "batch_size: got True, expected a whole number"),
         ("model: true", "model: got True, expected a text"),
+        ("eval_every: no", "eval_every: got False, expected a text; YAML reads yes, no, on and off so without quotes"),
+        ("lr: 1e-4\nepochs: 2\nlr: 1e-5", "line 3 gives lr again"),
+        ("model_config: {dropout: 0, dropout: 1}", "line 1 gives dropout again"),
         ("columns: 3", "columns: got 3, expected KEY=VALUE pairs"),
         ("lr: null", "lr: got nothing, expected a value"),
     ],
@@ -177,7 +183,11 @@ def test_yaml_that_is_not_there(tmp_path):
         ("--batch_size 4 --global_batch_size 32 --gradient_accumulation_steps 4", 2, 4),
         ("--batch_size 4 --global_batch_size 30", 2, "global_batch_size: got 30, expected a multiple of 8"),
         ("--batch_size 4 --global_batch_size 4", 2, "global_batch_size: got 4, expected a multiple of 8"),
-        ("--batch_size 4 --global_batch_size 32 --gradient_accumulation_steps 2", 2, "makes 4: give one"),
+        (
+            "--batch_size 4 --global_batch_size 32 --gradient_accumulation_steps 2",
+            2,
+            "makes 4: give one of the two, and none for",
+        ),
     ],
 )
 def test_accumulation(words, ranks, expected):

@@ -1,6 +1,7 @@
 """What pretraining reads: texts, token files, mixtures, streams; pairs and masks; and what it refuses."""
 
 import json
+import struct
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ from text_toys import KINDS, TOKENIZERS, flags, make_texts, pretrain, rows_of, w
 from toydata import command, write_jsonl
 
 from modelcenter.cli import run as cli
+from modelcenter.data.token_files import open_tokens
 from modelcenter.training.tasks.spans import SpanCorruptionModel
 
 
@@ -34,6 +36,16 @@ def test_masks_change_with_the_epoch_and_stay_in_evaluations(folder):
         assert ids[start] == 2 and ids[end - 1] == 3 and end - start <= 24
 
 
+def as_megatron(stem, file):
+    """A token file as Megatron's pair, whose documents end in a token that it does not name."""
+    ids, sizes, count = np.asarray(file.tokens, "<u2"), np.diff(file.offsets), len(file)
+    stem.with_suffix(".bin").write_bytes(ids.tobytes())
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, count, count + 1)
+    parts = sizes.astype("<i4"), 2 * file.offsets[:-1].astype("<i8"), np.arange(count + 1, dtype="<i8")
+    stem.with_suffix(".idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
+    return stem
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_token_files_give_the_rows_of_their_texts(folder, kind):
     model = KINDS[kind][0]
@@ -49,6 +61,8 @@ def test_token_files_give_the_rows_of_their_texts(folder, kind):
         other = of_tokens.batch(rows)[name]
         assert value == other if isinstance(value, int) else torch.equal(value, other), name
     assert of_texts.where(0).endswith("train.jsonl, line 1") and of_tokens.where(0) == f"{tokens}:document 1"
+    of_megatron, _ = rows_of(folder, kind, train_data=str(as_megatron(folder / "pair", open_tokens(tokens))))
+    assert (of_megatron.lengths == of_texts.lengths).all()
     rows = pretrain(folder, kind, train_data=tokens, eval_fraction=0.2, max_steps=2)
     assert "eval_perplexity" in rows[-1]
     cli(["evaluate", str(folder / "run"), tokens, "--output", str(folder / "scores.json")])

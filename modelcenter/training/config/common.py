@@ -87,7 +87,8 @@ class TrainConfig(Flags):
     early_stopping: int | None = _output(None, "stop after so many evaluations without a better best_metric",
         "early_stopping_patience")
     resume: str = _output("auto", "auto: go on from output_dir's newest whole checkpoint if the flags say the same "
-        "run; never: start anew; or a run or checkpoint to go on from, whatever its flags", "resume_from_checkpoint")
+        "run; never: start anew; or a run or checkpoint to go on from, whatever its flags", "resume_from_checkpoint",
+        means={"true": "auto", "false": "never"})
     max_time: str | None = _output(None, "save, stop and exit in order after this time, such as 90m, 8h or 1-12:00:00")
     trackers: list[str] | None = _output(None, "where curves go besides metrics.jsonl: tensorboard, wandb, mlflow, "
         "trackio, ...; none: tensorboard where it is installed; 'no': nowhere", "report_to", "log_with")
@@ -268,7 +269,8 @@ class TrainConfig(Flags):
         if self.gradient_accumulation_steps not in (None, steps):
             raise ValueError(
                 f"gradient_accumulation_steps: got {self.gradient_accumulation_steps}, but global_batch_{unit} "
-                f"{whole} with batch_{unit} {each} on {ranks} rank(s) makes {steps}: give one"
+                f"{whole} with batch_{unit} {each} on {ranks} rank(s) makes {steps}: give one of the two, and none for "
+                "the other"
             )
         return steps
 

@@ -18,7 +18,7 @@ from modelcenter.data.preprocess import end_token
 from modelcenter.data.readers import Table
 from modelcenter.data.streams import FileRows, HubRows, RowSource
 from modelcenter.data.text_rows import StreamRows, TextRows, encode_texts
-from modelcenter.data.token_files import TokenFile, check_tokenizer, is_tokens
+from modelcenter.data.token_files import TokenFile, check_tokenizer, is_tokens, with_end
 from modelcenter.models.base import Model
 from modelcenter.training.config import PretrainConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate
@@ -138,6 +138,7 @@ class Pretraining(Task):
             file = part.data
             assert isinstance(file, TokenFile)
             check_tokenizer(file, tokenizer)
+            file = with_end(file, end_of(tokenizer))
         else:
             assert self.column is not None
             file = encode_texts(tokenizer, texts_of(table, self.column), table.name, end)

@@ -1,0 +1,71 @@
+"""One run at a time in an output folder: two would remove and overwrite each other's checkpoints."""
+
+import errno
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # not a Unix: nobody is kept out
+    fcntl = None  # type: ignore[assignment]
+
+_FILE = ".lock"
+_PATIENCE = 120.0  # seconds: so long a file server may keep the lock of a node that has died
+
+
+@contextmanager
+def alone_in(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
+    """Keep other runs out of a folder while inside. The system lets go of it when the process ends, however it ends.
+
+    Where the file system has no locks, nobody is kept out.
+
+    Raises:
+        ValueError: another process writes to the folder.
+    """
+    path, here, ends = folder / _FILE, platform.node(), time.monotonic() + patience
+    while True:
+        file = path.open("a+b", buffering=0)
+        locked = _lock(file)
+        if locked and _is_at(path, file):
+            break
+        file.seek(0)
+        holder = file.read().decode("utf-8", "replace") or "another process"
+        file.close()
+        if locked:
+            continue
+        if holder.endswith(f" on {here}") or time.monotonic() > ends:
+            raise ValueError(
+                f"output_dir: {holder} is training in {folder}; wait until it has ended, or give another folder"
+            )
+        time.sleep(0.5)
+    with file:
+        with suppress(OSError):  # a full disk: what is written is for people
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {here}".encode())
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Whether nobody else has the file. The lock is of this process alone: children that outlive it do not keep it."""
+    if fcntl is not None:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
+
+
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    """Whether a file that was opened is still the one there: the run that had it may have removed it since."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,249 @@
+"""Runs that go on elsewhere, with other flags, or beside another: what counts then."""
+
+import json
+import multiprocessing
+import os
+import platform
+import re
+import signal
+
+import pytest
+import torch
+from toydata import command, flags, write_folder
+from toyruns import assert_same_end, curve, die_at
+
+import engine.checkpoint.training
+import modelcenter
+from modelcenter.training import loop, resume
+from modelcenter.training.alone import alone_in
+from modelcenter.training.config import ClassificationConfig
+from modelcenter.training.record import cut
+from modelcenter.training.setup import check_judge
+from scripts.finetune_classification import main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path, train=27, dev=4)
+
+
+def values_of(folder, name, **changes):
+    return flags(folder, **{"output_dir": str(folder / name), "max_steps": 4, "save_every": 2} | changes)
+
+
+def stop_at(monkeypatch, step, values):
+    with monkeypatch.context() as patch:
+        die_at(patch, step, signal.SIGTERM)
+        main(command(values))
+
+
+def test_more_steps_and_other_rates_are_those_of_the_flags(folder, monkeypatch):
+    main(command(values_of(folder, "run")))
+    seen = {}
+
+    def train(self):
+        seen["groups"] = [{**group, "params": None} for group in self.manager.optimizers[0].param_groups]
+        seen["before"] = self.step
+        return usual(self)
+
+    usual = loop.Run.train
+    monkeypatch.setattr(loop.Run, "train", train)
+    more = {"max_steps": 10, "lr": 1e-3, "weight_decay": 0.5, "adam_beta2": 0.9, "warmup": 0}
+    main(command(values_of(folder, "more", resume=str(folder / "run"), **more)))
+    assert seen["before"] == 4
+    assert [group["weight_decay"] for group in seen["groups"]] == [0.5, 0.0]
+    assert seen["groups"][0]["betas"] == (0.9, 0.9)
+    rates = {row["step"]: row["lr"] for row in curve(folder, "more") if "lr" in row}
+    assert rates == pytest.approx({step: 1e-3 * (11 - step) / 10 for step in range(5, 11)})
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "now"),
+    [("optimizer", "adamw", "lion"), ("precision", "fp16", "bf16"), ("precision", "fp32", "fp16")],
+)
+def test_a_state_that_is_of_no_use_is_said_with_what_to_do(name, before, now, tmp_path):
+    found = resume.Continuation(tmp_path / "step-00000004", 4, {name: before}, None, forced=True)
+    said = (
+        f"{name}: got '{now}', which has no use for .*step-00000004 keeps for '{before}'.*: --model .*step-00000004 and"
+    )
+    with pytest.raises(ValueError, match=said):
+        found.check(ClassificationConfig(**{name: now}), None)
+    found.check(ClassificationConfig(**{name: before}), None)
+    resume.Continuation(tmp_path, 4, {"precision": "fp32"}, None, forced=True).check(
+        ClassificationConfig(precision="bf16"), None
+    )
+
+
+@pytest.mark.full
+def test_a_run_that_began_with_another_goes_on_from_its_own_checkpoints(folder, monkeypatch, capsys):
+    main(command(values_of(folder, "run")))
+    began = values_of(folder, "next", resume=str(folder / "run"), max_steps=8)
+    main(command({**began, "output_dir": str(folder / "whole")}))
+    stop_at(monkeypatch, 6, began)
+    assert "the same command goes on" in capsys.readouterr().out
+    main(command(began))
+    assert "going on after step 7" in capsys.readouterr().out
+    assert_same_end(folder, "next")
+
+    newest = folder / "run" / "checkpoints" / "step-00000004"
+    (folder / "run" / "summary.json").unlink()  # as if it had been stopped
+    with pytest.raises(ValueError, match="resume: .*step-00000002 is not the newest .*step-00000004 is.*--output_dir"):
+        main(command(values_of(folder, "run", resume=str(newest.with_name("step-00000002")))))
+    (folder / "next" / "summary.json").unlink()
+    with pytest.raises(ValueError, match="resume: .*next.*did not begin with .*step-00000002"):
+        main(command({**began, "resume": str(newest.with_name("step-00000002"))}))
+    assert newest.is_dir() and curve(folder, "run")[-1]["step"] == 4  # a mistake costs nothing
+
+
+def test_what_is_the_best_after_a_stop(folder, caplog):
+    checkpoints = folder / "run" / "checkpoints"
+    main(command(values_of(folder, "run", max_steps=2, best_metric="loss")))
+    cfg = ClassificationConfig(output_dir=str(folder / "run"), best_metric="loss")
+    best = {"metric": "eval_loss", "value": 0.5, "step": 2}
+    assert resume.best_counts(cfg, "eval_loss", best) and resume.best_counts(cfg, "eval_loss", {})
+    assert "does not count" not in caplog.text
+    assert not resume.best_counts(cfg, "eval_accuracy", best)
+    assert "loss 0.5 of step 2, does not count: best_metric is accuracy now" in caplog.text
+    assert not resume.best_counts(cfg, "eval_loss", {**best, "step": 1})  # best names another checkpoint
+    (checkpoints / "best").unlink()
+    assert not resume.best_counts(cfg, "eval_loss", best)
+    assert "its checkpoint is not in output_dir" in caplog.text
+    cfg.best_metric, cfg.early_stopping = None, 3
+    assert resume.best_counts(cfg, "eval_loss", best)  # no model is made of it
+
+
+@pytest.mark.full
+def test_the_best_of_another_folder_is_not_looked_for_at_the_end(folder):
+    """Its checkpoint is not there: the run would fail after its last step."""
+    judged = {"best_metric": "loss", "eval_every": "2", "train_data": str(folder / "data")}
+    main(command(values_of(folder, "run", **judged)))
+    main(command(values_of(folder, "next", resume=str(folder / "run"), max_steps=6, lr=50, **judged)))
+    summary = json.loads((folder / "next" / "summary.json").read_text())
+    assert summary["status"] == "finished" and (folder / "next" / "model").is_dir()
+
+
+@pytest.mark.full
+def test_patience_that_was_over_takes_no_further_step(folder, monkeypatch):
+    """Stopped between the last evaluation and the end, a run goes on to the same end."""
+    judged = {"max_steps": 12, "eval_every": "1", "save_every": "1", "early_stopping": 2, "lr": 0}
+    main(command(values_of(folder, "whole", **judged)))
+
+    def finish(self, target):
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
+        patch.setattr(loop.Run, "finish", finish)
+        main(command(values_of(folder, "run", **judged)))
+    main(command(values_of(folder, "run", **judged)))
+    assert [row["step"] for row in curve(folder, "run") if "loss" in row] == [1, 2, 3]
+    assert_same_end(folder, "run")
+
+
+@pytest.mark.parametrize(
+    "flag", [{"overwrite_output_dir": True}, pytest.param({"resume": "never"}, marks=pytest.mark.full)]
+)
+def test_the_last_line_says_how_a_run_that_began_anew_goes_on(folder, monkeypatch, capsys, flag):
+    stop_at(monkeypatch, 2, values_of(folder, "run", **flag))
+    name = "--overwrite_output_dir" if "resume" not in flag else "--resume never"
+    assert capsys.readouterr().out.rstrip().endswith(f"the same command without {name} goes on")
+
+
+def test_a_checkpoint_that_could_not_be_written_does_not_cost_the_next(folder, monkeypatch, capsys):
+    """Not even that of a stop, for which the disk has room again."""
+    write, calls = engine.checkpoint.training._write, []
+
+    def fails_once(job, group):
+        calls.append(job.step)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        write(job, group)
+
+    monkeypatch.setattr("engine.checkpoint.training._write", fails_once)
+    stop_at(monkeypatch, 2, values_of(folder, "run"))
+    assert calls == [2, 3] and (folder / "run" / "checkpoints" / "step-00000003").is_dir()
+    assert "the last checkpoint could not be written: [Errno 28] No space left on device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("lost", "step"), [((), 3), ((3,), 1), ((1, 3), 4)])
+def test_a_best_model_that_was_not_written_is_not_claimed(folder, monkeypatch, capsys, lost, step):
+    """model/ is the best one that there is, and the last line says which."""
+    write, losses = engine.checkpoint.training._write, {1: 3.0, 2: 4.0, 3: 1.0, 4: 2.0}
+
+    def fails(job, group):
+        if job.step in lost:
+            raise OSError(28, "No space left on device")
+        write(job, group)
+
+    def evaluate(self):
+        row = {"step": self.step, "epoch": 0.0, "eval_loss": losses[self.step]}
+        self.record.log(row)
+        return row
+
+    monkeypatch.setattr("engine.checkpoint.training._write", fails)
+    monkeypatch.setattr(loop.Run, "evaluate", evaluate)
+    main(command(values_of(folder, "run", best_metric="loss", eval_every=1, save_every="never")))
+    said = capsys.readouterr().out
+    assert (f"of step {step} (loss {losses[step]:.4f})" in said) == (step != 4)
+    assert ("the best model, of step 3, is not there" in said) == bool(lost)
+    made = modelcenter.from_pretrained(str(folder / "run" / "model")).state_dict()
+    if step != 4:
+        best = modelcenter.from_pretrained(str(folder / "run" / "checkpoints" / "best")).state_dict()
+        assert all(torch.equal(tensor, made[name]) for name, tensor in best.items())
+
+
+def test_lines_that_are_no_rows_are_cut_out(tmp_path):
+    lines = ['{"step": 1}', "[1, 2]", '"x"', "3", '{"a": 1}', "\0\0", '{"step": 2}', '{"step": 3}', '{"step": 4, "l']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert cut(tmp_path / "metrics.jsonl", 2) == [{"step": 1}, {"step": 2}]
+
+
+def _hold(folder, held, done):
+    with alone_in(folder):
+        held.set()
+        done.wait(30)
+
+
+def test_two_runs_do_not_share_a_folder(folder, monkeypatch):
+    out = folder / "run"
+    out.mkdir()
+    context = multiprocessing.get_context("fork")
+    held, done = context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(out, held, done))
+    other.start()
+    assert held.wait(30)
+    said = f"output_dir: process {other.pid} on {platform.node()} is training in {out}; wait until it has ended"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        main(command(values_of(folder, "run")))
+    assert os.listdir(out) == [".lock"]
+    done.set()
+    other.join()
+    assert os.listdir(out) == []
+    monkeypatch.setattr("fcntl.lockf", _no_locks)
+    with alone_in(out):
+        pass
+
+
+def _no_locks(*_):
+    raise OSError(95, "Operation not supported")
+
+
+def test_a_metric_of_pretraining_that_is_misspelt_is_said_before_the_first_step():
+    from modelcenter.training.config import PretrainLMConfig
+    from modelcenter.training.tasks.causal import CausalLanguageModel
+
+    task = CausalLanguageModel.__new__(CausalLanguageModel)
+    check_judge(PretrainLMConfig(best_metric="perplexity"), task, True)
+    with pytest.raises(ValueError, match=r"best_metric: got 'perplexty', expected one of loss, perplexity\. Did you"):
+        check_judge(PretrainLMConfig(best_metric="perplexty"), task, True)
+
+
+def test_the_files_of_streams_and_mixtures_that_changed_are_named():
+    def differences(before, now):
+        return resume._differences(*({"source": data} for data in (before, now)))
+
+    assert differences({"a": [3, "x"], "b": [1, "y"]}, {"a": [4, "z"], "c": [1, "y"]}) == (
+        " (a has changed; b is gone; c is new)"
+    )
+    assert differences({"a": 1}, {"a": 1}) == ""
+    before, now = ({"rows": 9, "parts": [{"sha256": {"a": n}}, {"sha256": "one"}]} for n in (1, 2))
+    assert resume._differences(before, now) == " (9 rows now, 9 rows then; a has changed)"

@@ -13,7 +13,7 @@ import engine
 from engine.checkpoint import named_tensors, together, whole_tensor
 from modelcenter.adapters.layout import Update, hub_modules, module_names, patterns, short_names, to_hub
 from modelcenter.adapters.read import CONFIG_FILE, PREFIX, WEIGHTS_FILE
-from modelcenter.adapters.state import NAME, layout_of, saved_modules
+from modelcenter.adapters.state import NAME, check_modules, layout_of, saved_modules
 from modelcenter.convert.rules import Layout
 from modelcenter.convert.stream import export_tensor
 from modelcenter.hub.writer import Entry, SafetensorsWriter, new_directory, write_json
@@ -87,6 +87,7 @@ def _lora_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     config = peft.LoraConfig(
         task_type=_task_type(model),
         base_model_name_or_path=state.base,
+        revision=state.revision,
         inference_mode=True,
         r=rank,
         lora_alpha=alpha,
@@ -115,6 +116,7 @@ def _prompt_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
     config = peft.PromptTuningConfig(
         task_type=_task_type(model),
         base_model_name_or_path=state.base,
+        revision=state.revision,
         inference_mode=True,
         num_virtual_tokens=prompt.shape[0],
         token_dim=prompt.shape[1],
@@ -170,6 +172,7 @@ def trained_tensors(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The modules trained whole: ({name in the file: tensor}, names of the modules of transformers' model)."""
     modules = saved_modules(layout, model.adapter.trained)
+    check_modules(layout, model.adapter.trained)  # a file that was loaded may hold what no file of ours can
     tensors = {}
     for key in modules:
         whole = {}

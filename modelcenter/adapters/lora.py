@@ -189,9 +189,9 @@ def load_lora(path: Any, model: Model | None = None, *, quantize: str | None = N
     saved = open_adapter(path, options=HubOptions(**hub))
     config = saved.config
     lora = Lora(
-        max(1, int(config["r"])),
-        float(config["lora_alpha"]),
-        float(config.get("lora_dropout") or 0.0),
+        max(1, int(saved.number("r"))),
+        float(saved.alpha),
+        float(saved.number("lora_dropout", 0.0)),
         use_dora=bool(config.get("use_dora")),
         use_rslora=bool(config.get("use_rslora")),
         quantize=quantize,
@@ -280,6 +280,8 @@ def _targets(
     ]
     if wanted is None or wanted == ALL_LINEAR or list(wanted) == [ALL_LINEAR]:
         return [name for name in linears if f"{name}.weight" not in trained]
+    if not wanted:
+        raise ValueError("lora_targets: got none; name layers, or leave it out for every linear layer outside heads")
     hub_of: dict[str, list[str]] = {}
     for key in layout.shapes:
         for native in layout.natives(key):

@@ -136,5 +136,5 @@ def load_prompt(path: Any, model: Model | None = None, **hub: Any) -> Any:
     if prompt is None or prompt.dim() != 2:
         raise ValueError(f"adapter {path}: it holds no prompt_embeddings")
     # peft keeps a second prompt for the decoder of an encoder-decoder, which prompt tuning never reads.
-    tuning = PromptTuning(int(saved.config["num_virtual_tokens"]), saved=saved)
+    tuning = PromptTuning(int(saved.number("num_virtual_tokens")), saved=saved)
     return tuning if model is None else tuning.add_to(model)

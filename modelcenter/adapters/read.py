@@ -15,7 +15,7 @@ from modelcenter.adapters.layout import HubModule, Update, hub_modules, to_nativ
 from modelcenter.adapters.state import NAME, check_modules, embedding_width, layout_of
 from modelcenter.convert.match import to_key
 from modelcenter.convert.pieces import HUB, NATIVE, view
-from modelcenter.convert.rules import Layout
+from modelcenter.convert.rules import ArchMap, Layout
 from modelcenter.hub.download import HubOptions, download_file, is_offline
 from modelcenter.hub.names import ADAPTER_CONFIG_FILE
 from modelcenter.hub.readers import open_checkpoint
@@ -34,7 +34,14 @@ UNKNOWN_PARTS = (
     "use_bdlora",
     "arrow_config",
     "alora_invocation_tokens",
+    "kasa_config",
+    "monteclora_config",
 )
+# Starts (init_lora_weights) that take something off the base's weights, which the adapter then stands for.
+CHANGE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+# In names of tensors that peft saves, some of them beside the same under its plain name.
+_WRAPPED = (".original_module.", ".modules_to_save.", ".base_layer.")
+_MERGE = "merge it with peft (merge_and_unload) and load the merged model"
 
 
 @dataclass
@@ -51,7 +58,15 @@ class AdapterFile:
 
     @property
     def alpha(self) -> float:
-        return float(self.config["lora_alpha"])
+        return self.number("lora_alpha")
+
+    def number(self, name: str, usual: float | None = None) -> float:
+        """A number of the config. Raises ValueError: it is not there and has no usual value, or is no number."""
+        value = self.config.get(name, usual)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            found = repr(value) if name in self.config else "nothing"
+            raise ValueError(f"{self.directory / CONFIG_FILE}: {name} is {found}, expected a number")
+        return value
 
     def match(self, model: Model, layout: Layout) -> tuple[dict[str, int], dict[str, float], list[str]]:
         """(ranks, scales, parameters that are saved whole) in our names.
@@ -59,21 +74,23 @@ class AdapterFile:
         Raises:
             ValueError: the adapter is of a kind that we do not have, or does not fit the model.
         """
-        used = [name for name in UNKNOWN_PARTS if self.config.get(name)]
-        if self.config.get("bias", "none") != "none":
-            used.append("bias")
-        if used:
-            raise ValueError(f"{self.directory}: it uses {', '.join(used)}, which is not supported; train it without")
+        self._check_kind()
         arch, _ = layout_of(model)
         lora: dict[str, dict[str, torch.Tensor]] = {}
+        copies: dict[str, str] = {}
         for name, tensor in self.tensors.items():
             plain = name.removeprefix(PREFIX)
             module, mark, part = plain.partition(".lora_")
+            key = to_key(arch, f"{module}.weight" if mark else plain)
             if mark:
-                lora.setdefault(to_key(arch, f"{module}.weight"), {})[part.removesuffix(".weight")] = tensor
-            else:
-                self._add_whole(layout, to_key(arch, plain), name, tensor)
-        check_modules(layout, self.whole)
+                self._check_adapted(model, layout, layout.ties[key].to if key in layout.ties else key, module)
+                lora.setdefault(key, {})[part.removesuffix(".weight")] = tensor
+            elif key in layout.ties:
+                copies[name] = layout.ties[key].to
+            elif not any(mark in name for mark in _WRAPPED):
+                self._add_whole(layout, key, name, tensor, model.config)
+        self._check_copies(arch, layout, copies)
+        check_modules(layout, self.whole, {to_key(arch, name.removeprefix(PREFIX)) for name in copies})
         natives = {native for key in lora for native in (layout.natives(key) if key in layout.shapes else ())}
         unknown = [key for key in lora if key not in layout.shapes]
         if unknown:
@@ -87,6 +104,48 @@ class AdapterFile:
         names = [name for name in order if name in self.updates]
         ranks = {name: self.updates[name].rank for name in names}
         return ranks, {name: self.updates[name].scale for name in names}, list(self.whole)
+
+    def _check_kind(self) -> None:
+        """Raise ValueError for parts of peft's config whose effect is not reproduced."""
+        used = [name for name in UNKNOWN_PARTS if self.config.get(name)]
+        if self.config.get("bias", "none") != "none":
+            used.append("bias")
+        if used:
+            raise ValueError(
+                f"{self.directory}: it uses {', '.join(used)}, which is not supported; train it without, or {_MERGE}"
+            )
+        start = self.config.get("init_lora_weights")
+        if isinstance(start, str) and start.lower().startswith(CHANGE_BASE):
+            raise ValueError(
+                f"{self.directory}: init_lora_weights is {start!r}, so it belongs to weights that are not those of the "
+                f"base; let peft make it an ordinary one (path_initial_model_for_weight_conversion), or {_MERGE}"
+            )
+
+    def _check_adapted(self, model: Model, layout: Layout, key: str, module: str) -> None:
+        """Raise ValueError for an update of what is not a linear layer of the body."""
+        natives = layout.natives(key) if key in layout.shapes else []
+        table = any(name == "embed.weight" or name.endswith(".embed.weight") for name in natives)
+        if table or any(model.is_head(name) for name in natives):
+            what = "the embedding" if table else "a head"
+            raise ValueError(
+                f"{self.directory}: it updates {module}, {what}, by low rank, but only linear layers outside heads are "
+                f"adapted here; {_MERGE}"
+            )
+
+    def _check_copies(self, arch: ArchMap, layout: Layout, copies: Mapping[str, str]) -> None:
+        """Raise ValueError unless tensors that are others in this model (of a tied head) are saved with their values.
+
+        Args:
+            copies: {name in the file: key of what it is}.
+        """
+        held = {to_key(arch, name.removeprefix(PREFIX)): tensor for name, tensor in self.tensors.items()}
+        for name, key in copies.items():
+            if key not in held or not torch.equal(held[key], self.tensors[name]):
+                raise ValueError(
+                    f"{self.directory}: {name!r} is {layout.written[key]} in this model, but has values of its own: "
+                    "peft trained a copy of a tied tensor; leave it out of modules_to_save, or train with "
+                    "ensure_weight_tying"
+                )
 
     def _update(self, module: HubModule, parts: Mapping[str, torch.Tensor]) -> Update:
         from peft.utils.other import get_pattern_key
@@ -119,16 +178,20 @@ class AdapterFile:
             raise ValueError(f"{self.directory}: use_dora and the tensors of {module.name} contradict each other")
         return Update(a, b, scale, None if magnitude is None else magnitude.float())
 
-    def _add_whole(self, layout: Layout, key: str, name: str, tensor: torch.Tensor) -> None:
+    def _add_whole(self, layout: Layout, key: str, name: str, tensor: torch.Tensor, config: Any) -> None:
         key = layout.aliases.get(key, key)
         if key not in layout.shapes:
             raise ValueError(
                 f"{self.directory}: tensor {name!r} is none of this model; was it trained on another task?"
             )
         if tuple(tensor.shape) != layout.shapes[key]:
+            fix = "change num_labels"
+            if layout.shapes[key][0] == getattr(config, "vocab_size", None):
+                rows = tensor.shape[0] if tensor.dim() else 0
+                fix = f"words were added: call model.resize_token_embeddings({rows}), then load_lora(..., model)"
             raise ValueError(
                 f"{self.directory}: tensor {name!r} has shape {tuple(tensor.shape)}, expected {layout.shapes[key]}; "
-                "change num_labels"
+                f"{fix}"
             )
         for piece in layout.pieces[key]:
             native = piece.names[NATIVE]
@@ -150,7 +213,7 @@ class AdapterFile:
             )
         for name, tensor in self.tensors.items():
             if name != "prompt_embeddings":
-                self._add_whole(layout, to_key(arch, name.removeprefix("base_model.")), name, tensor)
+                self._add_whole(layout, to_key(arch, name.removeprefix("base_model.")), name, tensor, model.config)
         return self.whole
 
     def fill(self, model: Model) -> None:

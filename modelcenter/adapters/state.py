@@ -28,7 +28,8 @@ class Attached:
     """The adapter of a model, as `model.adapter`.
 
     Attributes:
-        kind: "lora" or "prompt". layout: of the base model's parameters. base: the checkpoint they came from.
+        kind: "lora" or "prompt". layout: of the base model's parameters. base: the checkpoint they came from, revision:
+            its commit on the Hub, None of a directory.
         ranks, scales: {linear layer: rank, factor of its update}. dora, rslora: as peft's config has them.
         alpha, rank, dropout: the usual ones, for the saved config.
         trained: parameters of the base model that are trained and saved whole.
@@ -50,6 +51,7 @@ class Attached:
     required: dict[str, bool] = field(default_factory=dict)
     merged: bool = False
     quantized: str | None = None
+    revision: str | None = None
 
 
 def is_adapter(name: str) -> bool:
@@ -155,8 +157,12 @@ def saved_modules(layout: Layout, trained: Collection[str]) -> dict[str, str]:
     return modules
 
 
-def check_modules(layout: Layout, chosen: Collection[str]) -> None:
-    """Raise ValueError where peft, which copies whole modules, would save or train other tensors than `chosen`."""
+def check_modules(layout: Layout, chosen: Collection[str], tied: Collection[str] = ()) -> None:
+    """Raise ValueError where peft, which copies whole modules, would save or train other tensors than `chosen`.
+
+    Args:
+        tied: keys of tensors that are others here and that a file has with the values of these.
+    """
     modules = saved_modules(layout, chosen)
     for key, module in modules.items():
         missing = [name for name in layout.natives(key) if name not in chosen]
@@ -166,7 +172,7 @@ def check_modules(layout: Layout, chosen: Collection[str]) -> None:
         if missing:
             raise ValueError(f"modules_to_save: transformers' {module} also holds {', '.join(missing)}; add it")
     for tie in layout.ties.values():
-        if tie.to in modules and tie.compare:
+        if tie.to in modules and tie.compare and tie.key not in tied:
             raise ValueError(
                 f"modules_to_save: transformers' {layout.written[tie.to]} is {tie.key}, too, and peft would train and "
                 f"load a copy of {modules[tie.to]} alone; leave {', '.join(layout.natives(tie.to))} out"
@@ -223,6 +229,7 @@ def split_plan(original: Callable[[], dict[str, str]], model: nn.Module, adapted
 
 def take_over(model: Model, state: Attached, spec: Mapping[str, tuple[Any, ...]]) -> None:
     """Record an adapter on the model; its start and its split become the model's."""
+    state.revision = getattr(model, "base_revision", None)
     model.adapter = state
     own: Any = model  # methods of this instance hide those of its class
     own.init_spec = functools.partial(start_spec, spec, model)

@@ -16,7 +16,8 @@ IGNORED = frozenset(
     """_attn_implementation _commit_hash _name_or_path attn_implementation bos_token_id decoder_start_token_id
     eos_token_id finetuning_task gradient_checkpointing language mask_token_id name output_attentions
     output_hidden_states output_past prefix return_dict sep_token_id cls_token_id task_specific_params tokenizer_class
-    torchscript transformers_version use_bfloat16 use_cache use_return_dict xla_device _num_labels""".split()
+    torchscript transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict xla_device
+    _num_labels""".split()
     # Generation settings that version 4 wrote into config.json; they belong to generation_config.json.
     + """bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
     exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
@@ -35,6 +36,10 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "tie_encoder_decoder": (False,),
 }
+
+_QUANTISED = (
+    ": quantised weights are not supported; load the float16, bfloat16 or float32 checkpoint that they were made from"
+)
 
 # Spelled alike in every architecture.
 COMMON = {"tie_word_embeddings": "tie_embeddings", "problem_type": "problem_type", "architectures": "architectures"}
@@ -134,10 +139,12 @@ class ConfigMap:
                         )
                 elif key not in ignored and (what == "override" or value not in _EMPTY):
                     known = (*mapped, *names, *required, *ignored, *_HANDLED)
-                    raise ValueError(
-                        f"{what} not understood: {key!r} = {value!r}, which may change what the model computes."
-                        f"{nearest(key, known)} {config_class.model_type} has {', '.join(sorted({*mapped, *names}))}"
+                    why = (
+                        f", which may change what the model computes.{nearest(key, known)} {config_class.model_type} "
+                        f"has {', '.join(sorted({*mapped, *names}))}"
                     )
+                    why = _QUANTISED if key == "quantization_config" else why
+                    raise ValueError(f"{what} not understood: {key!r} = {value!r}{why}")
                 extra[key] = value
                 continue
             if key in ours and ours[key] != value and what != "override":

@@ -215,9 +215,7 @@ def conversations(table: Table, columns: ChatColumns) -> list[Conversation]:
         else:
             assert columns.prompt is not None
             found = as_turns(table, columns.prompt, row, "user")
-            about = table.columns[columns.input][row] if columns.input is not None else None
-            if about is not None and str(about).strip():
-                found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n{about}"}
+            found = with_input(table, columns.input, row, found)
             if columns.response is not None:
                 found = found + as_turns(table, columns.response, row, "assistant")
         system = table.columns[columns.system][row] if columns.system is not None else None
@@ -225,6 +223,14 @@ def conversations(table: Table, columns: ChatColumns) -> list[Conversation]:
             found = [{"role": "system", "content": str(system)}, *found]
         rows.append(with_tools(table, columns.tools, row, found))
     return rows
+
+
+def with_input(table: Table, column: str | None, row: int, asked: Conversation) -> Conversation:
+    """Turns of which the last gives an instruction, with what the row says that it is about, if anything."""
+    about = table.columns[column][row] if column is not None else None
+    if about is None or not str(about).strip():
+        return asked
+    return [*asked[:-1], {**asked[-1], "content": f"{asked[-1]['content']}\n{about}"}]
 
 
 def as_turns(table: Table, column: str, row: int, role: str) -> Conversation:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelcenter.data.columns import check_columns
-from modelcenter.data.conversations import Conversation, as_turns, find_tools, with_tools
+from modelcenter.data.conversations import INPUT_NAMES, Conversation, as_turns, find_tools, with_input, with_tools
 from modelcenter.data.readers import Table
 
 _NAMES = {
@@ -18,12 +18,13 @@ _NAMES = {
 
 
 def find_preference_columns(table: Table, given: Mapping[str, str | None]) -> dict[str, str | None]:
-    """{role: column} for prompt, chosen, rejected, system and tools: those given, else those with the usual names.
+    """{role: column} for prompt, input (what an instruction is about), chosen, rejected, system and tools: those given,
+    else those with the usual names.
 
     Without a prompt column the chosen and the rejected messages begin with what is asked.
 
     Raises:
-        ValueError: a column that is not there, or none for chosen or rejected.
+        ValueError: a column that is not there, none for chosen or rejected, or an input without a prompt.
     """
     named = {role: name for role, name in given.items() if name is not None}
     check_columns(table, named)
@@ -37,6 +38,13 @@ def find_preference_columns(table: Table, given: Mapping[str, str | None]) -> di
                 f"{role}_column: which column of {table.name} has the {role} answers? It has "
                 f"{', '.join(map(repr, table.columns))}. Give {role}_column"
             )
+    prompt, about = found["prompt"], named.get("input")
+    if prompt is None and about is not None:
+        raise ValueError("prompt_column: which column is the prompt that input_column belongs to? Give it")
+    if about is None and prompt is not None and prompt.lower() == "instruction":
+        taken = set(found.values())
+        about = next((lower[n] for n in INPUT_NAMES if n in lower and lower[n] not in taken), None)
+    found = {"prompt": prompt, "input": about, **found}
     return {**found, "tools": find_tools(table, {**named, **found})}
 
 
@@ -68,6 +76,7 @@ def questions(table: Table, columns: Mapping[str, str | None]) -> list[Conversat
 def _parts(table: Table, columns: Mapping[str, str | None], row: int) -> tuple[Conversation, list[Conversation]]:
     prompt, system = columns["prompt"], columns.get("system")
     asked: list[dict[str, Any]] = [] if prompt is None else as_turns(table, prompt, row, "user")
+    asked = with_input(table, columns.get("input"), row, asked)
     answers = [as_turns(table, columns[role] or "", row, "assistant") for role in ("chosen", "rejected")]
     # Messages often repeat the question before the answer.
     same = 0

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from modelcenter.generation.search import beam, extend
-from modelcenter.generation.settings import Settings
-from modelcenter.generation.state import State
+from modelcenter.generation.settings import Settings, config_tokens
+from modelcenter.generation.state import State, unpadded
 from modelcenter.generation.stopping import StopStrings
-
-_TOKENS = ("eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 @torch.no_grad()
@@ -44,7 +42,8 @@ def generate(
     """Continue prompts, or write what an encoder-decoder makes of its input; as transformers' `generate`.
 
     Args:
-        input_ids: (batch, seq). attention_mask: (batch, seq), 0 at padding, which may stand on either side.
+        input_ids: (batch, seq). attention_mask: (batch, seq), 0 at padding, which may stand on either side; None: at
+            the padding token, unless that ends sequences, too.
         max_new_tokens: tokens to add at most.
         num_beams: sequences that beam search keeps for each row; 1: none. early_stopping: end a row's search when
             num_beams have ended, whatever might still come. length_penalty: exponent of the length that divides a
@@ -69,18 +68,22 @@ def generate(
     of a pipeline (pp_size) call it with the same rows and arguments, and return the same tokens.
 
     Raises:
-        ValueError: an argument out of range, a model without a language-model head, a prompt that leaves no room in the
-            position table, or other rows on another rank of the pipeline.
+        ValueError: an argument out of range or of the wrong kind, a model without a language-model head, a prompt that
+            leaves no room in the position table, or other rows on another rank of the pipeline.
     """
     if model.task not in ("causal-lm", "seq2seq-lm"):
         raise ValueError(f"generate: task {model.task!r} writes no text; load the model with causal-lm or seq2seq-lm")
+    if not isinstance(input_ids, Tensor):
+        hint = "; pass the parts of a batch by name: generate(**batch)" if isinstance(input_ids, Mapping) else ""
+        raise ValueError(f"input_ids: got {type(input_ids).__name__}, expected a tensor of shape (batch, seq){hint}")
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected (batch, seq), none of them 0")
     tensors = ("model", "input_ids", "attention_mask", "token_inputs", "other_inputs", "banned")
     given = {k: v for k, v in locals().items() if k not in (*tensors, "tensors")}
     config = model.config
-    fields = {name: value for name in _TOKENS if (value := getattr(config, name, None)) is not None}
-    s = Settings.make(given, {**config.extra, **fields, **model.generation_config}, config.vocab_size)
+    s = Settings.make(given, {**config_tokens(config), **model.generation_config}, config.vocab_size)
+    if attention_mask is None and s.marks_padding:
+        attention_mask = unpadded(input_ids, s.pad)
     stop = StopStrings(stop_strings, tokenizer)
     if streamer is not None and (num_beams > 1 or len(input_ids) * num_return_sequences > 1):
         raise ValueError("streamer: shows one sequence as it grows; use one row, num_beams=1, num_return_sequences=1")

@@ -1,17 +1,34 @@
 """What `generate` is asked for."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
+
+from torch import Tensor
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+def config_tokens(config: Any) -> dict[str, Any]:
+    """The tokens that begin, end and fill texts, as far as a model's config names them."""
+    held = {name: getattr(config, name, None) for name in _TOKENS}
+    held = {name: config.extra.get(name) if value is None else value for name, value in held.items()}
+    return {name: value for name, value in held.items() if value is not None}
+
+
+def _numbers(value: Any, name: str) -> list[int]:
+    """Token numbers from one, several or none. Raises ValueError: one that is no number."""
+    value = value.tolist() if isinstance(value, Tensor) else value
+    ids = [] if value is None else list(value) if isinstance(value, Iterable) else [value]
+    if not all(isinstance(token, Integral) for token in ids):
+        raise ValueError(f"{name}: got {value!r}, expected the number of a token or several of them")
+    return ids
 
 
 def _ids(value: Any, name: str, vocab_size: int) -> list[int]:
-    """Token numbers from one, several or none.
-
-    Raises:
-        ValueError: one that the vocabulary does not have.
-    """
-    ids = [] if value is None else [value] if isinstance(value, int) else [int(v) for v in value]
+    """As _numbers. Raises ValueError: also for one that the vocabulary does not have."""
+    ids = _numbers(value, name)
     for token in ids:
         if not 0 <= token < vocab_size:
             raise ValueError(f"{name}: got {token}, the vocabulary has the tokens 0 to {vocab_size - 1}")
@@ -20,7 +37,7 @@ def _ids(value: Any, name: str, vocab_size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked arguments of `generate`; see there."""
+    """Checked arguments of `generate`; see there. marks_padding: `pad` is named, and does not end texts, too."""
 
     max_new_tokens: int
     num_beams: int
@@ -34,6 +51,7 @@ class Settings:
     num_return_sequences: int
     eos: tuple[int, ...]
     pad: int
+    marks_padding: bool
     start: int | None
     early_stopping: bool
 
@@ -52,7 +70,11 @@ class Settings:
 
         def whole(name: str, least: int) -> int:
             value = given[name]
-            return check(name, isinstance(value, int) and value >= least, f"a whole number of at least {least}")
+            return check(name, isinstance(value, Integral) and value >= least, f"a whole number of at least {least}")
+
+        def number(name: str) -> float:
+            good = isinstance(given[name], Real) and not isinstance(given[name], bool)
+            return float(check(name, good, "a number"))
 
         beams, several = whole("num_beams", 1), whole("num_return_sequences", 1)
         if several > 1 and not given["do_sample"] and several > beams:
@@ -60,13 +82,15 @@ class Settings:
                 f"num_return_sequences: got {several}, but only {beams} different sequences come of num_beams={beams} "
                 "without do_sample"
             )
-        temperature, top_p = float(given["temperature"]), float(given["top_p"])
+        temperature, top_p, penalty = number("temperature"), number("top_p"), number("repetition_penalty")
+        if given["seed"] is not None:
+            whole("seed", 0)
 
         def tokens(name: str) -> list[int]:
             if given[name] is not None:
                 return _ids(given[name], name, vocab_size)
-            held = defaults.get(name)  # some checkpoints name tokens that their vocabulary does not have
-            held = [] if held is None else [held] if isinstance(held, int) else held
+            # Some checkpoints name tokens that their vocabulary does not have.
+            held = _numbers(defaults.get(name), f"{name} of the checkpoint's generation_config.json or config.json")
             return [token for token in held if 0 <= token < vocab_size]
 
         ends, pads = tuple(tokens("eos_token_id")), tokens("pad_token_id")
@@ -78,12 +102,13 @@ class Settings:
             temperature=check("temperature", temperature > 0, "a number above 0 (do_sample=False takes the best)"),
             top_k=whole("top_k", 0),
             top_p=check("top_p", 0 < top_p <= 1, "a probability, 0 < top_p <= 1"),
-            repetition_penalty=check("repetition_penalty", given["repetition_penalty"] > 0, "a number above 0"),
-            length_penalty=float(given["length_penalty"]),
+            repetition_penalty=check("repetition_penalty", penalty > 0, "a number above 0"),
+            length_penalty=number("length_penalty"),
             no_repeat_ngram_size=whole("no_repeat_ngram_size", 0),
             num_return_sequences=several,
             eos=ends,
             pad=pads[0] if pads else ends[0] if ends else 0,
+            marks_padding=bool(pads) and pads[0] not in ends,
             start=start if start is not None else pads[0] if pads else None,
             early_stopping=bool(given["early_stopping"]),
         )

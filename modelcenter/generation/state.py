@@ -22,6 +22,12 @@ def room(model: Any, longest: int) -> int | None:
     return model.config.max_tokens - before
 
 
+def unpadded(tokens: Tensor, pad: int) -> Tensor:
+    """(rows, length) 0 at padding, as transformers guesses it; a row of nothing else is a prompt as it is."""
+    mask = tokens != pad
+    return (mask | ~mask.any(1, keepdim=True)).long()
+
+
 class State:
     """Sequences being generated, their cache, and the logits of their next tokens.
 
@@ -43,7 +49,7 @@ class State:
         self.model, self.encodes = model, bool(getattr(model, "is_encoder_decoder", False))
         self.pipeline: Any = getattr(model, "pipeline", None)  # where this rank has a part of the model only
         rows, length = input_ids.shape
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        mask = torch.ones_like(input_ids) if attention_mask is None else (attention_mask != 0).long()
         if tuple(mask.shape) != (rows, length):
             raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}, expected {(rows, length)}")
         lengths = mask.sum(1).tolist()

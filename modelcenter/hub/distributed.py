@@ -13,7 +13,7 @@ from modelcenter.convert.stream import Space, Target, in_threads, read_into
 from modelcenter.convert.whole import OTHER_HEADS, native_prefix
 from modelcenter.hub.readers import reading_threads
 from modelcenter.hub.resolve import Resolved
-from modelcenter.hub.stored import StoredSource
+from modelcenter.hub.stored import StoredSource, refuse_adapter
 
 
 class StoredModel:
@@ -30,6 +30,7 @@ class StoredModel:
         self.directory, self._layout = found.directory, layout
         checkpoint.check_manifest(found.directory)
         self._source = StoredSource(found.directory)
+        refuse_adapter(self._source.tensors, found.directory)
         self._stored = {name: (info.shape, info.dtype) for name, info in self._source.tensors.items()}
         saved_as = arch.declared_task(found.config.get("architectures"))
         if saved_as is None:

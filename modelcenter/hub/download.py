@@ -142,6 +142,11 @@ def download_config(repo: str, options: HubOptions) -> Path:
             f"({options.cache_dir or constants.HF_HUB_CACHE}) while offline (local_files_only or HF_HUB_OFFLINE is set)"
             f". Download it once online, or give a directory.{nearest(repo, preset_names())}"
         )
+    adapter = download_file(repo, ADAPTER_CONFIG_FILE, options)
+    if adapter is not None:
+        from modelcenter.hub.resolve import about_adapter
+
+        raise ValueError(f"{constants.ENDPOINT}/{repo} is {about_adapter(adapter)}")
     raise ValueError(f"{constants.ENDPOINT}/{repo} has no config.json, so it is not a transformers model")
 
 

@@ -151,12 +151,12 @@ def load_model(
     settings = read_config(spec, arch, found.config, chosen, overrides, found.origin)
     model = on_meta(spec, settings, chosen)
     layout = compile_layout(arch, chosen, settings, {n: tuple(p.shape) for n, p in model.named_parameters()})
+    model.base_name, model.base_revision = found.repo or str(found.directory or found.origin), found.revision
     report = LoadReport(found.origin, found.directory, found.repo)
     if found.distributed:
         stored = StoredModel(arch, layout, found, chosen)
         stored.check(strict, ignore_mismatched_sizes, task is not None)
         fresh = stored.fresh
-        model.base_name = found.repo or str(found.directory or found.origin)
         kept = parse_dtype(dtype) or _one_dtype(stored.dtypes(), found.config, report)
         _place(model, kept, policy, adapter, fresh)
         report.bytes_read = stored.fill(model)
@@ -168,7 +168,6 @@ def load_model(
             check_match(arch, layout, match, source, found, strict, ignore_mismatched_sizes)
             fresh = fresh_tensors(layout, match, found, task)
             dtypes = {source.dtype(name) for name in match.found.values()}
-            model.base_name = found.repo or str(found.directory or found.origin)
             kept = parse_dtype(dtype) or _one_dtype(dtypes, found.config, report)
             _place(model, kept, policy, adapter, fresh)
             fill_targets(layout, match, source, engine.local_slices(model), reading_threads())
@@ -315,7 +314,15 @@ def on_meta(spec: ArchSpec, config: ModelConfig, task: str) -> Any:
 
 
 def _listed(adapter: Any) -> list[Any]:
-    return list(adapter) if isinstance(adapter, list | tuple) else [] if adapter is None else [adapter]
+    """The adapters as a list. Raises ValueError for what is none, such as the path of one."""
+    given = list(adapter) if isinstance(adapter, list | tuple) else [] if adapter is None else [adapter]
+    for each in given:
+        if not hasattr(each, "attach"):
+            raise ValueError(
+                f"adapter: got {each!r:.80}, expected Lora(...), PromptTuning(...) or Freeze(...); a saved one is read "
+                "by modelcenter.adapters.load_lora or load_prompt"
+            )
+    return given
 
 
 def _place(model: Any, dtype: torch.dtype, policy: Any, adapter: Any = None, fresh: Collection[str] = ()) -> None:

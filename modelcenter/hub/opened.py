@@ -25,7 +25,7 @@ from modelcenter.hub.load import find_spec, on_meta, read_config
 from modelcenter.hub.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.readers import open_checkpoint
 from modelcenter.hub.resolve import read_json, resolve
-from modelcenter.hub.stored import StoredSource
+from modelcenter.hub.stored import StoredSource, refuse_adapter
 
 SIDES = {HUB: "hf", NATIVE: "distributed"}
 
@@ -268,7 +268,9 @@ def open_distributed(path: str, request: Request) -> Opened | None:
         if not (directory / CONFIG_FILE).is_file():
             raise ValueError(f"{directory} has no {CONFIG_FILE}; say with --config NAME|FILE of which model it is")
         values = read_json(directory / CONFIG_FILE)
-    return interpret(StoredSource(directory), NATIVE, values, str(directory), request, directory=directory)
+    source = StoredSource(directory)
+    refuse_adapter(source.tensors, directory)
+    return interpret(source, NATIVE, values, str(directory), request, directory=directory)
 
 
 def open_hub(path: str, request: Request) -> Opened | None:

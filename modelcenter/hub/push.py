@@ -10,7 +10,7 @@ from typing import Any
 from engine.memory import readable
 from modelcenter.convert.match import match_names
 from modelcenter.convert.rules import compile_layout
-from modelcenter.hub.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE, WEIGHT_FILES
+from modelcenter.hub.names import ADAPTER_CONFIG_FILE, CARD_FILE, CONFIG_FILE, MANIFEST_FILE, WEIGHT_FILES
 from modelcenter.registry import ARCHITECTURES
 
 # What executes code when it is loaded, or may.
@@ -59,8 +59,8 @@ def check_directory(directory: Path, say: Callable[[str], None] = lambda text: N
     """
     if (directory / MANIFEST_FILE).is_file():
         raise ValueError(
-            f"{directory} is a distributed checkpoint, which only this project reads. Save it as a Hugging Face "
-            "directory first: from_pretrained and save_pretrained"
+            f"{directory} is a distributed checkpoint, which only this project reads. Make a Hugging Face directory of "
+            f"it first: modelcenter export {directory} DST"
         )
     files = _files(directory)
     pickles = [name for name in files if name.lower().endswith(PICKLES)]
@@ -72,6 +72,11 @@ def check_directory(directory: Path, say: Callable[[str], None] = lambda text: N
     partial = next((name for name in files if name.endswith((".incomplete", ".tmp", ".part"))), None)
     if partial is not None:
         raise ValueError(f"{directory} holds {partial}, the rest of something unfinished; make the directory anew")
+    if CONFIG_FILE not in files and ADAPTER_CONFIG_FILE in files:
+        raise ValueError(
+            f"{directory} is an adapter, and only whole models are pushed here: push the run, whose model has it "
+            "merged, or upload the adapter with huggingface_hub (`hf upload REPO_ID DIR`)"
+        )
     if CONFIG_FILE not in files:
         raise ValueError(f"{directory} has no {CONFIG_FILE}, so it is no Hugging Face checkpoint")
     if not {WEIGHT_FILES[0], f"{WEIGHT_FILES[0]}.index.json"} & files.keys():

@@ -8,7 +8,7 @@ from typing import Any
 
 from modelcenter.convert.legacy_form import Legacy
 from modelcenter.hub.download import HubOptions, download_config, download_file, download_weights
-from modelcenter.hub.names import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
+from modelcenter.hub.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
 from modelcenter.registry import nearest, preset
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
@@ -97,6 +97,19 @@ def is_hub_id(name: str) -> bool:
     return not Path(name).exists() and not name.startswith((".", "/", "~")) and name.count("/") <= 1
 
 
+def about_adapter(config: Path) -> str:
+    """What an adapter_config.json says of the adapter, and how a model comes of it."""
+    base = read_json(config).get("base_model_name_or_path") or "BASE"
+    adapter = config.parent
+    made = adapter.parent / "model"
+    if (made / CONFIG_FILE).is_file() and adapter.name == "adapter":
+        return f"an adapter for {base}; {made} is the model with it merged"
+    return (
+        f"an adapter for {base}, no model by itself. modelcenter.adapters.load_lora(ADAPTER, "
+        f"modelcenter.from_pretrained({base!r})) puts it into its base; merge_lora and save_pretrained make a model"
+    )
+
+
 def local_directory(name: str) -> Path | None:
     """The checkpoint directory that `name` is, if it is one.
 
@@ -109,6 +122,8 @@ def local_directory(name: str) -> Path | None:
             return path
         if _named(name) is not None:
             return None
+        if (path / ADAPTER_CONFIG_FILE).is_file():
+            raise ValueError(f"{path} is {about_adapter(path / ADAPTER_CONFIG_FILE)}")
         inner = next((p.parent for p in sorted(path.glob("*/" + CONFIG_FILE))), None)
         hint = f" Did you mean {str(inner)!r}?" if inner is not None else ""
         raise ValueError(f"{path} is a directory without {CONFIG_FILE}, so not a checkpoint.{hint}")

@@ -67,6 +67,7 @@ def save_pretrained(
     if format == "distributed" and wanted is not None:
         raise ValueError("dtype: a distributed checkpoint holds the parameters as they are; export with format='hf'")
     first, doing = engine.rank() == 0, f"saving to {path}"
+    _check_adapter(model)
     if format == "distributed" and getattr(model, "adapter", None) is not None:
         raise ValueError("format: a sharded model whose adapter was merged saves with format='hf' only")
     export = _Export(model, wanted, size)
@@ -129,6 +130,16 @@ def push_to_hub(
         return _from_first(address)
 
 
+def _check_adapter(model: Any) -> None:
+    """Raise ValueError for a model that is none without its adapter."""
+    adapter = getattr(model, "adapter", None)
+    if adapter is not None and not adapter.merged:
+        merge = ", or merge it with merge_lora first" if adapter.kind == "lora" else "; it cannot be merged"
+        raise ValueError(
+            f"the model has an adapter ({adapter.kind}): save that with modelcenter.adapters.save_adapter{merge}"
+        )
+
+
 def _from_first(value: Any) -> Any:
     """Rank 0's value, on every rank."""
     box = [value]
@@ -152,11 +163,6 @@ class _Export:
         arch: ArchMap = get(model.config.model_type).arch_map()
         self.model, self.held, self.parameters = model, named_tensors(model), all_tensors(model)
         if (adapter := getattr(model, "adapter", None)) is not None:
-            if not adapter.merged:
-                raise ValueError(
-                    f"the model has an adapter ({adapter.kind}): save that with modelcenter.adapters.save_adapter, or "
-                    "merge it with merge_lora first"
-                )
             names = adapter.layout.native_shapes  # what is beside them adds nothing once merged
             self.parameters = {name: t for name, t in self.parameters.items() if name in names}
         self.dtype = dtype or next(iter(self.parameters.values())).dtype

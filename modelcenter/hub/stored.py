@@ -2,7 +2,7 @@
 
 import itertools
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,6 +16,15 @@ from modelcenter.hub.blobs import locate
 from modelcenter.hub.readers import FileSource
 
 MODEL = "model"  # where engine.checkpoint puts the parameters
+
+
+def refuse_adapter(names: Iterable[str], directory: Path) -> None:
+    """Raise ValueError for the tensors of a run that trains an adapter: they make no model as they are."""
+    if any(".lora_A." in name for name in names):
+        raise ValueError(
+            f"{directory} is a checkpoint of a run with an adapter (--lora_rank); `modelcenter export {directory} DST` "
+            "merges it into a model, and with --keep_adapter writes the adapter alone"
+        )
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import modelcenter
 from engine.checkpoint import load_model
 from modelcenter import registry
 from modelcenter.adapters import merge_lora, save_adapter
-from modelcenter.hub.names import CONFIG_FILE
-from modelcenter.hub.resolve import read_json
+from modelcenter.hub.names import CONFIG_FILE, GENERATION_FILE
+from modelcenter.hub.resolve import read_json, repo_of
 from modelcenter.hub.tokenizer import load_tokenizer
 from modelcenter.hub.writer import TOKENIZER_FILES, new_directory
 from modelcenter.training.resume import RUN_FILE
@@ -62,7 +62,12 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
         policy=False,
         dtype=values.get("dtype", "float32"),
     )
-    model.base_name = cfg.model
+    if not cfg.from_scratch:
+        # As a run that finishes names it: by its repository, where the name is one of ours.
+        model.adapter.base = cfg.model if Path(str(cfg.model)).exists() else repo_of(str(cfg.model))[0]
+        model.adapter.revision = cfg.revision
+    if (path / GENERATION_FILE).is_file():
+        model.generation_config = read_json(path / GENERATION_FILE)
     load_model(path, model)
     if keep:
         save_adapter(model, target)

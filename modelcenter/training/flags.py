@@ -26,6 +26,8 @@ _TRANSLATED: dict[str, tuple[str, dict[Any, Any]]] = {
     "save_strategy": ("save_every", {"epoch": "epoch", "no": "never", "steps": None}),
 }
 
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
 
 def flag(
     group: str,
@@ -97,7 +99,7 @@ class Flags:
         """
         words = list(argv)
         last = words.index("--") if "--" in words else len(words)  # all behind it is given by place
-        flags = [spelling(word) for word in words[:last]]
+        flags = _switches_closed(cls, [spelling(word) for word in words[:last]])
         found, others = parser(cls, prog, description).parse_known_args(flags)
         unknown = next((word for word in others if _is_flag(word)), None)
         if unknown is not None:
@@ -125,6 +127,19 @@ def spelling(word: str) -> str:
 def _is_flag(word: str) -> bool:
     """Whether a word that is no flag's value is meant as a flag: not a number below zero, and not a text."""
     return re.match(r"-[^\s\d.]", word) is not None and " " not in word.partition("=")[0]
+
+
+def _switches_closed(cls: type[Flags], words: Sequence[str]) -> list[str]:
+    """The words with a value at each switch that has none, where the word behind it may be one given by its place."""
+    if not any(field.metadata["positional"] for field in dataclasses.fields(cls)):
+        return list(words)
+    own = {f"--{name}" for name, field in _aliases(cls).items() if _kind(cls, field).of is bool}
+    own |= {f"--{name}" for name, (_, table) in _TRANSLATED.items() if True in table}
+    following = [*words[1:], ""]
+    return [
+        f"{word}=true" if word in own and after.lower() not in _BOOLEANS else word
+        for word, after in zip(words, following, strict=False)  # of no words nothing follows
+    ]
 
 
 def _by_place(cls: type[Flags], words: Sequence[str], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,10 +314,9 @@ def _convert(field: Any, kind: _Kind, value: Any) -> Any:
 
 
 def _boolean(name: str, value: Any) -> bool:
-    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if str(value).lower() not in words:
+    if str(value).lower() not in _BOOLEANS:
         raise ValueError(f"{name}: got {value!r}, expected true or false")
-    return words[str(value).lower()]
+    return _BOOLEANS[str(value).lower()]
 
 
 def _integer(name: str, value: Any) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,11 @@ from modelcenter.training import setup
 from modelcenter.training.config import GenerateConfig
 from modelcenter.training.predict import check_output, write_lines
 from modelcenter.training.structured import write_answers
-from modelcenter.training.texts import complete, share_out
+from modelcenter.training.texts import complete, own_draws, share_out
 from modelcenter.training.trained import Trained
+
+# What decoding may join to the word before it, by what comes next: "it '" and "s" make "it's".
+_UNSURE = re.compile(r"( n)?( '?)? ?$")
 
 
 class _Terminal:
@@ -33,9 +37,8 @@ class _Terminal:
         self.skip -= drop
         self.tokens += new[drop:]
         text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if text.endswith("\ufffd"):  # half a character
-            return
-        self._show(text)
+        if not text.endswith("\ufffd"):  # half a character
+            self._show(_UNSURE.sub("", text))
 
     def end(self) -> None:
         self._show(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
@@ -108,11 +111,28 @@ class _Writer:
             if getattr(self.tokenizer, "chat_template", None) is None:
                 raise ValueError("chat: this tokenizer has no chat template; leave --chat out")
             turns = [[{"role": "user", "content": text}] for text in texts]
-            texts = [self.tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=True) for t in turns]
-        ids = [self.tokenizer(text, add_special_tokens=not self.cfg.chat)["input_ids"] for text in texts]
+            texts = [self._in_template(turn) for turn in turns]
+        ids = [self._prompt(text) for text in texts]
         for text, one in zip(texts, ids, strict=True):
             if not one:
                 raise ValueError(f"prompt: {text!r} has no token; give a text to continue")
+        return ids
+
+    def _in_template(self, turns: list[dict[str, str]]) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            if not type(error).__module__.startswith("jinja2"):
+                raise
+            raise ValueError(f"chat: the tokenizer's chat template cannot be applied: {error}") from error
+
+    def _prompt(self, text: str) -> list[int]:
+        """The tokens of a text, for a decoder without the end that some tokenizers (BERT's) put after it."""
+        ids = list(self.tokenizer(text, add_special_tokens=not self.cfg.chat)["input_ids"])
+        own = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ends = {self.tokenizer.eos_token_id, self.tokenizer.sep_token_id}
+        if not self.model.is_encoder_decoder and ids != own and ids[-1] in ends and own[-1:] != ids[-1:]:
+            return ids[:-1]
         return ids
 
     def reads_objects(self, prompts: list[str]) -> bool:
@@ -120,27 +140,27 @@ class _Writer:
         objects = any(prompt.lstrip().startswith("{") for prompt in prompts)
         return objects and getattr(self.model, "structured", False) and not self.cfg.chat
 
-    def texts(self, prompts: list[str], streamer: Any = None) -> list[list[str]]:
-        """What is written for each prompt."""
+    def texts(self, prompts: list[str], number: int, streamer: Any = None) -> list[list[str]]:
+        """What is written for each prompt, the first of which is the prompt `number` of all."""
+        search = own_draws(self.cfg.search(), number)
         if self.reads_objects(prompts):
-            return write_answers(self.model, self.tokenizer, prompts, **self.cfg.search())
-        return complete(self.model, self.tokenizer, self.encode(prompts), streamer=streamer, **self.cfg.search())
+            return write_answers(self.model, self.tokenizer, prompts, **search)
+        return complete(self.model, self.tokenizer, self.encode(prompts), streamer=streamer, **search)
 
-    def show(self, prompts: Iterator[str]) -> None:
-        """Answer one prompt at a time, as it comes where the search allows."""
-        for prompt in prompts:
-            one = self.cfg.num_beams == 1 and self.cfg.num_return_sequences == 1
-            if one and not self.reads_objects([prompt]):
-                skip = 1 if self.model.is_encoder_decoder else len(self.encode([prompt])[0])
-                self.texts([prompt], _Terminal(self.tokenizer, skip))
-            else:
-                print("\n".join(self.texts([prompt])[0]))
+    def show(self, prompt: str, number: int = 0) -> None:
+        """Answer a prompt, as it comes where the search allows."""
+        one = self.cfg.num_beams == 1 and self.cfg.num_return_sequences == 1
+        if one and not self.reads_objects([prompt]):
+            skip = 1 if self.model.is_encoder_decoder else len(self.encode([prompt])[0])
+            self.texts([prompt], number, _Terminal(self.tokenizer, skip))
+        else:
+            print("\n".join(self.texts([prompt], number)[0]))
 
     def answer(self, lines: Iterator[str]) -> None:
         """As `show`, for a person: Ctrl-C ends an answer, what is wrong with a prompt does not end the session."""
-        for line in lines:
+        for number, line in enumerate(lines):
             try:
-                self.show(iter([line]))
+                self.show(line, number)
             except KeyboardInterrupt:
                 print()
             except ValueError as error:
@@ -151,9 +171,9 @@ class _Writer:
         ranks, size = engine.data_size(), self.cfg.batch_size
         if len(prompts) == 1 and ranks == 1 and self.cfg.output is None:
             self.streamed = True
-            self.show(iter(prompts))
+            self.show(prompts[0])
             return [[]]
-        return share_out(len(prompts), size, lambda numbers: self.texts([prompts[i] for i in numbers]))
+        return share_out(len(prompts), size, lambda numbers: self.texts([prompts[i] for i in numbers], numbers[0]))
 
 
 def _typed(cfg: GenerateConfig) -> bool:

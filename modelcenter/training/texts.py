@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,14 @@ def _say(text: str) -> None:
     """On the terminal of rank 0, once."""
     if engine.rank() == 0:
         print(text, file=sys.stderr, flush=True)
+
+
+def own_draws(search: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Arguments of model.generate for a batch that begins with row `number`: with the same seed in every batch, rows at
+    the same place in two of them would be drawn alike."""
+    if search.get("seed") is None:
+        return dict(search)
+    return {**search, "seed": (search["seed"] + number * 0x9E3779B97F4A7C15) % 2**63}
 
 
 def complete(

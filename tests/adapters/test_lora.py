@@ -157,6 +157,7 @@ def test_errors(tmp_path):
         ({"rank": 0}, "lora_rank: got 0"),
         ({"dropout": 1.0}, "lora_dropout: got 1.0"),
         ({"alpha": -1}, "lora_alpha: got -1"),
+        ({"targets": []}, "lora_targets: got none; name layers"),
         ({"modules_to_save": ["haed"]}, "modules_to_save: 'haed' is no module"),
         ({"modules_to_save": ["head"]}, "modules_to_save: head.* takes part in the vocabulary's matrix"),
     ):
@@ -171,8 +172,11 @@ def test_errors(tmp_path):
     add_lora(model)
     with pytest.raises(ValueError, match="the model has an adapter already"):
         add_lora(model)
-    with pytest.raises(ValueError, match="save that with modelcenter.adapters.save_adapter, or merge it"):
-        model.save_pretrained(tmp_path / "whole")
+    for form in ("hf", "distributed"):
+        with pytest.raises(ValueError, match="save that with modelcenter.adapters.save_adapter, or merge it"):
+            model.save_pretrained(tmp_path / "whole", form)
+    with pytest.raises(ValueError, match="adapter: got .*a saved one is read by modelcenter.adapters.load_lora"):
+        mc.from_pretrained(base, adapter=str(tmp_path / "adapter"))
     save_adapter(model, tmp_path / "adapter")
     llama = mc.from_pretrained(save_base(tmp_path / "llama", "llama", "causal-lm"))
     with pytest.raises(ValueError, match="of its modules are not in this llama"):

@@ -5,6 +5,8 @@ import json
 import pytest
 import transformers
 
+import modelcenter as mc
+from modelcenter import registry
 from modelcenter.convert.bert import CONFIG
 from modelcenter.convert.llama import ARCH as LLAMA
 from modelcenter.models.bert import BertConfig
@@ -97,7 +99,7 @@ def test_what_transformers_writes_is_understood(tmp_path):
     [
         ({"use_rotary": True}, "config field not understood: 'use_rotary' = True"),
         ({"layer_norm_epsilon": 1e-5}, "not understood: 'layer_norm_epsilon'.*Did you mean 'layer_norm_eps'"),
-        ({"quantization_config": {"bits": 4}}, "not understood: 'quantization_config'"),
+        ({"quantization_config": {"bits": 4}}, "'quantization_config' = .*: quantised weights are not supported; load"),
         ({"position_embedding_type": "relative_key"}, "'position_embedding_type': got 'relative_key'.*'absolute'"),
         ({"tie_encoder_decoder": True}, "'tie_encoder_decoder': got True"),
         ({"pruned_heads": {"1": [0]}}, "'pruned_heads'"),
@@ -169,3 +171,11 @@ def test_both_spellings_of_dtype(key):
     assert CONFIG.read(SIZES | {key: "bfloat16"}, BertConfig).dtype == "bfloat16"
     both = {"torch_dtype": "float16", "dtype": "bfloat16"}
     assert CONFIG.read(SIZES | both, BertConfig).dtype == "float16"
+
+
+def test_marks_of_another_trainer_change_nothing_and_are_kept():
+    """Models that unsloth published say so in their config.json."""
+    marks = {"unsloth_version": "2026.1", "unsloth_fixed": True}
+    model = mc.from_config({**registry.preset("tiny/llama")["config"], **marks}, "causal-lm")
+    written = registry.get("llama").arch_map().config.write(model.config, "LlamaForCausalLM", "float32")
+    assert written.items() >= marks.items()

@@ -66,6 +66,33 @@ def test_the_same_tokens_as_transformers(pair, kind):
     assert torch.equal(found, wanted), (found, wanted)
 
 
+def test_a_batch_without_a_mask_is_padded_where_transformers_takes_it_to_be(pair):
+    theirs, folder = pair
+    ours = mc.from_pretrained(folder)
+    ids, mask = prompts("left")
+    ids[mask == 0] = 5  # the checkpoint's padding token
+    for more in ({}, {"num_beams": 3}, {"eos_token_id": [5, 7]}, {"pad_token_id": 11}):
+        more["no_repeat_ngram_size"] = 1
+        wanted = theirs.generate(ids, max_new_tokens=9, do_sample=False, **more)
+        assert torch.equal(ours.generate(ids, None, 9, **more), wanted), more
+    free = {"no_repeat_ngram_size": 1}
+    found = ours.generate(ids, None, 9, **free)
+    assert not torch.equal(found, ours.generate(ids, torch.ones_like(ids), 9, **free))
+    assert torch.equal(found, ours.generate(ids, mask.float(), 9, **free))  # a mask of any type
+    alone = torch.full((1, 1), 5)  # a prompt, as it is all there is
+    assert torch.equal(ours.generate(alone, None, 3), ours.generate(alone, torch.ones_like(alone), 3))
+
+
+@pytest.mark.parametrize("value", ["</s>", 1.5, [[1]]])
+def test_a_checkpoint_whose_tokens_are_no_numbers_is_one_clear_error(pair, value):
+    ours = mc.from_pretrained(pair[1])
+    ours.generation_config = {"eos_token_id": value}
+    with pytest.raises(
+        ValueError, match="eos_token_id of the checkpoint's generation_config.json .*, expected the numb"
+    ):
+        ours.generate(*prompts("left"), 2)
+
+
 def test_padding_on_the_right_gives_the_same_texts(pair):
     ours = mc.from_pretrained(pair[1])
     ids, mask = prompts("right")
@@ -106,7 +133,7 @@ def test_top_p_keeps_at_least_one():
             **dict.fromkeys(("max_new_tokens", "num_beams", "num_return_sequences"), 1),
             **dict.fromkeys(("top_k", "no_repeat_ngram_size"), 0),
             **dict.fromkeys(("temperature", "repetition_penalty", "length_penalty"), 1.0),
-            **dict.fromkeys(("do_sample", "early_stopping", "eos_token_id", "pad_token_id")),
+            **dict.fromkeys(("do_sample", "early_stopping", "eos_token_id", "pad_token_id", "seed")),
             "top_p": 1e-6,
         },
         {},
@@ -164,6 +191,12 @@ def test_streaming(pair):
         ({"top_p": 1.5}, "top_p: got 1.5"),
         ({"eos_token_id": VOCAB}, f"eos_token_id: got {VOCAB}"),
         ({"num_return_sequences": 2}, "num_return_sequences: got 2"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: got '</s>', expected the number of a token"),
+        ({"temperature": None}, "temperature: got None, expected a number"),
+        ({"repetition_penalty": "1.2"}, "repetition_penalty: got '1.2', expected a number"),
+        ({"seed": 1.5}, "seed: got 1.5, expected a whole number"),
+        ({"input_ids": [[1, 2]]}, "input_ids: got list, expected a tensor"),
+        ({"input_ids": {"input_ids": torch.ones(1, 2)}}, r"by name: generate\(\*\*batch\)"),
         ({"attention_mask": torch.zeros(4, 9, dtype=torch.long)}, "row 0 has no token"),
         ({"attention_mask": torch.ones(4, 8, dtype=torch.long)}, "attention_mask: got shape"),
     ],

@@ -160,6 +160,8 @@ def test_errors(hub, saved, home, tmp_path):
     hub.repos["me/cut"].commits[hub.repos["me/cut"].branches["main"]]["model.safetensors"] = data[:-5]
     hub.repos["me/none"] = type(hub.repos["me/cut"])()
     hub.repos["me/none"].commit({"README.md": b""})
+    hub.repos["me/adapter"] = type(hub.repos["me/cut"])()
+    hub.repos["me/adapter"].commit({"adapter_config.json": b'{"base_model_name_or_path": "me/base"}'})
     code = """
 out = {name: attempt(lambda: digest(mc.from_pretrained(name))) for name in ARGS[0]}
 out["token"] = attempt(lambda: mc.from_pretrained("me/private", token="hf_wrong"))
@@ -173,6 +175,7 @@ out["tokenizer"] = attempt(lambda: mc.AutoTokenizer.from_pretrained("me/missing"
         "me/evil",
         "me/cut",
         "me/none",
+        "me/adapter",
         "bert-base-uncasd",
         "a b!",
         "tiny/bert",
@@ -185,6 +188,7 @@ out["tokenizer"] = attempt(lambda: mc.AutoTokenizer.from_pretrained("me/missing"
         ("me/evil", "'../../secret'", "expected the name of a file beside it"),
         ("me/cut", "truncated", f"expected {len(data)} bytes, the file has {len(data) - 5}"),
         ("me/none", "no config.json"),
+        ("me/adapter", f"{hub.url}/me/adapter is an adapter for me/base, no model by itself"),
         ("bert-base-uncasd", "does not exist", "Did you mean 'bert-base-uncased'"),
         ("a b!", "cannot be a Hub id"),
         ("tiny/bert", "preset without weights", "modelcenter.from_config('tiny/bert')"),
@@ -262,7 +266,8 @@ def test_an_adapter_by_name(hub, home, tmp_path):
     hub.add("me/adapter", tmp_path / "adapter", branch="dev", private=True)
     hub.add("me/base", tmp_path / "base")
     code = """
-from modelcenter.adapters import load_lora
+import pathlib
+from modelcenter.adapters import Lora, load_lora, save_adapter
 def values(adapter):
     model = mc.from_pretrained(ARGS[0], adapter=adapter)
     return [round(float(p.double().sum()), 4) for n, p in model.named_parameters() if "lora" in n]
@@ -271,9 +276,13 @@ out = {"local": values(load_lora(ARGS[1])), "hub": values(load_lora("me/adapter"
     "cache": values(load_lora("me/adapter", revision="dev", local_files_only=True)),
     "private": attempt(lambda: load_lora("me/adapter")), "none": attempt(lambda: load_lora("me/base")),
     "offline": attempt(lambda: load_lora("me/other", local_files_only=True))}
+save_adapter(mc.from_pretrained("me/base", adapter=Lora(2)), "made")
+config = json.loads(pathlib.Path("made/adapter_config.json").read_text())
+out["made"] = [config["base_model_name_or_path"], config["revision"]]
 """
     out = run(hub, home, code, str(tmp_path / "base"), str(tmp_path / "adapter"), READ)
     assert len(out["local"]) > 4 and any(out["local"]) and out["local"] == out["hub"] == out["cache"]
+    assert out["made"] == ["me/base", hub.repos["me/base"].branches["main"]]  # what peft is to load under it
     assert "does not exist or is private" in out["private"]
     assert "no adapter_config.json in the repository, so it is no adapter of peft" in out["none"]
     assert "no adapter_config.json in the cache (offline)" in out["offline"]

@@ -214,6 +214,7 @@ print(json.dumps(out))
         (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "pytorch_model.bin, which may run code"),
         (lambda d: (d / "model.safetensors").unlink(), "has no weights"),
         (lambda d: (d / "config.json").unlink(), "has no config.json"),
+        (lambda d: (d / "config.json").rename(d / "adapter_config.json"), "is an adapter, and only whole models"),
         (lambda d: (d / "config.json").write_text("{"), "config.json cannot be read as JSON"),
         (lambda d: (d / "x.incomplete").write_bytes(b""), "the rest of something unfinished"),
         (lambda d: os.truncate(d / "model.safetensors", 5000), "model.safetensors is not a valid safetensors file"),

@@ -38,6 +38,22 @@ def test_wrong_names(name, message, saved, tmp_path):
         mc.from_pretrained(name.replace("{tmp}", str(tmp_path)))
 
 
+def test_an_adapter_is_told_from_a_model(saved, tmp_path):
+    base = saved("base")
+    alone, of_run = tmp_path / "alone", tmp_path / "run" / "adapter"
+    for folder in (alone, of_run):
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "me/base", "peft_type": "LORA"}')
+    with pytest.raises(ValueError, match=r"is an adapter for me/base, no model by itself\. .*load_lora\(ADAPTER, "):
+        mc.from_pretrained(alone)
+    base.rename(tmp_path / "run" / "model")
+    with pytest.raises(ValueError, match=r"is an adapter for me/base; .*/run/model is the model with it merged"):
+        mc.from_pretrained(of_run)
+    mc.from_pretrained(tmp_path / "run" / "model")  # as would one that lies beside its base
+    (tmp_path / "run" / "model" / "adapter_config.json").write_text("{}")
+    mc.from_pretrained(tmp_path / "run" / "model")
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
 def test_config_that_does_not_parse(text, saved):
     path = saved("base")

@@ -90,6 +90,7 @@ def test_a_lora_run_on_a_pipeline(folder, dora):
 def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder):
     from modelcenter import cli
 
+    (folder / "base" / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     main(command(values_of(folder, "run", **LORA)))
     (folder / "base").rename(folder / "gone")
     for name, words in (("last", ["--step", "last"]), ("adapter", ["--step", "last", "--keep_adapter"]), ("final", [])):
@@ -100,6 +101,8 @@ def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder):
         exported = load_file(folder / "out" / name / "model.safetensors")
         for key, tensor in weights(folder, "run").items():
             assert torch.allclose(exported[key], tensor, atol=1e-6), (name, key)
+        settings = json.loads((folder / "out" / name / "generation_config.json").read_text())
+        assert settings == {"eos_token_id": [3, 4]}  # without it, no text would end where the answers did
     assert (folder / "out" / "last" / "tokenizer.json").is_file()
     assert (folder / "out" / "final" / "conversion.json").is_file()  # merged already: file to file, all flags work
     for words in (["--step", "last", "--verify"], ["--keep_adapter", "--dtype", "bf16"]):
@@ -109,6 +112,12 @@ def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder):
             cli.run(["export", str(folder / "run"), str(folder / "x"), *words])
     ours, theirs = (load_file(folder / at / "adapter_model.safetensors") for at in ("out/adapter", "run/adapter"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    configs = [(folder / at / "adapter_config.json").read_text() for at in ("out/adapter", "run/adapter")]
+    assert configs[0] == configs[1] and json.loads(configs[0])["base_model_name_or_path"] == str(folder / "base")
+    last = str(folder / "run" / "checkpoints" / "last")
+    for words in (["convert", last, str(folder / "x"), "--to", "hf"], ["predict", last, str(folder / "data")]):
+        with pytest.raises(ValueError, match=r"of a run with an adapter .*; `modelcenter export .*last DST` merges it"):
+            cli.run(words)
     with pytest.raises(ValueError, match="keep_adapter: .* is of no run with an adapter"):
         cli.run(["export", str(folder / "gone"), str(folder / "x"), "--keep_adapter"])
 

@@ -14,6 +14,7 @@ from toydata import command, write_jsonl
 import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
+from modelcenter.data.preferences import find_preference_columns, preferences
 from modelcenter.data.readers import read_file
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
@@ -211,6 +212,24 @@ def test_a_runs_own_columns_of_messages_are_used(tmp_path):
     made = [DPO.to_use(PredictConfig(run="r", data=["d"]), run, table, labelled) for labelled in (True, False)]
     assert [turns[-1]["content"] for turns in made[0].train_rows] == ["x", "y"]
     assert made[1].train_rows == [[asked]]
+
+
+def test_an_instruction_is_asked_with_what_it_is_about(tmp_path):
+    """Rows of Alpaca's form; without its input an instruction is another question."""
+    rows = [{"instruction": "do", "input": about, "chosen": "x", "rejected": "y"} for about in ("this", " ", None)]
+    table = read_file(write_jsonl(tmp_path / "a.jsonl", rows))
+    columns = find_preference_columns(table, {})
+    assert columns["input"] == "input" and find_preference_columns(table, {"prompt": "input"})["input"] is None
+    asked = [turns[0]["content"] for turns in preferences(table, columns)]
+    assert asked == ["do\nthis"] * 2 + ["do"] * 4
+    run = DPOConfig(model="m", prompt_column="instruction", input_column="input")
+    made = [DPO.to_use(PredictConfig(run="r", data=["d"]), run, table, labelled) for labelled in (True, False)]
+    assert made[0].train_rows[0][0]["content"] == made[1].train_rows[0][0]["content"] == "do\nthis"
+    with pytest.raises(ValueError, match="prompt_column: which column is the prompt that input_column belongs to"):
+        find_preference_columns(
+            read_file(write_jsonl(tmp_path / "b.jsonl", [{"about": "z", "chosen": "x", "rejected": "y"}])),
+            {"input": "about"},
+        )
 
 
 def test_pairs_without_both_answers_are_left_out(folder, caplog):

@@ -247,6 +247,27 @@ def test_words_by_place_stand_anywhere(words, prompt):
     assert (cfg.run, cfg.prompt) == ("run", prompt)
 
 
+@pytest.mark.parametrize(
+    ("words", "prompt", "chat"),
+    [
+        (["run", "--chat", "a b"], ["a b"], True),
+        (["--chat", "run", "a b"], ["a b"], True),
+        (["run", "a b", "--chat"], ["a b"], True),
+        (["run", "--chat", "no", "a b"], ["a b"], False),
+        (["run", "--chat=no", "a b"], ["a b"], False),
+        (["run", "--chat", "--", "yes"], ["yes"], True),
+    ],
+)
+def test_words_by_place_stand_behind_switches(words, prompt, chat):
+    cfg = GenerateConfig.from_args(words)
+    assert (cfg.run, cfg.prompt, cfg.chat) == ("run", prompt, chat)
+
+
+def test_a_switch_of_another_program_takes_no_word_by_place():
+    cfg = PredictConfig.from_args(["run", "--bf16", "a.csv"])
+    assert (cfg.data, cfg.precision) == (["a.csv"], "bf16")
+
+
 def test_flags_need_no_torch():
     code = "import sys, modelcenter.training.config; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -8,10 +8,12 @@ import warnings
 
 import pytest
 import torch
+import toydata
 import transformers
 
 import engine
 import modelcenter as mc
+from modelcenter.testing import randomize_
 from modelcenter.training.config import GenerateConfig
 from modelcenter.training.errors import user_errors
 from modelcenter.training.generate import _Terminal, run_generate
@@ -147,6 +149,55 @@ def test_a_warning_is_one_line():
     with user_errors():
         assert warnings.formatwarning(UserWarning("not built"), UserWarning, "a.py", 1) == "warning: not built\n"
     assert warnings.formatwarning is usual
+
+
+def test_what_is_shown_while_it_comes_is_the_text(capsys):
+    """Tokenizers that clean up spaces join pieces when the next one comes."""
+    from tokenizers import Tokenizer, models
+
+    words = ["<unk>", "it", "'", "s", "do", "n", "t", "n't", "!", "seen"]
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=True)
+    for text in ("it ' s seen !", "do n ' t it", "do n't", "seen it '", "do n"):
+        ids = tokenizer.convert_tokens_to_ids(text.split())
+        terminal = _Terminal(tokenizer, 0)
+        for token in ids:
+            terminal.put(torch.tensor([token]))
+        terminal.end()
+        assert capsys.readouterr().out == tokenizer.decode(ids) + "\n"
+
+
+def test_a_prompt_does_not_end_where_the_tokenizer_would_end_a_text(tmp_path, capsys):
+    """GPT-2 with BERT's tokenizer, as many Chinese ones: after [SEP] the model would begin something else."""
+    tokenizer = toydata.make_tokenizer()
+    tokens = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
+    model = randomize_(mc.from_config("tiny/gpt2", "causal-lm", vocab_size=len(tokenizer), **tokens))
+    model.save_pretrained(tmp_path, tokenizer=tokenizer)
+    ids = torch.tensor([tokenizer("the film")["input_ids"][:-1]])
+    run_generate(GenerateConfig(run=str(tmp_path), prompt=["the film"], max_new_tokens=5))
+    wanted = tokenizer.decode(model.eval().generate(ids, None, 5)[0, ids.shape[1] :], skip_special_tokens=True)
+    assert capsys.readouterr().out == wanted + "\n"
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no users') }}", "{% for m in messages"])
+def test_a_chat_template_that_fails_is_one_error(folder, tmp_path, template):
+    tokenizer = mc.AutoTokenizer.from_pretrained(str(folder))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="chat: the tokenizer's chat template cannot be applied: "):
+        run_generate(config(folder, prompt=["a"], chat=True, tokenizer=str(tmp_path)))
+
+
+def test_the_same_prompt_in_another_batch_is_drawn_anew(folder, tmp_path):
+    texts, search = {}, {"do_sample": True, "temperature": 1e3}
+    for seed in (3, 4):
+        for name in ("one", "two"):
+            out = tmp_path / name
+            run_generate(config(folder, prompt=["a"] * 4, **search, seed=seed, batch_size=2, output=str(out)))
+            texts[seed, name] = [json.loads(line)["texts"][0] for line in out.read_text().splitlines()]
+        assert texts[seed, "one"] == texts[seed, "two"]
+        assert len(set(texts[seed, "one"])) == 4
+    assert not set(texts[3, "one"]) & set(texts[4, "one"])
 
 
 def on_ranks(folder, out):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import toydata
+import transformers
 from chat_toys import CHATML, SIZES, STILL, make_pairs, make_tokenizer
 from toydata import command, write_jsonl
 
@@ -19,6 +20,7 @@ from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
 from modelcenter.training.config import LMConfig
 from modelcenter.training.tasks import TASKS
+from modelcenter.training.tasks.lm import add_stops
 from scripts.finetune_lm import main
 
 END = {"end": "<|im_end|>"}
@@ -226,6 +228,21 @@ def test_end_tokens_of_answers_end_generation(tmp_path):
     main(command(values))
     saved = json.loads((folder / "run" / "model" / "generation_config.json").read_text())
     assert saved["eos_token_id"] == [0, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
+def test_a_generation_config_that_a_run_begins_keeps_the_other_tokens_of_the_config(tmp_path):
+    """transformers reads either file, not both: with the end tokens alone it would pad prompts without knowing it."""
+    model = modelcenter.from_config("tiny/llama", "causal-lm", bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    add_stops(model, [4], anew=False)
+    model.save_pretrained(tmp_path)
+    read = transformers.GenerationConfig.from_pretrained(tmp_path)
+    assert (read.bos_token_id, read.eos_token_id, read.pad_token_id) == (0, [1, 4], 2)
+    t5 = modelcenter.from_config("tiny/t5", "seq2seq-lm")
+    add_stops(t5, [7], anew=False)
+    assert t5.generation_config["decoder_start_token_id"] == t5.config.decoder_start_token_id
+    model.generation_config = {"eos_token_id": 1, "do_sample": True}  # what the checkpoint brought stays as it is
+    add_stops(model, [4], anew=False)
+    assert model.generation_config == {"eos_token_id": [1, 4], "do_sample": True}
 
 
 def test_dry_run_marks_what_is_trained_on(folder, capsys, monkeypatch):

@@ -18,10 +18,12 @@ class DPOConfig(TrainConfig):
     """Flags of direct preference optimisation."""
 
     task: ClassVar[str] = "dpo"
-    roles: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected", "system", "tools")
+    roles: ClassVar[tuple[str, ...]] = ("prompt", "input", "chosen", "rejected", "system", "tools")
 
     prompt_column: str | None = _data(None, "column of what is asked; none: found, or what the chosen and the rejected "
         "messages begin with", "instruction_column")
+    input_column: str | None = _data(None, "column of what an instruction is about, put after it; none: found beside a "
+        "column named instruction")
     chosen_column: str | None = _data(None, "column of the better answer, a text or messages; none: found")
     rejected_column: str | None = _data(None, "column of the worse answer; none: found")
     system_column: str | None = _data(None, "column of a system prompt; none: found by its usual names")

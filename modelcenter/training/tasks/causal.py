@@ -8,7 +8,7 @@ from modelcenter.data.objectives import Causal, Objective
 from modelcenter.models.base import Model
 from modelcenter.training.tasks.base import strings
 from modelcenter.training.tasks.pretraining import Pretraining
-from modelcenter.training.texts import complete, share_out
+from modelcenter.training.texts import complete, own_draws, share_out
 
 
 class CausalLanguageModel(Pretraining):
@@ -36,7 +36,7 @@ class CausalLanguageModel(Pretraining):
         """The text that goes on from each row."""
 
         def work(rows: list[int]) -> list[list[str]]:
-            return complete(model, tokenizer, [examples[i] for i in rows], **cfg.search())
+            return complete(model, tokenizer, [examples[i] for i in rows], **own_draws(cfg.search(), rows[0]))
 
         texts = share_out(len(examples), cfg.batch_size, work)
         several = cfg.num_return_sequences > 1

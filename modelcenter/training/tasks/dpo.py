@@ -194,7 +194,7 @@ class DPO(LanguageModelling):
             task.pair_columns = find_preference_columns(table, given)
             task.train_rows = (preferences if labelled else questions)(table, task.pair_columns)
         else:
-            prompt = {role: given[role] for role in ("prompt", "system", "tools")}
+            prompt = {role: given[role] for role in ("prompt", "input", "system", "tools")}
             task.train_rows = rows_of(table, find_chat_columns(table, prompt, answered=False))
         return task
 

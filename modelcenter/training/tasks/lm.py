@@ -14,6 +14,7 @@ from modelcenter.data.conversations import ChatColumns, conversations, find_chat
 from modelcenter.data.readers import Table
 from modelcenter.data.templates import IGNORED, LAYOUTS, LabelledTokens, Template, label_conversations
 from modelcenter.data.tokenize import Tokens
+from modelcenter.generation.settings import config_tokens
 from modelcenter.models.base import Model
 from modelcenter.training.config import LMConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate
@@ -30,7 +31,7 @@ from modelcenter.training.tasks.base import (
     usual_columns,
 )
 from modelcenter.training.tasks.structured import StructuredRows, label_objects, objects_of, objects_to_fill
-from modelcenter.training.texts import complete, share_out
+from modelcenter.training.texts import complete, own_draws, share_out
 
 log = logging.getLogger("modelcenter")
 
@@ -178,10 +179,11 @@ class LanguageModelling(Task):
         objects = isinstance(examples, StructuredRows)
 
         def work(numbers: list[int]) -> list[list[str]]:
+            search = own_draws(cfg.search(), numbers[0])
             if objects:
-                return examples.fill(model, [int(order[i]) for i in numbers], **cfg.search())
+                return examples.fill(model, [int(order[i]) for i in numbers], **search)
             rows = [examples.tokens.row(int(order[i])) for i in numbers]
-            return complete(model, tokenizer, rows, **cfg.search())
+            return complete(model, tokenizer, rows, **search)
 
         texts = share_out(len(order), cfg.batch_size, work)
         if engine.rank() != 0:
@@ -247,12 +249,12 @@ def say_unused_tools(template: Template, column: str | None) -> None:
 
 def add_stops(model: Model, stops: Sequence[int], anew: bool) -> None:
     """Let generation end at the tokens that end the answers, beside those that the checkpoint names (anew: alone)."""
-    config: Any = model.config
-    named = model.generation_config.get("eos_token_id", getattr(config, "eos_token_id", None))
-    named = config.extra.get("eos_token_id") if named is None else named
+    # A file of its own takes the place of all that transformers reads from config.json: padding tokens, too.
+    settings = model.generation_config or config_tokens(model.config)
+    named = settings.get("eos_token_id", config_tokens(model.config).get("eos_token_id"))
     old = [] if named is None or anew else [named] if isinstance(named, int) else list(named)
     ends = [*old, *(token for token in stops if token not in old)]
     if ends != old:
-        model.generation_config = {**model.generation_config, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+        model.generation_config = {**settings, "eos_token_id": ends if len(ends) > 1 else ends[0]}
         if engine.rank() == 0 and old:
             log.warning("generation_config: answers end with token %s, added to eos_token_id %s", ends[len(old) :], old)

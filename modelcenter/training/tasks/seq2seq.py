@@ -34,7 +34,7 @@ from modelcenter.training.tasks.base import (
     token_of_decoder,
     usual_columns,
 )
-from modelcenter.training.texts import complete, share_out
+from modelcenter.training.texts import complete, own_draws, share_out
 
 log = logging.getLogger("modelcenter")
 
@@ -193,7 +193,7 @@ class SequenceToSequence(Task):
 
         def work(numbers: list[int]) -> list[list[str]]:
             sources: Any = [examples.tokens.row(int(order[i])) for i in numbers]
-            return complete(model, self.tokenizer, sources, **search)
+            return complete(model, self.tokenizer, sources, **own_draws(search, numbers[0]))
 
         texts = share_out(len(order), batch_size, work)
         placed = dict(zip(order.tolist(), texts, strict=True))

@@ -12,7 +12,7 @@ from modelcenter.training.config import SpanCorruptionConfig
 from modelcenter.training.tasks.base import token_of_decoder
 from modelcenter.training.tasks.causal import asked_ids
 from modelcenter.training.tasks.pretraining import Pretraining, end_of
-from modelcenter.training.texts import complete_ids, share_out
+from modelcenter.training.texts import complete_ids, own_draws, share_out
 
 
 class SpanCorruptionModel(Pretraining):
@@ -45,7 +45,8 @@ class SpanCorruptionModel(Pretraining):
         """What stands at each sentinel, by its name, and the text with it filled in."""
 
         def work(rows: list[int]) -> list[dict[str, Any]]:
-            found = complete_ids(model, tokenizer, [examples[i] for i in rows], **cfg.search())
+            search = own_draws(cfg.search(), rows[0])
+            found = complete_ids(model, tokenizer, [examples[i] for i in rows], **search)
             return [self.filled(tokenizer, examples[i], several[0]) for i, several in zip(rows, found, strict=True)]
 
         said = share_out(len(examples), cfg.batch_size, work)

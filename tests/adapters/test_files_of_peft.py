@@ -1,0 +1,118 @@
+"""Files as peft leaves them: with tables of words beside the updates, and those that cannot be had here."""
+
+import json
+import warnings
+
+import peft
+import pytest
+import torch
+from adapter_tools import inputs, same, save_base, stir_, transformers_model
+
+import modelcenter as mc
+from modelcenter.adapters import load_lora, merge_lora, save_adapter
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    return {family: save_base(folder / family, family, "causal-lm") for family in ("llama", "gpt2")}
+
+
+def trained(base, family, folder, rows=None, save=None, **options):
+    """Logits of a model of transformers that peft adapted and saved into the folder."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers_model(base, family, "causal-lm")
+        if rows is not None:
+            model.resize_token_embeddings(rows)
+        theirs = stir_(peft.get_peft_model(model, peft.LoraConfig(r=3, task_type="CAUSAL_LM", **options)))
+        theirs.save_pretrained(folder, **(save or {}))
+    with torch.no_grad():
+        return theirs(**inputs("causal-lm", family)).logits
+
+
+def ours(model, family):
+    with torch.no_grad():
+        return model(**inputs("causal-lm", family)).logits
+
+
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+        ("llama", {"target_modules": ["q_proj"]}),  # the new rows are saved, though nothing trained them
+        ("gpt2", {"target_modules": ["c_attn"]}),  # and twice where the head is tied
+    ],
+)
+def test_a_table_that_grew_comes_with_the_adapter(family, options, bases, tmp_path):
+    base = bases[family]
+    rows = mc.from_pretrained(base).config.vocab_size + 5
+    expected = trained(base, family, tmp_path, rows, **options)
+    with pytest.raises(ValueError, match=rf"words were added: call model.resize_token_embeddings\({rows}\)"):
+        load_lora(tmp_path, mc.from_pretrained(base))
+    model = mc.from_pretrained(base)
+    model.resize_token_embeddings(rows)
+    load_lora(tmp_path, model).eval()
+    same(ours(model, family), expected)
+    if family == "gpt2":
+        with pytest.raises(ValueError, match="peft would train and load a copy of transformer.wte alone"):
+            save_adapter(model, tmp_path / "again")
+        assert not (tmp_path / "again").exists()
+    same(ours(merge_lora(model), family), expected)
+
+
+@pytest.mark.parametrize(
+    "family, options, message",
+    [
+        ("llama", {"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', so it"),
+        ("llama", {"target_modules": ["q_proj"], "init_lora_weights": "olora"}, "init_lora_weights is 'olora', so it"),
+        ("llama", {"target_modules": ["q_proj", "embed_tokens"]}, "it updates model.embed_tokens, the embedding, by"),
+        ("llama", {"target_modules": ["q_proj", "lm_head"]}, "it updates lm_head, a head, by low rank"),
+        ("llama", {"target_modules": ["q_proj"], "lora_bias": True}, "it uses lora_bias, .* merge it with peft"),
+        (
+            "gpt2",
+            {"target_modules": ["c_attn"], "modules_to_save": ["wte", "lm_head"]},
+            "lm_head.weight' is transformer.wte.weight in this model, but has values of its own",
+        ),
+    ],
+)
+def test_what_an_adapter_does_that_is_not_had_here_is_said(family, options, message, bases, tmp_path):
+    """Before anything else: PiSSA and its kin would give other logits in silence, as they belong to other weights."""
+    trained(bases[family], family, tmp_path, **options)
+    with pytest.raises(ValueError, match=message):
+        load_lora(tmp_path, mc.from_pretrained(bases[family]))
+
+
+def test_pissa_that_peft_made_ordinary_comes_in(bases, tmp_path):
+    options = {"target_modules": ["q_proj"], "init_lora_weights": "pissa"}
+    start = peft.get_peft_model(
+        transformers_model(bases["llama"], "llama", "causal-lm"), peft.LoraConfig(r=3, task_type="CAUSAL_LM", **options)
+    )
+    start.peft_config["default"].init_lora_weights = True
+    start.save_pretrained(tmp_path / "start")
+    save = {"path_initial_model_for_weight_conversion": str(tmp_path / "start")}
+    expected = trained(bases["llama"], "llama", tmp_path / "adapter", save=save, **options)
+    same(ours(load_lora(tmp_path / "adapter", mc.from_pretrained(bases["llama"])), "llama"), expected)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("r", None, "adapter_config.json: r is None, expected a number"),
+        ("lora_alpha", "16", "lora_alpha is '16', expected a number"),
+        ("lora_dropout", True, "lora_dropout is True, expected a number"),
+    ],
+)
+def test_a_config_that_somebody_edited(name, value, message, bases, tmp_path):
+    trained(bases["llama"], "llama", tmp_path, target_modules=["q_proj"])
+    config = tmp_path / "adapter_config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps(values | {name: value}))
+    with pytest.raises(ValueError, match=message):
+        load_lora(tmp_path)
+    config.write_text(json.dumps({k: v for k, v in values.items() if k != name}))
+    if name == "lora_dropout":
+        load_lora(tmp_path)
+    else:
+        with pytest.raises(ValueError, match=f"{name} is nothing, expected a number"):
+            load_lora(tmp_path)

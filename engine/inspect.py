@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.init import clean_name
-from engine.parallel.shard import reshard
+from engine.parallel.calls import reshard
 from engine.parallel.stages import place_of, stages_of
 from engine.torch_compat import all_gather_flat, in_backward, local_tensor
 

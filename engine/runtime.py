@@ -103,7 +103,7 @@ def init_distributed(
         ValueError: an argument or a launcher's variable is wrong.
         RuntimeError: the ranks did not meet within the timeout.
     """
-    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
     if zero_level not in (0, 1, 2, 3):
         raise ValueError(f"zero_level is {zero_level!r}, expected 0, 1, 2 or 3")
     if pipe_size is not None:
@@ -116,11 +116,11 @@ def init_distributed(
     for name, size in {**sizes, "pp_chunks": pp_chunks}.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} is {size!r}, expected a whole number of at least 1")
-    if not seconds > 0:
-        raise ValueError(f"timeout is {timeout!r}, expected a positive number of seconds")
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        raise ValueError(f"timeout is {timeout!r}, expected a positive number of seconds or a timedelta")
     if pp_chunks > 1 and pp_size == 1:
         raise ValueError(f"pp_chunks is {pp_chunks} but pp_size is 1: there is no pipeline to interleave")
-    if num_micro_batches is not None and num_micro_batches < 1:
+    if num_micro_batches is not None and (not isinstance(num_micro_batches, int) or num_micro_batches < 1):
         raise ValueError(f"num_micro_batches is {num_micro_batches!r}, expected a whole number of at least 1")
     launched = _ranks()
     if launched is None and not init_method.startswith("env://"):
@@ -175,11 +175,14 @@ def _choose_device(device: str | torch.device | None, local_rank_: int) -> torch
         # accelerate launch --cpu
         on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
         device = "cuda" if torch.cuda.is_available() and not on_cpu else "cpu"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device is {device!r}, expected cpu, cuda or cuda:N") from None
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":
-        raise ValueError(f"device is {str(device)!r}, expected cpu or cuda")
+        raise ValueError(f"device is {str(device)!r}, expected cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
         raise ValueError(f"device is {str(device)!r} but torch sees no GPU: use device='cpu'")
     index = local_rank_ if device.index is None else device.index

@@ -51,7 +51,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     stages, those of this rank's stage.
     """
     if _any_sharded():
-        from engine.parallel.shard import reshard
+        from engine.parallel.calls import reshard
 
         reshard(model)  # after an evaluation the model may still show gathered parameters
     found = {clean_name(name): _detached(parameter) for name, parameter in model.named_parameters()}

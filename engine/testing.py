@@ -274,7 +274,7 @@ def _join(timeout: float) -> None:
 def _answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps((True, fn(*args)))
-    except Exception:
+    except BaseException:  # a sys.exit in it as well: the rank has not done what it was called for
         return pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
 
 

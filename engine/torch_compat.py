@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +121,28 @@ def _groups(unit: FSDPModule) -> list[Any]:
     if groups is None:
         groups = [group] if (group := state._fsdp_param_group) is not None else []
     return groups
+
+
+def _records(model: torch.nn.Module) -> Iterator[Any]:
+    """What FSDP notes of each parameter that it shards."""
+    for unit in model.modules():
+        for group in _groups(unit) if isinstance(unit, FSDPModule) else ():
+            yield from group.fsdp_params
+
+
+def gathered_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The whole parameters that FSDP has made so far. It shows them, and uses the same ones again and again."""
+    return [record._unsharded_param for record in _records(model) if hasattr(record, "_unsharded_param")]
+
+
+def record_of_a_shard(model: torch.nn.Module) -> Any:
+    """FSDP's record of some parameter of ``model``, whose ``sharded_param`` is the shard; None if it shards none."""
+    return next(_records(model), None)
+
+
+def make_root(model: FSDPModule) -> None:
+    """Let FSDP take ``model`` for the outermost module, which otherwise is the first one to be called."""
+    model._get_fsdp_state()._lazy_init()
 
 
 def gather_ahead(root: FSDPModule) -> None:

@@ -17,7 +17,7 @@ from engine import runtime
 from engine.bmtrain.model import broadcast_, lay_out
 from engine.checkpoint import together
 from engine.init import clean_name, write_
-from engine.parallel.shard import reshard
+from engine.parallel.calls import reshard
 from engine.parallel.stages import stages_of, whole_tensor
 from engine.precision import Policy
 

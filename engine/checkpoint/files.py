@@ -8,6 +8,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from engine import runtime
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+STEP = re.compile(r"step-(\d+)")  # the name of one checkpoint of many
 
 
 @contextmanager
@@ -30,11 +32,15 @@ def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup
     Collective over ``group``, which holds all ranks (None: the default one). If the body raises on any rank, everything
     written is removed and every rank raises; a rank that fails must do so before, or inside ``together`` around, what
     the others wait for.
+
+    Raises:
+        ValueError: ``directory`` is something that is no checkpoint.
     """
     target = Path(directory).absolute()
     place: list[str] = [""]
     with together(f"creating {target}", group):
         if runtime.rank() == 0:
+            check_place(target)
             target.parent.mkdir(parents=True, exist_ok=True)
             _clear_up(target)
             place[0] = str(target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
@@ -147,6 +153,23 @@ def _is_whole(path: Path) -> bool:
     except ValueError:
         return False
     return True
+
+
+def check_place(target: Path) -> None:
+    """Raises ValueError if a checkpoint at ``target`` would take the place of what is none. Not collective."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ValueError(f"{target} is a file, expected a directory or a new name for a checkpoint")
+    inside = sorted(entry.name for entry in target.iterdir())
+    if not inside or MANIFEST in inside or STEP.fullmatch(target.name):
+        return
+    many = [name for name in inside if STEP.fullmatch(name)]
+    advice = ", or one of many by step=" if many else ""
+    raise ValueError(
+        f"{target} is no checkpoint and has other files, such as {(many or inside)[0]}, which one saved there would "
+        f"replace: name a new directory{advice}"
+    )
 
 
 def _replace(path: Path, target: Path) -> None:

@@ -15,7 +15,6 @@ import logging
 import os
 import pickle
 import random
-import re
 import shutil
 import threading
 import uuid
@@ -31,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from engine import runtime
-from engine.checkpoint.files import MANIFEST, atomic_directory, check_manifest, together
+from engine.checkpoint.files import MANIFEST, STEP, atomic_directory, check_manifest, check_place, together
 from engine.checkpoint.model import MODEL, load_model, write_tensors
 from engine.checkpoint.optimizer import OPTIM, join_state, split_state
 from engine.optim.manager import OptimManager
@@ -41,7 +40,7 @@ from engine.torch_compat import local_tensor, with_local
 
 STATE = "state"
 _COMMON = "common.pt"
-_STEP = re.compile(r"step-(\d+)")
+_UNSAFE = (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError)
 _log = logging.getLogger("engine.checkpoint")
 
 
@@ -74,7 +73,13 @@ class _Writer(threading.Thread):
             _write(self.job, self.group)
         except Exception as error:  # raised again by wait_checkpoint
             self.error = error
-            _log.error("checkpoint %s could not be written: %s", self.job.path, error)
+            if self.group is not None and not dist.is_initialized():
+                self.error = RuntimeError(
+                    "the process group was destroyed before the checkpoint was written: call "
+                    "engine.wait_checkpoint() before destroy_process_group()"
+                )
+                self.error.__cause__ = error
+            _log.error("checkpoint %s could not be written: %s", self.job.path, self.error)
 
 
 _writer: _Writer | None = None
@@ -98,8 +103,8 @@ def save_checkpoint(
     ``OptimManager``), Python's, numpy's and torch's random generators of each rank, and ``state``.
 
     Args:
-        directory: the checkpoint, replaced if it is there; with ``step`` the directory of many. On a file system that
-            all ranks share.
+        directory: the checkpoint, which replaces one that is there, and nothing else; with ``step`` the directory of
+            many. On a file system that all ranks share.
         state: the user's own: numbers, strings, tensors, lists, tuples and dicts of them. Rank 0's is saved.
         step: write to ``directory``/step-00000100.
         keep: with ``step``, remove the oldest of this step and earlier ones until so many are left; the best stays.
@@ -113,8 +118,8 @@ def save_checkpoint(
         The checkpoint's path.
 
     Raises:
-        ValueError: an argument is wrong, ``state`` holds something else, an optimizer holds parameters that are not
-            the model's, or a parameter is on meta.
+        ValueError: an argument is wrong, ``directory`` has other files, ``state`` holds something else, an optimizer
+            holds parameters that are not the model's, or a parameter is on meta.
         RuntimeError or OSError: writing failed on a rank; raised on every rank, and what was there before is as it was.
     """
     wait_checkpoint()
@@ -127,6 +132,8 @@ def save_checkpoint(
     path = Path(directory).absolute()
     path = path if step is None else path / f"step-{step:08d}"
     with together(f"collecting the state for {path}"):
+        if runtime.rank() == 0:
+            check_place(path)
         job = _collect(path, model, optim_manager, state)
         job.extra, job.step, job.keep, job.best = extra, step, keep, best
     if not asynchronous:
@@ -183,11 +190,10 @@ def load_checkpoint(
         ValueError: there is no valid checkpoint (each broken file is named), or it does not match model or optimizers.
     """
     wait_checkpoint()
-    path = latest_checkpoint(directory, verify)
+    path, broken = _newest(Path(directory).absolute(), verify)
     if path is None:
-        raise ValueError(
-            f"{Path(directory).absolute()} holds no valid checkpoint: neither {MANIFEST} nor a step-... that has one"
-        )
+        why = "; ".join(broken) or f"neither {MANIFEST} nor a step-... that has one"
+        raise ValueError(f"{Path(directory).absolute()} holds no valid checkpoint: {why}")
     load_model(path, model, strict=strict, verify=verify)
     if not (path / STATE).is_dir():
         if optim_manager is not None:
@@ -221,8 +227,12 @@ def latest_checkpoint(directory: str | os.PathLike[str], verify: bool = False) -
     Args:
         verify: compare the files' sha256 too, not only their sizes.
     """
-    root = Path(directory).absolute()
-    found: list[str | None] = [None]
+    return _newest(Path(directory).absolute(), verify)[0]
+
+
+def _newest(root: Path, verify: bool) -> tuple[Path | None, list[str]]:
+    """See ``latest_checkpoint``; also what is wrong with those that were passed over."""
+    found: list[Any] = [None, []]
     with together(f"looking for checkpoints in {root}"):
         if runtime.rank() == 0:
             if (root / MANIFEST).exists():
@@ -232,13 +242,14 @@ def latest_checkpoint(directory: str | os.PathLike[str], verify: bool = False) -
                 try:
                     check_manifest(path, hashes=verify)
                 except ValueError as error:
-                    warnings.warn(f"checkpoint passed over: {error}", stacklevel=2)
+                    warnings.warn(f"checkpoint passed over: {error}", stacklevel=3)
+                    found[1].append(str(error))
                     continue
                 found[0] = str(path)
                 break
     if runtime.world_size() > 1:
         dist.broadcast_object_list(found, src=0)
-    return None if found[0] is None else Path(found[0])
+    return None if found[0] is None else Path(found[0]), found[1]
 
 
 def _collect(
@@ -256,6 +267,8 @@ def _collect(
         if isinstance(optim_manager, OptimManager):
             manager = {k: v for k, v in optim_manager.state_dict().items() if k != "optimizers"}
         optim = {"manager": manager, "optimizers": optimizers}
+    if not isinstance(state, Mapping | None):
+        raise ValueError(f"state is a {type(state).__name__}, expected a dict")
     common = {"mesh": _mesh_sizes(), "optim": optim, "state": dict(state or {})}
     return _Job(path, tensors, _dump(common), _dump(_generators()), None, None, None, False)
 
@@ -315,7 +328,7 @@ def _steps(root: Path) -> list[tuple[int, Path]]:
     """(step, path) of the checkpoints in ``root``, the highest step first, broken ones included."""
     if not root.is_dir():
         return []
-    found = [(match, path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()]
+    found = [(match, path) for path in root.iterdir() if (match := STEP.fullmatch(path.name)) and path.is_dir()]
     return sorted(((int(match[1]), path) for match, path in found), reverse=True)
 
 
@@ -326,16 +339,31 @@ def _group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _dump(value: Any) -> bytes:
-    file = io.BytesIO()
     try:
-        torch.save(value, file)
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True, map_location="cpu")
-    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        return _pickled(value)
+    except _UNSAFE as error:
         raise ValueError(
-            "state (or a schedule's, or an optimizer's group) holds something that cannot be read back safely; give "
-            f"numbers, strings, tensors, lists, tuples and dicts: {str(error).splitlines()[0]}"
+            f"{_first_unsafe(value)} cannot be read back safely: give numbers, strings, tensors, lists, tuples and "
+            "dicts of Python and torch"
         ) from error
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    torch.load(io.BytesIO(file.getvalue()), weights_only=True, map_location="cpu")
     return file.getvalue()
+
+
+def _first_unsafe(value: Any, name: str = "") -> str:
+    """What in ``value`` it is that cannot be read back safely, and where."""
+    items = value.items() if type(value) is dict else enumerate(value) if type(value) in (list, tuple) else ()
+    for key, item in items:
+        try:
+            _pickled(item)
+        except _UNSAFE:
+            return _first_unsafe(item, f"{name}[{key!r}]" if name else str(key))
+    return f"{name}, a {type(value).__module__}.{type(value).__qualname__},"
 
 
 def _load(path: Path) -> Any:

@@ -19,6 +19,7 @@ from engine.torch_compat import gradients_of, local_tensor, local_tensors
 
 _FUSED = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = ("fp32", "remainder")
+_BESIDE = ("master", "remainder", "exp_avg_scale", "exp_avg_sq_scale")  # what a state may have besides its moments
 # With many small parameters, looking at them is a step's cost: these go through lists without a line of Python.
 _dtype = operator.attrgetter("dtype")
 _is_contiguous = torch.Tensor.is_contiguous
@@ -125,7 +126,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_group(group, "lr", "eps", "weight_decay")
-        if not all(0 <= beta < 1 for beta in group["betas"]):
+        betas = group["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas is {group['betas']!r}, expected two numbers of at least 0 and below 1")
 
     def _check_dtype(self, parameter: torch.Tensor) -> None:
@@ -327,7 +329,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{type(self).__name__} keeps {kinds[1]} ones: load it with the optimizer and min_size it was "
                     "saved with"
                 )
-        check_states(self, state_dict, lambda p: {"step": (), **dict.fromkeys(self.moments, tuple(p.shape))})
+        check_states(self, state_dict, lambda p: {"step": (), **dict.fromkeys(self.moments, tuple(p.shape))}, _BESIDE)
         for group in state_dict["param_groups"]:
             self._check_group({**group, "params": []})
         super().load_state_dict(state_dict)

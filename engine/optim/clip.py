@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -118,7 +119,12 @@ def _fit(gradients: list[torch.Tensor]) -> bool:
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float, eps: float = _EPS) -> torch.Tensor:
-    """What gradients of this norm are multiplied by: at most 1; 0-d, on the device."""
+    """What gradients of this norm are multiplied by: at most 1; 0-d, on the device.
+
+    Raises ValueError for a ``max_norm`` below 0, which would turn the gradients round.
+    """
+    if not isinstance(max_norm, Real) or not max_norm >= 0:
+        raise ValueError(f"max_norm is {max_norm!r}, expected a number of at least 0: do not clip for no limit")
     return torch.clamp(max_norm / (norm + eps), max=1.0)
 
 

@@ -37,7 +37,7 @@ class Lion(FusedOptimizer):
         master: str = "fp32",
         moment_dtype: torch.dtype = torch.float32,
     ) -> None:
-        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, defaults, hold_steps, master, moment_dtype)
 
     def update(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ class OptimManager:
         grad_scale: float | None = None,
         abort_after: int | None = 16,
     ) -> None:
+        if not isinstance(loss_scale, Real | None):
+            raise ValueError(f"loss_scale is {loss_scale!r}, expected the first scale, such as 2**16, or None")
         if loss_scale is not None and not min_loss_scale <= loss_scale <= max_loss_scale:
             raise ValueError(f"loss_scale is {loss_scale}, expected {min_loss_scale} to {max_loss_scale}")
         if not min_loss_scale > 0:
@@ -82,9 +85,10 @@ class OptimManager:
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         """Add an optimizer, and what ``step`` steps after it (anything with ``step()``).
 
-        Raises ValueError if the optimizer holds parameters from before ``engine.shard``.
+        Raises ValueError if it is no optimizer, if it holds parameters from before ``engine.shard`` or of another
+        optimizer here, or if the schedule's ``step`` needs a metric.
         """
-        check_optimizer(optimizer)
+        self._check_new(optimizer, lr_scheduler)
         self.optimizers.append(optimizer)
         optimizer._engine_manager = weakref.ref(self)  # type: ignore[attr-defined]
         self.lr_schedulers.append(lr_scheduler)
@@ -94,6 +98,23 @@ class OptimManager:
             if self._first_scale is not None:
                 self._scale = torch.tensor(float(self._first_scale), dtype=torch.float32, device=device)
                 self._good = torch.zeros((), dtype=torch.int32, device=device)
+
+    def _check_new(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"add_optimizer got a {type(optimizer).__name__}, expected an optimizer of torch's kind")
+        check_optimizer(optimizer)
+        taken = {id(p): o for o in self.optimizers for p in _parameters(o.param_groups)}
+        for parameter in _parameters(optimizer.param_groups):
+            if (other := taken.get(id(parameter))) is not None:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is in {type(other).__name__} and in "
+                    f"{type(optimizer).__name__}, which would both step it: give each parameter to one optimizer"
+                )
+        if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau needs a metric, which step() does not have: leave it out of add_optimizer and call "
+                "its step(metric) after each evaluation"
+            )
 
     @property
     def loss_scale(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ _WAITING = "_engine_waits_for_sharding"
 _AVERAGED = "_engine_averaged"
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_sharded: weakref.WeakKeyDictionary[torch.nn.Module, Callable[..., Iterable[torch.Tensor]]] = (
+    weakref.WeakKeyDictionary()
+)
 _hook: Any = None
 
 
@@ -39,6 +42,11 @@ def mark_averaged(parameters: Iterable[torch.Tensor]) -> None:
         setattr(parameter, _AVERAGED, True)
 
 
+def mark_sharded(model: torch.nn.Module, gathered: Callable[[torch.nn.Module], Iterable[torch.Tensor]]) -> None:
+    """Note how to find the whole parameters that a sharded model shows from forward to backward."""
+    _sharded[model] = gathered
+
+
 def _watch() -> None:
     global _hook
     _checked.clear()
@@ -52,7 +60,9 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
     members = [p for group in optimizer.param_groups for p in group["params"]]
     if any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in members):
         for parameter in members:
-            if parameter.grad is not None and not isinstance(parameter, DTensor) and not hasattr(parameter, _AVERAGED):
+            if isinstance(parameter, DTensor) or parameter.numel() == 0 or hasattr(parameter, _AVERAGED):
+                continue
+            if parameter.grad is not None:
                 # Not an error: who adds such a parameter may have averaged its gradient, which is not seen from here.
                 warnings.warn(
                     f"{type(optimizer).__name__} holds sharded parameters and one of shape {tuple(parameter.shape)} "
@@ -65,15 +75,23 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError if the optimizer holds parameters from before ``engine.shard``, or that still wait for it."""
+    """Raises ValueError if the optimizer holds parameters from before ``engine.shard``, that still wait for it, or that
+    are gathered for a forward."""
     if optimizer in _checked:
         return
+    gathered = {id(p) for model, find in _sharded.items() for p in find(model)}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (name := getattr(parameter, _NAME, None)) is not None:
                 raise ValueError(
                     f"{type(optimizer).__name__} was built before engine.shard, which replaced parameter {name} by "
                     "its shard: it would train nothing. Build the optimizer after engine.shard(model)"
+                )
+            if id(parameter) in gathered:
+                raise ValueError(
+                    f"{type(optimizer).__name__} was built between a forward and its backward, when the model showed "
+                    f"its gathered parameters (one of shape {tuple(parameter.shape)}), not the shards: it would train "
+                    "nothing. Build it right after engine.shard(model), or run that forward in torch.no_grad()"
                 )
             if hasattr(parameter, _WAITING):
                 raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ def check_group(group: dict[str, Any], *names: str, flags: Collection[str] = ())
     """Raises ValueError where one of these values (lr and weight_decay) is below 0, a parameter is on meta, or the
     group asks for what the optimizer does not do (``flags``: what it does)."""
     for name in names or ("lr", "weight_decay"):
-        if name in group and (isinstance(group[name], str) or not group[name] >= 0):
+        if name in group and (not isinstance(group[name], Real | torch.Tensor) or not group[name] >= 0):
             raise ValueError(f"{name} is {group[name]!r}, expected a number of at least 0")
     for flag in _FLAGS:
         if group.get(flag) and flag not in flags:
@@ -41,22 +42,34 @@ def saved_states(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
     """(parameter, its state in ``state_dict``, which may be empty) for each parameter, as torch pairs them by order."""
+    _check_form(optimizer, state_dict)
     ours = [p for group in optimizer.param_groups for p in group["params"]]
     theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
     for parameter, index in zip(ours, theirs, strict=False):  # torch raises where they differ in number
         yield parameter, state_dict["state"].get(index, {})
 
 
+def _check_form(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    if not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError(
+            f"a state of {type(optimizer).__name__} has state and param_groups, this has "
+            f"{', '.join(map(str, state_dict)) or 'nothing'}: give what its state_dict() returned"
+        )
+
+
 def check_states(
     optimizer: torch.optim.Optimizer,
     state_dict: dict[str, Any],
     shapes: Callable[[torch.Tensor], dict[str, tuple[int, ...]]],
+    known: Collection[str] | None = None,
 ) -> None:
     """Raises ValueError if ``state_dict`` is not of an optimizer of this kind, or of other parameters.
 
     Args:
         shapes: {name: whole shape} of the states that a parameter must have if it has any.
+        known: names of those that it may have besides; None: any.
     """
+    _check_form(optimizer, state_dict)
     kind = type(optimizer).__name__
     for number, group in enumerate(state_dict["param_groups"]):
         if lacking := sorted(set(optimizer.defaults) - set(group) - set(_FLAGS)):
@@ -70,6 +83,11 @@ def check_states(
             raise ValueError(
                 f"the state of a parameter of shape {tuple(parameter.shape)} has {', '.join(sorted(state))} and no "
                 f"{', '.join(lacking)}, which {kind} needs: load it with the optimizer it was saved with"
+            )
+        if strange := [name for name in state if known is not None and name not in wanted and name not in known]:
+            raise ValueError(
+                f"the state of a parameter of shape {tuple(parameter.shape)} has {', '.join(strange)}, which {kind} "
+                "does not have: load it with the optimizer it was saved with"
             )
         for name, shape in wanted.items():
             if tuple(state[name].shape) != tuple(shape):

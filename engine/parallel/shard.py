@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.init import clean_name
 from engine.optim.rounding import round_at_random
 from engine.optim.stale import mark_stale
+from engine.parallel.calls import Calls, reshard
+from engine.parallel.checks import check_model, check_ranks, check_shards, check_units
 from engine.parallel.context import split_tokens
-from engine.parallel.exchange import Exchange, exchange, over_gloo
+from engine.parallel.exchange import exchange, over_gloo
 from engine.parallel.mesh import data_mesh, storage_mesh
 from engine.parallel.pipeline import pipeline_of, split
 from engine.parallel.rows import spread_tables
@@ -26,6 +28,7 @@ from engine.parallel.tensor import check_inputs, parallelize
 from engine.precision import Policy
 from engine.recompute import wrap_units_
 from engine.shards import is_sharded
+from engine.torch_compat import shard_of
 
 _levels: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 last_units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that level 3 leaves gathered after forward
@@ -81,7 +84,9 @@ def lay_over_ranks(
     if is_sharded(model):
         return model
     methods = list(forward_methods)
-    _check_whole(model, methods)
+    check_model(model, methods)
+    if settings.pp_size == 1 and runtime.world_size() > 1:  # stages may have been cut already
+        check_ranks(model)
     policy.cast_parameters_(model)
     lists = _cut_into_stages(model, over_stages) if settings.pp_size > 1 else []
     chosen = _choose_units(model, units)
@@ -97,7 +102,8 @@ def lay_over_ranks(
         if settings.device is not None and not any(t.is_meta for t in _tensors(model)):
             model.to(settings.device)
         return model
-    _check_units(model, chosen)
+    check_units(unit_parameters(model, chosen))
+    check_shards(model)
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -107,29 +113,24 @@ def lay_over_ranks(
     _shard_units(model, order, policy, level, lists, over_stages)
     shards = storage_mesh(runtime.mesh(), level, over_stages)["dp_shard"]
     # Of a pipeline, a stage that gathers ahead may wait for one that waits for this one.
-    calls = _Calls(model, exchange(model, shards, order if settings.pp_size == 1 else ()))
+    calls = Calls(model, exchange(model, shards, order if settings.pp_size == 1 else ()))
     _levels[model] = level
     if (pipeline := pipeline_of(model)) is not None:
         pipeline.dtype = policy.compute_dtype or next(model.parameters()).dtype
         pipeline.watch(model)
-    model.register_forward_pre_hook(calls.enter, prepend=True)
-    model.register_forward_hook(calls.leave, always_call=True)
+    calls.watch()
     for method in methods:
         register_fsdp_forward_method(model, method)
         setattr(model, method, calls.counted(getattr(model, method)))
-    mark_stale(before)
+    _keep_attributes(model, before)
+    still = set(model.parameters())
+    mark_stale({name: p for name, p in before.items() if p not in still})
+    cut = functools.partial(_cut_whole_tensors, weakref.ref(model))
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(cut)
     _mark_rounding(model)
     mark(model)
     return model
-
-
-def _check_whole(model: nn.Module, methods: Iterable[str]) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            raise ValueError(f"module {name} is already sharded but the model around it is not: shard the model whole")
-    for method in methods:
-        if not callable(getattr(model, method, None)):
-            raise ValueError(f"forward_methods names {method!r}, which {type(model).__name__} does not have")
 
 
 def _cut_into_stages(model: nn.Module, over_stages: bool) -> list[nn.ModuleList]:
@@ -161,20 +162,20 @@ def _shard_units(
     # What is gathered last in forward stays, as the root's own parameters do (None): backward needs it first.
     if order and settings.pp_size == 1:
         last_units.add(order[-1])
-    looked_up: set[nn.Parameter] = set()
+    left = {p for p in model.parameters() if p.numel() == 0}  # FSDP's kernels refuse them; each rank has all of them
     if mesh.ndim == 1 and over_gloo(mesh) and settings.tp_size * settings.pp_size == 1:
-        looked_up = spread_tables(model, mesh, order, policy.compute_dtype)
+        left |= spread_tables(model, mesh, order, policy.compute_dtype)
     # Inner units first: each takes the parameters below it that no unit has taken.
     for unit in reversed(order):
         where = of_stage if unit in in_lists else mesh
         freed = level == 3 and unit not in last_units
-        fully_shard(unit, mesh=where, mp_policy=mixed, reshard_after_forward=freed, ignored_params=looked_up)
+        fully_shard(unit, mesh=where, mp_policy=mixed, reshard_after_forward=freed, ignored_params=left)
         if unit in in_lists:
             # Gathering ahead what comes before the list would wait, on a CPU, for stages that wait for this one.
             assert isinstance(unit, FSDPModule)
             unit.set_modules_to_backward_prefetch([unit])
     kept = None if level == 3 else False
-    fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=kept, ignored_params=looked_up)
+    fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=kept, ignored_params=left)
 
 
 def zero_level(model: nn.Module) -> int:
@@ -192,13 +193,6 @@ def sharded_roots(model: nn.Module) -> list[FSDPModule]:
     if isinstance(model, FSDPModule):
         return [model]
     return [root for child in model.children() for root in sharded_roots(child)]
-
-
-def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters, so that ``model.parameters()`` are the shards that the optimizer updates."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
@@ -301,80 +295,32 @@ def _sharing_units(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
     return {group for groups in holders.values() if len(groups) > 1 for group in groups if group is not model}
 
 
-def _check_units(model: nn.Module, chosen: set[nn.Module]) -> None:
-    for unit, members in unit_parameters(model, chosen).items():
-        if number := next((name for name, p in members if p.ndim == 0), None):
-            raise ValueError(
-                f"parameter {clean_name(number)} has no dimensions, and a single number cannot be sharded: give it the "
-                "shape (1,)"
-            )
-        by_dtype = {p.dtype: name for name, p in members if p.requires_grad}
-        if len(by_dtype) > 1:
-            text = " and ".join(f"{clean_name(name)} is {dtype}" for dtype, name in by_dtype.items())
-            remedy = "Policy(precision='bf16'), which keeps all trainable ones in fp32"
-            if any(dtype.is_complex for dtype in by_dtype):
-                remedy = "name the modules of the complex ones with units="
-            raise ValueError(
-                f"trainable parameters of one unit have several dtypes: {text}. Use one dtype, or {remedy}"
-            )
-        if inspect.isgeneratorfunction(type(unit).forward):
-            raise ValueError(
-                f"forward of unit {type(unit).__name__} yields, but its parameters are there only until it returns: "
-                "return a list, or name other units with units="
-            )
-
-
-class _Calls:
-    """Counts the calls of a model that are under way, and frees gathered parameters after the last where need be."""
-
-    def __init__(self, model: nn.Module, exchange: Exchange | None) -> None:
-        self._model, self._exchange = weakref.ref(model), exchange
-        self._open = 0
-        self._gathered = False
-
-    def enter(self, *_: Any) -> None:
-        if not self._gathered and (model := self._model()) is not None:
-            self._gathered = True
-            if torch.is_inference_mode_enabled():
-                _gather_once(model)
-        if self._open == 0 and self._exchange is not None:
-            self._exchange.before_forward()
-        self._open += 1
-
-    def leave(self, *_: Any) -> None:
-        # Without a backward nothing frees the gathered parameters, and an optimizer built now would be given them.
-        self._open -= 1
-        if self._open == 0 and self._exchange is not None:
-            self._exchange.after_forward()
-        if self._open == 0 and not torch.is_grad_enabled() and (model := self._model()) is not None:
-            reshard(model)
-
-    def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``method``, counted as a call of the model, so that a forward inside it does not free what it still uses."""
-
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.enter()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self.leave()
-
-        return call
-
-
-@torch.inference_mode(False)
-def _gather_once(model: nn.Module) -> None:
-    """Make the tensors that FSDP keeps for gathered parameters: made in inference mode, training could not use them."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-            module.reshard()
-
-
 def _tensors(model: nn.Module) -> Iterable[torch.Tensor]:
     yield from model.parameters()
     yield from model.buffers()
+
+
+def _keep_attributes(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """What users noted on the parameters, such as which ones have no weight decay, stays on the shards."""
+    for name, parameter in model.named_parameters():
+        if (old := before.get(name)) is not None and old is not parameter:
+            noted = {k: v for k, v in vars(old).items() if not k.startswith(("_engine", "_fsdp"))}
+            vars(parameter).update({k: v for k, v in noted.items() if k not in vars(parameter)})
+
+
+def _cut_whole_tensors(
+    root: weakref.ref[nn.Module], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Before ``load_state_dict``: of whole tensors, which one process has saved, each rank takes its shards."""
+    shown = [p for p in module._parameters.values() if p is not None and not isinstance(p, DTensor)]
+    if shown and (model := root()) is not None:
+        reshard(model)
+    for own_name, parameter in module._parameters.items():
+        name = prefix + own_name
+        value = state.get(name)
+        if isinstance(parameter, DTensor) and torch.is_tensor(value) and not isinstance(value, DTensor):
+            if value.shape == parameter.shape:
+                state[name] = shard_of(value, parameter.device_mesh, parameter.placements)
 
 
 def settle(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ import torch
 import engine
 from engine.checkpoint import atomic_directory, check_manifest, dcp, files, load_model, save_model, stored_tensors
 from engine.checkpoint.described import pickled, stored_metadata
-from engine.parallel.shard import reshard
+from engine.parallel.calls import reshard
 
 
 def prepared(level, copies, kwargs, seed=None):

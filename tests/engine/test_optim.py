@@ -4,6 +4,7 @@ import copy
 import weakref
 
 import engine_toys as toys
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,6 +84,25 @@ def test_bad_values():
         OptimManager(loss_scale=0.5)
     with pytest.raises(ValueError, match="add_optimizer"):
         OptimManager().step()
+
+
+def test_what_a_manager_cannot_run():
+    weight = torch.nn.Parameter(torch.ones(2))
+    for wrong in (-1.0, float("nan"), None):  # which would turn the gradients round, or leave none
+        with pytest.raises(ValueError, match=f"max_norm is {wrong}, expected a number of at least 0"):
+            clip_grad_norm_([weight], wrong)
+    manager, optimizer = OptimManager(), torch.optim.SGD([weight], lr=np.float32(0.5))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric, which step"):
+        manager.add_optimizer(optimizer, plateau)
+    with pytest.raises(ValueError, match="add_optimizer got a Parameter"):
+        manager.add_optimizer(weight)
+    manager.add_optimizer(optimizer)
+    for again in (optimizer, AdamOptimizer([weight], lr=np.float32(0.5))):
+        with pytest.raises(ValueError, match=rf"shape \(2,\) is in SGD and in {type(again).__name__}"):
+            manager.add_optimizer(again)
+    with pytest.raises(ValueError, match="loss_scale is 'dynamic', expected the first scale"):
+        OptimManager(loss_scale="dynamic")
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, float("inf")])

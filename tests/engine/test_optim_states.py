@@ -67,8 +67,18 @@ def test_what_a_group_asks_for_and_an_optimizer_does_not_do_is_an_error(kind):
         if (kind, flag) != ("adafactor", "maximize"):
             with pytest.raises(ValueError, match=f"{flag} of a parameter group is True"):
                 KINDS[kind]([{"params": list(matrices()), flag: True}], lr=0.1)
-    with pytest.raises(ValueError, match="lr is '1e-3', expected a number"):
-        KINDS[kind](matrices().parameters(), lr="1e-3")
+    for lr in ("1e-3", None):
+        with pytest.raises(ValueError, match=f"lr is {lr!r}, expected a number"):
+            KINDS[kind](matrices().parameters(), lr=lr)
+    with pytest.raises(ValueError, match=r"has state and param_groups, this has model: give what its state_dict\(\)"):
+        KINDS[kind](matrices().parameters(), lr=0.1).load_state_dict({"model": {}})
+
+
+@pytest.mark.parametrize("betas", [[0.9], 0.9, (0.9, 1.0)])
+@pytest.mark.parametrize("kind", ["adam", "lion"])
+def test_betas_are_two(kind, betas):
+    with pytest.raises(ValueError, match="betas is .*, expected two numbers of at least 0 and below 1"):
+        KINDS[kind](matrices().parameters(), betas=betas)
 
 
 @each_kind
@@ -99,6 +109,7 @@ def test_parameters_that_fp32_does_not_hold_are_an_error(kind, dtype):
         ("adam", "adam8", "has 8-bit moments, this AdamOptimizer keeps fp32 ones"),
         ("lion", "adam8", "has 8-bit moments, this Lion keeps fp32 ones"),
         ("adam8", "adam", "has fp32 moments, this AdamW8bit keeps 8-bit ones"),
+        ("lion", "adam", "has exp_avg_sq, which Lion does not have"),
         ("adam", "lion", "group 0 of the state has no eps, which AdamOptimizer needs"),
         ("muon", "adam", "has no momentum, nesterov, which Muon needs"),
         ("adafactor", "adam", "has no beta2_decay, d, which Adafactor needs"),

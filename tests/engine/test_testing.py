@@ -34,6 +34,12 @@ def dies():
     dist.barrier()
 
 
+def leaves():
+    if engine.rank() == 1:
+        sys.exit("no data here")
+    dist.barrier()
+
+
 def is_killed():
     if engine.rank() == 0:
         os.kill(os.getpid(), 9)
@@ -66,6 +72,7 @@ def test_a_pool_keeps_its_ranks_and_starts_them_anew_after_a_failure(two):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
+        (leaves, r"leaves: rank 1 of 2 raised\n(.|\n)*SystemExit: no data here"),
         (dies, r"dies: rank 1 of 2 died: exit code 3"),
         (is_killed, r"is_killed: rank 0 of 2 died: killed by signal 9 \(SIGKILL\)"),
     ],

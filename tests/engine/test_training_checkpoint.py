@@ -4,8 +4,10 @@ import copy
 import os
 import random
 import resource
+import shutil
 import signal
 import time
+from unittest import mock
 
 import engine_toys as toys
 import numpy as np
@@ -219,6 +221,12 @@ def test_the_newest_valid_one_is_found_with_a_word_about_the_broken(tmp_path):
     with pytest.warns(UserWarning) as warned:
         assert engine.latest_checkpoint(tmp_path, verify=True) == tmp_path / "step-00000009"
     assert "step-00000011" in str(warned[0].message) and "sha256" in str(warned[1].message)
+    shutil.rmtree(tmp_path / "step-00000009")
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(ValueError, match=r"no valid checkpoint: .*distcp is missing; .*sha256"),
+    ):
+        engine.load_checkpoint(tmp_path, run.model, run.manager, verify=True)
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------------
@@ -277,8 +285,9 @@ def test_arguments_and_states_that_do_not_fit(tmp_path):
         ({"best": True}, "best needs step="),
         ({"step": -1}, "step is -1"),
         ({"step": 1, "keep": 0}, "keep is 0"),
-        ({"state": {"run": run}}, "cannot be read back safely"),
-        ({"state": {"f": lambda: 0}}, "cannot be read back safely"),
+        ({"state": {"run": run}}, r"state\['run'\], a .*test_training_checkpoint.Run, cannot be read back safely"),
+        ({"state": {"best": [1, np.float64(2)]}}, r"state\['best'\]\[1\], a numpy.float64, cannot be read back safely"),
+        ({"state": [1]}, "state is a list, expected a dict"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.save_checkpoint(tmp_path / "c", run.model, **wrong)
@@ -307,6 +316,41 @@ def test_arguments_and_states_that_do_not_fit(tmp_path):
     run.manager.optimizers.clear()
     with pytest.raises(ValueError, match="holds 1 optimizers, but 0 were given"):
         engine.load_checkpoint(tmp_path / "c", run.model, run.manager)
+
+
+def saves_over(place, asynchronous=False):
+    with pytest.raises(ValueError, match="would replace: name a new directory|is a file, expected a directory") as told:
+        engine.save_checkpoint(place, Run(3, 1).model, asynchronous=asynchronous)
+    return str(told.value)
+
+
+def test_what_is_no_checkpoint_is_not_replaced(two, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    run = Run(3, 1)
+    engine.save_checkpoint(tmp_path / "run", run.model, step=3)
+    assert "file is a file, expected" in saves_over(tmp_path / "file")
+    assert "file is a file, expected" in saves_over(tmp_path / "file", asynchronous=True)  # at once
+    for message in two.run(saves_over, tmp_path / "notes"):
+        assert "has other files, such as a.txt" in message
+    assert "such as step-00000003" in (message := saves_over(tmp_path / "run")) and "or one of many by step=" in message
+    with pytest.raises(ValueError, match="such as a.txt"):
+        engine.checkpoint.save_model(tmp_path / "notes", run.model)
+    assert (tmp_path / "file").read_text() == (tmp_path / "notes" / "a.txt").read_text() == "mine"
+    (tmp_path / "run" / "step-00000003" / "manifest.json").unlink()  # broken, but by its name a checkpoint
+    engine.save_checkpoint(tmp_path / "run", run.model, step=3)
+    engine.save_checkpoint(tmp_path / "empty", run.model)
+    assert names(tmp_path) == ["empty", "file", "notes", "run"]
+    assert engine.latest_checkpoint(tmp_path / "run").name == "step-00000003"
+
+
+def test_a_writer_that_lost_its_group_says_what_to_call(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_write", mock.Mock(side_effect=ValueError("Group is not registered")))
+    writer = module._Writer(mock.Mock(path=tmp_path / "c", ready=None), group=mock.Mock())
+    writer.run()
+    assert "engine.wait_checkpoint() before destroy_process_group()" in str(writer.error)
 
 
 def test_the_staged_copy_is_one_and_shares_nothing():

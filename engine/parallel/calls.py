@@ -1,0 +1,145 @@
+"""The calls of a sharded model, and which of its parameters it shows meanwhile.
+
+FSDP shows a unit's whole parameters from the time it gathers them until they are freed; the optimizer's are the shards.
+After a forward whose backward has not come, some are still shown: what is done with them then is lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from engine.optim.stale import mark_sharded
+from engine.parallel.checks import check_hooks
+from engine.parallel.exchange import Exchange
+from engine.torch_compat import gathered_parameters, in_backward, make_root, record_of_a_shard
+
+# Those whose last forward has left whole parameters shown: a step would not reach them, and the next forward uses them.
+_showing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_MIXED = "mixed torch.Tensor and DTensor"
+_MIXED_NOTE = (
+    "engine.shard: a module used parameters of another, which are whole in that one's own forward only. Leave that one "
+    "out of units=, so that its parameters are gathered with the model's, or call it."
+)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered parameters, so that ``model.parameters()`` are the shards that the optimizer updates."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class Calls:
+    """Counts the calls of a model that are under way, and frees gathered parameters after the last where need be."""
+
+    def __init__(self, model: nn.Module, exchange: Exchange | None) -> None:
+        self._model, self._exchange = weakref.ref(model), exchange
+        self._open = 0
+        self._begun = False
+        self._record: Any = None  # FSDP's of one parameter
+        self._dtype: torch.dtype | None = None
+
+    def watch(self) -> None:
+        """See the calls of the model, and those of its units."""
+        model = self._model()
+        assert model is not None
+        model.register_forward_pre_hook(self.enter, prepend=True)
+        model.register_forward_hook(self.leave, always_call=True)
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule) and unit is not model:
+                unit.register_forward_pre_hook(self._enter_unit, prepend=True)
+        mark_sharded(model, gathered_parameters)
+        _reshard_at_steps()
+
+    def enter(self, *_: Any) -> None:
+        if not self._begun:
+            self._begin()
+        if self._record is not None and self._record.sharded_param.dtype != self._dtype:
+            raise ValueError(
+                f"the parameters were {self._dtype} at the model's first forward and are "
+                f"{self._record.sharded_param.dtype} now, which FSDP does not follow: convert the model before "
+                "engine.shard, or let Policy(precision=...) say in what it computes"
+            )
+        if self._open == 0 and self._exchange is not None:
+            self._exchange.before_forward()
+        self._open += 1
+
+    def leave(self, *_: Any) -> None:
+        # Without a backward nothing frees the gathered parameters, and an optimizer built now would be given them.
+        self._open = max(0, self._open - 1)
+        if (error := sys.exception()) is not None and _MIXED in str(error):
+            if _MIXED_NOTE not in getattr(error, "__notes__", ()):
+                error.add_note(_MIXED_NOTE)
+        if self._open:
+            return
+        if self._exchange is not None:
+            self._exchange.after_forward()
+        if (model := self._model()) is None:
+            return
+        if not torch.is_grad_enabled():
+            reshard(model)
+            return
+        _showing.add(model)
+
+    def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method``, counted as a call of the model, so that a forward inside it does not free what it still uses."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.enter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.leave()
+
+        return call
+
+    def _enter_unit(self, *_: Any) -> None:
+        if self._open == 0 and (model := self._model()) is not None:  # called by itself
+            if not self._begun:
+                self._begin()
+            _showing.add(model)
+
+    def _begin(self) -> None:
+        """Before the first call of the model or of a unit."""
+        self._begun = True
+        if (model := self._model()) is None:
+            return
+        check_hooks(model)
+        assert isinstance(model, FSDPModule)
+        make_root(model)  # else FSDP takes the first unit that is called for it
+        if (record := record_of_a_shard(model)) is not None:
+            self._record, self._dtype = record, record.sharded_param.dtype
+        if torch.is_inference_mode_enabled():
+            _gather_once(model)
+
+
+@torch.inference_mode(False)
+def _gather_once(model: nn.Module) -> None:
+    """Make the tensors that FSDP keeps for gathered parameters: made in inference mode, training could not use them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
+
+
+@functools.cache
+def _reshard_at_steps() -> None:
+    register_optimizer_step_pre_hook(_reshard_shown)
+
+
+def _reshard_shown(*_: Any) -> None:
+    """Free what forwards without a backward have gathered, as the step to come changes the shards alone."""
+    if in_backward():  # an optimizer that steps there: what is gathered is in use
+        return
+    while _showing:
+        reshard(_showing.pop())

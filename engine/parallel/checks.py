@@ -1,0 +1,117 @@
+"""What ``engine.shard`` refuses: what FSDP would lose without a word, or say in words of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parameter import UninitializedParameter
+
+from engine import runtime
+from engine.init import clean_name
+
+_ON_SHARDS = (
+    "after engine.shard give the parameters a register_post_accumulate_grad_hook, which is called with this rank's "
+    "shard and its averaged gradient"
+)
+
+
+def check_model(model: nn.Module, methods: Iterable[str]) -> None:
+    """Raises ValueError if a model cannot be laid over ranks as it is, or has not one of these methods."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(f"module {name} is already sharded but the model around it is not: shard the model whole")
+        if any(isinstance(p, UninitializedParameter) for p in module._parameters.values()):
+            raise ValueError(
+                f"module {name or type(module).__name__} has parameters whose shapes are not known yet: run one batch "
+                "through the model before engine.shard"
+            )
+    for method in methods:
+        if not callable(getattr(model, method, None)):
+            raise ValueError(f"forward_methods names {method!r}, which {type(model).__name__} does not have")
+
+
+def check_shards(model: nn.Module) -> None:
+    """Raises ValueError for what parameters or modules have that their shards could not take over."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {clean_name(name)} has a hook on its gradient, which its shard would not have: {_ON_SHARDS}"
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(
+                f"embedding {name} has sparse gradients, which cannot be sharded: build it with sparse=False"
+            )
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raises ValueError if a shard was given a hook that nothing will call."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            raise ValueError(
+                f"register_hook of parameter {clean_name(name)} would never be called, as FSDP sets the gradients of "
+                f"shards itself: {_ON_SHARDS}"
+            )
+
+
+def check_ranks(model: nn.Module) -> None:
+    """Raises ValueError, on all ranks, if ranks have other parameters than rank 0. Collective.
+
+    Else they would wait for each other for ever, or take one parameter's bytes for another's.
+    """
+    mine = [(clean_name(n), tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
+    bounds = torch.tensor([digest, -digest], device=runtime.message_device())
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    if bounds.sum() == 0:
+        return
+    every: list[list[tuple[str, tuple[int, ...], str, bool]]] = [[]] * runtime.world_size()
+    dist.all_gather_object(every, mine)
+    rank = next(rank for rank, found in enumerate(every) if found != every[0])
+    pairs = zip([*every[rank], None], [*every[0], None], strict=False)
+    theirs, first = next((found, wanted) for found, wanted in pairs if found != wanted)
+    raise ValueError(
+        f"rank {rank} built another model than rank 0: it has {_described(theirs)} where rank 0 has "
+        f"{_described(first)}. Build it from the same configuration (labels, vocabulary) on every rank"
+    )
+
+
+def _described(parameter: tuple[str, tuple[int, ...], str, bool] | None) -> str:
+    if parameter is None:
+        return "no more parameters"
+    name, shape, dtype, trained = parameter
+    return f"{name} of shape {shape}, {dtype}{'' if trained else ', frozen'}"
+
+
+def check_units(units: Mapping[nn.Module, list[tuple[str, nn.Parameter]]]) -> None:
+    """Raises ValueError if FSDP cannot gather the parameters of a unit together.
+
+    Args:
+        units: the (name, parameter) pairs that each has of its own.
+    """
+    for unit, members in units.items():
+        if number := next((name for name, p in members if p.ndim == 0), None):
+            raise ValueError(
+                f"parameter {clean_name(number)} has no dimensions, and a single number cannot be sharded: give it the "
+                "shape (1,)"
+            )
+        by_dtype = {p.dtype: name for name, p in members if p.requires_grad}
+        if len(by_dtype) > 1:
+            text = " and ".join(f"{clean_name(name)} is {dtype}" for dtype, name in by_dtype.items())
+            remedy = "Policy(precision='bf16'), which keeps all trainable ones in fp32"
+            if any(dtype.is_complex for dtype in by_dtype):
+                remedy = "name the modules of the complex ones with units="
+            raise ValueError(
+                f"trainable parameters of one unit have several dtypes: {text}. Use one dtype, or {remedy}"
+            )
+        if inspect.isgeneratorfunction(type(unit).forward):
+            raise ValueError(
+                f"forward of unit {type(unit).__name__} yields, but its parameters are there only until it returns: "
+                "return a list, or name other units with units="
+            )

@@ -1,0 +1,313 @@
+"""What FSDP would lose without a word in models and loops that are not ours: it works, or is an error that says so."""
+
+import traceback
+import warnings
+
+import engine_toys as toys
+import pytest
+import torch
+from torch import nn
+
+import engine
+
+IDS = toys.microbatch(0)[0]
+
+
+def said(call, *args):
+    """The message of the error that `call` raises, with what was added to it."""
+    try:
+        call(*args)
+    except (ValueError, RuntimeError) as error:
+        return "".join(traceback.format_exception_only(error))
+    return "no error"
+
+
+def sharded(level=3, model=None, **kwargs):
+    engine.init_distributed(zero_level=level)
+    return engine.shard(model or toys.build(), **kwargs)
+
+
+def built_after_a_forward(level):
+    model = sharded(level)
+    model(IDS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(IDS).sum().backward()
+    return said(optimizer.step), said(engine.optim.OptimManager().add_optimizer, optimizer)
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_an_optimizer_built_between_forward_and_backward_is_an_error(two, level):
+    for step, manager in two.run(built_after_a_forward, level):
+        for message in (step, manager):
+            assert "SGD was built between a forward and its backward" in message and "would train nothing" in message
+
+
+def forward_without_backward(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(IDS).square().mean().backward()
+        model(IDS)  # for a metric, say, without no_grad
+        optimizer.step()
+    return model(IDS).detach()
+
+
+def a_step_after_a_forward(level):
+    return forward_without_backward(sharded(level))
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_step_reaches_what_a_forward_without_backward_has_gathered(two, level):
+    expected = forward_without_backward(toys.build())
+    for found in two.run(a_step_after_a_forward, level):
+        torch.testing.assert_close(found, expected)
+
+
+def steps_in_turns(first, second):
+    """The second model's step comes between forward and backward of the first."""
+    steps = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    for _ in range(2):
+        out = first(IDS)
+        second(IDS).square().mean().backward()
+        steps[1].step()
+        (out.square().mean() + second(IDS).mean()).backward()
+        steps[0].step()
+        for optimizer in steps:
+            optimizer.zero_grad()
+    return [toys.whole(p) for model in (first, second) for p in model.parameters()]
+
+
+def two_models(level):
+    return steps_in_turns(sharded(level), sharded(level, toys.build(tied=True)))
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_a_step_between_forward_and_backward_of_another_model(two, level):
+    expected = steps_in_turns(toys.build(), toys.build(tied=True))
+    for found in two.run(two_models, level):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def steps_in_backward(model):
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def update(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)
+    for _ in range(2):
+        model(IDS).square().mean().backward()
+    return [toys.whole(p) for p in model.parameters()]
+
+
+class Projects(toys.Toy):
+    """Backward needs one of the model's own weights after those of the units."""
+
+    def forward(self, ids):
+        x = nn.functional.linear(self.embed(ids), self.head.weight[: toys.WIDTH])
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def sharded_steps_in_backward():
+    torch.manual_seed(0)
+    return steps_in_backward(sharded(2, Projects()))
+
+
+def test_optimizers_that_step_in_backward(two):
+    torch.manual_seed(0)
+    expected = steps_in_backward(Projects())
+    for found in two.run(sharded_steps_in_backward):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def hooks_on_gradients():
+    before = toys.build()
+    before.head.weight.register_hook(lambda gradient: gradient * 2)
+    other = toys.build()
+    other.scale.register_post_accumulate_grad_hook(lambda parameter: None)
+    after = sharded()
+    after.head.weight.register_hook(lambda gradient: gradient * 2)
+    return said(engine.shard, before), said(engine.shard, other), said(after, IDS)
+
+
+def test_hooks_that_nothing_would_call_are_errors(two):
+    for before, other, after in two.run(hooks_on_gradients):
+        assert "parameter head.weight has a hook on its gradient" in before
+        assert "parameter scale has a hook on its gradient" in other
+        assert "register_hook of parameter head.weight would never be called" in after
+        assert all("register_post_accumulate_grad_hook" in message for message in (before, other, after))
+
+
+def noted_parameters():
+    model = toys.build()
+    engine.optim.clip_grad_norm_(model.parameters(), 1.0)  # keeps what it finds on the parameters
+    for name, parameter in model.named_parameters():
+        parameter.no_decay = name.endswith("bias")
+    sharded(model=model)
+    model(IDS).square().mean().backward()
+    norm = engine.optim.clip_grad_norm_(model.parameters(), 1e9)
+    return {name: p.no_decay for name, p in model.named_parameters()}, norm
+
+
+def test_what_was_noted_on_parameters_stays(two):
+    plain = toys.build()
+    plain(IDS).square().mean().backward()
+    for noted, norm in two.run(noted_parameters):
+        assert noted == {name: name.endswith("bias") for name, _ in plain.named_parameters()}
+        torch.testing.assert_close(norm, engine.optim.clip_grad_norm_(plain.parameters(), 1e9))
+
+
+class Nothing(toys.Toy):
+    """Has parameters without elements, as layers of no width do."""
+
+    def __init__(self):
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0))
+        self.narrow = nn.Linear(toys.WIDTH, 0, bias=False)
+
+    def forward(self, ids):
+        return super().forward(ids) + self.none.sum() + self.narrow(self.embed(ids)).sum()
+
+
+def empty_parameters(path):
+    torch.manual_seed(0)
+    model = sharded(model=Nothing())
+    optimizer = engine.optim.AdamOptimizer(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as warned:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(IDS).square().mean().backward()
+            engine.optim.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    trained = toys.whole(model.head.weight)
+    engine.save_checkpoint(path, model, optimizer)
+    engine.load_checkpoint(path, model, optimizer)
+    return trained, [str(warning.message) for warning in warned]
+
+
+def test_parameters_without_elements(two, tmp_path):
+    expected, _ = empty_parameters(tmp_path / "plain")
+    for found, warned in two.run(empty_parameters, tmp_path / "sharded"):
+        torch.testing.assert_close(found, expected)
+        assert warned == []
+
+
+def unit_first(level):
+    model = sharded(level)
+    x = torch.ones(2, toys.WIDTH)
+    model.layers[1](x).sum().backward()
+    alone = toys.whole(model.layers[1].up.weight.grad)
+    model.zero_grad()
+    model(IDS).sum().backward()
+    return alone, toys.whole(model.layers[1].up.weight.grad)
+
+
+def test_a_unit_may_be_called_before_the_model(two):
+    plain = toys.build()
+    plain.layers[1](torch.ones(2, toys.WIDTH)).sum().backward()
+    alone = plain.layers[1].up.weight.grad
+    plain.zero_grad()
+    plain(IDS).sum().backward()
+    for found in two.run(unit_first, 3):
+        torch.testing.assert_close(found, (alone, plain.layers[1].up.weight.grad))
+
+
+def unit_alone(model):
+    """What a unit called by itself has gathered is freed for the step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(IDS).square().mean().backward()
+    x = torch.ones(2, toys.WIDTH)
+    optimizer.step()
+    with torch.no_grad():
+        model.layers[0](x)
+        optimizer.step()
+        return model.layers[0](x)
+
+
+def units_alone():
+    model = sharded(2)
+    with torch.no_grad():
+        model.layers[0](torch.ones(2, toys.WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return unit_alone(sharded(2)), said(engine.optim.OptimManager().add_optimizer, optimizer)
+
+
+def test_a_unit_called_by_itself_leaves_nothing_old_behind(two):
+    expected = unit_alone(toys.build())
+    for found, message in two.run(units_alone):
+        torch.testing.assert_close(found, expected)
+        assert "SGD was built between a forward and its backward" in message
+
+
+class Borrows(toys.Toy):
+    def forward(self, ids):
+        return super().forward(ids) + self.layers[0].up.weight.sum() * torch.ones(1)
+
+
+def mistakes():
+    borrowed = sharded(model=Borrows())
+    kept = Borrows()
+    sharded(model=kept, units=[kept.layers[1]])
+    kept(IDS)
+    converted = sharded()
+    converted(IDS).sum().backward()
+    converted.to(torch.bfloat16)
+    lazy, sparse = nn.Sequential(nn.LazyLinear(3)), nn.Sequential(nn.Embedding(8, 3, sparse=True))
+    return said(borrowed, IDS), said(converted, IDS), said(engine.shard, lazy), said(engine.shard, sparse)
+
+
+def test_mistakes_are_errors_that_say_what_to_do(two):
+    for borrowed, converted, lazy, sparse in two.run(mistakes):
+        assert "mixed torch.Tensor and DTensor" in borrowed and "Leave that one out of units=" in borrowed
+        assert "were torch.float32 at the model's first forward and are torch.bfloat16 now" in converted
+        assert "module 0 has parameters whose shapes are not known yet: run one batch" in lazy
+        assert "embedding 0 has sparse gradients, which cannot be sharded: build it with sparse=False" in sparse
+
+
+def other_models():
+    wide, deep, frozen = (toys.build() for _ in range(3))
+    if engine.rank() == 1:
+        wide.head = nn.Linear(toys.WIDTH, 5, bias=False)
+        deep.layers.append(toys.Block())
+        frozen.embed.requires_grad_(False)
+    return [said(engine.shard, model) for model in (wide, deep, frozen)]
+
+
+def test_ranks_with_other_models_are_named(two):
+    for wide, deep, frozen in two.run(other_models):
+        start = "rank 1 built another model than rank 0: it has "
+        assert (
+            start + "head.weight of shape (5, 6), torch.float32 where rank 0 has head.weight of shape (11, 6)" in wide
+        )
+        assert start + "layers.3.norm.weight" in deep
+        assert start + "embed.weight of shape (11, 6), torch.float32, frozen where" in frozen
+
+
+def loads_whole(path):
+    model = sharded(2, toys.build(tied=True))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model(IDS)  # leaves whole parameters shown
+    found = model.load_state_dict(torch.load(path))
+    wrong = said(model.load_state_dict, {**torch.load(path), "scale": torch.ones(2)})
+    with torch.no_grad():
+        model.layers[0].up.weight.zero_()
+    part = {name: value for name, value in torch.load(path).items() if name.startswith("layers.0.")}
+    model.layers[0].load_state_dict({name.removeprefix("layers.0."): value for name, value in part.items()})
+    with torch.no_grad():
+        return model(IDS), list(found.missing_keys), wrong
+
+
+def test_state_dict_of_one_process_loads_into_shards(two, tmp_path):
+    plain = toys.build(tied=True)
+    torch.save(plain.state_dict(), tmp_path / "plain.pt")
+    for found, missing, wrong in two.run(loads_whole, tmp_path / "plain.pt"):
+        torch.testing.assert_close(found, plain(IDS).detach())
+        assert missing == [] and "size mismatch for scale" in wrong

@@ -6,11 +6,12 @@ rows of the data a batch holds (`dropout_rows`); a model then numbers its tokens
 them each call takes a key from torch's generator: `torch.manual_seed` and a saved generator state reproduce the masks.
 
 The generator is Philox4x32-10 (csrc/core/random.h). 16 bits decide an element, so the keep probability is exact to
-2^-16. The compiled operator and its reference, CPUs and GPUs give the same bits.
+2^-16. The compiled operator, Triton's on GPUs without it, and their reference give the same bits, on CPUs and GPUs.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +28,7 @@ _BLOCK, _LANES = 128, 16  # channels that 16 counters decide
 _CHUNK, _GPU_CHUNK = 1 << 18, 1 << 22
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+_triton_works = True  # until it fails
 _key: ContextVar[int | None] = ContextVar("engine.ops.dropout_key", default=None)
 _rows: ContextVar[Tensor | None] = ContextVar("engine.ops.dropout_rows", default=None)
 
@@ -211,15 +213,33 @@ def _run(
 
     rows = x.reshape(-1, x.shape[-1] if x.dim() else 1).contiguous()
     add = None if residual is None else residual.reshape(rows.shape).contiguous()
+    numbers = None if tokens is None else tokens.to(x.device).reshape(-1).contiguous()
     out = torch.empty_like(rows)
     if x.dtype in _DTYPES and library.serves(x.device):
-        numbers = None if tokens is None else tokens.to(x.device).reshape(-1).contiguous()
         torch.ops.modelcenter.dropout_(
             out, rows, add, numbers, 0, first_channel, key, site, threshold, library.stream(x.device)
         )
-    else:
-        _reference(out, rows, add, tokens, first_channel, key, site, threshold)
+    elif not _by_triton(out, rows, add, numbers, first_channel, key, site, threshold):
+        _reference(out, rows, add, numbers, first_channel, key, site, threshold)
     return out.view(x.shape)
+
+
+def _by_triton(out: Tensor, x: Tensor, *more: Any) -> bool:
+    """Let Triton drop, where it is a GPU's turn and Triton can; says once why it cannot."""
+    global _triton_works
+    if not _triton_works or x.device.type != "cuda" or x.dtype not in _DTYPES:
+        return False
+    try:
+        from engine.ops import triton_dropout
+
+        with torch.cuda.device(x.device):
+            triton_dropout.drop_(out, x, *more)
+    except Exception as error:  # it is not installed, has no C compiler, does not know the GPU, ...
+        _triton_works = False
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        warnings.warn(f"dropout runs by some 400 kernels of torch's, as Triton fails: {reason}", stacklevel=2)
+        return False
+    return True
 
 
 def _reference(
@@ -235,7 +255,7 @@ def _reference(
     scale = torch.tensor(65536.0) / torch.tensor(float(65536 - threshold))  # in fp32, as csrc has it; on the host
     work = torch.promote_types(x.dtype, torch.float32)
     count, channels = x.shape
-    numbers = torch.arange(count, device=x.device) if tokens is None else tokens.to(x.device).reshape(-1)
+    numbers = torch.arange(count, device=x.device) if tokens is None else tokens
     chunk = _CHUNK if x.device.type == "cpu" else _GPU_CHUNK
     width = min(channels, chunk)
     height = max(1, chunk // width)

@@ -71,6 +71,21 @@ def test_dropout_has_the_bits_of_the_cpus(dtype, shape):
             assert torch.equal(found.cpu(), masks._run(x, add, numbers, 20_000, cases.KEY, 7, first))
 
 
+@pytest.mark.parametrize("dtype", cases.MASK_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", cases.MASK_SHAPES)
+def test_dropout_by_triton_has_the_bits_of_the_cpus(dtype, shape, monkeypatch):
+    """As on a machine without nvcc."""
+    x, residual, tokens, first = cases.masked(dtype, shape)
+    monkeypatch.setattr(masks, "_triton_works", True)
+    for add, numbers, key, site in ((None, None, 1, 1), (residual, tokens, cases.KEY, 2**31 + 7)):
+        wanted = masks._run(x, add, numbers, 20_000, key, site, first)
+        moved = [None if t is None else t.cuda() for t in (add, numbers)]
+        with monkeypatch.context() as patch:
+            patch.setattr(library, "serves", lambda device: False)
+            found = masks._run(x.cuda(), *moved, 20_000, key, site, first)
+        assert masks._triton_works and torch.equal(found.cpu(), wanted)
+
+
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 600])
 def test_lists_longer_than_a_launch(count):
     torch.manual_seed(0)

@@ -1,0 +1,73 @@
+"""Dropout of ``masks`` by Triton, for GPUs without compiled operators: PyTorch for GPUs brings it, and seldom nvcc. The
+same bits as the compiled operator and the reference.
+
+A program has some rows and one block of 128 channels, which 16 counters decide, each 8 of them.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 128  # channels, as in masks
+_ROWS = 16
+
+
+# Numbers that change from call to call must not make a kernel each.
+@triton.jit(do_not_specialize=["rows", "first_channel", "key", "site", "threshold"])
+def _dropout(
+    out, x, residual, tokens, rows, channels, first_channel, key, site, threshold, scale,
+    ADDS: tl.constexpr, NUMBERED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < rows
+    token = row
+    if NUMBERED:
+        token = tl.load(tokens + row, mask=there, other=0)
+    block = first_channel // 128 + tl.program_id(1)
+    lane = tl.arange(0, 16)
+    zero = tl.zeros((ROWS, 16), tl.uint32)
+    # Rounds and keys of Philox4x32-10 as in csrc/core/random.h.
+    words = tl.philox(
+        key,
+        zero + (block * 16 + lane).to(tl.uint32)[None, :],
+        tl.full((ROWS, 16), site, tl.uint32),
+        zero + token.to(tl.uint32)[:, None],  # its lower 32 bits
+        zero + (token >> 32).to(tl.uint32)[:, None],
+    )
+    for half in tl.static_range(8):
+        bits = words[half // 2] >> (16 * (half % 2)) & 0xFFFF
+        channel = block * 128 + half * 16 + lane - first_channel
+        seen = there[:, None] & ((channel >= 0) & (channel < channels))[None, :]
+        place = row[:, None] * channels + channel[None, :]
+        y = tl.load(x + place, mask=seen, other=0.0).to(tl.float32) * scale
+        y = tl.where(bits >= threshold, y, 0.0)
+        if ADDS:
+            y = tl.load(residual + place, mask=seen, other=0.0).to(tl.float32) + y
+        tl.store(out + place, y.to(out.dtype.element_ty), mask=seen)
+
+
+def drop_(
+    out: Tensor, x: Tensor, residual: Tensor | None, tokens: Tensor | None, first_channel: int, key: int, site: int,
+    threshold: int,
+) -> None:  # fmt: skip
+    """What ``torch.ops.modelcenter.dropout_`` does, on the current stream of the tensors' device.
+
+    Args:
+        out, x, residual: (rows, channels), contiguous; fp32, bf16 or fp16.
+        tokens: (rows,) int64, contiguous; None: 0, 1, 2, ...
+    """
+    rows, channels = x.shape
+    if not x.numel():  # no grid is that small
+        return
+    blocks = (first_channel + channels - 1) // _BLOCK + 1 - first_channel // _BLOCK
+    scale = float(torch.tensor(65536.0) / torch.tensor(float(65536 - threshold)))  # in fp32, as csrc has it
+    _dropout[(triton.cdiv(rows, _ROWS), blocks)](
+        out, x, residual, tokens, rows, channels, first_channel, key, site, threshold, scale,
+        ADDS=residual is not None, NUMBERED=tokens is not None, ROWS=_ROWS,
+        enable_fp_fusion=False,  # a product and a sum are rounded each
+    )  # fmt: skip

@@ -26,7 +26,7 @@ def kernel():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [*cases.MASK_SHAPES, (33, 130, 5)])
+@pytest.mark.parametrize("shape", [*(s for s in cases.MASK_SHAPES if s[1] < 1000), (33, 130, 5)])
 def test_the_bits_are_the_references(dtype, shape, kernel):
     x, residual, tokens, first = cases.masked(dtype, shape)
     for add, numbers, threshold, key, site in (

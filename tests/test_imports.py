@@ -52,6 +52,7 @@ RULES: dict[str, set[str]] = {
 
 # (importer, imported): allowed beyond the rules, inside functions only.
 LAZY_EXCEPTIONS = {
+    ("engine.ops.triton_dropout", "triton"),  # PyTorch for GPUs comes with it
     ("modelcenter.hub", "transformers"),  # tokenizers
     ("modelcenter.adapters", "peft"),
     ("modelcenter.adapters", "bitsandbytes"),

@@ -4,51 +4,62 @@ same bits as the compiled operator and the reference.
 A program has some rows and one block of 128 channels, which 16 counters decide, each 8 of them.
 """
 
-# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="import-not-found, import-untyped, name-defined"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 128  # channels, as in masks
 _ROWS = 16
 
 
-# Numbers that change from call to call must not make a kernel each.
-@triton.jit(do_not_specialize=["rows", "first_channel", "key", "site", "threshold"])
-def _dropout(
-    out, x, residual, tokens, rows, channels, first_channel, key, site, threshold, scale,
-    ADDS: tl.constexpr, NUMBERED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = row < rows
-    token = row
-    if NUMBERED:
-        token = tl.load(tokens + row, mask=there, other=0)
-    block = first_channel // 128 + tl.program_id(1)
-    lane = tl.arange(0, 16)
-    zero = tl.zeros((ROWS, 16), tl.uint32)
-    # Rounds and keys of Philox4x32-10 as in csrc/core/random.h.
-    words = tl.philox(
-        key,
-        zero + (block * 16 + lane).to(tl.uint32)[None, :],
-        tl.full((ROWS, 16), site, tl.uint32),
-        zero + token.to(tl.uint32)[:, None],  # its lower 32 bits
-        zero + (token >> 32).to(tl.uint32)[:, None],
-    )
-    for half in tl.static_range(8):
-        bits = words[half // 2] >> (16 * (half % 2)) & 0xFFFF
-        channel = block * 128 + half * 16 + lane - first_channel
-        seen = there[:, None] & ((channel >= 0) & (channel < channels))[None, :]
-        place = row[:, None] * channels + channel[None, :]
-        y = tl.load(x + place, mask=seen, other=0.0).to(tl.float32) * scale
-        y = tl.where(bits >= threshold, y, 0.0)
-        if ADDS:
-            y = tl.load(residual + place, mask=seen, other=0.0).to(tl.float32) + y
-        tl.store(out + place, y.to(out.dtype.element_ty), mask=seen)
+@functools.cache
+def _kernel() -> Any:
+    """The kernel. Raises ImportError: Triton is not installed."""
+    global triton, tl  # where Triton looks for what a kernel names
+    import triton
+    import triton.language as tl
+
+    # Numbers that change from call to call must not make a kernel each.
+    @triton.jit(do_not_specialize=["rows", "first_channel", "key", "site", "threshold"])
+    def _dropout(
+        out, x, residual, tokens, rows, channels, first_channel, key, site, threshold, scale,
+        ADDS: tl.constexpr, NUMBERED: tl.constexpr, ROWS: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        there = row < rows
+        token = row
+        if NUMBERED:
+            token = tl.load(tokens + row, mask=there, other=0)
+        block = first_channel // 128 + tl.program_id(1)
+        lane = tl.arange(0, 16)
+        zero = tl.zeros((ROWS, 16), tl.uint32)
+        # Rounds and keys of Philox4x32-10 as in csrc/core/random.h.
+        words = tl.philox(
+            key,
+            zero + (block * 16 + lane).to(tl.uint32)[None, :],
+            tl.full((ROWS, 16), site, tl.uint32),
+            zero + token.to(tl.uint32)[:, None],  # its lower 32 bits
+            zero + (token >> 32).to(tl.uint32)[:, None],
+        )
+        for half in tl.static_range(8):
+            bits = words[half // 2] >> (16 * (half % 2)) & 0xFFFF
+            channel = block * 128 + half * 16 + lane - first_channel
+            seen = there[:, None] & ((channel >= 0) & (channel < channels))[None, :]
+            place = row[:, None] * channels + channel[None, :]
+            y = tl.load(x + place, mask=seen, other=0.0).to(tl.float32) * scale
+            y = tl.where(bits >= threshold, y, 0.0)
+            if ADDS:
+                y = tl.load(residual + place, mask=seen, other=0.0).to(tl.float32) + y
+            tl.store(out + place, y.to(out.dtype.element_ty), mask=seen)
+
+    return _dropout
 
 
 def drop_(
@@ -66,7 +77,7 @@ def drop_(
         return
     blocks = (first_channel + channels - 1) // _BLOCK + 1 - first_channel // _BLOCK
     scale = float(torch.tensor(65536.0) / torch.tensor(float(65536 - threshold)))  # in fp32, as csrc has it
-    _dropout[(triton.cdiv(rows, _ROWS), blocks)](
+    _kernel()[(-(-rows // _ROWS), blocks)](
         out, x, residual, tokens, rows, channels, first_channel, key, site, threshold, scale,
         ADDS=residual is not None, NUMBERED=tokens is not None, ROWS=_ROWS,
         enable_fp_fusion=False,  # a product and a sum are rounded each

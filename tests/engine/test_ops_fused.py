@@ -66,6 +66,7 @@ def test_compiled_and_reference_agree_bit_for_bit(compiled, monkeypatch, operato
         assert torch.equal(a, b)
 
 
+@pytest.mark.full
 def test_the_path_for_any_cpu_gives_the_same_bits(compiled, tmp_path):
     """MODELCENTER_ISA lowers the instruction set, as an older CPU would."""
     code = (

@@ -22,6 +22,7 @@ def kernel():
         for name in ("triton", "language"):
             patch.setitem(sys.modules, getattr(triton_on_cpu, name).__name__, getattr(triton_on_cpu, name))
         spec.loader.exec_module(module)
+        module._kernel()
     return module
 
 

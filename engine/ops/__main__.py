@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 
@@ -46,11 +47,16 @@ def _torch_has_cuda() -> bool:
 def _report() -> int:
     from engine.ops import library, onednn_linear, products
 
+    lines = []
     for name, status in (("fused operators, CPU", library.cpu()), ("fused operators, CUDA", library.cuda())):
-        print(f"{name}: {status.what}" if status.loaded else f"{name}: not loaded: {status.what}")
+        lines.append(f"{name}: {status.what}" if status.loaded else f"{name}: not loaded: {status.what}")
     used, why = onednn_linear()
     name = "torch" if not used else "fused, oneDNN for a few rows" if products.compiled() else "oneDNN"
-    print(f"linear on the CPU: {name}: {why}")
+    lines.append(f"linear on the CPU: {name}: {why}")
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # who reads it has seen enough; else Python would complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

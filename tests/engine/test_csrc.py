@@ -32,6 +32,16 @@ def test_what_is_loaded_is_printed(compiled):
 
 
 @pytest.mark.full
+def test_a_reader_that_has_seen_enough_costs_no_traceback(compiled):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as pipe:
+        command = [sys.executable, "-m", "engine.ops"]
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0 and not done.stderr
+
+
+@pytest.mark.full
 def test_without_a_library_one_line_says_so_and_all_works(tmp_path):
     assert "not loaded: not built; python -m engine.ops --build" in ops(MODELCENTER_LIBRARY_DIR=tmp_path).stdout
     assert "not loaded: MODELCENTER_FUSED=0" in ops(MODELCENTER_FUSED=0).stdout

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
-_BLOCK, _LANES = 128, 16  # channels that 16 counters decide
+BLOCK, _LANES = 128, 16  # channels that 16 counters decide
 # Elements that the reference works on at a time. On a GPU each time launches some 140 kernels.
 _CHUNK, _GPU_CHUNK = 1 << 18, 1 << 22
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -242,6 +242,11 @@ def _by_triton(out: Tensor, x: Tensor, *more: Any) -> bool:
     return True
 
 
+def scale_of(threshold: int) -> Tensor:
+    """What kept elements are multiplied by: 0-d fp32 on the host, divided in fp32 as csrc does."""
+    return torch.tensor(65536.0) / torch.tensor(float(65536 - threshold))
+
+
 def _reference(
     out: Tensor,
     x: Tensor,
@@ -252,7 +257,7 @@ def _reference(
     site: int,
     threshold: int,
 ) -> None:
-    scale = torch.tensor(65536.0) / torch.tensor(float(65536 - threshold))  # in fp32, as csrc has it; on the host
+    scale = scale_of(threshold)
     work = torch.promote_types(x.dtype, torch.float32)
     count, channels = x.shape
     numbers = torch.arange(count, device=x.device) if tokens is None else tokens
@@ -269,7 +274,7 @@ def _reference(
 
 def random_bits(tokens: Tensor, first_channel: int, channels: int, key: int, site: int) -> Tensor:
     """(tokens, channels) int64 of 16 random bits each."""
-    blocks = range(first_channel // _BLOCK, (first_channel + channels - 1) // _BLOCK + 1)
+    blocks = range(first_channel // BLOCK, (first_channel + channels - 1) // BLOCK + 1)
     a = torch.arange(blocks.start * _LANES, blocks.stop * _LANES, device=tokens.device)[None]
     b: Any = site & _MASK32
     c, d = (tokens & _MASK32)[:, None], (tokens >> 32 & _MASK32)[:, None]
@@ -281,7 +286,7 @@ def random_bits(tokens: Tensor, first_channel: int, channels: int, key: int, sit
         low, high = low + 0x9E3779B9 & _MASK32, high + 0xBB67AE85 & _MASK32
     halves = [half for word in torch.broadcast_tensors(a, b, c, d) for half in (word & 0xFFFF, word >> 16)]
     every = torch.stack([half.unflatten(1, (len(blocks), _LANES)) for half in halves], 2).flatten(1)
-    begin = first_channel - blocks.start * _BLOCK
+    begin = first_channel - blocks.start * BLOCK
     return every[:, begin : begin + channels]
 
 

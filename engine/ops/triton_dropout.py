@@ -12,10 +12,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
-_BLOCK = 128  # channels, as in masks
+from engine.ops.masks import BLOCK, scale_of
+
 _ROWS = 16
 
 
@@ -75,8 +75,8 @@ def drop_(
     rows, channels = x.shape
     if not x.numel():  # no grid is that small
         return
-    blocks = (first_channel + channels - 1) // _BLOCK + 1 - first_channel // _BLOCK
-    scale = float(torch.tensor(65536.0) / torch.tensor(float(65536 - threshold)))  # in fp32, as csrc has it
+    blocks = (first_channel + channels - 1) // BLOCK + 1 - first_channel // BLOCK
+    scale = float(scale_of(threshold))
     _kernel()[(-(-rows // _ROWS), blocks)](
         out, x, residual, tokens, rows, channels, first_channel, key, site, threshold, scale,
         ADDS=residual is not None, NUMBERED=tokens is not None, ROWS=_ROWS,

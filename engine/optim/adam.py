@@ -49,12 +49,7 @@ class AdamOptimizer(FusedOptimizer):
         master: str = "fp32",
         moment_dtype: torch.dtype = torch.float32,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, hold_steps, master, moment_dtype)
 
     def update(

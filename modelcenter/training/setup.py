@@ -262,7 +262,8 @@ def check_judge(cfg: TrainConfig, task: Any, judged: bool) -> None:
     if cfg.best_metric is None:
         return
     # Others may come with what the rows are like, such as questions without an answer.
-    known = list(dict.fromkeys(["loss", task.metrics().main, *task.metrics().result()]))
+    metrics = task.metrics()
+    known = list(dict.fromkeys(["loss", metrics.main, *metrics.result()]))
     name = cfg.best_metric.removeprefix("eval_")
     close = [n for n in known if n.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff=0.85)
     if name not in known and close:

@@ -114,6 +114,7 @@ def test_attention_in_16_bits(kind: str, monkeypatch: pytest.MonkeyPatch):
     import torch
 
     from modelcenter.layers import packed_attention as attention
+    from modelcenter.layers.mask import Mask
     from modelcenter.layers.packing import Packed
 
     kernel, calls = attention._varlen, []
@@ -122,7 +123,7 @@ def test_attention_in_16_bits(kind: str, monkeypatch: pytest.MonkeyPatch):
     ends = torch.tensor([0, 9, 100, 100, 101, 400], dtype=torch.int32)
     kv_heads = 2 if kind == "grouped" else 4
     values = [torch.randn(400, heads * 64).bfloat16() for heads in (4, kv_heads, kv_heads, 4)]
-    mask = attention.Mask(kind != "plain", 33 if kind == "window" else None)
+    mask = Mask(kind != "plain", 33 if kind == "window" else None)
     found = []
     for device, dtype in (("cpu", torch.float32), (DEVICE, torch.bfloat16)):
         q, k, v = (x.to(device, dtype).requires_grad_() for x in values[:3])
@@ -135,12 +136,14 @@ def test_attention_in_16_bits(kind: str, monkeypatch: pytest.MonkeyPatch):
         assert (ours - wanted).norm() < 0.02 * wanted.norm()
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["made by the layer", "shared by layers"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_with_a_bias_in_16_bits(causal: bool):
+def test_attention_with_a_bias_in_16_bits(causal: bool, shared: bool):
     """Rectangles of ragged sequences by torch's kernels, forward and backward, against fp32 on the CPU."""
     import torch
 
-    from modelcenter.layers.packed_attention import Mask, packed_attention
+    from modelcenter.layers.mask import Mask, shared_rectangles
+    from modelcenter.layers.packed_attention import packed_attention
     from modelcenter.layers.packing import Packed
 
     torch.manual_seed(0)
@@ -152,7 +155,8 @@ def test_attention_with_a_bias_in_16_bits(causal: bool):
         inputs = [x.requires_grad_() for x in (q, k, v, bias)]
         packed = Packed.from_cu_seqlens(ends, None, 400)
         packed.cu_seqlens, packed.positions = packed.cu_seqlens.to(device), packed.positions.to(device)
-        out = packed_attention(q, k, v, packed, 4, mask=Mask(causal, bias=bias))
+        rectangles = shared_rectangles(packed, Mask(causal, bias=bias)) if shared else None
+        out = packed_attention(q, k, v, packed, 4, mask=Mask(causal, bias=bias, rectangles=rectangles))
         found.append([x.detach().float().cpu() for x in (out, *torch.autograd.grad(out, inputs, grad))])
     for ours, wanted in zip(*reversed(found), strict=True):
         assert (ours - wanted).norm() < 0.03 * wanted.norm()

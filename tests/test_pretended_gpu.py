@@ -12,6 +12,7 @@ from engine.ops import dropout, library
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion
 from modelcenter.compare import pack_rows, rows_for
 from modelcenter.layers import packing
+from modelcenter.layers.mask import Mask
 from modelcenter.testing import randomize_
 
 pytestmark = pytest.mark.full
@@ -91,6 +92,18 @@ def test_what_the_host_finds_is_that_of_the_cpu(name, task):
         found.append([loss, *(p.grad for p in model.parameters())])
     for ours, wanted in zip(*reversed(found), strict=True):
         assert (ours.cpu() - wanted).norm() <= 1e-4 * wanted.norm() + 1e-6
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_layers_share_the_rectangles_of_their_bias(layers, monkeypatch):
+    """Each would keep its own for backward. Cross-attention has one more, of no bias."""
+    made, of_buckets = [], Mask.of_buckets
+    monkeypatch.setattr(Mask, "of_buckets", lambda self, *args: made.append(self) or of_buckets(self, *args))
+    sizes = {"num_layers": layers, "num_decoder_layers": layers, "dropout": 0.0}
+    model = randomize_(mc.from_config("tiny/t5", "seq2seq-lm", policy=False, **sizes)).to("cuda").train()
+    mc.training.accumulate(model, [pack_rows("seq2seq-lm", rows_for("seq2seq-lm", model.config, lengths=(9, 9)))])
+    assert [(mask.causal, mask.bias is None) for mask in made] == [(False, False), (True, False), (False, True)]
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
 @pytest.mark.parametrize("kind", [AdamOptimizer, AdamOffloadOptimizer, Lion])

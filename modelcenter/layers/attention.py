@@ -5,8 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from modelcenter.layers.linear import Linear
+from modelcenter.layers.mask import Mask
 from modelcenter.layers.norm import RMSNorm
-from modelcenter.layers.packed_attention import NO_DROP, Drop, Mask, packed_attention
+from modelcenter.layers.packed_attention import NO_DROP, Drop, packed_attention
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import rotate
 
@@ -96,7 +97,7 @@ class SelfAttention(Heads):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, ctx: Packed) -> Tensor:
         """What `project` gave -> (T, heads * head_dim), each head's values under its attention."""
-        mask = Mask(self.causal, self.window, ctx.bias, ctx.marks, ctx.others)
+        mask = Mask(self.causal, self.window, ctx.bias, ctx.marks, ctx.others, ctx.rectangles)
         # Under tensor parallelism q, k and v are some of the heads.
         heads, kv_heads = q.shape[1] // self.head_dim, k.shape[1] // self.head_dim
         if ctx.bias is not None and heads != self.num_heads:

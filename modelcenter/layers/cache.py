@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from modelcenter.layers.marks import Marks, by_pair
-from modelcenter.layers.packed_attention import Mask
+from modelcenter.layers.mask import Mask
 from modelcenter.layers.packing import Packed
 
 

@@ -114,7 +114,7 @@ class RelationBias(RelativeBias):
         self.pairs = nn.Parameter(torch.empty(kinds, num_heads).normal_(std=0.02))
 
     def forward(self, longest: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """`bias` and `others` of layers.packed_attention.Mask, for sequences of up to `longest` tokens."""
+        """`bias` and `others` of layers.mask.Mask, for sequences of up to `longest` tokens."""
         return super().forward(longest), self.pairs.t()
 
 

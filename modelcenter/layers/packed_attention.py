@@ -18,62 +18,11 @@ from torch import Tensor
 
 from engine.ops import Draws, attention, dropout, eager, fresh_key
 from modelcenter.layers.buckets import Bucket
-from modelcenter.layers.marks import Marks, by_pair
+from modelcenter.layers.marks import by_pair
+from modelcenter.layers.mask import Mask, add_diagonals_, toeplitz
 from modelcenter.layers.packing import Packed
 
 Pairs = Sequence[tuple[Bucket, Bucket]]
-
-
-@dataclass(frozen=True)
-class Mask:
-    """What a token sees of its sequence.
-
-    Attributes:
-        causal: itself and what is before it. window: no more than so many of these, itself among them.
-        bias: (heads, 2 * n - 1), added to the scores: column n - 1 + d is for a key d places after the query. n is at
-            least the length of the longest sequence.
-        marks: of all tokens, which say who sees whom in place of the rest (layers.marks). others: (heads, kinds,
-            ...), added in place of `bias` where query and key are of different segments; not without those two.
-    """
-
-    causal: bool = False
-    window: int | None = None
-    bias: Tensor | None = None
-    marks: Marks | None = None
-    others: Tensor | None = None
-
-    def hidden(self, queries: int, keys: int, first: int = 0, device: torch.device | None = None) -> Tensor | None:
-        """(queries, keys) bool, True where a query must not look; the queries start at place `first`. None: nowhere."""
-        if not self.causal:
-            return None
-        ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
-        hidden = ones.triu(first + 1)
-        if self.window is not None and first + queries > self.window:
-            hidden |= ones.tril(first - self.window)
-        return hidden
-
-    def additive(self, queries: int, keys: int, first: int = 0) -> Tensor | None:
-        """(heads, queries, keys), the bias of such a rectangle, differentiable."""
-        return None if self.bias is None else _Additive.apply(self.bias, queries, keys, first)
-
-    def of_heads(self, first: int, heads: int) -> "Mask":
-        """The same for some of the heads."""
-        if self.bias is None:
-            return self
-        others = None if self.others is None else self.others.narrow(0, first, heads)
-        return replace(self, bias=self.bias.narrow(0, first, heads), others=others)
-
-    def of_tokens(self, start: int, stop: int) -> "Mask":
-        """The same for the tokens start to stop - 1 as if they were all."""
-        return self if self.marks is None else replace(self, marks=self.marks[start:stop])
-
-    def rows(self, bucket: Bucket) -> Marks | None:
-        """Marks (n, length) of a bucket's tokens, padding included."""
-        if self.marks is None:
-            return None
-        return (self.marks[bucket.start : bucket.stop] if bucket.index is None else self.marks[bucket.index]).view(
-            bucket.n, bucket.length
-        )
 
 
 @dataclass(frozen=True)
@@ -166,38 +115,6 @@ def _scatter(out: Tensor, x: Tensor, bucket: Bucket, heads: int) -> None:
         out.index_copy_(0, bucket.real, rows.index_select(0, bucket.tokens))
 
 
-def _toeplitz(bias: Tensor, rows: int, columns: int, first: int = 0) -> Tensor:
-    """(heads, 2 * m - 1) -> (heads, rows, columns), from the last row to the first, which is place `first`; a view."""
-    (heads, width), (apart, step) = bias.shape, bias.stride()
-    start = bias.storage_offset() + (width // 2 + 1 - rows - first) * step
-    return bias.as_strided((heads, rows, columns), (apart, step, step), start)
-
-
-def _add_diagonals_(dbias: Tensor, x: Tensor, first: int = 0) -> None:
-    """Add the gradient of what `_toeplitz` gives, x (heads, rows, columns) from the first row to the last, to that of
-    the bias."""
-    heads, rows, columns = x.shape
-    start, wide = dbias.shape[1] // 2 + 1 - rows - first, rows + columns - 1
-    skewed = F.pad(x.flip(1), (0, rows)).view(heads, rows * (wide + 1))
-    dbias[:, start : start + wide].add_(skewed[:, : rows * wide].view(heads, rows, wide).sum(1))
-
-
-class _Additive(torch.autograd.Function):
-    """The bias of a rectangle. Taken by an index, its gradient would be sorted by that on a GPU, in each layer."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, queries: int, keys: int, first: int) -> Tensor:
-        ctx.shape, ctx.first = bias.shape, first
-        return _toeplitz(bias, queries, keys, first).flip(1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dbias = grad.new_zeros(ctx.shape)
-        if grad.numel():
-            _add_diagonals_(dbias, grad, ctx.first)
-        return dbias, None, None, None
-
-
 class _BucketedAttention(torch.autograd.Function):
     """dropout(softmax(scale q k^T + bias)) v per bucket, on the CPU. q, out: (T, heads * head_dim)."""
 
@@ -228,7 +145,7 @@ class _BucketedAttention(torch.autograd.Function):
             by_row = scores.view(queries.n, of_queries, queries.length, keys.length)
             marks = mask.rows(queries)
             if bias is not None:
-                added = _toeplitz(bias, queries.length, queries.length).flip(1)
+                added = toeplitz(bias, queries.length, queries.length).flip(1)
                 by_row.add_(added if others is None or marks is None else by_pair(others, added, marks, marks))
             if marks is not None:
                 hidden = marks.hidden(marks)
@@ -275,7 +192,7 @@ class _BucketedAttention(torch.autograd.Function):
                     apart = marks.apart(marks)
                     marks.add_pairs_(dothers, by_row * apart)
                     by_row = by_row.masked_fill(apart, 0.0)
-                _add_diagonals_(dbias, by_row.sum(0))
+                add_diagonals_(dbias, by_row.sum(0))
             dscores.mul_(ctx.scale)
             _scatter(dq, torch.bmm(dscores, kb), queries, of_queries)
             _scatter(dk, torch.bmm(dscores.transpose(1, 2), qb), keys, of_keys)
@@ -290,15 +207,26 @@ def _partial(pairs: Pairs, tokens: int, side: int = 0) -> bool:
 
 
 def _bucketed_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, pairs: Pairs, heads: tuple[int, int], scale: float, drop: Drop
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    pairs: Pairs,
+    heads: tuple[int, int],
+    scale: float,
+    drop: Drop,
+    seen: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
-    """The same arithmetic by torch's scaled_dot_product_attention, any device; also the reference of the CPU path."""
+    """The same arithmetic by torch's scaled_dot_product_attention, any device; also the reference of the CPU path.
+
+    seen: what `mask` gives for the pairs, where that is already known.
+    """
     mixed, places = [], []
-    for queries, keys in pairs:
+    for i, (queries, keys) in enumerate(pairs):
         qb = _gather(q, queries, heads[0])
         kb, vb = (_gather(x, keys, heads[1]) for x in (k, v))
-        marks = mask.rows(queries), mask.rows(keys)
-        rows = _sdpa(qb, kb, vb, mask, keys.keep, scale, drop, marks=marks).transpose(1, 2).flatten(0, 1).flatten(1)
+        rectangle = mask.of_buckets(queries, keys, q) if seen is None else seen[i]
+        rows = _sdpa(qb, kb, vb, rectangle, scale, drop).transpose(1, 2).flatten(0, 1).flatten(1)
         if queries.tokens is not None:
             rows = rows.index_select(0, queries.tokens)
         mixed.append(rows)
@@ -309,33 +237,12 @@ def _bucketed_sdpa(
     return torch.zeros_like(q).index_copy(0, torch.cat(places), torch.cat(mixed))
 
 
-def _sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    keep: Tensor | None,
-    scale: float,
-    drop: Drop,
-    first: int = 0,
-    marks: tuple[Marks | None, Marks | None] = (None, None),
-) -> Tensor:
-    """One rectangle, (n, heads, length, head_dim); `keep` (n, keys) is False at padding. marks: of queries and keys."""
-    hidden = mask.hidden(q.shape[2], k.shape[2], first, q.device)
-    added = mask.additive(q.shape[2], k.shape[2], first)
-    if marks[0] is not None and marks[1] is not None:
-        hidden = marks[0].hidden(marks[1], first)
-        if added is not None and mask.others is not None:
-            added = by_pair(mask.others, added, *marks)
-    seen = None if hidden is None else ~hidden
-    if keep is not None:
-        seen = keep[:, None, None, :] if seen is None else seen & keep[:, None, None, :]
-    if added is not None:
-        seen = added.to(q.dtype) if seen is None else torch.where(seen, added.to(q.dtype), -math.inf)
-    grouped = q.shape[1] != k.shape[1]
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, drop: Drop) -> Tensor:
+    """One rectangle, (n, heads, length, head_dim); `seen` as Mask.rectangle gives it."""
     if drop.p and q.device.type == "cpu":
         return _dropping(q, k, v, seen, scale, drop)
     call = F.scaled_dot_product_attention if q.device.type == "cpu" else _without_cudnn
+    grouped = q.shape[1] != k.shape[1]
     return call(q, k, v, attn_mask=seen, dropout_p=drop.p, scale=scale, enable_gqa=grouped)
 
 
@@ -433,10 +340,10 @@ def _shared_attention(
             one = [x.unflatten(1, (n, -1)).transpose(0, 1)[None] for x, n in parts]
             first = piece.first if among is None else 0
             marks = None if mask.marks is None else mask.marks[keys][None]
-            both_marks = None if marks is None else marks[:, first : first + one[0].shape[2]], marks
-            mixed.append(
-                _sdpa(*one, mask, None, scale, own_drop, first, marks=both_marks)[0].transpose(0, 1).flatten(1)
-            )
+            places = one[0].shape[2], one[1].shape[2]
+            both_marks = None if marks is None else marks[:, first : first + places[0]], marks
+            seen = mask.rectangle(*places, like=q, first=first, marks=both_marks)
+            mixed.append(_sdpa(*one, seen, scale, own_drop)[0].transpose(0, 1).flatten(1))
     return torch.cat(mixed)
 
 
@@ -488,7 +395,11 @@ def _in_buckets(
     if q.device.type == "cpu":
         rest = replace(mask, bias=None, others=None)
         return _BucketedAttention.apply(q, k, v, mask.bias, mask.others, rest, pairs, heads, scale, drop)
-    return _bucketed_sdpa(q, k, v, mask, pairs, heads, scale, drop)
+    seen: Sequence[Tensor | None] | None = mask.rectangles
+    if seen is None and mask.bias is None and mask.marks is None:
+        name = f"seen {mask.causal} {mask.window} {id(memory)}"
+        seen = packed.once(name, lambda: [mask.of_buckets(*pair, q) for pair in pairs])
+    return _bucketed_sdpa(q, k, v, mask, pairs, heads, scale, drop, seen)
 
 
 def _varlen(

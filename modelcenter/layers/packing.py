@@ -66,7 +66,7 @@ class Packed:
             tokens, with a dummy sequence at their end.
         dummy: the number of tokens of that sequence, 0 without it.
         rotary: (cos, sin) of each token, made once for all layers (layers.rotary). bias: relative position bias, as
-            layers.packed_attention.Mask has it, as it has marks and others. memory: (states, Packed) of the encoder,
+            layers.mask.Mask has it, as it has marks, others and rectangles. memory: (states, Packed) of the encoder,
             for cross-attention.
         cache: keys and values of earlier tokens (layers.cache.KVCache).
         inner: (T',) places among all tokens of those that the caller gave, where the model put some of its own before
@@ -90,6 +90,7 @@ class Packed:
     cache: Any = None
     marks: Marks | None = None
     others: Tensor | None = None
+    rectangles: tuple[Tensor, ...] | None = None
     inner: Tensor | None = None
     own: Tensor | None = None
     draws: Draws | None = None

@@ -40,7 +40,7 @@ class RelativeBias(nn.Module):
         return first + torch.where(distance < exact, distance, far)
 
     def forward(self, longest: int) -> Tensor:
-        """(heads, 2 * n - 1) as layers.packed_attention.Mask has it, n at least `longest`."""
+        """(heads, 2 * n - 1) as layers.mask.Mask has it, n at least `longest`."""
         device = self.weight.device
         n = max(-(-longest // _ROOM), 1) * _ROOM
         if self._made is None or self._made[0] != n or self._made[1].device != device:

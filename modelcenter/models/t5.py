@@ -13,6 +13,7 @@ from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import CrossAttention, SelfAttention
 from modelcenter.layers.block import PreNormBlock
 from modelcenter.layers.dropout import Dropout
+from modelcenter.layers.mask import Mask, shared_rectangles
 from modelcenter.layers.mlp import ACTIVATIONS, MLP, GatedMLP
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
@@ -131,6 +132,7 @@ class T5(EncoderDecoder):
         assert isinstance(side, T5Side)
         if side.position is not None:
             ctx.bias = side.position(ctx.longest)
+            ctx.rectangles = shared_rectangles(ctx, Mask(side is self.decoder, bias=ctx.bias))
 
     def enter(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         assert isinstance(side, T5Side)

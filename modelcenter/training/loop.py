@@ -30,6 +30,7 @@ from modelcenter.training import resume
 from modelcenter.training.accumulation import accumulate
 from modelcenter.training.agreement import check_data
 from modelcenter.training.autobatch import fit_batch
+from modelcenter.training.clock import Clock
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.errors import Stopped
 from modelcenter.training.feed import GlobalBatch
@@ -128,7 +129,7 @@ class Run:
         self.utilisation = Utilisation(model, cfg.peak_flops)
         self.step = 0  # steps taken
         self.tokens = 0  # real tokens trained on, over all ranks
-        self.seconds = 0.0  # of training: evaluation and saving are not in it
+        self.clock = Clock()
         self.slots = self.filled = 0  # of this rank's batches since the last row
         self.recent: list[tuple[int, Any, torch.Tensor]] = []  # steps since the last row: number, rows, norm
         self.best: dict[str, Any] = {}  # of the evaluations: metric, value, step
@@ -136,6 +137,7 @@ class Run:
         self.skipped = 0  # steps without a finite gradient, as of the last row
         self._noted = 0  # the last step that was looked at for it
         self.feed_state: dict[str, Any] = {}
+        self._logged: tuple[int, float] = (0, 0.0)  # tokens and seconds as of the last row
         self._saved = (0, time.monotonic())  # step and time of the last checkpoint
 
     # -- the steps ---------------------------------------------------------------------------------------------------
@@ -147,10 +149,10 @@ class Run:
             return
         self.task.prepare_model(self.model, self.tokenizer)
         self.model.train()
-        self._start_clock()
+        self.clock.start()
         with self._batches(first) as batches:
             self._steps(batches, first)
-        self._pause_clock()
+        self.clock.pause()
         if self.manager.skipped == self.step:
             raise FloatingPointError(f"no step of the run had a finite loss and gradient. {self._offenders()}")
 
@@ -175,16 +177,14 @@ class Run:
                 self._log(loss, norm, lr)
             improved = False
             if self._due(self.cfg.eval_every, last, self.eval_set is not None):
-                self._pause_clock()
-                improved = self._judge(self.evaluate())
-                self._start_clock()
+                with self.clock.paused():
+                    improved = self._judge(self.evaluate())
             enough = self._patience_is_over()
             stop = self.stopping.asked()
             wanted = improved and (self.cfg.best_metric is not None or self.cfg.early_stopping is not None)
             if wanted or stop or enough or self._save_due(last):
-                self._pause_clock()
-                self.save(best=improved, wait=stop)
-                self._start_clock()
+                with self.clock.paused():
+                    self.save(best=improved, wait=stop)
             if stop or enough:
                 break
 
@@ -303,7 +303,7 @@ class Run:
         state = {
             "step": self.step,
             "tokens": self.tokens,
-            "seconds": self.seconds,
+            "seconds": self.clock.seconds,
             "best": self.best,
             "bad_evaluations": self.bad_evaluations,
             "feed": self.feed_state,
@@ -318,21 +318,25 @@ class Run:
         root = Path(self.cfg.output_dir) / resume.CHECKPOINTS
         options: dict[str, Any] = {"step": self.step, "keep": self.cfg.keep, "best": best, "extra": extra}
         self._saved = (self.step, time.monotonic())
-        try:
-            wait_checkpoint()
-        except (OSError, RuntimeError) as error:  # of the one before, which costs this one nothing
-            self.record.say(f"the last checkpoint could not be written: {error}; {room(root.parent)}")
+        self._wait_for_the_last(root.parent)
         try:
             save_checkpoint(root, self.model, self.manager, state, asynchronous=not wait, **options)
         except (OSError, RuntimeError) as error:
             failed = f"step {self.step}: a checkpoint could not be written, training goes on: {error}"
             self.record.say(f"{failed}; {room(root.parent)}")
 
+    def _wait_for_the_last(self, output: Path) -> None:
+        """Until the checkpoint that is being written is. One that could not be costs nothing that comes after it."""
+        try:
+            wait_checkpoint()
+        except (OSError, RuntimeError) as error:
+            self.record.say(f"the last checkpoint could not be written: {error}; {room(output)}")
+
     def load(self, continuation: Continuation) -> None:
         """Go on from a checkpoint. Raises ValueError: it is of another run."""
         continuation.check(self.cfg, self.train_set.fingerprint())
         state = resume.load_state(continuation.checkpoint, self.model, self.manager)
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.step, self.tokens, self.clock = state["step"], state["tokens"], Clock(state["seconds"])
         if resume.best_counts(self.cfg, f"eval_{self._metric()}", state["best"]):
             self.best, self.bad_evaluations = state["best"], state["bad_evaluations"]
         self.feed_state, self._logged = state["feed"], tuple(state["logged"])
@@ -345,10 +349,7 @@ class Run:
 
     def finish(self, target: Path) -> None:
         """The model, as a Hugging Face directory: the best one if best_metric says so."""
-        try:
-            wait_checkpoint()
-        except (OSError, RuntimeError) as error:
-            self.record.say(f"the last checkpoint could not be written: {error}; {room(target.parent)}")
+        self._wait_for_the_last(target.parent)
         if self.cfg.best_metric is not None and self.best and self.best["step"] != self.step:
             self._take_best(target.parent / resume.CHECKPOINTS)
         if self.cfg.lora_rank is not None:
@@ -392,7 +393,7 @@ class Run:
 
     def _log(self, loss: torch.Tensor, norm: torch.Tensor, lr: float) -> None:
         values = torch.stack([loss.float(), norm.float().to(loss.device)]).tolist()  # the device is read here only
-        tokens, seconds = self.tokens, self._clock()
+        tokens, seconds = self.tokens, self.clock.seconds
         used = self.utilisation.since(seconds - self._logged[1])
         speed = (tokens - self._logged[0]) / max(seconds - self._logged[1], 1e-9)
         row = {
@@ -433,21 +434,6 @@ class Run:
         shown = [f"step {step}: {self.feed.where(rows)}" for step, rows, _ in self.recent[-2:]]
         return "Rows of the last steps: " + " | ".join(shown)
 
-    # The clock of training time. Reading it waits for the device, so that a GPU's queue does not count as done.
-    _logged: tuple[int, float] = (0, 0.0)
-    _began: float | None = None
-
-    def _start_clock(self) -> None:
-        self._began = time.perf_counter()
-
-    def _clock(self) -> float:
-        return self.seconds + (0.0 if self._began is None else time.perf_counter() - self._began)
-
-    def _pause_clock(self) -> None:
-        if engine.device().type == "cuda":
-            torch.cuda.synchronize()
-        self.seconds, self._began = self._clock(), None
-
     def card(self) -> dict[str, Any]:
         """What the model card says of the run."""
         last = next((row for row in reversed(self.record.rows) if "eval_loss" in row), {})
@@ -481,7 +467,7 @@ class Run:
 
     def summary(self, status: str, reason: str | None, skipped: int) -> dict[str, Any]:
         """The fields of summary.json. Memory is the most of any rank, where the run ended as it should."""
-        seconds = self._clock()
+        seconds = self.clock.seconds
         peak = peak_memory()
         if status == "finished" and engine.world_size() > 1:
             most = torch.tensor(list(peak.values()), device=engine.device())

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import engine
 from engine.parallel import context, functional
-from modelcenter.layers.packed_attention import Mask, packed_attention
+from modelcenter.layers.mask import Mask
+from modelcenter.layers.packed_attention import packed_attention
 from modelcenter.layers.packing import Packed
 
 # Two ranks divide four heads, which they exchange for tokens; with three heads they gather keys and values.

@@ -1,6 +1,7 @@
 """Packed attention against torch's scaled_dot_product_attention on each sequence alone, in float64."""
 
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import torch.nn.functional as F
 from engine.ops import attention, dropout_key, dropout_rows, library
 from modelcenter.layers import packed_attention as packed_attention_module
 from modelcenter.layers.marks import Marks
-from modelcenter.layers.packed_attention import NO_DROP, Drop, Mask, _bucketed_sdpa, packed_attention
+from modelcenter.layers.mask import Mask, aligned_rectangles
+from modelcenter.layers.packed_attention import NO_DROP, Drop, _bucketed_sdpa, packed_attention
 from modelcenter.layers.packing import Packed
 
 LENGTHS = {
@@ -57,7 +59,8 @@ class Problem:
         self.scale = 0.7
 
     def ours(self, path, *inputs):
-        """path: "compiled", the operator for a sequence; "buckets", rectangles; "sdpa", these by torch."""
+        """path: "compiled", the operator for a sequence; "buckets", rectangles; "sdpa", these by torch; "shared", with
+        masks made once for many layers, for the first heads and the others apart."""
         q, k, v, *bias = inputs
         mask = Mask(self.causal, self.window, *bias[:1])
         if self.marks is not None:
@@ -66,6 +69,17 @@ class Problem:
         if path == "sdpa":
             heads = self.heads, self.kv_heads
             return _bucketed_sdpa(q, k, v, mask, self.packed.pairs(memory), heads, self.scale, NO_DROP)
+        if path == "shared":
+            mask, found = replace(mask, rectangles=aligned_rectangles(self.packed, mask)), []
+            for first, some in ((0, 1), (1, self.heads - 1)):
+                own = [x.unflatten(1, (self.heads, -1))[:, first : first + some].flatten(1) for x in (q, k, v)]
+                part = mask.of_heads(first, some)
+                found.append(
+                    _bucketed_sdpa(
+                        *own, part, self.packed.pairs(), (some, some), self.scale, NO_DROP, part.rectangles
+                    )
+                )
+            return torch.cat(found, 1)
         more = {"kv_heads": self.kv_heads, "mask": mask, "memory": memory, "scale": self.scale}
         return packed_attention(q, k, v, self.packed, self.heads, **more)
 
@@ -114,8 +128,15 @@ def choose(monkeypatch, path):
         pytest.skip("the compiled operators are not built")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("path", ["compiled", "buckets", "sdpa"])
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        (path, kind)
+        for path in ("compiled", "buckets", "sdpa", "shared")
+        for kind in KINDS
+        if path != "shared" or "bias" in kind
+    ],
+)
 def test_values_and_gradients(monkeypatch, packed, path, kind):
     torch.manual_seed(0)
     choose(monkeypatch, path)

@@ -1,0 +1,165 @@
+"""What a token sees of its sequence, and what is added to its scores: masks and position biases of rectangles."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modelcenter.layers.buckets import Bucket
+from modelcenter.layers.marks import Marks, by_pair
+from modelcenter.layers.packing import Packed
+
+Rectangles = tuple[Tensor, ...]
+
+
+def toeplitz(bias: Tensor, rows: int, columns: int, first: int = 0) -> Tensor:
+    """(heads, 2 * m - 1) -> (heads, rows, columns), from the last row to the first, which is place `first`; a view."""
+    (heads, width), (apart, step) = bias.shape, bias.stride()
+    start = bias.storage_offset() + (width // 2 + 1 - rows - first) * step
+    return bias.as_strided((heads, rows, columns), (apart, step, step), start)
+
+
+def add_diagonals_(dbias: Tensor, x: Tensor, first: int = 0) -> None:
+    """Add the gradient of what `toeplitz` gives, x (heads, rows, columns) from the first row to the last, to that of
+    the bias."""
+    heads, rows, columns = x.shape
+    start, wide = dbias.shape[1] // 2 + 1 - rows - first, rows + columns - 1
+    skewed = F.pad(x.flip(1), (0, rows)).view(heads, rows * (wide + 1))
+    dbias[:, start : start + wide].add_(skewed[:, : rows * wide].view(heads, rows, wide).sum(1))
+
+
+class _Diagonals(torch.autograd.Function):
+    """The bias of a rectangle. Taken by an index, its gradient would be sorted by that on a GPU, in each layer."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, queries: int, keys: int, first: int) -> Tensor:
+        ctx.shape, ctx.first = bias.shape, first
+        return toeplitz(bias, queries, keys, first).flip(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dbias = grad.new_zeros(ctx.shape)
+        if grad.numel():
+            add_diagonals_(dbias, grad, ctx.first)
+        return dbias, None, None, None
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a token sees of its sequence.
+
+    Attributes:
+        causal: itself and what is before it. window: no more than so many of these, itself among them.
+        bias: (heads, 2 * n - 1), added to the scores: column n - 1 + d is for a key d places after the query. n is at
+            least the length of the longest sequence.
+        marks: of all tokens, which say who sees whom in place of the rest (layers.marks). others: (heads, kinds,
+            ...), added in place of `bias` where query and key are of different segments; not without those two.
+        rectangles: what all this comes to in each rectangle of the batch, where it is known (`shared_rectangles`).
+    """
+
+    causal: bool = False
+    window: int | None = None
+    bias: Tensor | None = None
+    marks: Marks | None = None
+    others: Tensor | None = None
+    rectangles: Rectangles | None = None
+
+    def hidden(self, queries: int, keys: int, first: int = 0, device: torch.device | None = None) -> Tensor | None:
+        """(queries, keys) bool, True where a query must not look; the queries start at place `first`. None: nowhere."""
+        if not self.causal:
+            return None
+        ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
+        hidden = ones.triu(first + 1)
+        if self.window is not None and first + queries > self.window:
+            hidden |= ones.tril(first - self.window)
+        return hidden
+
+    def additive(self, queries: int, keys: int, first: int = 0) -> Tensor | None:
+        """(heads, queries, keys), the bias of such a rectangle, differentiable."""
+        return None if self.bias is None else _Diagonals.apply(self.bias, queries, keys, first)
+
+    def of_heads(self, first: int, heads: int) -> "Mask":
+        """The same for some of the heads."""
+        if self.bias is None:
+            return self
+        others = None if self.others is None else self.others.narrow(0, first, heads)
+        rectangles = self.rectangles and tuple(x.narrow(-3, first, heads) for x in self.rectangles)
+        return replace(self, bias=self.bias.narrow(0, first, heads), others=others, rectangles=rectangles)
+
+    def of_tokens(self, start: int, stop: int) -> "Mask":
+        """The same for the tokens start to stop - 1 as if they were all."""
+        return self if self.marks is None else replace(self, marks=self.marks[start:stop])
+
+    def rows(self, bucket: Bucket) -> Marks | None:
+        """Marks (n, length) of a bucket's tokens, padding included."""
+        if self.marks is None:
+            return None
+        return (self.marks[bucket.start : bucket.stop] if bucket.index is None else self.marks[bucket.index]).view(
+            bucket.n, bucket.length
+        )
+
+    def rectangle(
+        self,
+        queries: int,
+        keys: int,
+        keep: Tensor | None = None,
+        *,
+        like: Tensor,
+        first: int = 0,
+        marks: tuple[Marks | None, Marks | None] = (None, None),
+    ) -> Tensor | None:
+        """What scaled_dot_product_attention takes: False, or -inf beside a bias, where a query must not look.
+
+        Args:
+            keep: (n, keys), False at padding. like: of whose device and dtype. first: place of the first query.
+            marks: of queries and keys.
+
+        Returns:
+            What becomes (n, heads, queries, keys) by broadcasting. None: each query sees each key.
+        """
+        hidden, added = self.hidden(queries, keys, first, like.device), self.additive(queries, keys, first)
+        if marks[0] is not None and marks[1] is not None:
+            hidden = marks[0].hidden(marks[1], first)
+            if added is not None and self.others is not None:
+                added = by_pair(self.others, added, *marks)
+        seen = None if hidden is None else ~hidden
+        if keep is not None:
+            seen = keep[:, None, None, :] if seen is None else seen & keep[:, None, None, :]
+        if added is None:
+            return seen
+        return added.to(like.dtype) if seen is None else torch.where(seen, added.to(like.dtype), -math.inf)
+
+    def of_buckets(self, queries: Bucket, keys: Bucket, like: Tensor) -> Tensor | None:
+        """`rectangle` of two buckets of the same sequences."""
+        marks = self.rows(queries), self.rows(keys)
+        return self.rectangle(queries.length, keys.length, keys.keep, like=like, marks=marks)
+
+
+# Strides of this many elements are what torch's kernels take a bias with; any other it copies, in each layer.
+_ALIGNED = 16
+
+
+def aligned_rectangles(packed: Packed, mask: Mask) -> Rectangles:
+    """`mask`, which has a bias, in each rectangle of the batch: (n, heads, length, length) or (heads, length, length)."""
+    assert mask.bias is not None
+    found = []
+    for queries, keys in packed.pairs():
+        whole = mask.of_buckets(queries, keys, mask.bias)
+        assert whole is not None
+        found.append(F.pad(whole, (0, -keys.length % _ALIGNED))[..., : keys.length])
+    return tuple(found)
+
+
+def shared_rectangles(packed: Packed, mask: Mask) -> Rectangles | None:
+    """`aligned_rectangles` for all layers that share a bias. Made by a layer, each would keep its own for backward, as
+    large as the scores.
+
+    None where attention does not ask for them: on a CPU, beside a cache, and where several ranks share the tokens.
+    """
+    assert mask.bias is not None
+    if mask.bias.device.type == "cpu" or packed.cache is not None or packed.split is not None:
+        return None
+    return aligned_rectangles(packed, mask)

@@ -51,8 +51,9 @@ def test_families(name, task):
     test_gpu.test_families_have_the_gradients_of_the_cpu(name, task)
 
 
-def test_attention_with_a_bias():
-    test_gpu.test_attention_with_a_bias_in_16_bits(False)
+@pytest.mark.parametrize("shared", [False, True])
+def test_attention_with_a_bias(shared):
+    test_gpu.test_attention_with_a_bias_in_16_bits(False, shared)
     test_gpu.test_attention_with_a_bias_in_16_bits(True)
 
 

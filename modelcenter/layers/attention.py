@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from modelcenter.layers.linear import Linear
-from modelcenter.layers.mask import Mask
+from modelcenter.layers.mask import NO_MASK, Mask
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packed_attention import NO_DROP, Drop, packed_attention
 from modelcenter.layers.packing import Packed
@@ -138,7 +138,7 @@ class CrossAttention(Heads):
         q = self.q(x)
         heads = q.shape[1] // self.head_dim
         if ctx.cache is not None and ctx.cache.has(self):
-            return self.out(ctx.narrow(ctx.cache.attend(self, q, heads, Mask(), self.scale)))
+            return self.out(ctx.narrow(ctx.cache.attend(self, q, heads, NO_MASK, self.scale)))
         assert ctx.memory is not None
         states, memory = ctx.memory
         k, v = self.k(states), self.v(states)

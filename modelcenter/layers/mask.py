@@ -138,12 +138,15 @@ class Mask:
         return self.rectangle(queries.length, keys.length, keys.keep, like=like, marks=marks)
 
 
+NO_MASK = Mask()
+
 # Strides of this many elements are what torch's kernels take a bias with; any other it copies, in each layer.
 _ALIGNED = 16
 
 
 def aligned_rectangles(packed: Packed, mask: Mask) -> Rectangles:
-    """`mask`, which has a bias, in each rectangle of the batch: (n, heads, length, length) or (heads, length, length)."""
+    """`mask`, which has a bias, in each rectangle of the batch: (n, heads, length, length), or without n the same for
+    all its sequences."""
     assert mask.bias is not None
     found = []
     for queries, keys in packed.pairs():

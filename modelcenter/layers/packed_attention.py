@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.ops import Draws, attention, dropout, eager, fresh_key
 from modelcenter.layers.buckets import Bucket
 from modelcenter.layers.marks import by_pair
-from modelcenter.layers.mask import Mask, add_diagonals_, toeplitz
+from modelcenter.layers.mask import NO_MASK, Mask, add_diagonals_, toeplitz
 from modelcenter.layers.packing import Packed
 
 Pairs = Sequence[tuple[Bucket, Bucket]]
@@ -280,7 +280,7 @@ def packed_attention(
     drop: Drop = NO_DROP,
     *,
     kv_heads: int | None = None,
-    mask: Mask = Mask(),
+    mask: Mask = NO_MASK,
     memory: Packed | None = None,
     scale: float | None = None,
 ) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.__main__ import BENCHES
+from scripts.bench.__main__ import BENCHES, Bench
 from scripts.bench.lib import ROOT, tables
 
 PAGE, PLOTS, RESULTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "plots", ROOT / "scripts" / "bench" / "results"
@@ -32,21 +32,33 @@ Without `--data` the fine-tuning benchmarks use the samples in `scripts/samples`
 
 
 def records() -> dict[str, dict[str, Any]]:
-    """{name of a benchmark: its record}, in the order in which they are run."""
+    """{name of a benchmark: its record}, in the order in which they are run.
+
+    What another machine measured is beside it, in NAME.MACHINE.json.
+    """
     return {
-        name: json.loads(path.read_text(encoding="utf-8"))
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
         for name in SPEED
-        if (path := RESULTS / f"{name}.json").exists()
+        for path in [RESULTS / f"{name}.json", *sorted(RESULTS.glob(f"{name}.*.json"))]
+        if path.exists()
     }
+
+
+def bench_of(name: str) -> Bench:
+    """The benchmark of a record."""
+    return BENCHES[name.split(".")[0]]
+
+
+def title(name: str) -> str:
+    """families.Intel -> families, Intel"""
+    return name.replace("_", " ").replace(".", ", ")
 
 
 def render() -> str:
     found = records()
     parts = [HEAD, summary(found)]
-    scripts = [BENCHES[name].script for name in found]
-    parts += [
-        section(name, record, BENCHES[name].script in scripts[:i]) for i, (name, record) in enumerate(found.items())
-    ]
+    scripts = [bench_of(name).script for name in found]
+    parts += [section(name, record, scripts[i] in scripts[:i]) for i, (name, record) in enumerate(found.items())]
     if missing := [f"`{name}`" for name in SPEED if name not in found]:
         parts.append(f"## Not measured yet\n\n{', '.join(missing)}: they have no JSON file yet.\n")
     return "\n".join(parts)
@@ -55,9 +67,10 @@ def render() -> str:
 def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
     """Where a peer is ahead and what misses its target, with the reason that a benchmark gives."""
     behind, missed = [], []
-    for record in found.values():
+    for name, record in found.items():
+        machine = f"{name.split('.')[1]}: " if "." in name else ""
         for row in tables.comparisons(record):
-            line = f"- {row['what']}, against {row['peer']}: {row['ratio']:.2f} times as good"
+            line = f"- {machine}{row['what']}, against {row['peer']}: {row['ratio']:.2f} times as good"
             line += f", {tables.wanted(row)} is wanted" if tables.misses(row) else ""
             line += f": {row['why']}" if row["why"] else ""
             if row["ratio"] < 1:
@@ -66,7 +79,7 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
                 missed.append(line)
         for row in filter(tables.misses, tables.fractions(record)):
             reached = f"{100 * row['fraction']:.1f} % of {row['limit']}"
-            missed.append(f"- {row['what']}: {reached}, {tables.wanted(row)} is wanted")
+            missed.append(f"- {machine}{row['what']}: {reached}, {tables.wanted(row)} is wanted")
     nothing = ["- Nothing that was measured."]
     lines = ["## Where another library is ahead", "", *(behind or nothing), ""]
     return "\n".join([*lines, "## Not behind, but short of the target", "", *(missed or nothing), ""])
@@ -74,8 +87,8 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 def section(name: str, record: Mapping[str, Any], described: bool = False) -> str:
     """A benchmark's part of the page; described: an earlier part says what its script does."""
-    bench, limit, machine = BENCHES[name], record["limits"], record["hardware"]
-    lines = [f"## {name.replace('_', ' ')}", "", *([] if described else [about(bench.script), ""])]
+    bench, limit, machine = bench_of(name), record["limits"], record["hardware"]
+    lines = [f"## {title(name)}", "", *([] if described else [about(bench.script), ""])]
     if record["settings"].get("quick"):
         lines += ["**A trial run that only shows that it works: its numbers mean nothing.**", ""]
     for head, rows in tables.cells(record):

@@ -75,9 +75,7 @@ class Problem:
                 own = [x.unflatten(1, (self.heads, -1))[:, first : first + some].flatten(1) for x in (q, k, v)]
                 part = mask.of_heads(first, some)
                 found.append(
-                    _bucketed_sdpa(
-                        *own, part, self.packed.pairs(), (some, some), self.scale, NO_DROP, part.rectangles
-                    )
+                    _bucketed_sdpa(*own, part, self.packed.pairs(), (some, some), self.scale, NO_DROP, part.rectangles)
                 )
             return torch.cat(found, 1)
         more = {"kv_heads": self.kv_heads, "mask": mask, "memory": memory, "scale": self.scale}

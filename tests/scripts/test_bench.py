@@ -103,6 +103,7 @@ def test_losses_are_told():
     assert "0.50 times as good: it holds two" in ahead and "1.20" not in ahead
     assert "1.20 times as good, 1.5 is wanted" in missed and "40.0 % of products, 65 % is wanted" in missed
     assert "150.0 % of a second, at most 100 % is wanted" in missed and "end" not in missed
+    assert "- Intel: memory, against peer" in page.summary({"x.Intel": {"rows": [behind]}})
 
 
 def test_flops_are_those_of_the_layers():

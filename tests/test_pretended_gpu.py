@@ -54,7 +54,7 @@ def test_families(name, task):
 @pytest.mark.parametrize("shared", [False, True])
 def test_attention_with_a_bias(shared):
     test_gpu.test_attention_with_a_bias_in_16_bits(False, shared)
-    test_gpu.test_attention_with_a_bias_in_16_bits(True)
+    test_gpu.test_attention_with_a_bias_in_16_bits(True, shared)
 
 
 @pytest.mark.parametrize(("name", "task"), test_gpu.FAMILIES[:3])

@@ -37,12 +37,15 @@ BENCHES: dict[str, Bench] = {
     "finetune_classification": Bench("finetune", 4, ("--tasks", "classification"), data=True),
     "finetune_mlm": Bench("finetune", 4, ("--tasks", "mlm", "--steps", "30"), data=True),
     "finetune_lm": Bench("finetune", 12, ("--tasks", "lm", "--hidden", "256"), data=True),
-    # GPT-2 itself, and the small one without the words that E2E does not have.
+    # GPT-2 itself, and the small ones without the words that E2E does not have.
     "finetune_gpt2": Bench(
         "finetune", 12, ("--tasks", "lm", "--hidden", "768", "--layers", "12", "--steps", "12", "--rounds", "1"), True
     ),
     "finetune_lm_few_words": Bench("finetune", 4, ("--tasks", "lm", "--hidden", "256", "--vocabulary", "data"), True),
-    "finetune_seq2seq": Bench("finetune", 4, ("--tasks", "seq2seq", "--hidden", "256"), data=True),
+    "finetune_seq2seq": Bench("finetune", 18, ("--tasks", "seq2seq", "--hidden", "256"), data=True),
+    "finetune_seq2seq_few_words": Bench(
+        "finetune", 4, ("--tasks", "seq2seq", "--hidden", "256", "--vocabulary", "data"), True
+    ),
     "finetune_2_ranks": Bench("finetune", 4, ("--ranks", "2", "--tasks", "classification", "--rounds", "2"), data=True),
     # A model that has seen nothing learns sentiment in some epochs; fewer steps would compare two that guess.
     "quality_classification": Bench(
@@ -52,7 +55,7 @@ BENCHES: dict[str, Bench] = {
     "quality_lm": Bench("quality", 3, ("--tasks", "lm"), data=True),
     "quality_seq2seq": Bench("quality", 3, ("--tasks", "seq2seq"), data=True),
     "training_step": Bench("training_step", 16),
-    "families": Bench("families", 3),
+    "families": Bench("families", 11),
     "decoder_step": Bench("decoder_step", 3, peers=("--compile",)),
     "lora": Bench("lora", 1),
     "sharded_step": Bench("sharded_step", 3, peers=("--peers",)),

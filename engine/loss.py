@@ -2,7 +2,9 @@
 
 The count is that of the whole global batch, so a gradient does not depend on how the batch is cut into microbatches and
 ranks. Vocabulary logits exist for one chunk of positions at a time; their gradient is taken in the forward pass, where
-the logits still are, as the only thing that backward adds is a scalar factor.
+the logits still are, as the only thing that backward adds is a scalar factor. Not so in fp16, where a gradient divided
+by the count is below the smallest number unless the loss scale, which backward brings, multiplies it first: there the
+logits are computed again.
 """
 
 from dataclasses import dataclass
@@ -144,43 +146,71 @@ class _LinearCrossEntropy(torch.autograd.Function):
         smoothing: float,
         part: _Part | None,
     ) -> Tensor:
-        rows = _chunks(weight, part)
-        ctx.part = part
         train = any(ctx.needs_input_grad[:3])
-        total = hidden.new_zeros((), dtype=torch.float32)
-        dhidden = torch.empty_like(hidden) if train else None
-        # No rows: the gradient is zero, but weight still takes part (another rank may have rows).
-        dweight = torch.zeros_like(weight) if train and not hidden.shape[0] else None
-        dbias = torch.zeros_like(bias) if train and bias is not None else None
-        for start in range(0, hidden.shape[0], rows):
-            h, t = hidden[start : start + rows], targets[start : start + rows]
-            logits = matmul_nt(h, weight, bias).float()  # later their gradient
-            if part is None:
-                total += cross_entropy_(logits, t, count, smoothing, train).sum()
-            else:
-                at, hit = _within(t[:, None] - part.first, logits.shape[1])
-                sums = _agree(logits, at, hit, part)
-                total += losses_(logits, at, sums, count, smoothing, train, part.vocab, hit).sum()
-            if not train:
-                continue
-            grad = logits.to(hidden.dtype)
-            assert dhidden is not None
-            dhidden[start : start + rows] = matmul(grad, weight)
-            dweight = matmul(grad.t(), h, add_to=dweight)
-            if dbias is not None:
-                dbias += grad.sum(0)
+        ctx.late = train and hidden.dtype == torch.float16
+        total, *grads = _losses_and_gradients(
+            hidden, weight, bias, targets, count, smoothing, part, train and not ctx.late
+        )
+        ctx.count, ctx.smoothing, ctx.part = count, smoothing, part
         if train:
-            ctx.save_for_backward(dhidden, dweight, dbias)
+            ctx.save_for_backward(*((hidden, weight, bias, targets) if ctx.late else grads))
         return total / count
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.late:
+            hidden, weight, bias, targets = ctx.saved_tensors
+            scaled = ctx.count / grad  # what the gradient in fp32 is divided by, before it is fp16
+            _, dhidden, dweight, dbias = _losses_and_gradients(
+                hidden, weight, bias, targets, scaled, ctx.smoothing, ctx.part, True
+            )
+            assert dhidden is not None
+            dhidden = dhidden if ctx.part is None else ctx.part.sum(dhidden)
+            return dhidden, dweight, dbias, None, None, None, None
         dhidden, dweight, dbias = ctx.saved_tensors
         if ctx.part is not None:
             dhidden = ctx.part.sum(dhidden.clone())
         if grad.device.type != "cpu" or grad.item() != 1.0:  # reading a scalar costs nothing on a CPU
             dhidden, dweight, dbias = (None if g is None else g * grad.to(g.dtype) for g in (dhidden, dweight, dbias))
         return dhidden, dweight, dbias, None, None, None, None
+
+
+def _losses_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    count: Tensor | float,
+    smoothing: float,
+    part: _Part | None,
+    train: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(sum of the losses in fp32; with `train` the gradients of the sum / count by hidden, which is this rank's part of
+    it under tensor parallelism, by weight and by bias)."""
+    rows = _chunks(weight, part)
+    total = hidden.new_zeros((), dtype=torch.float32)
+    dhidden = torch.empty_like(hidden) if train else None
+    # No rows: the gradient is zero, but weight still takes part (another rank may have rows).
+    dweight = torch.zeros_like(weight) if train and not hidden.shape[0] else None
+    dbias = torch.zeros_like(bias) if train and bias is not None else None
+    for start in range(0, hidden.shape[0], rows):
+        h, t = hidden[start : start + rows], targets[start : start + rows]
+        logits = matmul_nt(h, weight, bias).float()  # later their gradient
+        if part is None:
+            total += cross_entropy_(logits, t, count, smoothing, train).sum()
+        else:
+            at, hit = _within(t[:, None] - part.first, logits.shape[1])
+            sums = _agree(logits, at, hit, part)
+            total += losses_(logits, at, sums, count, smoothing, train, part.vocab, hit).sum()
+        if not train:
+            continue
+        grad = logits.to(hidden.dtype)
+        assert dhidden is not None
+        dhidden[start : start + rows] = matmul(grad, weight)
+        dweight = matmul(grad.t(), h, add_to=dweight)
+        if dbias is not None:
+            dbias += grad.sum(0)
+    return total, dhidden, dweight, dbias
 
 
 class _LinearLogProbs(torch.autograd.Function):

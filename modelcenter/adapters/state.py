@@ -106,8 +106,8 @@ def trained_whole(model: Model, names: Collection[str] | None, fresh: Collection
     """The parameters of the base model to train beside an adapter.
 
     Args:
-        names: modules, ours or Hugging Face's; None: the head of a task that is not a vocabulary's, and every module
-            of which the checkpoint held nothing.
+        names: modules, ours or Hugging Face's, or parameters of ours; None: the head of a task that is not a
+            vocabulary's, and every module of which the checkpoint held nothing.
         fresh: the parameters that the checkpoint lacked.
 
     Raises:
@@ -123,7 +123,7 @@ def trained_whole(model: Model, names: Collection[str] | None, fresh: Collection
     else:
         chosen = []
         for wanted in names:
-            found = [name for name in everything if name.startswith(f"{wanted}.")]
+            found = [name for name in everything if name == wanted or name.startswith(f"{wanted}.")]
             found = found or _by_hub_name(layout, wanted)
             if not found:
                 modules = {name.rpartition(".")[0] for name in everything}

@@ -3,6 +3,7 @@ epoch."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,10 +26,11 @@ class EpochBatches:
     seed: int
     draw: Callable[[int], np.ndarray] | None = None  # epoch -> its rows, as many in each (a mixture's); None: all rows
 
-    @property
+    @functools.cached_property  # asked for at each step, and a mixture draws all its rows to count them
     def steps(self) -> int:
         """Global batches of an epoch."""
-        return -(-len(drawn(self.draw, 0, self.lengths)) // self.global_batch_size)
+        rows = len(self.lengths) if self.draw is None else len(self.draw(0))
+        return -(-rows // self.global_batch_size)
 
     def epoch(self, epoch: int) -> list[np.ndarray]:
         """Rows of each global batch, longest first: `steps` int64 arrays of global_batch_size (the last may be

@@ -42,7 +42,8 @@ def model_directory(path: str | Path) -> Path:
     if (folder / CONFIG_FILE).is_file() or not (folder / "config.yaml").is_file():
         return folder
     if not (folder / "model" / CONFIG_FILE).is_file():
-        raise ValueError(f"{folder} is a run that left no model: it has not finished")
+        why = "it has not finished, or its weights are in 4 bits (--quantize), which leave an adapter alone"
+        raise ValueError(f"{folder} is a run that left no model: {why}")
     return folder / "model"
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,29 @@ from modelcenter.training.accumulation import Batch, LossFn, parts_of, to_device
 from modelcenter.training.metrics import Score, sum_over_ranks
 
 Feed = Callable[[Any, ModelOutput, Any], None]
+
+_TURNS_OF_A_PIPELINE = 8  # between two questions, for which its stages wait for each other
+_asked: list[Callable[[], bool]] = []
+
+
+class EvaluationStopped(Exception):
+    """An evaluation was left between two batches, on all ranks."""
+
+
+@contextmanager
+def stoppable(asked: Callable[[], bool]) -> Iterator[None]:
+    """Let what goes over batches inside raise EvaluationStopped once `asked` says so. asked: collective."""
+    _asked.append(asked)
+    try:
+        yield
+    finally:
+        _asked.pop()
+
+
+def may_stop() -> None:
+    """A place between two batches, which all ranks come to equally often. Collective."""
+    if _asked and _asked[-1]():
+        raise EvaluationStopped
 
 
 def evaluate(
@@ -112,6 +136,8 @@ def _outputs(
     model.eval()
     try:
         for turn in range(int(rounds)):
+            if pipeline is None or turn % _TURNS_OF_A_PIPELINE == 0:
+                may_stop()
             mine = turn < len(batches)
             batch = to_device(batches[turn] if mine else model.empty_batch(), model.device)
             given = inputs(batch)

@@ -58,7 +58,8 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
     model = modelcenter.from_config(
         values,
         arch.declared_task(values.get("architectures")),  # of the heads that the task may train
-        adapter=make_adapters(cfg),
+        # What the model that the run began with lacked is in no file: the run says what it trained whole.
+        adapter=make_adapters(cfg, about.get("trained")),
         policy=False,
         dtype=values.get("dtype", "float32"),
     )

@@ -48,6 +48,8 @@ class Feed(Protocol):
 class Plan(Protocol):
     """Which rows make a global batch; see data.sampling."""
 
+    lengths: np.ndarray  # of all rows
+
     @property
     def steps(self) -> int: ...
 
@@ -83,7 +85,7 @@ class RowFeed:
         """This rank's microbatches of some rows; the empty ones of a short batch are left out."""
         own = self.plan.deal(rows, engine.data_size(), self.microbatches)[engine.data_rank()]
         made = [numbered(self.examples, self.examples.batch(part, epoch), part) for part in own if len(part)]
-        return GlobalBatch(step, made, int(self.examples.lengths[rows].sum()), rows, {})
+        return GlobalBatch(step, made, int(self.plan.lengths[rows].sum()), rows, {})
 
     def epochs_at(self, step: int) -> float:
         return step / self.plan.steps
@@ -114,7 +116,7 @@ class StreamFeed:
 
     def epochs_at(self, step: int) -> float:
         """The epoch of the rows of the step before; nobody knows how far in it they are."""
-        for old in [known for known in self._epochs if known < step]:
+        for old in [known for known in list(self._epochs) if known < step]:  # a thread adds to it meanwhile
             del self._epochs[old]
         return float(self._epochs.get(step, 0))
 

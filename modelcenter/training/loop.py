@@ -1,7 +1,7 @@
 """The training loop. There is one, explicit, for every task and any number of ranks."""
 
 import functools
-import shlex
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,13 +12,7 @@ import torch
 import torch.distributed as dist
 
 import engine
-from engine.checkpoint import (
-    latest_checkpoint,
-    load_model,
-    save_checkpoint,
-    together,
-    wait_checkpoint,
-)
+from engine.checkpoint import load_model, save_checkpoint, together, wait_checkpoint
 from engine.ops import dropout_key
 from modelcenter.adapters import merge_lora, save_adapter, trainable_parameters
 from modelcenter.data.prefetch import Prefetch
@@ -33,14 +27,16 @@ from modelcenter.training.autobatch import fit_batch
 from modelcenter.training.clock import Clock
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.errors import Stopped
+from modelcenter.training.evaluation import EvaluationStopped, stoppable
 from modelcenter.training.feed import GlobalBatch
 from modelcenter.training.flops import Utilisation
 from modelcenter.training.metrics import SMALLER_IS_BETTER
 from modelcenter.training.record import Record, clear_output, peak_memory, room, summarise
 from modelcenter.training.resume import Continuation
-from modelcenter.training.setup import check_judge, data_name, make_feed, make_optimizer
+from modelcenter.training.setup import check_judge, make_feed, make_optimizer
 from modelcenter.training.stopping import Stopping
 from modelcenter.training.tasks.base import Examples
+from modelcenter.training.told import card_of, first_line, last_line
 
 
 def train(
@@ -51,12 +47,14 @@ def train(
     train_set: Examples,
     eval_set: Examples | None,
     continuation: Continuation | None,
+    began: float | None = None,
 ) -> dict[str, Any]:
     """Train, evaluate, save; or go on where the run in output_dir was stopped. Every rank calls it.
 
     Args:
         cfg: flags, as resolved by setup.start and setup.build_model. task: see tasks/base.py. continuation: what
-            setup.start found; None starts anew, and clears output_dir.
+            setup.start found; None starts anew, and clears output_dir. began: from when max_time counts, by
+            time.monotonic(); None: now.
 
     Returns:
         What summary.json says. Its status is "stopped" where SIGTERM came or max_time passed: the state is in
@@ -71,15 +69,17 @@ def train(
     output = None if cfg.output_dir is None else Path(cfg.output_dir)
     if continuation is not None:
         run.load(continuation)
-    if engine.rank() == 0 and output is not None and (continuation is None or not continuation.own):
-        clear_output(output)
+    if output is not None and (continuation is None or not continuation.own):
+        with together(f"clearing {output}"):
+            if engine.rank() == 0:
+                clear_output(output)
     run.record = Record(output, run.feed.steps, engine.rank() == 0, run.step, cfg)
     status, reason = "failed", None
     try:
-        with Stopping(cfg.max_seconds, functools.partial(run.leave, "stopped", inside=True)) as run.stopping:
+        with Stopping(cfg.max_seconds, functools.partial(run.leave, "stopped", inside=True), began) as run.stopping:
             if engine.rank() == 0 and output is not None:
                 cfg.save(output / "config.yaml")
-                run.record.say(run.describe())
+                run.record.say(first_line(run))
                 if cfg.lora_rank is not None or cfg.freeze:
                     run.record.say(trainable_parameters(model))
             run.train()
@@ -94,10 +94,10 @@ def train(
         raise
     finally:
         summary = run.leave(status, reason)
-    if status == "finished" and output is not None:
+    if status == "finished" and output is not None and cfg.quantize is None:  # 4-bit weights leave no model
         run.publish(output)
     if output is not None:
-        run.record.say(run.last_line(output))  # rank 0 alone says it, but all ranks look for the checkpoint
+        run.record.say(last_line(run, output))  # rank 0 alone says it, but all ranks look for the checkpoint
     engine.synchronize()  # a rank that left earlier could make its launcher end rank 0 while it writes
     run.stopping.raise_if_interrupted()
     return summary
@@ -132,8 +132,11 @@ class Run:
         self.clock = Clock()
         self.slots = self.filled = 0  # of this rank's batches since the last row
         self.recent: list[tuple[int, Any, torch.Tensor]] = []  # steps since the last row: number, rows, norm
-        self.best: dict[str, Any] = {}  # of the evaluations: metric, value, step
+        self.judged: dict[str, Any] = {}  # the newest evaluation: metric, value, step
+        self.best: dict[str, Any] = {}  # of the evaluations
+        self.linked: dict[str, Any] = {}  # of those whose model was saved: what checkpoints/best names
         self.bad_evaluations = 0  # in a row
+        self.unjudged = False  # the evaluation of this step was left, as the run was to end
         self.skipped = 0  # steps without a finite gradient, as of the last row
         self._noted = 0  # the last step that was looked at for it
         self.feed_state: dict[str, Any] = {}
@@ -145,16 +148,30 @@ class Run:
     def train(self) -> None:
         """All steps, with the evaluations and checkpoints between them."""
         first = self.step
-        if first == self.feed.steps or self._patience_is_over():
+        self.task.prepare_model(self.model, self.tokenizer)  # also of a run that has only model/ to write yet
+        over = self.unjudged and self._between_steps(last=first == self.feed.steps)
+        self.clock.pause()
+        if over or first == self.feed.steps or self._patience_is_over():
             return
-        self.task.prepare_model(self.model, self.tokenizer)
         self.model.train()
         self.clock.start()
         with self._batches(first) as batches:
             self._steps(batches, first)
         self.clock.pause()
-        if self.manager.skipped == self.step:
-            raise FloatingPointError(f"no step of the run had a finite loss and gradient. {self._offenders()}")
+        if self.manager.skipped == self.step and self.stopping.reason is None:
+            self._check_progress()
+
+    def _check_progress(self) -> None:
+        """Raise FloatingPointError for a run without one good step, but say it where the first loss scales of fp16 were
+        too large, as they may be, for all the steps of a short run."""
+        last = next((row for row in reversed(self.record.rows) if "loss" in row), {})
+        if self.manager.loss_scale > 1 and last.get("loss") is not None:
+            self.record.say(
+                "no step changed the weights: the loss scale of fp16 is still falling to where gradients are finite "
+                f"(now {self.manager.loss_scale:g}); train for more steps, or with bf16 or fp32"
+            )
+            return
+        raise FloatingPointError(f"no step of the run had a finite loss and gradient. {self._offenders()}")
 
     @contextmanager
     def _batches(self, first: int) -> Iterator[Iterable[GlobalBatch]]:
@@ -175,18 +192,30 @@ class Run:
                 self.record.show.step(self.step)
             if self.step % self.cfg.log_every == 0 or last or batch.step == first:
                 self._log(loss, norm, lr)
-            improved = False
-            if self._due(self.cfg.eval_every, last, self.eval_set is not None):
-                with self.clock.paused():
-                    improved = self._judge(self.evaluate())
-            enough = self._patience_is_over()
-            stop = self.stopping.asked()
-            wanted = improved and (self.cfg.best_metric is not None or self.cfg.early_stopping is not None)
-            if wanted or stop or enough or self._save_due(last):
-                with self.clock.paused():
-                    self.save(best=improved, wait=stop)
-            if stop or enough:
+            if self._between_steps(last):
                 break
+
+    def _between_steps(self, last: bool) -> bool:
+        """Evaluate and save, where that is due; whether the run ends here."""
+        improved = self.unjudged = False
+        if self._due(self.cfg.eval_every, last, self.eval_set is not None):
+            with self.clock.paused():
+                try:
+                    improved = self._judge(self._row_of_this_step() or self.evaluate())
+                except EvaluationStopped:  # who goes on from here makes up for it
+                    self.unjudged = True
+        enough = self._patience_is_over()
+        stop = self.stopping.asked()
+        wanted = improved and (self.cfg.best_metric is not None or self.cfg.early_stopping is not None)
+        if wanted or stop or enough or self._save_due(last):
+            with self.clock.paused():
+                self.save(wait=stop)
+        return stop or enough
+
+    def _row_of_this_step(self) -> dict[str, Any] | None:
+        """The evaluation of this step, where one is written down already: by a run that was stopped behind it."""
+        newest = self.record.rows[-2:]
+        return next((row for row in newest if "eval_loss" in row and row["step"] == self.step), None)
 
     def train_step(self, batch: GlobalBatch) -> tuple[torch.Tensor, torch.Tensor, float]:
         """One step on a global batch. Returns loss, gradient norm (both on the device) and the learning rate used."""
@@ -210,13 +239,20 @@ class Run:
         return loss, norm, lr
 
     def evaluate(self) -> dict[str, Any]:
-        """Evaluate, and log it as a row."""
+        """Evaluate, and log it as a row.
+
+        Raises:
+            EvaluationStopped: the run shall end, and has not waited for the last batch.
+        """
         assert self.eval_set is not None and self.cfg.eval_batch_size is not None
         began = time.perf_counter()
-        found = self.task.evaluate(self.model, self.eval_set, self.cfg.eval_batch_size)
+        with stoppable(self.stopping.asked):
+            found = self.task.evaluate(self.model, self.eval_set, self.cfg.eval_batch_size)
         row = {"step": self.step, "epoch": self._epoch(), **{f"eval_{name}": value for name, value in found.items()}}
         self.record.log({**row, "eval_seconds": round(time.perf_counter() - began, 3)})
-        for sample in self.task.samples(self.model, self.tokenizer, self.eval_set):
+        with stoppable(self.stopping.asked):
+            samples = self.task.samples(self.model, self.tokenizer, self.eval_set)
+        for sample in samples:
             self.record.sample({"step": self.step, **sample})
         return row
 
@@ -227,12 +263,19 @@ class Run:
         if name not in row:
             known = ", ".join(key.removeprefix("eval_") for key in row if key.startswith("eval_"))
             raise ValueError(f"best_metric: got {metric!r}, the evaluation gives {known}")
-        value, sign = row[name], -1 if metric in SMALLER_IS_BETTER else 1
-        better = value is not None and ("value" not in self.best or sign * value > sign * self.best["value"])
+        self.judged = {"metric": name, "value": row[name], "step": self.step}
+        better = self._better_than(self.best)
         if better:
-            self.best = {"metric": name, "value": value, "step": self.step}
+            self.best = self.judged
         self.bad_evaluations = 0 if better else self.bad_evaluations + 1
         return better
+
+    def _better_than(self, other: dict[str, Any]) -> bool:
+        """Whether the newest evaluation is better than another; a number is better than none."""
+        value, sign = self.judged["value"], -1 if self._metric() in SMALLER_IS_BETTER else 1
+        if value is None or not math.isfinite(value):  # nothing is greater than NaN: it would stay the best
+            return False
+        return "value" not in other or sign * value > sign * other["value"]
 
     def _patience_is_over(self) -> bool:
         return self.cfg.early_stopping is not None and self.bad_evaluations >= self.cfg.early_stopping
@@ -252,35 +295,6 @@ class Run:
     def _epoch(self) -> float:
         return round(self.feed.epochs_at(self.step), 4)
 
-    def describe(self) -> str:
-        """One line on what is about to happen."""
-        count = f"{len(self.train_set):,} rows" if self.feed.steps_per_epoch is not None else "a stream of rows"
-        rows = f"{count} ({self.task.about_columns()})"
-        if self.train_set.truncated:
-            rows += f", {self.train_set.truncated:,} of them cut at {self.cfg.max_length} tokens"
-        judged = f"evaluation on {len(self.eval_set):,} rows" if self.eval_set is not None else "no evaluation data"
-        ranks = f"{engine.world_size()} rank{'s' if engine.world_size() > 1 else ''}"
-        size = self.cfg.global_batch_size
-        each = f"{size} rows" if size is not None else f"{self.cfg.global_batch_tokens} tokens"
-        steps = f"{self.feed.steps:,} steps of {each}"
-        going_on = f", going on after step {self.step:,}" if self.step else ""
-        return f"{rows}; {judged}; {steps} on {ranks} ({engine.device()}, {self.cfg.precision}){going_on}"
-
-    def last_line(self, output: Path) -> str:
-        """What has become of the run, and what can be done next; collective."""
-        steps = f"step {self.step:,}/{self.feed.steps:,}"
-        if self.stopping.reason is not None:
-            saved = latest_checkpoint(output / resume.CHECKPOINTS) is not None
-            anew = "--overwrite_output_dir" if self.cfg.overwrite_output_dir else "--resume never"
-            but = f" without {anew}" if saved and (anew != "--resume never" or self.cfg.resume == "never") else ""
-            return f"{self.stopping.reason}, at {steps}; the same command{but} {'goes on' if saved else 'starts again'}"
-        if self.cfg.quantize is not None:
-            return f"finished at {steps}: what was trained is in {output / 'adapter'}"
-        kept = self.best if self.cfg.best_metric is not None else {}
-        which = f", of step {kept['step']:,} ({self.cfg.best_metric} {kept['value']:.4f})" if kept else ""
-        use = f"`modelcenter predict {shlex.quote(str(output))} DATA` uses it"
-        return f"finished at {steps}: the model is in {output / 'model'}{which}; {use}"
-
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save_due(self, last: bool) -> bool:
@@ -292,7 +306,7 @@ class Run:
             return False
         return self.stopping.any_rank(time.monotonic() - self._saved[1] > 60 * self.cfg.save_minutes)
 
-    def save(self, best: bool = False, wait: bool = False) -> None:
+    def save(self, wait: bool = False) -> None:
         """Write a checkpoint beside the training, which goes on; `wait`: until it is on the disk.
 
         One that cannot be written is said and costs nothing but itself: those before it stay.
@@ -300,16 +314,22 @@ class Run:
         if self.cfg.output_dir is None or self._saved[0] == self.step:
             return
         self._note_skipped()
+        best = self.judged.get("step") == self.step and self._better_than(self.linked)
+        self.linked = self.judged if best else self.linked
         state = {
             "step": self.step,
             "tokens": self.tokens,
             "seconds": self.clock.seconds,
             "best": self.best,
+            "linked": self.linked,
+            "unjudged": self.unjudged,
             "bad_evaluations": self.bad_evaluations,
             "feed": self.feed_state,
             "logged": list(self._logged),
         }
-        about = resume.about_run(self.cfg, self.step, self.train_set.fingerprint())
+        adapter = self.model.adapter
+        trained = None if adapter is None else adapter.trained
+        about = resume.about_run(self.cfg, self.step, self.train_set.fingerprint(), trained)
 
         def extra(place: Path) -> None:
             write_texts(self.model, place, self.model.dtype, self.tokenizer, None)
@@ -338,10 +358,17 @@ class Run:
         state = resume.load_state(continuation.checkpoint, self.model, self.manager)
         self.step, self.tokens, self.clock = state["step"], state["tokens"], Clock(state["seconds"])
         if resume.best_counts(self.cfg, f"eval_{self._metric()}", state["best"]):
-            self.best, self.bad_evaluations = state["best"], state["bad_evaluations"]
-        self.feed_state, self._logged = state["feed"], tuple(state["logged"])
+            self.best = state["best"]
+            if continuation.own:  # patience that was over in another folder would let nothing be trained here
+                self.linked, self.bad_evaluations = state.get("linked", {}), state["bad_evaluations"]
+        if (why := continuation.another_stream(self.cfg, self.train_set.fingerprint())) is None:
+            self.feed_state = state["feed"]
+        elif state["feed"] and engine.rank() == 0:
+            resume.log.warning("resume: the stream begins anew, as %s is not what the checkpoint's run had", why)
+        self._logged = tuple(state["logged"])
         self.skipped, self._noted = self.manager.skipped, self.step
-        self._saved = (self.step, time.monotonic())
+        self.unjudged = state.get("unjudged", False)
+        self._saved = (-1 if self.unjudged else self.step, time.monotonic())  # it may be the best, and saved as such
         if self.step > self.feed.steps:
             raise ValueError(
                 f"max_steps: the run has {self.feed.steps} steps, but {continuation.checkpoint} has done {self.step}"
@@ -358,13 +385,13 @@ class Run:
                 self.record.say("the weights are in 4 bits, which take no updates: adapter/ is what was trained")
                 return
             merge_lora(self.model)
-        self.model.save_pretrained(target, tokenizer=self.tokenizer, card=self.card())
+        self.model.save_pretrained(target, tokenizer=self.tokenizer, card=card_of(self))
 
     def _take_best(self, checkpoints: Path) -> None:
         """The weights of the best evaluation; where they could not be written, those of the best before it, or the last
         ones, which is said."""
-        path, wanted = latest_checkpoint(checkpoints / "best"), self.best["step"]
-        step = None if path is None else int(path.resolve().name.removeprefix("step-"))
+        path, wanted = resume.best_checkpoint(checkpoints), self.best["step"]
+        step = None if path is None else int(path.name.removeprefix("step-"))
         if step != wanted:
             name, rows = self.best["metric"], self.record.rows
             value = next(
@@ -433,26 +460,6 @@ class Run:
         """Where the rows of the newest steps are. On a GPU the bad step may be the one before the newest."""
         shown = [f"step {step}: {self.feed.where(rows)}" for step, rows, _ in self.recent[-2:]]
         return "Rows of the last steps: " + " | ".join(shown)
-
-    def card(self) -> dict[str, Any]:
-        """What the model card says of the run."""
-        last = next((row for row in reversed(self.record.rows) if "eval_loss" in row), {})
-        scores = {name.removeprefix("eval_"): value for name, value in last.items() if name.startswith("eval_")}
-        dropped = ("loss", "seconds")
-        metrics = {name: round(v, 5) for name, v in scores.items() if v is not None and name not in dropped}
-        data = data_name(self.cfg)
-        size = self.cfg.global_batch_size
-        text = (
-            f"Trained for {self.step} steps of {f'{size} rows' if size else f'{self.cfg.global_batch_tokens} tokens'}"
-        )
-        card: dict[str, Any] = {"text": f"{text} ({self.tokens:,} tokens).", "metrics": metrics}
-        if data is not None:
-            card |= {"datasets": [data], "dataset": data}
-        elif metrics:
-            card |= {"dataset": "local", "dataset_name": "local files"}
-        if self.cfg.eval_split is not None:
-            card["dataset_split"] = self.cfg.eval_split
-        return card
 
     def leave(self, status: str, reason: str | None, inside: bool = False) -> dict[str, Any]:
         """Write summary.json and the curves; returns the summary. Not collective, but for a run that finished.

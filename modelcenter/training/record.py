@@ -37,7 +37,8 @@ def prepare_output(path: Path, overwrite: bool) -> None:
     """Make sure that a run can write to `path`, before anything slow starts. Rank 0's work.
 
     Raises:
-        ValueError: the folder holds a finished run (and not overwrite), or files that are not of a run.
+        ValueError: the folder holds a finished run (and not overwrite), files that are not of a run, or a link that
+            leads nowhere.
         OSError: it cannot be written.
     """
     if path.is_dir():
@@ -50,6 +51,9 @@ def prepare_output(path: Path, overwrite: bool) -> None:
                 f"output_dir: {path} holds a finished run; give another folder, to train it further with --resume "
                 f"{path}, or --overwrite_output_dir"
             )
+    for link in (path / name for name in _FILES):
+        if link.is_symlink() and not link.exists():
+            raise ValueError(f"output_dir: {link} is a link to {link.readlink()}, which is not there; make that folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -61,7 +65,18 @@ def prepare_output(path: Path, overwrite: bool) -> None:
 def clear_output(path: Path) -> None:
     """Remove what an earlier run left, now that the new one starts; other files stay."""
     for name in _FILES:
-        shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink(missing_ok=True)
+        _empty(path / name)
+
+
+def _empty(path: Path) -> None:
+    """Remove a file or a folder; of a link to a folder, as people put checkpoints on another disk, what is in it."""
+    if path.is_symlink() and path.is_dir():
+        for inside in path.iterdir():
+            _empty(inside)
+    elif path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _status(summary: Path) -> str | None:
@@ -132,7 +147,7 @@ class Record:
             self.show.say(text)
 
     def close(self, summary: dict[str, Any]) -> None:
-        """Write summary.json (whole or not at all) and curves.png; then end the trackers, which may fail."""
+        """Write summary.json (whole or not at all) and curves.png; then end the trackers."""
         if self.show is not None:
             self.show.close()
         if self._file is not None and self.path is not None:

@@ -18,6 +18,9 @@ from modelcenter.training.config.common import PLACES
 RUN_FILE = "run.json"  # in each checkpoint: the flags and the data of its run
 CHECKPOINTS = "checkpoints"  # in output_dir
 
+# Flags that say which rows a stream has, and in which order.
+_OF_STREAMS = ("seed", "shuffle_window", "max_length", "document", "noise_density", "mean_span")
+
 log = logging.getLogger(__name__)
 
 
@@ -65,6 +68,19 @@ class Continuation:
         if engine.rank() == 0:
             for name, value in others.items():
                 log.warning("resume: %s is %r now, the checkpoint's run had %r", name, now[name], value)
+            if identity(data) != identity(self.data):
+                log.warning(
+                    "resume: the rows of train_data are not those of the checkpoint's run%s",
+                    _differences(self.data, data),
+                )
+
+    def another_stream(self, cfg: TrainConfig, data: Any) -> str | None:
+        """The flag that makes the rows of a stream, or their order, others than those that the checkpoint has a place
+        in; None: they are the same."""
+        if identity(data) != identity(self.data):
+            return "train_data"
+        now = cfg.arithmetic()
+        return next((name for name in _OF_STREAMS if name in now and now[name] != self.flags.get(name)), None)
 
 
 def find_continuation(cfg: TrainConfig) -> Continuation | None:
@@ -87,6 +103,9 @@ def find_continuation(cfg: TrainConfig) -> Continuation | None:
     if (root / CHECKPOINTS).is_dir():
         root = root / CHECKPOINTS
     path = latest_checkpoint(root)
+    if newest is not None and (path is None or path.resolve() != newest.resolve()):
+        if _about_checkpoint(newest).get("begun_with") == _place(cfg.resume):  # the same command, started again
+            return _read(newest, cfg, forced=False, own=True)
     if path is None:
         raise ValueError(f"resume: {root} holds no whole checkpoint; give a run's folder or one of its checkpoints")
     path = path.resolve()
@@ -97,13 +116,10 @@ def find_continuation(cfg: TrainConfig) -> Continuation | None:
             f"resume: {path} is not the newest checkpoint in {home}, {newest.name} is. To go on from that leave "
             "--resume out; to go back give another --output_dir"
         )
-    about = _about_checkpoint(newest)
-    if about.get("begun_with") != _place(cfg.resume):
-        raise ValueError(
-            f"resume: {home} holds checkpoints of a run that did not begin with {cfg.resume}. To go on from them leave "
-            "--resume out; to begin with it give another --output_dir"
-        )
-    return _read(newest, cfg, forced=False, own=True)
+    raise ValueError(
+        f"resume: {home} holds checkpoints of a run that did not begin with {cfg.resume}. To go on from them leave "
+        "--resume out; to begin with it give another --output_dir"
+    )
 
 
 def _read(path: Path, cfg: TrainConfig, forced: bool, own: bool) -> Continuation:
@@ -160,15 +176,26 @@ def best_counts(cfg: TrainConfig, metric: str, best: dict[str, Any]) -> bool:
         why = f"best_metric is {metric.removeprefix('eval_')} now"
     elif cfg.best_metric is not None:
         assert cfg.output_dir is not None
-        kept = latest_checkpoint(Path(cfg.output_dir) / CHECKPOINTS / "best")
-        if kept is None or kept.resolve().name != f"step-{best['step']:08d}":
-            why = "its checkpoint is not in output_dir"
+        kept = best_checkpoint(Path(cfg.output_dir) / CHECKPOINTS)
+        if kept is None or kept.name != f"step-{best['step']:08d}":
+            why = "its checkpoint is not in output_dir, or damaged"
     if why and engine.rank() == 0:
         name = best["metric"].removeprefix("eval_")
         log.warning(
             "resume: the best so far, %s %.4g of step %d, does not count: %s", name, best["value"], best["step"], why
         )
     return not why
+
+
+def best_checkpoint(checkpoints: Path) -> Path | None:
+    """The checkpoint that `best` names; None: there is none, or a damaged one, which is said. Collective."""
+    try:
+        path = latest_checkpoint(checkpoints / "best")
+    except ValueError as error:  # of a checkpoint that is named by itself; any other would be passed over
+        if engine.rank() == 0:
+            log.warning("the best checkpoint is passed over: %s", error)
+        return None
+    return None if path is None else path.resolve()
 
 
 def keep_global_batch(cfg: TrainConfig, continuation: Continuation, ranks: int) -> None:
@@ -193,6 +220,7 @@ def keep_global_batch(cfg: TrainConfig, continuation: Continuation, ranks: int) 
         cfg.global_batch_size, cfg.gradient_accumulation_steps = kept, None
         return
     most = cfg.batch_size
+    _say_kept(continuation, most * (cfg.gradient_accumulation_steps or 1) * ranks, kept, "size")
     cfg.batch_size = next(n for n in range(min(most, each), 0, -1) if each % n == 0)
     cfg.global_batch_size, cfg.gradient_accumulation_steps = kept, each // cfg.batch_size
 
@@ -213,13 +241,26 @@ def _keep_tokens(cfg: TrainConfig, continuation: Continuation, ranks: int) -> No
             f"global_batch_tokens: the run in {continuation.checkpoint} has {kept}, {parts} parts of batch_tokens, "
             f"which {ranks} ranks cannot share equally; use a number of ranks that divides them"
         )
+    asked = cfg.batch_tokens * (cfg.gradient_accumulation_steps or 1) * ranks
+    _say_kept(continuation, asked, kept, "tokens")
     cfg.global_batch_tokens, cfg.gradient_accumulation_steps = kept, parts // ranks
 
 
-def about_run(cfg: TrainConfig, step: int, data: Any) -> str:
-    """The text of RUN_FILE."""
+def _say_kept(continuation: Continuation, asked: int, kept: int, unit: str) -> None:
+    """Say that a step has what it had, where flags that may differ would make another of it."""
+    if continuation.forced and asked != kept and engine.rank() == 0:
+        log.warning(
+            "resume: a step keeps its global_batch_%s of %d, though the flags make %d; for that give --global_batch_%s "
+            "too",
+            unit, kept, asked, unit,
+        )  # fmt: skip
+
+
+def about_run(cfg: TrainConfig, step: int, data: Any, trained: list[str] | None) -> str:
+    """The text of RUN_FILE. trained: parameters of the model that are trained whole beside an adapter."""
     flags = json.loads(json.dumps(cfg.arithmetic(), default=str))
     about = {"task": cfg.task, "step": step, "flags": flags, "data": data, "begun_with": _place(cfg.resume)}
+    about |= {} if trained is None else {"trained": trained}
     return json.dumps(about, indent=1, ensure_ascii=False)
 
 

@@ -2,6 +2,7 @@
 read, so that --help and mistakes in the flags take no time."""
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
     Raises:
         ValueError: wrong flags, files or data.
     """
+    began = time.monotonic()
     info = TASKS[name]
     cfg = info.flags().from_args(sys.argv[1:] if argv is None else argv, prog, about)
     cfg.require("model", "train_data", *(() if cfg.dry_run else ("output_dir",)))
@@ -28,10 +30,10 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
     from modelcenter.training.setup import prepare
 
     with prepare(cfg):  # the output folder can be written, holds no finished run, and no other run writes to it
-        _run(cfg, info)
+        _run(cfg, info, began)
 
 
-def _run(cfg: Any, info: TaskInfo) -> None:
+def _run(cfg: Any, info: TaskInfo, began: float) -> None:
     from engine.checkpoint import together
     from modelcenter.training.loop import train
     from modelcenter.training.plan import dry_run
@@ -49,4 +51,4 @@ def _run(cfg: Any, info: TaskInfo) -> None:
     if cfg.dry_run:
         dry_run(cfg, task, model, tokenizer, train_set, eval_set)
     else:
-        train(cfg, task, model, tokenizer, train_set, eval_set, continuation)
+        train(cfg, task, model, tokenizer, train_set, eval_set, continuation, began)

@@ -46,6 +46,11 @@ from modelcenter.training.record import prepare_output
 from modelcenter.training.resume import Continuation, find_continuation, keep_global_batch
 
 SCHEDULES: dict[str, Any] = {"linear": Linear, "cosine": Cosine, "constant": NoDecay, "wsd": WSD}
+# Metrics of evaluations whose rows have groups, or questions without an answer.
+_OF_SOME_ROWS = (
+    "exact_match",
+    *(f"{k}_{m}" for k in ("has_answer", "no_answer", "best") for m in ("exact_match", "f1")),
+)
 _SKIPS_IN_A_ROW = 8  # steps without a finite gradient after which a run gives up
 
 
@@ -84,7 +89,7 @@ def start(cfg: TrainConfig) -> Continuation | None:
     # Every step, of units whose states are views. Only what adds to them in place would go wrong: no block does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     cfg.precision = resolve_precision(cfg.precision)
-    with suppress(OSError, RuntimeError):  # of an earlier run in this process that failed: it has said so
+    with suppress(Exception):  # of an earlier run in this process that failed: it has said so
         wait_checkpoint()  # which may still be writing to the folder that this one looks into, and clears
     continuation = find_continuation(cfg)
     if continuation is not None:
@@ -211,12 +216,13 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
     return model
 
 
-def make_adapters(cfg: TrainConfig) -> list[Any]:
-    """What --freeze and --lora_rank put into the model; see modelcenter.adapters."""
+def make_adapters(cfg: TrainConfig, trained: list[str] | None = None) -> list[Any]:
+    """What --freeze and --lora_rank put into the model; see modelcenter.adapters. trained: parameters to train whole
+    beside the updates; None: as Lora finds them."""
     adapters: list[Any] = [Freeze(cfg.freeze)] if cfg.freeze else []
     if cfg.lora_rank is not None:
         more = {"use_dora": cfg.use_dora, "use_rslora": cfg.use_rslora, "quantize": cfg.quantize}
-        adapters.append(Lora(cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets, **more))
+        adapters.append(Lora(cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets, trained, **more))
     return adapters
 
 
@@ -261,13 +267,13 @@ def check_judge(cfg: TrainConfig, task: Any, judged: bool) -> None:
             raise ValueError(f"{name}: there are no rows to evaluate on; give eval_data or eval_fraction")
     if cfg.best_metric is None:
         return
-    # Others may come with what the rows are like, such as questions without an answer.
     metrics = task.metrics()
     known = list(dict.fromkeys(["loss", metrics.main, *metrics.result()]))
     name = cfg.best_metric.removeprefix("eval_")
-    close = [n for n in known if n.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff=0.85)
-    if name not in known and close:
-        raise ValueError(f"best_metric: got {name!r}, expected one of {', '.join(known)}. Did you mean {close[0]!r}?")
+    if name not in known and name not in _OF_SOME_ROWS:
+        close = [n for n in known if n.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff=0.85)
+        meant = f". Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"best_metric: got {name!r}, expected one of {', '.join(known)}{meant}")
 
 
 def make_feed(cfg: TrainConfig, examples: Any) -> Feed:

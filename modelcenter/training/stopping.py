@@ -29,11 +29,17 @@ class Stopping:
         reason: why the run stops, once all ranks agreed to; None: it does not.
     """
 
-    def __init__(self, seconds: float | None, leave: Callable[[str], Any] | None = None, grace: float = _GRACE):
-        """seconds: time from now until the run stops by itself. leave: called with the reason before the process
-        leaves a step that takes too long."""
+    def __init__(
+        self,
+        seconds: float | None,
+        leave: Callable[[str], Any] | None = None,
+        began: float | None = None,
+        grace: float = _GRACE,
+    ):
+        """seconds: time until the run stops by itself, counted from `began` (by time.monotonic(); None: now). leave:
+        called with the reason before the process leaves a step that takes too long."""
         self.reason: str | None = None
-        self._ends = None if seconds is None else time.monotonic() + seconds
+        self._ends = None if seconds is None else (time.monotonic() if began is None else began) + seconds
         self._signal: int | None = None
         self._told_at = 0.0
         self._leave, self._grace = leave, grace

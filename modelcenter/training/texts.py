@@ -11,6 +11,7 @@ import torch.distributed as dist
 import engine
 from modelcenter.generation.state import room
 from modelcenter.models.base import Model
+from modelcenter.training.evaluation import may_stop
 
 _MOST_NEW = 128  # tokens to write where nobody says how many
 
@@ -81,6 +82,7 @@ def share_out(count: int, batch_size: int, work: Callable[[list[int]], list[Any]
     ranks = engine.data_size()
     mine: list[tuple[int, Any]] = []
     for start in range(0, count, batch_size * ranks):
+        may_stop()
         numbers = list(range(start, min(start + batch_size * ranks, count)))[engine.data_rank() :: ranks]
         mine += zip(numbers, work(numbers or [0]), strict=False)
     everyone: list[Any] = [mine]

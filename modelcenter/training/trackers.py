@@ -1,5 +1,6 @@
 """Where curves go besides metrics.jsonl: the trackers that accelerate speaks to."""
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,19 @@ class Trackers:
     def log(self, row: dict[str, Any]) -> None:
         """The numbers of a row of metrics.jsonl."""
         values = {name: v for name, v in row.items() if isinstance(v, (int, float)) and name != "step"}
-        for tracker in self._all:
-            tracker.log(values, step=row["step"])
+        for tracker in list(self._all):
+            try:
+                tracker.log(values, step=row["step"])
+            except Exception as error:  # whatever a server or its library raises: what only watches ends no run
+                self._all.remove(tracker)
+                print(f"trackers: {tracker.name} gets no more rows, as it failed: {error}", file=sys.stderr)
 
     def close(self) -> None:
         for tracker in self._all:
-            tracker.finish()
+            try:
+                tracker.finish()
+            except Exception as error:
+                print(f"trackers: {tracker.name} could not be ended: {error}", file=sys.stderr)
         self._all = []
 
 

@@ -25,12 +25,13 @@ class Trained:
         """A run's folder, else anything that modelcenter.from_pretrained takes.
 
         Raises:
-            ValueError: the folder is of a run that left no model.
+            ValueError: the folder is of a run that left no model, or an adapter alone.
         """
         folder = Path(name).expanduser()
         if not (folder / "config.yaml").is_file() or (folder / CONFIG_FILE).is_file():
             return cls(name)
         if not (folder / "model" / CONFIG_FILE).is_file():
+            _check_adapter(folder)
             last = folder / "checkpoints" / "last"
             instead = f"; its newest checkpoint is {last}" if last.exists() else ""
             raise ValueError(
@@ -59,10 +60,25 @@ class Trained:
         return TASKS[task]
 
 
-def _task_of_run(path: Path) -> str:
+def _check_adapter(folder: Path) -> None:
+    """Raise ValueError for a run that has finished without a model: one over weights in 4 bits."""
+    kind, adapter = _flags_of_run(folder / "config.yaml").get("quantize"), folder / "adapter"
+    if kind is not None and adapter.is_dir():
+        raise ValueError(
+            f"{folder} is a run with weights in 4 bits ({kind}), which leaves {adapter} and no model. In Python, "
+            f"load_lora('{adapter}', from_pretrained(BASE)) puts it into its base, and merge_lora and save_pretrained "
+            "make a model of them: see docs/lora.md"
+        )
+
+
+def _flags_of_run(path: Path) -> dict[str, Any]:
     import yaml
 
-    task = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("task", "classification")
+    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+
+
+def _task_of_run(path: Path) -> str:
+    task = _flags_of_run(path).get("task", "classification")
     if task not in TASKS:
         raise ValueError(f"{path}: unknown task {task!r}; tasks: {', '.join(TASKS)}")
     return task

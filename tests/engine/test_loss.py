@@ -29,11 +29,44 @@ def test_linear_cross_entropy(chunk, smoothing, bias, labelled, monkeypatch):
         assert (a - t).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("chunk", [1 << 26, 4 * 4096 * 5])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_scale_comes_before_fp16(chunk, compiled, smoothing, monkeypatch):
+    """Divided by the 16,384 labels of a global batch, most of a gradient is below the smallest number of fp16."""
+    monkeypatch.setattr(loss, "_CHUNK_BYTES", chunk)
+    if not compiled:
+        monkeypatch.setattr("engine.ops.softmax.library.serves", lambda device: False)
+    count, scale = 16384, 2.0**16
+    start = torch.randn(32, 16), torch.randn(4096, 16) / 4, torch.randn(4096) / 4
+    halves = [x.half().requires_grad_() for x in start]
+    doubles = [x.detach().double().requires_grad_() for x in halves]
+    targets = torch.randint(0, 4096, (32,))
+    value = loss.linear_cross_entropy(*halves, targets, count, label_smoothing=smoothing)
+    logits = F.linear(*doubles)
+    wanted = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing) / count
+    assert value.item() == pytest.approx(wanted.item(), rel=1e-2)
+    (scale * value).backward()
+    wanted.backward()
+    for half, double in zip(halves, doubles, strict=True):
+        assert (half.grad.double() / scale - double.grad).norm() < 0.01 * double.grad.norm()
+
+
 def test_the_gradient_can_be_taken_twice():
     hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     value = loss.linear_cross_entropy(hidden, weight, None, torch.tensor([0, 1, 2, 3]), 4)
     first = torch.autograd.grad(2 * value, weight, retain_graph=True)[0]
     assert torch.equal(first, torch.autograd.grad(2 * value, weight)[0])
+
+
+@pytest.mark.parametrize("count", [7, torch.tensor(7)])
+def test_fp16_without_labels_or_with_a_loss_that_counts_nothing(count):
+    """Weight takes part all the same; and what is not counted is no NaN."""
+    hidden, weight = torch.randn(4, 3).half().requires_grad_(), torch.randn(5, 3).half().requires_grad_()
+    for targets, factor in ((torch.full((4,), -100), 2.0), (torch.tensor([0, 1, 2, 3]), 0.0)):
+        value = loss.linear_cross_entropy(hidden, weight, None, targets, count)
+        for grad in torch.autograd.grad(factor * value, (hidden, weight)):
+            assert torch.equal(grad, torch.zeros_like(grad))
 
 
 def test_nothing_larger_than_a_chunk_of_logits_is_made(monkeypatch):

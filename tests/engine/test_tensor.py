@@ -172,6 +172,27 @@ def test_vocabulary_parallel_cross_entropy(four, vocab, smoothing, rows):
             torch.testing.assert_close(mine, parameter.grad, rtol=1e-5, atol=1e-5)
 
 
+def vocabulary_gradients_in_fp16(count, scale):
+    engine.init_distributed(tp_size=engine.world_size())
+    hidden, weight, _, targets = vocabulary_problem(11, 7)
+    hidden = hidden.half().requires_grad_()
+    table = nn.Linear(hidden.shape[1], 11, bias=False).half()
+    with torch.no_grad():
+        table.weight.copy_(weight)
+    tensor.parallelize(table, engine.runtime.mesh()["tp"], {"weight": "vocab"})
+    (linear_cross_entropy(hidden, table.weight, None, targets, count) * scale).backward()
+    return hidden.grad, toys.whole(table.weight.grad)
+
+
+def test_vocabulary_parallel_gradients_are_scaled_before_they_are_fp16(four):
+    hidden, weight, _, targets = vocabulary_problem(11, 7)
+    hidden, weight = (x.half().double().requires_grad_() for x in (hidden, weight))
+    F.cross_entropy(hidden @ weight.T, targets, reduction="sum").div(2**22).backward()
+    for found in four.run(vocabulary_gradients_in_fp16, 2**22, 2.0**16):
+        for mine, parameter in zip(found, (hidden, weight), strict=True):
+            assert (mine.double() / 2**16 - parameter.grad).norm() < 0.01 * parameter.grad.norm()
+
+
 # -- dropout ----------------------------------------------------------------------------------------------------------
 
 

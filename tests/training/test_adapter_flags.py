@@ -12,7 +12,9 @@ from toyruns import assert_same_end, curve, die_at, weights
 
 import modelcenter as mc
 from engine.testing import run as on_ranks
+from modelcenter.hub.push import model_directory
 from modelcenter.training.config import ClassificationConfig
+from modelcenter.training.trained import Trained
 from scripts.finetune_classification import main
 from scripts.finetune_seq2seq import main as seq2seq
 
@@ -158,12 +160,47 @@ def test_new_tokens_get_rows(folder):
     [
         ({"lora_alpha": 3}, "lora_alpha: it is about low-rank updates; give lora_rank too"),
         ({"lora_rank": 0}, "lora_rank: got 0, expected a number above 0"),
+        (
+            {"lora_rank": 2, "quantize": "nf4", "push_to_hub": "me/x"},
+            "push_to_hub: a run with quantize leaves an adapter and no model",
+        ),
         ({"lora_rank": 2, "add_tokens": ["x"]}, "add_tokens: the rows of new words are not trained by lora_rank"),
     ],
 )
 def test_mistakes(changes, says):
     with pytest.raises(ValueError, match=says):
         ClassificationConfig(**changes)
+
+
+def test_a_run_over_4_bit_weights_leaves_its_adapter_and_ends_well(folder, monkeypatch, capsys):
+    """Without bitsandbytes: what the loop and the verbs make of such a run is the same."""
+    monkeypatch.setattr("modelcenter.adapters.lora.check_quantize", lambda kind: None)
+    monkeypatch.setattr("modelcenter.adapters.lora.quantized", lambda linear, kind: linear)
+    main(command(values_of(folder, "run", **LORA, quantize="nf4", max_steps=1, push_to_hub=None)))
+    assert capsys.readouterr().out.rstrip().endswith(f"what was trained is in {folder / 'run' / 'adapter'}")
+    assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
+    assert (folder / "run" / "adapter" / "adapter_model.safetensors").is_file() and not (folder / "run/model").exists()
+    with pytest.raises(ValueError, match=r"4 bits \(nf4\), which leaves .*run/adapter and no model.*load_lora\('"):
+        Trained.find(str(folder / "run"))
+    with pytest.raises(ValueError, match="left no model: .*4 bits"):
+        model_directory(folder / "run")
+
+
+def test_an_exported_adapter_has_what_the_base_lacked(folder):
+    """A pooler that the run made, as the checkpoint of a masked language model has none."""
+    from modelcenter import cli
+
+    sizes = flags(folder)["model_config"] | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0}
+    mc.from_config("tiny/bert", "masked-lm", **sizes).save_pretrained(folder / "base")
+    main(command(values_of(folder, "run", **LORA, max_steps=1)))
+    with pytest.raises(SystemExit) as done:
+        cli.run(["export", str(folder / "run"), str(folder / "out"), "--step", "last", "--keep_adapter"])
+    assert not done.value.code
+    ours, theirs = (load_file(folder / at / "adapter_model.safetensors") for at in ("out", "run/adapter"))
+    assert any("pooler" in key for key in theirs)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    configs = [(folder / at / "adapter_config.json").read_text() for at in ("out", "run/adapter")]
+    assert configs[0] == configs[1]
 
 
 @pytest.mark.full

@@ -7,8 +7,9 @@ from toydata import SIZES
 import engine
 import modelcenter
 from engine.testing import run as on_ranks
-from modelcenter.training.evaluation import logits_of
+from modelcenter.training.evaluation import EvaluationStopped, logits_of, stoppable
 from modelcenter.training.metrics import SingleLabel
+from modelcenter.training.texts import share_out
 
 VOCAB = 31
 
@@ -107,3 +108,16 @@ def test_accumulate_is_the_mean_over_all_items(loss_fn):
         assert result.pop("loss") == pytest.approx(loss.item(), rel=1e-5)
         for name, p in model.named_parameters():
             assert torch.allclose(torch.tensor(result[name]), p.grad, rtol=1e-4, atol=1e-5), name
+
+
+def test_what_goes_over_batches_stops_between_two_of_them():
+    """The model is in the mode it was in, and what comes later asks nobody."""
+    model, batches, asked = make_model().train(), make_batches([2, 2, 2]), []
+    with pytest.raises(EvaluationStopped), stoppable(lambda: len(asked) == 2 or asked.append(1)):
+        modelcenter.training.evaluate(model, batches)
+    assert model.training and len(asked) == 2
+    written = []
+    with pytest.raises(EvaluationStopped), stoppable(lambda: len(written) == 2):
+        share_out(7, 1, lambda numbers: written.append(numbers) or numbers)
+    assert written == [[0], [1]]
+    assert share_out(2, 1, list) == [0, 1] and modelcenter.training.evaluate(model, batches)["loss"] > 0

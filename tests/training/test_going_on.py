@@ -9,11 +9,13 @@ import signal
 
 import pytest
 import torch
-from toydata import command, flags, write_folder
+from toydata import SIZES, STILL, command, flags, write_folder
 from toyruns import assert_same_end, curve, die_at
 
+import engine
 import engine.checkpoint.training
 import modelcenter
+from engine.testing import run as on_ranks
 from modelcenter.training import loop, resume
 from modelcenter.training.alone import alone_in
 from modelcenter.training.config import ClassificationConfig
@@ -191,6 +193,166 @@ def test_a_best_model_that_was_not_written_is_not_claimed(folder, monkeypatch, c
         assert all(torch.equal(tensor, made[name]) for name, tensor in best.items())
 
 
+def judged_as(monkeypatch, scores):
+    """Let the evaluation of each step have this accuracy."""
+
+    def evaluate(self):
+        row = {"step": self.step, "epoch": 0.0, "eval_loss": 1.0, "eval_accuracy": scores[self.step]}
+        self.record.log(row)
+        return row
+
+    monkeypatch.setattr(loop.Run, "evaluate", evaluate)
+
+
+def best_of(folder, name="run"):
+    return (folder / name / "checkpoints" / "best").resolve().name
+
+
+def test_the_card_tells_the_scores_of_the_model_that_is_kept(folder, monkeypatch):
+    judged_as(monkeypatch, {1: 0.5, 2: 0.875, 3: 0.25})
+    main(command(values_of(folder, "run", best_metric="accuracy", eval_every=1, max_steps=3)))
+    card = (folder / "run" / "model" / "README.md").read_text()
+    assert "| accuracy | 0.875 |" in card and "value: 0.875" in card and "0.25 " not in card
+    assert "The model is that of step 2, the best by accuracy." in card
+    main(command(values_of(folder, "last", eval_every=1, max_steps=3)))
+    card = (folder / "last" / "model" / "README.md").read_text()
+    assert "| accuracy | 0.25 |" in card and "The model is that" not in card
+
+
+@pytest.mark.parametrize("worst", [float("nan"), float("inf"), None])
+def test_a_score_that_is_no_number_is_not_the_best(folder, monkeypatch, worst):
+    judged_as(monkeypatch, {1: worst, 2: 0.5, 3: 0.25})
+    main(command(values_of(folder, "run", best_metric="accuracy", early_stopping=2, eval_every=1, max_steps=3)))
+    assert best_of(folder) == "step-00000002"
+    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 3
+
+
+def test_best_names_the_best_of_those_that_are_saved(folder, monkeypatch):
+    """Step 3 is better than what is saved, step 5 better than what is saved but not than step 3; before a stop too."""
+    judged_as(monkeypatch, {1: 0.2, 2: 0.5, 3: 0.9, 4: 0.7, 5: 0.8, 6: 0.6})
+    often = {"eval_every": 1, "save_every": 2, "max_steps": 6, "keep": 1}
+    stop_at(monkeypatch, 3, values_of(folder, "run", **often))
+    assert best_of(folder) == "step-00000004"
+    main(command(values_of(folder, "run", **often)))
+    assert best_of(folder) == "step-00000004"
+    assert sorted(p.name for p in (folder / "run" / "checkpoints").glob("step-*")) == ["step-00000004", "step-00000006"]
+
+
+def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_going_on(folder, monkeypatch, caplog, capsys):
+    """Nor from ending."""
+    judged = {"best_metric": "accuracy", "eval_every": 1, "max_steps": 6}
+    judged_as(monkeypatch, {1: 0.2, 2: 0.5, 3: 0.6, 4: 0.3, 5: 0.4, 6: 0.1})
+    stop_at(monkeypatch, 2, values_of(folder, "run", **judged))
+    assert best_of(folder) == "step-00000003"
+
+    best = folder / "run" / "checkpoints" / "best"
+
+    def damage():
+        victim = next(p for p in (best / "model").iterdir() if p.stat().st_size > 1000)
+        victim.write_bytes(victim.read_bytes()[:-7])
+
+    damage()
+    with pytest.warns(UserWarning, match="checkpoint passed over: .*step-00000003"):
+        stop_at(monkeypatch, 4, values_of(folder, "run", **judged))
+    assert "the best checkpoint is passed over: " in caplog.text
+    assert best_of(folder) == "step-00000003"  # again, of the step that was taken anew
+    finish = loop.Run.finish
+    monkeypatch.setattr(loop.Run, "finish", lambda self, target: (damage(), finish(self, target)))
+    main(command(values_of(folder, "run", **judged)))
+    said = capsys.readouterr().out
+    assert "the best model, of step 3, is not there; the last one takes its place" in said
+    assert (folder / "run" / "model").is_dir() and "of step" not in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "model"])
+def test_a_link_to_a_folder_elsewhere_stays_one(folder, name):
+    elsewhere = folder / "elsewhere"
+    (elsewhere / "old").mkdir(parents=True)
+    (folder / "run").mkdir()
+    (folder / "run" / name).symlink_to(elsewhere)
+    main(command(values_of(folder, "run", max_steps=1)))
+    assert (folder / "run" / name).is_symlink() and not (elsewhere / "old").exists()
+    assert (elsewhere / {"checkpoints": "last", "model": "config.json"}[name]).exists()
+    main(command(values_of(folder, "run", max_steps=1, overwrite_output_dir=True)))
+    elsewhere.rename(folder / "gone")
+    with pytest.raises(ValueError, match=rf"output_dir: .*{name} is a link to .*elsewhere, which is not there; make"):
+        main(command(values_of(folder, "run", max_steps=1, overwrite_output_dir=True)))
+
+
+def test_a_run_that_began_with_its_own_checkpoint_goes_on_as_often_as_it_is_started(folder, monkeypatch, capsys):
+    """Also when that checkpoint is no longer there."""
+    often = {"save_every": 1, "keep": 1, "max_steps": 6}
+    stop_at(monkeypatch, 1, values_of(folder, "run", **often))
+    newest = folder / "run" / "checkpoints" / "step-00000002"
+    again = values_of(folder, "run", **often, lr=1e-3, resume=str(newest))
+    stop_at(monkeypatch, 3, again)
+    assert not newest.exists()
+    main(command(again))
+    assert "going on after step 4" in capsys.readouterr().out
+
+
+def test_patience_is_not_that_of_another_folder(folder, monkeypatch):
+    judged_as(monkeypatch, dict.fromkeys(range(1, 9), 0.5))
+    judged = {"eval_every": 1, "early_stopping": 2}
+    main(command(values_of(folder, "run", max_steps=5, **judged)))
+    assert curve(folder, "run")[-1]["step"] == 3
+    main(command(values_of(folder, "next", max_steps=8, resume=str(folder / "run"), **judged)))
+    assert curve(folder, "next")[-1]["step"] == 5
+
+
+def test_a_run_that_has_only_its_model_to_write_prepares_it_too(folder, monkeypatch):
+    """The padding token of a decoder, without which transformers classifies no batch."""
+    from text_toys import SIZES as DECODERS
+    from text_toys import make_decoder_tokenizer
+
+    make_decoder_tokenizer().save_pretrained(folder / "words")
+    decoder = {"model": "tiny/gpt2", "model_config": DECODERS["tiny/gpt2"], "tokenizer": str(folder / "words")}
+
+    def finish(self, target):
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
+        patch.setattr(loop.Run, "finish", finish)
+        main(command(values_of(folder, "run", max_steps=2, **decoder)))
+    main(command(values_of(folder, "run", max_steps=2, **decoder)))
+    model = folder / "run" / "model"
+    assert json.loads((model / "config.json").read_text())["pad_token_id"] == 0
+    assert json.loads((model / "tokenizer_config.json").read_text())["pad_token"] == "<eos>"
+
+
+@pytest.mark.parametrize(
+    "ranks", [{}, *(pytest.param(cut, marks=pytest.mark.full) for cut in ({"zero": 3}, {"pp": 2}))], ids=str
+)
+def test_an_evaluation_that_a_stop_left_is_made_up_for(folder, monkeypatch, capfd, ranks):
+    """It takes minutes where texts are written, and launchers wait 30 seconds."""
+    sizes = {"model_config": SIZES | STILL | {"num_layers": 2}}
+    judged = {"eval_every": 2, "eval_batch_size": 1, "best_metric": "loss", "save_every": 3, "lr": 0.1, **sizes}
+
+    def run(name):
+        values = values_of(folder, name, batch_size=4, global_batch_size=8, **judged, **ranks)
+        return on_ranks(lambda: main(command(values)), 2, timeout=90) if ranks else main(command(values))
+
+    run("whole")
+    calls = []
+
+    def asked(stopping):
+        calls.append(1)
+        if len(calls) == 2 and engine.rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return usual(stopping)
+
+    usual = loop.Stopping.asked
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Stopping, "asked", asked)
+        run("run")
+    assert curve(folder, "run")[-1]["step"] == 2 and "eval_loss" not in curve(folder, "run")[-1]
+    assert (folder / "run" / "checkpoints" / "step-00000002").is_dir() and len(calls) < 8
+    assert "the same command goes on" in capfd.readouterr().out
+    run("run")
+    assert_same_end(folder, "run")
+    assert best_of(folder) == best_of(folder, "whole")
+
+
 def test_lines_that_are_no_rows_are_cut_out(tmp_path):
     lines = ['{"step": 1}', "[1, 2]", '"x"', "3", '{"a": 1}', "\0\0", '{"step": 2}', '{"step": 3}', '{"step": 4, "l']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
@@ -235,6 +397,18 @@ def test_a_metric_of_pretraining_that_is_misspelt_is_said_before_the_first_step(
     check_judge(PretrainLMConfig(best_metric="perplexity"), task, True)
     with pytest.raises(ValueError, match=r"best_metric: got 'perplexty', expected one of loss, perplexity\. Did you"):
         check_judge(PretrainLMConfig(best_metric="perplexty"), task, True)
+
+
+def test_a_metric_that_takes_a_flag_is_one_with_that_flag_alone():
+    from modelcenter.training.config import LMConfig
+    from modelcenter.training.tasks.lm import LanguageModelling
+
+    task = LanguageModelling.__new__(LanguageModelling)
+    for task.cfg in (LMConfig(best_metric="accuracy", token_accuracy=True), LMConfig(best_metric="accuracy")):
+        if task.cfg.token_accuracy:
+            check_judge(task.cfg, task, True)
+    with pytest.raises(ValueError, match=r"best_metric: got 'accuracy', expected one of loss, perplexity$"):
+        check_judge(task.cfg, task, True)
 
 
 def test_the_files_of_streams_and_mixtures_that_changed_are_named():

@@ -364,6 +364,23 @@ def test_a_failed_run_may_be_repeated_while_its_checkpoint_is_written(folder, mo
     assert not [record for record in caplog.records if "could not be written" in record.getMessage()]
 
 
+def test_a_short_run_in_fp16_may_end_before_its_loss_scale_fits(folder, monkeypatch, capsys):
+    good = loop.accumulate
+
+    def accumulate(model, *args, **kwargs):
+        loss = good(model, *args, **kwargs)
+        next(model.parameters()).grad.fill_(float("inf"))
+        return loss
+
+    monkeypatch.setattr(loop, "accumulate", accumulate)
+    finetune(folder, max_steps=2, precision="fp16")
+    assert read_summary(folder)["status"] == "finished"
+    assert "no step changed the weights: the loss scale of fp16 is still falling" in capsys.readouterr().out
+    spoil(monkeypatch, None)
+    with pytest.raises(FloatingPointError, match="no step of the run had a finite loss"):
+        finetune(folder, max_steps=2, precision="fp16", output_dir=str(folder / "nan"))
+
+
 def test_output_that_cannot_be_written(folder):
     (folder / "file").touch()
     with pytest.raises(OSError, match="output_dir: cannot write to .*file/run: Not a directory"):

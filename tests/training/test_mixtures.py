@@ -10,6 +10,8 @@ import seq2seq_toys
 from toydata import SIZES, STILL, command, flags, make_rows, make_tokenizer, write_folder, write_jsonl
 from toyruns import assert_same_end, die_at, in_a_process
 
+from modelcenter.data.sampling import EpochBatches
+from modelcenter.training.feed import RowFeed
 from modelcenter.training.setup import make_feed
 from modelcenter.training.tasks import TASKS
 from scripts.finetune_classification import main
@@ -52,6 +54,32 @@ def test_shares_of_epochs(folder):
     assert sorted(counts) == [2, 2, 2, 2, 2, 3]  # all of a part before any row comes again
     assert len({place for places in epochs[:2] for place in places if "b.jsonl" not in place}) == 20  # on, not anew
     assert drawn("classification", mixture(folder, 1, 1), make_tokenizer())[0] == epochs
+
+
+def test_a_step_does_not_count_the_rows_of_an_epoch_anew():
+    """Neither their lengths, which many kinds of rows work out when they are asked for."""
+    calls = {"draws": 0, "lengths": 0}
+
+    class Rows:
+        @property
+        def lengths(self):
+            calls["lengths"] += 1
+            return np.full(24, 3)
+
+        def batch(self, rows, epoch):
+            return {"cu_seqlens": [0]}
+
+        def row_ids(self, rows):
+            return rows
+
+    def draw(epoch):
+        calls["draws"] += 1
+        return np.arange(20)
+
+    feed = RowFeed(Rows(), EpochBatches(Rows().lengths, 4, 0, draw), 10, 1)
+    batches = list(feed.batches())
+    assert [feed.epochs_at(batch.step) for batch in batches][-1] == 9 / 5 and batches[0].tokens == 12
+    assert calls == {"draws": 3, "lengths": 1}  # once to count them, and for each epoch
 
 
 def test_rows_that_are_held_out_belong_to_no_share(folder):

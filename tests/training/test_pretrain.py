@@ -6,8 +6,8 @@ import signal
 import numpy as np
 import pytest
 import torch
-from text_toys import KINDS, SIZES, STILL, TOKENIZERS, flags, pretrain, rows_of, write_texts
-from toydata import command
+from text_toys import KINDS, SIZES, STILL, TOKENIZERS, flags, make_texts, pretrain, rows_of, write_texts
+from toydata import command, write_jsonl
 from toyruns import assert_same_end, die_at, in_a_process
 
 import modelcenter
@@ -103,6 +103,22 @@ def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder, kind):
     assert rows[-1]["eval_perplexity"] == pytest.approx(np.exp(total / count), rel=1e-3)
     if kind == "mlm":
         assert rows[-1]["eval_accuracy"] == pytest.approx(right / count)
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts"), [("lm", 60), *(pytest.param(kind, 400, marks=pytest.mark.full) for kind in KINDS)]
+)
+def test_fp16_trains_as_fp32_with_as_many_labels_as_batches_have(folder, kind, texts):
+    """Gradients of a vocabulary's logits, over the thousands of labels of a global batch, are the smallest of all."""
+    write_jsonl(folder / "data" / "train.jsonl", [{"text": text} for text in make_texts(texts, 1)])
+    model = KINDS[kind][0]
+    large = {"batch_size": 800, "max_steps": 3, "eval_data": None, "train_data": str(folder / "data" / "train.jsonl")}
+    large["model_config"] = SIZES[model] | STILL[model] | {"vocab_size": 2048}
+    rows, wanted = (pretrain(folder, kind, precision, precision=precision, **large) for precision in ("fp16", "fp32"))
+    assert [row["step"] for row in rows] == [1, 2, 3] and not any("skipped" in row for row in rows)
+    for row, expected in zip(rows, wanted, strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], abs=5e-3)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
 
 
 def product(forms: tuple[str, ...], fast: set[tuple[str, str]]) -> pytest.MarkDecorator:

@@ -12,6 +12,7 @@ from toydata import command, write_jsonl
 
 from modelcenter.cli import run as cli
 from modelcenter.data.token_files import open_tokens
+from modelcenter.training.feed import StreamFeed
 from modelcenter.training.tasks.spans import SpanCorruptionModel
 
 
@@ -170,7 +171,6 @@ def test_documents_of_txt_files(folder):
 
 def test_a_stream_has_all_tokens_of_its_texts(folder):
     """Once per epoch, in pieces of at most max_length, each with a key of its own."""
-    from modelcenter.training.feed import StreamFeed
     from modelcenter.training.setup import stream_feed
     from modelcenter.training.tasks import TASKS
 
@@ -192,6 +192,43 @@ def test_a_stream_has_all_tokens_of_its_texts(folder):
         found = sum((pieces[key] for key in sorted(pieces) if key[1] == i), [])
         whole = [*tokenizer(text)["input_ids"], 0]
         assert found in (whole, whole[:-1])  # a last piece of one token asks nothing
+
+
+def test_the_epochs_of_a_stream_are_looked_at_while_a_thread_adds_to_them():
+    feed = StreamFeed(None, None, 3, 1)
+
+    class Step(int):
+        def __lt__(self, other):
+            feed._epochs[len(feed._epochs) + 5] = 0
+            return int(self) < other
+
+    feed._epochs = {Step(1): 0, Step(2): 1}
+    assert feed.epochs_at(2) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"train_data": "other.jsonl"}, "train_data"),
+        ({"shuffle_window": 5}, "shuffle_window"),
+        ({"max_length": 11}, "max_length"),
+        ({"lr": 0.1}, None),
+    ],
+)
+def test_a_stream_of_other_rows_begins_anew(folder, changes, why, caplog):
+    """A place in the rows of before is none in those of now."""
+    stream = {"streaming": True, "batch_tokens": 48, "shuffle_window": 10, "save_every": "never"}
+    data = write_jsonl(folder / "one.jsonl", [{"text": text} for text in make_texts(12, 1)])
+    write_jsonl(folder / "other.jsonl", [{"text": text} for text in make_texts(12, 8, longest=9)])
+    values = {**stream, "train_data": str(data), "eval_data": str(folder / "data" / "dev.jsonl")}
+    pretrain(folder, "lm", "run", max_steps=3, **{**values, "save_every": 3})
+    caplog.clear()
+    changes = {name: str(folder / value) if name == "train_data" else value for name, value in changes.items()}
+    rows = pretrain(folder, "lm", "next", resume=str(folder / "run"), max_steps=5, **{**values, **changes})
+    assert [row["step"] for row in rows if "loss" in row] == [4, 5]
+    said = f"the stream begins anew, as {why} is not what the checkpoint's run had"
+    assert (said in caplog.text) == (why is not None)
+    assert ("the rows of train_data are not those of the checkpoint's run" in caplog.text) == (why == "train_data")
 
 
 # -------------------------------------------------------------------------------------------------------- gone wrong

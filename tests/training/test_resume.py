@@ -30,7 +30,7 @@ from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.config.common import seconds_of
 from modelcenter.training.errors import Stopped
 from modelcenter.training.record import Record
-from modelcenter.training.resume import Continuation
+from modelcenter.training.resume import Continuation, keep_global_batch
 from modelcenter.training.stopping import Stopping
 from scripts.finetune_classification import main
 
@@ -202,6 +202,15 @@ def test_a_step_that_takes_too_long_is_left(tmp_path):
     assert "stopped by SIGTERM in a step of more than 0.3 s" in (tmp_path / "reason").read_text()
 
 
+def test_max_time_counts_from_the_start_of_the_command(folder, monkeypatch):
+    """Data are tokenised and models loaded in the hours that a job has."""
+    assert Stopping(10, began=time.monotonic() - 11).asked() and not Stopping(10, began=time.monotonic() - 9).asked()
+    before, given = time.monotonic(), []
+    monkeypatch.setattr(loop, "train", lambda *args: given.append(args[-1]))
+    main(command(values_of(folder, "run", max_time="8h")))
+    assert before <= given[0] < time.monotonic()
+
+
 def test_max_time(folder, capsys):
     main(command(values_of(folder, "run", max_time="0.000001s")))
     assert capsys.readouterr().out.splitlines()[-1] == "max_time passed, at step 1/12; the same command goes on"
@@ -273,6 +282,26 @@ def test_nodes_may_go_on_with_a_model_at_places_of_their_own():
     assert all("train_data: the rows are not those that step-1" in said for said in on_ranks(_compare, 2, True))
 
 
+@pytest.mark.parametrize(
+    ("given", "flags", "says"),
+    [
+        ({"batch_size": 64}, {"global_batch_size": 8}, "keeps its global_batch_size of 8, though the flags make 64;"),
+        (
+            {"batch_tokens": 40, "gradient_accumulation_steps": 3},
+            {"global_batch_tokens": 40, "batch_tokens": 40},
+            "keeps its global_batch_tokens of 40, though the flags make 120; for that give --global_batch_tokens too",
+        ),
+    ],
+)
+def test_a_step_that_keeps_its_size_against_the_flags_is_said(given, flags, says, caplog):
+    for forced in (False, True):
+        cfg = ClassificationConfig(**given)
+        assert says not in caplog.text
+        keep_global_batch(cfg, Continuation(Path("step-1"), 1, flags, None, forced), 1)
+        assert cfg.gradient_accumulation_steps == 1
+    assert says in caplog.text
+
+
 def test_free_flags_may_change(folder, monkeypatch):
     main(command(values_of(folder, "whole")))
     with monkeypatch.context() as patch:
@@ -309,13 +338,15 @@ def test_best_model_and_early_stopping(folder, monkeypatch):
     assert best["metric"] == "eval_loss"
     losses = {row["step"]: row["eval_loss"] for row in curve(folder, "ten") if "eval_loss" in row}
     assert best["step"] == min(losses, key=losses.get)
-    with pytest.raises(ValueError, match="best_metric: got 'rouge', the evaluation gives loss, accuracy, f1, mcc"):
-        main(command(values_of(folder, "wrong", best_metric="rouge")))
+    with pytest.raises(ValueError, match="best_metric: got 'f1_x', the evaluation gives loss, accuracy, f1, mcc"):
+        monkeypatch.setattr(loop, "check_judge", lambda *_: None)
+        main(command(values_of(folder, "wrong", best_metric="f1_x")))
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"best_metric": "rouge"}, "best_metric: got 'rouge', expected one of loss, accuracy, f1, mcc$"),
         ({"best_metric": "acc"}, "best_metric: got 'acc', .* Did you mean 'accuracy'"),
         ({"best_metric": "acuracy"}, "best_metric: got 'acuracy', expected one of loss, .* Did you mean 'accuracy'"),
         ({"best_metric": "loss", "eval_data": None}, "best_metric: there are no rows to evaluate on; give eval_data"),

@@ -89,7 +89,8 @@ class TrainConfig(Flags):
     resume: str = _output("auto", "auto: go on from output_dir's newest whole checkpoint if the flags say the same "
         "run; never: start anew; or a run or checkpoint to go on from, whatever its flags", "resume_from_checkpoint",
         means={"true": "auto", "false": "never"})
-    max_time: str | None = _output(None, "save, stop and exit in order after this time, such as 90m, 8h or 1-12:00:00")
+    max_time: str | None = _output(None, "save, stop and exit in order when this time has passed since the command "
+        "began, such as 90m, 8h or 1-12:00:00")
     trackers: list[str] | None = _output(None, "where curves go besides metrics.jsonl: tensorboard, wandb, mlflow, "
         "trackio, ...; none: tensorboard where it is installed; 'no': nowhere", "report_to", "log_with")
     push_to_hub: str | None = _output(None, "repository, owner/name, that the final model is pushed to", "hub_model_id")
@@ -217,6 +218,11 @@ class TrainConfig(Flags):
         if self.lora_rank is not None:
             if self.lora_rank <= 0:
                 raise ValueError(f"lora_rank: got {self.lora_rank}, expected a number above 0")
+            if self.quantize is not None and self.push_to_hub is not None:
+                raise ValueError(
+                    "push_to_hub: a run with quantize leaves an adapter and no model to push; leave it out, and upload "
+                    "adapter/ of output_dir with `hf upload`"
+                )
             if self.add_tokens:
                 raise ValueError(
                     "add_tokens: the rows of new words are not trained by lora_rank, which leaves the embedding as it "

@@ -25,7 +25,7 @@ class PretrainConfig(TrainConfig):
     packing: str = _data("none", "none: a row is a piece of a document; concat: rows are cut from all documents end to "
         "end, and nothing is seen across their ends", choices=("none", "concat"))
     streaming: bool = _data(False, "read and tokenise while training, for text too large for a pass beforehand; needs "
-        "max_steps")
+        "max_steps. 'epoch' of eval_every and save_every then means 1000 steps")
     shuffle_window: int = _data(10_000, "rows of a stream that are shuffled together", "shuffle_buffer")
     # fmt: on
 

@@ -131,7 +131,7 @@ class GenerateConfig(SearchFlags):
         positional="any")
     prompts_file: str | None = _data(None, "file of prompts, one a line", "prompt_file", "input_file")
     chat: bool = _data(False, "prompts are what a user says: the tokenizer's chat template goes around them")
-    output: str | None = _output(None, "file to write, a JSON line for each text; none: the terminal", "output_file")
+    output: str | None = _output(None, "file to write, a JSON line for each prompt; none: the terminal", "output_file")
     max_new_tokens: int | None = _search(None, "tokens to add at most; none: 128, or what the model has positions for",
         "max_length")
     batch_size: int = _batches(8, "prompts per rank at a time", "per_device_eval_batch_size")

@@ -30,6 +30,7 @@ from modelcenter.training.tasks.base import (
     strings,
     usual_columns,
 )
+from modelcenter.training.tasks.pretraining import Perplexity
 from modelcenter.training.tasks.structured import StructuredRows, label_objects, objects_of, objects_to_fill
 from modelcenter.training.texts import complete, own_draws, share_out
 
@@ -102,7 +103,7 @@ class LanguageModelling(Task):
         return self.columns.shown() + layout
 
     def metrics(self, device: torch.device | str = "cpu") -> Metrics:
-        return LanguageModel()
+        return LanguageModel() if self.cfg.token_accuracy else Perplexity()
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
         rows = own_batches(examples, batch_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -139,8 +140,7 @@ def _draw_by_module_rule(model: nn.Module, prefix: str, module: nn.Module, membe
         own_name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False)
         for own_name, p in module._parameters.items()
     }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_mix(seed, prefix))
+    with _seeded(_mix(seed, prefix)):
         rule(stand_in(module, fresh, on_meta(module._buffers)))
     for own_name in members:
         parameter, drawn = module._parameters[own_name], fresh[own_name]
@@ -189,10 +189,18 @@ def draw_(parameter: torch.Tensor, name: str, seed: int, fill: Callable[[torch.T
     """Give one parameter the values that ``fill`` writes into a tensor of its whole shape (fp32, on the CPU)."""
     dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
     full = torch.empty(parameter.shape, dtype=dtype, device="cpu")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_mix(seed, name))
+    with _seeded(_mix(seed, name)):
         fill(full)
     write_(parameter, full)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """The CPU's generator starts from ``seed``, and goes on afterwards from where it was. ``torch.manual_seed`` would
+    seed those of the GPUs too, and leave them so: dropout would draw the same on ranks with other data."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 @torch.no_grad()

@@ -142,9 +142,10 @@ def init_distributed(
     _runtime.pp_chunks, _runtime.num_micro_batches = pp_chunks, num_micro_batches
     _runtime.timeout, _runtime.initialized = seconds, True
     if dist.is_initialized():
-        from engine.parallel.mesh import build_mesh
+        from engine.parallel.mesh import build_mesh, limit_waiting
 
         build_mesh(device_.type, world_size_, dp_replicate, cp_size, tp_size, pp_size)
+        limit_waiting(seconds)
     set_seed(seed)
 
 

@@ -6,8 +6,10 @@ Private torch names that the engine needs are imported here and nowhere else, so
 
 from __future__ import annotations
 
+import datetime
 import functools
 import operator
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -160,6 +162,13 @@ def sums_are_only_viewed(unit: FSDPModule, dtype: torch.dtype) -> bool:
         for p in shards
         if p.requires_grad
     )
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let collectives of ``group`` that begin from now on raise after so many seconds."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # by no pretended group
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def default_store() -> dist.Store:

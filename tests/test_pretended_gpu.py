@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import test_gpu
 import torch
-from pretended_gpu import Waited, pretended
+from pretended_gpu import OnGPU, Waited, pretended
 
+import engine
 import modelcenter as mc
 from engine.ops import dropout, library
-from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion
+from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion, OptimManager
 from modelcenter.compare import pack_rows, rows_for
 from modelcenter.layers import packing
 from modelcenter.layers.mask import Mask
@@ -114,3 +115,63 @@ def test_optimizers(kind, monkeypatch):
 
     for dtype in (torch.float32, torch.bfloat16):
         test_ops_gpu.test_optimizers_are_those_of_the_cpu(kind, dtype)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
+@pytest.mark.parametrize("how", ["checkpoint", "state"])
+def test_states_of_an_offloaded_optimizer_never_come_to_the_gpu(precision, how, monkeypatch, tmp_path):
+    """Where a run goes on, too: there is room for parameters and gradients."""
+    engine.init_distributed()
+    rng = torch.Generator().manual_seed(0)
+
+    def made(device):
+        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+        engine.Policy(precision=precision).cast_parameters_(model)
+        return model, AdamOffloadOptimizer(model.to(device).parameters(), lr=0.1, bucket=20)
+
+    def step(model, optimizer):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=rng).to(parameter.device, parameter.dtype)
+        optimizer.step()
+
+    model, optimizer = made("cpu")
+    step(model, optimizer)
+    if how == "checkpoint":
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: False)
+            engine.save_checkpoint(tmp_path / "c", model, optimizer)
+    other, its = made("cuda")
+    seen = []
+    made_here = OnGPU.__init__
+    monkeypatch.setattr(OnGPU, "__init__", lambda self, values: (seen.append(values), made_here(self, values))[1])
+    if how == "checkpoint":
+        engine.load_checkpoint(tmp_path / "c", other, its, generators=False)
+    else:
+        other.load_state_dict(model.state_dict())
+        seen.clear()
+        its.load_state_dict(optimizer.state_dict())
+    # Views and detached ones of the parameters are made; memory of their own has nothing.
+    held = {p.values_here.untyped_storage().data_ptr() for p in other.parameters()}
+    assert not [v.shape for v in seen if v.untyped_storage().data_ptr() not in held]
+    for mine, parameter in zip(model.parameters(), other.parameters(), strict=True):
+        assert type(parameter.detach()) is OnGPU and torch.equal(parameter.cpu(), mine)
+        assert its.state[parameter].keys() == optimizer.state[mine].keys()
+        for name, value in its.state[parameter].items():
+            assert type(value) is torch.Tensor and torch.equal(value, optimizer.state[mine][name])
+    rng.manual_seed(1), step(model, optimizer)
+    rng.manual_seed(1), step(other, its)
+    assert all(torch.equal(p.cpu(), q) for p, q in zip(other.parameters(), model.parameters(), strict=True))
+
+
+def test_skipped_steps_are_read_when_the_device_of_the_parameters_is_there(monkeypatch):
+    """The current device may be another."""
+    parameter = torch.nn.Parameter(torch.ones(3).cuda())
+    manager = OptimManager()
+    manager.add_optimizer(AdamOptimizer([parameter]))
+    asked = []
+    stream = torch.cuda.current_stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: (asked.append(device), stream)[1])
+    monkeypatch.setattr(torch.cuda, "Event", None)
+    parameter.grad = torch.ones_like(parameter)
+    manager.step()
+    assert asked[-1] == torch.device("cuda", 0) and manager._seen[1] is stream

@@ -12,6 +12,7 @@ from engine import runtime
 from engine.bmtrain.block import Block, settle
 from engine.bmtrain.parameter import DistributedParameter, marks_of, put_marks
 from engine.init import clean_name, draw_, init_parameters_
+from engine.parallel.checks import check_ranks
 from engine.parallel.shard import find_units, lay_over_ranks, sharded_roots
 from engine.precision import Policy
 from engine.shards import is_sharded, materialize
@@ -61,6 +62,8 @@ def lay_out(
     marks = marks_of(model)
     skipped = {id(p) for name, p in model.named_parameters() if name in overwritten}
     for root in _roots(model):
+        if runtime.world_size() > 1:
+            check_ranks([*root.named_parameters(), *root.named_buffers()])  # else gloo would end the process
         _same_values(root, skipped)
         inside = set(root.modules())
         blocks = [m for m in inside if isinstance(m, Block)] if units is None else units

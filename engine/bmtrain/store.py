@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from engine import runtime
 from engine.bmtrain.model import broadcast_, lay_out
-from engine.checkpoint import together
+from engine.checkpoint.files import from_rank_0, together
 from engine.init import clean_name, write_
 from engine.parallel.calls import reshard
 from engine.parallel.stages import stages_of, whole_tensor
@@ -104,11 +103,11 @@ def load(
     with together(f"reading {file_name}"):
         if first:
             stored = _read(file_name)
-    listed: list[Any] = [{name: (tuple(t.shape), t.dtype) for name, t in stored.items()}]
-    if runtime.world_size() > 1:
-        dist.broadcast_object_list(listed, src=0)
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = listed[0]
-    sources, missing, unexpected = _match(model, shapes, file_name, strict)
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = from_rank_0(
+        {name: (tuple(t.shape), t.dtype) for name, t in stored.items()}
+    )
+    with together(f"reading {file_name}"):
+        sources, missing, unexpected = _match(model, shapes, file_name, strict)
     lay_out(model, policy, overwritten=set(sources))
     by_name, home = dict(_named_tensors(model)), runtime.device()
     for name, source in sources.items():

@@ -19,6 +19,7 @@ from engine.checkpoint.files import (
     atomic_directory,
     check_manifest,
     hash_ranges,
+    named_checkpoint,
     together,
 )
 
@@ -49,6 +50,7 @@ __all__ = [
     "load_checkpoint",
     "load_model",
     "local_slices",
+    "named_checkpoint",
     "named_tensors",
     "save_checkpoint",
     "save_model",

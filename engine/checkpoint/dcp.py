@@ -48,9 +48,9 @@ def _plain_errors(path: Path) -> Iterator[None]:
             yield
         except CheckpointException as error:
             rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-            if isinstance(cause, OSError):  # a full disk names no file
+            if isinstance(cause, OSError) and cause.errno is not None:  # a full disk names no file
                 raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from cause
-            kind = ValueError if isinstance(cause, ValueError) else RuntimeError
+            kind = next((kind for kind in (ValueError, OSError) if isinstance(cause, kind)), RuntimeError)
             raise kind(f"{path}: rank {rank}: {cause}") from cause
 
 

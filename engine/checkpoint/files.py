@@ -37,22 +37,20 @@ def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup
         ValueError: ``directory`` is something that is no checkpoint.
     """
     target = Path(directory).absolute()
-    place: list[str] = [""]
+    place = ""
     with together(f"creating {target}", group):
         if runtime.rank() == 0:
             check_place(target)
             target.parent.mkdir(parents=True, exist_ok=True)
             _clear_up(target)
-            place[0] = str(target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
-            Path(place[0]).mkdir()
-    if runtime.world_size() > 1:
-        dist.broadcast_object_list(place, src=0, group=group)
-    path = Path(place[0])
+            place = str(target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
+            Path(place).mkdir()
+    path = Path(from_rank_0(place, group))
     try:
         with together(f"writing {target}", group):
             yield path
+        files = _hash_files(path, target, group)
         with together(f"writing {target}", group):
-            files = _hash_files(path, group)
             if runtime.rank() == 0:
                 text = json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1)
                 (path / MANIFEST).write_text(text, encoding="utf-8")
@@ -67,8 +65,8 @@ def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup
 def together(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """If the body raises on one rank, every rank raises: the others an error that names the rank.
 
-    Collective. That is a ValueError or OSError where the rank's is one, as they are the user's to fix, else a
-    RuntimeError.
+    Collective. In a collective in the body the others would wait for a rank that fails before it. The error is a
+    ValueError or OSError where the rank's is one, as they are the user's to fix, else a RuntimeError.
     """
     error: Exception | None = None
     try:
@@ -91,34 +89,53 @@ def _said(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else repr(error)
 
 
-def _hash_files(path: Path, group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
-    """{relative path: {size, sha256}}; the ranks share the work."""
-    world = runtime.world_size()
-    names: list[Any] = [sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())]
-    if world > 1:
-        dist.broadcast_object_list(names, src=0, group=group)
+def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's ``value`` on every rank, by pickle. Collective."""
+    box = [value]
+    if runtime.world_size() > 1:
+        dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]
+
+
+def _hash_files(path: Path, target: Path, group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
+    """{relative path: {size, sha256}} of what is to become ``target``; the ranks share the work. Collective."""
+    names: list[str] = []
+    with together(f"writing {target}", group):
+        if runtime.rank() == 0:
+            names = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
+    names = from_rank_0(names, group)
     found: dict[str, dict[str, Any]] = {}
-    failure: OSError | None = None
-    try:
-        for name in names[0][runtime.rank() :: world]:
-            found[name] = {"size": (path / name).stat().st_size, "sha256": _sha256(path / name)}
-    except OSError as error:
-        failure = error
-    if world > 1:
-        parts: list[Any] = [None] * world
+    with together(f"writing {target}", group):
+        try:
+            for name in names[runtime.rank() :: runtime.world_size()]:
+                found[name] = {"size": (path / name).stat().st_size, "sha256": _sha256(path / name)}
+        except OSError as error:
+            raise RuntimeError(
+                f"rank {runtime.rank()} cannot read what rank 0 wrote ({error}): a checkpoint must be on a file system "
+                "that all ranks share"
+            ) from error
+    if runtime.world_size() > 1:
+        parts: list[Any] = [None] * runtime.world_size()
         dist.all_gather_object(parts, found, group=group)
         found = {name: entry for part in parts for name, entry in part.items()}
-    if failure is not None:
-        raise RuntimeError(
-            f"rank {runtime.rank()} does not see what rank 0 wrote ({failure}): a checkpoint must be on a file system "
-            "that all ranks share"
-        )
     return {name: found[name] for name in sorted(found)}
 
 
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def named_checkpoint(path: Path) -> Path:
+    """The checkpoint that ``path`` names if it is a small file with the name of a neighbour, else ``path`` itself.
+
+    On file systems without symbolic links "best" and "last" are such files.
+    """
+    if path.is_file() and path.stat().st_size < 100:
+        name = path.read_text(encoding="utf-8", errors="replace").strip()
+        if STEP.fullmatch(name):
+            return path.with_name(name)
+    return path
 
 
 def sync_to_disk(path: Path) -> None:

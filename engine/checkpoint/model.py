@@ -82,8 +82,19 @@ def load_model(
     with together(f"reading {directory}"):
         if runtime.rank() == 0:
             check_manifest(directory, hashes=verify)
-    stored = stored_tensors(directory)
-    tensors = named_tensors(model)
+        stored = stored_tensors(directory)
+        wanted, missing, unexpected = _match(directory, model, stored, strict)
+    read_tensors(Path(directory) / MODEL, wanted)
+    return missing, unexpected
+
+
+def _match(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    stored: dict[str, tuple[tuple[int, ...], torch.dtype]],
+    strict: bool,
+) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
+    """(the tensors to fill, names that only the model has, names that only the checkpoint has); see ``load_model``."""
     whole = all_tensors(model)
     missing, unexpected = sorted(set(whole) - set(stored)), sorted(set(stored) - set(whole))
     if strict and (missing or unexpected):
@@ -93,7 +104,7 @@ def load_model(
             if names
         )
         raise ValueError(f"checkpoint {directory} does not match {type(model).__name__}: {text}")
-    wanted = {name: tensor for name, tensor in tensors.items() if name in stored}
+    wanted = {name: tensor for name, tensor in named_tensors(model).items() if name in stored}
     for name, tensor in wanted.items():
         if tensor.is_meta:
             raise ValueError(f"parameter {name} is on the meta device: call engine.materialize(model) before loading")
@@ -103,8 +114,7 @@ def load_model(
                 f"tensor {name} has shape {stored[name][0]} in checkpoint {directory} and {tuple(tensor.shape)} in the "
                 "model"
             )
-    read_tensors(Path(directory) / MODEL, wanted)
-    return missing, unexpected
+    return wanted, missing, unexpected
 
 
 def stored_tensors(

@@ -9,8 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from engine import runtime
+from engine.checkpoint.files import from_rank_0, together
 from engine.checkpoint.model import read_tensors, stored_tensors
 from engine.init import clean_name
+from engine.optim.base import FusedOptimizer
+from engine.optim.states import OwnStates
 from engine.parallel.stages import elsewhere, of_all_stages
 from engine.torch_compat import detached, local_tensor, with_local
 
@@ -20,10 +24,10 @@ OPTIM = "optim"
 def split_state(
     model: nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """({"<optimizer>/<parameter>/<key>": tensor}, for each optimizer its groups and what is no tensor). Collective.
+    """({"<optimizer>/<parameter>/<key>": tensor}, for each optimizer its groups and what is no tensor). Not collective.
 
-    Of a model that is split into stages: the tensors of this stage, and the groups of all. The tensors share the
-    optimizers' memory. Raises ValueError if an optimizer holds a parameter that is not the model's.
+    Of a model that is split into stages: those of this stage; see ``joined``. The tensors share the optimizers' memory.
+    Raises ValueError if an optimizer holds a parameter that is not the model's.
     """
     names = _names(model)
     tensors: dict[str, torch.Tensor] = {}
@@ -31,8 +35,7 @@ def split_state(
     for index, optimizer in enumerate(optimizers):
         values: dict[str, dict[str, Any]] = {}
         groups = []
-        for group in optimizer.param_groups:
-            members = [_name_of(names, p, index) for p in group["params"]]
+        for group, members in zip(optimizer.param_groups, _members(names, optimizer, index), strict=True):
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": members})
             for name, parameter in zip(members, group["params"], strict=True):
                 for key, value in optimizer.state.get(parameter, {}).items():
@@ -41,12 +44,12 @@ def split_state(
                     else:
                         values.setdefault(name, {})[key] = value
         rest.append({"param_groups": groups, "values": values})
-    return tensors, _joined(of_all_stages(model, rest))
+    return tensors, rest
 
 
-def _joined(stages: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One description of the optimizers from that of each stage; what two stages hold comes once."""
-    first, *others = stages
+def joined(model: nn.Module, rest: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One description of the optimizers from that of each stage; what two stages hold comes once. Collective."""
+    first, *others = of_all_stages(model, rest)
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             for group, more in zip(mine["param_groups"], theirs["param_groups"], strict=True):
@@ -57,53 +60,77 @@ def _joined(stages: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def join_state(
     directory: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], rest: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+) -> list[OwnStates]:
     """The reverse: for each optimizer what its ``load_state_dict`` takes; each rank reads its slices. Collective.
 
     Raises ValueError if the optimizers differ in number, groups or parameters from those that were saved.
     """
-    if len(rest) != len(optimizers):
-        raise ValueError(f"checkpoint {directory} holds {len(rest)} optimizers, but {len(optimizers)} were given")
-    names, others = _names(model), elsewhere(model)
+    names = _names(model)
+    with together(f"reading {directory}"):
+        if len(rest) != len(optimizers):
+            raise ValueError(f"checkpoint {directory} holds {len(rest)} optimizers, but {len(optimizers)} were given")
+        members = [_members(names, optimizer, index) for index, optimizer in enumerate(optimizers)]
+    everywhere = of_all_stages(model, members)
+    stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     tensors: dict[str, torch.Tensor] = {}
-    states: list[dict[str, Any]] = []
-    places: list[dict[str, tuple[int, nn.Parameter]]] = []
-    for index, (optimizer, saved) in enumerate(zip(optimizers, rest, strict=True)):
-        if len(saved["param_groups"]) != len(optimizer.param_groups):
-            raise ValueError(
-                f"optimizer {index} has {len(saved['param_groups'])} parameter groups in checkpoint {directory} and "
-                f"{len(optimizer.param_groups)} here"
-            )
-        place: dict[str, tuple[int, nn.Parameter]] = {}
-        groups = []
-        for number, (group, old) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
-            members = [_name_of(names, p, index) for p in group["params"]]
-            everywhere = {name for part in of_all_stages(model, members) for name in part}
-            if different := sorted(everywhere ^ set(old["params"])):
-                where = "only here" if different[0] in everywhere else "only in the checkpoint"
-                raise ValueError(
-                    f"group {number} of optimizer {index} has other parameters than in checkpoint {directory}: "
-                    f"{different[0]} is {where}"
-                )
-            first = len(place)
-            place |= {name: (first + i, p) for i, (name, p) in enumerate(zip(members, group["params"], strict=True))}
-            groups.append({**old, "params": list(range(first, len(place)))})
-        places.append(place)
-        states.append({"state": {}, "param_groups": groups})
-        for name, values in saved["values"].items():
-            if name in place:  # and not on another stage
-                states[index]["state"].setdefault(place[name][0], {}).update(values)
-    if (directory / OPTIM).exists():
-        for key, (shape, dtype) in stored_tensors(directory, OPTIM).items():
-            number_text, name, key_of_state = _split(key)
-            if name not in places[int(number_text)] and name in others:
+    states: list[OwnStates] = []
+    has_tensors = from_rank_0(runtime.rank() == 0 and (directory / OPTIM).exists())
+    with together(f"reading {directory}"):
+        places = []
+        for index, (optimizer, saved) in enumerate(zip(optimizers, rest, strict=True)):
+            _check_groups(directory, index, [stage[index] for stage in everywhere], saved["param_groups"])
+            place, groups = _places(optimizer, members[index], saved["param_groups"])
+            places.append(place)
+            states.append(OwnStates(state={}, param_groups=groups))
+            for name, values in saved["values"].items():
+                if name in place:  # and not on another stage
+                    states[index]["state"].setdefault(place[name][0], {}).update(values)
+        others = elsewhere(model)
+        if has_tensors:
+            stored = stored_tensors(directory, OPTIM)
+        for key, (shape, dtype) in stored.items():
+            index_text, name, key_of_state = _split(key)
+            index = int(index_text)
+            if name not in places[index] and name in others:
                 continue
-            position, parameter = places[int(number_text)][name]
-            tensor = _empty(parameter, shape, dtype)
-            tensors[key] = tensor
-            states[int(number_text)]["state"].setdefault(position, {})[key_of_state] = tensor
+            position, parameter = places[index][name]
+            tensors[key] = tensor = _empty(optimizers[index], parameter, shape, dtype)
+            states[index]["state"].setdefault(position, {})[key_of_state] = tensor
+    if has_tensors:
         read_tensors(directory / OPTIM, tensors)
     return states
+
+
+def _check_groups(
+    directory: Path, index: int, stages: list[list[list[str]]], saved_groups: list[dict[str, Any]]
+) -> None:
+    """Raises ValueError if an optimizer has other groups, by names on all stages, than the one that was saved."""
+    if len(saved_groups) != len(stages[0]):
+        raise ValueError(
+            f"optimizer {index} has {len(saved_groups)} parameter groups in checkpoint {directory} and "
+            f"{len(stages[0])} here"
+        )
+    for number, old in enumerate(saved_groups):
+        everywhere = {name for groups in stages for name in groups[number]}
+        if different := sorted(everywhere ^ set(old["params"])):
+            where = "only here" if different[0] in everywhere else "only in the checkpoint"
+            raise ValueError(
+                f"group {number} of optimizer {index} has other parameters than in checkpoint {directory}: "
+                f"{different[0]} is {where}"
+            )
+
+
+def _places(
+    optimizer: torch.optim.Optimizer, members: list[list[str]], saved_groups: list[dict[str, Any]]
+) -> tuple[dict[str, tuple[int, nn.Parameter]], list[dict[str, Any]]]:
+    """({name: (position in the optimizer, parameter)}, the saved groups with positions for names)."""
+    place: dict[str, tuple[int, nn.Parameter]] = {}
+    groups = []
+    for group, names, old in zip(optimizer.param_groups, members, saved_groups, strict=True):
+        first = len(place)
+        place |= {name: (first + i, p) for i, (name, p) in enumerate(zip(names, group["params"], strict=True))}
+        groups.append({**old, "params": list(range(first, len(place)))})
+    return place, groups
 
 
 def _split(key: str) -> tuple[str, str, str]:
@@ -114,6 +141,11 @@ def _split(key: str) -> tuple[str, str, str]:
 
 def _names(model: nn.Module) -> dict[int, str]:
     return {id(p): clean_name(name) for name, p in model.named_parameters()}
+
+
+def _members(names: dict[int, str], optimizer: torch.optim.Optimizer, index: int) -> list[list[str]]:
+    """The names of the parameters of each group."""
+    return [[_name_of(names, p, index) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _name_of(names: dict[int, str], parameter: torch.Tensor, optimizer: int) -> str:
@@ -133,7 +165,11 @@ def _placed(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _empty(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _empty(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Memory for a state, where the optimizer will have it."""
+    device = optimizer.state_device(parameter) if isinstance(optimizer, FusedOptimizer) else parameter.device
     if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
-        return with_local(parameter, torch.empty_like(local_tensor(parameter), dtype=dtype))
-    return torch.empty(shape, dtype=dtype, device=parameter.device)
+        return with_local(parameter, torch.empty_like(local_tensor(parameter), dtype=dtype, device=device))
+    return torch.empty(shape, dtype=dtype, device=device)

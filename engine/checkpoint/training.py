@@ -3,11 +3,12 @@
 With ``step=`` a directory holds many of them::
 
     checkpoints/step-00000100/    complete or absent, see engine.checkpoint
-    checkpoints/last              names the newest; `best` the one that was saved with best=True
+    checkpoints/last              names the newest, by a link or as text; `best` the one that was saved with best=True
 """
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
 import io
@@ -19,7 +20,7 @@ import shutil
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,18 @@ import torch.distributed as dist
 from torch import nn
 
 from engine import runtime
-from engine.checkpoint.files import MANIFEST, STEP, atomic_directory, check_manifest, check_place, together
+from engine.checkpoint.files import (
+    MANIFEST,
+    STEP,
+    atomic_directory,
+    check_manifest,
+    check_place,
+    from_rank_0,
+    named_checkpoint,
+    together,
+)
 from engine.checkpoint.model import MODEL, load_model, write_tensors
-from engine.checkpoint.optimizer import OPTIM, join_state, split_state
+from engine.checkpoint.optimizer import OPTIM, join_state, joined, split_state
 from engine.optim.manager import OptimManager
 from engine.parallel.stages import of_all_stages
 from engine.shards import named_tensors
@@ -40,6 +50,7 @@ from engine.torch_compat import local_tensor, with_local
 
 STATE = "state"
 _COMMON = "common.pt"
+_PATIENCE = 1800.0  # seconds
 _UNSAFE = (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError)
 _log = logging.getLogger("engine.checkpoint")
 
@@ -56,7 +67,7 @@ class _Job:
     step: int | None
     keep: int | None
     best: bool
-    ready: Any = None  # event of the device after which the copies are there
+    ready: Sequence[torch.cuda.Event] = ()  # after which the copies are there
 
 
 class _Writer(threading.Thread):
@@ -65,11 +76,15 @@ class _Writer(threading.Thread):
         super().__init__(name=f"checkpoint {job.path.name}")
         self.job, self.group = job, group
         self.error: Exception | None = None
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run(self) -> None:
         try:
-            if self.job.ready is not None:
-                self.job.ready.synchronize()
+            if self._device is not None:
+                # A thread begins on GPU 0, and using that one takes some of its memory for each rank.
+                torch.cuda.set_device(self._device)
+            for event in self.job.ready:
+                event.synchronize()
             _write(self.job, self.group)
         except Exception as error:  # raised again by wait_checkpoint
             self.error = error
@@ -80,6 +95,11 @@ class _Writer(threading.Thread):
                 )
                 self.error.__cause__ = error
             _log.error("checkpoint %s could not be written: %s", self.job.path, self.error)
+        finally:
+            # The thread stays until the next save, and that is no reason to hold a second model until then.
+            for tensors in self.job.tensors.values():
+                tensors.clear()
+            self.job.extra = None
 
 
 _writer: _Writer | None = None
@@ -131,19 +151,11 @@ def save_checkpoint(
         raise ValueError(f"keep is {keep!r}, expected a whole number of at least 1")
     path = Path(directory).absolute()
     path = path if step is None else path / f"step-{step:08d}"
-    with together(f"collecting the state for {path}"):
-        if runtime.rank() == 0:
-            check_place(path)
-        job = _collect(path, model, optim_manager, state)
-        job.extra, job.step, job.keep, job.best = extra, step, keep, best
+    job = _collect(path, model, optim_manager, state, staged=asynchronous)
+    job.extra, job.step, job.keep, job.best = extra, step, keep, best
     if not asynchronous:
         _write(job, None)
         return path
-    job.tensors = {part: {name: _staged(t) for name, t in tensors.items()} for part, tensors in job.tensors.items()}
-    if torch.cuda.is_initialized():
-        # Later updates are later on the same stream, so they cannot overtake the copies.
-        job.ready = torch.cuda.Event()
-        job.ready.record()
     global _writer
     _writer = _Writer(job, _group_of(dist.group.WORLD) if runtime.world_size() > 1 else None)
     _writer.start()
@@ -195,22 +207,18 @@ def load_checkpoint(
         why = "; ".join(broken) or f"neither {MANIFEST} nor a step-... that has one"
         raise ValueError(f"{Path(directory).absolute()} holds no valid checkpoint: {why}")
     load_model(path, model, strict=strict, verify=verify)
-    if not (path / STATE).is_dir():
+    if not from_rank_0(runtime.rank() == 0 and (path / STATE).is_dir()):
         if optim_manager is not None:
             raise ValueError(f"checkpoint {path} holds a model only, no optimizer: load it without optim_manager")
         return {}
     with together(f"reading {path}"):
         common = _load(path / STATE / _COMMON)
-        if optim_manager is not None and common["optim"] is None:
-            raise ValueError(f"checkpoint {path} was saved without optim_manager: load it without one")
+        if optim_manager is not None:
+            _check_kind(path, optim_manager, common["optim"])
     if optim_manager is not None:
-        manager, optimizers = common["optim"]["manager"], common["optim"]["optimizers"]
-        if (manager is None) != (not isinstance(optim_manager, OptimManager)):
-            kinds = ("an optimizer alone", "an OptimManager")
-            raise ValueError(f"checkpoint {path} was saved with {kinds[manager is not None]}: load it with the same")
-        states = join_state(path, model, _optimizers(optim_manager), optimizers)
+        states = join_state(path, model, _optimizers(optim_manager), common["optim"]["optimizers"])
         if isinstance(optim_manager, OptimManager):
-            optim_manager.load_state_dict({**manager, "optimizers": states})
+            optim_manager.load_state_dict({**common["optim"]["manager"], "optimizers": states})
         else:
             optim_manager.load_state_dict(states[0])
     if generators:
@@ -219,10 +227,21 @@ def load_checkpoint(
     return common["state"]
 
 
+def _check_kind(path: Path, optim_manager: OptimManager | torch.optim.Optimizer, saved: Any) -> None:
+    if saved is None:
+        raise ValueError(f"checkpoint {path} was saved without optim_manager: load it without one")
+    if (saved["manager"] is None) != (not isinstance(optim_manager, OptimManager)):
+        kinds = ("an optimizer alone", "an OptimManager")
+        raise ValueError(
+            f"checkpoint {path} was saved with {kinds[saved['manager'] is not None]}: load it with the same"
+        )
+
+
 def latest_checkpoint(directory: str | os.PathLike[str], verify: bool = False) -> Path | None:
     """The newest valid checkpoint: ``directory`` itself, or the step-... of the highest step in it; None without one.
 
-    Collective. Broken ones are passed over with a warning that says what is wrong.
+    Collective. ``directory`` may also be the "best" or "last" in such a one, a link or a file (``named_checkpoint``).
+    Broken ones are passed over with a warning that says what is wrong.
 
     Args:
         verify: compare the files' sha256 too, not only their sizes.
@@ -232,49 +251,75 @@ def latest_checkpoint(directory: str | os.PathLike[str], verify: bool = False) -
 
 def _newest(root: Path, verify: bool) -> tuple[Path | None, list[str]]:
     """See ``latest_checkpoint``; also what is wrong with those that were passed over."""
-    found: list[Any] = [None, []]
+    found: Path | None = None
+    broken: list[str] = []
     with together(f"looking for checkpoints in {root}"):
         if runtime.rank() == 0:
+            root = named_checkpoint(root)
             if (root / MANIFEST).exists():
                 check_manifest(root, hashes=verify)
-                found[0] = str(root)
-            for _, path in [] if found[0] else _steps(root):
+                found = root
+            for _, path in [] if found else _steps(root):
                 try:
                     check_manifest(path, hashes=verify)
                 except ValueError as error:
                     warnings.warn(f"checkpoint passed over: {error}", stacklevel=3)
-                    found[1].append(str(error))
+                    broken.append(str(error))
                     continue
-                found[0] = str(path)
+                found = path
                 break
-    if runtime.world_size() > 1:
-        dist.broadcast_object_list(found, src=0)
-    return None if found[0] is None else Path(found[0]), found[1]
+    place, broken = from_rank_0((found and str(found), broken))
+    return place and Path(place), broken
 
 
 def _collect(
-    path: Path, model: nn.Module, optim_manager: OptimManager | torch.optim.Optimizer | None, state: Any
+    path: Path,
+    model: nn.Module,
+    optim_manager: OptimManager | torch.optim.Optimizer | None,
+    state: Any,
+    staged: bool,
 ) -> _Job:
-    tensors = {MODEL: named_tensors(model)}
-    if lost := [name for name, tensor in tensors[MODEL].items() if tensor.is_meta]:
-        raise ValueError(f"parameter {lost[0]} is on the meta device, so there is nothing to save: load weights first")
-    optim = None
+    """What is written; ``staged``: in host memory of its own. Collective."""
+    doing = f"collecting the state for {path}"
+    optim: dict[str, Any] | None = None
+    with together(doing):
+        if runtime.rank() == 0:
+            check_place(path)
+        tensors = {MODEL: named_tensors(model)}
+        if lost := [name for name, tensor in tensors[MODEL].items() if tensor.is_meta]:
+            raise ValueError(
+                f"parameter {lost[0]} is on the meta device, so there is nothing to save: load weights first"
+            )
+        if not isinstance(state, Mapping | None):
+            raise ValueError(f"state is a {type(state).__name__}, expected a dict")
+        if optim_manager is not None:
+            held, optimizers = split_state(model, _optimizers(optim_manager))
+            manager = None
+            if isinstance(optim_manager, OptimManager):
+                manager = {k: v for k, v in optim_manager.state_dict().items() if k != "optimizers"}
     if optim_manager is not None:
-        held, optimizers = split_state(model, _optimizers(optim_manager))
+        optim = {"manager": manager, "optimizers": joined(model, optimizers)}
         if any(of_all_stages(model, bool(held))):  # none before the first step; a frozen stage has none at all
             tensors[OPTIM] = held
-        manager = None
-        if isinstance(optim_manager, OptimManager):
-            manager = {k: v for k, v in optim_manager.state_dict().items() if k != "optimizers"}
-        optim = {"manager": manager, "optimizers": optimizers}
-    if not isinstance(state, Mapping | None):
-        raise ValueError(f"state is a {type(state).__name__}, expected a dict")
-    common = {"mesh": _mesh_sizes(), "optim": optim, "state": dict(state or {})}
-    return _Job(path, tensors, _dump(common), _dump(_generators()), None, None, None, False)
+    with together(doing):
+        common = {"mesh": _mesh_sizes(), "optim": optim, "state": dict(state or {})}
+        job = _Job(path, tensors, _dump(common), _dump(_generators()), None, None, None, False)
+        if staged:
+            _stage(job)
+    return job
 
 
 def _optimizers(given: OptimManager | torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return list(given.optimizers) if isinstance(given, OptimManager) else [given]
+
+
+def _stage(job: _Job) -> None:
+    """Let the job have copies in host memory."""
+    local = (local_tensor(t) for tensors in job.tensors.values() for t in tensors.values())
+    devices = {tensor.device for tensor in local if tensor.is_cuda}
+    job.tensors = {part: {name: _staged(t) for name, t in tensors.items()} for part, tensors in job.tensors.items()}
+    # Later updates are later on the same streams, so they cannot overtake the copies.
+    job.ready = [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
 def _staged(tensor: torch.Tensor) -> torch.Tensor:
@@ -299,23 +344,31 @@ def _write(job: _Job, group: dist.ProcessGroup | None) -> None:
     if job.step is not None:
         with together(f"clearing up in {job.path.parent}", group):
             if runtime.rank() == 0:
-                _name(job.path.parent / "last", job.path)
-                if job.best:
-                    _name(job.path.parent / "best", job.path)
-                _purge(job.path.parent, job.step, job.keep)
+                try:
+                    _name(job.path.parent / "last", job.path)
+                    if job.best:
+                        _name(job.path.parent / "best", job.path)
+                finally:
+                    _purge(job.path.parent, job.step, job.keep)
 
 
 def _name(link: Path, target: Path) -> None:
-    """Point ``link`` at its neighbour ``target``, at once."""
+    """Point ``link`` at its neighbour ``target``, at once: see ``named_checkpoint``."""
     new = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}")
-    new.symlink_to(target.name)
-    os.replace(new, link)
+    try:
+        try:
+            new.symlink_to(target.name)
+        except OSError:
+            new.write_text(target.name, encoding="utf-8")
+        os.replace(new, link)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _purge(root: Path, step: int, keep: int | None) -> None:
     for left in [*root.glob(".step-*.partial-*"), *root.glob(".step-*.old-*")]:  # of a run that was killed
         shutil.rmtree(left, ignore_errors=True)
-    best = (root / "best").resolve()
+    best = named_checkpoint(root / "best").resolve()
     earlier = [path for number, path in _steps(root) if number <= step]
     for path in earlier[keep:] if keep is not None else []:
         if path.resolve() != best:
@@ -335,7 +388,9 @@ def _steps(root: Path) -> list[tuple[int, Path]]:
 @functools.lru_cache(maxsize=4)
 def _group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """The ranks again, for a writer's thread: its collectives must not mix with those of training. Collective."""
-    return dist.new_group(backend="gloo")
+    # Training goes on while a rank's disk is slow, and to wait for it costs less than the checkpoint.
+    seconds = max(runtime.current().timeout, _PATIENCE)
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
 
 
 def _dump(value: Any) -> bytes:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from engine.ops import fused
 from engine.optim.rounding import place_of, rounding_key
-from engine.optim.states import check_group, check_states, laid_as, saved_states, sparse_gradient
-from engine.torch_compat import gradients_of, local_tensor, local_tensors
+from engine.optim.states import OwnStates, check_group, check_states, laid_as, saved_states, sparse_gradient
+from engine.torch_compat import gradients_of, local_tensor, local_tensors, with_local
 
 _FUSED = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = ("fp32", "remainder")
@@ -332,17 +332,30 @@ class FusedOptimizer(torch.optim.Optimizer):
         check_states(self, state_dict, lambda p: {"step": (), **dict.fromkeys(self.moments, tuple(p.shape))}, _BESIDE)
         for group in state_dict["param_groups"]:
             self._check_group({**group, "params": []})
-        super().load_state_dict(state_dict)
+        # torch would bring all states to the parameters' dtypes and devices first, where there may be no room for them.
+        super().load_state_dict({**state_dict, "state": {}})
         for parameter, saved in saved_states(self, state_dict):
-            state = self.state.get(parameter, {})
-            for name, value in saved.items():
-                if isinstance(value, torch.Tensor) and name != "step":
-                    dtype = self._dtype_of(name, parameter)
-                    if parameter.dtype != dtype:
-                        keep = value.detach().to(dtype=dtype, copy=True)
-                        state[name] = keep if isinstance(keep, DTensor) else keep.to(parameter.device)
-                    if value.shape == parameter.shape:
-                        state[name] = laid_as(state[name], parameter)
-            if "step" in state:
-                state["step"] = state["step"].to(parameter.device, torch.float32)
-                self._settle_master(parameter, state)
+            if saved:
+                own = isinstance(state_dict, OwnStates)
+                state = self.state[parameter] = {
+                    name: self._kept(name, value, parameter, own) if isinstance(value, torch.Tensor) else value
+                    for name, value in saved.items()
+                }
+                if "step" in state:
+                    self._settle_master(parameter, state)
+
+    def state_device(self, parameter: torch.Tensor) -> torch.device:
+        """Where the states of a parameter are."""
+        return parameter.device
+
+    @torch.no_grad()
+    def _kept(self, name: str, value: torch.Tensor, parameter: torch.Tensor, own: bool) -> torch.Tensor:
+        """A loaded state as this optimizer keeps it: as in torch ``value`` itself where it has the parameter's dtype
+        and is in its place, of others a copy, unless the value is the optimizer's ``own``."""
+        device = self.state_device(parameter)
+        if name == "step":
+            return value.to(device, torch.float32, copy=not own)
+        value = laid_as(value.detach(), parameter) if value.shape == parameter.shape else value.detach()
+        dtype, here = self._dtype_of(name, parameter), local_tensor(value).device == device
+        value = value.to(dtype=dtype, copy=here and not own and parameter.dtype != dtype)
+        return value if here else with_local(value, local_tensor(value).to(device))

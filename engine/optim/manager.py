@@ -244,8 +244,8 @@ class OptimManager:
         if self._skipped.device.type == "cuda":
             copy = torch.empty(2, dtype=torch.int64, pin_memory=True)
             copy.copy_(self._skipped, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
+            # Of the device that copies, which need not be the current one.
+            event = torch.cuda.current_stream(self._skipped.device).record_event()
             self._seen = (copy, event)
         else:
             self._seen = (self._skipped, None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from engine.ops import fused
 from engine.optim.adam import AdamOptimizer
 from engine.optim.base import Batch
 from engine.optim.states import sparse_gradient
@@ -63,7 +64,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     the gradients of the next arrive and the parameters of the one before leave. On a CPU the same code runs with
     ordinary memory. The parameters are those that ``AdamOptimizer`` computes, bit for bit (with
     torch's kernel, where the operators are not compiled, within rounding); those of
-    "bf16-sr" too have masters here. Under torchrun give the step its threads: ``OMP_NUM_THREADS``.
+    "bf16-sr" too have masters here. It loads the states of an ``AdamOptimizer``, too. Under torchrun give the step its
+    threads: ``OMP_NUM_THREADS``.
 
     Args:
         params, lr, betas, eps, weight_decay, hold_steps: as in ``AdamOptimizer``.
@@ -264,15 +266,29 @@ class AdamOffloadOptimizer(AdamOptimizer):
         host = torch.empty(value.shape, dtype=torch.float32, pin_memory=pinned)
         return with_local(parameter, host.copy_(value))
 
+    def state_device(self, parameter: torch.Tensor) -> torch.device:
+        """The host."""
+        return torch.device("cpu")
+
+    def _kept(self, name: str, value: torch.Tensor, parameter: torch.Tensor, own: bool) -> torch.Tensor:
+        kept = super()._kept(name, value, parameter, own)
+        local = local_tensor(kept)
+        if not own and name != "step" and local_tensor(value).device == local.device:
+            local = local.clone()
+        return with_local(kept, local.contiguous())  # as the step goes through views of it
+
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in ``AdamOptimizer``, whose states it takes too; all goes to the host."""
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if state := self.state.get(parameter):
-                    for name in self.moments:
-                        state[name] = self._on_host(parameter, local_tensor(state[name]))
-                    master = local_tensor(state.get("master", parameter.detach()))
-                    state["master"] = self._on_host(parameter, master, self._travels(parameter))
-                    state["step"] = state["step"].to("cpu")
+    def _settle_master(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        """Let a loaded state, which may be an ``AdamOptimizer``'s, have a master on the host."""
+        master = shard = local_tensor(parameter.detach())
+        if "remainder" in state:
+            low, master = local_tensor(state.pop("remainder")), torch.empty(shard.shape, dtype=torch.float32)
+            fused.merge_master_([shard.to("cpu", torch.bfloat16)], [low], [master])
+            shard.copy_(master)
+        elif "master" in state:
+            master = local_tensor(state["master"])
+            if parameter.dtype == torch.float32:
+                shard.copy_(master)
+        pinned = self._travels(parameter)
+        ready = master is not shard and (master.is_pinned() or not pinned)
+        state["master"] = with_local(parameter, master) if ready else self._on_host(parameter, master, pinned)

@@ -14,6 +14,10 @@ from engine.torch_compat import shard_of
 _FLAGS = ("amsgrad", "maximize", "differentiable")  # torch's, which change what a step does
 
 
+class OwnStates(dict[str, Any]):
+    """What ``load_state_dict`` takes, in tensors that nobody else has: they become the states without a copy."""
+
+
 def check_group(group: dict[str, Any], *names: str, flags: Collection[str] = ()) -> None:
     """Raises ValueError where one of these values (lr and weight_decay) is below 0, a parameter is on meta, or the
     group asks for what the optimizer does not do (``flags``: what it does)."""

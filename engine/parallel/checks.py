@@ -60,12 +60,12 @@ def check_hooks(model: nn.Module) -> None:
             )
 
 
-def check_ranks(model: nn.Module) -> None:
-    """Raises ValueError, on all ranks, if ranks have other parameters than rank 0. Collective.
+def check_ranks(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ValueError, on all ranks, if ranks have other named parameters (and buffers) than rank 0. Collective.
 
     Else they would wait for each other for ever, or take one parameter's bytes for another's.
     """
-    mine = [(clean_name(n), tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    mine = [(clean_name(name), tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
     digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
     bounds = torch.tensor([digest, -digest], device=runtime.message_device())
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX)

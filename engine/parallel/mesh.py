@@ -7,6 +7,9 @@ import os
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from engine import runtime
+from engine.torch_compat import set_timeout
+
 # Outermost first: ranks next to each other (one machine) share a tensor-parallel group.
 DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -61,8 +64,21 @@ def _build(device_type: str, sizes: tuple[int, ...], group: dist.ProcessGroup | 
         _meshes.clear()
         _made_in = group
     if (device_type, sizes) not in _meshes:
-        _meshes[device_type, sizes] = init_device_mesh(device_type, sizes, mesh_dim_names=DIMS)
+        mesh = _meshes[device_type, sizes] = init_device_mesh(device_type, sizes, mesh_dim_names=DIMS)
+        _limit(mesh, runtime.current().timeout)
     return _meshes[device_type, sizes]
+
+
+def limit_waiting(seconds: float) -> None:
+    """Let collectives of the groups that the meshes made so far have of their own raise after so many seconds."""
+    for mesh in _meshes.values():
+        _limit(mesh, seconds)
+
+
+def _limit(mesh: DeviceMesh, seconds: float) -> None:
+    for name in DIMS:
+        if (group := mesh.get_group(name)) is not dist.group.WORLD:
+            set_timeout(group, seconds)  # torch gives them 30 minutes
 
 
 def _set_aside() -> None:

@@ -27,7 +27,7 @@ from engine.parallel.stages import absent_names, mark, split_lists
 from engine.parallel.tensor import check_inputs, parallelize
 from engine.precision import Policy
 from engine.recompute import wrap_units_
-from engine.shards import is_sharded
+from engine.shards import is_sharded, stages_of
 from engine.torch_compat import shard_of
 
 _levels: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -85,8 +85,8 @@ def lay_over_ranks(
         return model
     methods = list(forward_methods)
     check_model(model, methods)
-    if settings.pp_size == 1 and runtime.world_size() > 1:  # stages may have been cut already
-        check_ranks(model)
+    if runtime.world_size() > 1 and stages_of(model) is None:
+        check_ranks(model.named_parameters())
     policy.cast_parameters_(model)
     lists = _cut_into_stages(model, over_stages) if settings.pp_size > 1 else []
     chosen = _choose_units(model, units)

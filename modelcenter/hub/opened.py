@@ -316,6 +316,8 @@ def find_step(path: Any, step: str | None) -> Any:
         ValueError: there is no such step.
     """
     folder = Path(str(path)).expanduser()
+    if (other := checkpoint.named_checkpoint(folder)) != folder:
+        path = folder = other
     steps = next((p for p in (folder / "checkpoints", folder) if _is_steps(p)), None)
     if step is None:
         if (folder / MANIFEST_FILE).is_file() or (folder / CONFIG_FILE).is_file():
@@ -328,7 +330,7 @@ def find_step(path: Any, step: str | None) -> Any:
     if steps is None:
         raise ValueError(f"--step {step}: {folder} holds no checkpoints/step-...")
     name = f"step-{int(step):08d}" if step.isdigit() else step
-    found = steps / name
+    found = checkpoint.named_checkpoint(steps / name)
     if not (found / MANIFEST_FILE).is_file():
         if name == "last":
             latest = checkpoint.latest_checkpoint(steps)

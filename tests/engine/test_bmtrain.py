@@ -101,6 +101,28 @@ def test_parameters_without_an_init_method_and_buffers_are_those_of_rank_0(two):
     assert torch.equal(mean, other_mean) and mean.std() > 0
 
 
+def other_models(path):
+    """Ranks that count the labels, or the values of a table, in their own data; and a file that fits one of them."""
+    bmt.init_distributed()
+    rank, found = bmt.rank(), []
+    buffered = nn.Linear(2, 2)
+    buffered.register_buffer("table", torch.zeros(3 + rank))
+    for model in (nn.Linear(4, 3 - rank), buffered):
+        with pytest.raises(ValueError, match="built another model") as told:
+            bmt.BMTrainModelWrapper(model)
+        found.append(str(told.value))
+    with pytest.raises(ValueError, match=r"has shape \(3, 4\) in .* and \(2, 4\) in the model") as told:
+        bmt.load(nn.Linear(4, 3 - rank), path)
+    return found
+
+
+def test_ranks_that_built_other_models_are_named_before_values_are_sent(two, tmp_path):
+    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "model.pt")
+    for other, buffered in two.run(other_models, tmp_path / "model.pt"):
+        assert "rank 1 built another model than rank 0: it has weight of shape (2, 4)" in other
+        assert "it has table of shape (4,)" in buffered
+
+
 def test_a_block_is_its_module_and_changes_no_name():
     layer = toys.Layer()
     names = list(layer.state_dict())

@@ -9,6 +9,7 @@ from pathlib import Path
 import engine_toys as toys
 import pytest
 import torch
+from torch.distributed.checkpoint import CheckpointException
 
 import engine
 from engine.checkpoint import atomic_directory, check_manifest, dcp, files, load_model, save_model, stored_tensors
@@ -302,6 +303,50 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(two, saved):
     assert (load(saved, 3, 1, {})[0]["mean"] == 4).all()
 
 
+def said(call, *args):
+    with pytest.raises((ValueError, OSError, RuntimeError)) as told:
+        call(*args)
+    return f"{type(told.value).__name__}: {told.value}"
+
+
+def cannot_hash(path):
+    """Rank 1 does not see what rank 0 wrote, as on a disk that is not shared."""
+    with pytest.MonkeyPatch.context() as patch:
+        if engine.rank() == 1:
+            patch.setattr(files, "_sha256", lambda path: open(path.parent / "elsewhere"))
+        return said(save_model, path, prepared(3, 1, {}, 4))
+
+
+def test_what_one_rank_cannot_hash_takes_no_checkpoints_place(two, saved):
+    before = {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()}
+    first, second = two.run(cannot_hash, saved)
+    assert first.startswith("RuntimeError: rank 1 failed while writing") and "that all ranks share" in first
+    assert second.startswith("RuntimeError: rank 1 cannot read what rank 0 wrote") and "elsewhere" in second
+    assert {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()} == before
+    assert [p.name for p in saved.parent.iterdir()] == ["checkpoint"]
+
+
+def sees_nothing(path):
+    """Rank 1 does not see the checkpoint: at all, and then what it says of the optimizer."""
+    model = prepared(3, 1, {})
+    optimizer = engine.optim.AdamOptimizer(model.parameters())
+    model(toys.microbatch(0)[0]).sum().backward()
+    optimizer.step()
+    engine.save_checkpoint(path, model, optimizer)
+    found = [said(load_model, path if engine.rank() == 0 else path / "nowhere", model)]
+    with pytest.MonkeyPatch.context() as patch:
+        if engine.rank() == 1:
+            patch.setattr("engine.checkpoint.optimizer.OPTIM", "nowhere")
+        return [*found, said(engine.load_checkpoint, path, model, optimizer)]
+
+
+def test_a_rank_that_does_not_see_a_checkpoint_keeps_no_other_waiting(two, tmp_path):
+    (first, second), (own, its) = two.run(sees_nothing, tmp_path / "c")
+    assert first.startswith("ValueError: rank 1 failed while reading") and "cannot be read: [Errno 2]" in first
+    assert second.startswith("ValueError: rank 1 failed while reading") and "nowhere" in second
+    assert own.startswith("ValueError: ") and "nowhere" in own and its.startswith("ValueError: ") and "nowhere" in its
+
+
 def killed_while_writing(path):
     with atomic_directory(path) as partial:
         (partial / "a").write_text("half")
@@ -365,3 +410,8 @@ def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         save_model(tmp_path / "file" / "checkpoint", toys.build())
+
+
+def test_an_error_of_the_disk_without_a_number_keeps_its_words():
+    with pytest.raises(OSError, match="^here: rank 1: the store is closed$"), dcp._plain_errors(Path("here")):
+        raise CheckpointException("failed", {1: (OSError("the store is closed"), None)})

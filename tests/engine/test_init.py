@@ -157,3 +157,13 @@ def test_a_transformers_model_from_meta():
     other = BertModel(config)
     init_parameters_(other, 1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_drawing_leaves_the_generators_of_gpus_alone(monkeypatch):
+    """They are seeded for each rank's data: the same dropout on all ranks would be no error, and wrong."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    model, before = nn.Linear(2, 2), torch.get_rng_state()
+    init_parameters_(model, 0)
+    engine.init.draw_(torch.empty(2, 2), "weight", 0, nn.init.normal_)
+    assert not seeded and torch.equal(torch.get_rng_state(), before)

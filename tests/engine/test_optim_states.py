@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import engine
 from engine import lr_scheduler
 from engine.optim import Adafactor, AdamOffloadOptimizer, AdamOptimizer, AdamW8bit, Lion, Muon, OptimManager
+from engine.optim.states import OwnStates
 
 KINDS = {
     "adam": AdamOptimizer,
@@ -146,6 +147,51 @@ def test_states_go_to_torchs_adamw_and_back(either):
     amsgrad = torch.optim.AdamW(theirs.parameters(), amsgrad=True)
     with pytest.raises(ValueError, match="amsgrad of a parameter group is True"):
         one.load_state_dict(amsgrad.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["adam", "offload", "adam8", "lion"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loaded_states_are_not_made_twice(kind, dtype, monkeypatch):
+    """Neither in the parameters' dtype, as torch would, nor, of tensors that nobody else has, in copies."""
+    model = matrices(dtype)
+    saved, other = KINDS[kind](model.parameters(), lr=0.1), KINDS[kind](model.parameters(), lr=0.1)
+    steps(model, saved, 0)
+    given = copy.deepcopy(saved.state_dict())
+    monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", None)
+    for own in (False, True):
+        other.load_state_dict(OwnStates(given) if own else given)
+        for parameter, values in zip(model, given["state"].values(), strict=True):
+            for name, value in values.items():
+                assert torch.equal(other.state[parameter][name], value)
+                shared = other.state[parameter][name].data_ptr() == value.data_ptr()
+                if own or kind == "offload" and name != "step":  # which has never shared them
+                    assert shared == own, name
+
+
+@pytest.mark.parametrize("kind", ["adam", "adam-remainder"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offloading_goes_on_from_states_of_adam(kind, dtype, either):
+    ours, theirs = matrices(dtype), matrices(dtype)
+    if kind == "adam":
+        optimizer = AdamOptimizer(ours.parameters(), lr=0.1)
+    else:
+        optimizer = AdamOptimizer(ours.parameters(), lr=0.1, master="remainder")
+    steps(ours, optimizer, 0)
+    for mine, other in zip(ours, theirs, strict=True):
+        other.data.copy_(mine)
+    offloaded = AdamOffloadOptimizer(theirs.parameters(), lr=0.1)
+    offloaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    steps(ours, optimizer, 1), steps(theirs, offloaded, 1)
+    assert same(ours, theirs)
+    wide = matrices()  # as a model that is fp32 from here on, which takes the values that the state has
+    for parameter, mine in zip(wide, ours, strict=True):
+        parameter.data.copy_(mine)
+    later = AdamOffloadOptimizer(wide.parameters(), lr=0.1)
+    later.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for parameter, mine in zip(wide, theirs, strict=True):
+        if dtype == torch.bfloat16:
+            torch.testing.assert_close(parameter, offloaded.state[mine]["master"])
+        assert torch.equal(later.state[parameter]["master"], parameter)
 
 
 @pytest.mark.parametrize("master", ["fp32", "remainder"])

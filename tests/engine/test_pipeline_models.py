@@ -48,6 +48,26 @@ def trained(name, task, sizes, fields):
     return losses, norm, {n: toys.whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
 
+def foreign_on_one_stage(path):
+    model = built("tiny/bert", "masked-lm", PP, {})
+    optimizer = engine.optim.AdamOptimizer(model.parameters())
+    if engine.rank() == 1:
+        optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(2, 3)))
+    with pytest.raises(ValueError, match=r"a parameter of shape \(2, 3\) that is not in the model"):
+        engine.save_checkpoint(path, model, optimizer)
+    if engine.rank() == 1:
+        optimizer.param_groups[0]["params"].pop()
+    engine.save_checkpoint(path, model, optimizer)
+    if engine.rank() == 0:
+        optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(2, 3)))
+    with pytest.raises(ValueError, match=r"a parameter of shape \(2, 3\) that is not in the model"):
+        engine.load_checkpoint(path, model, optimizer)
+
+
+def test_a_stage_with_another_optimizer_keeps_no_other_waiting(two, tmp_path):
+    two.run(foreign_on_one_stage, tmp_path / "c")
+
+
 def union(parts):
     whole = {}
     for part in parts:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from nodes import free_port
 
 import engine
+from engine.testing import run
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -147,6 +148,36 @@ def again():
         mesh = engine.runtime.mesh()
         shapes.append((mesh.mesh_dim_names, tuple(mesh.shape)))
     return shapes
+
+
+def limits(timeout):
+    engine.init_distributed(timeout=timeout)
+    groups = [engine.runtime.mesh().get_group(name) for name in ("pp", "dp_replicate", "dp_shard", "tp")]
+    seconds = [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
+    return seconds, groups[2] is dist.group.WORLD
+
+
+def test_each_group_of_the_mesh_has_the_timeout(two):
+    """The one that holds all ranks has that of the first call."""
+    for timeout in (20, 30):
+        for found in two.run(limits, timeout):
+            assert found == ([timeout, timeout, 60, timeout], True)
+
+
+def waits_for_a_part():
+    engine.init_distributed(timeout=2, tp_size=2)
+    began = time.monotonic()
+    if engine.rank() == 3:
+        time.sleep(8)
+    if engine.rank() == 2:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=engine.runtime.mesh().get_group("tp"))
+    return time.monotonic() - began
+
+
+@pytest.mark.full
+def test_a_collective_of_some_ranks_ends_within_the_timeout():
+    assert run(waits_for_a_part, 4)[2] < 7
 
 
 def test_the_mesh_has_five_named_dimensions_and_may_be_made_again(two):

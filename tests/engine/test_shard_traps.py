@@ -276,15 +276,18 @@ def other_models():
         wide.head = nn.Linear(toys.WIDTH, 5, bias=False)
         deep.layers.append(toys.Block())
         frozen.embed.requires_grad_(False)
-    return [said(engine.shard, model) for model in (wide, deep, frozen)]
+    found = [said(engine.shard, model) for model in (wide, deep, frozen)]
+    engine.init_distributed(pp_size=2)
+    return [*found, said(engine.shard, wide)]
 
 
 def test_ranks_with_other_models_are_named(two):
-    for wide, deep, frozen in two.run(other_models):
+    for wide, deep, frozen, of_a_pipeline in two.run(other_models):
         start = "rank 1 built another model than rank 0: it has "
         assert (
             start + "head.weight of shape (5, 6), torch.float32 where rank 0 has head.weight of shape (11, 6)" in wide
         )
+        assert start + "head.weight of shape (5, 6)" in of_a_pipeline
         assert start + "layers.3.norm.weight" in deep
         assert start + "embed.weight of shape (11, 6), torch.float32, frozen where" in frozen
 

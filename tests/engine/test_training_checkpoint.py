@@ -1,12 +1,15 @@
 """Training goes on from a checkpoint: bit for bit on the same mesh, within rounding on another, and never from half."""
 
 import copy
+import gc
 import os
 import random
 import resource
 import shutil
 import signal
+import threading
 import time
+import weakref
 from unittest import mock
 
 import engine_toys as toys
@@ -17,6 +20,7 @@ import torch
 import engine
 from engine.checkpoint import check_manifest
 from engine.checkpoint import training as module
+from modelcenter.hub.opened import find_step
 
 LAYOUTS = {"one": (1, 3, 1), "two": (2, 2, 1), "two-0": (2, 0, 1), "four": (4, 3, 1), "2x2": (4, 3, 2)}
 
@@ -348,7 +352,7 @@ def test_what_is_no_checkpoint_is_not_replaced(two, tmp_path):
 
 def test_a_writer_that_lost_its_group_says_what_to_call(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_write", mock.Mock(side_effect=ValueError("Group is not registered")))
-    writer = module._Writer(mock.Mock(path=tmp_path / "c", ready=None), group=mock.Mock())
+    writer = module._Writer(mock.Mock(path=tmp_path / "c", ready=(), tensors={}), group=mock.Mock())
     writer.run()
     assert "engine.wait_checkpoint() before destroy_process_group()" in str(writer.error)
 
@@ -359,6 +363,95 @@ def test_the_staged_copy_is_one_and_shares_nothing():
     for tensor in module.named_tensors(run.model).values():
         copy_ = module._staged(tensor)
         assert torch.equal(copy_, tensor) and copy_.data_ptr() != tensor.data_ptr()
+
+
+def test_nothing_of_the_staged_copy_stays_when_it_is_written(tmp_path, monkeypatch):
+    """Until the next save: it is as large as the model and its optimizer."""
+    staged, known = module._staged, []
+
+    def noted(tensor):
+        copied = staged(tensor)
+        known.append(weakref.ref(copied))
+        return copied
+
+    monkeypatch.setattr(module, "_staged", noted)
+    run = Run(3, 1)
+    run.step(0)
+    engine.save_checkpoint(tmp_path / "c", run.model, run.manager, asynchronous=True, extra=lambda path: None)
+    module._writer.join()
+    gc.collect()
+    assert known and not any(reference() is not None for reference in known) and module._writer.job.extra is None
+    engine.wait_checkpoint()
+
+
+def cannot_stage(path):
+    """The host has no room on rank 1."""
+    run = Run(3, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if engine.rank() == 1:
+            patch.setattr(module, "_staged", mock.Mock(side_effect=RuntimeError("host memory")))
+        with pytest.raises(RuntimeError, match="host memory") as told:
+            engine.save_checkpoint(path, run.model, asynchronous=True)
+    return str(told.value)
+
+
+def test_a_rank_without_room_for_the_copy_keeps_no_other_waiting(two, tmp_path):
+    first, _ = two.run(cannot_stage, tmp_path / "c")
+    assert first.startswith("rank 1 failed while collecting the state") and names(tmp_path) == []
+
+
+def test_the_copies_of_each_gpu_are_waited_for(monkeypatch):
+    """Not those of the current one alone."""
+    asked = []
+
+    def stream(device):
+        asked.append(str(device))
+        return mock.Mock(record_event=lambda: f"event of {device}")
+
+    monkeypatch.setattr(module, "_staged", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    on = {f"on {d}": mock.Mock(is_cuda=d != "cpu", device=torch.device(d)) for d in ("cuda:1", "cpu", "cuda:0")}
+    job = mock.Mock(tensors={"model": on, "optim": {"also": on["on cuda:1"]}})
+    module._stage(job)
+    assert sorted(asked) == ["cuda:0", "cuda:1"] and sorted(job.ready) == ["event of cuda:0", "event of cuda:1"]
+    assert job.tensors["model"] == on
+
+
+def test_the_writer_works_on_its_ranks_gpu(monkeypatch, tmp_path):
+    """A thread begins on GPU 0, where each rank would take memory."""
+    chosen = []
+    monkeypatch.setattr(module, "_write", lambda job, group: chosen.append("written"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))
+    writer = module._Writer(mock.Mock(path=tmp_path / "c", ready=(), tensors={}), group=None)
+    writer.start()
+    writer.join()
+    assert chosen == [(3, writer), "written"] and writer.error is None
+
+
+def test_a_file_system_without_links_has_names_in_files(tmp_path, monkeypatch):
+    """And one that takes no names either still has its old checkpoints removed."""
+    run = Run(3, 1)
+    refuse = mock.Mock(side_effect=OSError(95, "Operation not supported"))
+    monkeypatch.setattr(module.Path, "symlink_to", refuse)
+    for step in range(1, 5):
+        engine.save_checkpoint(tmp_path, run.model, None, {"n": step}, step=step, keep=1, best=step == 2)
+    assert names(tmp_path) == ["best", "last", "step-00000002", "step-00000004"]
+    assert (tmp_path / "last").is_file() and not (tmp_path / "last").is_symlink()
+    assert engine.load_checkpoint(tmp_path / "best", run.model) == {"n": 2}
+    assert engine.latest_checkpoint(tmp_path / "best") == tmp_path / "step-00000002"
+    assert engine.latest_checkpoint(tmp_path / "last") == tmp_path / "step-00000004"
+    assert find_step(tmp_path / "best", None) == find_step(tmp_path, "best") == tmp_path / "step-00000002"
+    assert find_step(tmp_path / "last", None) == find_step(tmp_path, "last") == tmp_path / "step-00000004"
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "replace", refuse)
+        with pytest.raises(OSError, match="not supported"):
+            engine.save_checkpoint(tmp_path, run.model, None, {"n": 5}, step=5, keep=1)
+    assert names(tmp_path) == ["best", "last", "step-00000002", "step-00000005"]
+    monkeypatch.undo()
+    engine.save_checkpoint(tmp_path, run.model, None, {"n": 6}, step=6, best=True)  # where there are links again
+    assert os.readlink(tmp_path / "best") == os.readlink(tmp_path / "last") == "step-00000006"
 
 
 def _save_beyond_the_room(level, copies, path, asynchronous):

@@ -21,9 +21,9 @@ class Blocks:
         rows but the last are full. A document that starts within a row is a sequence of its own there (`cu_seqlens`):
         nothing attends, or is predicted, across its start.
 
-    eos: the token after each document; left out where the file has its own. documents: (first, end) restricts the rows
-    to some of the documents, e.g. to hold others out. bare: documents without the eos that the file has after them, and
-    without another: what follows adds its own special tokens.
+    eos: for "concat", the token after each document; left out where the file has its own. documents: (first, end)
+    restricts the rows to some of the documents, e.g. to hold others out. bare: documents without the eos that the file
+    has after them, and without another: what follows adds its own special tokens.
 
     Raises:
         ValueError: no document that makes a row, a wrong max_length or packing, "concat" without any eos.
@@ -48,7 +48,7 @@ class Blocks:
         if not 0 <= self.first < end <= len(file):
             raise ValueError(f"documents: got {self.first} to {end}, {file.path} has {len(file)}")
         offsets = file.offsets[self.first : end + 1]
-        self.eos = None if file.eos is not None or bare else eos
+        self.eos = None if file.eos is not None or bare or packing == "none" else eos
         self._left_out = 1 if bare and file.eos is not None else 0  # tokens at the end of each document
         if packing == "concat":
             if eos is None and file.eos is None and not bare:

@@ -88,12 +88,20 @@ def _update_with_texts(state: Any, texts: Sequence[str]) -> None:
 
 
 def tokenizer_state(tokenizer: Any) -> str:
-    """All that decides what a transformers tokenizer makes of a text, as one string: a part of a key."""
+    """All that decides what a transformers tokenizer makes of a text, as one string: a part of a key.
+
+    Which tokens it calls its end, its unknown one and the like is no part of it: see special_tokens.
+    """
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         state.pop("truncation", None), state.pop("padding", None)
         return json.dumps(state, sort_keys=True)
     return json.dumps([sorted(tokenizer.get_vocab().items()), type(tokenizer).__name__, str(tokenizer.init_kwargs)])
+
+
+def special_tokens(tokenizer: Any) -> str:
+    """The tokens that a tokenizer has names for, such as eos_token, as one string: a part of a key."""
+    return json.dumps({name: str(token) for name, token in tokenizer.special_tokens_map.items()}, sort_keys=True)
 
 
 @contextmanager

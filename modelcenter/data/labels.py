@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ class Labels:
     problem_type: str
     names: tuple[str, ...]
     by_id: bool = False  # integers in the data are ids of classes, not names
+    multi_hot: bool = False  # the training rows list a zero or a one for each class
 
     def encode(self, values: Sequence[Any], where: Where, known_from: str = "the training data") -> np.ndarray:
         """Targets of the rows: int64 (n,) single label; float32 (n, classes) multi-label; float32 (n,) or (n, k)
@@ -33,7 +34,7 @@ class Labels:
         classes.
         """
         values = [_plain(value) for value in values]
-        _check_present(values, where, self.by_id and self.problem_type != "regression")
+        _check_present(values, where, self.by_id and _numbered(self.problem_type, self.names))
         if self.problem_type == "regression":
             return _floats(values, where, len(self.names))
         ids: dict[Any, int] = {name: i for i, name in enumerate(self.names)}
@@ -63,7 +64,7 @@ class Labels:
             return out
         out = np.zeros((len(values), len(self.names)), dtype=np.float32)
         lists = [_listed(value) for value in values]
-        if _is_multi_hot(lists) and len(lists[0]) == len(self.names):
+        if len(lists[0]) == len(self.names) and (_zeros_and_ones(lists) if self.multi_hot else _is_multi_hot(lists)):
             return np.array([[float(v) for v in row] for row in lists], dtype=np.float32)
         for row, members in enumerate(lists):
             for value in members:
@@ -89,7 +90,7 @@ def find_labels(
     if problem_type in (None, "multi_label_classification"):
         values = lists_of(values)
     values = [_plain(value) for value in values]
-    _check_present(values, where, names is not None)
+    _check_present(values, where, names is not None and _numbered(problem_type, names))
     if problem_type is None:
         problem_type = _guess_type(values)
         if problem_type == "single_label_classification" and names is None:
@@ -117,7 +118,7 @@ def find_labels(
         width = len(lists[0])
         if num_labels not in (None, width):
             raise ValueError(f"{where(0)}: the label lists {width} zeros and ones, but num_labels is {num_labels}")
-        return Labels(problem_type, tuple(map(str, range(width))), by_id=True)
+        return Labels(problem_type, tuple(map(str, range(width))), by_id=True, multi_hot=True)
     return _number(lists, where, problem_type, num_labels)
 
 
@@ -190,6 +191,11 @@ def _at_least_two(labels: Labels, where: Where) -> Labels:
             f"all rows have one label, {labels.names[0]!r} (first at {where(0)}): there is nothing to learn"
         )
     return labels
+
+
+def _numbered(problem_type: str | None, names: Sequence[str]) -> bool:
+    """Whether a number can only be the id of one of these classes: then -1 is that of none."""
+    return problem_type != "regression" and "-1" not in names
 
 
 def _plain(value: Any) -> Any:
@@ -282,11 +288,15 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _is_multi_hot(lists: Iterable[list[Any]]) -> bool:
-    """Rows of zeros and ones of equal length; [0, 1] alone could also be a list of ids, a repeated value cannot."""
-    lists = list(lists)
-    return (
-        len(lists[0]) > 1
-        and all(len(row) == len(lists[0]) and all(v in (0, 1) and not isinstance(v, str) for v in row) for row in lists)
-        and any(len(set(row)) < len(row) for row in lists)
+def _zeros_and_ones(lists: Sequence[list[Any]]) -> bool:
+    """Whether these are rows of zeros and ones of equal length."""
+    return len(lists[0]) > 1 and all(
+        len(row) == len(lists[0]) and all(v in (0, 1) and not isinstance(v, str) for v in row) for row in lists
+    )
+
+
+def _is_multi_hot(lists: Sequence[list[Any]]) -> bool:
+    """Rows of zeros and ones that are no ids: ids do not repeat, and rows that all have both are not in two orders."""
+    return _zeros_and_ones(lists) and (
+        any(len(set(row)) < len(row) for row in lists) or any(row != lists[0] for row in lists)
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from modelcenter.data.cache import cached, tokenizer_state
+from modelcenter.data.cache import cached, special_tokens, tokenizer_state
 from modelcenter.data.conversations import TOOLS, Conversation
 from modelcenter.data.tokenize import Tokens
 
@@ -30,7 +30,7 @@ LAYOUTS = {
     "plain": "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}",
     "none": "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}",
 }
-_VERSION = 2  # part of the cache's key: raise it when the way of rendering, tokenising or marking changes
+_VERSION = 3  # part of the cache's key: raise it when the way of rendering, tokenising or marking changes
 _CHUNK = 1024  # rows that are rendered and tokenised together
 _COMPARED = 32  # rows whose {% generation %} marks are compared
 _MARK = "\u2e281f3e9\u2e29"  # a content that no other has: where a template puts it is where it puts the content
@@ -51,7 +51,7 @@ class LabelledTokens:
     tokens: of the rows that were kept; its `truncated` counts those that were cut. labels: int32 (T,), the token where
     it is trained on, else -100. rows: int64 (n,), which of the given rows these are. unanswered, unfitting: int64,
     rows left out as they have no answer, or none of it within max_length (with too_long "drop": that are longer).
-    stops: tokens that end the answers.
+    stops: tokens that end the answers. cut: bool (n,), which of the kept rows were cut; None: none was.
     """
 
     tokens: Tokens
@@ -60,6 +60,7 @@ class LabelledTokens:
     unanswered: np.ndarray
     unfitting: np.ndarray
     stops: list[int]
+    cut: np.ndarray | None = None
 
 
 class Template:
@@ -90,8 +91,10 @@ class Template:
             raise ValueError("tokenizer: it has no end token (eos_token), so no answer could end; give one that has")
         # A template writes the tokens at the start itself; before a plain layout they are what the tokenizer puts.
         self.front = _front(tokenizer) if self.name in LAYOUTS else []
-        words = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-        self._special = sorted((word for word in words if word.strip()), key=len, reverse=True)
+        self._added = set(tokenizer.get_added_vocab())  # what no other token reaches over
+        self.reserved = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self.reserved.update(tokenizer.all_special_tokens)
+        self._ends = sorted((word for word in self._added | self.reserved if word.strip()), key=len, reverse=True)
 
     def render(self, turns: Conversation, prompt: bool = False) -> str:
         """The text of some turns. prompt: with what comes before an answer."""
@@ -179,7 +182,10 @@ class Template:
                 )
             return at + len(stop)
         end = len(upto.rstrip())
-        if self._stop(whole[start:end]) == "":
+        stop, said = self._stop(whole[start:end]), turns[i]["content"].rstrip()
+        # A word of --add_tokens ends an answer where the template puts it, not where it is the last that is said.
+        its_own = stop not in self.reserved and said.endswith(stop) and whole[:end].endswith(said)
+        if stop == "" or its_own:
             raise ValueError(
                 f"template {self.name}: no special token ends the answer {whole[start:end][-80:]!r}, so a model would "
                 "not learn to stop; write {{ eos_token }} after the answers (--template FILE)"
@@ -189,7 +195,7 @@ class Template:
     def _stop(self, text: str) -> str:
         """The special token that a text ends with, white space apart; "" if there is none."""
         text = text.rstrip()
-        return next((word for word in self._special if text.endswith(word)), "")
+        return next((word for word in self._ends if text.endswith(word)), "")
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
@@ -200,29 +206,52 @@ class Template:
         What comes before an answer has the tokens that it has by itself, as when the model is to answer: where a token
         would reach over the boundary, or the boundary changes those before it, the parts are tokenised one by one.
         """
-        parts = [[r.text[:at] for pair in r.answers for at in pair if at < len(r.text)] for r in rendered]
-        flat = iter(self._ids([r.text for r in rendered] + [text for row in parts for text in row]))
+        cuts = [self._cuts(r) for r in rendered]
+        parts = [
+            r.text[cut:at]
+            for r, row in zip(rendered, cuts, strict=True)
+            for pair, cut in zip(r.answers, row, strict=False)
+            for at in pair
+            if at < len(r.text)
+        ]
+        flat = iter(self._ids([r.text for r in rendered] + parts))
         whole = [next(flat) for _ in rendered]
         found = []
-        for r, ids, row in zip(rendered, whole, parts, strict=True):
-            prefixes = [next(flat) for _ in row]
-            if any(ids[: len(prefix)] != prefix for prefix in prefixes):
-                found.append(self._apart(r))
-                continue
-            sizes = iter([len(prefix) for prefix in prefixes])
-            places = [tuple(next(sizes) if at < len(r.text) else len(ids) for at in pair) for pair in r.answers]
-            found.append((ids, places))
-        return found  # type: ignore[return-value]
+        for r, ids, row in zip(rendered, whole, cuts, strict=True):
+            places: list[tuple[int, int]] = []
+            fits = True
+            for pair, cut in zip(r.answers, row, strict=False):
+                base = places[-1][1] - 1 if cut else 0
+                bounds = [len(ids), len(ids)]
+                for side, part in enumerate(next(flat) for at in pair if at < len(r.text)):
+                    bounds[side] = base + len(part)
+                    fits = fits and ids[base : bounds[side]] == part
+                places.append((bounds[0], bounds[1]))
+            found.append((ids, places) if fits else self._apart(r, row))
+        return found
 
-    def _apart(self, r: Rendered) -> tuple[list[int], list[tuple[int, int]]]:
+    def _cuts(self, r: Rendered) -> list[int]:
+        """From where the text before each answer, and behind the last, is tokenised: from the token that ends the
+        answer before it, as no other reaches over that one (else from the beginning of the text, 0)."""
+        stops = [self._stop(r.text[start:end]) for start, end in r.answers]
+        ends = zip(r.answers, stops, strict=True)
+        return [0, *(end - len(stop) if stop in self._added else 0 for (_, end), stop in ends)]
+
+    def _apart(self, r: Rendered, cuts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         ids: list[int] = []
         places, last = [], 0
-        for start, end in r.answers:
-            before, answer = self._ids([r.text[last:start], r.text[start:end]])
+
+        def between(cut: int, end: int) -> list[int]:
+            """Tokens of the text from `last` on. Some tokenizers put a space before a text: behind the token that ended
+            an answer they put none."""
+            return self._ids([r.text[cut:end]])[0][1:] if cut else self._ids([r.text[last:end]])[0]
+
+        for (start, end), cut in zip(r.answers, cuts, strict=False):
+            before, (answer,) = between(cut, start), self._ids([r.text[start:end]])
             places.append((len(ids) + len(before), len(ids) + len(before) + len(answer)))
             ids += [*before, *answer]
             last = end
-        return ids + (self._ids([r.text[last:]])[0] if last < len(r.text) else []), places
+        return ids + (between(cuts[-1], len(r.text)) if last < len(r.text) else []), places
 
     def compare_marks(self, turns: Conversation, ids: list[int], places: list[tuple[int, int]]) -> None:
         """Raise ValueError where the template's own {% generation %} marks say something else, white space apart."""
@@ -264,14 +293,16 @@ def label_conversations(
             an answer.
     """
     plain = bool(rows) and isinstance(rows[0], str)
-    about = json.dumps([plain, template.text, template.text_with_tools, template.front, max_length, too_long, train_on])
+    how = [plain, template.text, template.text_with_tools, template.front, max_length, too_long, train_on]
+    about = json.dumps([*how, special_tokens(template.tokenizer), sorted(template.reserved)])
     texts = [row if isinstance(row, str) else json.dumps(row, sort_keys=True, default=str) for row in rows]
     key = ["conversations", _VERSION, about, tokenizer_state(template.tokenizer), texts]
     arrays = cached(key, lambda: _label(template, rows, where, max_length, too_long, train_on, plain))
     found = LabelledTokens(
-        Tokens(arrays["ids"], arrays["offsets"], None, int(arrays["truncated"][0])),
+        Tokens(arrays["ids"], arrays["offsets"], None, int(arrays["cut"].sum())),
         *(arrays[name] for name in ("labels", "rows", "unanswered", "unfitting")),
         arrays["stops"].tolist(),
+        arrays["cut"],
     )
     if not len(found.rows):
         some = found.unanswered if len(found.unanswered) else found.unfitting
@@ -295,7 +326,7 @@ def _label(
     unanswered: list[int] = []
     unfitting: list[int] = []
     stops: set[int] = set()
-    truncated = 0
+    cut: list[bool] = []
     front = _front(template.tokenizer) if plain else template.front
     for start in range(0, len(rows), _CHUNK):
         chunk = rows[start : start + _CHUNK]
@@ -312,8 +343,9 @@ def _label(
             if not (label[1:] != IGNORED).any():
                 unanswered.append(i)
                 continue
-            stops.update(int(row[b + len(front) - 1]) for _, b in places)
-            if len(row) > max_length:
+            ends = [int(row[b + len(front) - 1]) for _, b in places]
+            long = len(row) > max_length
+            if long:
                 if too_long == "error":
                     raise ValueError(
                         f"{where(i)}: the row has {len(row)} tokens, max_length is {max_length}; give --too_long cut "
@@ -322,8 +354,9 @@ def _label(
                 if too_long == "drop" or not (label[1:max_length] != IGNORED).any():
                     unfitting.append(i)
                     continue
-                row, label, truncated = row[:max_length], label[:max_length], truncated + 1
-            ids.append(row), labels.append(label), kept.append(i)
+                row, label = row[:max_length], label[:max_length]
+            stops.update(ends)
+            ids.append(row), labels.append(label), kept.append(i), cut.append(long)
     none = np.zeros(0, np.int32)
     return {
         "ids": np.concatenate([none, *ids]),
@@ -333,7 +366,7 @@ def _label(
         "unanswered": np.array(unanswered, np.int64),
         "unfitting": np.array(unfitting, np.int64),
         "stops": np.array(sorted(stops), np.int64),
-        "truncated": np.array([truncated]),
+        "cut": np.array(cut, bool),
     }
 
 

@@ -50,7 +50,8 @@ def tokenize_words(
     if not flat:
         raise ValueError("there are no words to tokenise")
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
-    key = ["words", _VERSION, max_length, split, prefix_space(tokenizer), tokenizer_state(tokenizer), counts, flat]
+    about = [max_length, split, prefix_space(tokenizer), tokenizer.unk_token_id]
+    key = ["words", _VERSION, *about, tokenizer_state(tokenizer), counts, flat]
     found = cached(key, lambda: _tokenize(tokenizer, flat, counts, max_length, split), cache=cache)
     tokens = Tokens(found["ids"], found["offsets"], None, int(found["cut"][0]))
     return Words(tokens, found["owner"], found["word"], found["first"])

@@ -6,16 +6,24 @@ from torch import Tensor
 from modelcenter.generation.settings import Settings
 
 
-def penalised(scores: Tensor, tokens: Tensor, s: Settings) -> Tensor:
-    """Scores (rows, vocab_size) after repetition_penalty and no_repeat_ngram_size; tokens: (rows, so far)."""
-    if s.repetition_penalty != 1.0:
-        seen = scores.gather(1, tokens)
-        seen = torch.where(seen < 0, seen * s.repetition_penalty, seen / s.repetition_penalty)
-        scores = scores.scatter(1, tokens, seen)
+def penalised(scores: Tensor, prompts: Tensor, new: Tensor, s: Settings) -> Tensor:
+    """Scores (rows, vocab_size) after repetition_penalty and no_repeat_ngram_size.
+
+    prompts: (rows, longest), each at the right end of its row, -1 before it; new: (rows, n), the tokens behind them.
+    """
     n = s.no_repeat_ngram_size
+    if s.repetition_penalty == 1.0 and not n:
+        return scores
+    tokens = torch.cat((prompts, new), 1)
+    if s.repetition_penalty != 1.0:
+        # In the empty places stands a token that came in any case: the last one.
+        came = torch.where(tokens < 0, tokens[:, -1:], tokens)
+        seen = scores.gather(1, came)
+        seen = torch.where(seen < 0, seen * s.repetition_penalty, seen / s.repetition_penalty)
+        scores = scores.scatter(1, came, seen)
     if n and tokens.shape[1] >= n:
         grams = tokens.unfold(1, n, 1)
-        again = (grams[:, :, :-1] == tokens[:, None, tokens.shape[1] - n + 1 :]).all(-1)
+        again = (grams[:, :, :-1] == tokens[:, None, tokens.shape[1] - n + 1 :]).all(-1) & (grams[:, :, -1] >= 0)
         row, place = again.nonzero(as_tuple=True)
         scores = scores.index_put((row, grams[row, place, -1]), scores.new_tensor(-torch.inf))
     return scores

@@ -32,7 +32,7 @@ def extend(state: State, s: Settings, stop: StopStrings, streamer: Any, rng: tor
     done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     can_end = bool(s.eos or stop.strings)
     while True:
-        scores = penalised(state.logits, tokens, s)
+        scores = penalised(state.logits, state.came, tokens[:, start:], s)
         new = _drawn(narrowed(scores, s), 1, rng)[:, 0] if s.do_sample else scores.argmax(-1)
         if can_end:
             new = new.masked_fill(done, s.pad)
@@ -73,7 +73,7 @@ def beam(state: State, s: Settings, stop: StopStrings, rng: torch.Generator | No
     offsets = torch.arange(rows, device=device)[:, None] * beams
     while True:
         length = running.shape[2]
-        log_probs = penalised(state.logits.log_softmax(-1), running.flatten(0, 1), s)
+        log_probs = penalised(state.logits.log_softmax(-1), state.came, running[:, :, start:].flatten(0, 1), s)
         if s.do_sample:
             log_probs = narrowed(log_probs, s, len(s.eos) + 1 if s.eos else 2)
         vocab = log_probs.shape[1]

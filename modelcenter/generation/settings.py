@@ -77,10 +77,10 @@ class Settings:
             return float(check(name, good, "a number"))
 
         beams, several = whole("num_beams", 1), whole("num_return_sequences", 1)
-        if several > 1 and not given["do_sample"] and several > beams:
+        if several > beams and (beams > 1 or not given["do_sample"]):
             raise ValueError(
-                f"num_return_sequences: got {several}, but only {beams} different sequences come of num_beams={beams} "
-                "without do_sample"
+                f"num_return_sequences: got {several}, expected at most num_beams={beams}: raise num_beams, or draw "
+                "with do_sample=True and num_beams=1"
             )
         temperature, top_p, penalty = number("temperature"), number("top_p"), number("repetition_penalty")
         if given["seed"] is not None:

@@ -28,11 +28,21 @@ def unpadded(tokens: Tensor, pad: int) -> Tensor:
     return (mask | ~mask.any(1, keepdim=True)).long()
 
 
+def to_the_right(tokens: Tensor, kept: Tensor) -> Tensor:
+    """(rows, longest) the tokens that are kept, (rows, length) bool, at the right end of their row; -1 before them."""
+    lengths = kept.sum(1)
+    longest = int(lengths.max())
+    result = tokens.new_full((len(tokens), longest), -1)
+    result[torch.arange(longest, device=tokens.device) >= longest - lengths[:, None]] = tokens[kept]
+    return result
+
+
 class State:
     """Sequences being generated, their cache, and the logits of their next tokens.
 
     Attributes:
         tokens: (rows, length) what the output begins with: the prompts, or the decoder's start token.
+        came: (rows, longest) the tokens of `tokens` but for padding, at the right end of their row, -1 before them.
         logits: (rows, vocab_size) fp32 of the next token.
     """
 
@@ -78,11 +88,11 @@ class State:
         if self.pipeline is not None and (self.others or self.of_last):
             raise ValueError("token_inputs, other_inputs: not with a pipeline; load the model with pp_size=1")
         self.cache = KVCache(most)
-        self.tokens = input_ids
+        self.tokens, self.came = input_ids, to_the_right(input_ids, kept)
         if self.encodes:
             if s.start is None:
                 raise ValueError("decoder_start_token_id: this checkpoint names none, nor a pad_token_id; pass that")
-            self.tokens = input_ids.new_full((rows, 1), s.start)
+            self.tokens = self.came = input_ids.new_full((rows, 1), s.start)
             batch["decoder_input_ids"] = self.tokens
         self.logits = self._run(batch)
         self.sharded = dist.is_initialized() and any(isinstance(p, DTensor) for p in model.parameters())
@@ -104,7 +114,7 @@ class State:
         """Each sequence so many times over, neighbours."""
         if times > 1:
             index = torch.arange(len(self.tokens), device=self.tokens.device).repeat_interleave(times)
-            self.tokens, self.logits = self.tokens[index], self.logits[index]
+            self.tokens, self.came, self.logits = self.tokens[index], self.came[index], self.logits[index]
             self.of_last = {name: value[index] for name, value in self.of_last.items()}
             self.banned = None if self.banned is None else self.banned[index]
             self.cache.reorder(index)

@@ -58,7 +58,8 @@ def evaluate(
         loss_fn: as for accumulate.
 
     Returns:
-        {"loss": mean over the items (a sum of means, for a loss of several terms), **metrics.result()}.
+        {"loss": mean over the items (a sum of means, for a loss of several terms; None: there are no items),
+        **metrics.result()}.
     """
     inputs, count = parts_of(model, loss_fn)
     terms = sorted(count(model.empty_batch()))
@@ -71,7 +72,8 @@ def evaluate(
             total += (out.loss if loss_fn is None else loss_fn(out, batch, totals)).double()
             if metrics is not None or feed is not None:
                 (feed or _feed)(metrics, out, batch)
-    result: dict[str, float | None] = {"loss": sum_over_ranks(total).item()}
+    loss = sum_over_ranks(total).item()
+    result: dict[str, float | None] = {"loss": loss if bool(counts.any()) else None}
     return {**result, **(metrics.result() if metrics is not None else {})}
 
 

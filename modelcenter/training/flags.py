@@ -100,6 +100,7 @@ class Flags:
         words = list(argv)
         last = words.index("--") if "--" in words else len(words)  # all behind it is given by place
         flags = _switches_closed(cls, [spelling(word) for word in words[:last]])
+        _check_spellings(cls, flags)
         found, others = parser(cls, prog, description).parse_known_args(flags)
         unknown = next((word for word in others if _is_flag(word)), None)
         if unknown is not None:
@@ -122,6 +123,15 @@ def spelling(word: str) -> str:
     """--max-length=a-b -> --max_length=a-b."""
     name, equals, value = word.partition("=")
     return "--" + name[2:].replace("-", "_") + equals + value if word.startswith("--") else word
+
+
+def _check_spellings(cls: type[Flags], words: Sequence[str]) -> None:
+    """Raise ValueError for a flag that is given under two of its names: one would win unseen."""
+    names, seen = _aliases(cls), dict[str, str]()
+    for name in (word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")):
+        first = seen.setdefault(names.get(name, name), name)
+        if first != name:
+            raise ValueError(f"{names[name]}: given twice, as --{first} and as --{name}; give it once")
 
 
 def _is_flag(word: str) -> bool:
@@ -292,7 +302,9 @@ def _convert(field: Any, kind: _Kind, value: Any) -> Any:
     """A value from Python, the command line (strings) or YAML as the type of its field."""
     name, choices = field.name, field.metadata["choices"]
     word = value[0] if isinstance(value, list) and len(value) == 1 and kind.outer is list else value
-    if value is None or (kind.optional and isinstance(word, str) and word.lower() in ("none", "null")):
+    # What is given by its place, such as a prompt, is meant as it stands.
+    by_place = field.metadata["positional"]
+    if value is None or (not by_place and kind.optional and isinstance(word, str) and word.lower() in ("none", "null")):
         if kind.optional:
             return None
         raise ValueError(f"{name}: got nothing, expected a value")

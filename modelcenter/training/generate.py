@@ -20,7 +20,8 @@ from modelcenter.training.texts import complete, own_draws, share_out
 from modelcenter.training.trained import Trained
 
 # What decoding may join to the word before it, by what comes next: "it '" and "s" make "it's".
-_UNSURE = re.compile(r"( n)?( '?)? ?$")
+_UNSURE = re.compile(r"( n)?( '?)? ?\Z")
+_CONTEXT = 64  # tokens that newer ones are decoded behind: decoding all at each of them would take the square of them
 
 
 class _Terminal:
@@ -39,6 +40,15 @@ class _Terminal:
         text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
         if not text.endswith("\ufffd"):  # half a character
             self._show(_UNSURE.sub("", text))
+        if len(self.tokens) >= 2 * _CONTEXT:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Keep the newest tokens alone, if what they decode to by themselves is what was shown of them."""
+        newest = self.tokens[-_CONTEXT:]
+        text = self.tokenizer.decode(newest, skip_special_tokens=True)
+        if text and self.shown.endswith(text):
+            self.tokens, self.shown = newest, text
 
     def end(self) -> None:
         self._show(self.tokenizer.decode(self.tokens, skip_special_tokens=True))

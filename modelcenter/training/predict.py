@@ -16,6 +16,7 @@ from modelcenter.data.token_files import is_tokens
 from modelcenter.models.base import Model
 from modelcenter.training import setup
 from modelcenter.training.config import PredictConfig
+from modelcenter.training.record import finite
 from modelcenter.training.tasks import TASKS
 from modelcenter.training.tasks.base import Examples, Task
 from modelcenter.training.trained import Trained
@@ -28,7 +29,7 @@ def run_predict(cfg: PredictConfig) -> None:
     model, tokenizer, examples = _load(cfg, task, trained)
     said = task.predict(model, tokenizer, examples, cfg)
     if engine.rank() == 0:
-        written = write_lines(cfg.output, (json.dumps(row, ensure_ascii=False) for row in said))
+        written = write_lines(cfg.output, (json.dumps(finite(row), ensure_ascii=False) for row in said))
         if cfg.output is not None:
             print(f"{cfg.output}: {written:,} rows", file=sys.stderr)
     engine.synchronize()  # no rank leaves before the result is written
@@ -42,7 +43,7 @@ def run_evaluate(cfg: PredictConfig, as_json: bool = False) -> dict[str, float |
     found = task.evaluate(model, examples, cfg.batch_size)
     rows = task.count(examples)
     if engine.rank() == 0:
-        text = json.dumps({"rows": rows, **found})
+        text = json.dumps({"rows": rows, **finite(found)})
         if cfg.output is not None:
             write_lines(cfg.output, [text])
         lines = [f"{name:<10} {'undefined' if value is None else f'{value:.4f}'}" for name, value in found.items()]
@@ -82,8 +83,11 @@ def _load(cfg: PredictConfig, task: Task, trained: Trained) -> tuple[Model, Any,
 def check_output(path: str | None) -> None:
     """Raise OSError before the work is done if its result could not be written."""
     if path is not None and int(os.environ.get("RANK") or 0) == 0:
+        target = Path(path).expanduser().absolute()
+        if target.is_dir():
+            raise OSError(f"output: {path} is a directory; give the name of a file, such as {Path(path) / 'out.jsonl'}")
         try:
-            with tempfile.TemporaryFile(dir=Path(path).expanduser().absolute().parent):
+            with tempfile.TemporaryFile(dir=target.parent):
                 pass
         except OSError as error:
             raise OSError(f"output: cannot write {path}: {error.strerror}") from None
@@ -95,9 +99,12 @@ def write_lines(path: str | None, lines: Iterable[str]) -> int:
         return _write(sys.stdout, lines)
     target = Path(path).expanduser()
     work = target.with_name(f".{target.name}.writing")
-    with work.open("w", encoding="utf-8") as file:
-        written = _write(file, lines)
-    work.rename(target)
+    try:
+        with work.open("w", encoding="utf-8") as file:
+            written = _write(file, lines)
+        work.rename(target)
+    finally:
+        work.unlink(missing_ok=True)
     return written
 
 

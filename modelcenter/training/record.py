@@ -87,9 +87,11 @@ def _status(summary: Path) -> str | None:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN: numbers that are not finite become null, also inside dictionaries."""
+    """JSON has no NaN: numbers that are not finite become null, also inside dictionaries and lists."""
     if isinstance(value, dict):
         return {key: finite(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-import engine
 from modelcenter.data.structured import (
     ANSWER,
     FIELDS,
@@ -22,7 +20,7 @@ from modelcenter.data.structured import (
     table_of,
 )
 from modelcenter.models.base import Model
-from modelcenter.training.texts import new_tokens
+from modelcenter.training.texts import most_of_ranks, new_tokens
 
 
 @dataclass
@@ -101,11 +99,7 @@ def fill(
     rows = [encoder.encode(one, samples, answered=False) for one in objects]
     texts = [_Text(copy.deepcopy(dict(one)), row, row.values) for one, row in zip(objects, rows, strict=True)]
     turns, several = max(len(row.answers) for row in rows), int(search.pop("num_return_sequences", 1))
-    if engine.world_size() > 1:
-        everyone: list[Any] = [None] * engine.world_size()
-        dist.all_gather_object(everyone, turns)
-        turns = max(everyone)
-    table = table_of(rows)
+    turns, table = most_of_ranks(turns), table_of(rows)
     if "max_new_tokens" in search:
         search["max_new_tokens"] = new_tokens(model, search["max_new_tokens"], max(len(row) for row in rows))
     for turn in range(turns):

@@ -16,12 +16,12 @@ from modelcenter.training.evaluation import may_stop
 _MOST_NEW = 128  # tokens to write where nobody says how many
 
 
-def new_tokens(model: Model, asked: int | None, longest: int) -> int:
-    """How many tokens to write at most after a prompt of `longest`: those asked for, else 128, or as many as the model
+def new_tokens(model: Model, asked: int | None, length: int) -> int:
+    """How many tokens to write at most after a prompt of `length`: those asked for, else 128, or as many as the model
     has positions for, which is said once."""
     if asked is not None:
         return asked
-    left = room(model, longest)
+    left = room(model, length)
     if left is None or left >= _MOST_NEW:
         return _MOST_NEW
     if left > 0:
@@ -53,24 +53,56 @@ def complete(
 
 
 def complete_ids(
-    model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], *, streamer: Any = None, **search: Any
+    model: Model,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int] | None = None,
+    streamer: Any = None,
+    **search: Any,
 ) -> list[list[list[int]]]:
     """The tokens of the num_return_sequences texts for each prompt, padded. Collective on a sharded model.
 
     Args:
-        prompts: tokens of each. search: arguments of model.generate; max_new_tokens None: see `new_tokens`.
+        prompts: tokens of each. max_new_tokens: of all texts, or of those of each prompt; None: see `new_tokens`.
+        search: other arguments of model.generate.
     """
-    if "max_new_tokens" in search:
-        asked, longest = search["max_new_tokens"], max(map(len, prompts), default=0)
-        search["max_new_tokens"] = new_tokens(model, asked, longest)
+    if isinstance(max_new_tokens, int):
+        return _write(model, tokenizer, prompts, max_new_tokens=max_new_tokens, streamer=streamer, **search)
+    # Prompts that may get as many tokens go together: what is written for one does not depend on how long others are.
+    groups: dict[int, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        most = new_tokens(model, None, len(prompt)) if max_new_tokens is None else max_new_tokens[i]
+        groups.setdefault(most, []).append(i)
+    turns = list(groups.items())
+    found: list[list[list[int]]] = [[] for _ in prompts]
+    for turn in range(most_of_ranks(len(turns))):
+        most, rows = turns[min(turn, len(turns) - 1)]  # where none is left, others still write
+        search_of_turn = own_draws(search, rows[0]) | {"max_new_tokens": most}
+        texts = _write(model, tokenizer, [prompts[i] for i in rows], streamer=streamer, **search_of_turn)
+        for i, several in zip(rows, texts, strict=True):
+            found[i] = several
+    return found
+
+
+def _write(model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], **search: Any) -> list[list[list[int]]]:
     rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(list(one)) for one in prompts], batch_first=True).long()
     lengths = torch.tensor([len(one) for one in prompts])
     mask = (torch.arange(rows.shape[1]) < lengths[:, None]).long()
     rows, mask = rows.to(model.device), mask.to(model.device)
-    whole = model.generate(rows, mask, streamer=streamer, tokenizer=tokenizer, **search)
+    whole = model.generate(rows, mask, tokenizer=tokenizer, **search)
     new = whole[:, 1:] if model.is_encoder_decoder else whole[:, rows.shape[1] :]
     several = search.get("num_return_sequences", 1)
     return [part.tolist() for part in new.split(several)]
+
+
+def most_of_ranks(number: int) -> int:
+    """The largest of the numbers that the ranks give. Collective."""
+    if engine.world_size() == 1:
+        return number
+    everyone: list[Any] = [None] * engine.world_size()
+    dist.all_gather_object(everyone, number)
+    return max(everyone)
 
 
 def share_out(count: int, batch_size: int, work: Callable[[list[int]], list[Any]]) -> list[Any]:

@@ -55,6 +55,11 @@ def test_a_batch_restarts_at_documents(tmp_path):
     assert batch["cu_seqlens"].tolist() == [0, 1, 4, 7, 8] and batch["max_seqlen"] == 3
 
 
+def test_single_documents_are_as_in_the_file(file):
+    blocks = Blocks(file, 100, eos=EOS)
+    assert blocks.row(0)[0].tolist() == DOCUMENTS[0] and blocks.fingerprint()["added_eos"] is None
+
+
 def test_packed_rows_give_the_loss_of_the_documents(tmp_path):
     """A causal model on concatenated rows: the same sum of losses as each piece by itself."""
     import torch

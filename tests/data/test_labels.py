@@ -76,6 +76,28 @@ def test_a_label_that_is_none():
             find_labels(values, lambda i: f"row {i}")
 
 
+def test_minus_one_is_a_label_where_a_class_is_called_so():
+    """As of sentiments: what was trained is evaluated by the names of the model's classes."""
+    values = [-1, 0, 1, -1]
+    labels = find_labels(values, where)
+    again = find_labels(values, where, problem_type=labels.problem_type, num_labels=3, names=labels.names)
+    assert again.encode(values, where).tolist() == labels.encode(values, where).tolist() == [0, 1, 2, 0]
+    scores = find_labels([-1, -1.0, 0.5], where, problem_type="regression", num_labels=1, names=["LABEL_0"])
+    assert scores.encode([-1, -1.0, 0.5], where).tolist() == [-1, -1, 0.5]
+    with pytest.raises(ValueError, match="line 2: the row has no label"):
+        find_labels([0, -1, 1], where, names=["0", "1"]).encode([0, -1], where)
+
+
+def test_two_classes_as_zeros_and_ones():
+    """A row with one of two labels, [1, 0], is not the list of both."""
+    labels, found = both([[1, 1], [0, 1], [0, 0]])
+    assert labels.encode([[1, 0], [0, 1]], where).tolist() == [[1, 0], [0, 1]]
+    assert labels.encode([[0, 1], [0, 1]], where).tolist() == [[0, 1], [0, 1]]
+    assert both([[1, 0], [0, 1]])[1] == [[1, 0], [0, 1]]
+    assert both([[1, 0], [0, 1]], names=["x", "y"])[1] == [[1, 0], [0, 1]]
+    assert both([[0], [1], [0, 1]])[1] == [[1, 0], [0, 1], [1, 1]]
+
+
 def test_regression():
     labels, values = both([0.5, "2", 3.25, 1])
     assert (labels.problem_type, labels.names, values) == ("regression", ("score",), [0.5, 2.0, 3.25, 1.0])

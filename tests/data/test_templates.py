@@ -260,3 +260,67 @@ def test_kept_in_the_cache_until_something_changes(tmp_path, monkeypatch):
     np.testing.assert_array_equal(first.labels, again.labels)
     with pytest.raises(TypeError):
         labelled(template, [PAIR, CHAT], train_on="last")
+
+
+@pytest.mark.parametrize("rows", [[PAIR], ["Aromi serves food."]])
+def test_a_tokenizer_that_names_another_end_has_an_entry_of_its_own(tmp_path, monkeypatch, rows):
+    """Its file says nothing of it: it is the same for Qwen's base models and their chats."""
+    monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path))
+    for end in ("<|endoftext|>", "<|im_end|>"):
+        tokenizer = make_tokenizer(end=end, additional_special_tokens=["<|im_end|>"])
+        found = labelled(Template(tokenizer), rows)
+        assert found.stops == [tokenizer.eos_token_id] and found.tokens.ids[-1] == tokenizer.eos_token_id
+
+
+def test_turns_are_tokenised_once_or_twice_however_many_they_are():
+    tokenizer = make_tokenizer(CHATML, end="<|im_end|>")
+    template, chat = Template(tokenizer), PAIR * 30
+    rendered = template.mark(chat)
+    given, ids_of = [], template._ids
+    template._ids = lambda texts: given.extend(texts) or ids_of(texts)
+    ((ids, places),) = template.tokens([rendered])
+    assert sum(map(len, given)) < 5 * len(rendered.text)
+    assert ids == tokenizer(rendered.text)["input_ids"]
+    whole = [tuple(len(tokenizer(rendered.text[:at])["input_ids"]) for at in pair) for pair in rendered.answers]
+    assert places == whole
+
+
+def test_a_question_behind_an_answer_has_the_tokens_of_its_prompt():
+    """A tokenizer that puts a space before a text puts none behind a special token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = ["</s>", "\u2581", *"abcd", "bc"]
+    inner = Tokenizer(models.BPE({word: i for i, word in enumerate(letters)}, [("b", "c")]))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+    template = Template(tokenizer, "none")
+    turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}] * 2
+    found = labelled(template, [turns])
+    words = tokenizer.convert_ids_to_tokens(found.tokens.row(0).tolist())
+    end = words.index("</s>") + 1
+    prompt = tokenizer.convert_ids_to_tokens(template.prompt(turns[:3]).tolist())
+    assert words[:end] == ["\u2581", "a", "b", "\u2581", "c", "d", "</s>"]  # apart: "bc" is a token
+    assert prompt[prompt.index("</s>") + 1 :] == words[end : end + 2] == ["a", "b"]
+    assert answers(found, tokenizer) == [" cd</s>"] * 2 or len(answers(found, tokenizer)) == 2
+
+
+def test_an_added_word_ends_an_answer_where_the_template_puts_it_alone():
+    tokenizer = make_tokenizer(CHATML.replace("<|im_end|>", ""))
+    tokenizer.add_tokens(["<bye>"])
+    said = [PAIR[0], PAIR[1] | {"content": "Chinese food.<bye>"}]
+    with pytest.raises(ValueError, match="no special token ends the answer 'Chinese food.<bye>'"):
+        labelled(Template(tokenizer), [said])
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<bye>")
+    for row in (PAIR, said):
+        assert labelled(Template(tokenizer), [row]).stops == [tokenizer.convert_tokens_to_ids("<bye>")]
+
+
+def test_rows_that_are_left_out_end_no_generation():
+    text = "{% for m in messages %}{{ m.content }}{{ '<|im_end|>' if 'x' in m.content else eos_token }}{% endfor %}"
+    tokenizer = make_tokenizer(text)
+    rows = [PAIR, [PAIR[0], PAIR[1] | {"content": "x " * 60}]]
+    found = labelled(Template(tokenizer), rows, 60, too_long="drop")
+    assert found.unfitting.tolist() == [1] and found.stops == [tokenizer.eos_token_id]
+    cut = labelled(Template(tokenizer), rows, 60)
+    assert cut.cut.tolist() == [False, True] and len(cut.stops) == 2

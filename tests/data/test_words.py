@@ -7,6 +7,7 @@ import pytest
 from span_toys import make_bytes_tokenizer, make_tagged, make_tokenizer
 
 from modelcenter.data import words as module
+from modelcenter.data.cache import tokenizer_state
 from modelcenter.data.words import prefix_space, space_before_words, tokenize_words
 
 ROWS = [row["tokens"] for row in make_tagged(9, seed=3)] + [
@@ -113,3 +114,19 @@ def test_the_cache_knows_words_from_rows(monkeypatch):
     monkeypatch.undo()
     assert tokenize_words(Slow(), [["a"], ["b", "c"]], max_length=9).owner.tolist() == [0, 1]
     assert tokenize_words(Slow(), [["a", "b"], ["c"]], max_length=3).owner.tolist() == [0, 0, 1]
+
+
+def test_another_unknown_token_has_an_entry_of_its_own_in_the_cache():
+    """Which one it is stands not in the tokenizer's own file."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    states = set()
+    for unknown in ("<u>", "<v>"):
+        inner = Tokenizer(models.BPE({"a": 0, "<u>": 1, "<v>": 2}, []))
+        both = {"additional_special_tokens": ["<u>", "<v>"]}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=unknown, **both)
+        found = tokenize_words(tokenizer, [["a", "x"]], max_length=8)
+        assert found.tokens.ids.tolist() == [0, tokenizer.unk_token_id]
+        states.add(tokenizer_state(tokenizer))
+    assert len(states) == 1

@@ -2,6 +2,7 @@
 
 import io
 import sys
+import types
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from harness import randomize_
 
 import engine
 import modelcenter as mc
-from modelcenter.generation.scores import narrowed
+from modelcenter.generation.scores import narrowed, penalised
 from modelcenter.generation.settings import Settings
 from modelcenter.generation.state import room
 
@@ -61,9 +62,29 @@ def test_the_same_tokens_as_transformers(pair, kind):
     theirs, folder = pair
     ours = mc.from_pretrained(folder)
     ids, mask = prompts("left")
-    wanted = theirs.generate(ids, attention_mask=mask, max_new_tokens=25, **{**KINDS[kind], "do_sample": False})
+    if {"repetition_penalty", "no_repeat_ngram_size"} & set(KINDS[kind]):
+        ids = filled(ours, ids, mask)
+        wanted = alone(theirs, ids, mask, 25, **KINDS[kind])
+    else:
+        wanted = theirs.generate(ids, attention_mask=mask, max_new_tokens=25, **{**KINDS[kind], "do_sample": False})
     found = ours.generate(ids, mask, 25, **KINDS[kind])
     assert torch.equal(found, wanted), (found, wanted)
+
+
+def filled(ours, ids, mask):
+    """The prompts with what comes behind them for padding: penalties that saw it would show."""
+    free = ours.generate(ids, mask, ids.shape[1], eos_token_id=[])[:, ids.shape[1] :]
+    return torch.where(mask.bool(), ids, free)
+
+
+def alone(theirs, ids, mask, new, **more):
+    """What transformers writes for each prompt without padding, which its penalties take for tokens that came."""
+    rows = []
+    for prompt, kept in zip(ids, mask.bool(), strict=True):
+        n = int(kept.sum())
+        found = theirs.generate(prompt[kept][None], max_new_tokens=new, **{**more, "do_sample": False})
+        rows += [torch.cat((prompt, line[n:])) for line in found]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=5)
 
 
 def test_a_batch_without_a_mask_is_padded_where_transformers_takes_it_to_be(pair):
@@ -71,16 +92,17 @@ def test_a_batch_without_a_mask_is_padded_where_transformers_takes_it_to_be(pair
     ours = mc.from_pretrained(folder)
     ids, mask = prompts("left")
     ids[mask == 0] = 5  # the checkpoint's padding token
-    for more in ({}, {"num_beams": 3}, {"eos_token_id": [5, 7]}, {"pad_token_id": 11}):
-        more["no_repeat_ngram_size"] = 1
-        wanted = theirs.generate(ids, max_new_tokens=9, do_sample=False, **more)
-        assert torch.equal(ours.generate(ids, None, 9, **more), wanted), more
     free = {"no_repeat_ngram_size": 1}
+    for more in ({}, {"num_beams": 3}):
+        assert torch.equal(ours.generate(ids, None, 9, **free, **more), alone(theirs, ids, mask, 9, **free, **more))
+    for more in ({"eos_token_id": [5, 7]}, {"pad_token_id": 11}):  # 5 is a token as any other
+        wanted = theirs.generate(ids, max_new_tokens=9, do_sample=False, **free, **more)
+        assert torch.equal(ours.generate(ids, None, 9, **free, **more), wanted), more
     found = ours.generate(ids, None, 9, **free)
     assert not torch.equal(found, ours.generate(ids, torch.ones_like(ids), 9, **free))
     assert torch.equal(found, ours.generate(ids, mask.float(), 9, **free))  # a mask of any type
-    alone = torch.full((1, 1), 5)  # a prompt, as it is all there is
-    assert torch.equal(ours.generate(alone, None, 3), ours.generate(alone, torch.ones_like(alone), 3))
+    only = torch.full((1, 1), 5)  # a prompt, as it is all there is
+    assert torch.equal(ours.generate(only, None, 3), ours.generate(only, torch.ones_like(only), 3))
 
 
 @pytest.mark.parametrize("value", ["</s>", 1.5, [[1]]])
@@ -93,13 +115,24 @@ def test_a_checkpoint_whose_tokens_are_no_numbers_is_one_clear_error(pair, value
         ours.generate(*prompts("left"), 2)
 
 
-def test_padding_on_the_right_gives_the_same_texts(pair):
+@pytest.mark.parametrize(("beams", "n"), [(2, 0), (1, 1), (1, 2), (2, 3)])
+def test_padding_on_the_right_gives_the_same_texts(pair, beams, n):
     ours = mc.from_pretrained(pair[1])
     ids, mask = prompts("right")
-    found = ours.generate(ids, mask, 12, num_beams=2)[:, 9:]
-    for row, n in enumerate(mask.sum(1).tolist()):
-        alone = ours.generate(ids[row : row + 1, :n], None, 12, num_beams=2)[0, n:]
-        assert torch.equal(found[row, : len(alone)], alone) and (found[row, len(alone) :] == 5).all()
+    ids = filled(ours, ids, mask)
+    more = {"num_beams": beams, "no_repeat_ngram_size": n, "repetition_penalty": 1.7 if n != 1 else 1.0}
+    found = ours.generate(ids, mask, 12, **more)[:, 9:]
+    for row, size in enumerate(mask.sum(1).tolist()):
+        single = ours.generate(ids[row : row + 1, :size], None, 12, **more)[0, size:]
+        assert torch.equal(found[row, : len(single)], single) and (found[row, len(single) :] == 5).all()
+
+
+def test_a_prompt_shorter_than_the_n_grams_bans_no_token_for_its_empty_places():
+    scores = torch.zeros(2, 4)
+    prompts = torch.tensor([[2, 1, 3], [-1, -1, 3]])
+    s = types.SimpleNamespace(repetition_penalty=2.0, no_repeat_ngram_size=1)
+    found = penalised(scores + 1, prompts, torch.zeros(2, 0, dtype=torch.long), s)
+    assert found.tolist() == [[1, -torch.inf, -torch.inf, -torch.inf], [1, 1, 1, -torch.inf]]
 
 
 def test_sampling_follows_the_distribution(pair):
@@ -190,7 +223,11 @@ def test_streaming(pair):
         ({"temperature": 0.0, "do_sample": True}, "temperature: got 0.0"),
         ({"top_p": 1.5}, "top_p: got 1.5"),
         ({"eos_token_id": VOCAB}, f"eos_token_id: got {VOCAB}"),
-        ({"num_return_sequences": 2}, "num_return_sequences: got 2"),
+        ({"num_return_sequences": 2}, "num_return_sequences: got 2, expected at most num_beams=1"),
+        (
+            {"num_return_sequences": 4, "num_beams": 2, "do_sample": True},
+            "num_return_sequences: got 4, expected at most num_beams=2: raise num_beams, or .* num_beams=1",
+        ),
         ({"eos_token_id": "</s>"}, "eos_token_id: got '</s>', expected the number of a token"),
         ({"temperature": None}, "temperature: got None, expected a number"),
         ({"repetition_penalty": "1.2"}, "repetition_penalty: got '1.2', expected a number"),

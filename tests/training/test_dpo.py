@@ -38,7 +38,7 @@ def make_model(path, seed, **more):
     tokenizer = make_tokenizer(**TOKENIZER)
     sizes = SIZES | STILL | {"vocab_size": len(tokenizer), "initializer_range": 0.3} | more
     model = modelcenter.from_config("tiny/gpt2", "causal-lm", seed=seed, **sizes)
-    model.save_pretrained(path, tokenizer=tokenizer)
+    model.save_pretrained(path, tokenizer=tokenizer if model.config.vocab_size == len(tokenizer) else None)
 
 
 @pytest.fixture
@@ -201,6 +201,63 @@ def test_use(folder, tmp_path, capsys):
         cli(["predict", str(folder / "run"), str(path), "--max_new_tokens", "3"])
         said = json.loads(capsys.readouterr().out)
         assert said["prompt"].endswith("<|im_start|>assistant\n") and data["prompt"] in said["prompt"]
+
+
+def test_new_words_have_rows_in_the_reference(folder, capsys):
+    """In that of --reference, and in the model that `evaluate` reads anew."""
+    for name, more in (("own", {}), ("given", {"reference": str(folder / "other")})):
+        values = flags(folder, add_tokens=["<x>", "<y>"], max_steps=2, save_every="never", **more)
+        main(command(values | {"output_dir": str(folder / name)}))
+        last = {key[5:]: value for key, value in rows_of(folder, name)[-1].items() if key.startswith("eval_")}
+        capsys.readouterr()
+        cli(["evaluate", str(folder / name), str(folder / "data"), "--json"])
+        assert json.loads(capsys.readouterr().out) == pytest.approx({"rows": 7, **last}, abs=1e-5)
+
+
+def test_a_reference_of_another_vocabulary_is_refused(folder):
+    words = make_tokenizer(**TOKENIZER).get_vocab()
+    make_model(folder / "less", 6, vocab_size=len(words) - 1)
+    file = folder / "other" / "tokenizer.json"
+    text = json.loads(file.read_text())
+    most = len(words) - 1
+    text["model"]["vocab"] = {w: most - (n - 3) if n > 2 else n for w, n in text["model"]["vocab"].items()}
+    file.write_text(json.dumps(text))
+    said = {"other": rf"other gives \d+ of the {len(words)} tokens of this one the same number", "less": "less has "}
+    for name, message in said.items():
+        with pytest.raises(ValueError, match=f"reference: .*{message}.* belong together; give a reference"):
+            main(command(flags(folder, reference=str(folder / name), max_steps=1)))
+    given = {"tokenizer": str(folder / "start"), "reference": str(folder / "other"), "save_every": "never"}
+    main(command(flags(folder, max_steps=1, **given)))  # who names a tokenizer knows better
+
+
+def test_evaluate_reads_the_reference_as_the_run_began_with_it(folder, monkeypatch):
+    main(command(flags(folder, max_steps=1, save_every="never", model_config={"dropout": 0.1})))
+    config = folder / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("revision: null", "revision: old"))
+    load, asked = modelcenter.from_pretrained, []
+
+    def noted(name, *args, **options):
+        asked.append((name, options.pop("revision", None), options.get("dropout")))
+        return load(name, *args, **options)
+
+    monkeypatch.setattr(modelcenter, "from_pretrained", noted)
+    cli(["evaluate", str(folder / "run"), str(folder / "data")])
+    assert asked[-1] == (str(folder / "start"), "old", 0.1)
+
+
+def test_pairs_of_which_an_answer_is_cut_are_counted(folder):
+    tokenizer, data = make_tokenizer(**TOKENIZER), str(folder / "data")
+    whole, _ = tokenized(data, tokenizer, 128)
+    sizes = whole.answers.lengths[whole.pairs]
+    most = int(np.sort(sizes[:, 0])[4])
+    found, _ = tokenized(data, tokenizer, most)
+    assert whole.truncated == 0 and len(found) == len(whole)
+    assert found.truncated == int((sizes > most).any(1).sum()) < int((sizes > most).sum())
+
+
+def tokenized(data, tokenizer, max_length):
+    task = DPO(DPOConfig(model="m", train_data=[data]))
+    return task.tokenize(tokenizer, max_length)
 
 
 def test_a_runs_own_columns_of_messages_are_used(tmp_path):

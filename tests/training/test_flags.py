@@ -113,6 +113,8 @@ def test_other_spellings(words, name, value, tmp_path):
         ("--form wik", "form: got 'wik', expected one of boolq, .* Did you mean 'wic'"),
         ("--form copa", "form: got copa, which is for multiple-choice and seq2seq and lm, not for classification"),
         ("--train_split none", None),
+        ("--warmup_ratio 0.1 --lr 1 --warmup_steps 0", "warmup: given twice, as --warmup_ratio and as --warmup_steps"),
+        ("--lr 1 --learning_rate=2", "lr: given twice, as --lr and as --learning_rate; give it once"),
     ],
 )
 def test_mistakes(words, says):
@@ -239,6 +241,7 @@ def test_positional_arguments():
         (["run", "--top_k", "2", "a b"], ["a b"]),  # behind a flag
         (["--run", "run", "-5", "- a list"], ["-5", "- a list"]),
         (["run", "--top_k", "2", "--", "-x", "--seed"], ["-x", "--seed"]),
+        (["run", "None"], ["None"]),
         (["run"], None),
     ],
 )
@@ -261,6 +264,15 @@ def test_words_by_place_stand_anywhere(words, prompt):
 def test_words_by_place_stand_behind_switches(words, prompt, chat):
     cfg = GenerateConfig.from_args(words)
     assert (cfg.run, cfg.prompt, cfg.chat) == ("run", prompt, chat)
+
+
+def test_a_length_that_counts_the_prompt_elsewhere_is_refused():
+    with pytest.raises(ValueError, match="unknown flag --max_length. Did you mean '--max_new_tokens'"):
+        GenerateConfig.from_args(["run", "a", "--max_length", "9"])
+
+
+def test_the_last_of_the_same_flag_wins():
+    assert read("--lr", "1", "--lr", "2").lr == 2
 
 
 def test_a_switch_of_another_program_takes_no_word_by_place():

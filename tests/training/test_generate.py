@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 
+import chat_toys
 import pytest
 import torch
 import toydata
@@ -86,17 +87,17 @@ def test_a_pipe(folder):
 def test_texts_end_with_the_positions_where_nobody_says_how_long(folder, capsys):
     _say.cache_clear()
     model, tokenizer = mc.from_pretrained(str(folder)), mc.AutoTokenizer.from_pretrained(str(folder))
-    run_generate(GenerateConfig(run=str(folder), prompt=PROMPTS))
+    run_generate(GenerateConfig(run=str(folder), prompt=PROMPTS))  # in a batch; each has its own room
     said = capsys.readouterr()
     assert said.err.count("a text ends where the 32 positions of the model do") == 1
     wanted = [
-        tokenizer.decode(model.generate(ids, None, 32 - 6, tokenizer=tokenizer)[0, ids.shape[1] :], True)
+        tokenizer.decode(model.generate(ids, None, 32 - ids.shape[1])[0, ids.shape[1] :], True)
         for ids in (tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in PROMPTS)
     ]
     assert said.out.splitlines() == wanted
     run_generate(GenerateConfig(run=str(folder), prompt=PROMPTS[:1]))
     alone = capsys.readouterr()
-    assert alone.out.startswith(wanted[0]) and not alone.err
+    assert alone.out == wanted[0] + "\n" and not alone.err
     assert new_tokens(mc.from_config("tiny/llama", "causal-lm"), None, 9) == 128  # any number of positions
     with pytest.raises(ValueError, match="30 new ones exceed the 32 positions"):
         run_generate(GenerateConfig(run=str(folder), prompt=PROMPTS, max_new_tokens=30))
@@ -167,6 +168,29 @@ def test_what_is_shown_while_it_comes_is_the_text(capsys):
         assert capsys.readouterr().out == tokenizer.decode(ids) + "\n"
 
 
+@pytest.mark.parametrize("kind", ["bytes", "spaces"])
+def test_a_long_text_that_comes_is_not_decoded_anew_at_each_token(capsys, kind):
+    from tokenizers import Tokenizer, decoders, models
+
+    if kind == "bytes":
+        tokenizer = chat_toys.make_tokenizer()
+        ids = tokenizer("Aromi serves \u4e2d\u6587 food.\n\n \U0001f600 " * 40)["input_ids"]
+    else:  # as Llama 2's: the first space of a text is its own
+        words = ["\u2581", "\u2581a", "b", "\n", "<s>"]
+        inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="b"))
+        inner.decoder = decoders.Metaspace()
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+        ids = torch.randint(5, (700,), generator=torch.Generator().manual_seed(0)).tolist()
+    decode, sizes = tokenizer.decode, []
+    tokenizer.decode = lambda tokens, **options: sizes.append(len(tokens)) or decode(tokens, **options)
+    terminal = _Terminal(tokenizer, 0)
+    for token in ids:
+        terminal.put(torch.tensor([token]))
+    terminal.end()
+    assert capsys.readouterr().out == decode(ids, skip_special_tokens=True) + "\n"
+    assert len(ids) > 500 and max(sizes) < 150
+
+
 def test_a_prompt_does_not_end_where_the_tokenizer_would_end_a_text(tmp_path, capsys):
     """GPT-2 with BERT's tokenizer, as many Chinese ones: after [SEP] the model would begin something else."""
     tokenizer = toydata.make_tokenizer()
@@ -200,15 +224,20 @@ def test_the_same_prompt_in_another_batch_is_drawn_anew(folder, tmp_path):
     assert not set(texts[3, "one"]) & set(texts[4, "one"])
 
 
+UNLIKE = [PROMPTS[0], PROMPTS[0], PROMPTS[2], PROMPTS[0]]  # rank 0 has prompts of two lengths, rank 1 of one
+
+
 def on_ranks(folder, out):
-    run_generate(config(folder, prompt=[*PROMPTS, PROMPTS[0], PROMPTS[2]], output=out, batch_size=2))
+    run_generate(config(folder, prompt=[*PROMPTS, PROMPTS[0], PROMPTS[2]], output=str(out / "6"), batch_size=2))
+    run_generate(GenerateConfig(run=str(folder), prompt=UNLIKE, output=str(out / "free"), batch_size=2))
 
 
 def test_two_ranks_write_the_same(folder, tmp_path):
-    out = tmp_path / "out.jsonl"
-    engine.testing.run(on_ranks, 2, folder, str(out))
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    engine.testing.run(on_ranks, 2, folder, tmp_path)
+    rows, free = ([json.loads(line) for line in (tmp_path / n).read_text().splitlines()] for n in ("6", "free"))
     assert rows == [{"prompt": p, "texts": expected(folder, p)} for p in [*PROMPTS, PROMPTS[0], PROMPTS[2]]]
+    run_generate(GenerateConfig(run=str(folder), prompt=UNLIKE, output=str(tmp_path / "one")))
+    assert free == [json.loads(line) for line in (tmp_path / "one").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(

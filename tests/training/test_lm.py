@@ -278,6 +278,18 @@ def test_a_sample_of_a_chat_that_begins_with_an_answer(folder, tmp_path):
     assert sample["prompt"] and sample["prompt"] + sample["reference"] == "Aromi serves food."
 
 
+def test_a_sample_is_as_long_as_its_own_prompt_allows(folder, tmp_path):
+    """128 positions: a prompt that takes most of them shortens its own text alone."""
+    rows = [*make_pairs(2), {"mr": "Aromi " * 55, "ref": "yes"}]
+    data = str(write_jsonl(tmp_path / "some.jsonl", rows))
+    values = flags(folder, eval_data=data, max_steps=1, lr=0.0, save_every="never", eval_max_new_tokens=20)
+    texts = []
+    for name, count in (("two", 2), ("three", 3)):
+        main(command(values | {"eval_samples": count, "output_dir": str(folder / name)}))
+        texts.append([row["completion"] for row in read(folder / name / "samples.jsonl")])
+    assert texts[1][:2] == texts[0] and len(texts[1]) == 3
+
+
 def test_rows_that_are_left_out_are_counted(folder, caplog):
     rows = make_pairs(12)
     rows[3]["ref"] = ""

@@ -89,10 +89,12 @@ def shares(case: str) -> dict:
     rng = torch.Generator().manual_seed(0)
     logits, classes = torch.randn(11, 3, generator=rng), torch.randint(3, (11,), generator=rng)
     mine = slice(0, 11) if engine.world_size() == 1 else (slice(0, 8), slice(8, 11))[engine.rank()]
-    if case == "one":
+    if case in ("one", "several values"):
         mine = mine if engine.world_size() == 1 else (slice(0, 11), slice(0, 0))[engine.rank()]
     if case == "regression":
         return feed(Regression(), logits[mine, :1], logits[mine, 1])
+    if case == "several values":
+        return feed(Regression(2), logits[mine, :2], logits[mine, 1:])
     if case == "multi":
         return feed(MultiLabel(3), logits[mine], one_hot(classes.tolist(), 3)[mine])
     return feed(SingleLabel(3), logits[mine], classes[mine])
@@ -100,6 +102,6 @@ def shares(case: str) -> dict:
 
 def test_two_ranks_are_one():
     with engine.testing.Pool(2) as pool:
-        for case in ("single", "multi", "regression", "one"):
+        for case in ("single", "multi", "regression", "one", "several values"):
             for found in pool.run(shares, case):
                 assert found == pytest.approx(shares(case), abs=1e-12), case

@@ -6,11 +6,14 @@ import shutil
 import chat_toys
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from toydata import command, flags, make_rows, write_folder, write_jsonl
 
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.training.config import ClassificationConfig
+from modelcenter.training.predict import write_lines
+from modelcenter.training.record import finite
 from modelcenter.training.tasks.classification import Classification
 from scripts.finetune_classification import main
 
@@ -115,6 +118,9 @@ def test_mistakes(folder, tmp_path):
         cli(["predict", str(tmp_path / "unfinished"), data])
     with pytest.raises(OSError, match="output: cannot write .*no/such/out: No such file"):
         cli(["predict", run, data, "--output", str(tmp_path / "no/such/out")])
+    for place in (str(tmp_path), "."):
+        with pytest.raises(OSError, match=r"output: .* is a directory; give the name of a file, such as .*out\.jsonl$"):
+            cli(["evaluate", run, data, "--output", place])
     with pytest.raises(ValueError, match="no column 'body', it has 'text', 'label'"):
         cli(["predict", run, data, "--text_column", "body"])
     bad = write_jsonl(tmp_path / "bad.jsonl", [{"text": "x", "label": "good"}, {"text": "y", "label": "so-so"}])
@@ -125,6 +131,29 @@ def test_mistakes(folder, tmp_path):
     none = write_jsonl(tmp_path / "none.jsonl", [{"text": "x y"}, {"text": "y z"}])
     with pytest.raises(ValueError, match="no column is called a label"):
         cli(["evaluate", run, str(none)])
+
+
+def test_half_a_result_is_not_left_behind(tmp_path):
+    (tmp_path / "out.jsonl").write_text("old")
+    with pytest.raises(ZeroDivisionError):
+        write_lines(str(tmp_path / "out.jsonl"), (str(1 // n) for n in (1, 0)))
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert (tmp_path / "out.jsonl").read_text() == "old"
+
+
+def test_what_is_no_number_is_null(folder, tmp_path, capsys):
+    """JSON has no NaN; other programs cannot read it."""
+    shutil.copytree(folder / "run" / "model", tmp_path / "broken")
+    file = tmp_path / "broken" / "model.safetensors"
+    save_file({name: torch.full_like(value, torch.nan) for name, value in load_file(file).items()}, file)
+    out = tmp_path / "out.json"
+    cli(["evaluate", str(tmp_path / "broken"), str(folder / "data"), "--json", "--output", str(out)])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)["loss"] is None
+    assert json.loads(out.read_text(), parse_constant=pytest.fail)["loss"] is None
+    cli(["predict", str(tmp_path / "broken"), str(folder / "data"), "--output", str(out)])
+    said = [json.loads(line, parse_constant=pytest.fail) for line in out.read_text().splitlines()]
+    assert said[0]["probabilities"] == {"bad": None, "good": None}
+    assert finite({"a": [1.0, float("inf"), {"b": (float("nan"),)}]}) == {"a": [1.0, None, {"b": [None]}]}
 
 
 def test_a_run_is_a_model_to_start_from(folder, tmp_path):

@@ -312,6 +312,9 @@ def test_mistakes(folder):
     data = str(write_jsonl(folder / "empty.jsonl", [{"tokens": [], "ner_tags": []}]))
     with pytest.raises(ValueError, match="empty.jsonl: no row has a word in column 'tokens'"):
         finetune(folder, train_data=data)
+    data = str(write_jsonl(folder / "one.jsonl", [{"tokens": ["a", "b"], "ner_tags": ["O", "O"]}] * 2))
+    with pytest.raises(ValueError, match="one.jsonl: all words have one tag, 'O', in column 'ner_tags': there"):
+        finetune(folder, train_data=data)
     for row, says in (
         ({"x": ["a"], "ner_tags": ["O"]}, "words_column: which column of .* has the words. None is called words or"),
         ({"tokens": ["a"], "y": ["O"]}, "tags_column: which column .* the columns are 'tokens', 'y'. Give tags_column"),

@@ -132,8 +132,6 @@ class GenerateConfig(SearchFlags):
     prompts_file: str | None = _data(None, "file of prompts, one a line", "prompt_file", "input_file")
     chat: bool = _data(False, "prompts are what a user says: the tokenizer's chat template goes around them")
     output: str | None = _output(None, "file to write, a JSON line for each prompt; none: the terminal", "output_file")
-    max_new_tokens: int | None = _search(None, "tokens to add at most; none: 128, or what the model has positions for",
-        "max_length")
     batch_size: int = _batches(8, "prompts per rank at a time", "per_device_eval_batch_size")
     precision: str = _engine("auto", "arithmetic. auto: bf16 on a GPU that has it, else fp32", choices=PRECISIONS)
     zero: int = _engine(3, "3 shards the weights over the ranks, 0 does not", "zero_level", choices=(0, 1, 2, 3))

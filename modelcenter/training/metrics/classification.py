@@ -93,11 +93,16 @@ class MultiLabel:
 
 class Regression:
     """pearson, spearman (mean over the values of a row if it has several) and mse. Keeps two floats per row and
-    value."""
+    value.
+
+    Args:
+        width: values of a row.
+    """
 
     main = "pearson"
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 1) -> None:
+        self.width = width
         self.pairs: list[Tensor] = []
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
@@ -105,7 +110,7 @@ class Regression:
         self.pairs.append(torch.stack([logits.double(), targets.reshape(logits.shape).double()], -1).cpu())
 
     def result(self) -> dict[str, float | None]:
-        own = torch.cat(self.pairs) if self.pairs else torch.zeros(0, 1, 2, dtype=torch.float64)
+        own = torch.cat(self.pairs) if self.pairs else torch.zeros(0, self.width, 2, dtype=torch.float64)
         everything = engine.gather_result(own)
         predicted, actual = everything.unbind(-1)
         columns = list(zip(predicted.T, actual.T, strict=True))

@@ -142,7 +142,7 @@ class Classification(Task):
     def metrics(self, device: torch.device | str = "cpu") -> Metrics:
         """The metrics that suit the kind of label."""
         if self.labels.problem_type == "regression":
-            return Regression()
+            return Regression(len(self.labels.names))
         kind = MultiLabel if self.labels.problem_type == "multi_label_classification" else SingleLabel
         return kind(len(self.labels.names), device)
 

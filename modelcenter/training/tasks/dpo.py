@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import engine
 import modelcenter
 from engine.parallel.shard import policy_of
 from modelcenter.data.conversations import ChatColumns, find_chat_columns
 from modelcenter.data.preferences import find_preference_columns, preferences, questions
 from modelcenter.data.readers import Table
 from modelcenter.data.templates import IGNORED, LabelledTokens, Template, label_conversations
+from modelcenter.hub.tokenizer import fit_vocabulary
 from modelcenter.models.base import Model
 from modelcenter.training.config import DPOConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate, log_probs_of
@@ -32,11 +34,13 @@ from modelcenter.training.tasks.lm import LanguageModelling, add_stops, kept, pr
 @dataclass(frozen=True)
 class PairRows(TokenRows):
     """Rows of pairs, over the tokens of `answers`. pairs: int64 (n, 2), numbers of the chosen and of the rejected
-    sequence; reference: fp32 (n, 2), their log-probabilities by the reference model, NaN until these are known."""
+    sequence; reference: fp32 (n, 2), their log-probabilities by the reference model, NaN until these are known.
+    truncated: pairs of which an answer was cut."""
 
     answers: AnswerRows
     pairs: np.ndarray
     reference: np.ndarray
+    truncated: int = 0  # type: ignore[assignment]
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -147,17 +151,42 @@ class DPO(LanguageModelling):
             add_stops(self.model, found.stops, anew=self.cfg.from_scratch)
         answers = AnswerRows(table, found.tokens, found.labels, self.context)
         unknown = np.full((len(whole), 2), np.nan, np.float32)
-        return PairRows(kept(table, whole), found.tokens, answers, pairs[whole], unknown)
+        assert found.cut is not None
+        cut = int(found.cut[pairs[whole]].any(1).sum())
+        return PairRows(kept(table, whole), found.tokens, answers, pairs[whole], unknown, cut)
 
     def before_training(self, model: Model, train_set: Any, eval_set: Any) -> None:
+        if self.cfg.reference is not None:
+            model = self.load_reference(self.cfg.reference, model)
         self.set_reference(model, train_set, eval_set)
 
+    def load_reference(self, name: str, like: Model, **options: Any) -> Model:
+        """A reference model for the tokens of this run, placed on the ranks as another model is.
+
+        Args:
+            options: of modelcenter.from_pretrained.
+
+        Raises:
+            ValueError: it is of another vocabulary.
+        """
+        tokenizer, policy = self.template.tokenizer, policy_of(like) or False
+        if name == self.cfg.reference and self.cfg.tokenizer is None:  # else the model's own is another one, too
+            check_words(name, tokenizer)
+        if self.cfg.add_tokens:  # new rows are made before anything is sharded
+            model = modelcenter.from_pretrained(name, self.head, **{**options, "dtype": "float32", "policy": False})
+            fit_vocabulary(model, tokenizer)
+            model = engine.shard(model, policy=policy) if policy else model
+        else:
+            model = modelcenter.from_pretrained(name, self.head, **{**options, "dtype": "float32", "policy": policy})
+        if model.config.vocab_size < len(tokenizer):
+            raise ValueError(
+                f"reference: {name} has {model.config.vocab_size:,} tokens, the tokenizer {len(tokenizer):,}: they do "
+                "not belong together; give a reference with the vocabulary of the model"
+            )
+        return model
+
     def set_reference(self, model: Model, *examples: PairRows | None) -> None:
-        """Work out the reference's log-probabilities of all answers; model: as it is before the first step.
-        Collective."""
-        if self.cfg.reference is not None:
-            options = {"dtype": "float32", "policy": policy_of(model) or False}
-            model = modelcenter.from_pretrained(self.cfg.reference, self.head, **options)
+        """Work out the log-probabilities of all answers by the reference model. Collective."""
         for rows in examples:
             if rows is not None:
                 size = self.cfg.eval_batch_size or max(self.cfg.batch_size, 8)  # auto is not settled yet
@@ -205,11 +234,31 @@ class DPO(LanguageModelling):
         self.attach(model)
         self.model = None  # what ends its answers is settled
         rows = self._label(self.train, self.train_rows, max_length)
-        self.cfg.reference = self.cfg.reference or self.cfg.model
-        if self.cfg.from_scratch:
-            raise ValueError("reference: the run started from random weights, which are not kept; nothing to compare")
-        self.set_reference(model, rows)
+        name, began = self.cfg.reference, {}
+        if name is None:
+            if self.cfg.from_scratch:
+                raise ValueError(
+                    "reference: the run started from random weights, which are not kept; nothing to compare"
+                )
+            # What the run started from, as it read it.
+            name, began = self.cfg.model, {"revision": self.cfg.revision, **self.cfg.model_config}
+        self.set_reference(self.load_reference(name, model, **began), rows)
         return rows
+
+
+def check_words(name: str, tokenizer: Any) -> None:
+    """Raise ValueError for a model whose own tokenizer, if it has one, gives most words other numbers."""
+    try:
+        own = modelcenter.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        return
+    numbers, words = own.get_vocab(), tokenizer.get_vocab()
+    same = sum(numbers.get(word) == number for word, number in words.items())
+    if 2 * same < len(words):
+        raise ValueError(
+            f"reference: the tokenizer of {name} gives {same:,} of the {len(words):,} tokens of this one the same "
+            "number: they do not belong together; give a reference with the vocabulary of the model"
+        )
 
 
 def _of_pairs(found: LabelledTokens) -> LabelledTokens:

@@ -110,8 +110,8 @@ class LanguageModelling(Task):
         if self.cfg.token_accuracy:
             return evaluate(model, Batches(examples, rows), LanguageModel(), _feed_logits)
         found = evaluate(model, LossBatches(examples, rows))
-        assert found["loss"] is not None
-        return {**found, "perplexity": perplexity(found["loss"])}
+        loss = found["loss"]
+        return {**found, "perplexity": None if loss is None else perplexity(loss)}
 
     def samples(self, model: Model, tokenizer: Any, examples: Any) -> list[dict[str, Any]]:
         """Answers to the first rows of the evaluation data; of a plain text, how its first half goes on."""
@@ -127,14 +127,16 @@ class LanguageModelling(Task):
             end = next((i for i in range(at, len(ids)) if label[i] == IGNORED), len(ids))
             prompts.append(ids[:at])
             truths.append(tokenizer.decode(ids[at:end], skip_special_tokens=True))
-        room = (model.config.max_tokens or sys.maxsize) - max(map(len, prompts), default=0)
-        if not count or room < 1:
+        positions = model.config.max_tokens or sys.maxsize
+        new = [min(most, positions - len(prompt)) for prompt in prompts]
+        if not count:
             return []
-        new = min(most, room)
-        size = self.cfg.eval_batch_size or count
-        said = share_out(
-            count, size, lambda rows: complete(model, tokenizer, [prompts[i] for i in rows], max_new_tokens=new)
-        )
+
+        def work(rows: list[int]) -> list[list[str]]:
+            limits = [new[i] for i in rows]
+            return complete(model, tokenizer, [prompts[i] for i in rows], max_new_tokens=limits)
+
+        said = share_out(count, self.cfg.eval_batch_size or count, work)
         return [
             {"where": examples.where(i), "prompt": tokenizer.decode(p), "completion": s[0], "reference": truth}
             for i, (p, s, truth) in enumerate(zip(prompts, said, truths, strict=True))

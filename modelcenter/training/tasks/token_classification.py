@@ -98,6 +98,11 @@ class TokenClassification(WindowTask):
         self.rows = words_of(self.train, self.columns[0], tagged=True)
         tags = tags_of(self.train, self.columns[1], self.rows)
         self.names = names_of_tags(self.train, self.columns[1], tags, cfg.tag_names)
+        if len(self.names) == 1:
+            raise ValueError(
+                f"{self.train.name}: all words have one tag, {self.names[0]!r}, in column {self.columns[1]!r}: there "
+                "is nothing to learn"
+            )
         self.targets = encode(self.train, self.rows, tags, self.names)
         self.class_weights, self.smoothing = cfg.class_weights, cfg.label_smoothing
         self.empty = sum(not row for row in self.rows)

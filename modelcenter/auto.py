@@ -35,11 +35,11 @@ def from_pretrained(name_or_path: str, task: str | None = None, **kwargs: Any) -
             strict, ignore_mismatched_sizes (heads only), policy (None: sharded as engine.init_distributed said; False:
             plain), seed (of a head that the file lacks); config, prefix and ignore of local files (a weight file's
             config; what to take off its names; patterns of names to pass over); and config overrides in our names or
-            Hugging Face's.
+            Hugging Face's, of which None drops a field of the file that is not understood.
 
     Raises:
-        ValueError: unknown name, task or config field; missing, unknown or misshapen tensors; a missing, truncated or
-            malformed file.
+        ValueError: unknown name, task or config field; an override without effect here; missing, unknown or misshapen
+            tensors; a missing, truncated or malformed file.
     """
     from modelcenter.hub.load import load_model
 

@@ -71,6 +71,11 @@ class ModelConfig:
         if not condition:
             raise ValueError(f"{self.model_type} config: {name} is {getattr(self, name)!r}, expected {expected}")
 
+    def require_token(self, name: str, vocab_size: int) -> None:
+        """Raise unless the token `name` has a row, counted from the end where it is negative, or is None."""
+        token = getattr(self, name)
+        self.require(token is None or -vocab_size <= token < vocab_size, name, f"one of {vocab_size} tokens, or none")
+
     @property
     def max_tokens(self) -> int | None:
         """Tokens of the longest sequence that the model is made for; None: any."""
@@ -128,7 +133,7 @@ def _misfit(name: str, kind: Any, value: Any) -> str | None:
     """What a field that is a number or a text should be, where the value is none of that."""
     kinds = kind.__args__ if isinstance(kind, UnionType) else (kind,)
     if value is None:
-        return "a number" if name in (*_SIZES, "pad_token_id") and NoneType not in kinds else None
+        return "a number" if NoneType not in kinds and (int in kinds or float in kinds) else None
     if str in kinds:
         return None if isinstance(value, str) else "a text"
     if float in kinds:

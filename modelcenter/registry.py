@@ -8,7 +8,7 @@ import difflib
 import functools
 import importlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class ArchSpec:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model that can be loaded by name. `parameters` counts the bare model; `confirmed`: it was checked."""
+    """A model that can be loaded by name. `parameters` counts the bare model; `confirmed`: as was published."""
 
     name: str
     family: str
@@ -142,6 +142,18 @@ def get(model_type: str, architectures: Iterable[str] | None = None) -> ArchSpec
             f"{', '.join(sorted(ARCHITECTURES))}. modelcenter.register adds your own."
         )
     return ARCHITECTURES[model_type]
+
+
+def model_type_of(config: Mapping[str, Any]) -> Any:
+    """The `model_type` of a config.json; where it has none, that of a class which its `architectures` name, or None."""
+    named = config.get("architectures")
+    if config.get("model_type") is not None or not isinstance(named, list):
+        return config.get("model_type")
+    for spec in ARCHITECTURES.values():
+        # Those that are told by their classes are so in `get`, beside the model_type that they share.
+        if not spec.architectures and spec.arch_map().declared_task(named) is not None:
+            return spec.model_type
+    return None
 
 
 def register(model_type: str, *, config: Any, model: Any, rules: Any) -> ArchSpec:

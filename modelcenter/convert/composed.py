@@ -68,20 +68,28 @@ class ComposedMap(ConfigMap):
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
     ) -> ModelConfig:
         given, changes = dict(values), dict(overrides or {})
-        given.pop("tie_word_embeddings", None)  # the decoder's own decides
-        given.pop("tie_embeddings", None)
+        for name in ("tie_word_embeddings", "tie_embeddings", "vocab_size"):  # the decoder's own decides
+            given.pop(name, None)
         known = {*config_class.field_names(), *self.fields, *COMMON}
         shared = {name: changes.pop(name) for name in list(changes) if name not in known}  # of both: dropout, sizes
-        ties = {name: changes.pop(name) for name in ("tie_word_embeddings", "tie_embeddings") if name in changes}
+        ties: dict[str, Any] = {
+            name: changes.pop(name) for name in ("tie_word_embeddings", "tie_embeddings") if name in changes
+        }
+        sides = {side: changes.pop(side, given.get(side)) for side in ("encoder", "decoder")}
+        held = {name for part in (given, *sides.values()) if isinstance(part, Mapping) for name in part}
+        changes |= {name: None for name, value in shared.items() if value is None and name in given}
         kinds: Any = config_class.kinds  # type: ignore[attr-defined]
-        for side in ("encoder", "decoder"):
-            inner = changes.pop(side, given.get(side))
+        for side, inner in sides.items():
             kind = inner.get("model_type") if isinstance(inner, Mapping) else None
             if kind not in SIDES:
                 raise ValueError(
                     f"config field {side!r}: got a model_type {kind!r}, expected one of {', '.join(SIDES)}"
                 )
-            more: dict[str, Any] = shared | (ties if side == "decoder" else {})
+            more: dict[str, Any] = {  # a field is dropped where it is, and unknown where it is nowhere
+                name: value for name, value in shared.items() if value is not None or name in inner or name not in held
+            }
+            if side == "decoder":
+                more |= ties
             try:
                 read = SIDES[kind].config.read(inner, kinds[kind], more)
             except ValueError as error:

@@ -2,29 +2,50 @@
 
 Every field of the file is mapped to one of ours, required to have a value that our model implements, or ignored by
 name. Required and ignored fields are kept in `config.extra` and written back. Anything else that says something (that
-is not None, False or empty) is an error that names the field.
+is not None, False or empty) is an error that names the field; an override of None drops it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from modelcenter.config import ModelConfig, nearest
 
-# Fields of every transformers config that do not change what our models compute.
+# Fields of every transformers config that do not change what our models compute. Names that begin with "_" are
+# transformers' own notes, and need no entry.
 IGNORED = frozenset(
-    """_attn_implementation _commit_hash _name_or_path attn_implementation bos_token_id decoder_start_token_id
-    eos_token_id finetuning_task gradient_checkpointing language mask_token_id name output_attentions
-    output_hidden_states output_past prefix return_dict sep_token_id cls_token_id task_specific_params tokenizer_class
-    torchscript transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict xla_device
-    _num_labels""".split()
+    """attn_implementation bos_token_id cls_token_id decoder_start_token_id eos_token_id eos_token_ids finetuning_task
+    gradient_checkpointing mask_token_id output_attentions output_hidden_states output_past return_dict sep_token_id
+    task_specific_params tokenizer_class torchscript transformers_version unk_token_id use_bfloat16 use_cache
+    use_return_dict xla_device""".split()
     # Generation settings that version 4 wrote into config.json; they belong to generation_config.json.
-    + """bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
-    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
-    repetition_penalty return_dict_in_generate suppress_tokens temperature tf_legacy_loss top_k top_p
-    typical_p""".split()
+    + """bad_words_ids begin_suppress_tokens cache_implementation diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_decoder_ids
+    forced_eos_token_id length_penalty max_length max_new_tokens max_time min_length min_new_tokens min_p
+    no_repeat_ngram_size num_assistant_tokens num_beam_groups num_beams num_return_sequences output_scores
+    penalty_alpha prefix remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate
+    suppress_tokens temperature tf_legacy_loss top_k top_p typical_p""".split()
+    # What a tokenizer, a pipeline, a program or a publisher noted there for itself.
+    + """adapters antemplate author badwordsids created_date custom_pipeline custom_pipelines head_dtype language
+    license max_sequence_length model_max_length name newlinemode sbert_ce_default_activation_function
+    sentence_transformers transformers.js_config unsloth_fixed unsloth_version welcome""".split()
 )
+
+# What transformers would do with an override that has no effect here, and what does it instead.
+_INSTEAD = {
+    "attn_implementation": "the kernel of attention is chosen by what is installed and by the inputs",
+    "device_map": "engine.init_distributed shards a model; one process puts it where .to(device) says",
+    "gradient_checkpointing": "engine.Policy(recompute=...), or --recompute in training, computes activations again",
+    "load_in_4bit": "a checkpoint is loaded as it is; --quantize trains low-rank updates on 4-bit weights",
+    "load_in_8bit": "a checkpoint is loaded as it is; --quantize trains low-rank updates on 4-bit weights",
+    "low_cpu_mem_usage": "a model is always filled slice by slice",
+    "output_attentions": "attention weights are never held",
+    "output_hidden_states": "it is an argument of each call of the model",
+    "return_dict": "outputs have attributes, keys and indices at once",
+    "torchscript": "outputs have attributes, keys and indices at once",
+    "trust_remote_code": "code that comes with a checkpoint is never run",
+    "use_safetensors": "either form of weights is read",
+}
 
 # Fields that would change the computation, with the values that leave it unchanged.
 REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -43,12 +64,27 @@ _QUANTISED = (
 
 # Spelled alike in every architecture.
 COMMON = {"tie_word_embeddings": "tie_embeddings", "problem_type": "problem_type", "architectures": "architectures"}
+# Ours that matter to heads, random starts and generation alone: null in a file leaves them as they are by themselves.
+_UNSAID = (
+    "choice_dropout",
+    "classifier_dropout",
+    "decoder_start_token_id",
+    "eos_token_id",
+    "initializer_factor",
+    "initializer_range",
+)
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {}, ())
 _HANDLED = ("model_type", "dtype", "torch_dtype", "id2label", "label2id", "num_labels", "extra")
 
 
 class Form(Protocol):
-    """Another form in which a file may say the same: `read` brings it to the one of `fields`, `write` adds it."""
+    """Another form in which a file may say the same: `read` brings it to the one of `fields`, `write` adds it.
+
+    handles: names of that form, which `read` takes out.
+    """
+
+    @property
+    def handles(self) -> frozenset[str]: ...
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]: ...
 
@@ -79,15 +115,16 @@ class ConfigMap:
         Args:
             values: the contents of config.json.
             config_class: the ModelConfig subclass to build.
-            overrides: changes, under Hugging Face's names or ours.
+            overrides: changes, under Hugging Face's names or ours. None for a field of the file that is not understood
+                drops it.
 
         Raises:
             ValueError: a field is not understood, has a value that the model does not implement, or an override is
-                unknown; it names the field and the nearest known ones.
+                unknown or has no effect here; it names the field and the nearest known ones.
         """
         ours: dict[str, Any] = {}
         extra: dict[str, Any] = {}
-        given = dict(values)
+        given, overrides = self._dropped(values, config_class, overrides or {})
         model_type = given.pop("model_type", config_class.model_type)
         if model_type != config_class.model_type:
             raise ValueError(f"model_type: got {model_type!r}, expected {config_class.model_type!r}")
@@ -95,7 +132,7 @@ class ConfigMap:
         if ours.get("id2label") is not None:
             ours.pop("num_labels", None)  # as transformers: the names of the labels decide how many there are
         changed: dict[str, Any] = {}
-        self._sort(dict(overrides or {}), config_class, changed, extra, "override")
+        self._sort(overrides, config_class, changed, extra, "override")
         count, names = changed.get("num_labels"), changed.get("id2label")
         if names is not None:
             names = changed["id2label"] = _as_labels(names)
@@ -105,6 +142,25 @@ class ConfigMap:
         elif count is not None and ours.get("id2label") is not None and len(ours["id2label"]) != count:
             ours["id2label"] = None
         return config_class.from_dict({**ours, **changed, "extra": extra})
+
+    def _dropped(
+        self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The file without what the overrides drop, or replace where it could not be understood; and the others."""
+        given, changes = dict(values), dict(overrides)
+        given["extra"] = dict(given.get("extra") or {})
+        required = {**REQUIRED, **self.required}
+        understood = {*COMMON, *self.fields, *config_class.field_names(), *_HANDLED}
+        understood |= set() if self.form is None else set(self.form.handles)
+        for name, value in overrides.items():
+            if name in understood or (value is not None and name not in required):
+                continue
+            held = [part for part in (given, given["extra"]) if name in part]
+            for part in held:
+                del part[name]
+            if held and name not in required:
+                del changes[name]
+        return given, changes
 
     def _sort(
         self,
@@ -137,15 +193,15 @@ class ConfigMap:
                         raise ValueError(
                             f"{what} {key!r}: got {value!r}, but this {config_class.model_type} implements {expected}"
                         )
-                elif key not in ignored and (what == "override" or value not in _EMPTY):
+                elif what == "override" and key in _INSTEAD and not _usual(key, value):
+                    raise ValueError(f"override {key!r}: it has no effect here, leave it out: {_INSTEAD[key]}")
+                elif key not in ignored and (what == "override" or not (value in _EMPTY or key.startswith("_"))):
                     known = (*mapped, *names, *required, *ignored, *_HANDLED)
-                    why = (
-                        f", which may change what the model computes.{nearest(key, known)} {config_class.model_type} "
-                        f"has {', '.join(sorted({*mapped, *names}))}"
-                    )
-                    why = _QUANTISED if key == "quantization_config" else why
-                    raise ValueError(f"{what} not understood: {key!r} = {value!r}{why}")
+                    has = f"{config_class.model_type} has {', '.join(sorted({*mapped, *names}))}"
+                    raise ValueError(f"{what} {_not_understood(key, value, known, has, what != 'override')}")
                 extra[key] = value
+                continue
+            if value is None and key in _UNSAID and what != "override":
                 continue
             if key in ours and ours[key] != value and what != "override":
                 raise ValueError(f"{what} {key!r} is given twice, as {ours[key]!r} and as {value!r}")
@@ -171,6 +227,24 @@ class ConfigMap:
         out |= {"model_type": config.model_type, "architectures": [hf_class], "dtype": dtype}
         out = out if self.form is None else self.form.write(out)
         return dict(sorted(out.items()))
+
+
+def _usual(name: str, value: Any) -> bool:
+    """Whether an override of an ignored field asks for nothing but what is done anyway."""
+    return name in IGNORED and (value is None or value is (name == "return_dict"))
+
+
+def _not_understood(key: str, value: Any, known: Iterable[str], has: str, of_file: bool) -> str:
+    said = f"not understood: {key!r} = {value!r:.200}"
+    if key == "quantization_config":
+        return said + _QUANTISED
+    said += f", which may change what the model computes.{nearest(key, known)} {has}"
+    if not of_file:
+        return said
+    return (
+        f"{said}. If it changes nothing that matters to you, drop it: {key}=None in from_pretrained, --model_config "
+        f"{key}=null in training; or take it out of config.json"
+    )
 
 
 def _as_labels(names: Any) -> dict[int, str]:

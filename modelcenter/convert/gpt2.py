@@ -88,10 +88,11 @@ CONFIG = ConfigMap(
         "initializer_range": "initializer_range",
     },
     required={"is_decoder": (False, True)},  # it is one, whatever the file says
-    # reorder_and_upcast_attn changes the order of the same products in half precision, not what is computed.
+    # reorder_and_upcast_attn changes the order of the same products in half precision, not what is computed. n_special
+    # and predict_special_tokens are of GPT-1, from which the first configs were copied.
     ignored=frozenset(
-        """n_ctx pad_token_id reorder_and_upcast_attn summary_activation summary_proj_to_labels summary_type
-        summary_use_proj""".split()
+        """n_ctx n_special pad_token_id predict_special_tokens reorder_and_upcast_attn summary_activation
+        summary_proj_to_labels summary_type summary_use_proj""".split()
     ),
 )
 

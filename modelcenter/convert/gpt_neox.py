@@ -65,7 +65,10 @@ CONFIG = ConfigMap(
         "classifier_dropout": "classifier_dropout",
         "initializer_range": "initializer_range",
     },
-    ignored=frozenset("pad_token_id tokenizer_class".split()),
+    # The last four had an effect in no version: dropouts came later, under other names; num_steps is of Polyglot.
+    ignored=frozenset(
+        "pad_token_id attention_probs_dropout_prob hidden_dropout_prob type_vocab_size num_steps".split()
+    ),
     form=RopeFields({"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}),
 )
 

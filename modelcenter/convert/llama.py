@@ -5,6 +5,7 @@ Old files hold the buffers `rotary_emb.inv_freq`. Models for question answering 
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from modelcenter.convert.config_map import ConfigMap
 from modelcenter.convert.rope import RopeFields
@@ -41,9 +42,10 @@ PARTS = {
 
 
 def tasks(name: str, qa_prefix: str = "transformer.") -> dict[str, Task]:
+    also = ("LLaMAForCausalLM",) if name == "Llama" else ()  # of the first weights converted
     return {
         "base": Task(f"{name}Model", prefix=""),
-        "causal-lm": Task(f"{name}ForCausalLM", {"lm": "head."}),
+        "causal-lm": Task(f"{name}ForCausalLM", {"lm": "head."}, also=also),
         "sequence-classification": Task(f"{name}ForSequenceClassification", {"score": "head."}),
         "token-classification": Task(f"{name}ForTokenClassification", {"token score": "head."}),
         "question-answering": Task(f"{name}ForQuestionAnswering", {"qa": "head."}, prefix=qa_prefix, labels=2),
@@ -70,9 +72,28 @@ FIELDS = {
 HEAD_DIM = {"head_dim": "head_dim"}
 BIASES = {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
 WINDOWS = {name: name for name in ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")}
-ROPE = RopeFields({"rope_theta": "rope_theta"})
-# In how many parts Meta's pretraining multiplied each matrix: the same products.
-IGNORED = frozenset({"pretraining_tp"})
+
+
+class LlamaFields(RopeFields):
+    """And no dropout where a file says null, as transformers' config may."""
+
+    def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().read(values)
+        return values | ({"attention_dropout": 0.0} if values.get("attention_dropout", 0.0) is None else {})
+
+
+ROPE = LlamaFields({"rope_theta": "rope_theta"})
+REQUIRED = {
+    "is_causal": (True,),
+    "partial_rotary_factor": (1.0, None),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+}
+# pretraining_tp: in how many parts Meta's pretraining multiplied each matrix, the same products. Those after
+# is_llama_config have an effect in other models alone; transformers' own test models have them.
+IGNORED = frozenset(
+    "pretraining_tp is_llama_config attention_probs_dropout_prob hidden_dropout_prob type_vocab_size".split()
+)
 
 
 def llama_arch(model_type: str, name: str, fields: Mapping[str, str], qa_prefix: str = "transformer.") -> ArchMap:
@@ -83,7 +104,7 @@ def llama_arch(model_type: str, name: str, fields: Mapping[str, str], qa_prefix:
         body=BODY,
         parts=PARTS,
         tasks=tasks(name, qa_prefix),
-        config=ConfigMap({**FIELDS, **fields}, ignored=IGNORED, form=ROPE),
+        config=ConfigMap({**FIELDS, **fields}, required=REQUIRED, ignored=IGNORED, form=ROPE),
         ignore=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|(cos|sin)_cached)",),
     )
 

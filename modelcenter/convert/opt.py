@@ -59,7 +59,13 @@ CONFIG = ConfigMap(
         "pad_token_id": "pad_token_id",
         "init_std": "initializer_range",
     },
-    required={"layerdrop": (0.0,), "layer_norm_elementwise_affine": (True,), "activation_dropout": (0.0,)},
+    required={
+        "layerdrop": (0.0,),
+        "layer_norm_elementwise_affine": (True,),
+        "activation_dropout": (0.0,),
+        "learned_embeddings": (True,),
+        "scale_embeddings": (False,),
+    },
 )
 
 ARCH = ArchMap(

@@ -10,14 +10,28 @@ class RopeFields:
     """The names that version 4 gave to fields which version 5 keeps inside `rope_parameters`.
 
     Attributes:
-        names: name inside `rope_parameters` -> name beside it. What has no name here is of `rope_scaling`.
+        names: name inside `rope_parameters` -> name beside it. What has no name here is of `rope_scaling`. Late files
+            of version 4 have both names beside it.
     """
 
     names: Mapping[str, str]
 
+    @property
+    def handles(self) -> frozenset[str]:
+        return frozenset({"rope_parameters", *self.names})
+
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The same fields in version 4's form: `rope_scaling` is None for an embedding that is not scaled."""
+        """The same fields in version 4's form: `rope_scaling` is None for an embedding that is not scaled.
+
+        Raises:
+            ValueError: a field is there under both names, and they differ, or scales what no model here scales.
+        """
         values = dict(values)
+        for name, beside in self.names.items():
+            if name != beside and name in values:
+                value = values.pop(name)
+                if values.setdefault(beside, value) != value:
+                    raise ValueError(f"config field {name!r} is given twice, as {value!r} and as {values[beside]!r}")
         inside = values.pop("rope_parameters", None) or values.get("rope_scaling")
         if not inside:
             return values
@@ -25,6 +39,9 @@ class RopeFields:
             raise ValueError(f"rope_scaling: got {inside!r:.80}, expected an object with a rope_type, or none")
         scaling = _one_spelling({key: value for key, value in inside.items() if key not in self.names})
         values |= {self.names[key]: value for key, value in inside.items() if key in self.names}
+        part = scaling.pop("partial_rotary_factor", None)
+        if part not in (None, 1) and scaling["rope_type"] != "default":  # which, in transformers too, turns all
+            raise ValueError(f"rope_scaling: partial_rotary_factor is {part!r}, but here every channel is turned")
         values["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
         return values
 

@@ -74,11 +74,11 @@ PARTS = {
 }
 
 
-def _tasks(family: str) -> dict[str, Task]:
+def _tasks(family: str, also: tuple[str, ...] = ()) -> dict[str, Task]:
     return {
         "base": Task(f"{family}Model", prefix=""),
         "text-encoding": Task(f"{family}EncoderModel", prefix="", without=r"decoder\..*"),
-        "seq2seq-lm": Task(f"{family}ForConditionalGeneration", {"lm": "head."}, prefix=""),
+        "seq2seq-lm": Task(f"{family}ForConditionalGeneration", {"lm": "head."}, prefix="", also=also),
         "sequence-classification": Task(f"{family}ForSequenceClassification", {"classifier": "head."}),
         "token-classification": Task(
             f"{family}ForTokenClassification", {"token classifier": "head."}, without=r"decoder\..*"
@@ -147,7 +147,8 @@ CONFIG = T5ConfigMap(
         "initializer_factor": "initializer_factor",
     },
     required={"is_encoder_decoder": (True, False)},
-    ignored=frozenset(("n_positions",)),
+    # scalable_attention is of the code that umT5 was trained with.
+    ignored=frozenset(("n_positions", "scalable_attention")),
 )
 
 
@@ -164,7 +165,7 @@ ARCH = ArchMap(
     prefix="transformer.",
     body=_body(per_layer=False),
     parts=PARTS,
-    tasks=_tasks("T5"),
+    tasks=_tasks("T5", also=("T5WithLMHeadModel",)),  # its first name
     config=CONFIG,
     ignore=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     settle=_settle,

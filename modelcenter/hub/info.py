@@ -11,7 +11,7 @@ from typing import Any
 from engine.memory import readable
 from modelcenter.hub.download import HubOptions, download_config, is_offline
 from modelcenter.hub.names import CONFIG_FILE, MANIFEST_FILE, WEIGHT_FILES
-from modelcenter.hub.resolve import local_directory, read_json, repo_of
+from modelcenter.hub.resolve import local_directory, read_json, read_model_config, repo_of
 from modelcenter.hub.sizes import (
     COMPONENTS,
     PRECISIONS,
@@ -51,7 +51,7 @@ def model_info(name: str, options: HubOptions | None = None, gpus: int = 8) -> d
     if directory is not None:
         distributed = (directory / MANIFEST_FILE).is_file()
         about["source"] = "distributed checkpoint" if distributed else "directory"
-        config = read_json(directory / CONFIG_FILE)
+        config = read_model_config(directory / CONFIG_FILE)
         weights = directory
     else:
         entry = None if options.revision is not None else _preset(name)
@@ -65,7 +65,7 @@ def model_info(name: str, options: HubOptions | None = None, gpus: int = 8) -> d
             options = replace(options, revision=options.revision or pinned)
             path = download_config(repo, options)
             about |= {"source": "hub", "hub": repo, "revision": path.parent.name}
-            config = read_json(path)
+            config = read_model_config(path)
         if repo is not None:
             about["cached"] = cached_files(repo, options)
             weights = _newest(about["cached"])
@@ -283,7 +283,7 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _source(about: Mapping[str, Any]) -> str:
     if about["source"] != "preset":
         return about["source"] + (f" {about['hub']}@{about['revision']}" if "hub" in about else "")
-    mark = "confirmed" if about["confirmed"] else "UNCONFIRMED: its config has not been compared with the published one"
+    mark = "confirmed" if about["confirmed"] else "UNCONFIRMED: its parameters were not compared with published ones"
     weights = "no weights; from_config makes a random start"
     if about["parameters"] is None:  # its sizes were never published
         weights = "no weights and no sizes; a directory with a config.json of its own loads"

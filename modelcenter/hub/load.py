@@ -22,7 +22,7 @@ from modelcenter.hub.legacy import in_hf_form, open_source
 from modelcenter.hub.names import GENERATION_FILE
 from modelcenter.hub.readers import FileSource, reading_threads
 from modelcenter.hub.resolve import Resolved, read_json, resolve
-from modelcenter.registry import ARCHITECTURES, ArchSpec, get, nearest
+from modelcenter.registry import ARCHITECTURES, ArchSpec, get, model_type_of, nearest
 
 log = logging.getLogger("modelcenter")
 
@@ -118,7 +118,7 @@ def load_model(
         task: one of registry.TASKS; None: the head that the checkpoint's `architectures` names. A head that is named
             here and missing in the files is initialised by `seed`.
         num_labels, id2label: outputs of a classification head, and their names.
-        dtype: of the parameters; None: as the files hold them.
+        dtype: of the parameters; None: as the files hold them. torch_dtype is its old name.
         strict: False tolerates tensors that the architecture does not know.
         ignore_mismatched_sizes: tensors of heads whose shapes differ are initialised instead.
         policy: an engine.Policy; None: as engine.init_distributed said, a plain module without it; False: plain always.
@@ -127,12 +127,15 @@ def load_model(
         prefix: what to take off the names in the weight file ("bert." of a wrapped model).
         ignore: patterns of names in it to pass over ("dense.*").
         adapter: what to put in before the model is sharded (modelcenter.adapters: Lora, Freeze, ...), or a list.
-        config_overrides: fields of the config, in our names or Hugging Face's.
+        config_overrides: fields of the config, in our names or Hugging Face's; None drops a field of the file that is
+            not understood, model_type says what a file is that does not.
 
     Raises:
-        ValueError: no such model; a file is missing, truncated or malformed; a config field is not understood; a tensor
-            is missing, unknown or misshapen. The message lists them.
+        ValueError: no such model; a file is missing, truncated or malformed; a config field is not understood, or an
+            override of one has no effect here; a tensor is missing, unknown or misshapen. The message lists them.
     """
+    dtype = _dtype(dtype, config_overrides)
+    architecture = architecture or config_overrides.pop("model_type", None)
     options = HubOptions(revision, token, cache_dir, local_files_only)
     found = resolve(name_or_path, options, config=config)
     if prefix or ignore:
@@ -213,6 +216,8 @@ def build_model(
     Raises:
         ValueError: no such name, task or field.
     """
+    dtype = _dtype(dtype, config_overrides)
+    architecture = architecture or config_overrides.pop("model_type", None)
     overrides = _overrides(config_overrides, num_labels, id2label)
     if isinstance(config, ModelConfig):
         spec = find_spec({"model_type": config.model_type}, architecture, "the config")
@@ -242,11 +247,12 @@ def build_model(
 
 def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) -> ArchSpec:
     """The architecture that a config.json names. Raises ValueError: none, an unknown one, or not `architecture`."""
-    kind = config.get("model_type", architecture)
+    kind = model_type_of(config) or architecture
     if kind is None:
         raise ValueError(
-            f"{origin}: config.json names no model_type; say which by loading it with a class, such as "
-            "modelcenter.Bert.from_pretrained"
+            f"{origin}: config.json names no model_type, and no class in its architectures that is known here; say it: "
+            "model_type='bert' in from_pretrained, --model_config model_type=bert in training, or in config.json. "
+            f"Known: {', '.join(ARCHITECTURES)}"
         )
     spec = (
         None if architecture is not None and str(kind) not in ARCHITECTURES else get(kind, config.get("architectures"))
@@ -272,6 +278,14 @@ def task_of(arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: 
             f"here; pass task=, one of {', '.join(arch.tasks)}"
         )
     return declared
+
+
+def _dtype(dtype: str | torch.dtype | None, overrides: dict[str, Any]) -> str | torch.dtype | None:
+    """The dtype of the parameters, which transformers 4 called torch_dtype. Raises ValueError: given twice."""
+    old = overrides.pop("torch_dtype", None)
+    if old is not None and dtype is not None and parse_dtype(old) != parse_dtype(dtype):
+        raise ValueError(f"dtype is {dtype!r} and torch_dtype, its old name, {old!r}; give either")
+    return old if dtype is None else dtype
 
 
 def _overrides(given: dict[str, Any], num_labels: int | None, id2label: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from modelcenter.convert.legacy_form import Legacy
 from modelcenter.hub.download import HubOptions, download_config, download_file, download_weights
 from modelcenter.hub.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
-from modelcenter.registry import nearest, preset
+from modelcenter.registry import model_type_of, nearest, preset
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
@@ -58,6 +58,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, expected an object")
     return value
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """A config.json, with the model_type that its `architectures` tell where it names none (as MiniCPM's do not)."""
+    values = read_json(path)
+    kind = model_type_of(values)
+    return values if kind is None else values | {"model_type": kind}
 
 
 def repo_of(name: str) -> tuple[str, str | None]:
@@ -157,7 +164,7 @@ def resolve_file(path: Path, config: Any = None, options: HubOptions | None = No
         raise ValueError(
             f"{path} is a file without a {CONFIG_FILE} beside it; pass config=, the name of a model or a JSON file"
         )
-    values = read_json(beside) if config is None else read_config(config, options)
+    values = read_model_config(beside) if config is None else read_config(config, options)
     return Resolved(str(path), values, path.parent, weights=path)
 
 
@@ -194,7 +201,9 @@ def resolve(
             from modelcenter.hub.readers import find_weights
 
             found = find_weights(directory)
-        return Resolved(name, read_json(directory / CONFIG_FILE), directory, weights=found, distributed=distributed)
+        return Resolved(
+            name, read_model_config(directory / CONFIG_FILE), directory, weights=found, distributed=distributed
+        )
     if not weights and (entry := _named(name)) is not None:
         return Resolved(name, entry["config"], repo=entry.get("hub"))
     repo, pinned = repo_of(name)
@@ -205,4 +214,4 @@ def resolve(
     held = download_weights(repo, options) if weights else None
     if weights:
         download_file(repo, GENERATION_FILE, options)  # many have none
-    return Resolved(name, read_json(file), file.parent, repo, commit, held)
+    return Resolved(name, read_model_config(file), file.parent, repo, commit, held)

@@ -60,6 +60,7 @@ class EncoderConfig(ModelConfig):
         self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
         for name in ("dropout", "attention_dropout"):
             self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
+        self.require_token("pad_token_id", self.vocab_size)
         decides = self.is_decoder or not self.cross_attention
         self.require(decides, "is_decoder", "True beside cross_attention (add_cross_attention): an encoder has none")
 

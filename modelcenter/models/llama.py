@@ -55,10 +55,7 @@ class LlamaBodyConfig(ModelConfig):
         self.require(self.head_dim % 2 == 0, "head_dim", "an even number: rotary turns pairs of channels")
         self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
         self.require(0 <= self.attention_dropout < 1, "attention_dropout", "a probability, 0 <= p < 1")
-        pad = self.pad_token_id
-        self.require(
-            pad is None or -self.vocab_size <= pad < self.vocab_size, "pad_token_id", "an id of the vocabulary"
-        )
+        self.require_token("pad_token_id", self.vocab_size)
 
 
 @dataclass(kw_only=True)

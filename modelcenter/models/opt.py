@@ -51,6 +51,7 @@ class OPTConfig(ModelConfig):
         self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
         for name in ("dropout", "attention_dropout"):
             self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
+        self.require_token("pad_token_id", self.vocab_size)
 
 
 class OPT(Decoder):

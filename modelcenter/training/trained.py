@@ -49,7 +49,7 @@ class Trained:
         if self.task is not None:
             return TASKS[self.task]
         found = resolve(self.source, HubOptions(revision), weights=False)
-        head = registry.get(found.config["model_type"]).arch_map().declared_task(found.config.get("architectures"))
+        head = registry.get(found.config.get("model_type")).arch_map().declared_task(found.config.get("architectures"))
         task = task_of_head(head or "base")
         if task is None:
             heads = ", ".join(sorted({head for info in TASKS.values() for head in info.heads}))

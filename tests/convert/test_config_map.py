@@ -152,6 +152,57 @@ def test_overrides_take_both_spellings():
         CONFIG.read(SIZES, BertConfig, {"tie_encoder_decoder": True})
 
 
+def test_none_drops_what_is_not_understood():
+    """And only that: what is understood keeps its meaning, and a name that is nowhere is a mistake."""
+    with pytest.raises(ValueError, match=r"'my_note' = 3, .* drop it: my_note=None .* --model_config my_note=null"):
+        CONFIG.read(SIZES | {"my_note": 3}, BertConfig)
+    config = CONFIG.read(SIZES | {"my_note": 3, "use_cache": True}, BertConfig, {"my_note": None})
+    assert "my_note" not in config.extra and config.extra["use_cache"] is True
+    assert (
+        "my_note" not in CONFIG.read({**config.to_dict(), "extra": {"my_note": 3}}, BertConfig, {"my_note": None}).extra
+    )
+    with pytest.raises(ValueError, match="override not understood: 'my_note' = None"):
+        CONFIG.read(SIZES, BertConfig, {"my_note": None})
+    relative = SIZES | {"position_embedding_type": "relative_key"}
+    with pytest.raises(ValueError, match="override 'position_embedding_type': got None"):
+        CONFIG.read(relative, BertConfig, {"position_embedding_type": None})
+    replaced = CONFIG.read(relative, BertConfig, {"position_embedding_type": "absolute"})
+    assert replaced.extra["position_embedding_type"] == "absolute"
+
+
+@pytest.mark.parametrize("place", [(), ("encoder",), ("decoder",), ("encoder", "decoder")])
+def test_none_drops_it_on_the_side_that_has_it(place):
+    values = registry.preset("tiny/encoder-decoder")["config"]
+    noted = {side: {**values[side], "my_note": 1} for side in place} or {"my_note": 1}
+    assert mc.from_config(values | noted, my_note=None).config == mc.from_config(values).config
+    with pytest.raises(ValueError, match="encoder: override not understood: 'my_note' = None"):
+        mc.from_config(values, my_note=None)
+
+
+@pytest.mark.parametrize(
+    "override, says",
+    [
+        (
+            {"attn_implementation": "flash_attention_2"},
+            "'attn_implementation': it has no effect here, leave it out: the",
+        ),
+        ({"output_hidden_states": True}, "it is an argument of each call of the model"),
+        ({"return_dict": False}, "'return_dict': it has no effect here"),
+        ({"device_map": "auto"}, "'device_map': it has no effect here, leave it out: engine.init_distributed"),
+        ({"trust_remote_code": False}, "code that comes with a checkpoint is never run"),
+        ({"_attn_implementation": "eager"}, "override not understood: '_attn_implementation'"),
+    ],
+)
+def test_overrides_that_only_transformers_would_act_on(override, says):
+    with pytest.raises(ValueError, match=says):
+        CONFIG.read(SIZES, BertConfig, override)
+
+
+def test_overrides_that_ask_for_what_is_done_anyway():
+    config = CONFIG.read(SIZES, BertConfig, {"return_dict": True, "output_attentions": False, "use_cache": False})
+    assert config.extra["use_cache"] is False
+
+
 def test_labels():
     named = SIZES | {"id2label": {"0": "a", "1": "b", "2": "c"}}
     assert CONFIG.read(named, BertConfig, {"num_labels": 3}).id2label == {0: "a", 1: "b", 2: "c"}

@@ -145,7 +145,7 @@ def test_a_head_that_differs_from_its_tie_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "fields", "words"),
     [
-        ("gptj", {"rotary_dim": None}, "rotary_dim is None, expected an even number of the 12 channels of a head"),
+        ("gptj", {"rotary_dim": None}, "rotary_dim is None, expected a number"),
         ("gptj", {"rotary_dim": 14}, "rotary_dim is 14, expected an even number of the 12 channels"),
         ("gptj", {"rotary": False}, "'rotary': got False, but this gptj implements True"),
         ("gpt_neox", {"rotary_pct": 0.25}, "rotary_fraction is 0.25, expected an even number"),

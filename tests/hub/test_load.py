@@ -315,7 +315,9 @@ def test_the_class_fixes_the_architecture(saved, config_of):
         mc.from_pretrained(path)
     config_of(path, model_type=None)
     assert type(mc.Bert.from_pretrained(path)).__name__ == "Bert"
-    with pytest.raises(ValueError, match="names no model_type; say which by loading it with a class"):
+    assert type(mc.from_pretrained(path)).__name__ == "Bert"  # its architectures say it
+    config_of(path, architectures=None)
+    with pytest.raises(ValueError, match="names no model_type, and no class .* model_type='bert' in from_pretrained"):
         mc.from_pretrained(path)
 
 
@@ -495,3 +497,10 @@ def test_threads_do_not_share_memory():
 
     in_threads(work, range(2), 2)
     assert len(seen) == 2 and seen[0] is not seen[1]
+
+
+def test_dtype_by_its_old_name():
+    assert next(mc.from_config("tiny/bert", torch_dtype=torch.bfloat16).parameters()).dtype is torch.bfloat16
+    with pytest.raises(ValueError, match="dtype is 'float32' and torch_dtype, its old name, 'bfloat16'; give either"):
+        mc.from_config("tiny/bert", dtype="float32", torch_dtype="bfloat16")
+    assert next(mc.from_config("tiny/bert", dtype="bf16", torch_dtype="bfloat16").parameters()).dtype is torch.bfloat16

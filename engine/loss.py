@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import cross_entropy_, linear, matmul, matmul_nt
+from engine.ops.once import once_differentiable
 from engine.ops.softmax import losses_
 
 IGNORE_INDEX = -100
@@ -157,6 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.late:
             hidden, weight, bias, targets = ctx.saved_tensors
@@ -234,6 +236,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return (found - sums).squeeze(1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, sums = ctx.saved_tensors
         part = ctx.part
@@ -309,6 +312,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         return (lse - (1 - smoothing) * at_target).squeeze(1) - smoothing * mean
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, lse, t, hit = ctx.saved_tensors
         out = (logits.float() - lse).exp_()

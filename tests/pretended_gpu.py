@@ -1,7 +1,8 @@
 """A GPU that is not there: tensors say cuda:0 and hold a CPU's values.
 
-What mixes devices fails as on a GPU, and so does what waits for it under set_sync_debug_mode("error"). Kernels, streams
-and speed are not pretended: compiled operators run on the CPU, whatever is asynchronous is done at once.
+What mixes devices fails as on a GPU, and so does what waits for it under set_sync_debug_mode("error"). A copy to the
+host that is not waited for holds NaNs until something waits. Kernels, the order of streams and speed are not pretended:
+compiled operators run on the CPU, whatever else is asynchronous is done at once.
 """
 
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ class _Mode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.strict = False
+        self.on_their_way: list[tuple[torch.Tensor, torch.Tensor]] = []  # to the host: where to, and what
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -75,11 +77,15 @@ class _Mode(TorchDispatchMode):
             inside = kind == "cuda" or kind == "meta" and (inside or func is aten.scalar_tensor.default)
             kwargs["device"] = wanted if kind == "meta" and not inside else CPU
         kwargs.pop("pin_memory", None)
+        leaves = False
         if func in (aten._to_copy.default, aten.copy_.default):
             later = kwargs.get("non_blocking", len(args) > 2 and args[2])
             source, target = given[-1], inside if func is aten._to_copy.default else type(given[0]) is OnGPU
             if (type(source) is OnGPU) != target and not later:
                 self._wait(func)
+            elif target and type(source) is not OnGPU:
+                self.arrive()  # in the order of the stream, it reads what came before
+            leaves = type(source) is OnGPU and not target and later
         elif any(type(x) is OnGPU for x in given):
             self._check(func, given, args, kwargs)
         known: dict[int, torch.Tensor] = {}
@@ -96,7 +102,17 @@ class _Mode(TorchDispatchMode):
                 return x
             return known.get(id(x), OnGPU(x) if inside else x) if id(x) in known or inside else x
 
-        return tree_map(there, func(*tree_map(here, args), **tree_map(here, kwargs)))
+        found = func(*tree_map(here, args), **tree_map(here, kwargs))
+        if leaves:
+            self.on_their_way.append((found, found.clone()))
+            found.fill_(torch.nan if found.is_floating_point() else torch.iinfo(found.dtype).max)
+        return tree_map(there, found)
+
+    def arrive(self) -> None:
+        """Whatever is on its way to the host is there."""
+        for target, values in self.on_their_way:
+            target.copy_(values)
+        self.on_their_way.clear()
 
     def _check(self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
         if func in WAITING or func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
@@ -110,6 +126,7 @@ class _Mode(TorchDispatchMode):
                 raise RuntimeError(f"Expected all tensors to be on the same device: {func}: {', '.join(devices)}")
 
     def _wait(self, func: Any) -> None:
+        self.arrive()
         if self.strict:
             raise Waited(f"{func} waits for the GPU")
 
@@ -129,15 +146,20 @@ class _Indexed(TorchFunctionMode):
 
 
 class _Stream:
+    """Also an event of it."""
+
     cuda_stream, device = 0, GPU
 
-    def __init__(self, *_: Any, **__: Any):
-        pass
+    def __init__(self, mode: _Mode):
+        self._mode = mode
 
     def _nothing(self, *_: Any) -> "_Stream":
         return self
 
-    wait_stream = synchronize = record = record_event = _nothing
+    wait_stream = record = record_event = _nothing
+
+    def synchronize(self) -> None:
+        self._mode.arrive()
 
 
 @contextmanager
@@ -153,10 +175,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def debug(how: str) -> None:
         mode.strict = how == "error"
 
-    stream = _Stream()
+    stream = _Stream(mode)
     answers = {
         "_lazy_init": None, "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
-        "set_device": None, "synchronize": None, "current_stream": stream, "stream": nullcontext(),
+        "set_device": None, "current_stream": stream, "stream": nullcontext(),
         "get_device_capability": (9, 0), "get_device_properties": SimpleNamespace(major=9), "manual_seed": None,
         "get_device_name": "a GPU that is not there",
     }  # fmt: skip
@@ -166,8 +188,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         # A parameter's values are Python's, which an exchange of its data would leave behind.
         patch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
         patch.setattr(torch.cuda, "set_sync_debug_mode", debug)
-        patch.setattr(torch.cuda, "Stream", _Stream)
-        patch.setattr(torch.cuda, "Event", _Stream)
+        patch.setattr(torch.cuda, "synchronize", lambda *_: mode.arrive())
+        for made in ("Stream", "Event"):
+            patch.setattr(torch.cuda, made, lambda *_, **__: stream)
         patch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
         status = library.Status(library.cpu().loaded, "pretended")
         patch.setattr(library, "cuda", lambda: status)

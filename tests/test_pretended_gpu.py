@@ -163,15 +163,84 @@ def test_states_of_an_offloaded_optimizer_never_come_to_the_gpu(precision, how, 
     assert all(torch.equal(p.cpu(), q) for p, q in zip(other.parameters(), model.parameters(), strict=True))
 
 
-def test_skipped_steps_are_read_when_the_device_of_the_parameters_is_there(monkeypatch):
-    """The current device may be another."""
-    parameter = torch.nn.Parameter(torch.ones(3).cuda())
-    manager = OptimManager()
-    manager.add_optimizer(AdamOptimizer([parameter]))
-    asked = []
-    stream = torch.cuda.current_stream()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: (asked.append(device), stream)[1])
-    monkeypatch.setattr(torch.cuda, "Event", None)
-    parameter.grad = torch.ones_like(parameter)
+def test_a_copy_to_the_host_is_there_once_it_is_waited_for():
+    x = torch.ones(3, device="cuda")
+    for wait in (torch.cuda.synchronize, torch.cuda.current_stream().record_event().synchronize, x.cpu):
+        here = x.to("cpu", non_blocking=True)
+        assert here.isnan().all()
+        wait()
+        assert here.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", [AdamOptimizer, AdamOffloadOptimizer, Lion])
+def test_parameters_on_both_devices(kind):
+    """Clipped and scaled by numbers that a GPU has: the embedding is on the host, then the blocks are."""
+    found = []
+    for devices in (("cpu", "cpu", "cpu"), ("cpu", "cuda", "cpu"), ("cuda", "cpu", "cuda")):
+        parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 40).to(device)) for device in devices]
+        manager = OptimManager(loss_scale=4.0)
+        manager.add_optimizer(kind(parameters, lr=0.1))
+        for clip in (True, False):
+            manager.zero_grad()
+            for parameter in parameters:
+                parameter.grad = torch.linspace(2, 3, 40).to(parameter.device)
+            if clip:
+                manager.clip_grad_norm(parameters, 0.5)
+            manager.step()
+        found.append([p.detach().cpu() for p in parameters])
+    for others in found[1:]:
+        torch.testing.assert_close(others, found[0])
+
+
+def test_the_count_of_skipped_steps_is_waited_for_on_its_own_gpu(monkeypatch):
+    """Which need not be the current one."""
+    asked, stream = [], torch.cuda.current_stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: asked.append(device) or stream)
+    parameter = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    parameter.grad = torch.full_like(parameter, torch.inf)
+    manager = OptimManager(abort_after=1)
+    manager.add_optimizer(torch.optim.SGD([parameter], lr=0.1))
     manager.step()
-    assert asked[-1] == torch.device("cuda", 0) and manager._seen[1] is stream
+    assert asked[-1] == parameter.device
+    with pytest.raises(FloatingPointError, match="in 1 steps in a row"):
+        manager.step()
+
+
+def test_gradients_of_two_devices_come_in_buckets_of_their_own():
+    parameters = [torch.nn.Parameter(torch.ones(n, device=d)) for n, d in ((30, "cpu"), (20, "cuda"), (250, "cuda"))]
+    optimizer = AdamOffloadOptimizer(parameters, bucket=100)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    buckets = [[(piece.shard.device.type, len(piece.shard)) for piece in bucket] for bucket in optimizer._buckets()]
+    assert buckets == [[("cpu", 30)], [("cuda", 20), ("cuda", 80)], [("cuda", 100)], [("cuda", 70)]]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            209,
+            r"has no code for this GPU \(compute capability 9.0\); build it anew with TORCH_CUDA_ARCH_LIST unset or 9",
+        ),
+        (35, "the GPU's driver is older than the CUDA toolkit"),
+        (700, None),
+    ],
+)
+def test_a_library_that_cannot_run_here(monkeypatch, error, said):
+    """One line says so and torch's operators step; a GPU that has failed is another matter."""
+
+    def fail(*_):
+        raise RuntimeError(f"a CUDA kernel was not launched: error {error}\nException raised from done at bind.cpp:14")
+
+    parameter = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    parameter.grad = torch.ones_like(parameter)
+    for name in ("cast_scale_copy_", "adamw_"):
+        monkeypatch.setattr(torch.ops.modelcenter, name, fail)
+    if said is None:
+        with pytest.raises(RuntimeError, match="error 700"):
+            AdamOptimizer([parameter], lr=0.1).step()
+        return
+    with pytest.warns(UserWarning, match=said) as warned:
+        AdamOptimizer([parameter], lr=0.1).step()
+    assert len(warned) == 1 and not library.serves(parameter.device)
+    assert parameter.cpu().tolist() == pytest.approx([0.9] * 3)

@@ -192,7 +192,6 @@ inline void check_split(const Tensors& master, const Tensors& p, const Tensors& 
   overlaps.check();
 }
 
-// Checks the tensors of a dropout, and says what it draws from.
 // What a call draws from whose arguments these are, with the scale of what is kept.
 inline Draw draw_of(const int64_t* tokens, int64_t first_token, int64_t first_channel, int64_t key, int64_t site,
                     int64_t threshold) {
@@ -201,6 +200,7 @@ inline Draw draw_of(const int64_t* tokens, int64_t first_token, int64_t first_ch
           (uint32_t)threshold, 65536.0f / (float)(65536 - threshold)};
 }
 
+// Checks the tensors of a dropout, and says what it draws from.
 inline Draw check_dropout(const Tensor& out, const Tensor& x, const std::optional<Tensor>& residual,
                           const std::optional<Tensor>& tokens, int64_t first_token, int64_t first_channel, int64_t key,
                           int64_t site, int64_t threshold) {

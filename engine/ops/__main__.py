@@ -45,10 +45,13 @@ def _torch_has_cuda() -> bool:
 
 
 def _report() -> int:
+    import torch
+
     from engine.ops import library, onednn_linear, products
 
     lines = []
-    for name, status in (("fused operators, CPU", library.cpu()), ("fused operators, CUDA", library.cuda())):
+    for device in ("cpu", "cuda"):
+        name, status = f"fused operators, {device.upper()}", library.on(torch.device(device))
         lines.append(f"{name}: {status.what}" if status.loaded else f"{name}: not loaded: {status.what}")
     used, why = onednn_linear()
     name = "torch" if not used else "fused, oneDNN for a few rows" if products.compiled() else "oneDNN"

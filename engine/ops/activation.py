@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from engine.ops import library
+from engine.ops.once import once_differentiable
 
 
 class _Gelu(torch.autograd.Function):

@@ -4,10 +4,11 @@ by itself, in the caches, without padding, copies or stored weights. `serves` sa
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from engine.ops import library
+from engine.ops.once import once_differentiable
 
 
 class Heads(NamedTuple):
@@ -105,5 +106,7 @@ def attention(
     Returns:
         (T, heads * head_dim); zeros where a sequence has no keys.
     """
-    offsets = (cu.int().contiguous() for cu in (cu_queries, cu_keys))
+    offsets = [cu.int().contiguous() for cu in (cu_queries, cu_keys)]
+    if round(dropped.p * 65536) == 65536:  # so near to 1 that 16 bits keep none
+        return F.dropout(_Attention.apply(q, k, v, bias, *offsets, heads, NOTHING_DROPPED), 1.0)
     return _Attention.apply(q, k, v, bias, *offsets, heads, dropped)

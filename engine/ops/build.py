@@ -64,9 +64,18 @@ def folders() -> list[Path]:
     """Where libraries may be, in the order in which they are looked for and, if writable, built."""
     if chosen := os.environ.get("MODELCENTER_LIBRARY_DIR"):
         return [Path(chosen)]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     first = _ROOT / "build" / "csrc" if (_ROOT / "csrc" / "core").is_dir() else _PACKAGE / "lib"
-    return [first, cache / "modelcenter" / "csrc"]
+    return [first, *(cache / "modelcenter" / "csrc" for cache in _caches())]
+
+
+def _caches() -> list[Path]:
+    """The user's folder for what can be made again; none for a user without a home, as in some containers."""
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return [Path(chosen)]
+    try:
+        return [Path.home() / ".cache"]
+    except RuntimeError:
+        return []
 
 
 def find(kind: str) -> Path | None:
@@ -90,7 +99,7 @@ def build(kind: str, jobs: int | None = None) -> tuple[Path, str]:
         BuildError: there is no compiler, no torch, no writable folder, or the compiler fails.
     """
     parts = _cpu_parts() if kind == "cpu" else _cuda_parts()
-    jobs = jobs or min(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1), 4)
+    jobs = jobs or _jobs()
     folder = _writable()
     with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as room:
         objects = [f"{room}/{index}.o" for index in range(len(parts))]
@@ -102,6 +111,14 @@ def build(kind: str, jobs: int | None = None) -> tuple[Path, str]:
         target = folder / file_name(kind)
         os.replace(made, target)  # whoever builds or loads at the same time sees the old file or the new one
     return target, "\n".join(report for report in reports if report)
+
+
+def _jobs() -> int:
+    """How many compilers run at a time: $MAX_JOBS, else one for each processor; at most 4."""
+    chosen = os.environ.get("MAX_JOBS")
+    if chosen and not (chosen.isdecimal() and int(chosen)):
+        raise BuildError(f"MAX_JOBS is {chosen!r}, expected a whole number of at least 1, or nothing")
+    return min(int(chosen or os.cpu_count() or 1), 4)
 
 
 def compiler() -> str:

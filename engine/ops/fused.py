@@ -272,9 +272,9 @@ def _call(operator: Callable[..., None], check: Callable[[], None], *arguments: 
     """Call a compiled operator, which checks its arguments fast and in few words; if it refuses, say it in ours."""
     try:
         operator(*arguments)
-    except RuntimeError as error:
+    except RuntimeError:
         check()
-        raise ValueError(str(error).partition("\n")[0]) from error
+        raise  # the arguments are right: no memory, or the GPU has failed, perhaps in what ran before
 
 
 def _mode(mode: str) -> int:
@@ -309,6 +309,8 @@ def _check(
             raise ValueError(f"the lists differ in length: {name} has {len(tensors)} tensors, p has {len(p)}")
     if len(places) != (4 * len(p) if mode == 3 or scales else 0):
         raise ValueError(f"places has {len(places)} numbers, expected 4 for each parameter in mode random, else none")
+    if any(inner < 1 and tensor.numel() for inner, tensor in zip(places[1::4], p, strict=False)):
+        raise ValueError(f"places has an inner size below 1: {list(places[1::4])}")
     if scales is not None and not len(scales[0]) == len(scales[1]) == len(scales[2]) == len(p):
         raise ValueError(f"the lists differ in length: {[len(x) for x in scales]} scales and widths, {len(p)} in p")
     if not len(p):

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import warnings
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from engine.ops import build
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OLDEST = (7, 5)  # compute capability that the CUDA library is compiled for
+# cudaError_t: no function, no image for the device; the driver is older than the runtime, or than the PTX.
+_NO_CODE, _OLD_DRIVER = (98, 209), (35, 222)
 
 
 @dataclass(frozen=True)
@@ -65,18 +68,35 @@ def load_cuda(path: str) -> Status:
     return Status(True, path)
 
 
+def on(device: torch.device) -> Status:
+    """The library for tensors on this device. A GPU is asked whether it runs the kernels."""
+    if device.type == "cpu":
+        return cpu()
+    if device.type != "cuda":
+        return Status(False, f"there is none for {device.type}")
+    if not (status := cuda()).loaded:
+        return status
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST:
+        return Status(False, f"{torch.cuda.get_device_name(device)} is older than compute capability 7.5")
+    one = torch.ones(1, device=device)
+    try:
+        torch.ops.modelcenter.cast_scale_copy_([torch.empty_like(one)], [one], None, stream(device))
+    except RuntimeError as error:
+        if (why := _why_not_launched(str(error), status.what, capability)) is None:
+            raise
+        return Status(False, why)
+    return status
+
+
 @functools.cache
 def serves(device: torch.device) -> bool:
     """Whether the compiled operators take tensors on this device. Says once, in one line, where they do not."""
-    if device.type == "cpu":
-        status, name = cpu(), "CPU"
-    elif device.type == "cuda":
-        status, name = cuda(), "CUDA"
-        if status.loaded and torch.cuda.get_device_capability(device) < _OLDEST:
-            status = Status(False, f"{torch.cuda.get_device_name(device)} is older than compute capability 7.5")
-    else:
+    if device.type not in ("cpu", "cuda"):
         return False
+    status = on(device)
     if not status.loaded and os.environ.get("MODELCENTER_FUSED") != "0" and os.environ.get("LOCAL_RANK", "0") == "0":
+        name = device.type.upper()
         warnings.warn(f"the fused {name} operators are not in use, torch's are: {status.what}", stacklevel=2)
     return status.loaded
 
@@ -94,6 +114,24 @@ def plain_fp32(*tensors: torch.Tensor | None) -> bool:
 def stream(device: torch.device) -> int:
     """The stream that a compiled operator is to run on; 0 on a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _why_not_launched(said: str, path: str, capability: tuple[int, int]) -> str | None:
+    """What is wrong with the library, where a launch failed for that."""
+    found = re.search(r"kernel was not launched: error (\d+)", said)  # of csrc/cuda/bind.cpp
+    error = int(found[1]) if found else 0
+    if error in _NO_CODE:
+        wanted = ".".join(map(str, capability))
+        return (
+            f"{path} has no code for this GPU (compute capability {wanted}); build it anew with TORCH_CUDA_ARCH_LIST "
+            f"unset or {wanted}: python -m engine.ops --build"
+        )
+    if error in _OLD_DRIVER:
+        return (
+            f"the GPU's driver is older than the CUDA toolkit that {path} was built with; update it, or build anew "
+            "with an older toolkit (CUDA_HOME): python -m engine.ops --build"
+        )
+    return None
 
 
 def _why_not_found(kind: str) -> str:

@@ -188,7 +188,8 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         need_x, need_residual = ctx.needs_input_grad[:2]
-        x = _run(grad, None, ctx.tokens, *ctx.numbers) if need_x else None
+        # Dropout is linear: its derivative is a dropout, which has derivatives of its own.
+        x = _Dropout.apply(grad, None, ctx.tokens, *ctx.numbers) if need_x else None
         return x, grad if need_residual else None, None, None, None, None, None
 
 

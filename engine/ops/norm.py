@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from engine.ops import library
+from engine.ops.once import once_differentiable
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -42,7 +42,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: (..., n). weight: (n,).
+
+    Raises:
+        ValueError: the rows of x are not as long as the weight.
     """
+    if x.shape[-1:] != weight.shape:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, expected that of a row of x, {tuple(x.shape[-1:])}")
     if library.plain_fp32(x, weight) and not torch.compiler.is_compiling() and library.serves(x.device):
         return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _run(x, weight, eps)[0]
     # Rounded once, from fp32, as of a copy in fp32, which backward would keep.

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from engine.ops import library
+from engine.ops.once import once_differentiable
 
 _CPU = torch.device("cpu")
 _FEW = 32  # rows, below which packing the other matrix takes longer than oneDNN, whose code for them is there

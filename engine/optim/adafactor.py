@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from engine.optim.states import check_group, check_states, sparse_gradient
+from engine.optim.states import check_gradients, check_group, check_states, checked_group
 from engine.torch_compat import as_shard, local_box, local_tensor, shard_of
 
 Groups = list[dist.ProcessGroup]
+# Elements of a parameter that are worked on at a time: fp64 and updates then take no memory that grows with it.
+_BLOCK = 1 << 22
 
 
 @dataclass
@@ -32,6 +35,14 @@ class _Part:
     @property
     def shard(self) -> torch.Tensor:
         return local_tensor(self.parameter)
+
+    def blocks(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Some rows at a time of tensors that have the rows of the shard."""
+        if self.parameter.ndim < 2:
+            return iter([tensors])
+        rows = self.shard.shape[-2]
+        height = max(1, _BLOCK * rows // max(1, self.shard.numel()))
+        return zip(*(tensor.split(height, -2) for tensor in tensors), strict=True)
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -65,6 +76,7 @@ class Adafactor(torch.optim.Optimizer):
         defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": tuple(eps), "d": d, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "maximize": maximize})
 
+    @checked_group
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; checks the group's values and parameters."""
         super().add_param_group(param_group)
@@ -90,14 +102,15 @@ class Adafactor(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_gradients(self.param_groups)
         for group in self.param_groups:
-            parts = [self._part(p, group["maximize"]) for p in group["params"] if p.grad is not None]
+            parts = [self._part(p) for p in group["params"] if p.grad is not None]
             if parts:
                 _step(parts, group)
                 torch.autograd.graph.increment_version([part.shard for part in parts])
         return loss
 
-    def _part(self, parameter: torch.Tensor, maximize: bool) -> _Part:
+    def _part(self, parameter: torch.Tensor) -> _Part:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -111,12 +124,9 @@ class Adafactor(torch.optim.Optimizer):
                     zeros = as_shard(zeros, shape, parameter.device_mesh, placements)
                 state[name] = zeros
         assert parameter.grad is not None
-        if parameter.grad.layout is not torch.strided:
-            raise sparse_gradient(parameter.shape)
-        gradient = local_tensor(parameter.grad)
         return _Part(
             parameter,
-            -gradient if maximize else gradient,
+            local_tensor(parameter.grad),
             {name: local_tensor(value) for name, value in state.items()},
             _cut(parameter, None),
             _cut(parameter, parameter.ndim - 2),
@@ -148,10 +158,10 @@ def _step(parts: list[_Part], group: dict[str, Any]) -> None:
     sums: list[tuple[torch.Tensor, Groups]] = []
     for part in parts:
         part.state["step"] += 1
-        sums.append((part.shard.double().square().sum(), part.cut))
+        sums.append((_sum_of_squares(x for (x,) in part.blocks(part.shard)), part.cut))
         if part.parameter.ndim > 1:
-            squares = part.gradient.double().square()
-            sums += [(squares.sum(-1, keepdim=True), part.columns), (squares.sum(-2, keepdim=True), part.rows)]
+            rows, columns = _sums_along(part)
+            sums += [(rows, part.columns), (columns, part.rows)]
     found = iter(_added_up(sums))
     sizes, row_sums = [], []
     for part in parts:
@@ -164,21 +174,46 @@ def _step(parts: list[_Part], group: dict[str, Any]) -> None:
         else:
             part.state["variance"].lerp_(part.gradient.square(), weight)
     found = iter(_added_up(row_sums))
-    updates, norms = [], []
-    for part in parts:
-        if part.parameter.ndim > 1:
-            mean = (next(found) / part.parameter.shape[-2]).float().clamp_(min=eps1)
-            estimate = (part.state["row_var"] @ part.state["col_var"]).div_(mean)
-        else:
-            estimate = part.state["variance"].clone()
-        updates.append(estimate.clamp_(min=eps1 * eps1).rsqrt_().mul_(part.gradient))
-        norms.append((updates[-1].double().square().sum(), part.cut))
-    for part, update, size, square in zip(parts, updates, sizes, _added_up(norms), strict=True):
+    means = [(next(found) / p.parameter.shape[-2]).float() if p.parameter.ndim > 1 else None for p in parts]
+    # The updates are computed twice, for their norm and to be taken: kept, they would be a copy of the parameters.
+    norms = [
+        (_sum_of_squares(update for _, update in _updates(part, mean, eps1)), part.cut)
+        for part, mean in zip(parts, means, strict=True)
+    ]
+    for part, mean, size, square in zip(parts, means, sizes, _added_up(norms), strict=True):
         rate = part.state["step"].double().rsqrt().clamp(max=lr) * size.clamp(min=eps2)
         below = (square.sqrt() / (math.sqrt(part.parameter.numel()) * group["d"])).clamp(min=1.0)
+        factor = (rate / below).float()
         if group["weight_decay"] != 0:
             part.shard.mul_(1 - lr * group["weight_decay"])
-        part.shard.sub_(update.mul_((rate / below).float()))
+        for shard, update in _updates(part, mean, eps1):
+            shard.sub_(update.mul_(-factor if group["maximize"] else factor))
+
+
+def _updates(part: _Part, mean: torch.Tensor | None, eps: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(a block of the shard, what is taken from it but for a factor). mean: of ``row_var``; None for a vector."""
+    if mean is None:
+        yield part.shard, part.state["variance"].clamp(min=eps * eps).rsqrt_().mul_(part.gradient)
+        return
+    mean = mean.clamp(min=eps)
+    for shard, gradient, rows in part.blocks(part.shard, part.gradient, part.state["row_var"]):
+        estimate = (rows * part.state["col_var"]).div_(mean)
+        yield shard, estimate.clamp_(min=eps * eps).rsqrt_().mul_(gradient)
+
+
+def _sum_of_squares(blocks: Iterable[torch.Tensor]) -> torch.Tensor:
+    """In fp64, of all of them."""
+    return functools.reduce(torch.add, (block.double().square_().sum() for block in blocks))
+
+
+def _sums_along(part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the gradient's squares, in fp64: the sum of each row and of each column."""
+    rows, columns = [], []
+    for (gradient,) in part.blocks(part.gradient):
+        squares = gradient.double().square_()
+        rows.append(squares.sum(-1, keepdim=True))
+        columns.append(squares.sum(-2, keepdim=True))
+    return torch.cat(rows, -2), functools.reduce(torch.add, columns)
 
 
 def _added_up(sums: list[tuple[torch.Tensor, Groups]]) -> list[torch.Tensor]:

@@ -56,8 +56,7 @@ class AdamOptimizer(FusedOptimizer):
         self, group: dict[str, Any], batch: Batch, gscale: torch.Tensor | None, found_inf: torch.Tensor | None
     ) -> None:
         # The reference of the compiled operator is slower than torch's kernel, which does all but the small formats.
-        ordinary = self._moment_dtype == torch.float32 and batch.mode != "remainder"
-        if batch.fits and (library.serves(batch.p[0].device) or not ordinary):
+        if batch.fits and (library.serves(batch.p[0].device) or not self._ordinary(batch)):
             fused.adamw_(
                 batch.p,
                 batch.g,
@@ -74,13 +73,19 @@ class AdamOptimizer(FusedOptimizer):
                 found_inf=found_inf,
                 places=batch.places,
             )
-        elif ordinary:
-            _torch_step(group, batch, gscale, found_inf)
         else:
+            _torch_step(group, batch, gscale, found_inf)
+
+    def check(self, batch: Batch) -> None:
+        if not batch.fits and not self._ordinary(batch):
             raise ValueError(
                 f"a parameter of {batch.p[0].dtype} and strides {tuple(batch.p[0].stride())} needs master='fp32' and "
                 "moment_dtype=torch.float32"
             )
+
+    def _ordinary(self, batch: Batch) -> bool:
+        """Whether torch's kernel steps the formats of this batch."""
+        return self._moment_dtype == torch.float32 and batch.mode != "remainder"
 
 
 def _torch_step(

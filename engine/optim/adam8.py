@@ -79,12 +79,6 @@ class AdamW8bit(AdamOptimizer):
         if batch.m[0].dtype != torch.uint8:
             super().update(group, batch, gscale, found_inf)
             return
-        if not batch.fits:
-            raise ValueError(
-                f"a parameter of {batch.p[0].dtype}, shape {tuple(batch.p[0].shape)} and strides "
-                f"{tuple(batch.p[0].stride())} cannot be stepped: AdamW8bit takes contiguous fp32, bf16 and fp16 "
-                "shards that cut at most two dimensions"
-            )
         states = [self.state[parameter] for parameter in batch.whole]
         m_scale, v_scale = ([local_tensor(state[name]) for state in states] for name in _SCALES)
         fused.adamw8_(
@@ -106,6 +100,16 @@ class AdamW8bit(AdamOptimizer):
             gscale=gscale,
             found_inf=found_inf,
         )
+
+    def check(self, batch: Batch) -> None:
+        if batch.m[0].dtype != torch.uint8:
+            super().check(batch)
+        elif not batch.fits:
+            raise ValueError(
+                f"a parameter of {batch.p[0].dtype}, shape {tuple(batch.p[0].shape)} and strides "
+                f"{tuple(batch.p[0].stride())} cannot be stepped: AdamW8bit takes contiguous fp32, bf16 and fp16 "
+                "shards that cut at most two dimensions"
+            )
 
     def _dtype_of(self, name: str, parameter: torch.Tensor) -> torch.dtype:
         if name in self.moments and self._quantised(parameter):

@@ -14,7 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from engine.ops import fused
 from engine.optim.rounding import place_of, rounding_key
-from engine.optim.states import OwnStates, check_group, check_states, laid_as, saved_states, sparse_gradient
+from engine.optim.states import (
+    OwnStates,
+    check_group,
+    check_states,
+    checked_group,
+    laid_as,
+    number_on,
+    saved_states,
+    sparse_gradient,
+)
 from engine.torch_compat import gradients_of, local_tensor, local_tensors, with_local
 
 _FUSED = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,12 +119,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Step the shards of ``batch`` by the values of ``group``."""
         raise TypeError(f"{type(self).__name__} has no update")
 
+    def check(self, batch: Batch) -> None:
+        """Raise ValueError for a batch that ``update`` does not take; called before any is stepped."""
+
     @property
     def scale(self) -> float:
         """The loss scale of the OptimManager that has this optimizer, 1 without one. Reads the device."""
         manager = getattr(self, "_engine_manager", None)
         return 1.0 if manager is None or manager() is None else manager().loss_scale
 
+    @checked_group
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; checks the group's values and parameters."""
         _ADD_PARAM_GROUP(self, param_group)
@@ -163,10 +176,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         factor = None if grad_scale is None else grad_scale.reciprocal()
         if others := not same(self.state.values(), self._states):
             self._before.clear()
-        for group in self.param_groups:
-            for device, batch in self._batches(group):
-                scale = None if factor is None else factor.to(device, non_blocking=True)
-                skip = None if found_inf is None else found_inf.to(device, non_blocking=True)
+        # All are looked at before the first is stepped: an error leaves every parameter as it was.
+        for group, batches in [(group, self._batches(group)) for group in self.param_groups]:
+            for device, batch in batches:
+                scale = None if factor is None else number_on(device, factor)
+                skip = None if found_inf is None else number_on(device, found_inf)
                 self.update({**group, "lr": 0.0} if batch.held else group, batch, scale, skip)
                 torch.autograd.graph.increment_version(batch.p)  # as torch's own in-place operators do
                 batch.g = []  # so that zero_grad frees them
@@ -264,6 +278,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             if placed:
                 batch.places += (rounding_key(parameter) or 0, *(place or ()))
                 batch.whole.append(parameter)
+        for batch in batches.values():
+            self.check(batch)
         return [(key[0], batch) for key, batch in batches.items()]
 
     def _holds(self, step: torch.Tensor) -> bool:

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from engine import runtime
 from engine.ops import fused, library
-from engine.optim.states import sparse_gradient
+from engine.optim.states import number_on, sparse_gradient
 from engine.parallel.stages import place_of
 from engine.torch_compat import gradients_of, local_tensor, local_tensors
 
 _EPS = 1e-6
 _FUSED = {torch.float32, torch.bfloat16, torch.float16}
-_dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
+_dtype, _layout, _device = map(operator.attrgetter, ("dtype", "layout", "device"))
 _spec, _engine_kind = operator.attrgetter("_spec"), operator.attrgetter("_engine_kind")
 # The mesh dimensions over which the ranks hold different parts, and the place in a pipeline.
 _Kind = tuple[tuple[DeviceMesh | None, tuple[int, ...]], str | None]
@@ -57,13 +57,7 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
             continue
         if set(map(_layout, gradients)) - {torch.strided}:
             raise sparse_gradient(next(g.shape for g in gradients if g.layout is not torch.strided))
-        device = gradients[0].device if gradients else home
-        part = torch.zeros((), dtype=torch.float64 if squares else torch.float32, device=device)
-        if gradients and squares and _fit(gradients):
-            fused.grad_norm_sq(gradients, part)
-        elif gradients := [g.abs() if g.is_complex() else g for g in gradients if g.numel()]:
-            norms = torch.stack(torch._foreach_norm(gradients, p, dtype=torch.float32))
-            part = norms.max() if largest else norms.to(part.dtype).pow(p).sum()
+        part = _local_part(gradients, p, gradients[0].device if gradients else home)
         for dim in dims:
             assert mesh is not None
             dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.get_group(dim))
@@ -80,6 +74,20 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
     if squares:
         return total.sqrt().float()
     return total if largest else total.pow(1.0 / p)
+
+
+def _local_part(gradients: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+    """What these gradients, all of one device or of several, add to the norm: 0-d, on this device."""
+    if len(devices := dict.fromkeys(map(_device, gradients))) > 1:
+        each = [_local_part([g for g in gradients if g.device == there], p, there).to(device) for there in devices]
+        return torch.stack(each).max() if p == float("inf") else torch.stack(each).sum()
+    part = torch.zeros((), dtype=torch.float64 if p == 2.0 else torch.float32, device=device)
+    if gradients and p == 2.0 and _fit(gradients):
+        fused.grad_norm_sq(gradients, part)
+    elif gradients := [g.abs() if g.is_complex() else g for g in gradients if g.numel()]:
+        norms = torch.stack(torch._foreach_norm(gradients, p, dtype=torch.float32))
+        part = norms.max() if p == float("inf") else norms.to(part.dtype).pow(p).sum()
+    return part
 
 
 def _kinds(params: list[torch.Tensor]) -> list[_Kind]:
@@ -150,7 +158,7 @@ def scale_gradients_(params: Iterable[torch.Tensor], factor: torch.Tensor) -> No
         if parameter.grad is not None:
             by_device.setdefault(parameter.device, []).append(local_tensor(parameter.grad))
     for device, gradients in by_device.items():
-        torch._foreach_mul_(gradients, factor.to(device, non_blocking=True))
+        torch._foreach_mul_(gradients, number_on(device, factor))
 
 
 def _sharded_over(parameter: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

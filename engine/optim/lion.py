@@ -43,11 +43,6 @@ class Lion(FusedOptimizer):
     def update(
         self, group: dict[str, Any], batch: Batch, gscale: torch.Tensor | None, found_inf: torch.Tensor | None
     ) -> None:
-        if not batch.fits:
-            raise ValueError(
-                f"a parameter of {batch.p[0].dtype}, shape {tuple(batch.p[0].shape)} and strides "
-                f"{tuple(batch.p[0].stride())} cannot be stepped: Lion takes contiguous fp32, bf16 and fp16 shards"
-            )
         fused.lion_(
             batch.p,
             batch.g,
@@ -62,3 +57,10 @@ class Lion(FusedOptimizer):
             found_inf=found_inf,
             places=batch.places,
         )
+
+    def check(self, batch: Batch) -> None:
+        if not batch.fits:
+            raise ValueError(
+                f"a parameter of {batch.p[0].dtype}, shape {tuple(batch.p[0].shape)} and strides "
+                f"{tuple(batch.p[0].stride())} cannot be stepped: Lion takes contiguous fp32, bf16 and fp16 shards"
+            )

@@ -245,8 +245,7 @@ class OptimManager:
             copy = torch.empty(2, dtype=torch.int64, pin_memory=True)
             copy.copy_(self._skipped, non_blocking=True)
             # Of the device that copies, which need not be the current one.
-            event = torch.cuda.current_stream(self._skipped.device).record_event()
-            self._seen = (copy, event)
+            self._seen = (copy, torch.cuda.current_stream(self._skipped.device).record_event())
         else:
             self._seen = (self._skipped, None)
             self._check_abort()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.optim.states import check_group, check_states, laid_as, saved_states, sparse_gradient
+from engine.optim.states import check_gradients, check_group, check_states, checked_group, laid_as, saved_states
 from engine.torch_compat import local_box, local_tensor, with_local
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -70,6 +70,7 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[parameter]
                 state["momentum_buffer"] = laid_as(state["momentum_buffer"], parameter)
 
+    @checked_group
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; checks the group's values and parameters."""
         super().add_param_group(param_group)
@@ -91,6 +92,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_gradients(self.param_groups)
         for group in self.param_groups:
             used = [p for p in group["params"] if p.grad is not None]
             updates = [self._momentum(parameter, group) for parameter in used]
@@ -110,8 +112,6 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
-        if parameter.grad.layout is not torch.strided:
-            raise sparse_gradient(parameter.shape)
         gradient, buffer = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer

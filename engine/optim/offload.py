@@ -11,7 +11,7 @@ import torch
 from engine.ops import fused
 from engine.optim.adam import AdamOptimizer
 from engine.optim.base import Batch
-from engine.optim.states import sparse_gradient
+from engine.optim.states import check_gradients, checked_group
 from engine.torch_compat import local_tensor, with_local
 
 _ALIGN = 64  # bytes
@@ -26,7 +26,8 @@ class _Piece:
     gradient: torch.Tensor
     master: torch.Tensor  # flat, on the host
     moments: tuple[torch.Tensor, torch.Tensor]
-    step: torch.Tensor
+    step: torch.Tensor  # a count of its own: the step counts it up
+    count: torch.Tensor | None  # the parameter's, if this is its last piece
 
 
 class _Slot:
@@ -99,9 +100,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _forget(self) -> None:
         super()._forget()
         self._deltas = torch.zeros(3, dtype=torch.float64)  # how many, their sum, the sum of their squares
-        self._slots: list[_Slot] = []
+        self._slots: dict[tuple[torch.device, int], _Slot] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
+    @checked_group
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``AdamOptimizer``."""
         super().add_param_group(param_group)
@@ -125,27 +127,30 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._deltas.zero_()
         if found_inf is not None and found_inf.item() != 0:
             return loss
+        check_gradients(self.param_groups)
         scale = None if grad_scale is None else grad_scale.to("cpu").reciprocal()
-        self._deltas.zero_()
-        stepped: list[torch.Tensor] = []
+        try:
+            self._step_in_buckets(scale)
+        finally:
+            for device, stream in self._streams.items():
+                torch.cuda.current_stream(device).wait_stream(stream)
+            for slot in self._slots.values():
+                slot.pieces = []  # so that zero_grad frees their gradients
+        return loss
+
+    def _step_in_buckets(self, scale: torch.Tensor | None) -> None:
         waiting: _Slot | None = None
-        turn = 0
-        for bucket in self._buckets(stepped):
-            slot = self._slot(turn, bucket[0].shard.is_cuda)
-            turn += 1
+        for turn, bucket in enumerate(self._buckets()):
+            slot = self._slot(bucket[0].shard.device, turn)
             self._fetch(slot, bucket)
             if waiting is not None:
                 self._step_on_host(waiting, scale)
             waiting = slot
         if waiting is not None:
             self._step_on_host(waiting, scale)
-        for device, stream in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
-        for count in stepped:
-            count.add_(1.0)
-        return loss
 
     def get_avg_delta(self) -> float:
         """By how much the last step changed a parameter, on average over this rank's shards; 0 where none is noted."""
@@ -157,33 +162,35 @@ class AdamOffloadOptimizer(AdamOptimizer):
         count, _, squares = self._deltas.tolist()
         return squares / count - self.get_avg_delta() ** 2 if count else 0.0
 
-    def _slot(self, turn: int, pinned: bool) -> _Slot:
-        if len(self._slots) < 2:
-            self._slots.append(_Slot(pinned))
-        return self._slots[turn % 2]
+    def _slot(self, device: torch.device, turn: int) -> _Slot:
+        if (slot := self._slots.get((device, turn % 2))) is None:
+            slot = self._slots[device, turn % 2] = _Slot(pinned=device.type == "cuda")
+        return slot
 
-    def _buckets(self, stepped: list[torch.Tensor]) -> Iterator[list[_Piece]]:
-        """Pieces of at most ``bucket`` elements together; notes the step counts of the parameters they are of."""
+    def _buckets(self) -> Iterator[list[_Piece]]:
+        """Pieces of one device, of at most ``bucket`` elements together."""
         bucket: list[_Piece] = []
         room = self._bucket
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                if parameter.grad.layout is not torch.strided:
-                    raise sparse_gradient(parameter.shape)
                 state = self.state[parameter] or self._init_state(parameter)
                 flat = [
                     local_tensor(t).reshape(-1)
                     for t in (parameter, parameter.grad, state["master"], state["exp_avg"], state["exp_avg_sq"])
                 ]
-                stepped.append(state["step"])
+                if not flat[0].numel():  # no piece counts it
+                    state["step"].add_(1.0)
+                if bucket and bucket[0].shard.device != flat[0].device:
+                    yield bucket
+                    bucket, room = [], self._bucket
                 begin = 0
                 while begin < flat[0].numel():
                     end = min(flat[0].numel(), begin + room)
                     shard, gradient, master, m, v = (t[begin:end] for t in flat)
-                    # A count of its own for each piece: the step counts it up.
-                    bucket.append(_Piece(group, shard, gradient, master, (m, v), state["step"].clone()))
+                    count = state["step"] if end == flat[0].numel() else None
+                    bucket.append(_Piece(group, shard, gradient, master, (m, v), state["step"].clone(), count))
                     room -= end - begin
                     begin = end
                     if not room:
@@ -239,6 +246,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
             for old, value in zip(before, values[: len(before)], strict=True):
                 delta = value.double() - old.double()
                 self._deltas += torch.stack([delta.new_tensor(delta.numel()), delta.sum(), delta.square().sum()])
+        for piece in slot.pieces:
+            if piece.count is not None:
+                piece.count.add_(1.0)
         stream = self._stream(slot.pieces[0].shard.device)
         with torch.cuda.stream(stream):
             for target, source in back:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator
 from numbers import Real
 from typing import Any
 
@@ -34,12 +35,41 @@ def check_group(group: dict[str, Any], *names: str, flags: Collection[str] = ())
         raise ValueError("a parameter is on the meta device: call engine.materialize(model) before the optimizer")
 
 
+def checked_group(add: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], None]:
+    """For an ``add_param_group`` that checks what it has added: a group that is refused is not left there."""
+
+    @functools.wraps(add)
+    def call(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        before = len(self.param_groups)
+        try:
+            add(self, param_group)
+        except ValueError:
+            del self.param_groups[before:]
+            raise
+
+    return call
+
+
 def sparse_gradient(shape: torch.Size) -> ValueError:
     """The error for a gradient that is not strided."""
     return ValueError(
         f"a parameter of shape {tuple(shape)} has a sparse gradient, expected a dense one: build its embedding with "
         "sparse=False, or step it by torch.optim.SparseAdam without an OptimManager"
     )
+
+
+def check_gradients(groups: Iterable[dict[str, Any]]) -> None:
+    """Raises ValueError if a parameter of these groups has a sparse gradient: asked before any of them is stepped."""
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise sparse_gradient(parameter.shape)
+
+
+def number_on(device: torch.device, number: torch.Tensor) -> torch.Tensor:
+    """A 0-d tensor on a device that steps by it. Only a GPU's stream keeps the order of a copy and of what reads it: a
+    copy to the host has to be waited for."""
+    return number.to(device, non_blocking=device.type == "cuda")
 
 
 def saved_states(

@@ -17,21 +17,22 @@ from engine import runtime
 class Neighbours:
     """The stages before and after this rank's, in a ring. Made by all ranks at once."""
 
-    def __init__(self, mesh: DeviceMesh, ring: bool = False) -> None:
+    def __init__(self, mesh: DeviceMesh, chunks: int = 1) -> None:
         self._rank, self._size = mesh["pp"].get_local_rank(), mesh["pp"].size()
-        self._channels = _groups(mesh, dist.group.WORLD, ring)
-        self._sends: deque[tuple[Any, Tensor]] = deque()
+        self._channels = _groups(mesh, dist.group.WORLD, chunks > 1)
+        self._sends: deque[list[tuple[Any, Tensor]]] = deque()
+        self._most = most_on_their_way(self._size, chunks)
 
-    def send(self, x: Tensor, forward: bool) -> None:
-        """Start to send ``x`` to the next stage, or back to the one before."""
-        # Of what has left nothing is held.
-        while self._sends and self._sends[0][0].is_completed():
-            self._sends.popleft()[0].wait()
-        if x.numel():
-            x = x.contiguous()
+    def send(self, *tensors: Tensor, forward: bool) -> None:
+        """Start to send what one microbatch hands over to the next stage, or back to the one before."""
+        # Of what has left nothing is held. gloo does not say what has left, so the oldest is waited for.
+        while self._sends and (len(self._sends) >= self._most or all(w.is_completed() for w, _ in self._sends[0])):
+            self._wait_for_oldest()
+        there = [x.contiguous() for x in tensors if x.numel()]
+        if there:
             to = (self._rank + (1 if forward else -1)) % self._size
-            wraps = self._rank == (self._size - 1 if forward else 0)
-            self._sends.append((dist.isend(x, group=self._channel(forward, wraps), group_dst=to), x))
+            channel = self._channel(forward, wraps=self._rank == (self._size - 1 if forward else 0))
+            self._sends.append([(dist.isend(x, group=channel, group_dst=to), x) for x in there])
 
     def receive(self, x: Tensor, forward: bool) -> None:
         """Fill ``x`` with what the stage before, or the next one, sent."""
@@ -45,12 +46,22 @@ class Neighbours:
     def flush(self) -> None:
         """Wait until everything has left."""
         while self._sends:
-            self._sends.popleft()[0].wait()
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        for work, _ in self._sends.popleft():
+            work.wait()
 
     def _channel(self, forward: bool, wraps: bool) -> dist.ProcessGroup:
         # Whatever goes from one rank to another in one group comes in the order it was sent. Each of the four kinds has
         # a group of its own, because stages do not alternate between them in the same order.
         return self._channels[2 * wraps + forward]
+
+
+def most_on_their_way(size: int, chunks: int) -> int:
+    """What was sent before so many others has been received by the order of the work (engine.parallel.schedule), or,
+    where a stage does all forwards first, will be without more from this rank."""
+    return 2 * size * chunks
 
 
 def _lines(mesh: DeviceMesh) -> list[list[int]]:

@@ -74,7 +74,7 @@ class Pipeline(Stages):
         self._begin = [name for name, at in said.items() if 0 in at and at != range(units)]
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         self._elements = sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
-        self._neighbours = Neighbours(mesh, ring=chunks > 1)
+        self._neighbours = Neighbours(mesh, chunks)
         # What several stages have, and the group of these. All ranks make the groups, in one order.
         self._shared: dict[str, dist.ProcessGroup] = {}
         for name, _ in stored(model):
@@ -225,8 +225,8 @@ class Pipeline(Stages):
                 backward(output[0])
             else:
                 self._descend(output)
-            for x in given:
-                self._neighbours.send(torch.zeros_like(x) if x.grad is None else x.grad, forward=False)
+            gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
+            self._neighbours.send(*gradients, forward=False)
         self.flush()
         self._sum_shared(model, held)
         return total
@@ -268,8 +268,7 @@ class Pipeline(Stages):
         if not turn.last:
             if not turn.output:
                 raise RuntimeError("the forward of a microbatch did not call the model that it was given with")
-            for x in turn.output:
-                self._neighbours.send(x.detach(), forward=True)
+            self._neighbours.send(*(x.detach() for x in turn.output), forward=True)
         return turn, value
 
     def _is_end(self, chunk: int) -> bool:

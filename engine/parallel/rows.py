@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from engine.ops.once import once_differentiable
 from engine.parallel.parts import send_parts
 from engine.torch_compat import shard_of
 

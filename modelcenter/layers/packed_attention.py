@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import Draws, attention, dropout, eager, fresh_key
+from engine.ops.once import once_differentiable
 from modelcenter.layers.buckets import Bucket
 from modelcenter.layers.marks import by_pair
 from modelcenter.layers.mask import NO_MASK, Mask, add_diagonals_, toeplitz
@@ -166,6 +167,7 @@ class _BucketedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_queries, of_keys = ctx.heads
         dq, dk, dv = (

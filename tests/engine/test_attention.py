@@ -6,6 +6,8 @@ import torch
 from engine.ops import attention, library
 from engine.ops.attention import Dropped, Heads
 from engine.ops.masks import random_bits
+from modelcenter.layers.packed_attention import packed_attention
+from modelcenter.layers.packing import Packed
 
 KEY, SITE, FIRST_HEAD = -(2**61) + 7, 3, 2
 # Lengths around the widths of vectors, tiles, blocks of queries and blocks of random numbers.
@@ -140,6 +142,28 @@ def test_a_number_that_is_none_stays_in_its_sequence():
     k[1, 0] = torch.nan
     out = found([q, k, v], *rest)[0]
     assert out[1].isnan().any() and not out[0].isnan().any() and not out[3:].isnan().any()
+
+
+@pytest.mark.parametrize("p", [0.999995, 1.0])
+def test_all_weights_dropped(p):
+    """So near to 1 that none of 16 bits are above."""
+    inputs, *rest, dropped = problem([3, 40], 8, bias=True)
+    inputs = [x.requires_grad_() for x in inputs]
+    (q, k, v, bias), (queries, keys, heads) = inputs, rest
+    out = attention.attention(q, k, v, queries, keys, heads, bias, dropped._replace(p=p))
+    assert not out.any() and not any(x.any() for x in torch.autograd.grad(out.sum(), inputs))
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_second_derivative_is_refused_and_not_wrong(monkeypatch, serves):
+    """In both ways that a CPU has; the gradient depends on weights that are not in the graph."""
+    monkeypatch.setattr(attention, "serves", lambda *_: serves)
+    x = torch.randn(5, 8, requires_grad=True)
+    packed = Packed.from_cu_seqlens(torch.tensor([0, 2, 5], dtype=torch.int32), None, 5)
+    out = packed_attention(x, x, x, packed, 2).sum()
+    with pytest.raises(RuntimeError, match="Attention has no second derivative"):
+        torch.autograd.grad(out, x, create_graph=True)
+    assert torch.autograd.grad(out, x)[0].any()
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,25 @@ def test_a_read_only_folder_sends_the_build_to_the_users_cache(monkeypatch, tmp_
     assert build._writable() == cache
 
 
+def test_a_user_without_a_home_has_the_first_folder_alone(monkeypatch):
+    """As in containers that run under a number that no user has."""
+
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("MODELCENTER_LIBRARY_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    assert build.folders() == [ROOT / "build" / "csrc"]
+
+
+@pytest.mark.parametrize("jobs", ["0", "auto", "-2"])
+def test_a_number_of_jobs_that_is_none(monkeypatch, jobs):
+    monkeypatch.setenv("MAX_JOBS", jobs)
+    with pytest.raises(build.BuildError, match=f"MAX_JOBS is '{jobs}', expected a whole number of at least 1"):
+        build.build("cpu")
+
+
 @pytest.fixture
 def forgotten():
     cached = (library.cpu, library.cuda, library.serves)

@@ -102,6 +102,18 @@ def test_the_reference_has_few_kernels_on_a_gpu():
     assert seen.count < 200
 
 
+def test_second_derivatives(either):
+    """Of a penalty on the gradient, against the mask times its scale, which is all that dropout is."""
+    x, residual = (torch.randn(4, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    mask = masks._run(torch.ones(4, 8), None, None, 20_000, 1, 7, 0).double()
+    for dtype in (torch.float64, torch.float32):
+        found = []
+        for out in (dropout_add(x.to(dtype), residual.to(dtype), 20_000 / 65536, key=1, site=7), residual + x * mask):
+            slope = torch.autograd.grad(out.double().pow(3).sum(), x, create_graph=True)[0]
+            found.append(torch.autograd.grad(slope.square().sum(), (x, residual)))
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_nothing_is_kept_for_backward():
     x = torch.randn(64, 256, requires_grad=True)
     sizes = []

@@ -69,6 +69,17 @@ def test_fp16_without_labels_or_with_a_loss_that_counts_nothing(count):
             assert torch.equal(grad, torch.zeros_like(grad))
 
 
+@pytest.mark.parametrize("which", ["linear_cross_entropy", "linear_log_probs"])
+def test_a_second_derivative_is_refused_and_not_wrong(which):
+    """The gradient depends on hidden by the probabilities, which are not in the graph."""
+    hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3)
+    more = (4,) if which == "linear_cross_entropy" else ()
+    value = getattr(loss, which)(hidden.tanh(), weight, None, torch.tensor([0, 1, 2, 3]), *more).sum()
+    with pytest.raises(RuntimeError, match="has no second derivative, for which create_graph=True asks"):
+        torch.autograd.grad(value, hidden, create_graph=True)
+    assert torch.autograd.grad(value, hidden)[0].any()
+
+
 def test_nothing_larger_than_a_chunk_of_logits_is_made(monkeypatch):
     monkeypatch.setattr(loss, "_CHUNK_BYTES", 4 * 1000 * 8)
     biggest = 0

@@ -82,11 +82,27 @@ def test_linear_takes_gradients_of_sums(onednn):
 
 def test_a_second_derivative_is_refused_and_not_wrong(onednn):
     x, w = torch.randn(3, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
-    (dx,) = torch.autograd.grad(ops.linear(x, w).square().sum(), x, create_graph=True)
-    if not onednn:  # torch's own has them
-        return dx.sum().backward()
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    for function in (torch.square, torch.sum):  # also where the gradient that comes in is a constant
+        if not onednn:  # torch's own has them
+            (dx,) = torch.autograd.grad(function(ops.linear(x, w)).sum(), x, create_graph=True)
+            dx.sum().backward()
+            continue
+        with pytest.raises(RuntimeError, match="Linear has no second derivative, for which create_graph=True asks"):
+            torch.autograd.grad(function(ops.linear(x, w)).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("operator", ["gelu_tanh", "rms_norm"])
+def test_second_derivatives_are_right_or_refused(either, operator):
+    """As in a product of the Hessian with a vector, where the gradient that comes in does not depend on x."""
+    x = torch.randn(3, 40, requires_grad=True)
+    call = {"gelu_tanh": ops.gelu_tanh, "rms_norm": lambda x: ops.rms_norm(x, torch.ones(40), 1e-6)}[operator]
+    total = call(x * x).sum()
+    if either == "library":
+        with pytest.raises(RuntimeError, match="has no second derivative"):
+            torch.autograd.grad(total, x, create_graph=True)
+        return
+    (slope,) = torch.autograd.grad(total, x, create_graph=True)
+    assert torch.autograd.grad(slope.square().sum(), x)[0].abs().sum() > 0
 
 
 # Rows, depth and columns that are below, at and above the sizes of tiles and of what is packed at a time.
@@ -241,6 +257,13 @@ def test_rms_norm_of_other_tensors_is_torchs(either):
     assert ops.rms_norm(x.to("meta"), weight.to("meta"), 1e-6).shape == (4, 6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_of_another_width_is_an_error(either, dtype):
+    """Also where the width of the weight divides that of the rows."""
+    with pytest.raises(ValueError, match=r"weight has shape \(32,\), expected that of a row of x, \(64,\)"):
+        ops.rms_norm(torch.randn(2, 64, dtype=dtype), torch.ones(32, dtype=dtype), 1e-6)
+
+
 def test_norms_that_do_not_fit_are_refused(compiled):
     x, weight = torch.ones(4, 6), torch.ones(6)
     assert library.serves(x.device)
@@ -251,9 +274,6 @@ def test_norms_that_do_not_fit_are_refused(compiled):
     with pytest.raises(RuntimeError, match="grad is not contiguous"):
         grad = torch.ones(6, 4).t()
         torch.ops.modelcenter.rms_norm_backward_(torch.empty(4, 6), None, grad, x, weight, torch.ones(4))
-    (dx,) = torch.autograd.grad(ops.rms_norm(x.requires_grad_(), weight, 1e-6).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
 
 
 def losses_and_gradient(rows, classes, smoothing):

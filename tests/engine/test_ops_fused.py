@@ -9,7 +9,7 @@ import pytest
 import torch
 from fused_cases import BF16, F16, F32, IDS, KINDS, SIZES, Case, on_each_isa, run_on, unaligned
 
-from engine.ops import fused, reference
+from engine.ops import fused, library, reference
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'engine'}"
@@ -315,6 +315,7 @@ def bad_calls():
         call("overlap in memory", gradient_before),
         call("aux has 2 tensors", lambda case: case.aux.extend([torch.zeros(5)] * 2)),
         call("places has 0 numbers", lambda case: None, "random"),
+        call(r"inner size below 1: .1, 0.", lambda case: case.places.extend([0, 1, 0, 0] + [0] * 4), "random"),
         call("gscale has 2 elements", lambda case: None, gscale=torch.ones(2)),
         call("found_inf has 1 elements, torch.int64", lambda case: None, found_inf=torch.zeros((), dtype=torch.int64)),
         call("mode is 'fast', expected one of plain", lambda case: None, "fast"),
@@ -349,6 +350,19 @@ def test_bad_calls_of_the_small_operators(either):
         fused.cast_scale_copy_([room[:3]], [room[1:]])
     with pytest.raises(ValueError, match=r"remainder\[0\] is int32, expected int16"):
         fused.split_master_([torch.ones(3)], [torch.ones(3, dtype=BF16)], [torch.ones(3, dtype=torch.int32)])
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_a_gpu_that_fails_is_no_bad_argument(compiled, monkeypatch, error):
+    def fail(*_):
+        raise error("CUDA error: an illegal memory access was encountered\nin a kernel that ran before")
+
+    assert library.serves(torch.device("cpu"))
+    monkeypatch.setattr(torch.ops.modelcenter, "grad_norm_sq", fail)
+    with pytest.raises(error, match="illegal memory access(?s:.*)that ran before"):
+        fused.grad_norm_sq([torch.ones(3)], torch.zeros((), dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"g\[0\] is int64"):
+        fused.grad_norm_sq([torch.ones(3, dtype=torch.int64)], torch.zeros((), dtype=torch.float64))
 
 
 def test_powers_are_those_of_the_kernels():

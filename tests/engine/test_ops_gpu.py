@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def loaded():
-    assert library.serves(torch.device("cuda")), library.cuda().what
+    assert library.serves(device := torch.device("cuda")), library.on(device).what
 
 
 def to_gpu(case):

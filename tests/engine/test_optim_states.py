@@ -83,6 +83,39 @@ def test_betas_are_two(kind, betas):
 
 
 @each_kind
+def test_a_group_that_is_refused_is_not_added(kind):
+    first, second = matrices()
+    optimizer = KINDS[kind]([first], lr=0.1)
+    with pytest.raises(ValueError, match="lr is -1"):
+        optimizer.add_param_group({"params": [second], "lr": -1})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [second], "lr": 0.2})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+
+
+@each_kind
+def test_a_sparse_gradient_of_the_last_group_leaves_the_others_as_they_were(kind):
+    first, table = nn.Parameter(torch.ones(60, 4)), nn.Embedding(6, 4, sparse=True)
+    optimizer = KINDS[kind]([{"params": [first]}, {"params": table.parameters()}], lr=0.1)
+    (first.sum() + table(torch.tensor([1, 2])).sum()).backward()
+    with pytest.raises(ValueError, match="sparse gradient"):
+        optimizer.step()
+    assert first.eq(1).all()
+    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "master"]
+    assert not any(value.any() for value in states)
+
+
+@pytest.mark.parametrize("kind", ["lion", "adam8"])
+def test_a_parameter_that_no_kernel_takes_leaves_the_others_as_they_were(kind):
+    first, other = nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(4, 6).t())
+    optimizer = KINDS[kind]([{"params": [first]}, {"params": [other]}], lr=0.1)
+    (first.sum() + other.sum()).backward()
+    with pytest.raises(ValueError, match="cannot be stepped"):
+        optimizer.step()
+    assert first.eq(1).all() and optimizer.state[first]["step"] == 0
+
+
+@each_kind
 @pytest.mark.parametrize("managed", [False, True])
 def test_sparse_gradients_are_an_error(kind, managed):
     table = nn.Embedding(6, 4, sparse=True)

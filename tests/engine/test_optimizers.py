@@ -6,10 +6,12 @@ import engine_toys as toys
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 import engine.torch_compat
-from engine.optim import Adafactor, AdamOffloadOptimizer, AdamOptimizer, AdamW8bit, Lion, Muon, OptimManager
+from engine.optim import Adafactor, AdamOffloadOptimizer, AdamOptimizer, AdamW8bit, Lion, Muon, OptimManager, adafactor
 
 KINDS = {
     "adam": (AdamOptimizer, {"weight_decay": 0.1}),
@@ -246,6 +248,32 @@ def test_adafactor_is_torchs(settings):
             torch.testing.assert_close(mine.state[a][name], value, rtol=2e-6, atol=2e-7)
 
 
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an operator makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and not func.is_view and not func._schema.is_mutable:
+            self.bytes = max(self.bytes, found.untyped_storage().nbytes())
+        return found
+
+
+def test_adafactor_takes_little_memory_beside_its_states(monkeypatch):
+    """It works on a block of rows at a time, also of what has more than two dimensions, to the same effect."""
+    shapes = ((300, 40), (3, 50, 8), (70,))
+    whole, _ = torchs(lambda p: Adafactor(p, weight_decay=0.1), shapes)
+    monkeypatch.setattr(adafactor, "_BLOCK", 400)
+    blocks, optimizer = torchs(lambda p: Adafactor(p, weight_decay=0.1), shapes)
+    for a, b in zip(whole, blocks, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    optimizer.param_groups[0]["params"] = blocks[:2]
+    with Largest() as seen:
+        optimizer.step()
+    assert 0 < seen.bytes <= 400 * 8
+
+
 def wide():
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(256, 12, bias=False), nn.Linear(12, 256, bias=False), nn.Linear(256, 5))
@@ -328,6 +356,8 @@ def test_record_delta_notes_how_far_a_step_goes(precision):
         assert optimizer.get_avg_delta() == pytest.approx(moved.mean().item(), rel=1e-9)
         assert optimizer.get_var_delta() == pytest.approx(moved.var(correction=0).item(), rel=1e-9)
         before = after
+    optimizer.step(found_inf=torch.ones(()))  # which is skipped
+    assert optimizer.get_avg_delta() == optimizer.get_var_delta() == 0.0
     silent = AdamOffloadOptimizer(model.parameters(), lr=0.1)
     silent.step()
     assert silent.get_avg_delta() == 0.0
@@ -352,8 +382,31 @@ def test_offloaded_steps_go_through_bounded_memory():
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert len(optimizer._slots) == 2
-    assert all(slot._room.numel() <= 300 * 4 + 128 for slot in optimizer._slots)
+    assert all(slot._room.numel() <= 300 * 4 + 128 for slot in optimizer._slots.values())
     assert optimizer.state[parameter]["step"] == 1
+    gradient = StorageWeakRef(parameter.grad.untyped_storage())
+    optimizer.zero_grad()
+    assert gradient.expired()  # nothing holds it
+
+
+def test_an_offloaded_step_that_fails_counts_what_it_stepped(monkeypatch):
+    parameters = [nn.Parameter(torch.ones(100)) for _ in range(3)]
+    optimizer = AdamOffloadOptimizer(parameters, bucket=100)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    update = AdamOptimizer.update
+
+    def fail(self, group, batch, *args):
+        if parameters[0].eq(1).all():
+            return update(self, group, batch, *args)
+        raise MemoryError
+
+    monkeypatch.setattr(AdamOptimizer, "update", fail)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    assert [not parameter.eq(1).any() for parameter in parameters] == [True, False, False]
+    assert [optimizer.state[parameter]["step"].item() for parameter in parameters] == [1, 0, 0]
+    assert not any(slot.pieces for slot in optimizer._slots.values())
 
 
 def test_bad_values():

@@ -1,5 +1,9 @@
 """Pipelines against one process: loss, every gradient, clip norm, parameters after 3 steps."""
 
+import itertools
+import weakref
+from types import SimpleNamespace
+
 import engine_toys as toys
 import parallel_bert as bert
 import pytest
@@ -7,7 +11,7 @@ import torch
 
 import engine
 import modelcenter as mc
-from engine.parallel import schedule
+from engine.parallel import neighbours, schedule
 from engine.testing import Pool
 from modelcenter.models.gpt2 import GPT2, GPT2Config
 from modelcenter.training import evaluation, metrics
@@ -341,10 +345,11 @@ def test_evaluation(four, sizes):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_stage_finds_what_it_waits_for(size, chunks):
     """Played through: each action has what it needs, and what goes one way comes in the order it was sent."""
-    microbatches = 2 * size
+    microbatches, most = 4 * size, neighbours.most_on_their_way(size, chunks)
     left = [schedule.order(rank, size, chunks, microbatches) for rank in range(size)]
     assert all(len(set(actions)) == len(actions) == 2 * chunks * microbatches for actions in left)
     last, done, sent = size * chunks - 1, set(), {}
+    by = [[] for _ in left]  # what each has sent
     while any(left):
         before = len(done)
         for rank, actions in enumerate(left):
@@ -359,6 +364,10 @@ def test_every_stage_finds_what_it_waits_for(size, chunks):
                     assert sent[kind].pop(0) == (source, number)
                 assert forward or (True, stage, number) in done
                 target = stage + 1 if forward else stage - 1
+                if 0 <= target <= last:
+                    if len(by[rank]) >= most:  # it waits until that has been received
+                        assert by[rank][-most] in done
+                    by[rank].append((forward, target, number))
                 sent.setdefault((rank, target % size, forward), []).extend([(stage, number)] * (0 <= target <= last))
                 actions.pop(0)
                 done.add((forward, stage, number))
@@ -367,6 +376,35 @@ def test_every_stage_finds_what_it_waits_for(size, chunks):
     for forward, _, _ in schedule.order(0, size, 1, 4 * size):
         in_flight += 1 if forward else -1
         assert in_flight <= size  # 1F1B holds no more activations than there are stages
+
+
+def test_what_was_sent_is_not_held_for_the_whole_step(monkeypatch):
+    """gloo says of what is sent that it is complete when somebody has waited for it."""
+    waited = []
+
+    class Work:
+        def __init__(self, number):
+            self.number = number
+
+        def is_completed(self):
+            return self.number in waited
+
+        def wait(self):
+            waited.append(self.number)
+
+    numbers = itertools.count()
+    monkeypatch.setattr(torch.distributed, "isend", lambda x, **_: Work(next(numbers)))
+    monkeypatch.setattr(neighbours, "_groups", lambda *_: ["backward", "forward"])
+    between = neighbours.Neighbours({"pp": SimpleNamespace(get_local_rank=lambda: 0, size=lambda: 2)})
+    sent = []
+    for _ in range(30):
+        one, two = torch.ones(3), torch.ones(2)
+        sent += [weakref.ref(one), weakref.ref(two)]
+        between.send(one, torch.ones(0), two, forward=True)
+        del one, two
+    assert sum(one() is not None for one in sent) == 2 * neighbours.most_on_their_way(2, 1) == 8
+    between.flush()
+    assert not any(one() is not None for one in sent) and waited == list(range(60))
 
 
 def refused(what):

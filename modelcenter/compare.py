@@ -365,9 +365,11 @@ def compare_checkpoints(
     config, ids = ours.config, None
     if data is not None:
         lines = _texts(data)
-        ids = load_tokenizer(first)(lines, truncation=True, max_length=config.max_tokens or 512)["input_ids"]
+        found = load_tokenizer(first)(lines, truncation=True, max_length=config.max_tokens or 512)["input_ids"]
+        ids = [row for row in found if row]
     kind = "multiple-choice" if ours.task == "double-heads" else ours.task
     rows = rows_for(kind, config, ids=ids)
+    _check_rows(ours.task, rows, data)
     with TemporaryDirectory() as folder:
         if second is not None:
             theirs, name = from_pretrained(second, ours.task, dtype="float32", policy=False), second
@@ -393,6 +395,15 @@ def compare_checkpoints(
         ids, mask = batch["input_ids"], batch["attention_mask"].bool()
         batch["input_ids"] = ids.masked_fill(ids == pad, 0 if pad else 1).masked_fill(~mask, pad)
     return compare_models(ours, theirs, batch, names=(str(first), str(name)), tolerance=tolerance)
+
+
+def _check_rows(task: str, rows: Sequence[Row], data: str | None) -> None:
+    """Raise ValueError for rows that give a task nothing to compute."""
+    least = {"multiple-choice": "three texts that have tokens", "causal-lm": "a text of two tokens"}
+    least["double-heads"] = "three texts, one of them of two tokens"
+    longest = max((len(row.input_ids) for row in rows), default=0)
+    if longest < (2 if task in ("causal-lm", "double-heads") else 1):  # what is predicted follows a token
+        raise ValueError(f"--data {data}: expected at least {least.get(task, 'a text that has tokens')}")
 
 
 def _two_losses(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,8 @@
 """`modelcenter compare` with heads whose input or end of a row transformers finds in ways of its own."""
 
 import pytest
+from text_toys import make_decoder_tokenizer
+from toydata import write_jsonl
 
 import modelcenter as mc
 from modelcenter.compare import compare_checkpoints
@@ -12,6 +14,28 @@ def test_a_decoder_that_classifies(pad, rows, tmp_path):
     mc.from_config("tiny/opt", "sequence-classification", seed=2, pad_token_id=pad).save_pretrained(tmp_path)
     found = compare_checkpoints(str(tmp_path))
     assert found.equal and found.rows == rows and {"loss", "logits", "gradients"} <= found.values.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "few", "least"),
+    [
+        ("gpt2", "causal-lm", ["", "a"], "a text of two tokens"),
+        ("bert", "base", ["", " "], "a text that has tokens"),
+        ("bert", "multiple-choice", ["a . .", "", "a ."], "three texts that have tokens"),
+        ("gpt2", "double-heads", ["a", ".", "", "a"], "three texts, one of them of two tokens"),
+    ],
+)
+def test_texts_without_tokens(kind, task, few, least, tmp_path):
+    """An empty row has none where the tokenizer adds none of its own."""
+    model = mc.from_config(f"tiny/{kind}", task, seed=2)
+    model.save_pretrained(tmp_path / "a", tokenizer=make_decoder_tokenizer())
+    write_jsonl(tmp_path / "few.jsonl", [{"text": text} for text in few])
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in ["a . a", "", ". .", "a a a a"]])
+    found = compare_checkpoints(str(tmp_path / "a"), data=str(tmp_path / "rows.jsonl"))
+    choices = task in ("multiple-choice", "double-heads")
+    assert found.equal and (found.rows, found.tokens) == (1 if choices else 3, 9)
+    with pytest.raises(ValueError, match=f"--data .*few.jsonl: expected at least {least}"):
+        compare_checkpoints(str(tmp_path / "a"), data=str(tmp_path / "few.jsonl"))
 
 
 def test_two_heads(tmp_path):

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from modelcenter.adapters.state import NAME, check_modules, embedding_width, lay
 from modelcenter.convert.match import to_key
 from modelcenter.convert.pieces import HUB, NATIVE, view
 from modelcenter.convert.rules import ArchMap, Layout
-from modelcenter.hub.download import HubOptions, download_file, is_offline
+from modelcenter.hub.download import HubOptions, download_file, from_hub_or_cache, is_offline
 from modelcenter.hub.names import ADAPTER_CONFIG_FILE
 from modelcenter.hub.readers import open_checkpoint
 from modelcenter.hub.resolve import is_hub_id
@@ -240,7 +241,7 @@ def open_adapter(path: Any, kind: str = "LORA", options: HubOptions | None = Non
     """
     directory = Path(path).expanduser()
     if is_hub_id(str(path)):
-        directory = _download(str(path), options or HubOptions())
+        directory = from_hub_or_cache(str(path), partial(_download, str(path)), options or HubOptions())
     config_path = directory / CONFIG_FILE
     if not config_path.is_file():
         raise ValueError(

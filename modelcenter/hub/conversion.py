@@ -26,7 +26,7 @@ from modelcenter._version import __version__
 from modelcenter.convert.pieces import HUB, NATIVE, whole
 from modelcenter.convert.stream import CHUNK_BYTES, chunks
 from modelcenter.hub.load import parse_dtype
-from modelcenter.hub.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE, TOKENIZER_FILES
+from modelcenter.hub.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
 from modelcenter.hub.opened import SIDES, Opened, Request, find_step, open_any
 from modelcenter.hub.readers import find_weights, open_checkpoint
 from modelcenter.hub.stored import StoredSource
@@ -300,9 +300,10 @@ class _Run:
             shutil.copyfile(shipped_file(name), scratch / Path(name).name)
         # A README.md where no checkpoint was is somebody's: it stays.
         taken = (self.target / CARD_FILE).is_file() and not (self.target / CONFIG_FILE).is_file()
-        for name in (GENERATION_FILE, *(() if taken else (CARD_FILE,)), *TOKENIZER_FILES):
-            if (path := opened.file(name)) is not None:
+        for name in (GENERATION_FILE, *(() if taken else (CARD_FILE,))):
+            if (path := opened.beside.file(name)) is not None:
                 shutil.copyfile(path, scratch / name)
+        opened.beside.copy_tokenizer(scratch)
 
     def _write_conversion(self, scratch: Path, written: Mapping[str, str]) -> None:
         opened, done = self.opened, self.done

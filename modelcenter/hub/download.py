@@ -3,14 +3,28 @@
 Every failure is one ValueError that says which repository or file, why, and what to do.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from modelcenter.hub.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, SETTINGS_FILE, WEIGHT_FILES
+import engine
+from modelcenter.hub.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, WEIGHT_FILES
 from modelcenter.registry import list_models, nearest, preset_names
+
+log = logging.getLogger("modelcenter")
+
+T = TypeVar("T")
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+_PASSING = (408, 429, 500, 502, 503, 504)  # statuses after which hf_hub_download tries again
+
+
+class UnreachableError(ValueError):
+    """The Hub cannot be reached, and what is asked for is not in the cache."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +36,8 @@ class HubOptions:
     cache_dir: str | Path | None = None
     local_files_only: bool = False
 
-
-_ASKED_FIRST = (CONFIG_FILE, ADAPTER_CONFIG_FILE, SETTINGS_FILE)  # by which it is seen whether a repository is there
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "token": None}  # a model that is pickled takes no secret along
 
 
 def download_file(repo: str, name: str, options: HubOptions) -> Path | None:
@@ -32,17 +46,67 @@ def download_file(repo: str, name: str, options: HubOptions) -> Path | None:
     Offline, a file that is not in the cache counts as one that the repository has not.
 
     Raises:
-        ValueError: the repository or revision does not exist, is gated or forbidden, or the Hub cannot be reached.
+        UnreachableError: the Hub cannot be reached, and the file is not in the cache.
+        ValueError: the repository or revision does not exist, is gated or forbidden; the cache cannot be written.
     """
-    from huggingface_hub import _CACHED_NO_EXIST, get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub import errors as hub
+    from huggingface_hub import _CACHED_NO_EXIST
 
-    cached = _in_cache(repo, name, options)
+    with explained(repo, options, name):
+        cached = _in_cache(repo, name, options)
+    lacked = cached is _CACHED_NO_EXIST  # when it was last asked
+    if lacked and _COMMIT.fullmatch(options.revision or ""):
+        return None  # what a commit lacks it will not have
+    try:
+        if not isinstance(cached, str) and not is_offline(options) and not _reach(repo, name, options):
+            with suppress(ValueError):  # of a cache that cannot be written
+                _download(repo, name, options)  # notes there that the repository has no such file
+            return None
+        return _download(repo, name, options)
+    except UnreachableError:
+        if lacked:
+            return None
+        raise
+
+
+def _reach(repo: str, name: str, options: HubOptions) -> bool:
+    """Whether a repository has a file, as far as one request tells.
+
+    It raises at once where there is no network or no such repository; hf_hub_download retries for half a minute.
+    """
+    from huggingface_hub import errors as hub
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
     with explained(repo, options, name):
         try:
-            if name in _ASKED_FIRST and cached is None and not is_offline(options):
-                # hf_hub_download retries for half a minute before it says that there is no network or no such name.
-                get_hf_file_metadata(hf_hub_url(repo, name, revision=options.revision), token=options.token)
+            get_hf_file_metadata(hf_hub_url(repo, name, revision=options.revision), token=options.token)
+        except hub.EntryNotFoundError:
+            return False
+        except hub.HfHubHTTPError as error:
+            if error.response.status_code not in _PASSING:
+                raise
+    return True
+
+
+def is_reachable(repo: str, name: str, options: HubOptions) -> bool:
+    """Whether the Hub answers when it is asked for a file, whatever it says; False offline."""
+    if is_offline(options):
+        return False
+    try:
+        _reach(repo, name, options)
+    except UnreachableError:
+        return False
+    except ValueError:
+        pass
+    return True
+
+
+def _download(repo: str, name: str, options: HubOptions) -> Path | None:
+    """download_file without a look at whether the Hub is there."""
+    from huggingface_hub import errors as hub
+    from huggingface_hub import hf_hub_download
+
+    with explained(repo, options, name):
+        try:
             path = hf_hub_download(
                 repo,
                 name,
@@ -52,12 +116,43 @@ def download_file(repo: str, name: str, options: HubOptions) -> Path | None:
                 local_files_only=options.local_files_only,
             )
         except hub.LocalEntryNotFoundError:
-            if is_offline(options) or cached is _CACHED_NO_EXIST:
+            if is_offline(options):
                 return None
             raise
         except hub.EntryNotFoundError:
             return None
     return Path(path)
+
+
+def list_files(repo: str, options: HubOptions) -> list[str]:
+    """Names of all files of a repository, asked of the Hub. Raises as download_file."""
+    from huggingface_hub import HfApi
+
+    with explained(repo, options, "list of files"):
+        about = HfApi().model_info(repo, revision=options.revision, token=options.token)
+    return [file.rfilename for file in about.siblings or ()]
+
+
+def from_hub_or_cache(repo: str, work: Callable[[HubOptions], T], options: HubOptions) -> T:
+    """What `work` gives; where the Hub cannot be reached, what it gives of the cache alone.
+
+    A model that is whole in the cache often lacks files that are looked for because other models have them.
+
+    Raises:
+        ValueError: as `work`; it cannot be reached, and the cache lacks what is needed.
+    """
+    try:
+        return work(options)
+    except UnreachableError:
+        with suppress(ValueError):
+            found = work(replace(options, local_files_only=True))
+            if not engine.is_initialized() or engine.rank() == 0:
+                log.warning(
+                    "%s: the Hub cannot be reached; what the cache has of it is taken. HF_HUB_OFFLINE=1 saves the try",
+                    repo,
+                )
+            return found
+        raise
 
 
 def is_offline(options: HubOptions) -> bool:
@@ -102,6 +197,12 @@ def explained(repo: str, options: HubOptions, name: str = "files") -> Iterator[N
         raise ValueError(f"downloading {name} of {where} failed ({signed}): {said}") from error
     except hub.HTTPError as error:
         raise _unreachable(repo, name, constants.ENDPOINT, error) from error
+    except OSError as error:  # those of huggingface_hub that are OSErrors too are above
+        at = f" ({error.filename})" if error.filename else ""
+        raise ValueError(
+            f"downloading {name} of {where} failed: {error.strerror or error}{at}. Free space there, or name a "
+            "directory that can be written (cache_dir, HF_HOME)"
+        ) from error
 
 
 def _in_cache(repo: str, name: str, options: HubOptions) -> Any:
@@ -115,12 +216,13 @@ def _in_cache(repo: str, name: str, options: HubOptions) -> Any:
         return None  # the download says it
 
 
-def _unreachable(repo: str, name: str, endpoint: str, error: BaseException) -> ValueError:
+def _unreachable(repo: str, name: str, endpoint: str, error: BaseException) -> UnreachableError:
     known = any(repo == info.hub for info in list_models())  # then nothing is misspelt
     hint = "" if known else nearest(repo, preset_names())
-    return ValueError(
+    return UnreachableError(
         f"{repo!r} is no local directory, its {name} is not in the cache, and {endpoint} cannot be reached ({error}). "
-        f"Check the network, HF_ENDPOINT and proxies, or give a directory.{hint}"
+        "Check the network, HF_ENDPOINT and proxies, give a directory, or run `modelcenter download` where there is a "
+        f"network.{hint}"
     )
 
 
@@ -175,5 +277,5 @@ def download_weights(repo: str, options: HubOptions) -> Path:
 
 def _download_all(repo: str, names: Sequence[str], options: HubOptions) -> None:
     for name in names:
-        if download_file(repo, name, options) is None:
+        if _download(repo, name, options) is None:
             raise ValueError(f"{repo}: the index lists {name}, which is not there")

@@ -1,7 +1,8 @@
 """`modelcenter download`: the files of a model that are needed; huggingface_hub resumes what broke off."""
 
 import glob
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ from modelcenter.hub.download import (
     explained,
     is_offline,
 )
-from modelcenter.hub.names import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, WEIGHT_FILES
+from modelcenter.hub.names import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    SETTINGS_FILE,
+    TEMPLATES_FOLDER,
+    TOKENIZER_FILES,
+    WEIGHT_FILES,
+)
 from modelcenter.hub.resolve import local_directory, repo_of
 
 
@@ -57,7 +65,8 @@ def fetch(
     from huggingface_hub import HfApi, snapshot_download
 
     if local_dir is None:  # the config first, which notes in the cache what commit the branch is at
-        options = replace(options, revision=download_config(repo, options).parent.name)
+        config = download_file(repo, CONFIG_FILE, options) if everything else download_config(repo, options)
+        options = options if config is None else replace(options, revision=config.parent.name)
     with explained(repo, options):
         about = HfApi().model_info(repo, revision=options.revision, files_metadata=True, token=options.token)
     sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
@@ -74,6 +83,8 @@ def fetch(
             local_dir=local_dir,
             allow_patterns=[glob.escape(file) for file in wanted],
         )
+    if local_dir is None:
+        _note_absent(repo, sizes, options)
     return Fetched(repo, str(about.sha), Path(path), {file: sizes[file] for file in wanted})
 
 
@@ -89,7 +100,7 @@ def needed_files(repo: str, names: Iterable[str], options: HubOptions) -> list[s
     if CONFIG_FILE not in held:
         raise ValueError(f"{repo} has no {CONFIG_FILE}, so it is not a transformers model; --all downloads it anyway")
     texts = [file for file in (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES) if file in held]
-    texts += sorted(file for file in held if file.startswith("additional_chat_templates/"))
+    texts += sorted(file for file in held if file.startswith(f"{TEMPLATES_FOLDER}/"))
     for weights in WEIGHT_FILES:
         if weights in held:
             return [*texts, weights]
@@ -108,6 +119,19 @@ def needed_files(repo: str, names: Iterable[str], options: HubOptions) -> list[s
     )
 
 
+def _note_absent(repo: str, names: Container[str], options: HubOptions) -> None:
+    """Have the cache say which of the files that loading looks for the commit lacks, for when there is no network."""
+    looked_for = [GENERATION_FILE, SETTINGS_FILE]
+    for weights in WEIGHT_FILES:
+        if weights in names:
+            break
+        looked_for += [weights, f"{weights}.index.json"]
+    with suppress(ValueError):  # the files themselves are there
+        for name in looked_for:
+            if name not in names:
+                download_file(repo, name, options)
+
+
 def _cached(repo: str, options: HubOptions, local_dir: Any, everything: bool, say: Callable[[str], None]) -> Fetched:
     """What the cache has of a model while offline, if it is whole."""
     for flag, given in (("--local_dir", local_dir is not None), ("--all", everything)):
@@ -117,7 +141,9 @@ def _cached(repo: str, options: HubOptions, local_dir: Any, everything: bool, sa
     options = replace(options, revision=config.parent.name)
     download_weights(repo, options)
     files = {str(p.relative_to(config.parent)): p.stat().st_size for p in config.parent.rglob("*") if p.is_file()}
-    say(f"{repo}@{options.revision}: offline; {len(files)} files in the cache, {readable(sum(files.values()))}")
+    tokenizer = "" if any(name in files for name in TOKENIZER_FILES) else ", none of a tokenizer"
+    size = readable(sum(files.values()))
+    say(f"{repo}@{options.revision}: offline; {len(files)} files in the cache, {size}{tokenizer}")
     return Fetched(repo, config.parent.name, config.parent, files)
 
 

@@ -114,6 +114,8 @@ def in_hf_form(found: Resolved, model_type: str | None = None) -> Resolved:
         return found
     with _open(found) as source:
         shapes = {name: info.shape for name, info in source.tensors.items()}
+        if source.is_loaded:
+            found = replace(found, opened=source)
         if not (looks_legacy(shapes) or is_megatron(shapes)):
             return found
     try:
@@ -129,6 +131,8 @@ def in_hf_form(found: Resolved, model_type: str | None = None) -> Resolved:
 def _open(found: Resolved) -> FileSource:
     """The files with the names they hold, less those the caller ignores and the prefix that the caller names."""
     assert found.weights is not None
+    if found.opened is not None:
+        return found.opened
     source = open_checkpoint(found.weights)
     if found.prefix or found.ignore:
         source.rename(_names(source.tensors, found.prefix, found.ignore))

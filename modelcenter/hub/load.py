@@ -16,6 +16,7 @@ from modelcenter.config import ModelConfig
 from modelcenter.convert.match import Match, match_names, shape_errors, unknown_message
 from modelcenter.convert.rules import ArchMap, Layout, compile_layout
 from modelcenter.convert.stream import fill_targets
+from modelcenter.hub.beside import Beside
 from modelcenter.hub.distributed import StoredModel
 from modelcenter.hub.download import HubOptions
 from modelcenter.hub.legacy import in_hf_form, open_source
@@ -45,6 +46,7 @@ class LoadReport:
 
     Attributes:
         source: repository and commit, or directory. directory: where its files lie. repo: the Hub id, if it has one.
+        beside: the other files of the checkpoint, such as its tokenizer's.
         loaded: parameters filled from the files. initialised: parameters that the files lack, drawn by `seed`.
         skipped: tensors of other heads. ignored: tensors without content. unknown: tensors tolerated by strict=False.
         dtype: of the parameters. file_dtypes: those found.
@@ -54,6 +56,7 @@ class LoadReport:
     source: str
     directory: Path | None = None
     repo: str | None = None
+    beside: Beside = field(default_factory=lambda: Beside(None), repr=False, compare=False)
     loaded: list[str] = field(default_factory=list)
     initialised: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -155,7 +158,8 @@ def load_model(
     model = on_meta(spec, settings, chosen)
     layout = compile_layout(arch, chosen, settings, {n: tuple(p.shape) for n, p in model.named_parameters()})
     model.base_name, model.base_revision = found.repo or str(found.directory or found.origin), found.revision
-    report = LoadReport(found.origin, found.directory, found.repo)
+    beside = Beside(found.directory, found.repo, replace(options, revision=found.revision))
+    report = LoadReport(found.origin, found.directory, found.repo, beside)
     if found.distributed:
         stored = StoredModel(arch, layout, found, chosen)
         stored.check(strict, ignore_mismatched_sizes, task is not None)

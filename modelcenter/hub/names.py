@@ -6,6 +6,7 @@ CARD_FILE, CURVES_FILE = "README.md", "curves.png"
 SETTINGS_FILE = "tokenizer_config.json"
 # Each also as <name>.index.json with shards; the last is ModelCenter's.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
+TEMPLATES_FOLDER = "additional_chat_templates"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -14,6 +15,8 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "vocab.json",
     "merges.txt",
+    "bpe.codes",
+    "byte_maps.json",
     "spiece.model",
     "tokenizer.model",
     "sentencepiece.bpe.model",

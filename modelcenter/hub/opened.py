@@ -19,7 +19,8 @@ from modelcenter.convert.match import Match, unknown_message
 from modelcenter.convert.pieces import HUB, NATIVE, Box, Piece
 from modelcenter.convert.rules import ArchMap, Layout, compile_layout
 from modelcenter.convert.whole import Whole, ignored_names, missing_keys, whole_of_hub, whole_of_native
-from modelcenter.hub.download import HubOptions, download_file
+from modelcenter.hub.beside import Beside
+from modelcenter.hub.download import HubOptions
 from modelcenter.hub.legacy import in_hf_form, open_source
 from modelcenter.hub.load import find_spec, on_meta, read_config
 from modelcenter.hub.names import CONFIG_FILE, MANIFEST_FILE
@@ -99,13 +100,10 @@ class Opened:
     ) -> None:
         self.source.close()
 
-    def file(self, name: str) -> Path | None:
-        """A file that lies beside the weights, such as the tokenizer's, if there is one."""
-        if self.directory is not None and (self.directory / name).is_file():
-            return self.directory / name
-        if self.repo is not None:
-            return download_file(self.repo, name, replace(self.options, revision=self.revision))
-        return None
+    @functools.cached_property
+    def beside(self) -> Beside:
+        """The files that lie beside the weights, such as the tokenizer's."""
+        return Beside(self.directory, self.repo, replace(self.options, revision=self.revision))
 
     @property
     def layout(self) -> Layout:
@@ -279,9 +277,12 @@ def open_hub(path: str, request: Request) -> Opened | None:
     old = in_hf_form(replace(found, prefix=request.prefix, ignore=request.ignore))
     if old.legacy is not None:  # its names are taken apart already
         found, source, request = old, open_source(old), replace(request, prefix="", ignore=())
-    else:
+    elif request.prefix or request.ignore:  # interpreted with the names it has
         assert found.weights is not None
+        del old  # a file that can only be read whole is not held twice
         source = open_checkpoint(found.weights)
+    else:
+        source = open_source(old)
     return interpret(
         source, HUB, found.config, found.origin, request,
         directory=found.directory, repo=found.repo, revision=found.revision,

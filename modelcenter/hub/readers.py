@@ -87,6 +87,11 @@ class FileSource:
     def bytes_read(self) -> int:
         return self._read
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether tensors are in memory, since their file cannot be read in part."""
+        return bool(self._loaded)
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Keep the tensors of these names only, under new ones: {name: new name}."""
         self.tensors = {new: self.tensors[old] for old, new in names.items()}

@@ -1,5 +1,6 @@
 """From what a user writes to files: a directory, a name of ours, or a Hub id."""
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from modelcenter.convert.legacy_form import Legacy
-from modelcenter.hub.download import HubOptions, download_config, download_file, download_weights
+from modelcenter.hub.download import (
+    HubOptions,
+    download_config,
+    download_file,
+    download_weights,
+    from_hub_or_cache,
+)
 from modelcenter.hub.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
 from modelcenter.registry import model_type_of, nearest, preset
 
@@ -26,6 +33,7 @@ class Resolved:
         distributed: `directory` is a distributed checkpoint.
         prefix: what to take off the names of the weight file. ignore: patterns (of fnmatch) of tensors to pass over.
         legacy: the network of ModelCenter that the weights are of (hub.legacy.in_hf_form).
+        opened: the weight file, where it could only be read whole and was (hub.readers.FileSource).
     """
 
     name: str
@@ -38,6 +46,7 @@ class Resolved:
     prefix: str = ""
     ignore: tuple[str, ...] = ()
     legacy: Legacy | None = None
+    opened: Any = None
 
     @property
     def origin(self) -> str:
@@ -134,12 +143,12 @@ def local_directory(name: str) -> Path | None:
         inner = next((p.parent for p in sorted(path.glob("*/" + CONFIG_FILE))), None)
         hint = f" Did you mean {str(inner)!r}?" if inner is not None else ""
         raise ValueError(f"{path} is a directory without {CONFIG_FILE}, so not a checkpoint.{hint}")
-    if path.is_file():
+    if path.is_file() and _named(name) is None:
         raise ValueError(
             f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights, or a weight file "
             f"({', '.join(WEIGHT_SUFFIXES)})"
         )
-    if not is_hub_id(name):
+    if not path.exists() and not is_hub_id(name):
         beside = [str(path.parent / p.name) for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(f"no such directory: {path}.{nearest(str(path), beside)}")
     return None
@@ -208,6 +217,10 @@ def resolve(
         return Resolved(name, entry["config"], repo=entry.get("hub"))
     repo, pinned = repo_of(name)
     options = replace(options, revision=options.revision or pinned)
+    return from_hub_or_cache(repo, functools.partial(_resolve_repo, name, repo, weights), options)
+
+
+def _resolve_repo(name: str, repo: str, weights: bool, options: HubOptions) -> Resolved:
     file = download_config(repo, options)
     commit = file.parent.name  # snapshots/<commit>/config.json: all files come from one commit
     options = replace(options, revision=commit)

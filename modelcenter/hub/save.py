@@ -17,7 +17,7 @@ from modelcenter.convert.rules import ArchMap, compile_layout
 from modelcenter.convert.stream import export_tensor
 from modelcenter.hub.card import make_card
 from modelcenter.hub.load import parse_dtype
-from modelcenter.hub.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES
+from modelcenter.hub.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE
 from modelcenter.hub.push import upload
 from modelcenter.hub.slices import SlicedFiles
 from modelcenter.hub.writer import (
@@ -55,7 +55,8 @@ def save_pretrained(
         format: "hf": what transformers loads. "distributed": shards that load on any number of ranks.
         max_shard_size: bytes of one file of format "hf", as a number or "5GB".
         dtype: of the weights in format "hf"; None: that of the model.
-        tokenizer: a transformers tokenizer; None: the files beside those that the model was loaded from, if any.
+        tokenizer: a transformers tokenizer; None: that of the checkpoint that the model was loaded from, which is
+            downloaded where it is not in the cache.
         card: the README.md, or details for it (hub.card.make_card); None: a short one, unless one is there.
 
     Raises:
@@ -239,11 +240,5 @@ def write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any,
     (directory / CARD_FILE).write_text(text, encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-        return
-    report = getattr(model, "load_report", None)
-    if report is None or report.directory is None:
-        return
-    for name in TOKENIZER_FILES:
-        source = report.directory / name
-        if source.is_file():
-            shutil.copyfile(source, directory / name)
+    elif (report := getattr(model, "load_report", None)) is not None:
+        report.beside.copy_tokenizer(directory)

@@ -79,12 +79,20 @@ class Plan:
         """Make the files at their full size, with all but the tensors; raises OSError where the disk is too full."""
         for name, size in self.sizes.items():
             path = directory / name
+            head = self.heads.get(name, b"")
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_file() and path.stat().st_size == size:
-                continue
-            make_file(path, size, self.heads.get(name, b""))
+            if not _is_made(path, size, head):
+                make_file(path, size, head)
         if self.side == NATIVE:
             write_metadata(directory / MODEL, {job.name: _stored(job) for job in self.jobs})
+
+
+def _is_made(path: Path, size: int, head: bytes) -> bool:
+    """Whether an interrupted run made the file; its beginning may be lost although its size is not (no power)."""
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(head)) == head
 
 
 def target_dtype(opened: Opened, side: int, key: str, wanted: torch.dtype | None) -> torch.dtype:

@@ -1,10 +1,11 @@
 """Tokenizers are transformers' own, but for CPM's (tokenization_cpm); names are resolved here."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from modelcenter.hub.download import HubOptions, download_file
+from modelcenter.hub.download import HubOptions, download_file, is_reachable
 from modelcenter.hub.names import CONFIG_FILE, SETTINGS_FILE, TOKENIZER_FILES
 from modelcenter.hub.resolve import local_directory, read_json, repo_of
 from modelcenter.registry import ARCHITECTURES, get
@@ -50,6 +51,9 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
             "tokenizer.save_pretrained"
         )
     kwargs.setdefault("trust_remote_code", False)  # transformers would ask on the terminal about the code of a model
+    if directory is None and _is_cached(source, kwargs) and not is_reachable(source, SETTINGS_FILE, _options(kwargs)):
+        # transformers would look half a minute for each file that is not there
+        kwargs["local_files_only"] = True
     of_cpm = _class_of_cpm(directory, source, kwargs)
     try:
         if of_cpm is not None:
@@ -84,9 +88,7 @@ def _class_of_cpm(directory: Path | None, source: str, kwargs: Mapping[str, Any]
     """
     path: Path | None
     if directory is None:  # also tells at once of a name that is not there, or of no network
-        known = ("revision", "token", "cache_dir", "local_files_only")
-        options = HubOptions(**{name: kwargs[name] for name in known if kwargs.get(name) is not None})
-        path = download_file(source, SETTINGS_FILE, options)
+        path = download_file(source, SETTINGS_FILE, _options(kwargs))
     else:
         path = directory / SETTINGS_FILE
     settings = read_json(path) if path is not None and path.is_file() else {}
@@ -107,6 +109,17 @@ def _class_of_cpm(directory: Path | None, source: str, kwargs: Mapping[str, Any]
     found = getattr(tokenization_cpm, name)
     found.register_for_auto_class("AutoTokenizer")  # save_pretrained writes its code beside it, for transformers
     return found
+
+
+def _options(kwargs: Mapping[str, Any]) -> HubOptions:
+    known = ("revision", "token", "cache_dir", "local_files_only")
+    return HubOptions(**{name: kwargs[name] for name in known if kwargs.get(name) is not None})
+
+
+def _is_cached(repo: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the cache has files of a repository's tokenizer."""
+    options = replace(_options(kwargs), local_files_only=True)
+    return any(download_file(repo, name, options) is not None for name in TOKENIZER_FILES)
 
 
 def add_tokens(tokenizer: Any, model: Any, tokens: Sequence[str], *, pad_to_multiple_of: int | None = None) -> int:

@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 
 from engine.checkpoint.files import sync_to_disk
-from modelcenter.hub.names import CONFIG_FILE, MANIFEST_FILE, TOKENIZER_FILES
+from modelcenter.hub.names import CONFIG_FILE, MANIFEST_FILE, TEMPLATES_FOLDER, TOKENIZER_FILES
 from modelcenter.hub.readers import DTYPE_NAMES
 
 _AT_ONCE = 2**18  # bytes; for larger writes the kernel looks for memory in large pieces, which may cost ten times more
@@ -54,14 +54,17 @@ def write_at(handle: int, data: memoryview, start: int) -> None:
 
 
 def make_file(path: Path, size: int, head: bytes = b"") -> None:
-    """Make a file at its full size, with what it starts with. Raises OSError where the disk is too full for it."""
+    """Make a file at its full size, with what it starts with. Raises OSError where the disk is too full for it.
+
+    A file that has its size begins right: an interruption falls behind the allocation, which may take minutes.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
+        write_at(handle, memoryview(head), 0)
         if size and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(handle, 0, size)
         elif size:  # macOS
             os.ftruncate(handle, size)
-        write_at(handle, memoryview(head), 0)
     finally:
         os.close(handle)
 
@@ -238,11 +241,12 @@ def put_in_place(scratch: Path, target: Path) -> None:
         return
     old = target.parent / f".{target.name}.replaced-{secrets.token_hex(4)}"
     shutil.copymode(target, scratch)
-    target.rename(old)
     try:
+        target.rename(old)
         scratch.rename(target)
-    except OSError:
-        old.rename(target)
+    except BaseException:  # an interruption too must not leave nothing of that name
+        if old.exists() and not target.exists():
+            old.rename(target)
         raise
     try:
         _carry_over(old, target)
@@ -275,7 +279,7 @@ def _carry_over(old: Path, target: Path) -> None:
     model = (target / CONFIG_FILE).is_file() or (target / MANIFEST_FILE).is_file()
     for path in old.iterdir():
         stale = model and (_REPLACED.fullmatch(path.name) or (distributed and path.name in _PARTS))
-        stale = stale or (tokenizer and path.name in TOKENIZER_FILES)
+        stale = stale or (tokenizer and path.name in (*TOKENIZER_FILES, TEMPLATES_FOLDER))
         if not stale and not (target / path.name).exists():
             path.rename(target / path.name)
     # Under a name that says so: of a directory half removed nothing would tell what was of its checkpoint.

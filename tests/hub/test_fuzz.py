@@ -436,6 +436,28 @@ def test_what_was_written_is_looked_at_again(good, tmp_path, monkeypatch):
     assert verify(good / "hub", tmp_path / "out").same
 
 
+@pytest.mark.parametrize("lost", [False, True], ids=["interrupted", "no power"])
+def test_stopped_before_the_first_tensor(lost, good, tmp_path, monkeypatch):
+    """A file that has its size is continued; its header is written although the run was stopped behind the allocation,
+    or the disk has the size and not the header."""
+    allocate = os.posix_fallocate
+
+    def stop(*args):
+        allocate(*args)
+        raise KeyboardInterrupt  # as a signal does that came meanwhile
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(good / "shards", tmp_path / "out", "hf", workers=1)
+    (file,) = tmp_path.glob(".out.converting-*/model.safetensors")
+    if lost:
+        with open(file, "r+b") as opened:
+            opened.write(bytes(100))
+    convert(good / "shards", tmp_path / "out", "hf", workers=1)
+    assert verify(good / "hub", tmp_path / "out").same
+
+
 @pytest.mark.parametrize("to", ["hf", "distributed"])
 def test_stopped_at_its_very_end(to, good, tmp_path, monkeypatch):
     """All is written but the name; the texts, a manifest among them, are not taken for files of the next run's."""

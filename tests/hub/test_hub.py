@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,9 @@ def test_push_then_load_by_name(hub, saved, home, tmp_path):
     path = saved("sequence-classification")
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]))
     transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(path)
+    (path / "additional_chat_templates").mkdir()
+    for name in (texts := {"bpe.codes", "chat_template.jinja", "additional_chat_templates/tools.jinja"}):
+        (path / name).write_text(name)
     address = run(
         hub,
         home,
@@ -77,6 +81,9 @@ out = model.push_to_hub("me/tiny")  # without a card of its own: the one there s
     assert sorted(hub.files("me/tiny")) == [
         ".gitattributes",
         "README.md",
+        "additional_chat_templates/tools.jinja",
+        "bpe.codes",
+        "chat_template.jinja",
         "config.json",
         "model.safetensors",
         "tokenizer.json",
@@ -91,19 +98,26 @@ import os
 empty = attempt(lambda: mc.from_pretrained("me/tiny", local_files_only=True)) if ARGS[0] else None
 model = mc.from_pretrained("me/tiny")
 again = mc.from_pretrained("me/tiny", local_files_only=True)
+model.save_pretrained("saved")  # before anything asks for its tokenizer
 tokens = mc.AutoTokenizer.from_pretrained("me/tiny")("good bad")["input_ids"]
-model.save_pretrained("saved")
 out = [digest(model), digest(again), model.task, model.load_report.source, tokens, sorted(os.listdir("saved")), empty]
 """
     answer = [expected, expected, "sequence-classification", f"me/tiny@{commit}", [2, 5, 6, 3]]
     hub.requests.clear()
     first = run(hub, other, load, True, token=READ)
-    assert first[:5] == answer and "tokenizer.json" in first[5]
+    assert first[:5] == answer
+    assert {"tokenizer.json", "bpe.codes", "chat_template.jinja", "additional_chat_templates"} <= set(first[5])
+    assert (other / "saved/additional_chat_templates/tools.jinja").is_file()
     assert "not in the cache" in first[6] and "local_files_only" in first[6]
     assert hub.downloaded().count("model.safetensors") == hub.downloaded().count("config.json") == 1
     # The commit that main was at when the config was read, even if it moves meanwhile.
     assert ("GET", f"/me/tiny/resolve/{commit}/model.safetensors") in hub.requests
-    assert set(hub.downloaded()) == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert set(hub.downloaded()) == texts | {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     hub.requests.clear()
     assert run(hub, other, load, False, HF_HUB_OFFLINE="1")[:5] == answer
     assert hub.requests == []
@@ -213,6 +227,58 @@ def test_without_a_network(hub, home):
     assert "http://127.0.0.1:9 cannot be reached" in dead and "Did you mean 'bert-base-cased'" in dead
     right = run(hub, home, code, "google-bert/bert-base-cased", HF_ENDPOINT="http://127.0.0.1:9")
     assert "cannot be reached" in right and "Did you mean" not in right
+
+
+def test_what_is_cached_loads_while_the_hub_is_away(hub, saved, home, tmp_path):
+    """Nobody set HF_HUB_OFFLINE, and the repositories lack files that are looked for: a generation config, safetensors,
+    a tokenizer's settings."""
+    from modelcenter.adapters import Lora, save_adapter
+
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]))
+    tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))
+    for name in ("tiny", "pickled"):
+        path = saved("base", name)
+        tokenizer.save_pretrained(path)
+        if name == "pickled":
+            (path / "tokenizer_config.json").unlink()
+            (path / "tokenizer.json").unlink()
+            shutil.copy(tmp_path / "vocab.txt", path)
+            torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+            (path / "model.safetensors").unlink()
+        hub.add(f"me/{name}", path)
+    hub.add("me/partial", path)
+    save_adapter(mc.from_config("tiny/bert", adapter=Lora(2)), tmp_path / "adapter")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    hub.add("me/adapter", tmp_path / "adapter")
+    fill = """
+import huggingface_hub
+for name in ARGS:
+    huggingface_hub.snapshot_download(f"me/{name}")
+huggingface_hub.hf_hub_download("me/partial", "config.json")
+out = None
+"""
+    load = """
+import pathlib, time
+time.sleep = None  # nothing waits, to try again
+from modelcenter.hub.verbs import convert_main
+from modelcenter.adapters import load_lora
+from modelcenter.hub.tokenizer import load_tokenizer
+out = {name: attempt(lambda: digest(mc.from_pretrained(f"me/{name}"))) for name in ("tiny", "pickled", "partial")}
+out["adapter"] = load_lora("me/adapter").rank
+out["nothing"] = attempt(lambda: load_tokenizer("me/nothing"))
+out["words"] = [load_tokenizer(f"me/{name}")("good bad")["input_ids"] for name in ("tiny", "pickled")]
+mc.from_pretrained("me/pickled").save_pretrained("saved")
+convert_main(["me/pickled", "converted", "--to", "distributed"])
+out["texts"] = [pathlib.Path(name, "vocab.txt").is_file() for name in ("saved", "converted")]
+"""
+    run(hub, home, fill, "tiny", "pickled", "adapter")
+    out = run(hub, home, load, HF_ENDPOINT="http://127.0.0.1:9")
+    assert out["tiny"] == out["pickled"] == digest(mc.from_pretrained(tmp_path / "tiny"))
+    assert "its model.safetensors is not in the cache, and http://127.0.0.1:9 cannot be reached" in out["partial"]
+    assert "'me/nothing' is no local directory, and" not in out["nothing"] and "cannot be reached" in out["nothing"]
+    assert out["adapter"] == 2 and out["words"] == [[2, 5, 6, 3]] * 2 and out["texts"] == [True, True]
 
 
 def test_verbs_take_names(hub, saved, home, tmp_path):

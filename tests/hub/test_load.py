@@ -99,6 +99,16 @@ def as_old_pickle(path, tensors):
     torch.save(tensors, path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
 
 
+def test_a_file_without_random_access_is_read_once(tmp_path, monkeypatch):
+    """For its names, for what a T5 takes from its tensors, and for these."""
+    mc.from_config("tiny/t5", "seq2seq-lm").save_pretrained(tmp_path / "t5")
+    as_old_pickle(tmp_path / "t5", load_file(tmp_path / "t5/model.safetensors"))
+    loads, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: loads.append(args) or load(*args, **kwargs))
+    model = mc.from_pretrained(tmp_path / "t5")
+    assert len(loads) == 1 and torch.equal(model.embed.weight, mc.from_config("tiny/t5", "seq2seq-lm").embed.weight)
+
+
 def as_strided_bin(path, tensors):
     """Tensors that are views: transposed storage, and all in one storage."""
     (path / "model.safetensors").unlink()

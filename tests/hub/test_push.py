@@ -67,6 +67,9 @@ def test_there_and_back(hub, home, tmp_path):
     assert found["revision"] == commit and Path(found["path"]).is_dir()
     assert set(found["files"]) == set(sent) - {"README.md", "notes.txt"}
     assert sorted(hub.downloaded()) == sorted(found["files"])
+    absent = Path(found["path"]).parents[1] / ".no_exist" / commit
+    # The cache says what the repository lacks, so that loading need not ask when there is no network.
+    assert {"generation_config.json", "tokenizer_config.json", "model.safetensors"} <= set(os.listdir(absent))
     hub.requests.clear()
     out, told = verb(hub, home, "download", "me/tiny", token=READ)
     assert out.strip() == found["path"] and hub.downloaded() == []
@@ -119,6 +122,7 @@ def test_one_format_and_its_shards(hub, home, tmp_path):
         (path / name).write_bytes(b"x")
     hub.add("me/many", path)
     verb(hub, home, "download", "me/many")
+    assert "none of a tokenizer" in verb(hub, home, "download", "me/many", HF_HUB_OFFLINE="1")[1]
     assert sorted(hub.downloaded()) == ["config.json", "model.safetensors"]
     (path / "model.safetensors").unlink()
     hub.add("me/pickled", path)
@@ -138,6 +142,8 @@ def test_one_format_and_its_shards(hub, home, tmp_path):
     ):
         assert says in verb(hub, home, "download", name, ok=False)[1]
     assert "not a transformers model" in verb(hub, home, "download", "me/data", "--local_dir", "d", ok=False)[1]
+    whole = Path(verb(hub, home, "download", "me/data", "--all")[0].strip())  # of any repository
+    assert (whole / "onnx/model.onnx").is_file() and (whole.parents[1] / "refs/main").read_text() == whole.name
     verb(hub, home, "download", "me/none", "--all", "--local_dir", tmp_path / "all")
     assert (tmp_path / "all/onnx/model.onnx").is_file()
 

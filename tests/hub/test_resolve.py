@@ -1,5 +1,8 @@
 """Names and directories, without a network; and the presets."""
 
+import pickle
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -69,8 +72,10 @@ def test_config_field_is_named_with_its_file(saved, config_of):
         mc.from_pretrained(path)
 
 
-def test_a_folder_without_a_checkpoint_does_not_hide_a_name(tmp_path, monkeypatch):
-    (tmp_path / "bert-base-cased").mkdir()
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+def test_what_is_no_checkpoint_does_not_hide_a_name(make, tmp_path, monkeypatch):
+    """A folder, or a file such as a log."""
+    make(tmp_path / "bert-base-cased")
     monkeypatch.chdir(tmp_path)
     assert resolve("bert-base-cased", weights=False).repo == "google-bert/bert-base-cased"
 
@@ -130,8 +135,9 @@ def test_a_dead_network_is_not_a_missing_file(monkeypatch):
     from modelcenter.hub import download
 
     def dead(*args, **kwargs):
-        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+        raise huggingface_hub.errors.HTTPError("no connection")
 
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", dead)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", dead)
     monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
     with pytest.raises(
@@ -140,3 +146,32 @@ def test_a_dead_network_is_not_a_missing_file(monkeypatch):
         download.download_file("me/tiny", "model.safetensors", download.HubOptions())
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *a, **k: huggingface_hub._CACHED_NO_EXIST)
     assert download.download_file("me/tiny", "model.safetensors", download.HubOptions()) is None
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch):
+    import huggingface_hub
+
+    from modelcenter.hub import download
+
+    monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device", "/cache/blobs/1")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *a, **k: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
+    with pytest.raises(ValueError, match="config.json of .*/me/tiny failed: No space left on device ./cache.*HF_HOME"):
+        download.download_file("me/tiny", "config.json", download.HubOptions())
+
+    def absent(*args, **kwargs):
+        raise huggingface_hub.errors.EntryNotFoundError("404")
+
+    # That there is no such file need not be noted.
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", absent)
+    assert download.download_file("me/tiny", "tokenizer_config.json", download.HubOptions()) is None
+
+
+def test_a_pickled_model_holds_no_token():
+    from modelcenter.hub.download import HubOptions
+
+    assert pickle.loads(pickle.dumps(HubOptions("main", "hf_secret", "cache"))) == HubOptions("main", None, "cache")

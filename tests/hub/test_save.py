@@ -275,6 +275,26 @@ def test_killed_while_it_takes_the_place_of_the_old_one(tmp_path):
     raise AssertionError("it never came to its end")
 
 
+@pytest.mark.parametrize("behind", ["saving", "out"])
+def test_interrupted_while_it_takes_the_place_of_the_old_one(behind, tmp_path, monkeypatch):
+    """Where the old one has lost its name and the new one has not got it yet."""
+    write_config(tmp_path / "out", "old")
+    rename = Path.rename
+
+    def interrupted(path, target):
+        if behind == "out" and path.name == "out":
+            rename(path, target)
+        if path.name == "out" if behind == "out" else ".saving-" in path.name:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_config(tmp_path / "out", "new")
+    assert tree(tmp_path) == {"out/config.json": b"old"}
+
+
 def write_config(target, text):
     with new_directory(target) as scratch:
         (scratch / "config.json").write_text(text)

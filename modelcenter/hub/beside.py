@@ -1,0 +1,74 @@
+"""The small files that lie beside a model's weights: its tokenizer, its generation config, its card."""
+
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from modelcenter.hub.download import HubOptions, UnreachableError, download_file, is_offline, list_files
+from modelcenter.hub.names import TEMPLATES_FOLDER, TOKENIZER_FILES
+
+log = logging.getLogger("modelcenter")
+
+
+class Beside:
+    """The files beside the weights, in a directory or in a repository of the Hub.
+
+    What the Hub does not give, for want of a network or of a right, is left out, and a warning says so: what they are
+    copied to is of use without them.
+
+    Args:
+        directory: where they lie, or are cached; None: nowhere.
+        repo: what they are downloaded from where `directory` lacks them. options: how; its revision is a commit.
+    """
+
+    def __init__(self, directory: Path | None, repo: str | None = None, options: HubOptions | None = None):
+        self._directory, self._repo, self._options = directory, repo, options or HubOptions()
+        self._listed: set[str] | None = None  # of the repository, once it was asked
+
+    def file(self, name: str) -> Path | None:
+        """A file, downloaded if need be; None if there is none."""
+        if self._directory is not None and (self._directory / name).is_file():
+            return self._directory / name
+        if self._repo is None:
+            return None
+        try:
+            return download_file(self._repo, name, self._options)
+        except ValueError as error:
+            self._do_without(error)
+            return None
+
+    def tokenizer(self) -> dict[str, Path]:
+        """The files of the tokenizer: name in a model's directory -> where it lies."""
+        held = self._names()
+        templates = sorted(name for name in held if name.startswith(f"{TEMPLATES_FOLDER}/"))
+        found = {name: self.file(name) for name in (*TOKENIZER_FILES, *templates) if name in held}
+        return {name: path for name, path in found.items() if path is not None}
+
+    def copy_tokenizer(self, target: Path) -> None:
+        """Copy the files of the tokenizer, if there is one, to a model's directory."""
+        for name, path in self.tokenizer().items():
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target / name)
+
+    def _names(self) -> set[str]:
+        """Names of the files that may be there."""
+        if self._repo is not None and self._listed is None and not is_offline(self._options):
+            try:
+                self._listed = set(list_files(self._repo, self._options))
+            except UnreachableError as error:
+                self._do_without(error)
+            except ValueError:  # a mirror that lists nothing is asked for each
+                self._listed = set(TOKENIZER_FILES)
+        if self._listed is not None:
+            return self._listed
+        if self._directory is None:
+            return set()
+        paths = (*self._directory.glob("*"), *self._directory.glob(f"{TEMPLATES_FOLDER}/*"))
+        return {path.relative_to(self._directory).as_posix() for path in paths if path.is_file()}
+
+    def _do_without(self, error: ValueError) -> None:
+        """Take what is left from the cache."""
+        why = "the Hub cannot be reached" if isinstance(error, UnreachableError) else error
+        log.warning("%s: of its tokenizer, card and other texts only what is cached is taken: %s", self._repo, why)
+        self._options = replace(self._options, local_files_only=True)

@@ -204,6 +204,11 @@ def test_the_count_of_skipped_steps_is_waited_for_on_its_own_gpu(monkeypatch):
     assert asked[-1] == parameter.device
     with pytest.raises(FloatingPointError, match="in 1 steps in a row"):
         manager.step()
+    good = {**manager.state_dict(), "skipped": [0, 0]}  # of a step before
+    manager.load_state_dict(good)
+    parameter.grad.fill_(1.0)
+    manager.step()
+    manager.step()
 
 
 def test_gradients_of_two_devices_come_in_buckets_of_their_own():

@@ -56,8 +56,9 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     collected: dict[int, torch.Tensor] = {}  # a tied tensor is gathered and stored once
     with torch.no_grad():
         held = dict(_named_tensors(model))
-        if lost := next((name for name, tensor in held.items() if tensor.is_meta), None):
-            raise ValueError(f"parameter {lost} is on the meta device, so there is nothing to save")
+        with together("looking at the parameters to write"):
+            if lost := next((name for name, tensor in held.items() if tensor.is_meta), None):
+                raise ValueError(f"parameter {lost} is on the meta device, so there is nothing to save")
         everything = held if (stages := stages_of(model)) is None else stages.whole
         for name, tensor in ((name, held.get(name, other)) for name, other in everything.items()):
             if id(tensor) not in collected:

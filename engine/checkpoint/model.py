@@ -41,9 +41,12 @@ def save_model(
 
 def write_model(path: Path, model: nn.Module) -> None:
     """Write ``model`` under ``path``/model, inside ``atomic_directory``. Collective."""
-    tensors = named_tensors(model)
-    if lost := [name for name, tensor in tensors.items() if tensor.is_meta]:
-        raise ValueError(f"parameter {lost[0]} is on the meta device, so there is nothing to save: load weights first")
+    with together("looking at the parameters to write"):
+        tensors = named_tensors(model)
+        if lost := [name for name, tensor in tensors.items() if tensor.is_meta]:
+            raise ValueError(
+                f"parameter {lost[0]} is on the meta device, so there is nothing to save: load weights first"
+            )
     write_tensors(path / MODEL, tensors)
 
 

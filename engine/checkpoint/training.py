@@ -18,6 +18,7 @@ import pickle
 import random
 import shutil
 import threading
+import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -94,12 +95,22 @@ class _Writer(threading.Thread):
                     "engine.wait_checkpoint() before destroy_process_group()"
                 )
                 self.error.__cause__ = error
+            _forget_frames(self.error)
             _log.error("checkpoint %s could not be written: %s", self.job.path, self.error)
         finally:
             # The thread stays until the next save, and that is no reason to hold a second model until then.
             for tensors in self.job.tensors.values():
                 tensors.clear()
             self.job.extra = None
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop what the frames of an error hold, its causes' too: those of a writer hold all that it had to write."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 _writer: _Writer | None = None
@@ -217,10 +228,11 @@ def load_checkpoint(
             _check_kind(path, optim_manager, common["optim"])
     if optim_manager is not None:
         states = join_state(path, model, _optimizers(optim_manager), common["optim"]["optimizers"])
-        if isinstance(optim_manager, OptimManager):
-            optim_manager.load_state_dict({**common["optim"]["manager"], "optimizers": states})
-        else:
-            optim_manager.load_state_dict(states[0])
+        with together(f"loading the optimizer of {path}"):
+            if isinstance(optim_manager, OptimManager):
+                optim_manager.load_state_dict({**common["optim"]["manager"], "optimizers": states})
+            else:
+                optim_manager.load_state_dict(states[0])
     if generators:
         with together(f"reading the random generators of {path}"):
             _restore_generators(path, common["mesh"])

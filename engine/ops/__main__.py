@@ -51,7 +51,11 @@ def _report() -> int:
 
     lines = []
     for device in ("cpu", "cuda"):
-        name, status = f"fused operators, {device.upper()}", library.on(torch.device(device))
+        name = f"fused operators, {device.upper()}"
+        try:
+            status = library.on(torch.device(device))
+        except RuntimeError as error:  # a GPU that is full, or another process's alone
+            status = library.Status(False, f"the GPU does not answer: {str(error).splitlines()[0]}")
         lines.append(f"{name}: {status.what}" if status.loaded else f"{name}: not loaded: {status.what}")
     used, why = onednn_linear()
     name = "torch" if not used else "fused, oneDNN for a few rows" if products.compiled() else "oneDNN"

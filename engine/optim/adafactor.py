@@ -203,14 +203,14 @@ def _updates(part: _Part, mean: torch.Tensor | None, eps: float) -> Iterator[tup
 
 def _sum_of_squares(blocks: Iterable[torch.Tensor]) -> torch.Tensor:
     """In fp64, of all of them."""
-    return functools.reduce(torch.add, (block.double().square_().sum() for block in blocks))
+    return functools.reduce(torch.add, (block.double().square().sum() for block in blocks))
 
 
 def _sums_along(part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the gradient's squares, in fp64: the sum of each row and of each column."""
     rows, columns = [], []
     for (gradient,) in part.blocks(part.gradient):
-        squares = gradient.double().square_()
+        squares = gradient.double().square()
         rows.append(squares.sum(-1, keepdim=True))
         columns.append(squares.sum(-2, keepdim=True))
     return torch.cat(rows, -2), functools.reduce(torch.add, columns)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -72,6 +74,20 @@ class _Sorted:
 def same(these: Collection[Any], those: Collection[Any]) -> bool:
     """Whether these are those very objects, in the same order."""
     return len(these) == len(those) and all(map(operator.is_, these, those))
+
+
+@contextmanager
+def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The hooks on loading set aside."""
+    names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    hooks = {name: getattr(optimizer, name) for name in names}
+    try:
+        for name in names:
+            setattr(optimizer, name, OrderedDict())
+        yield
+    finally:
+        for name, own in hooks.items():
+            setattr(optimizer, name, own)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -177,7 +193,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         if others := not same(self.state.values(), self._states):
             self._before.clear()
         # All are looked at before the first is stepped: an error leaves every parameter as it was.
-        for group, batches in [(group, self._batches(group)) for group in self.param_groups]:
+        try:
+            work = [(group, self._batches(group)) for group in self.param_groups]
+        except BaseException:
+            self._before.clear()  # it holds gradients
+            raise
+        for group, batches in work:
             for device, batch in batches:
                 scale = None if factor is None else number_on(device, factor)
                 skip = None if found_inf is None else number_on(device, found_inf)
@@ -336,6 +357,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         one gets it. States of whole parameters are cut as this rank's are. Raises ValueError for states that are not
         of this kind of optimizer, or of other parameters.
         """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, dict(state_dict)) or state_dict
         for parameter, saved in saved_states(self, state_dict):
             bits = "exp_avg_scale" in saved
             if "exp_avg" in saved and bits != self._quantised(parameter):
@@ -349,7 +372,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             self._check_group({**group, "params": []})
         # torch would bring all states to the parameters' dtypes and devices first, where there may be no room for them.
-        super().load_state_dict({**state_dict, "state": {}})
+        with _without_hooks(self):
+            super().load_state_dict({**state_dict, "state": {}})
         for parameter, saved in saved_states(self, state_dict):
             if saved:
                 own = isinstance(state_dict, OwnStates)
@@ -359,6 +383,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 }
                 if "step" in state:
                     self._settle_master(parameter, state)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def state_device(self, parameter: torch.Tensor) -> torch.device:
         """Where the states of a parameter are."""

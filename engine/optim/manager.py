@@ -298,6 +298,7 @@ class OptimManager:
                 scheduler.load_state_dict(saved)
         if self._skipped is not None:
             self._skipped.copy_(torch.tensor(state["skipped"]))
+        self._seen = None  # on a GPU a copy of the counts before
         if self._scale is not None and self._good is not None:
             self._scale.fill_(state["loss_scale"])
             self._good.fill_(state["good_steps"])

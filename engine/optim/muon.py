@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.optim.states import check_gradients, check_group, check_states, checked_group, laid_as, saved_states
+from engine.optim.states import check_gradients, check_group, check_states, checked_group, laid_as
 from engine.torch_compat import local_box, local_tensor, with_local
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -65,9 +65,8 @@ class Muon(torch.optim.Optimizer):
         """As in torch; states of whole parameters are cut as this rank's are. Raises ValueError for other states."""
         check_states(self, state_dict, lambda p: {"momentum_buffer": tuple(p.shape)})
         super().load_state_dict(state_dict)
-        for parameter, saved in saved_states(self, state_dict):
-            if saved:
-                state = self.state[parameter]
+        for parameter, state in self.state.items():
+            if "momentum_buffer" in state:
                 state["momentum_buffer"] = laid_as(state["momentum_buffer"], parameter)
 
     @checked_group

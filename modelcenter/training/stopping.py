@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -49,7 +50,8 @@ class Stopping:
 
     def __enter__(self) -> Self:
         if engine.world_size() > 1 and engine.device().type == "cuda":
-            self._group = dist.new_group(backend="gloo")  # asking must not wait for the device
+            # Asking must not wait for the device.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=engine.runtime.current().timeout))
         if threading.current_thread() is threading.main_thread():
             numbers = (signal.SIGTERM, signal.SIGINT)
             self._before = {number: signal.signal(number, self._told) for number in numbers}

@@ -1,7 +1,9 @@
 """What users do to optimizers beside stepping: copies, groups that come late, states of others, other dtypes."""
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -155,6 +157,43 @@ def test_states_of_another_kind_are_an_error(mine, other, message):
     steps(model, saved, 0)
     with pytest.raises(ValueError, match=message):
         KINDS[mine](model.parameters(), lr=0.1).load_state_dict(saved.state_dict())
+
+
+@each_kind
+def test_a_step_that_is_refused_holds_no_gradient(kind):
+    fine, table = nn.Parameter(torch.ones(4, 3)), nn.Embedding(6, 4, sparse=True)
+    optimizer = KINDS[kind]([{"params": [fine]}, {"params": list(table.parameters())}], lr=0.1)
+    fine.grad = torch.ones_like(fine)
+    held = weakref.ref(fine.grad)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="has a sparse gradient"):
+        optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    assert held() is None
+
+
+@each_kind
+def test_hooks_on_loading_see_the_states(kind):
+    """As torch's: those before change what is loaded, those behind find it loaded."""
+    model, seen = matrices(), []
+    one, other = (KINDS[kind](model.parameters(), lr=0.1) for _ in range(2))
+    steps(model, one, 0)
+    other.register_load_state_dict_pre_hook(
+        lambda optimizer, saved: {**saved, "state": {n: x for n, x in saved["state"].items() if n > 0}}
+    )
+    other.register_load_state_dict_post_hook(lambda optimizer: seen.append(len(optimizer.state)))
+    other.load_state_dict(one.state_dict())
+    assert len(one.state) > 1 and seen == [len(one.state) - 1] == [len(other.state)]
+    assert len(other._optimizer_load_state_dict_post_hooks) == 1
+
+
+def test_adafactor_leaves_fp64_as_it_is():
+    """A model may be made double after its optimizer."""
+    from engine.optim import adafactor
+
+    x = torch.full((2, 3), 3.0, dtype=torch.float64)
+    assert adafactor._sum_of_squares([x]) == 54 and x.unique() == 3
 
 
 @each_kind

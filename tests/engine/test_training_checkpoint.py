@@ -384,6 +384,29 @@ def test_nothing_of_the_staged_copy_stays_when_it_is_written(tmp_path, monkeypat
     engine.wait_checkpoint()
 
 
+def test_nothing_of_the_staged_copy_stays_when_it_cannot_be_written(tmp_path, monkeypatch):
+    """The error that is kept has frames, which hold it, and so have its causes'."""
+    known = []
+
+    def fail(path, tensors, group):
+        held = {name: torch.ones(3) for name in tensors}
+        known.extend(weakref.ref(tensor) for tensor in held.values())
+        try:
+            raise KeyError(len(held))
+        except KeyError as error:
+            raise OSError("no space") from error
+
+    monkeypatch.setattr(module, "write_tensors", fail)
+    run = Run(3, 1)
+    run.step(0)
+    engine.save_checkpoint(tmp_path / "c", run.model, run.manager, asynchronous=True)
+    module._writer.join()
+    gc.collect()
+    assert known and not any(reference() is not None for reference in known)
+    with pytest.raises(OSError, match="no space"):
+        engine.wait_checkpoint()
+
+
 def cannot_stage(path):
     """The host has no room on rank 1."""
     run = Run(3, 1)

@@ -73,7 +73,10 @@ def train(
         with together(f"clearing {output}"):
             if engine.rank() == 0:
                 clear_output(output)
-    run.record = Record(output, run.feed.steps, engine.rank() == 0, run.step, cfg)
+    with together(f"opening the files of {output}"):
+        run.record = Record(output, run.feed.steps, engine.rank() == 0, run.step, cfg)
+    if continuation is not None:  # what the rows decide, such as whether to evaluate, all ranks must decide alike
+        run.record.rows = resume.from_rank_0(run.record.rows)
     status, reason = "failed", None
     try:
         with Stopping(cfg.max_seconds, functools.partial(run.leave, "stopped", inside=True), began) as run.stopping:
@@ -135,6 +138,7 @@ class Run:
         self.judged: dict[str, Any] = {}  # the newest evaluation: metric, value, step
         self.best: dict[str, Any] = {}  # of the evaluations
         self.linked: dict[str, Any] = {}  # of those whose model was saved: what checkpoints/best names
+        self._linking: dict[str, Any] = {}  # the same, once the checkpoint that is being written is on the disk
         self.bad_evaluations = 0  # in a row
         self.unjudged = False  # the evaluation of this step was left, as the run was to end
         self.skipped = 0  # steps without a finite gradient, as of the last row
@@ -149,7 +153,7 @@ class Run:
         """All steps, with the evaluations and checkpoints between them."""
         first = self.step
         self.task.prepare_model(self.model, self.tokenizer)  # also of a run that has only model/ to write yet
-        over = self.unjudged and self._between_steps(last=first == self.feed.steps)
+        over = self.unjudged and self._between_steps(first == self.feed.steps, self._row_of_this_step())
         self.clock.pause()
         if over or first == self.feed.steps or self._patience_is_over():
             return
@@ -195,13 +199,13 @@ class Run:
             if self._between_steps(last):
                 break
 
-    def _between_steps(self, last: bool) -> bool:
-        """Evaluate and save, where that is due; whether the run ends here."""
+    def _between_steps(self, last: bool, row: dict[str, Any] | None = None) -> bool:
+        """Evaluate and save, where that is due; whether the run ends here. row: the evaluation, if there is one."""
         improved = self.unjudged = False
         if self._due(self.cfg.eval_every, last, self.eval_set is not None):
             with self.clock.paused():
                 try:
-                    improved = self._judge(self._row_of_this_step() or self.evaluate())
+                    improved = self._judge(row or self.evaluate())
                 except EvaluationStopped:  # who goes on from here makes up for it
                     self.unjudged = True
         enough = self._patience_is_over()
@@ -213,7 +217,7 @@ class Run:
         return stop or enough
 
     def _row_of_this_step(self) -> dict[str, Any] | None:
-        """The evaluation of this step, where one is written down already: by a run that was stopped behind it."""
+        """The evaluation of the step that a run goes on from, where one was written down before the run ended."""
         newest = self.record.rows[-2:]
         return next((row for row in newest if "eval_loss" in row and row["step"] == self.step), None)
 
@@ -313,15 +317,17 @@ class Run:
         """
         if self.cfg.output_dir is None or self._saved[0] == self.step:
             return
+        root = Path(self.cfg.output_dir) / resume.CHECKPOINTS
+        self._wait_for_the_last(root.parent)
         self._note_skipped()
         best = self.judged.get("step") == self.step and self._better_than(self.linked)
-        self.linked = self.judged if best else self.linked
+        linked = self.judged if best else self.linked
         state = {
             "step": self.step,
             "tokens": self.tokens,
             "seconds": self.clock.seconds,
             "best": self.best,
-            "linked": self.linked,
+            "linked": linked,
             "unjudged": self.unjudged,
             "bad_evaluations": self.bad_evaluations,
             "feed": self.feed_state,
@@ -335,12 +341,11 @@ class Run:
             write_texts(self.model, place, self.model.dtype, self.tokenizer, None)
             (place / resume.RUN_FILE).write_text(about, encoding="utf-8")
 
-        root = Path(self.cfg.output_dir) / resume.CHECKPOINTS
         options: dict[str, Any] = {"step": self.step, "keep": self.cfg.keep, "best": best, "extra": extra}
         self._saved = (self.step, time.monotonic())
-        self._wait_for_the_last(root.parent)
         try:
             save_checkpoint(root, self.model, self.manager, state, asynchronous=not wait, **options)
+            self._linking = linked
         except (OSError, RuntimeError) as error:
             failed = f"step {self.step}: a checkpoint could not be written, training goes on: {error}"
             self.record.say(f"{failed}; {room(root.parent)}")
@@ -349,7 +354,9 @@ class Run:
         """Until the checkpoint that is being written is. One that could not be costs nothing that comes after it."""
         try:
             wait_checkpoint()
+            self.linked = self._linking
         except (OSError, RuntimeError) as error:
+            self._linking = self.linked
             self.record.say(f"the last checkpoint could not be written: {error}; {room(output)}")
 
     def load(self, continuation: Continuation) -> None:
@@ -357,10 +364,7 @@ class Run:
         continuation.check(self.cfg, self.train_set.fingerprint())
         state = resume.load_state(continuation.checkpoint, self.model, self.manager)
         self.step, self.tokens, self.clock = state["step"], state["tokens"], Clock(state["seconds"])
-        if resume.best_counts(self.cfg, f"eval_{self._metric()}", state["best"]):
-            self.best = state["best"]
-            if continuation.own:  # patience that was over in another folder would let nothing be trained here
-                self.linked, self.bad_evaluations = state.get("linked", {}), state["bad_evaluations"]
+        self._load_best(state, continuation.own)
         if (why := continuation.another_stream(self.cfg, self.train_set.fingerprint())) is None:
             self.feed_state = state["feed"]
         elif state["feed"] and engine.rank() == 0:
@@ -373,6 +377,17 @@ class Run:
             raise ValueError(
                 f"max_steps: the run has {self.feed.steps} steps, but {continuation.checkpoint} has done {self.step}"
             )
+
+    def _load_best(self, state: dict[str, Any], own: bool) -> None:
+        """The best evaluations before a stop, as far as they count now."""
+        metric, linked = f"eval_{self._metric()}", state.get("linked", state["best"])
+        if resume.best_counts(self.cfg, metric, state["best"]):
+            self.best = state["best"]
+            if own:  # patience that was over in another folder would let nothing be trained here
+                self.linked, self.bad_evaluations = linked, state["bad_evaluations"]
+        elif own and linked.get("metric") == metric and resume.best_counts(self.cfg, metric, linked):
+            self.best = self.linked = linked  # the checkpoint of a better one could not be written
+        self._linking = self.linked
 
     def finish(self, target: Path) -> None:
         """The model, as a Hugging Face directory: the best one if best_metric says so."""

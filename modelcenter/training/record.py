@@ -72,8 +72,13 @@ def _empty(path: Path) -> None:
     """Remove a file or a folder; of a link to a folder, as people put checkpoints on another disk, what is in it."""
     if path.is_symlink() and path.is_dir():
         for inside in path.iterdir():
-            _empty(inside)
-    elif path.is_dir():
+            _remove(inside)  # links in it too, such as `last` and those to checkpoints that are kept elsewhere
+    else:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -138,9 +138,15 @@ def _about_checkpoint(path: Path) -> dict[str, Any]:
                 found[0] = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise ValueError(f"resume: {path} is no checkpoint of a run: its {RUN_FILE}: {error}") from None
+    return from_rank_0(found[0])
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's value on every rank. Collective."""
+    box = [value]
     if engine.world_size() > 1:
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def _place(resume: str) -> str | None:

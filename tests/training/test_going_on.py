@@ -169,19 +169,14 @@ def test_a_checkpoint_that_could_not_be_written_does_not_cost_the_next(folder, m
 @pytest.mark.parametrize(("lost", "step"), [((), 3), ((3,), 1), ((1, 3), 4)])
 def test_a_best_model_that_was_not_written_is_not_claimed(folder, monkeypatch, capsys, lost, step):
     """model/ is the best one that there is, and the last line says which."""
-    write, losses = engine.checkpoint.training._write, {1: 3.0, 2: 4.0, 3: 1.0, 4: 2.0}
-
-    def fails(job, group):
-        if job.step in lost:
-            raise OSError(28, "No space left on device")
-        write(job, group)
+    losses = {1: 3.0, 2: 4.0, 3: 1.0, 4: 2.0}
 
     def evaluate(self):
         row = {"step": self.step, "epoch": 0.0, "eval_loss": losses[self.step]}
         self.record.log(row)
         return row
 
-    monkeypatch.setattr("engine.checkpoint.training._write", fails)
+    losing(monkeypatch, *lost)
     monkeypatch.setattr(loop.Run, "evaluate", evaluate)
     main(command(values_of(folder, "run", best_metric="loss", eval_every=1, save_every="never")))
     said = capsys.readouterr().out
@@ -238,6 +233,46 @@ def test_best_names_the_best_of_those_that_are_saved(folder, monkeypatch):
     assert sorted(p.name for p in (folder / "run" / "checkpoints").glob("step-*")) == ["step-00000004", "step-00000006"]
 
 
+def losing(monkeypatch, *steps):
+    """Let the checkpoints of these steps find no room."""
+    write = engine.checkpoint.training._write
+
+    def fails(job, group):
+        if job.step in steps:
+            raise OSError(28, "No space left on device")
+        write(job, group)
+
+    monkeypatch.setattr("engine.checkpoint.training._write", fails)
+
+
+def test_best_does_not_count_a_checkpoint_that_was_not_written(folder, monkeypatch):
+    """Step 3 is worse than step 2, whose checkpoint is lost, and better than that which is there."""
+    judged_as(monkeypatch, {1: 0.5, 2: 0.9, 3: 0.7})
+    losing(monkeypatch, 2)
+    main(command(values_of(folder, "run", best_metric="accuracy", eval_every=1, save_every=1, max_steps=3)))
+    assert best_of(folder) == "step-00000003"
+
+
+def test_the_best_that_is_there_counts_after_a_stop_where_a_better_one_was_not_written(folder, monkeypatch):
+    judged_as(monkeypatch, {1: 0.5, 2: 0.9, 3: 0.3, 4: 0.4})
+    losing(monkeypatch, 2)
+    judged = {"best_metric": "accuracy", "eval_every": 1, "save_every": 1}
+    stop_at(monkeypatch, 2, values_of(folder, "run", **judged))
+    main(command(values_of(folder, "run", **judged)))
+    assert best_of(folder) == "step-00000001"
+
+
+@pytest.mark.full
+def test_ranks_agree_on_the_best_model_that_takes_the_place_of_a_lost_one(folder, monkeypatch, capfd):
+    """Its evaluation is of before a stop: rank 0 alone has it on the disk."""
+    judged_as(monkeypatch, {1: 0.2, 2: 0.5, 3: 0.3, 4: 0.9, 5: 0.1})
+    values = values_of(folder, "run", best_metric="accuracy", eval_every=1, max_steps=5, batch_size=4)
+    on_ranks(lambda: stop_at(monkeypatch, 2, values), 2, timeout=60)
+    losing(monkeypatch, 4)
+    on_ranks(lambda: main(command(values)), 2, timeout=60)
+    assert "the best model, of step 4, is not there; that of step 2 takes its place" in capfd.readouterr().out
+
+
 def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_going_on(folder, monkeypatch, caplog, capsys):
     """Nor from ending."""
     judged = {"best_metric": "accuracy", "eval_every": 1, "max_steps": 6}
@@ -266,12 +301,15 @@ def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_going_on(folder, mon
 
 @pytest.mark.parametrize("name", ["checkpoints", "model"])
 def test_a_link_to_a_folder_elsewhere_stays_one(folder, name):
-    elsewhere = folder / "elsewhere"
-    (elsewhere / "old").mkdir(parents=True)
-    (folder / "run").mkdir()
+    elsewhere, precious = folder / "elsewhere", folder / "precious"
+    for path in (elsewhere / "old", precious / "weights", folder / "run"):
+        path.mkdir(parents=True)
+    (elsewhere / "newest").symlink_to("old")
+    (elsewhere / "mine").symlink_to(precious)
     (folder / "run" / name).symlink_to(elsewhere)
     main(command(values_of(folder, "run", max_steps=1)))
-    assert (folder / "run" / name).is_symlink() and not (elsewhere / "old").exists()
+    assert (folder / "run" / name).is_symlink()
+    assert not {"old", "newest", "mine"} & set(os.listdir(elsewhere)) and os.listdir(precious) == ["weights"]
     assert (elsewhere / {"checkpoints": "last", "model": "config.json"}[name]).exists()
     main(command(values_of(folder, "run", max_steps=1, overwrite_output_dir=True)))
     elsewhere.rename(folder / "gone")
@@ -320,20 +358,28 @@ def test_a_run_that_has_only_its_model_to_write_prepares_it_too(folder, monkeypa
     assert json.loads((model / "tokenizer_config.json").read_text())["pad_token"] == "<eos>"
 
 
+@pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize(
     "ranks", [{}, *(pytest.param(cut, marks=pytest.mark.full) for cut in ({"zero": 3}, {"pp": 2}))], ids=str
 )
-def test_an_evaluation_that_a_stop_left_is_made_up_for(folder, monkeypatch, capfd, ranks):
-    """It takes minutes where texts are written, and launchers wait 30 seconds."""
+def test_an_evaluation_that_a_stop_left_is_made_up_for(folder, monkeypatch, capfd, ranks, written):
+    """It takes minutes where texts are written, and launchers wait 30 seconds. Unless its row is there, as in a run
+    that ended between the row and the checkpoint: rank 0 alone can read it."""
     sizes = {"model_config": SIZES | STILL | {"num_layers": 2}}
     judged = {"eval_every": 2, "eval_batch_size": 1, "best_metric": "loss", "save_every": 3, "lr": 0.1, **sizes}
 
     def run(name):
+        """How often each rank asked whether to stop."""
         values = values_of(folder, name, batch_size=4, global_batch_size=8, **judged, **ranks)
-        return on_ranks(lambda: main(command(values)), 2, timeout=90) if ranks else main(command(values))
 
-    run("whole")
+        def on_a_rank():
+            main(command(values))
+            return len(calls)
+
+        return on_ranks(on_a_rank, 2, timeout=60) if ranks else [on_a_rank()]
+
     calls = []
+    run("whole")
 
     def asked(stopping):
         calls.append(1)
@@ -344,10 +390,14 @@ def test_an_evaluation_that_a_stop_left_is_made_up_for(folder, monkeypatch, capf
     usual = loop.Stopping.asked
     with monkeypatch.context() as patch:
         patch.setattr(loop.Stopping, "asked", asked)
-        run("run")
+        assert set(run("run")) == {3}  # after step 1, before the first batch of the evaluation, and after step 2
     assert curve(folder, "run")[-1]["step"] == 2 and "eval_loss" not in curve(folder, "run")[-1]
-    assert (folder / "run" / "checkpoints" / "step-00000002").is_dir() and len(calls) < 8
+    assert (folder / "run" / "checkpoints" / "step-00000002").is_dir()
     assert "the same command goes on" in capfd.readouterr().out
+    if written:
+        rows = (folder / "whole" / "metrics.jsonl").read_text().splitlines(keepends=True)
+        with (folder / "run" / "metrics.jsonl").open("a") as file:
+            file.write(next(row for row in rows if "eval_loss" in row))
     run("run")
     assert_same_end(folder, "run")
     assert best_of(folder) == best_of(folder, "whole")

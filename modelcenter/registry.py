@@ -146,9 +146,9 @@ def get(model_type: str, architectures: Iterable[str] | None = None) -> ArchSpec
 
 def model_type_of(config: Mapping[str, Any]) -> Any:
     """The `model_type` of a config.json; where it has none, that of a class which its `architectures` name, or None."""
-    named = config.get("architectures")
-    if config.get("model_type") is not None or not isinstance(named, list):
-        return config.get("model_type")
+    named, kind = config.get("architectures"), config.get("model_type")
+    if kind is not None or not isinstance(named, list):
+        return "encoder-decoder" if kind == "encoder_decoder" else kind  # transformers 3 wrote the latter
     for spec in ARCHITECTURES.values():
         # Those that are told by their classes are so in `get`, beside the model_type that they share.
         if not spec.architectures and spec.arch_map().declared_task(named) is not None:

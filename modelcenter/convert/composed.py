@@ -51,12 +51,13 @@ def _decoder(archs: tuple[ArchMap, ...]) -> list[Rule]:
 
 
 def _encoder() -> list[Rule]:
-    """Those of BERT's body, which RoBERTa shares, with its pooler."""
+    """Those of BERT's body, which RoBERTa shares, with its pooler, which nothing reads and some files lack."""
     rules: list[Rule] = []
     for place, part in (("", bert.BODY), ("pooler.", bert.PARTS["pooler"].rules)):
         for rule in part:
             assert isinstance(rule, Rename)
-            rules.append(replace(rule, hub=f"encoder.{rule.hub}", native=f"encoder.{place}{rule.native}"))
+            hub, native = f"encoder.{rule.hub}", f"encoder.{place}{rule.native}"
+            rules.append(replace(rule, hub=hub, native=native, optional=bool(place)))
     return rules
 
 
@@ -68,6 +69,8 @@ class ComposedMap(ConfigMap):
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
     ) -> ModelConfig:
         given, changes = dict(values), dict(overrides or {})
+        if given.get("model_type") == "encoder_decoder":  # transformers 3 wrote it so
+            given["model_type"] = config_class.model_type
         for name in ("tie_word_embeddings", "tie_embeddings", "vocab_size"):  # the decoder's own decides
             given.pop(name, None)
         known = {*config_class.field_names(), *self.fields, *COMMON}
@@ -76,6 +79,9 @@ class ComposedMap(ConfigMap):
             name: changes.pop(name) for name in ("tie_word_embeddings", "tie_embeddings") if name in changes
         }
         sides = {side: changes.pop(side, given.get(side)) for side in ("encoder", "decoder")}
+        for side, inner in sides.items():
+            if isinstance(inner, Mapping):  # it says nothing of a side alone
+                sides[side] = {name: value for name, value in inner.items() if name != "tie_encoder_decoder"}
         held = {name for part in (given, *sides.values()) if isinstance(part, Mapping) for name in part}
         changes |= {name: None for name, value in shared.items() if value is None and name in given}
         kinds: Any = config_class.kinds  # type: ignore[attr-defined]
@@ -100,6 +106,7 @@ class ComposedMap(ConfigMap):
     def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
         out = super().write(config, hf_class, dtype)
         del out["tie_word_embeddings"]
+        out.pop("tie_encoder_decoder", None)  # training parts the sides, and transformers 4 would make them one again
         for side, task in (("encoder", "base"), ("decoder", "causal-lm")):
             own = getattr(config, side)
             arch = SIDES[own.model_type]
@@ -117,12 +124,15 @@ CONFIG = ComposedMap(
         "decoder_start_token_id": "decoder_start_token_id",
         "eos_token_id": "eos_token_id",
     },
-    required={"is_encoder_decoder": (True,)},
+    # Files hold both sides, shared or not.
+    required={"is_encoder_decoder": (True,), "tie_encoder_decoder": (False, True)},
 )
 
-_BUFFERS = [rf"encoder\.{pattern}" for pattern in bert.ARCH.ignore]
+# transformers 3 gave decoders a pooler, too.
+_UNREAD = [rf"encoder\.{pattern}" for pattern in bert.ARCH.ignore]
+_UNREAD += [rf"decoder\.{arch.prefix}pooler\.dense\..*" for arch in (bert.ARCH, roberta.ARCH)]
 for _arch in SIDES.values():
-    _BUFFERS += [rf"decoder\.{_arch.prefix}{pattern}" for pattern in _arch.ignore]
+    _UNREAD += [rf"decoder\.{_arch.prefix}{pattern}" for pattern in _arch.ignore]
 
 ARCH = ArchMap(
     model_type="encoder-decoder",
@@ -135,6 +145,6 @@ ARCH = ArchMap(
     parts={},
     tasks={"seq2seq-lm": Task("EncoderDecoderModel")},
     config=CONFIG,
-    ignore=tuple(_BUFFERS),
+    ignore=tuple(_UNREAD),
     legacy=bert.LEGACY,
 )

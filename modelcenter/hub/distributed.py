@@ -58,8 +58,10 @@ class StoredModel:
         if self.unknown and strict:
             raise ValueError(f"{self.directory}: unexpected tensors (strict=False tolerates them): {self.unknown[:10]}")
         parts = self._layout.part
+        optional = {name for key in self._layout.optional for name in self._layout.natives(key)}
         held = {parts[name] for name in parts if name not in self.fresh}
-        missing = [name for name in self.fresh if not named or parts[name] in held | {""}]
+        wanted = [name for name in self.fresh if name not in optional]
+        missing = [name for name in wanted if not named or parts[name] in held | {""}]
         if missing:
             raise ValueError(f"{self.directory}: {len(missing)} missing: {', '.join(missing[:20])}")
         wrong = list(self._misshapen())

@@ -135,7 +135,7 @@ def _open(found: Resolved) -> FileSource:
         return found.opened
     source = open_checkpoint(found.weights)
     if found.prefix or found.ignore:
-        source.rename(_names(source.tensors, found.prefix, found.ignore))
+        source.rename(_names([*source.tensors, *source.absent], found.prefix, found.ignore))
     return source
 
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import engine
 from modelcenter.config import ModelConfig
-from modelcenter.convert.match import Match, match_names, shape_errors, unknown_message
+from modelcenter.convert.match import Match, match_names, shape_errors, to_key, unknown_message
 from modelcenter.convert.rules import ArchMap, Layout, compile_layout
 from modelcenter.convert.stream import fill_targets
 from modelcenter.hub.beside import Beside
@@ -173,7 +173,7 @@ def load_model(
         with open_source(found) as source:
             match = match_names(arch, layout, source.tensors, found.config.get("architectures"))
             check_match(arch, layout, match, source, found, strict, ignore_mismatched_sizes)
-            fresh = fresh_tensors(layout, match, found, task)
+            fresh = fresh_tensors(arch, layout, match, found, task, chosen)
             dtypes = {source.dtype(name) for name in match.found.values()}
             kept = parse_dtype(dtype) or _one_dtype(dtypes, found.config, report)
             _place(model, kept, policy, adapter, fresh)
@@ -353,10 +353,21 @@ def _place(model: Any, dtype: torch.dtype, policy: Any, adapter: Any = None, fre
     engine.materialize(model)
 
 
+def needed_key(arch: ArchMap, layout: Layout, name: str) -> str:
+    """The key of the tensor that a name in a file stands for: of a repetition, that of what it repeats."""
+    key = to_key(arch, name)
+    key = layout.aliases.get(key, key)
+    return layout.ties[key].to if key in layout.ties else key
+
+
 def check_match(
     arch: ArchMap, layout: Layout, match: Match, source: FileSource, found: Resolved, strict: bool, ignore_sizes: bool
 ) -> None:
-    """Raise for tensors that are unknown, misshapen or not floating; misshapen heads are set aside if allowed."""
+    """Raise for tensors that are unknown, misshapen, not floating, or only promised by an index; misshapen heads are
+    set aside if allowed."""
+    for name, error in source.absent.items():
+        if needed_key(arch, layout, name) in match.missing:
+            raise ValueError(error)
     files = {name: info.file.name for name, info in source.tensors.items()}
     if match.unknown and strict:
         raise ValueError(f"{found.origin}: {unknown_message(arch, layout, match, files)}")
@@ -386,8 +397,13 @@ def check_match(
             )
 
 
-def fresh_tensors(layout: Layout, match: Match, found: Resolved, task: str | None) -> list[str]:
+def fresh_tensors(
+    arch: ArchMap, layout: Layout, match: Match, found: Resolved, task: str | None, chosen: str
+) -> list[str]:
     """The parameters to initialise because the files lack them.
+
+    Args:
+        task: that the caller named. chosen: it, or the one that the files declare.
 
     Raises:
         ValueError: one of them belongs to the body, to a head that the caller did not name, or to a head of which the
@@ -403,7 +419,9 @@ def fresh_tensors(layout: Layout, match: Match, found: Resolved, task: str | Non
         more = f"\n  and {len(errors) - 20} more" if len(errors) > 20 else ""
         fix = ""
         if task is None and all(layout.key_part[key] for key in absent):
-            fix = "\nThey belong to the head: name it in task= to initialise it"
+            fix = f"\nThey belong to the head: pass task={chosen!r} to initialise it at random"
+            if "base" in arch.tasks and not {layout.key_part[key] for key in absent} & set(arch.tasks["base"].parts):
+                fix += ", or task='base' for the model without it"
         elif not any(not layout.key_part[key] for key in match.found):
             fix = "\nNo tensor of the body is there: are these the weights of another architecture?"
         files = found.weights.name if found.weights is not None else found.origin

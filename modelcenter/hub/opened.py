@@ -15,14 +15,14 @@ import torch
 
 from engine import checkpoint
 from modelcenter.config import ModelConfig
-from modelcenter.convert.match import Match, unknown_message
+from modelcenter.convert.match import Match, names_of_part, to_key, unknown_message
 from modelcenter.convert.pieces import HUB, NATIVE, Box, Piece
 from modelcenter.convert.rules import ArchMap, Layout, compile_layout
-from modelcenter.convert.whole import Whole, ignored_names, missing_keys, whole_of_hub, whole_of_native
+from modelcenter.convert.whole import Compile, Whole, ignored_names, missing_keys, whole_of_hub, whole_of_native
 from modelcenter.hub.beside import Beside
 from modelcenter.hub.download import HubOptions
 from modelcenter.hub.legacy import in_hf_form, open_source
-from modelcenter.hub.load import find_spec, on_meta, read_config
+from modelcenter.hub.load import find_spec, needed_key, on_meta, read_config
 from modelcenter.hub.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.readers import open_checkpoint
 from modelcenter.hub.resolve import read_json, resolve
@@ -187,7 +187,8 @@ def _interpret(
 ) -> Opened:
     spec = find_spec(values, None, origin)
     arch = arch or spec.arch_map()
-    left_out = ignored_names(request.ignore, source.tensors)
+    absent: dict[str, str] = getattr(source, "absent", {})  # the kinds that openers add need not have an index
+    left_out = ignored_names(request.ignore, [*source.tensors, *absent])
     there = _unprefixed([name for name in source.tensors if name not in set(left_out)], request.prefix)
     shapes = {short: tuple(source.tensors[name].shape) for short, name in there.items()}
     overrides = dict(arch.settle(values, shapes)) if arch.settle is not None and side == HUB else {}
@@ -204,6 +205,9 @@ def _interpret(
         whole = whole_of_hub(arch, compile_task, shapes, architectures)
     else:
         whole = whole_of_native(arch, compile_task, shapes, architectures)
+    for name in absent:
+        if name not in left_out and _is_needed(arch, compile_task, whole, name.removeprefix(request.prefix)):
+            raise ValueError(absent[name])
     _check(arch, whole, side, shapes)
     names = {name: there[short] for name, short in whole.found.items()}
     whole.repeats = [(there[short], key) for short, key in whole.repeats]
@@ -222,6 +226,16 @@ def _unprefixed(names: Sequence[str], prefix: str) -> dict[str, str]:
     if len(short) < len(names):
         raise ValueError(f"--prefix: without {prefix!r} two tensors have one name")
     return short
+
+
+def _is_needed(arch: ArchMap, compile_task: Compile, whole: Whole, name: str) -> bool:
+    """Whether a tensor of this name, which is not there, would be one that nothing else in the checkpoint holds."""
+    for task, entry in arch.tasks.items():
+        if task == whole.task or any(names_of_part(arch, part, to_key(arch, name)) for part in entry.parts):
+            key = needed_key(arch, layout := compile_task(task), name)
+            if key in layout.shapes:
+                return key not in whole.found
+    return False
 
 
 def _check(arch: ArchMap, whole: Whole, side: int, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -109,7 +109,7 @@ def _check_tensors(directory: Path, say: Callable[[str], None]) -> None:
         layout = compile_layout(arch, task, config, shapes)
         match = match_names(arch, layout, source.tensors, found.config.get("architectures"))
         load.check_match(arch, layout, match, source, found, strict=True, ignore_sizes=False)
-        load.fresh_tensors(layout, match, found, None)
+        load.fresh_tensors(arch, layout, match, found, None, task)
 
 
 def _files(directory: Path) -> dict[str, int]:

@@ -44,6 +44,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FIRST_PART, PARTS = "mp_rank_00_model_states.pt", "mp_rank_*_model_states.pt"
 _HEADER_LIMIT = 100 * 2**20  # as the safetensors library
 _LEGACY_LIMIT = 4 * 10**9  # largest pickle without random access that is read whole
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _GAP = 1024  # bytes; rows with a hole at least this long are read one by one
 _BATCH = 8 * 2**20  # bytes of rows that are read at once where their holes are shorter
 
@@ -63,12 +64,22 @@ class FileSource:
     """The tensors of a checkpoint (convert.stream.Source). `bytes_read` counts what was read of their data.
 
     Several threads may read at once.
+
+    Args:
+        loaded: tensors of files that cannot be read in part.
+        absent: name that an index lists and its file does not hold -> the error, for who needs that tensor.
     """
 
-    def __init__(self, tensors: dict[str, TensorInfo], loaded: dict[str, torch.Tensor] | None = None):
+    def __init__(
+        self,
+        tensors: dict[str, TensorInfo],
+        loaded: dict[str, torch.Tensor] | None = None,
+        absent: dict[str, str] | None = None,
+    ):
         self.tensors = tensors
+        self.absent = absent or {}
         self._read = 0
-        self._loaded = loaded or {}  # tensors of files that cannot be read in part
+        self._loaded = loaded or {}
         self._open: dict[Path, int] = {}
         self._lock = threading.Lock()
 
@@ -94,7 +105,8 @@ class FileSource:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Keep the tensors of these names only, under new ones: {name: new name}."""
-        self.tensors = {new: self.tensors[old] for old, new in names.items()}
+        self.tensors = {new: self.tensors[old] for old, new in names.items() if old in self.tensors}
+        self.absent = {new: self.absent[old] for old, new in names.items() if old in self.absent}
         self._loaded = {new: self._loaded[old] for old, new in names.items() if old in self._loaded}
 
     def position(self, name: str) -> tuple[str, int]:
@@ -228,6 +240,16 @@ def _cost(item: int, shape: Sequence[int], box: Box) -> int:
     return (high - low) * item * math.prod(inner)
 
 
+def refuse_pointer(path: Path) -> None:
+    """Raise ValueError for what Git leaves in place of a large file where Git LFS is not installed."""
+    with open(path, "rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ValueError(
+                f"{path} is a Git LFS pointer, not the file itself: run `git lfs install` and `git lfs pull` in "
+                f"{path.parent}, or get the model with `modelcenter download`"
+            )
+
+
 # -- safetensors -----------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +272,7 @@ def safetensors_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str
     def wrong(why: str) -> ValueError:
         return ValueError(f"{path} is not a valid safetensors file: {why}")
 
+    refuse_pointer(path)
     actual = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(8)
@@ -329,6 +352,7 @@ def pickle_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, torch.T
     Raises:
         ValueError: not a file of tensors, damaged, or too large to be loaded whole.
     """
+    refuse_pointer(path)
     if not zipfile.is_zipfile(path):
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -411,7 +435,7 @@ def open_checkpoint(weights: Path) -> FileSource:
     """Open a weight file, or the files an index lists (find_weights), and check them; reads headers only.
 
     Raises:
-        ValueError: a file is missing, truncated or malformed, or does not hold what the index says.
+        ValueError: a file is missing, truncated or malformed.
     """
     if weights.name == FIRST_PART:
         return _open_parts(sorted(weights.parent.glob(PARTS)))
@@ -424,12 +448,14 @@ def open_checkpoint(weights: Path) -> FileSource:
     if absent:
         raise ValueError(f"{weights} lists {len(files)} files, of which {len(absent)} are missing: {', '.join(absent)}")
     found, loaded = _open_files(files)
-    tensors = {}
+    tensors, lacking = {}, {}
     for name, file in entries.items():
-        if name not in found[weights.parent / file]:
-            raise ValueError(f"{weights} says that {file} holds tensor {name!r}, but it does not")
-        tensors[name] = found[weights.parent / file][name]
-    return FileSource(tensors, loaded)
+        held = found[weights.parent / file]
+        if name in held:
+            tensors[name] = held[name]
+        else:  # the Hub's own converter copied indices, and left repetitions of tied tensors out of the shards
+            lacking[name] = f"{weights} says that {file} holds tensor {name!r}, but it does not"
+    return FileSource(tensors, loaded, lacking)
 
 
 def _open_parts(files: Sequence[Path]) -> FileSource:

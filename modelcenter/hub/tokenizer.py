@@ -8,7 +8,7 @@ from typing import Any
 from modelcenter.hub.download import HubOptions, download_file, is_reachable
 from modelcenter.hub.names import CONFIG_FILE, SETTINGS_FILE, TOKENIZER_FILES
 from modelcenter.hub.resolve import local_directory, read_json, repo_of
-from modelcenter.registry import ARCHITECTURES, get
+from modelcenter.registry import ARCHITECTURES, get, model_type_of
 
 VOCABULARY_FILE = "vocab.txt"
 # What reads the vocab.txt of a model that no file names a tokenizer for; CpmAntTokenizer is transformers' own.
@@ -37,6 +37,8 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
     """
     from transformers import AutoTokenizer
 
+    from modelcenter.hub.readers import refuse_pointer
+
     folder = Path(str(name_or_path)).expanduser()
     directory: Path | None = folder
     if not (folder / SETTINGS_FILE).is_file():  # else a tokenizer, perhaps without a model beside it
@@ -44,12 +46,15 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
     source, pinned = (str(directory), None) if directory is not None else repo_of(str(name_or_path))
     if pinned is not None:
         kwargs.setdefault("revision", pinned)
-    if directory is not None and not any((directory / name).is_file() for name in TOKENIZER_FILES):
+    held = [] if directory is None else [directory / n for n in TOKENIZER_FILES if (directory / n).is_file()]
+    if directory is not None and not held:
         # transformers would make one without words for some families
         raise ValueError(
             f"{directory} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); put one there with "
             "tokenizer.save_pretrained"
         )
+    for path in held:
+        refuse_pointer(path)
     kwargs.setdefault("trust_remote_code", False)  # transformers would ask on the terminal about the code of a model
     if directory is None and _is_cached(source, kwargs) and not is_reachable(source, SETTINGS_FILE, _options(kwargs)):
         # transformers would look half a minute for each file that is not there
@@ -59,7 +64,7 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
         if of_cpm is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "use_fast")}
             return of_cpm.from_pretrained(source, **kwargs)
-        return _with_end(AutoTokenizer.from_pretrained(source, **kwargs), directory)
+        return _with_end(AutoTokenizer.from_pretrained(source, **kwargs), directory, source, kwargs)
     except (OSError, ValueError, ImportError) as error:
         why = " ".join(str(error).split())
         raise ValueError(
@@ -68,13 +73,13 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
         ) from error
 
 
-def _with_end(tokenizer: Any, directory: Path | None) -> Any:
+def _with_end(tokenizer: Any, directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Any:
     """The tokenizer; beside an encoder and a decoder that were made apart, what begins and separates texts (BERT's
-    tokenizers name no more) begins and ends those that are written, too."""
-    if directory is None or tokenizer.eos_token is not None or tokenizer.sep_token is None:
+    tokenizers name no more) begins and ends those that are written, too. Arguments: as of _class_of_cpm."""
+    if tokenizer.eos_token is not None or tokenizer.sep_token is None:
         return tokenizer
-    config = directory / CONFIG_FILE
-    if config.is_file() and read_json(config).get("model_type") == "encoder-decoder":
+    config = _file_beside(CONFIG_FILE, directory, source, kwargs)
+    if config is not None and model_type_of(read_json(config)) == "encoder-decoder":
         tokenizer.eos_token = tokenizer.sep_token
         tokenizer.bos_token = tokenizer.bos_token or tokenizer.cls_token
     return tokenizer
@@ -86,12 +91,9 @@ def _class_of_cpm(directory: Path | None, source: str, kwargs: Mapping[str, Any]
     Args:
         directory: where the files are, None: on the Hub, as `source`. kwargs: of load_tokenizer.
     """
-    path: Path | None
-    if directory is None:  # also tells at once of a name that is not there, or of no network
-        path = download_file(source, SETTINGS_FILE, _options(kwargs))
-    else:
-        path = directory / SETTINGS_FILE
-    settings = read_json(path) if path is not None and path.is_file() else {}
+    # Also tells at once of a name that is not there, or of no network.
+    path = _file_beside(SETTINGS_FILE, directory, source, kwargs)
+    settings = read_json(path) if path is not None else {}
     name = _OURS.get(settings.get("tokenizer_class", ""))
     if name is None and not settings and directory is not None:
         bare = (directory / VOCABULARY_FILE).is_file() and (directory / CONFIG_FILE).is_file()
@@ -109,6 +111,13 @@ def _class_of_cpm(directory: Path | None, source: str, kwargs: Mapping[str, Any]
     found = getattr(tokenization_cpm, name)
     found.register_for_auto_class("AutoTokenizer")  # save_pretrained writes its code beside it, for transformers
     return found
+
+
+def _file_beside(name: str, directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Path | None:
+    """A file of the directory, or of the Hub's repository where there is none; None if it is not there."""
+    if directory is None:
+        return download_file(source, name, _options(kwargs))
+    return directory / name if (directory / name).is_file() else None
 
 
 def _options(kwargs: Mapping[str, Any]) -> HubOptions:

@@ -259,10 +259,20 @@ def test_a_head_that_nobody_named_must_be_there(saved):
     tensors = load_file(path / "model.safetensors")
     del tensors["classifier.weight"], tensors["classifier.bias"]
     save_file(tensors, path / "model.safetensors")
-    with pytest.raises(ValueError, match="(?s)'classifier.weight'.*name it in task= to initialise it") as error:
+    message = "(?s)'classifier.weight'.*pass task='sequence-classification' to initialise it at random, or task='base'"
+    with pytest.raises(ValueError, match=message) as error:
         mc.from_pretrained(path)
     assert "(3, 48)" in str(error.value)
     assert "head.weight" in mc.from_pretrained(path, "sequence-classification").load_report.initialised
+
+
+def test_a_base_model_without_its_pooler(saved, config_of):
+    """Of the network with add_pooling_layer=False: its other task is no way out, as that has the pooler too."""
+    path = saved("masked-lm")
+    config_of(path, architectures=["BertModel"])
+    with pytest.raises(ValueError, match="'pooler.dense.weight'.*(?s:.*)pass task='base' to initialise it at random$"):
+        mc.from_pretrained(path)
+    assert mc.from_pretrained(path, "base").load_report.initialised == ["pooler.weight", "pooler.bias"]
 
 
 def test_half_a_head_is_an_error(saved):

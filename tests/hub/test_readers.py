@@ -12,7 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
+from modelcenter.hub.conversion import convert
+from modelcenter.hub.opened import Request
+from modelcenter.hub.push import check_directory
 from modelcenter.hub.readers import find_weights, open_checkpoint, safetensors_header
+from modelcenter.hub.verify import verify
 
 
 def header_of(path):
@@ -124,6 +128,17 @@ def test_random_damage(file):
             assert str(file) in str(error)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json"])
+def test_git_lfs_was_not_installed(name, saved):
+    path = saved("base")
+    if name == "pytorch_model.bin":
+        os.unlink(path / "model.safetensors")
+    (path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 440449768\n")
+    load = mc.AutoTokenizer.from_pretrained if name == "tokenizer.json" else mc.from_pretrained
+    with pytest.raises(ValueError, match=f"{path / name} is a Git LFS pointer.*`git lfs pull`"):
+        load(path)
+
+
 # -- index -----------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +187,57 @@ def test_index_that_lies(saved):
     index.write_text(json.dumps(values))
     with pytest.raises(ValueError, match="holds tensor 'embeddings.LayerNorm.bias', but it does not"):
         mc.from_pretrained(path)
+
+
+def promise(path, names):
+    """An index that lists further names, in its first file, which lacks them."""
+    index, values = shards_of(path)
+    values["weight_map"] |= dict.fromkeys(names, values["weight_map"][next(iter(values["weight_map"]))])
+    index.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    "name, task, names",
+    [
+        ("tiny/t5", "seq2seq-lm", ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"]),
+        ("tiny/gpt2", "causal-lm", ["lm_head.weight", "transformer.h.0.attn.bias"]),
+        ("tiny/gpt2", "base", ["lm_head.weight"]),
+    ],
+)
+def test_index_lists_repetitions_that_no_shard_holds(name, task, names, tmp_path):
+    """flan-t5-xl's on the Hub: its index is of a pickle that held tied tensors under each of their names."""
+    model = mc.from_config(name, task)
+    model.save_pretrained(tmp_path / "a", max_shard_size="30KB")
+    promise(tmp_path / "a", names)
+    again = mc.from_pretrained(tmp_path / "a")
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    convert(tmp_path / "a", tmp_path / "b", "distributed", workers=1)
+    assert verify(tmp_path / "a", tmp_path / "b").same
+    check_directory(tmp_path / "a")
+
+
+@pytest.mark.parametrize("task", [None, "sequence-classification"])
+@pytest.mark.parametrize("name", ["bert.embeddings.LayerNorm.bias", "classifier.weight"])
+def test_index_that_promises_what_is_needed(name, task, saved, tmp_path):
+    """Of the body or of a head: a head that should be there is not initialised, nor left out, without a word."""
+    path = saved("base", max_shard_size="30KB")
+    if "LayerNorm" in name:
+        index, values = shards_of(path)
+        file = values["weight_map"].pop("embeddings.LayerNorm.bias")
+        held = load_file(path / file)
+        del held["embeddings.LayerNorm.bias"]
+        save_file(held, path / file, {"format": "pt"})
+        index.write_text(json.dumps(values))
+    promise(path, [name])
+    message = f"holds tensor '{name}', but it does not"
+    if task or "LayerNorm" in name:  # the base model needs no classifier
+        with pytest.raises(ValueError, match=message):
+            mc.from_pretrained(path, task=task, num_labels=3)
+    with pytest.raises(ValueError, match=message):
+        convert(path, tmp_path / "b", "distributed", workers=1)
+    if name == "classifier.weight":  # a way out
+        mc.from_pretrained(path, task=task, ignore=name)
+        convert(path, tmp_path / "b", "distributed", workers=1, request=Request(ignore=(name,)))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "x", "a": "y"}}'])

@@ -1,12 +1,14 @@
 """Encoders and decoders that were made apart, against transformers' EncoderDecoderModel."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import toydata
 from harness import ArchitectureTests, assert_same, randomize_
+from safetensors.torch import load_file, save_file
 from seq2seq_toys import WORDS, write_folder
 from spoilt import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
 from toydata import command
@@ -15,6 +17,7 @@ from transformers import BertTokenizer, EncoderDecoderModel
 import modelcenter as mc
 from modelcenter.cli import run as cli
 from modelcenter.compare import IGNORE, hub_class, pad_rows
+from modelcenter.hub.conversion import convert
 from scripts.finetune_seq2seq import main
 
 READER = {
@@ -198,6 +201,32 @@ def test_bad_input(pair, tmp_path):
         two.resize_token_embeddings(140)
 
 
+@pytest.mark.parametrize("files", ["hf", "distributed"])
+def test_checkpoints_of_2020(files, tmp_path):
+    """As transformers 3 wrote them: the sides shared, a pooler at the decoder, none at the encoder."""
+    two = {"encoder": READER, "decoder": WRITER, **TOKENS}
+    ours, path = mc.from_config(two, "seq2seq-lm"), tmp_path / "old"
+    ours.save_pretrained(path)
+    held, values = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    for leaf in ("weight", "bias"):
+        held[f"decoder.bert.pooler.dense.{leaf}"] = held.pop(f"encoder.pooler.dense.{leaf}")
+    save_file(held, path / "model.safetensors")
+    values["decoder"]["tie_encoder_decoder"] = True
+    values |= {"model_type": "encoder_decoder", "tie_encoder_decoder": True}
+    (path / "config.json").write_text(json.dumps(values))
+    if files == "distributed":
+        convert(path, tmp_path / "shards", "distributed", workers=1)
+        path = tmp_path / "shards"
+    again = mc.from_pretrained(path)
+    assert again.load_report.initialised == ["encoder.pooler.weight", "encoder.pooler.bias"]
+    assert not again.load_report.unknown
+    for (name, found), wanted in zip(again.named_parameters(), ours.parameters(), strict=True):
+        assert "pooler" in name or torch.equal(found, wanted), name
+    again.save_pretrained(tmp_path / "new")
+    written = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert written["model_type"] == "encoder-decoder" and "tie_encoder_decoder" not in json.dumps(written)
+
+
 def test_a_tokenizer_that_names_no_end_of_a_text(tmp_path):
     """BERT's: what separates texts ends those that the model writes. Of a bare BERT it stays as it is."""
     tokenizer = toydata.make_tokenizer()
@@ -205,6 +234,12 @@ def test_a_tokenizer_that_names_no_end_of_a_text(tmp_path):
         mc.from_config(name, "seq2seq-lm" if end else None).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
         assert mc.AutoTokenizer.from_pretrained(tmp_path / name).eos_token == end
+        repo = tmp_path / "hub" / f"models--me--{name[5:]}"  # as huggingface_hub keeps what it downloaded
+        shutil.copytree(tmp_path / name, repo / "snapshots" / ("0" * 40))
+        (repo / "refs").mkdir()
+        (repo / "refs" / "main").write_text("0" * 40)
+        by_id = mc.AutoTokenizer.from_pretrained(f"me/{name[5:]}", cache_dir=tmp_path / "hub", local_files_only=True)
+        assert by_id.eos_token == end
 
 
 @pytest.mark.full

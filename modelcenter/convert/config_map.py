@@ -5,15 +5,23 @@ name. Required and ignored fields are kept in `config.extra` and written back. A
 is not None, False or empty) is an error that names the field; an override of None drops it.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from modelcenter.config import ModelConfig, nearest
 
+# What a tokenizer, a pipeline, a program or a publisher noted in a config.json for itself.
+_NOTES = frozenset(
+    """adapters antemplate author badwordsids created_date custom_pipeline custom_pipelines head_dtype language
+    license max_sequence_length model_max_length name newlinemode sbert_ce_default_activation_function
+    sentence_transformers transformers.js_config unsloth_fixed unsloth_version welcome""".split()
+)
+
 # Fields of every transformers config that do not change what our models compute. Names that begin with "_" are
 # transformers' own notes, and need no entry.
-IGNORED = frozenset(
+IGNORED = _NOTES | frozenset(
     """attn_implementation bos_token_id cls_token_id decoder_start_token_id eos_token_id eos_token_ids finetuning_task
     gradient_checkpointing mask_token_id output_attentions output_hidden_states output_past return_dict sep_token_id
     task_specific_params tokenizer_class torchscript transformers_version unk_token_id use_bfloat16 use_cache
@@ -25,10 +33,6 @@ IGNORED = frozenset(
     no_repeat_ngram_size num_assistant_tokens num_beam_groups num_beams num_return_sequences output_scores
     penalty_alpha prefix remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate
     suppress_tokens temperature tf_legacy_loss top_k top_p typical_p""".split()
-    # What a tokenizer, a pipeline, a program or a publisher noted there for itself.
-    + """adapters antemplate author badwordsids created_date custom_pipeline custom_pipelines head_dtype language
-    license max_sequence_length model_max_length name newlinemode sbert_ce_default_activation_function
-    sentence_transformers transformers.js_config unsloth_fixed unsloth_version welcome""".split()
 )
 
 # What transformers would do with an override that has no effect here, and what does it instead.
@@ -73,6 +77,8 @@ _UNSAID = (
     "initializer_factor",
     "initializer_range",
 )
+# Fields that an architecture ignores, but which generation, heads and tasks read in `config.extra`.
+_READ = re.compile("_token_id$|^summary_")
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {}, ())
 _HANDLED = ("model_type", "dtype", "torch_dtype", "id2label", "label2id", "num_labels", "extra")
 
@@ -120,12 +126,13 @@ class ConfigMap:
 
         Raises:
             ValueError: a field is not understood, has a value that the model does not implement, or an override is
-                unknown or has no effect here; it names the field and the nearest known ones.
+                unknown or has no effect here (ids of tokens and settings of generation are kept all the same); it names
+                the field and the nearest known ones.
         """
         ours: dict[str, Any] = {}
         extra: dict[str, Any] = {}
         given, overrides = self._dropped(values, config_class, overrides or {})
-        model_type = given.pop("model_type", config_class.model_type)
+        model_type = given.pop("model_type", None) or config_class.model_type
         if model_type != config_class.model_type:
             raise ValueError(f"model_type: got {model_type!r}, expected {config_class.model_type!r}")
         self._sort(given, config_class, ours, extra, "config field")
@@ -195,6 +202,9 @@ class ConfigMap:
                         )
                 elif what == "override" and key in _INSTEAD and not _usual(key, value):
                     raise ValueError(f"override {key!r}: it has no effect here, leave it out: {_INSTEAD[key]}")
+                elif what == "override" and key in _NOTES | self.ignored and not _READ.search(key):
+                    close = nearest(key, (*mapped, *names))
+                    raise ValueError(f"override {key!r}: it has no effect in {config_class.model_type}.{close}")
                 elif key not in ignored and (what == "override" or not (value in _EMPTY or key.startswith("_"))):
                     known = (*mapped, *names, *required, *ignored, *_HANDLED)
                     has = f"{config_class.model_type} has {', '.join(sorted({*mapped, *names}))}"

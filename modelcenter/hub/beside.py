@@ -33,7 +33,7 @@ class Beside:
         if self._repo is None:
             return None
         try:
-            return download_file(self._repo, name, self._options)
+            return download_file(self._repo, name, self._options, listed=name in (self._listed or ()))
         except ValueError as error:
             self._do_without(error)
             return None

@@ -40,10 +40,13 @@ class HubOptions:
         return {**self.__dict__, "token": None}  # a model that is pickled takes no secret along
 
 
-def download_file(repo: str, name: str, options: HubOptions) -> Path | None:
+def download_file(repo: str, name: str, options: HubOptions, listed: bool = False) -> Path | None:
     """A file of a repository, from the cache or the Hub; None if the repository has none of that name.
 
     Offline, a file that is not in the cache counts as one that the repository has not.
+
+    Args:
+        listed: the Hub has just listed the file, so that it need not be asked whether it is there.
 
     Raises:
         UnreachableError: the Hub cannot be reached, and the file is not in the cache.
@@ -57,7 +60,8 @@ def download_file(repo: str, name: str, options: HubOptions) -> Path | None:
     if lacked and _COMMIT.fullmatch(options.revision or ""):
         return None  # what a commit lacks it will not have
     try:
-        if not isinstance(cached, str) and not is_offline(options) and not _reach(repo, name, options):
+        asked = not listed and not isinstance(cached, str) and not is_offline(options)
+        if asked and not _reach(repo, name, options):
             with suppress(ValueError):  # of a cache that cannot be written
                 _download(repo, name, options)  # notes there that the repository has no such file
             return None
@@ -126,10 +130,12 @@ def _download(repo: str, name: str, options: HubOptions) -> Path | None:
 
 def list_files(repo: str, options: HubOptions) -> list[str]:
     """Names of all files of a repository, asked of the Hub. Raises as download_file."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
     with explained(repo, options, "list of files"):
-        about = HfApi().model_info(repo, revision=options.revision, token=options.token)
+        # Without a limit it would wait for ever where a network drops what is sent.
+        limit = constants.HF_HUB_ETAG_TIMEOUT
+        about = HfApi().model_info(repo, revision=options.revision, token=options.token, timeout=limit)
     return [file.rfilename for file in about.siblings or ()]
 
 

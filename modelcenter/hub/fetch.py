@@ -62,13 +62,16 @@ def fetch(
     options = replace(options, revision=options.revision or pinned)
     if is_offline(options):
         return _cached(repo, options, local_dir, everything, say)
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
 
     if local_dir is None:  # the config first, which notes in the cache what commit the branch is at
         config = download_file(repo, CONFIG_FILE, options) if everything else download_config(repo, options)
         options = options if config is None else replace(options, revision=config.parent.name)
     with explained(repo, options):
-        about = HfApi().model_info(repo, revision=options.revision, files_metadata=True, token=options.token)
+        limit = constants.HF_HUB_ETAG_TIMEOUT
+        about = HfApi().model_info(
+            repo, revision=options.revision, files_metadata=True, token=options.token, timeout=limit
+        )
     sizes = {file.rfilename: file.size or 0 for file in about.siblings or ()}
     options = replace(options, revision=about.sha)
     wanted = list(sizes) if everything else needed_files(repo, sizes, options)

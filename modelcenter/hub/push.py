@@ -1,5 +1,6 @@
 """`modelcenter push`: upload a directory once it has proved to be a whole Hugging Face checkpoint without pickles."""
 
+import fnmatch
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -193,9 +194,12 @@ def upload(
     private: bool | None = None,
     revision: str | None = None,
     message: str = "Upload model",
-    keep: tuple[str, ...] = (),
+    keep: tuple[tuple[str, ...], ...] = (),
 ) -> Mapping[str, str]:
-    """Upload a directory; older weights in the repository go. Files of `keep` that it has already stay as they are.
+    """Upload a directory; older weights in the repository go.
+
+    Args:
+        keep: groups of patterns; of a group of which the repository has a file already, none is uploaded.
 
     Returns:
         repo: its id, owner included. commit: its hash. address: of the commit.
@@ -213,7 +217,8 @@ def upload(
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        held = [name for name in keep if api.file_exists(repo_id, name, revision=revision)]
+        there = api.list_repo_files(repo_id, revision=revision) if keep else []
+        held = [name for group in keep if any(fnmatch.filter(there, name) for name in group) for name in group]
         commit = api.upload_folder(
             repo_id=repo_id,
             ignore_patterns=[".*", "*/.*", *held],

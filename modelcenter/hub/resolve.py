@@ -159,7 +159,7 @@ def read_config(config: Any, options: HubOptions | None = None) -> dict[str, Any
     if isinstance(config, Mapping):
         return dict(config)
     path = Path(str(config)).expanduser()
-    return read_json(path) if path.is_file() else resolve(config, options, weights=False).config
+    return read_model_config(path) if path.is_file() else resolve(config, options, weights=False).config
 
 
 def resolve_file(path: Path, config: Any = None, options: HubOptions | None = None) -> Resolved:

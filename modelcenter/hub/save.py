@@ -17,7 +17,7 @@ from modelcenter.convert.rules import ArchMap, compile_layout
 from modelcenter.convert.stream import export_tensor
 from modelcenter.hub.card import make_card
 from modelcenter.hub.load import parse_dtype
-from modelcenter.hub.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE
+from modelcenter.hub.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATES_FOLDER, TOKENIZER_FILES
 from modelcenter.hub.push import upload
 from modelcenter.hub.slices import SlicedFiles
 from modelcenter.hub.writer import (
@@ -55,8 +55,8 @@ def save_pretrained(
         format: "hf": what transformers loads. "distributed": shards that load on any number of ranks.
         max_shard_size: bytes of one file of format "hf", as a number or "5GB".
         dtype: of the weights in format "hf"; None: that of the model.
-        tokenizer: a transformers tokenizer; None: that of the checkpoint that the model was loaded from, which is
-            downloaded where it is not in the cache.
+        tokenizer: a transformers tokenizer; None: the one that is at `path`, else that of the checkpoint that the
+            model was loaded from, which is downloaded where it is not in the cache.
         card: the README.md, or details for it (hub.card.make_card); None: a short one, unless one is there.
 
     Raises:
@@ -67,7 +67,7 @@ def save_pretrained(
     wanted, size = parse_dtype(dtype), parse_size(max_shard_size)
     if format == "distributed" and wanted is not None:
         raise ValueError("dtype: a distributed checkpoint holds the parameters as they are; export with format='hf'")
-    first, doing = engine.rank() == 0, f"saving to {path}"
+    first, doing, held = engine.rank() == 0, f"saving to {path}", False
     _check_adapter(model)
     if format == "distributed" and getattr(model, "adapter", None) is not None:
         raise ValueError("format: a sharded model whose adapter was merged saves with format='hf' only")
@@ -80,14 +80,15 @@ def save_pretrained(
                 directory = stack.enter_context(new_directory(Path(path)))
                 if card is None and (Path(path) / CARD_FILE).is_file():
                     card = (Path(path) / CARD_FILE).read_text(encoding="utf-8")
+                held = any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
                 if format == "hf":
-                    write_texts(model, directory, export.dtype, tokenizer, card)
+                    write_texts(model, directory, export.dtype, tokenizer, card, held)
         directory = _from_first(directory)
         if format == "hf":
             export.write(directory, doing)
             return
         inner = directory / "checkpoint"
-        save_model(inner, model, lambda place: write_texts(model, place, export.dtype, tokenizer, card))
+        save_model(inner, model, lambda place: write_texts(model, place, export.dtype, tokenizer, card, held))
         if first:
             for item in inner.iterdir():
                 item.rename(directory / item.name)
@@ -112,7 +113,7 @@ def push_to_hub(
     Args:
         repo_id: "owner/name". token: with write access; None: HF_TOKEN or that of `hf auth login`.
         private: for a new repository. revision: branch to commit to, made if there is none.
-        The rest: as save_pretrained.
+        The rest: as save_pretrained, where a card and a tokenizer that the repository has stay unless others are given.
 
     Returns:
         The address of the commit.
@@ -126,7 +127,8 @@ def push_to_hub(
         address = ""
         with together(f"pushing to {repo_id}"):
             if engine.rank() == 0:
-                keep = (CARD_FILE,) if card is None else ()
+                keep: tuple[tuple[str, ...], ...] = ((CARD_FILE,),) if card is None else ()
+                keep += ((*TOKENIZER_FILES, f"{TEMPLATES_FOLDER}/*"),) if tokenizer is None else ()
                 address = upload(target, repo_id, token, private, revision, commit_message, keep)["address"]
         return _from_first(address)
 
@@ -227,8 +229,11 @@ class _Export:
         return self.parameters[name] if full is None else full.detach().cpu()  # on other stages nobody reads it
 
 
-def write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any, card: Any) -> None:
-    """Everything but the weights: config.json, README.md, the tokenizer."""
+def write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any, card: Any, held: bool = False) -> None:
+    """Everything but the weights: config.json, README.md, the tokenizer (if None, the model's own unless one is held).
+
+    held: what `directory` replaces has a tokenizer, perhaps with words that the model's own lacks.
+    """
     arch: ArchMap = get(model.config.model_type).arch_map()
     hf_class = arch.tasks[model.task].hf_class
     write_json(directory / CONFIG_FILE, arch.config.write(model.config, hf_class, str(dtype).removeprefix("torch.")))
@@ -240,5 +245,5 @@ def write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any,
     (directory / CARD_FILE).write_text(text, encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-    elif (report := getattr(model, "load_report", None)) is not None:
+    elif not held and (report := getattr(model, "load_report", None)) is not None:
         report.beside.copy_tokenizer(directory)

@@ -14,6 +14,8 @@ from modelcenter.models.base import Model
 from modelcenter.training.evaluation import may_stop
 
 _MOST_NEW = 128  # tokens to write where nobody says how many
+# How far apart the seeds of batches are, and those of the groups of one: multiples of the two do not meet.
+_BATCHES, _GROUPS = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
 def new_tokens(model: Model, asked: int | None, length: int) -> int:
@@ -36,12 +38,12 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def own_draws(search: Mapping[str, Any], number: int) -> dict[str, Any]:
+def own_draws(search: Mapping[str, Any], number: int, step: int = _BATCHES) -> dict[str, Any]:
     """Arguments of model.generate for a batch that begins with row `number`: with the same seed in every batch, rows at
     the same place in two of them would be drawn alike."""
     if search.get("seed") is None:
         return dict(search)
-    return {**search, "seed": (search["seed"] + number * 0x9E3779B97F4A7C15) % 2**63}
+    return {**search, "seed": (search["seed"] + number * step) % 2**63}
 
 
 def complete(
@@ -78,7 +80,7 @@ def complete_ids(
     found: list[list[list[int]]] = [[] for _ in prompts]
     for turn in range(most_of_ranks(len(turns))):
         most, rows = turns[min(turn, len(turns) - 1)]  # where none is left, others still write
-        search_of_turn = own_draws(search, rows[0]) | {"max_new_tokens": most}
+        search_of_turn = own_draws(search, rows[0], _GROUPS) | {"max_new_tokens": most}
         texts = _write(model, tokenizer, [prompts[i] for i in rows], streamer=streamer, **search_of_turn)
         for i, several in zip(rows, texts, strict=True):
             found[i] = several

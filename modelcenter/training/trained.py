@@ -62,12 +62,17 @@ class Trained:
 
 def _check_adapter(folder: Path) -> None:
     """Raise ValueError for a run that has finished without a model: one over weights in 4 bits."""
-    kind, adapter = _flags_of_run(folder / "config.yaml").get("quantize"), folder / "adapter"
+    flags, adapter = _flags_of_run(folder / "config.yaml"), folder / "adapter"
+    kind = flags.get("quantize")
     if kind is not None and adapter.is_dir():
+        head = TASKS[_task_of_run(folder / "config.yaml")].heads[0]
+        # The run's head, whatever the base has: it is saved whole in the adapter.
+        labelled = head.endswith("-classification")
+        labels, names = (", id2label=NAMES", ", where NAMES are those of the labels in order") if labelled else ("", "")
         raise ValueError(
             f"{folder} is a run with weights in 4 bits ({kind}), which leaves {adapter} and no model. In Python, "
-            f"load_lora('{adapter}', from_pretrained(BASE)) puts it into its base, and merge_lora and save_pretrained "
-            "make a model of them: see docs/lora.md"
+            f"load_lora('{adapter}', from_pretrained({flags.get('model')!r}, {head!r}{labels})) puts it into its base, "
+            f"and merge_lora and save_pretrained make a model of them{names}: see docs/lora.md"
         )
 
 

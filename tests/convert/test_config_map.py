@@ -152,6 +152,12 @@ def test_overrides_take_both_spellings():
         CONFIG.read(SIZES, BertConfig, {"tie_encoder_decoder": True})
 
 
+def test_a_model_type_of_null_is_the_one_that_is_said():
+    assert CONFIG.read(SIZES | {"model_type": None}, BertConfig) == CONFIG.read(SIZES, BertConfig)
+    with pytest.raises(ValueError, match="model_type: got 'gpt2', expected 'bert'"):
+        CONFIG.read(SIZES | {"model_type": "gpt2"}, BertConfig)
+
+
 def test_none_drops_what_is_not_understood():
     """And only that: what is understood keeps its meaning, and a name that is nowhere is a mistake."""
     with pytest.raises(ValueError, match=r"'my_note' = 3, .* drop it: my_note=None .* --model_config my_note=null"):
@@ -191,11 +197,23 @@ def test_none_drops_it_on_the_side_that_has_it(place):
         ({"device_map": "auto"}, "'device_map': it has no effect here, leave it out: engine.init_distributed"),
         ({"trust_remote_code": False}, "code that comes with a checkpoint is never run"),
         ({"_attn_implementation": "eager"}, "override not understood: '_attn_implementation'"),
+        ({"pooler_type": "mean"}, "'pooler_type': it has no effect in bert"),
+        ({"model_max_length": 64}, "'model_max_length': it has no effect in bert"),
     ],
 )
 def test_overrides_that_only_transformers_would_act_on(override, says):
     with pytest.raises(ValueError, match=says):
         CONFIG.read(SIZES, BertConfig, override)
+
+
+def test_overrides_of_what_the_files_of_an_architecture_hold_in_vain():
+    """What such a field does elsewhere, another one does here; ids of tokens are kept for generation."""
+    for kind, close in (("gpt_neox", "Did you mean 'hidden_dropout'"), ("llama", "")):
+        with pytest.raises(ValueError, match=f"override 'hidden_dropout_prob': it has no effect in .*{close}"):
+            mc.from_config(f"tiny/{kind}", hidden_dropout_prob=0.1)
+    assert mc.from_config("tiny/gpt2", pad_token_id=0).config.extra["pad_token_id"] == 0
+    values = registry.preset("tiny/llama")["config"] | {"hidden_dropout_prob": 0.1}
+    assert "hidden_dropout_prob" not in mc.from_config(values, hidden_dropout_prob=None).config.extra
 
 
 def test_overrides_that_ask_for_what_is_done_anyway():

@@ -10,7 +10,7 @@ import modelcenter as mc
 from modelcenter import registry
 from modelcenter.hub import load
 from modelcenter.hub.info import model_info
-from modelcenter.hub.resolve import resolve
+from modelcenter.hub.resolve import read_config, resolve
 
 FILES = Path(__file__).parent / "configs"  # names and values as published, the number at the end is transformers'
 
@@ -159,6 +159,7 @@ def test_a_config_that_says_its_class_alone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert mc.from_pretrained(tmp_path).config.model_type == "minicpm"
     assert model_info(str(tmp_path))["model_type"] == resolve(tmp_path).config["model_type"] == "minicpm"
+    assert read_config(tmp_path / "config.json")["model_type"] == "minicpm"
     del values["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match="names no model_type.*model_type='bert' in from_pretrained.*Known: bert, "):

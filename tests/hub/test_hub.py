@@ -71,6 +71,10 @@ def test_push_then_load_by_name(hub, saved, home, tmp_path):
 model = mc.from_pretrained(ARGS[0])
 out = model.push_to_hub("me/tiny", private=True, card={"license": "mit"}, max_shard_size="30KB")
 out = model.push_to_hub("me/tiny")  # without a card of its own: the one there stays
+tokenizer = mc.AutoTokenizer.from_pretrained(ARGS[0])
+tokenizer.add_tokens(["fair"])
+tokenizer.push_to_hub("me/words")
+model.push_to_hub("me/words")  # and so does a tokenizer
 """,
         str(path),
         token=WRITE,
@@ -90,6 +94,8 @@ out = model.push_to_hub("me/tiny")  # without a card of its own: the one there s
         "tokenizer_config.json",
     ]
     assert b"license: mit" in hub.files("me/tiny")["README.md"]
+    words = hub.files("me/words")
+    assert b"fair" in words["tokenizer.json"] and "model.safetensors" in words and "bpe.codes" not in words
     expected = digest(mc.from_pretrained(path))
     other = tmp_path / "other"
     other.mkdir()

@@ -171,6 +171,41 @@ def test_a_cache_that_cannot_be_written(monkeypatch):
     assert download.download_file("me/tiny", "tokenizer_config.json", download.HubOptions()) is None
 
 
+def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch):
+    """A firewall that drops what is sent: what lies beside the weights is left out."""
+    import socket
+
+    from huggingface_hub import constants
+
+    from modelcenter.hub import download
+    from modelcenter.hub.beside import Beside
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.05)
+        monkeypatch.setattr(constants, "is_offline_mode", lambda: False)
+        with pytest.raises(download.UnreachableError, match="cannot be reached"):
+            download.list_files("me/tiny", download.HubOptions())
+        assert Beside(None, "me/tiny").tokenizer() == {}
+
+
+def test_what_the_hub_has_listed_is_not_asked_for_before_it_is_downloaded(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    from modelcenter.hub import beside, download
+
+    def asked(*args, **kwargs):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(beside, "list_files", lambda *args: ["vocab.txt", "config.json"])
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", asked)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, name, **_: str(tmp_path / name))
+    found = beside.Beside(None, "me/tiny", download.HubOptions("0" * 40, cache_dir=tmp_path)).tokenizer()
+    assert found == {"vocab.txt": tmp_path / "vocab.txt"}
+
+
 def test_a_pickled_model_holds_no_token():
     from modelcenter.hub.download import HubOptions
 

@@ -158,6 +158,19 @@ def test_what_was_saved_beside_a_model_stays(model, tokenizer, tmp_path):
     assert not (tmp_path / "out/vocab.txt").exists() and (tmp_path / "out/README.md").read_text() == "# New"
 
 
+def test_a_tokenizer_that_was_saved_stays_beside_a_model_that_was_loaded_with_another(saved, tokenizer, tmp_path):
+    path = saved("base")
+    tokenizer.save_pretrained(path)
+    tokenizer.add_tokens(["fair"])
+    tokenizer.save_pretrained(tmp_path / "out")
+    model = mc.from_pretrained(path)
+    for format in ("hf", "distributed", "hf"):
+        model.save_pretrained(tmp_path / "out", format=format)
+        assert mc.AutoTokenizer.from_pretrained(tmp_path / "out")("fair")["input_ids"] == [2, 7, 3]
+    model.save_pretrained(tmp_path / "new")
+    assert mc.AutoTokenizer.from_pretrained(tmp_path / "new")("fair")["input_ids"] == [2, 1, 3]
+
+
 def test_a_folder_called_model_is_no_checkpoint_of_ours(model, tmp_path):
     (tmp_path / "out/model").mkdir(parents=True)
     (tmp_path / "out/model/mine").write_text("x")

@@ -12,6 +12,7 @@ from toyruns import assert_same_end, curve, die_at, weights
 
 import modelcenter as mc
 from engine.testing import run as on_ranks
+from modelcenter.adapters import load_lora, merge_lora
 from modelcenter.hub.push import model_directory
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.trained import Trained
@@ -176,12 +177,18 @@ def test_a_run_over_4_bit_weights_leaves_its_adapter_and_ends_well(folder, monke
     """Without bitsandbytes: what the loop and the verbs make of such a run is the same."""
     monkeypatch.setattr("modelcenter.adapters.lora.check_quantize", lambda kind: None)
     monkeypatch.setattr("modelcenter.adapters.lora.quantized", lambda linear, kind: linear)
+    sizes = flags(folder)["model_config"] | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0}
+    mc.from_config("tiny/bert", "masked-lm", **sizes).save_pretrained(folder / "base")
     main(command(values_of(folder, "run", **LORA, quantize="nf4", max_steps=1, push_to_hub=None)))
     assert capsys.readouterr().out.rstrip().endswith(f"what was trained is in {folder / 'run' / 'adapter'}")
     assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
     assert (folder / "run" / "adapter" / "adapter_model.safetensors").is_file() and not (folder / "run/model").exists()
-    with pytest.raises(ValueError, match=r"4 bits \(nf4\), which leaves .*run/adapter and no model.*load_lora\('"):
+    with pytest.raises(ValueError, match=r"4 bits \(nf4\), which leaves .*run/adapter and no model.*load_lora") as told:
         Trained.find(str(folder / "run"))
+    call = str(told.value).partition("In Python, ")[2].partition(" puts it")[0]  # what it says to do, done
+    known = {"load_lora": load_lora, "from_pretrained": mc.from_pretrained, "NAMES": ["bad", "good"]}
+    model = merge_lora(eval(call, known))
+    assert model.task == "sequence-classification" and model.config.id2label == {0: "bad", 1: "good"}
     with pytest.raises(ValueError, match="left no model: .*4 bits"):
         model_directory(folder / "run")
 

@@ -15,6 +15,7 @@ import transformers
 import engine
 import modelcenter as mc
 from modelcenter.testing import randomize_
+from modelcenter.training import texts
 from modelcenter.training.config import GenerateConfig
 from modelcenter.training.errors import user_errors
 from modelcenter.training.generate import _Terminal, run_generate
@@ -203,6 +204,21 @@ def test_a_prompt_does_not_end_where_the_tokenizer_would_end_a_text(tmp_path, ca
     assert capsys.readouterr().out == wanted + "\n"
 
 
+def test_no_two_groups_of_prompts_are_drawn_alike(monkeypatch):
+    """Prompts of a batch that may get different numbers of tokens are written in turns, each from a seed of its own."""
+    seeds = []
+
+    def write(model, tokenizer, prompts, *, seed, **search):
+        seeds.append(seed)
+        return [[[]] for _ in prompts]
+
+    monkeypatch.setattr(texts, "_write", write)
+    for number in range(40):
+        search = texts.own_draws({"seed": 0}, number)
+        texts.complete_ids(None, None, [[1]] * 8, max_new_tokens=list(range(8)), **search)
+    assert len(set(seeds)) == len(seeds) == 40 * 8 and seeds[0] == 0
+
+
 @pytest.mark.parametrize("template", ["{{ raise_exception('no users') }}", "{% for m in messages"])
 def test_a_chat_template_that_fails_is_one_error(folder, tmp_path, template):
     tokenizer = mc.AutoTokenizer.from_pretrained(str(folder))
@@ -213,15 +229,15 @@ def test_a_chat_template_that_fails_is_one_error(folder, tmp_path, template):
 
 
 def test_the_same_prompt_in_another_batch_is_drawn_anew(folder, tmp_path):
-    texts, search = {}, {"do_sample": True, "temperature": 1e3}
+    said, search = {}, {"do_sample": True, "temperature": 1e3}
     for seed in (3, 4):
         for name in ("one", "two"):
             out = tmp_path / name
             run_generate(config(folder, prompt=["a"] * 4, **search, seed=seed, batch_size=2, output=str(out)))
-            texts[seed, name] = [json.loads(line)["texts"][0] for line in out.read_text().splitlines()]
-        assert texts[seed, "one"] == texts[seed, "two"]
-        assert len(set(texts[seed, "one"])) == 4
-    assert not set(texts[3, "one"]) & set(texts[4, "one"])
+            said[seed, name] = [json.loads(line)["texts"][0] for line in out.read_text().splitlines()]
+        assert said[seed, "one"] == said[seed, "two"]
+        assert len(set(said[seed, "one"])) == 4
+    assert not set(said[3, "one"]) & set(said[4, "one"])
 
 
 UNLIKE = [PROMPTS[0], PROMPTS[0], PROMPTS[2], PROMPTS[0]]  # rank 0 has prompts of two lengths, rank 1 of one

@@ -135,6 +135,9 @@ def _at_least_one(count: Tensor | float) -> Tensor | float:
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
+_NONE = (False, False, False)  # gradients by hidden, weight and bias
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -147,10 +150,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         smoothing: float,
         part: _Part | None,
     ) -> Tensor:
-        train = any(ctx.needs_input_grad[:3])
+        wanted = ctx.needs_input_grad[:3]
+        train = any(wanted)
         ctx.late = train and hidden.dtype == torch.float16
         total, *grads = _losses_and_gradients(
-            hidden, weight, bias, targets, count, smoothing, part, train and not ctx.late
+            hidden, weight, bias, targets, count, smoothing, part, _NONE if ctx.late else wanted
         )
         ctx.count, ctx.smoothing, ctx.part = count, smoothing, part
         if train:
@@ -164,13 +168,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden, weight, bias, targets = ctx.saved_tensors
             scaled = ctx.count / grad  # what the gradient in fp32 is divided by, before it is fp16
             _, dhidden, dweight, dbias = _losses_and_gradients(
-                hidden, weight, bias, targets, scaled, ctx.smoothing, ctx.part, True
+                hidden, weight, bias, targets, scaled, ctx.smoothing, ctx.part, ctx.needs_input_grad[:3]
             )
-            assert dhidden is not None
-            dhidden = dhidden if ctx.part is None else ctx.part.sum(dhidden)
+            if ctx.part is not None and dhidden is not None:
+                dhidden = ctx.part.sum(dhidden)
             return dhidden, dweight, dbias, None, None, None, None
         dhidden, dweight, dbias = ctx.saved_tensors
-        if ctx.part is not None:
+        if ctx.part is not None and dhidden is not None:
             dhidden = ctx.part.sum(dhidden.clone())
         if grad.device.type != "cpu" or grad.item() != 1.0:  # reading a scalar costs nothing on a CPU
             dhidden, dweight, dbias = (None if g is None else g * grad.to(g.dtype) for g in (dhidden, dweight, dbias))
@@ -185,16 +189,17 @@ def _losses_and_gradients(
     count: Tensor | float,
     smoothing: float,
     part: _Part | None,
-    train: bool,
+    wanted: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(sum of the losses in fp32; with `train` the gradients of the sum / count by hidden, which is this rank's part of
-    it under tensor parallelism, by weight and by bias)."""
+    """(sum of the losses in fp32; where `wanted` the gradients of the sum / count by hidden, which is this rank's part
+    of it under tensor parallelism, by weight and by bias): a head that is frozen beside an adapter has none."""
+    train = any(wanted)
     rows = _chunks(weight, part)
     total = hidden.new_zeros((), dtype=torch.float32)
-    dhidden = torch.empty_like(hidden) if train else None
+    dhidden = torch.empty_like(hidden) if wanted[0] else None
     # No rows: the gradient is zero, but weight still takes part (another rank may have rows).
-    dweight = torch.zeros_like(weight) if train and not hidden.shape[0] else None
-    dbias = torch.zeros_like(bias) if train and bias is not None else None
+    dweight = torch.zeros_like(weight) if wanted[1] and not hidden.shape[0] else None
+    dbias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
     for start in range(0, hidden.shape[0], rows):
         h, t = hidden[start : start + rows], targets[start : start + rows]
         logits = matmul_nt(h, weight, bias).float()  # later their gradient
@@ -207,9 +212,10 @@ def _losses_and_gradients(
         if not train:
             continue
         grad = logits.to(hidden.dtype)
-        assert dhidden is not None
-        dhidden[start : start + rows] = matmul(grad, weight)
-        dweight = matmul(grad.t(), h, add_to=dweight)
+        if dhidden is not None:
+            dhidden[start : start + rows] = matmul(grad, weight)
+        if wanted[1]:
+            dweight = matmul(grad.t(), h, add_to=dweight)
         if dbias is not None:
             dbias += grad.sum(0)
     return total, dhidden, dweight, dbias

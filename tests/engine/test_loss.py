@@ -80,6 +80,24 @@ def test_a_second_derivative_is_refused_and_not_wrong(which):
     assert torch.autograd.grad(value, hidden)[0].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (1, 2), (0, 2)])
+def test_what_is_frozen_costs_nothing(frozen, dtype, monkeypatch):
+    """As a head beside an adapter; the other gradients are as ever."""
+    products, matmul = [], loss.matmul
+    monkeypatch.setattr(loss, "matmul", lambda *args, **more: products.append(1) or matmul(*args, **more))
+    inputs = [torch.randn(4, 3), torch.randn(5, 3), torch.randn(5)]
+    found = []
+    for without in ((), frozen):
+        own = [x.to(dtype, copy=True).requires_grad_(i not in without) for i, x in enumerate(inputs)]
+        products.clear()
+        loss.linear_cross_entropy(*own, torch.tensor([0, 1, 2, -100]), 3).mul(8.0).backward()
+        found.append([x.grad for x in own])
+    assert len(products) == 2 - (0 in frozen) - (1 in frozen)
+    for i, (whole, part) in enumerate(zip(*found, strict=True)):
+        assert (part is None) if i in frozen else torch.equal(whole, part)
+
+
 def test_nothing_larger_than_a_chunk_of_logits_is_made(monkeypatch):
     monkeypatch.setattr(loss, "_CHUNK_BYTES", 4 * 1000 * 8)
     biggest = 0

@@ -42,12 +42,16 @@ def save_model(
 def write_model(path: Path, model: nn.Module) -> None:
     """Write ``model`` under ``path``/model, inside ``atomic_directory``. Collective."""
     with together("looking at the parameters to write"):
-        tensors = named_tensors(model)
-        if lost := [name for name, tensor in tensors.items() if tensor.is_meta]:
-            raise ValueError(
-                f"parameter {lost[0]} is on the meta device, so there is nothing to save: load weights first"
-            )
+        tensors = filled_tensors(model)
     write_tensors(path / MODEL, tensors)
+
+
+def filled_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """``named_tensors`` of a model that has values. Raises ValueError for one on meta."""
+    tensors = named_tensors(model)
+    if lost := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise ValueError(f"parameter {lost[0]} is on the meta device, so there is nothing to save: load weights first")
+    return tensors
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> None:

@@ -42,11 +42,10 @@ from engine.checkpoint.files import (
     named_checkpoint,
     together,
 )
-from engine.checkpoint.model import MODEL, load_model, write_tensors
+from engine.checkpoint.model import MODEL, filled_tensors, load_model, write_tensors
 from engine.checkpoint.optimizer import OPTIM, join_state, joined, split_state
 from engine.optim.manager import OptimManager
 from engine.parallel.stages import of_all_stages
-from engine.shards import named_tensors
 from engine.torch_compat import local_tensor, with_local
 
 STATE = "state"
@@ -297,11 +296,7 @@ def _collect(
     with together(doing):
         if runtime.rank() == 0:
             check_place(path)
-        tensors = {MODEL: named_tensors(model)}
-        if lost := [name for name, tensor in tensors[MODEL].items() if tensor.is_meta]:
-            raise ValueError(
-                f"parameter {lost[0]} is on the meta device, so there is nothing to save: load weights first"
-            )
+        tensors = {MODEL: filled_tensors(model)}
         if not isinstance(state, Mapping | None):
             raise ValueError(f"state is a {type(state).__name__}, expected a dict")
         if optim_manager is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import engine
-from engine.checkpoint import all_tensors, named_tensors, save_model, together, whole_tensor
+from engine.checkpoint import all_tensors, from_rank_0, named_tensors, save_model, together, whole_tensor
 from modelcenter.convert.rules import ArchMap, compile_layout
 from modelcenter.convert.stream import export_tensor
 from modelcenter.hub.card import make_card
@@ -83,7 +83,7 @@ def save_pretrained(
                 held = any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
                 if format == "hf":
                     write_texts(model, directory, export.dtype, tokenizer, card, held)
-        directory = _from_first(directory)
+        directory = from_rank_0(directory)
         if format == "hf":
             export.write(directory, doing)
             return
@@ -122,7 +122,7 @@ def push_to_hub(
         ValueError: the Hub refuses, or cannot be reached; as save_pretrained.
     """
     with tempfile.TemporaryDirectory(prefix="modelcenter-push-") as scratch:
-        target = Path(_from_first(scratch)) / "model"
+        target = Path(from_rank_0(scratch)) / "model"
         save_pretrained(model, target, max_shard_size=max_shard_size, dtype=dtype, tokenizer=tokenizer, card=card)
         address = ""
         with together(f"pushing to {repo_id}"):
@@ -130,7 +130,7 @@ def push_to_hub(
                 keep: tuple[tuple[str, ...], ...] = ((CARD_FILE,),) if card is None else ()
                 keep += ((*TOKENIZER_FILES, f"{TEMPLATES_FOLDER}/*"),) if tokenizer is None else ()
                 address = upload(target, repo_id, token, private, revision, commit_message, keep)["address"]
-        return _from_first(address)
+        return from_rank_0(address)
 
 
 def _check_adapter(model: Any) -> None:
@@ -141,14 +141,6 @@ def _check_adapter(model: Any) -> None:
         raise ValueError(
             f"the model has an adapter ({adapter.kind}): save that with modelcenter.adapters.save_adapter{merge}"
         )
-
-
-def _from_first(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    box = [value]
-    if engine.world_size() > 1:
-        torch.distributed.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def _from_all(value: Any) -> list[Any]:

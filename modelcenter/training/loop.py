@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import engine
-from engine.checkpoint import load_model, save_checkpoint, together, wait_checkpoint
+from engine.checkpoint import from_rank_0, load_model, save_checkpoint, together, wait_checkpoint
 from engine.ops import dropout_key
 from modelcenter.adapters import merge_lora, save_adapter, trainable_parameters
 from modelcenter.data.prefetch import Prefetch
@@ -76,7 +76,7 @@ def train(
     with together(f"opening the files of {output}"):
         run.record = Record(output, run.feed.steps, engine.rank() == 0, run.step, cfg)
     if continuation is not None:  # what the rows decide, such as whether to evaluate, all ranks must decide alike
-        run.record.rows = resume.from_rank_0(run.record.rows)
+        run.record.rows = from_rank_0(run.record.rows)
     status, reason = "failed", None
     try:
         with Stopping(cfg.max_seconds, functools.partial(run.leave, "stopped", inside=True), began) as run.stopping:

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 import engine
-from engine.checkpoint import latest_checkpoint, load_checkpoint, together
+from engine.checkpoint import from_rank_0, latest_checkpoint, load_checkpoint, together
 from engine.optim import OptimManager
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
@@ -139,14 +137,6 @@ def _about_checkpoint(path: Path) -> dict[str, Any]:
             except (OSError, ValueError) as error:
                 raise ValueError(f"resume: {path} is no checkpoint of a run: its {RUN_FILE}: {error}") from None
     return from_rank_0(found[0])
-
-
-def from_rank_0(value: Any) -> Any:
-    """Rank 0's value on every rank. Collective."""
-    box = [value]
-    if engine.world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def _place(resume: str) -> str | None:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import engine
 import modelcenter
-from engine.checkpoint import together, wait_checkpoint
+from engine.checkpoint import from_rank_0, together, wait_checkpoint
 from engine.lr_scheduler import WSD, Cosine, Linear, NoDecay
 from engine.optim import (
     Adafactor,
@@ -110,15 +109,15 @@ def check_shared(path: Path, patience: float = 10.0) -> None:
     """
     if engine.world_size() == 1:
         return
-    name = [f".shared-{uuid.uuid4().hex[:8]}"]
+    name = f".shared-{uuid.uuid4().hex[:8]}"
     with together(f"writing to {path}"):
         if engine.rank() == 0:
-            (path / name[0]).touch()
-    dist.broadcast_object_list(name, src=0)
+            (path / name).touch()
+    name = from_rank_0(name)
     try:
         with together(f"looking into {path}"):
             ends = time.monotonic() + patience
-            while not (path / name[0]).exists():
+            while not (path / name).exists():
                 if time.monotonic() > ends:
                     raise ValueError(
                         f"output_dir: rank {engine.rank()} on {platform.node()} does not see what rank 0 wrote to "
@@ -127,7 +126,7 @@ def check_shared(path: Path, patience: float = 10.0) -> None:
                 time.sleep(0.1)
     finally:
         if engine.rank() == 0:
-            (path / name[0]).unlink(missing_ok=True)
+            (path / name).unlink(missing_ok=True)
 
 
 def fix_batches(cfg: TrainConfig) -> None:

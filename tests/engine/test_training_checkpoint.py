@@ -360,7 +360,7 @@ def test_a_writer_that_lost_its_group_says_what_to_call(monkeypatch, tmp_path):
 def test_the_staged_copy_is_one_and_shares_nothing():
     run = Run(3, 1)
     run.step(0)
-    for tensor in module.named_tensors(run.model).values():
+    for tensor in engine.checkpoint.named_tensors(run.model).values():
         copy_ = module._staged(tensor)
         assert torch.equal(copy_, tensor) and copy_.data_ptr() != tensor.data_ptr()
 

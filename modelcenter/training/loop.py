@@ -1,7 +1,6 @@
 """The training loop. There is one, explicit, for every task and any number of ranks."""
 
 import functools
-import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import engine
 from engine.checkpoint import from_rank_0, load_model, save_checkpoint, together, wait_checkpoint
@@ -29,12 +27,15 @@ from modelcenter.training.config import TrainConfig
 from modelcenter.training.errors import Stopped
 from modelcenter.training.evaluation import EvaluationStopped, stoppable
 from modelcenter.training.feed import GlobalBatch
-from modelcenter.training.flops import Utilisation
-from modelcenter.training.metrics import SMALLER_IS_BETTER
-from modelcenter.training.record import Record, clear_output, peak_memory, room, summarise
+from modelcenter.training.meter import Meter
+from modelcenter.training.output import clear_output, room
+from modelcenter.training.record import Record
 from modelcenter.training.resume import Continuation
+from modelcenter.training.selection import Selection
 from modelcenter.training.setup import check_judge, make_feed, make_optimizer
+from modelcenter.training.skipped import Skipped
 from modelcenter.training.stopping import Stopping
+from modelcenter.training.summary import summary_of
 from modelcenter.training.tasks.base import Examples
 from modelcenter.training.told import card_of, first_line, last_line
 
@@ -129,22 +130,13 @@ class Run:
         fit_batch(cfg, task, model, train_set)
         self.feed = make_feed(cfg, train_set)
         self.manager, self.rate = make_optimizer(cfg, model, self.feed.steps)
-        self.utilisation = Utilisation(model, cfg.peak_flops)
         self.step = 0  # steps taken
-        self.tokens = 0  # real tokens trained on, over all ranks
         self.clock = Clock()
-        self.slots = self.filled = 0  # of this rank's batches since the last row
-        self.recent: list[tuple[int, Any, torch.Tensor]] = []  # steps since the last row: number, rows, norm
-        self.judged: dict[str, Any] = {}  # the newest evaluation: metric, value, step
-        self.best: dict[str, Any] = {}  # of the evaluations
-        self.linked: dict[str, Any] = {}  # of those whose model was saved: what checkpoints/best names
-        self._linking: dict[str, Any] = {}  # the same, once the checkpoint that is being written is on the disk
-        self.bad_evaluations = 0  # in a row
+        self.meter = Meter(model, cfg.peak_flops)
+        self.skipped = Skipped(self.manager, self.feed)
+        self.selection = Selection(cfg.best_metric or task.metrics().main, cfg.early_stopping)
         self.unjudged = False  # the evaluation of this step was left, as the run was to end
-        self.skipped = 0  # steps without a finite gradient, as of the last row
-        self._noted = 0  # the last step that was looked at for it
         self.feed_state: dict[str, Any] = {}
-        self._logged: tuple[int, float] = (0, 0.0)  # tokens and seconds as of the last row
         self._saved = (0, time.monotonic())  # step and time of the last checkpoint
 
     # -- the steps ---------------------------------------------------------------------------------------------------
@@ -155,7 +147,7 @@ class Run:
         self.task.prepare_model(self.model, self.tokenizer)  # also of a run that has only model/ to write yet
         over = self.unjudged and self._between_steps(first == self.feed.steps, self._row_of_this_step())
         self.clock.pause()
-        if over or first == self.feed.steps or self._patience_is_over():
+        if over or first == self.feed.steps or self.selection.patience_is_over:
             return
         self.model.train()
         self.clock.start()
@@ -175,7 +167,7 @@ class Run:
                 f"(now {self.manager.loss_scale:g}); train for more steps, or with bf16 or fp32"
             )
             return
-        raise FloatingPointError(f"no step of the run had a finite loss and gradient. {self._offenders()}")
+        raise FloatingPointError(f"no step of the run had a finite loss and gradient. {self.skipped.newest_rows()}")
 
     @contextmanager
     def _batches(self, first: int) -> Iterator[Iterable[GlobalBatch]]:
@@ -205,10 +197,10 @@ class Run:
         if self._due(self.cfg.eval_every, last, self.eval_set is not None):
             with self.clock.paused():
                 try:
-                    improved = self._judge(row or self.evaluate())
+                    improved = self.selection.judge(row or self.evaluate())
                 except EvaluationStopped:  # who goes on from here makes up for it
                     self.unjudged = True
-        enough = self._patience_is_over()
+        enough = self.selection.patience_is_over
         stop = self.stopping.asked()
         wanted = improved and (self.cfg.best_metric is not None or self.cfg.early_stopping is not None)
         if wanted or stop or enough or self._save_due(last):
@@ -230,16 +222,12 @@ class Run:
         limit = self.cfg.max_grad_norm or float("inf")
         groups = [group for optimizer in self.manager.optimizers for group in optimizer.param_groups]
         norm = self.manager.clip_grad_norm(groups, limit, defer=True)
-        self.recent.append((self.step + 1, batch.rows, norm))
+        self.skipped.add(self.step + 1, batch.rows, norm)
         try:
             self.manager.step()  # leaves the weights alone where a gradient is not finite
         except FloatingPointError as error:
-            raise FloatingPointError(f"step {self.step + 1}: {error}. {self._offenders()}") from None
-        self.tokens += batch.tokens
-        for part in batch.microbatches:
-            slots, filled = size_of(part)
-            self.slots, self.filled = self.slots + slots, self.filled + filled
-            self.utilisation.add(part)
+            raise FloatingPointError(f"step {self.step + 1}: {error}. {self.skipped.newest_rows()}") from None
+        self.meter.add(batch)
         return loss, norm, lr
 
     def evaluate(self) -> dict[str, Any]:
@@ -259,34 +247,6 @@ class Run:
         for sample in samples:
             self.record.sample({"step": self.step, **sample})
         return row
-
-    def _judge(self, row: dict[str, Any]) -> bool:
-        """Whether an evaluation is the best so far."""
-        metric = self._metric()
-        name = f"eval_{metric}"
-        if name not in row:
-            known = ", ".join(key.removeprefix("eval_") for key in row if key.startswith("eval_"))
-            raise ValueError(f"best_metric: got {metric!r}, the evaluation gives {known}")
-        self.judged = {"metric": name, "value": row[name], "step": self.step}
-        better = self._better_than(self.best)
-        if better:
-            self.best = self.judged
-        self.bad_evaluations = 0 if better else self.bad_evaluations + 1
-        return better
-
-    def _better_than(self, other: dict[str, Any]) -> bool:
-        """Whether the newest evaluation is better than another; a number is better than none."""
-        value, sign = self.judged["value"], -1 if self._metric() in SMALLER_IS_BETTER else 1
-        if value is None or not math.isfinite(value):  # nothing is greater than NaN: it would stay the best
-            return False
-        return "value" not in other or sign * value > sign * other["value"]
-
-    def _patience_is_over(self) -> bool:
-        return self.cfg.early_stopping is not None and self.bad_evaluations >= self.cfg.early_stopping
-
-    def _metric(self) -> str:
-        """The metric that says which evaluation is best, without the eval_ of its rows."""
-        return (self.cfg.best_metric or self.task.metrics().main).removeprefix("eval_")
 
     def _due(self, every: str, last: bool, possible: bool = True) -> bool:
         """Whether an evaluation or a checkpoint is due by its flag; also at the end, whatever the flag says."""
@@ -320,18 +280,14 @@ class Run:
         root = Path(self.cfg.output_dir) / resume.CHECKPOINTS
         self._wait_for_the_last(root.parent)
         self._note_skipped()
-        best = self.judged.get("step") == self.step and self._better_than(self.linked)
-        linked = self.judged if best else self.linked
+        best = self.selection.is_to_be_linked(self.step)
         state = {
             "step": self.step,
-            "tokens": self.tokens,
             "seconds": self.clock.seconds,
-            "best": self.best,
-            "linked": linked,
             "unjudged": self.unjudged,
-            "bad_evaluations": self.bad_evaluations,
             "feed": self.feed_state,
-            "logged": list(self._logged),
+            **self.meter.state(),
+            **self.selection.state(best),
         }
         adapter = self.model.adapter
         trained = None if adapter is None else adapter.trained
@@ -345,7 +301,7 @@ class Run:
         self._saved = (self.step, time.monotonic())
         try:
             save_checkpoint(root, self.model, self.manager, state, asynchronous=not wait, **options)
-            self._linking = linked
+            self.selection.writing(best)
         except (OSError, RuntimeError) as error:
             failed = f"step {self.step}: a checkpoint could not be written, training goes on: {error}"
             self.record.say(f"{failed}; {room(root.parent)}")
@@ -354,23 +310,24 @@ class Run:
         """Until the checkpoint that is being written is. One that could not be costs nothing that comes after it."""
         try:
             wait_checkpoint()
-            self.linked = self._linking
+            self.selection.written(True)
         except (OSError, RuntimeError) as error:
-            self._linking = self.linked
+            self.selection.written(False)
             self.record.say(f"the last checkpoint could not be written: {error}; {room(output)}")
 
     def load(self, continuation: Continuation) -> None:
         """Go on from a checkpoint. Raises ValueError: it is of another run."""
         continuation.check(self.cfg, self.train_set.fingerprint())
         state = resume.load_state(continuation.checkpoint, self.model, self.manager)
-        self.step, self.tokens, self.clock = state["step"], state["tokens"], Clock(state["seconds"])
-        self._load_best(state, continuation.own)
+        self.step, self.clock = state["step"], Clock(state["seconds"])
+        self.meter.load(state)
+        self.skipped.go_on_from(self.step)
+        counts = functools.partial(resume.best_counts, self.cfg, self.selection.metric)
+        self.selection.load(state, continuation.own, counts)
         if (why := continuation.another_stream(self.cfg, self.train_set.fingerprint())) is None:
             self.feed_state = state["feed"]
         elif state["feed"] and engine.rank() == 0:
             resume.log.warning("resume: the stream begins anew, as %s is not what the checkpoint's run had", why)
-        self._logged = tuple(state["logged"])
-        self.skipped, self._noted = self.manager.skipped, self.step
         self.unjudged = state.get("unjudged", False)
         self._saved = (-1 if self.unjudged else self.step, time.monotonic())  # it may be the best, and saved as such
         if self.step > self.feed.steps:
@@ -378,21 +335,11 @@ class Run:
                 f"max_steps: the run has {self.feed.steps} steps, but {continuation.checkpoint} has done {self.step}"
             )
 
-    def _load_best(self, state: dict[str, Any], own: bool) -> None:
-        """The best evaluations before a stop, as far as they count now."""
-        metric, linked = f"eval_{self._metric()}", state.get("linked", state["best"])
-        if resume.best_counts(self.cfg, metric, state["best"]):
-            self.best = state["best"]
-            if own:  # patience that was over in another folder would let nothing be trained here
-                self.linked, self.bad_evaluations = linked, state["bad_evaluations"]
-        elif own and linked.get("metric") == metric and resume.best_counts(self.cfg, metric, linked):
-            self.best = self.linked = linked  # the checkpoint of a better one could not be written
-        self._linking = self.linked
-
     def finish(self, target: Path) -> None:
         """The model, as a Hugging Face directory: the best one if best_metric says so."""
         self._wait_for_the_last(target.parent)
-        if self.cfg.best_metric is not None and self.best and self.best["step"] != self.step:
+        best = self.selection.best if self.cfg.best_metric is not None else {}
+        if best and best["step"] != self.step:
             self._take_best(target.parent / resume.CHECKPOINTS)
         if self.cfg.lora_rank is not None:
             save_adapter(self.model, target.parent / "adapter")
@@ -405,17 +352,13 @@ class Run:
     def _take_best(self, checkpoints: Path) -> None:
         """The weights of the best evaluation; where they could not be written, those of the best before it, or the last
         ones, which is said."""
-        path, wanted = resume.best_checkpoint(checkpoints), self.best["step"]
+        path, wanted = resume.best_checkpoint(checkpoints), self.selection.best["step"]
         step = None if path is None else int(path.name.removeprefix("step-"))
         if step != wanted:
-            name, rows = self.best["metric"], self.record.rows
-            value = next(
-                (row[name] for row in reversed(rows) if row["step"] == step and row.get(name) is not None), None
-            )
-            self.best = {} if value is None else {"metric": name, "value": value, "step": step}
-            kept = "the last one" if value is None else f"that of step {step}"
+            self.selection.fall_back(step, self.record.rows)
+            kept = f"that of step {step}" if self.selection.best else "the last one"
             self.record.say(f"{checkpoints}: the best model, of step {wanted}, is not there; {kept} takes its place")
-        if self.best:
+        if self.selection.best:
             assert path is not None
             load_model(path, self.model)
 
@@ -435,95 +378,32 @@ class Run:
 
     def _log(self, loss: torch.Tensor, norm: torch.Tensor, lr: float) -> None:
         values = torch.stack([loss.float(), norm.float().to(loss.device)]).tolist()  # the device is read here only
-        tokens, seconds = self.tokens, self.clock.seconds
-        used = self.utilisation.since(seconds - self._logged[1])
-        speed = (tokens - self._logged[0]) / max(seconds - self._logged[1], 1e-9)
+        seconds = self.clock.seconds
         row = {
             "step": self.step,
             "epoch": self._epoch(),
             "loss": values[0],
             "lr": lr,
             "grad_norm": values[1],
-            "tokens": tokens,
-            "tokens_per_second": round(speed, 1),
-            "padding": round(1 - self.filled / max(self.slots, 1), 6) if self.slots else 0.0,
-            **({} if used is None else {"mfu": float(f"{used:.4g}")}),
+            **self.meter.row(seconds),
             "seconds": round(seconds, 4),
         }
         self._note_skipped()
-        if self.skipped:
-            row["skipped"] = self.skipped
-        self._logged = (tokens, seconds)
-        self.slots = self.filled = 0
+        if self.skipped.count:
+            row["skipped"] = self.skipped.count
         self.record.log(row)
 
     def _note_skipped(self) -> None:
-        """Write down the steps since the last row whose gradient was not finite, with the rows they were made of."""
-        found = self.manager.skipped
-        if found > self.skipped:
-            for (step, rows, _), norm in zip(self.recent, self._norms(), strict=True):
-                if step > self._noted and not abs(norm) < float("inf"):
-                    place = self.feed.where(rows, most=10**9)
-                    self.record.skipped({"step": step, "grad_norm": str(norm), "rows": place})
-        self.skipped, self._noted = found, self.step
-        self.recent = self.recent[-2:]  # for _offenders
-
-    def _norms(self) -> list[float]:
-        return torch.stack([norm.float() for _, _, norm in self.recent]).tolist() if self.recent else []
-
-    def _offenders(self) -> str:
-        """Where the rows of the newest steps are. On a GPU the bad step may be the one before the newest."""
-        shown = [f"step {step}: {self.feed.where(rows)}" for step, rows, _ in self.recent[-2:]]
-        return "Rows of the last steps: " + " | ".join(shown)
+        for row in self.skipped.found(self.step):
+            self.record.skipped(row)
 
     def leave(self, status: str, reason: str | None, inside: bool = False) -> dict[str, Any]:
         """Write summary.json and the curves; returns the summary. Not collective, but for a run that finished.
 
         inside: from inside a step, for whose device nothing waits.
         """
-        summary = self.summary(status, reason, self.skipped if inside else self.manager.skipped)
+        summary = summary_of(self, status, reason, self.skipped.count if inside else self.manager.skipped)
         # Where rank 0 alone fails, the others do not wait for it in what comes next.
         with together("writing summary.json") if status == "finished" else nullcontext():
             self.record.close(summary)
         return summary
-
-    def summary(self, status: str, reason: str | None, skipped: int) -> dict[str, Any]:
-        """The fields of summary.json. Memory is the most of any rank, where the run ended as it should."""
-        seconds = self.clock.seconds
-        peak = peak_memory()
-        if status == "finished" and engine.world_size() > 1:
-            most = torch.tensor(list(peak.values()), device=engine.device())
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-            peak = dict(zip(peak, most.tolist(), strict=True))
-        metric = self._metric()
-        return summarise(
-            self.record.rows,
-            metric,
-            metric in SMALLER_IS_BETTER,
-            status=status,
-            **({} if reason is None else {"reason": reason}),
-            task=self.task.name,
-            model=self.cfg.model,
-            parameters=self.model.num_parameters(),
-            steps=self.step,
-            epochs=self._epoch(),
-            tokens=self.tokens,
-            seconds=round(seconds, 4),
-            tokens_per_second=round(self.tokens / seconds, 1) if seconds else 0.0,
-            skipped_steps=skipped,
-            peak_memory=peak,
-            data={
-                "train": self.train_set.fingerprint(),
-                "eval": self.eval_set and self.eval_set.fingerprint(),
-            },
-        )
-
-
-def size_of(batch: dict[str, Any]) -> tuple[int, int]:
-    """(slots, tokens in them) of a microbatch; an encoder-decoder has two sides."""
-    slots = filled = 0
-    for prefix in ("", "decoder_"):
-        ids, ends = batch.get(f"{prefix}input_ids"), batch.get(f"{prefix}cu_seqlens")
-        if ids is not None and ends is not None:
-            slots, filled = slots + ids.numel(), filled + int(ends[-1])
-    return slots, filled

@@ -10,7 +10,8 @@ from engine.memory import readable
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.loop import Run
-from modelcenter.training.record import Record, peak_memory
+from modelcenter.training.record import Record
+from modelcenter.training.summary import peak_memory
 from modelcenter.training.tasks.base import Examples
 
 

@@ -41,7 +41,7 @@ from modelcenter.training.alone import alone_in
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.feed import Feed, Plan, RowFeed, StreamFeed
 from modelcenter.training.metrics.base import sums
-from modelcenter.training.record import prepare_output
+from modelcenter.training.output import prepare_output
 from modelcenter.training.resume import Continuation, find_continuation, keep_global_batch
 
 SCHEDULES: dict[str, Any] = {"linear": Linear, "cosine": Cosine, "constant": NoDecay, "wsd": WSD}
@@ -54,7 +54,7 @@ _SKIPS_IN_A_ROW = 8  # steps without a finite gradient after which a run gives u
 
 
 def prepare(cfg: TrainConfig) -> AbstractContextManager[None]:
-    """Check, on rank 0, that the run can write where it shall. Needs no other rank: see record.prepare_output.
+    """Check, on rank 0, that the run can write where it shall. Needs no other rank: see output.prepare_output.
 
     Returns:
         What to be inside of while the run lasts: it keeps other runs out of the folder.

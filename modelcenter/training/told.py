@@ -38,7 +38,7 @@ def last_line(run: "Run", output: Path) -> str:
         return f"{run.stopping.reason}, at {steps}; the same command{but} {'goes on' if saved else 'starts again'}"
     if run.cfg.quantize is not None:
         return f"finished at {steps}: what was trained is in {output / 'adapter'}"
-    kept = run.best if run.cfg.best_metric is not None else {}
+    kept = run.selection.best if run.cfg.best_metric is not None else {}
     which = f", of step {kept['step']:,} ({run.cfg.best_metric} {kept['value']:.4f})" if kept else ""
     use = f"`modelcenter predict {shlex.quote(str(output))} DATA` uses it"
     return f"finished at {steps}: the model is in {output / 'model'}{which}; {use}"
@@ -46,7 +46,7 @@ def last_line(run: "Run", output: Path) -> str:
 
 def card_of(run: "Run") -> dict[str, Any]:
     """What the model card says of the run."""
-    best = run.best.get("step") if run.cfg.best_metric is not None else None
+    best = run.selection.best.get("step") if run.cfg.best_metric is not None else None
     rows = (row for row in reversed(run.record.rows) if "eval_loss" in row)
     judged = next((row for row in rows if best in (None, row["step"])), {})
     scores = {name.removeprefix("eval_"): value for name, value in judged.items() if name.startswith("eval_")}
@@ -55,7 +55,7 @@ def card_of(run: "Run") -> dict[str, Any]:
     data = data_name(run.cfg)
     size = run.cfg.global_batch_size
     text = f"Trained for {run.step} steps of {f'{size} rows' if size else f'{run.cfg.global_batch_tokens} tokens'}"
-    text += f" ({run.tokens:,} tokens)."
+    text += f" ({run.meter.tokens:,} tokens)."
     if best not in (None, run.step):
         text += f" The model is that of step {best}, the best by {run.cfg.best_metric}."
     card: dict[str, Any] = {"text": text, "metrics": metrics}

@@ -14,8 +14,9 @@ import modelcenter
 from engine.checkpoint import training
 from engine.testing import run as on_ranks
 from modelcenter.data.sampling import EpochBatches
-from modelcenter.training import loop, record
+from modelcenter.training import loop
 from modelcenter.training.config import ClassificationConfig
+from modelcenter.training.curves import plot
 from scripts.finetune_classification import main
 
 
@@ -116,7 +117,7 @@ def test_curves_of_rows_without_numbers(curves, tmp_path):
     """A loss that is not finite is null in metrics.jsonl; there may be no evaluation, and no row at all."""
     row = {"step": 1, "loss": None, "lr": 0.1, "grad_norm": None}
     for name, rows in {"a": [row, row | {"step": 2, "eval_loss": None, "eval_f1": None}], "b": [row], "c": []}.items():
-        record.plot(rows, tmp_path / f"{name}.png")
+        plot(rows, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 

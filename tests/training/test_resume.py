@@ -31,6 +31,7 @@ from modelcenter.training.config.common import seconds_of
 from modelcenter.training.errors import Stopped
 from modelcenter.training.record import Record
 from modelcenter.training.resume import Continuation, keep_global_batch
+from modelcenter.training.selection import Selection
 from modelcenter.training.stopping import Stopping
 from scripts.finetune_classification import main
 
@@ -362,8 +363,8 @@ def test_what_no_evaluation_gives_is_said_before_the_first_step(folder, changes,
 
 @pytest.mark.full
 def test_the_best_checkpoint_becomes_the_model(folder, monkeypatch):
-    judged = loop.Run._judge
-    monkeypatch.setattr(loop.Run, "_judge", lambda self, row: judged(self, row | {"eval_accuracy": -self.step}))
+    judge = Selection.judge
+    monkeypatch.setattr(Selection, "judge", lambda self, row: judge(self, row | {"eval_accuracy": -row["step"]}))
     best = {"eval_every": 4, "best_metric": "accuracy", "warmup": 0, "lr_scheduler": "constant"}
     main(command(values_of(folder, "run") | best))
     monkeypatch.undo()

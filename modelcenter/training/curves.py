@@ -1,0 +1,41 @@
+"""curves.png: a run, drawn."""
+
+import math
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Loss, learning rate and evaluation metrics over the steps; without matplotlib one line says so."""
+    if find_spec("matplotlib") is None:
+        print(f"{path.name} needs matplotlib (pip install matplotlib): not drawn", file=sys.stderr)
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4))
+    FigureCanvasAgg(figure)
+    # Margins of their own: a layout that matplotlib works out draws everything twice.
+    margins = {"left": 0.04, "right": 0.99, "bottom": 0.13, "top": 0.91, "wspace": 0.19}
+    loss, rate, metrics = figure.subplots(1, 3, gridspec_kw=margins)
+    train, evals = [r for r in rows if "loss" in r], [r for r in rows if "eval_loss" in r]
+    loss.plot([r["step"] for r in train], [_nan(r["loss"]) for r in train], label="training")
+    rate.plot([r["step"] for r in train], [r["lr"] for r in train])
+    if evals:
+        loss.plot([r["step"] for r in evals], [_nan(r["eval_loss"]) for r in evals], "o-", label="evaluation")
+    apart = ("eval_loss", "eval_mse", "eval_seconds")  # of another scale
+    for name in [n for n in (evals[0] if evals else ()) if n.startswith("eval_") and n not in apart]:
+        metrics.plot([r["step"] for r in evals], [_nan(r[name]) for r in evals], "o-", label=name[5:])
+    for axes, title in ((loss, "loss"), (rate, "learning rate"), (metrics, "evaluation")):
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+        axes.ticklabel_format(axis="y", scilimits=(-2, 4))
+        if axes.get_legend_handles_labels()[0] and axes is not rate:
+            axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def _nan(value: float | None) -> float:
+    return math.nan if value is None else value

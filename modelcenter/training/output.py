@@ -1,0 +1,82 @@
+"""The folder of a run: whether it may be written to, and what an earlier run left in it. Rank 0's work."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+_FILES = (
+    "config.yaml",
+    "metrics.jsonl",
+    "skipped.jsonl",
+    "samples.jsonl",
+    "summary.json",
+    "curves.png",
+    "model",
+    "adapter",
+    "checkpoints",
+    "tracking",
+)
+
+
+def prepare_output(path: Path, overwrite: bool) -> None:
+    """Make sure that a run can write to `path`, before anything slow starts.
+
+    Raises:
+        ValueError: the folder holds a finished run (and not overwrite), files that are not of a run, or a link that
+            leads nowhere.
+        OSError: it cannot be written.
+    """
+    if path.is_dir():
+        foreign = [p.name for p in path.iterdir() if p.name not in _FILES and not p.name.startswith(".")]
+        summary = path / "summary.json"
+        if foreign and not summary.exists() and not (path / "config.yaml").exists():
+            raise ValueError(f"output_dir: {path} holds files of something else ({foreign[0]}, ...); give a new folder")
+        if not overwrite and _status(summary) == "finished":
+            raise ValueError(
+                f"output_dir: {path} holds a finished run; give another folder, to train it further with --resume "
+                f"{path}, or --overwrite_output_dir"
+            )
+    for link in (path / name for name in _FILES):
+        if link.is_symlink() and not link.exists():
+            raise ValueError(f"output_dir: {link} is a link to {link.readlink()}, which is not there; make that folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise OSError(f"output_dir: cannot write to {path}: {error.strerror}") from None
+
+
+def clear_output(path: Path) -> None:
+    """Remove what an earlier run left, now that the new one starts; other files stay."""
+    for name in _FILES:
+        _empty(path / name)
+
+
+def _empty(path: Path) -> None:
+    """Remove a file or a folder; of a link to a folder, as people put checkpoints on another disk, what is in it."""
+    if path.is_symlink() and path.is_dir():
+        for inside in path.iterdir():
+            _remove(inside)  # links in it too, such as `last` and those to checkpoints that are kept elsewhere
+    else:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _status(summary: Path) -> str | None:
+    try:
+        return json.loads(summary.read_text(encoding="utf-8")).get("status")
+    except (OSError, ValueError):
+        return None
+
+
+def room(path: Path) -> str:
+    """What is free on the disk of a folder, in words: torch does not say so where a disk was too small for a file."""
+    return f"{shutil.disk_usage(path).free / 1e6:,.1f} MB are free at {path}"

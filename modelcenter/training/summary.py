@@ -1,0 +1,97 @@
+"""summary.json: what became of a run, what it took, and on what."""
+
+import os
+import platform
+import resource
+import shlex
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import engine
+from modelcenter import __version__
+
+if TYPE_CHECKING:
+    from modelcenter.training.loop import Run
+
+
+def summary_of(run: "Run", status: str, reason: str | None, skipped: int) -> dict[str, Any]:
+    """The fields of summary.json. Memory is the most of any rank, where the run finished: then every rank calls it.
+
+    skipped: steps that changed nothing.
+    """
+    seconds, tokens = run.clock.seconds, run.meter.tokens
+    return {
+        "status": status,
+        **({} if reason is None else {"reason": reason}),
+        "task": run.task.name,
+        "model": run.cfg.model,
+        "parameters": run.model.num_parameters(),
+        "steps": run.step,
+        "epochs": round(run.feed.epochs_at(run.step), 4),
+        "tokens": tokens,
+        "seconds": round(seconds, 4),
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
+        "skipped_steps": skipped,
+        "peak_memory": _most_of_any_rank(peak_memory()) if status == "finished" else peak_memory(),
+        "data": {"train": run.train_set.fingerprint(), "eval": run.eval_set and run.eval_set.fingerprint()},
+        **_last_and_best(run.record.rows, run.selection.metric, run.selection.smaller_is_better),
+        "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join(sys.argv),
+        **about_machine(),
+    }
+
+
+def _last_and_best(rows: list[dict[str, Any]], metric: str, smaller: bool) -> dict[str, dict[str, Any]]:
+    """The newest numbers of metrics.jsonl, and those of the best evaluation; without evaluations, of the best loss.
+
+    metric: its name in a row. smaller: it is better so.
+    """
+    judged = [row for row in rows if "eval_loss" in row]
+    scored = [row for row in judged if row.get(metric) is not None]
+    trained = [row for row in rows if row.get("loss") is not None]
+    of = min if smaller else max
+    best = of(scored, key=lambda r: r[metric]) if scored else min(trained, key=lambda r: r["loss"], default={})
+    last: dict[str, Any] = {}
+    for row in (*trained[-1:], *judged[-1:]):
+        last |= row
+    return {"last": last, "best": {"metric": metric if scored else "loss", **best} if best else {}}
+
+
+def peak_memory() -> dict[str, int]:
+    """Peak bytes of this process so far: host (resident), and device where it is a GPU."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = {"host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if engine.device().type == "cuda":
+        peak["device_bytes"] = torch.cuda.max_memory_allocated()
+    return peak
+
+
+def _most_of_any_rank(peak: dict[str, int]) -> dict[str, int]:
+    if engine.world_size() == 1:
+        return peak
+    most = torch.tensor(list(peak.values()), device=engine.device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return dict(zip(peak, most.tolist(), strict=True))
+
+
+def about_machine() -> dict[str, Any]:
+    """Versions and hardware, for summary.json."""
+    versions = {"modelcenter": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    for name in ("transformers", "tokenizers", "numpy"):
+        if name in sys.modules:
+            versions[name] = getattr(sys.modules[name], "__version__", "unknown")
+    device = engine.device()
+    return {
+        "versions": versions,
+        "hardware": {
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+            "threads_per_rank": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "ranks": engine.world_size(),
+        },
+    }

@@ -163,7 +163,9 @@ def test_compare_is_the_comparison_and_its_status(monkeypatch):
     assert end.value.code == 1 and seen == [["a", "--json"]]
 
 
-def test_module_and_missing_files():
-    done = python("-m", "modelcenter", "predict", "nowhere/run", "nowhere.tsv")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: nowhere.tsv: no such file or directory")
+def test_missing_files(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["predict", "nowhere/run", "nowhere.tsv"])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1
+    assert said.startswith("error: nowhere.tsv: no such file or directory")

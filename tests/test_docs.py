@@ -73,12 +73,17 @@ def run_script(path: Path) -> None:
 
 @pytest.mark.parametrize("block", LAUNCHED, ids=str)
 def test_python_under_a_launcher_runs(block: Block, tmp_path: Path):
-    """README.md's by torchrun, the others on ranks that are forked, which have a launcher's variables, too."""
+    """On ranks that are forked, which have a launcher's variables."""
     script = tmp_path / "example.py"
     script.write_text(block.text, encoding="utf-8")
-    if block.document.name != "README.md":
-        engine.testing.run(run_script, 2, script)
-        return
+    engine.testing.run(run_script, 2, script)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", [b for b in LAUNCHED if b.document.name == "README.md"], ids=str)
+def test_python_under_torchrun_runs(block: Block, tmp_path: Path):
+    script = tmp_path / "example.py"
+    script.write_text(block.text, encoding="utf-8")
     arguments = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script))
     done = python(*arguments, cwd=tmp_path)
     assert done.returncode == 0, f"{block}:\n{done.stdout}\n{done.stderr}"

@@ -1,6 +1,7 @@
 """Who may import whom, read from the source with imports inside functions included; and what an import costs."""
 
 import ast
+import functools
 import importlib.metadata
 import os
 import re
@@ -100,14 +101,19 @@ def imports_of(source: str, importer: str, is_package: bool = False) -> Iterator
                 base = ".".join([*above, base] if base else above)
             for alias in node.names:  # `from a import b`: b may be a module
                 yield Import(importer, f"{base}.{alias.name}", node.lineno, lazy)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
-            if isinstance(node.args[0], ast.Constant):
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            if "import_module" in (getattr(node.func, "attr", None), getattr(node.func, "id", None)):
                 yield Import(importer, str(node.args[0].value), node.lineno, lazy)
         inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):
             yield from visit(child, inside)
 
     yield from visit(ast.parse(source), False)
+
+
+@functools.cache
+def imports_in(path: Path) -> list[Import]:
+    return list(imports_of(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py"))
 
 
 def under(name: str, prefix: str) -> bool:
@@ -144,12 +150,7 @@ def violation(item: Import) -> str | None:
 
 
 def test_nobody_imports_what_the_design_forbids():
-    found = [
-        problem
-        for path in sources()
-        for item in imports_of(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py")
-        if (problem := violation(item))
-    ]
+    found = [problem for path in sources() for item in imports_in(path) if (problem := violation(item))]
     assert not found, "\n".join(found)
 
 
@@ -157,7 +158,7 @@ def test_a_save_does_not_hold_up_training_for_the_import_of_torchs_checkpoints()
     found = [
         (item.importer, item.lazy)
         for path in sources()
-        for item in imports_of(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py")
+        for item in imports_in(path)
         if under(item.imported, "torch.distributed.checkpoint") or item.imported == "engine.checkpoint.dcp"
         if not item.importer.startswith(("scripts", "tests"))
     ]
@@ -207,7 +208,7 @@ def test_every_foreign_import_is_a_declared_dependency():
     declared = {re.split(r"[\[<>=!~ ;]", line)[0].lower().replace("_", "-") for line in lines}
     homes = importlib.metadata.packages_distributions()
     for path in sources():
-        for item in imports_of(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py"):
+        for item in imports_in(path):
             top = item.imported.split(".")[0]
             if top in sys.stdlib_module_names or top in ("engine", "modelcenter", "scripts", ""):
                 continue

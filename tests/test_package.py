@@ -97,6 +97,7 @@ def test_source_distribution_is_whole(source: Path):
         assert (source / name).exists(), f"the source distribution lacks {name}"
 
 
+@pytest.mark.full
 def test_every_module_imports_from_the_wheel(python: Path, tmp_path: Path):
     code = (
         "import importlib, json, pkgutil, engine, modelcenter\n"
@@ -130,6 +131,7 @@ def test_models_are_listed_from_the_wheel(python: Path, tmp_path: Path):
     assert version in (ROOT / "modelcenter" / "_version.py").read_text()
 
 
+@pytest.mark.full
 def test_editable_install_finds_everything(source: Path, tmp_path: Path):
     """`pip install -e .` maps scripts and model_configs too; run from elsewhere, without the checkout on the path."""
     python = clean_python(tmp_path / "venv", "--editable", source)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine import testing
 from engine.ops import build, library
 from engine.testing import Pool
 
@@ -15,6 +16,13 @@ def compiled() -> str:
         return str(build.find("cpu") or build.build("cpu")[0])
     except build.BuildError as error:
         pytest.skip(f"the compiled operators cannot be built here: {error}")
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No waiting for what other ranks say of one that failed, where no test reads it."""
+    if request.path.name != "test_steps.py":
+        monkeypatch.setattr(testing, "_GRACE", 0.3)
 
 
 def forget_library() -> None:

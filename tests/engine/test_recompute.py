@@ -102,12 +102,20 @@ def gradients(model, batches=3):
     return found
 
 
-@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.full), 0.3])
-def test_our_models_units(dropout):
+@pytest.mark.parametrize(
+    ("dropout", "switches"),
+    [
+        (0.3, [("full", False), ("selective", False), ("offload", False), ("selective", "aot_eager")]),
+        pytest.param(0.0, SWITCHES, marks=pytest.mark.full),
+        pytest.param(0.3, SWITCHES, marks=pytest.mark.full),
+    ],
+    ids=["some", "without dropout", "with dropout"],
+)
+def test_our_models_units(dropout, switches):
     """Packed contexts, custom autograd functions and dropout that draws in numpy."""
     counters.clear()
     expected = gradients(bert(dropout))
-    for recompute, compiled in SWITCHES:
+    for recompute, compiled in switches:
         model = engine.shard(bert(dropout), policy=engine.Policy(recompute=recompute, compile=compiled))
         for found, wanted in zip(gradients(model), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-5 if compiled else 0, atol=1e-6 if compiled else 0)

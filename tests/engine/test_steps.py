@@ -144,7 +144,7 @@ def test_a_rank_that_leaves_accumulate_is_named():
         assert seconds < 9
 
 
-@pytest.mark.parametrize("how", ["killed", "hangs"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("hangs", marks=pytest.mark.full)])
 def test_a_rank_that_is_lost_in_accumulate_is_named(how):
     said = r"(?s)rank [02] .*was in engine\.accumulate, .*complete: ranks? .*1.* did not say"
     with pytest.raises(RuntimeError, match=said):

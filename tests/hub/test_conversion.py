@@ -336,6 +336,7 @@ def test_parts_of_a_manifest(damaged, saved, tmp_path, monkeypatch):
         engine.checkpoint.check_manifest(tmp_path / "out", hashes=True)
 
 
+@pytest.mark.full
 def test_no_import_of_dcp(saved, tmp_path):
     """Converting, and loading what is not sharded, do without what takes longer to import than they take."""
     code = (

@@ -387,8 +387,8 @@ def convert_slowly(source, target, to, workers):
 
 @pytest.mark.parametrize(
     "to, workers, after",
-    [("hf", 1, 5), *(pytest.param(*c, marks=pytest.mark.full) for c in (("hf", 2, 12), ("distributed", 1, 7)))]
-    + [("distributed", 2, 1)],
+    [("hf", 1, 5)]
+    + [pytest.param(*c, marks=pytest.mark.full) for c in (("hf", 2, 12), ("distributed", 1, 7), ("distributed", 2, 1))],
 )
 def test_killed_and_started_again(to, workers, after, good, tmp_path):
     process = convert_slowly(good / "hub", tmp_path / "out", to, workers)

@@ -325,6 +325,7 @@ out = {
         assert torch.equal(a, b.bfloat16()), name
 
 
+@pytest.mark.full
 def test_an_adapter_by_name(hub, home, tmp_path):
     """From a private repository, of a branch; again from the cache; what is none is said to be none."""
     from modelcenter.adapters import Lora, save_adapter

@@ -1,5 +1,6 @@
 """modelcenter generate: prompts from words, files and pipes, on one and two ranks."""
 
+import io
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import transformers
 
 import engine
 import modelcenter as mc
+from modelcenter.cli import main
 from modelcenter.testing import randomize_
 from modelcenter.training import texts
 from modelcenter.training.config import GenerateConfig
@@ -78,11 +80,10 @@ def test_a_file_to_a_file(folder, tmp_path):
     assert rows == [{"prompt": p, "texts": expected(folder, p)} for p in lines[1:4]]
 
 
-def test_a_pipe(folder):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    words = [sys.executable, "-m", "modelcenter", "generate", str(folder), "--max_new_tokens", "6"]
-    done = subprocess.run(words, input="\n".join(PROMPTS), capture_output=True, text=True, env=env, timeout=120)
-    assert done.stdout.splitlines() == [expected(folder, p)[0] for p in PROMPTS], done.stderr
+def test_a_pipe(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(PROMPTS)))
+    main(["generate", str(folder), "--max_new_tokens", "6"])
+    assert capsys.readouterr().out.splitlines() == [expected(folder, p)[0] for p in PROMPTS]
 
 
 def test_texts_end_with_the_positions_where_nobody_says_how_long(folder, capsys):

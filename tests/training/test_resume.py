@@ -24,7 +24,7 @@ from toyruns import assert_same_end, curve, die_at, in_a_process, weights
 
 import engine
 from engine.testing import run as on_ranks
-from modelcenter.training import autobatch, loop
+from modelcenter.training import autobatch, loop, stopping
 from modelcenter.training.autobatch import fit_batch, rows_that_fit
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.config.common import seconds_of
@@ -170,12 +170,13 @@ def test_a_second_ctrl_c_ends_the_run_at_once(folder, monkeypatch):
         if batch.step == 3:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):  # a launcher passes on what a terminal sent
                 os.kill(os.getpid(), number)
-            time.sleep(1.1)
+            time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
         return take(self, batch)
 
     monkeypatch.setattr(loop.Run, "train_step", train_step)
+    monkeypatch.setattr(stopping, "_TWICE", 0.2)
     with pytest.raises(Stopped, match="SIGINT"):
         main(command(values_of(folder, "run")))
     summary = json.loads((folder / "run" / "summary.json").read_text())

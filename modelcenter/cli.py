@@ -146,7 +146,7 @@ def _compare(argv: Sequence[str]) -> None:
     """A [B] [--data F]: loss, logits and gradients of two models; B defaults to transformers"""
     from modelcenter.compare import main
 
-    raise SystemExit(main(list(argv)))
+    raise SystemExit(main(argv))
 
 
 def _preprocess(argv: Sequence[str]) -> None:

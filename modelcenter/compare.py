@@ -4,11 +4,9 @@
 checkpoints here. The parity tests (modelcenter.testing) stand on the same functions.
 """
 
-import argparse
 import importlib.util
 import json
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from modelcenter import registry
+from modelcenter._arguments import Parser
 from modelcenter.convert.match import to_key
 from modelcenter.convert.rules import Layout, compile_layout
 from modelcenter.convert.stream import export_tensor
@@ -448,9 +447,9 @@ def load_transformers(folder: str | Path, ours: nn.Module) -> nn.Module:
     return hub_class(ours.config.model_type, ours.task).from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def main(argv: Iterable[str] | None = None) -> int:
-    """`modelcenter compare`; returns the exit status: 0 equal, 1 different."""
-    parser = argparse.ArgumentParser(prog="modelcenter compare", description=__doc__)
+def main(argv: Sequence[str]) -> int:
+    """`modelcenter compare`; returns the exit status: 0 equal, 1 different. Raises ValueError for wrong flags."""
+    parser = Parser(prog="modelcenter compare", description=__doc__)
     parser.add_argument("first", metavar="A", help="a run, or a checkpoint: name, directory or distributed")
     parser.add_argument(
         "second", metavar="B", nargs="?", help="another checkpoint (default: A's export in transformers)"
@@ -459,7 +458,7 @@ def main(argv: Iterable[str] | None = None) -> int:
     parser.add_argument("--task", choices=registry.TASKS, help="the head (default: the one the checkpoint names)")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest difference (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(None if argv is None else list(argv))
+    args = parser.read(list(argv))
     from modelcenter.hub.opened import find_step
 
     first, second = (None if name is None else str(find_step(name, None)) for name in (args.first, args.second))
@@ -469,7 +468,3 @@ def main(argv: Iterable[str] | None = None) -> int:
     else:
         print(result)
     return 0 if result.equal else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,16 +13,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from modelcenter._arguments import Parser
 from modelcenter.data import sources
 from modelcenter.data.streams import FileRows, HubRows, RowSource
 from modelcenter.data.token_files import is_tokens
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     """`modelcenter preprocess`. Raises ValueError for wrong data, tokenizer or folder."""
-    p = argparse.ArgumentParser(
-        prog="modelcenter preprocess", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = Parser(prog="modelcenter preprocess", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("data", metavar="DATA", nargs="+", help="files, folders, patterns, or a Hub data set")
     p.add_argument("--tokenizer", required=True, help="Hub name or directory of the tokenizer")
     p.add_argument("--output", required=True, metavar="FOLDER", help="the folder to make")
@@ -36,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--no_eos", action="store_true", help="put no end token after each document")
     p.add_argument("--workers", type=int, default=0, help="processes that tokenise (default: the tokenizer's threads)")
     p.add_argument("--limit", type=int, help="stop after so many documents")
-    args = p.parse_args(None if argv is None else list(argv))
+    args = p.read(list(argv))
     for name, least in (("workers", 0), ("limit", 1)):
         value = getattr(args, name)
         if value is not None and value < least:

@@ -94,6 +94,12 @@ def test_list_is_json(capsys):
         (["finetune", "classification", "--modl", "x"], "unknown flag --modl. Did you mean '--model'?"),
         (["predict"], "the following arguments are required: RUN, DATA"),
         (["evaluate", "run", "data.tsv", "--btch_size", "3"], "unknown flag --btch_size. Did you mean '--batch_size'?"),
+        (["convert", "a", "b", "--wrokers", "2"], "unknown flag --wrokers. Did you mean '--workers'?"),
+        (["convert", "a", "b", "--to", "hf", "--work", "2"], "unknown flag --work. Did you mean '--workers'?"),
+        (["export", "a"], "the following arguments are required: DST"),
+        (["verify", "a", "b", "c"], "unrecognized arguments: c"),
+        (["compare", "nowhere", "--tolerance", "x"], "--tolerance: invalid float value: 'x'"),
+        (["preprocess", "nowhere.txt", "--tokenizer", "t", "--out-put", "x"], "unknown flag --out_put"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(words, says, capsys):
@@ -111,6 +117,35 @@ def test_names_that_are_not_utf8_are_shown(monkeypatch):
     monkeypatch.setitem(cli.VERBS, "list", lambda argv: print("caf\u00e9", os.fsdecode(b"\xff"), flush=True))
     cli.main(["list"])
     assert shown.getvalue() == "caf\u00e9 ".encode() + b"\xff\n"
+
+
+def test_a_reader_that_is_gone_ends_a_verb_without_a_word(monkeypatch, capsys):
+    """As `| head -1` leaves it: what was printed, and what Python would write at its end."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit) as end:
+            cli.main(["list"])
+        monkeypatch.undo()
+    assert end.value.code == 141 and not capsys.readouterr().err
+
+
+def test_a_full_disk_behind_the_output_is_an_error(monkeypatch, capsys):
+    with open("/dev/full", "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit) as end:
+            cli.main(["list"])
+        monkeypatch.undo()
+    assert end.value.code == 2 and "No space left on device" in capsys.readouterr().err
+
+
+def test_closed_streams(monkeypatch):
+    """`modelcenter list >&- 2>&-`"""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    cli.main(["list"])
+    assert not sys.stdout.isatty() and not sys.stderr.isatty()
 
 
 def test_traceback_on_request(monkeypatch):

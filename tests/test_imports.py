@@ -27,6 +27,7 @@ RULES: dict[str, set[str]] = {
     "modelcenter": {"modelcenter._version", "modelcenter.registry"},
     "modelcenter._version": set(),
     "modelcenter._paths": set(),
+    "modelcenter._arguments": {"modelcenter.registry"},
     "modelcenter.registry": {"modelcenter._paths"},
     "modelcenter.config": {"modelcenter.registry"},
     "modelcenter.layers": {"torch", "engine.ops", "engine.loss"},
@@ -36,13 +37,14 @@ RULES: dict[str, set[str]] = {
     "modelcenter.hub": {
         "torch", "numpy", "engine", "safetensors", "huggingface_hub",
         "modelcenter.convert", "modelcenter.registry", "modelcenter.config", "modelcenter._version",
+        "modelcenter._arguments",
     },
     "modelcenter.hub.tokenization_cpm": {"transformers", "rjieba"},  # imported when one of its tokenizers is loaded
     "modelcenter.auto": {"modelcenter.registry", "modelcenter.hub", "modelcenter.models"},
     "modelcenter.data": {"torch", "numpy", "datasets", "pyarrow"},
     "modelcenter.data.masking": {"numpy", "rjieba"},
     "modelcenter.training": TOOLKIT | {"transformers", "yaml", "rich", "accelerate", "matplotlib"},
-    "modelcenter.preprocess": {"modelcenter.data", "modelcenter.hub"},
+    "modelcenter.preprocess": {"modelcenter.data", "modelcenter.hub", "modelcenter._arguments"},
     "modelcenter.adapters": TOOLKIT,
     "modelcenter.compare": TOOLKIT | {"transformers"},
     "modelcenter.testing": TOOLKIT | {"transformers", "safetensors"},

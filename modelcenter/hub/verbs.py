@@ -10,15 +10,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from modelcenter._arguments import Parser
 
-def _parser(verb: str, about: str) -> argparse.ArgumentParser:
+
+def _parser(verb: str, about: str) -> Parser:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"modelcenter {verb}", description=about, formatter_class=form)
+    parser = Parser(prog=f"modelcenter {verb}", description=about, formatter_class=form)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
-def _where_flags(parser: argparse.ArgumentParser) -> None:
+def _where_flags(parser: Parser) -> None:
     parser.add_argument("--config", metavar="NAME|FILE", help="config.json to take in place of the checkpoint's")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
     parser.add_argument("--token", help="for private repositories (default: HF_TOKEN, or that of `hf auth login`)")
@@ -26,7 +28,7 @@ def _where_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local_files_only", action="store_true", help="take Hub models from the cache only")
 
 
-def _source_flags(parser: argparse.ArgumentParser) -> None:
+def _source_flags(parser: Parser) -> None:
     _where_flags(parser)
     parser.add_argument("--prefix", default="", metavar="P", help="what precedes the names in the files ('module.')")
     parser.add_argument(
@@ -47,7 +49,7 @@ def _conversion() -> Any:
     return conversion
 
 
-def _work_flags(parser: argparse.ArgumentParser) -> None:
+def _work_flags(parser: Parser) -> None:
     parser.add_argument("--dtype", metavar="D", help="of floating tensors: float32, bfloat16, float16 (default: kept)")
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per processor, at most 8)")
     parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
@@ -84,7 +86,7 @@ def convert_main(argv: Sequence[str]) -> int:
     parser.add_argument("--to", required=True, choices=("hf", "distributed"), help="form of DST")
     _source_flags(parser)
     _work_flags(parser)
-    args = parser.parse_args(list(argv))
+    args = parser.read(list(argv))
     convert = _conversion().convert
     _show(args, convert(args.source, args.target, args.to, **_work(args)))
     return 0
@@ -106,7 +108,7 @@ def export_main(argv: Sequence[str], with_adapter: Callable[..., str | None] | N
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--merge", action="store_true", help="of a run with an adapter: the whole model (the default)")
     how.add_argument("--keep_adapter", action="store_true", help="of a run with an adapter: that alone, for peft")
-    args = parser.parse_args(list(argv))
+    args = parser.read(list(argv))
     export = _conversion().export
     from modelcenter.hub.opened import find_step
 
@@ -135,7 +137,7 @@ def verify_main(argv: Sequence[str]) -> int:
     parser.add_argument("second", metavar="B")
     _where_flags(parser)
     parser.add_argument("--target_revision", help="of B, where that is another than --revision (default: --revision)")
-    args = parser.parse_args(list(argv))
+    args = parser.read(list(argv))
     from modelcenter.hub.verify import verify
 
     request = _request(args)

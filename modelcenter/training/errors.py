@@ -30,14 +30,16 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
     only rank 0 speaks: the others wait, and by then the launcher has ended them; what only one rank saw is said with
     its number. A rank that only lost another waits, too, before its traceback. Ctrl-C, and a reader of the output that
     is gone (`| head`), end it without a word. A UserWarning is a line that starts with `warning:`, without the place in
-    the code.
+    the code. What was printed has been written when this ends, or it is said why it could not be.
     """
+    _open_what_is_closed()
     usual, warnings.formatwarning = warnings.formatwarning, _format_warning
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files that are not UTF-8 are shown as they are
     shown = traceback or os.environ.get("MODELCENTER_TRACEBACK", "") not in ("", "0")
     try:
-        yield
+        with _written():
+            yield
     except KeyboardInterrupt:
         if shown:
             raise
@@ -54,6 +56,7 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
         if rank:
             time.sleep(_HEAD_START)
         print(f"{f'[rank {rank}] ' if rank else ''}error: {_text(error)}", file=sys.stderr, flush=True)
+        _drop_what_cannot_be_written()
         raise SystemExit(128 + error.signal_number if isinstance(error, Stopped) else 2) from None
     finally:
         warnings.formatwarning = usual
@@ -67,6 +70,35 @@ def _format_warning(
     return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
+def _open_what_is_closed() -> None:
+    """Standard streams that the caller closed (`>&-`, some daemons) are None for Python: let them lead nowhere."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+
+
+@contextmanager
+def _written() -> Iterator[None]:
+    """Write what is left of standard output; Python does so when it ends, but can only complain by then."""
+    try:
+        yield
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+
+
+def _drop_what_cannot_be_written() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _lead_nowhere(sys.stdout.fileno())
+
+
+def _lead_nowhere(out: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), out)  # else Python complains when it ends
+
+
 def _reader_gone() -> bool:
     """Whether standard output is a pipe that nobody reads; then what it still holds goes nowhere."""
     try:
@@ -77,7 +109,7 @@ def _reader_gone() -> bool:
     poll.register(out, 0)
     gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
     if gone:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out)  # else Python complains when it ends
+        _lead_nowhere(out)
     return gone
 
 

@@ -13,8 +13,9 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
+from modelcenter._arguments import Parser, is_flag, spelling, unknown_flag, with_numbers
 from modelcenter._paths import scripts_dir
 from modelcenter.registry import nearest
 
@@ -99,30 +100,22 @@ class Flags:
         """
         words = list(argv)
         last = words.index("--") if "--" in words else len(words)  # all behind it is given by place
-        flags = _switches_closed(cls, [spelling(word) for word in words[:last]])
+        flags = _switches_closed(cls, with_numbers([spelling(word) for word in words[:last]]))
         _check_spellings(cls, flags)
         found, others = parser(cls, prog, description).parse_known_args(flags)
-        unknown = next((word for word in others if _is_flag(word)), None)
+        unknown = next((word for word in others if is_flag(word)), None)
         if unknown is not None:
-            name = unknown.partition("=")[0]
-            known = [f"--{n}" for n in ("config", *_aliases(cls), *_TRANSLATED)]
-            raise ValueError(f"unknown flag {name}.{nearest(name, known, 1)} --help lists all")
+            raise unknown_flag(unknown, [f"--{n}" for n in ("config", *_aliases(cls), *_TRANSLATED)])
         given = vars(found)
         path = given.pop("config", None)
         given |= _by_place(cls, [*others, *words[last + 1 :]], given)
-        values = {**(_read_yaml(cls, Path(path)) if path else {}), **given}
+        values = {**(_read_yaml(cls, Path(path).expanduser()) if path else {}), **given}
         missing = [f for f in dataclasses.fields(cls) if f.metadata["positional"] is True and f.name not in values]
         if missing:
             what = "; ".join(f"{f.name.upper()} ({f.metadata['help']})" for f in missing)
             names = ", ".join(f.name.upper() for f in missing)
             raise ValueError(f"the following arguments are required: {names}. {what}")
         return cls(**values)
-
-
-def spelling(word: str) -> str:
-    """--max-length=a-b -> --max_length=a-b."""
-    name, equals, value = word.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value if word.startswith("--") else word
 
 
 def _check_spellings(cls: type[Flags], words: Sequence[str]) -> None:
@@ -132,11 +125,6 @@ def _check_spellings(cls: type[Flags], words: Sequence[str]) -> None:
         first = seen.setdefault(names.get(name, name), name)
         if first != name:
             raise ValueError(f"{names[name]}: given twice, as --{first} and as --{name}; give it once")
-
-
-def _is_flag(word: str) -> bool:
-    """Whether a word that is no flag's value is meant as a flag: not a number below zero, and not a text."""
-    return re.match(r"-[^\s\d.]", word) is not None and " " not in word.partition("=")[0]
 
 
 def _switches_closed(cls: type[Flags], words: Sequence[str]) -> list[str]:
@@ -168,11 +156,6 @@ def _by_place(cls: type[Flags], words: Sequence[str], named: Mapping[str, Any]) 
     return found
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
-
-
 class _Translate(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         name, value = _translate(self.dest, True if values is None else values)
@@ -191,10 +174,9 @@ def _translate(name: str, value: Any) -> tuple[str, Any]:
 def parser(cls: type[Flags], prog: str | None = None, description: str | None = None) -> argparse.ArgumentParser:
     """The command line of a configuration; flags that were not given are absent from its namespace."""
     places = [field.name.upper() for field in dataclasses.fields(cls) if field.metadata["positional"]]
-    result = _Parser(
+    result = Parser(
         prog=prog,
         description=description,
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=120),
         usage=" ".join([prog or "%(prog)s", *places, "[--config FILE] [--flag VALUE ...]"]),
@@ -269,9 +251,18 @@ def _read_yaml(cls: type[Flags], path: Path) -> dict[str, Any]:
 
 
 def _once(yaml: Any) -> Any:
-    """A loader that does not let the second of two equal keys win unseen."""
+    """A loader that does not let the second of two equal keys win unseen, and leaves words as they were written.
+
+    What a word is, is for the field to say: YAML would make 45000 of 12:30:00, 1.1 of the revision 1.10, and a text of
+    1e-6. Only true, false and null are read as YAML has them.
+    """
 
     class Once(yaml.SafeLoader):
+        yaml_implicit_resolvers = {
+            first: [(tag, pattern) for tag, pattern in of if tag.rpartition(":")[2] in ("bool", "null", "merge")]
+            for first, of in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen: set[Any] = set()
             for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
@@ -280,7 +271,15 @@ def _once(yaml: Any) -> Any:
                 seen.add(key.value)
             return super().construct_mapping(node, deep)
 
+        def construct_text(self, node: Any) -> str:
+            return node.value if node.style else _Unquoted(node.value)
+
+    Once.add_constructor("tag:yaml.org,2002:str", Once.construct_text)
     return Once
+
+
+class _Unquoted(str):
+    """A word of YAML without quotes, which may mean a number."""
 
 
 class _Kind(typing.NamedTuple):
@@ -335,13 +334,16 @@ def _integer(name: str, value: Any) -> int:
     number = _number(name, value, "a whole number")
     if number != int(number):
         raise ValueError(f"{name}: got {value!r}, expected a whole number")
-    return value if isinstance(value, int) else int(number)
+    try:
+        return int(value)  # not of the float, which is not exact above 2**53
+    except ValueError:  # 2e3
+        return int(number)
 
 
 def _number(name: str, value: Any, expected: str = "a number") -> float:
     try:
         number = float("nan") if isinstance(value, bool) else float(value)  # YAML reads 3e-5 as a string
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = float("nan")
     if not abs(number) < float("inf"):
         raise ValueError(f"{name}: got {value!r}, expected {expected}")
@@ -366,7 +368,16 @@ def _mapping(name: str, value: Any, of: Any) -> dict[str, Any]:
         value = {key: text if of is str else _scalar(name, text) for key, _, text in pairs}
     if not isinstance(value, dict):
         raise ValueError(f"{name}: got {value!r}, expected KEY=VALUE pairs")
-    return {str(key): _text(name, v) if of is str else v for key, v in value.items()}
+    return {str(key): _text(name, v) if of is str else _read(name, v) for key, v in value.items()}
+
+
+def _read(name: str, value: Any) -> Any:
+    """A value of YAML with its words read as YAML reads them."""
+    if isinstance(value, dict):
+        return {_read(name, key): _read(name, v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_read(name, v) for v in value]
+    return _scalar(name, value) if isinstance(value, _Unquoted) else value
 
 
 def _scalar(name: str, text: str) -> Any:

@@ -137,6 +137,44 @@ def test_yaml_and_the_command_line_over_it(tmp_path):
     assert cfg.model_config == {"hidden_size": 8, "norm_eps": 1e-6, "x": "y"}
 
 
+def test_words_of_yaml_are_what_their_flag_makes_of_them(tmp_path):
+    """Read as YAML says, 12:30:00 were 45000 (base 60), 1.10 were 1.1, 0123456 an octal number and 1e-6 a text."""
+    (tmp_path / "a.yaml").write_text(
+        "max_time: 12:30:00\nrevision: 1.10\ndata_config: 2023_01\nseed: 9007199254740993\nsave_every: 10\n"
+        "model_config: {norm_eps: 1e-6, id2label: {0: bad, 1: '1'}, tie: false, sizes: [1, 2.5]}\n"
+    )
+    cfg = ClassificationConfig.from_yaml(tmp_path / "a.yaml")
+    assert (cfg.max_seconds, cfg.revision, cfg.data_config, cfg.save_every) == (45000, "1.10", "2023_01", "10")
+    assert cfg.seed == 9007199254740993 == read("--seed", "9007199254740993").seed
+    assert cfg.model_config == {
+        "norm_eps": 1e-6,
+        "id2label": {0: "bad", 1: "1"},
+        "tie": False,
+        "sizes": [1, 2.5],
+    }
+    cfg.save(tmp_path / "b.yaml")
+    assert ClassificationConfig.from_yaml(tmp_path / "b.yaml") == cfg
+    (tmp_path / "a.yaml").write_text(f"seed: 1{'0' * 400}\n")
+    with pytest.raises(ValueError, match="seed: got '10000.*, expected a whole number"):
+        ClassificationConfig.from_yaml(tmp_path / "a.yaml")
+
+
+def test_home_is_known_in_paths_that_no_shell_expands(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.yaml").write_text("output_dir: ~/runs/a\n")
+    assert read("--config=~/a.yaml").output_dir == read("--output_dir=~/runs/a").output_dir == f"{tmp_path}/runs/a"
+
+
+def test_dashes_of_texts_stay(tmp_path):
+    cfg = GenerateConfig.from_args(["m", "--stop-strings", "--- ", "--prompt", "--well-known facts are"])
+    assert (cfg.stop_strings, cfg.prompt) == (["--- "], ["--well-known facts are"])
+    assert GenerateConfig.from_args(["m", "--well-known facts are"]).prompt == ["--well-known facts are"]
+
+
+def test_numbers_below_zero_with_an_exponent():
+    assert GenerateConfig.from_args(["m", "--length_penalty", "-1e-1", "a"]).length_penalty == -0.1
+
+
 def test_what_is_saved_reads_back(tmp_path):
     cfg = read(
         "--columns", "text=a", "--lr", "1e-5", "--train_data", "\u6570\u636e.csv", "--model_config", "dropout=0.5"
@@ -153,13 +191,13 @@ def test_what_is_saved_reads_back(tmp_path):
         ("lr: 1\nlearning_rate: 2", "gives lr twice, the second time as 'learning_rate'"),
         ("- lr", "holds a list, expected lines such as"),
         ("lr: [", "is not valid YAML"),
-        ("lr: [1]", r"lr: got \[1\], expected a number"),
+        ("lr: [1]", r"lr: got \['1'\], expected a number"),
         ("batch_size: true", "batch_size: got True, expected a whole number"),
         ("model: true", "model: got True, expected a text"),
         ("eval_every: no", "eval_every: got False, expected a text; YAML reads yes, no, on and off so without quotes"),
         ("lr: 1e-4\nepochs: 2\nlr: 1e-5", "line 3 gives lr again"),
         ("model_config: {dropout: 0, dropout: 1}", "line 1 gives dropout again"),
-        ("columns: 3", "columns: got 3, expected KEY=VALUE pairs"),
+        ("columns: 3", "columns: got '3', expected KEY=VALUE"),
         ("lr: null", "lr: got nothing, expected a value"),
     ],
 )

@@ -7,6 +7,7 @@ no torch.
 import re
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from modelcenter.data.forms import FORMS
@@ -165,6 +166,8 @@ class TrainConfig(Flags):
     # fmt: on
 
     def check(self) -> None:
+        if self.output_dir is not None:  # no shell expands it in a file of flags
+            self.output_dir = str(Path(self.output_dir).expanduser())
         if self.max_steps == -1:  # how the Hugging Face Trainer says none
             self.max_steps = None
         positive = ("global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "epochs", "batch_tokens")

@@ -1,0 +1,64 @@
+"""What all command lines share: dashes for underscores, an answer to a misspelt flag, errors of one line."""
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from modelcenter.registry import nearest
+
+
+def spelling(word: str) -> str:
+    """--max-length=a-b -> --max_length=a-b. A text that begins with dashes stays as it is."""
+    name, equals, value = word.partition("=")
+    if re.fullmatch(r"--[A-Za-z][\w-]*", name) is None:
+        return word
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def with_numbers(words: Sequence[str]) -> list[str]:
+    """`--flag -1e-3` as one word: argparse takes a number below zero for a flag if it has an exponent."""
+    joined: list[str] = []
+    for word in words:
+        number = re.fullmatch(r"-(\d+\.?\d*|\.\d+)[eE][-+]?\d+", word)
+        if number and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word that is no flag's value is meant as a flag: not a number below zero, and not a text."""
+    return re.match(r"-[^\s\d.]", word) is not None and " " not in word.partition("=")[0]
+
+
+def unknown_flag(word: str, known: Iterable[str]) -> ValueError:
+    """The error for a flag that there is not. known: all that there are, with their dashes."""
+    name = word.partition("=")[0]
+    return ValueError(f"unknown flag {name}.{nearest(name, list(known), 1)} --help lists all")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but what is wrong is a ValueError."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """The values of a command line.
+
+        Raises:
+            ValueError: a flag is unknown (with the nearest that there is), lacks its value or has a wrong one; words
+                are missing, or too many.
+        """
+        last = words.index("--") if "--" in words else len(words)
+        flags = with_numbers([spelling(word) for word in words[:last]])
+        known = self._option_string_actions  # argparse itself names what is missing before what is misspelt
+        for word in flags:
+            if is_flag(word) and word.partition("=")[0] not in known:
+                raise unknown_flag(word, known)
+        return self.parse_args([*flags, *words[last:]])

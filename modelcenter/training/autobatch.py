@@ -10,13 +10,14 @@ import engine
 from modelcenter.models.base import Model
 from modelcenter.training.accumulation import accumulate
 from modelcenter.training.config import TrainConfig
+from modelcenter.training.memory import optimizer_bytes
 from modelcenter.training.setup import fix_batches
 from modelcenter.training.tasks.base import Examples
 
 _GLOBAL = 32  # rows of a step where no flag says how many
 _CPU_TOKENS = 8192  # of a microbatch: more gains no speed on a CPU
+_NO_ROOM = 1 << 60  # bytes, more than any memory has
 _ROOM = 0.85  # of the device's memory that this process can have
-_MOMENTS = {"adamw": 8.0, "muon": 8.0, "lion": 4.0, "adamw8bit": 2.1, "adafactor": 0.1}  # bytes for each element
 
 
 def fit_batch(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> None:
@@ -25,7 +26,7 @@ def fit_batch(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> 
     fewer if so many microbatches as asked for have no room for them. Collective.
 
     Raises:
-        ValueError: the ranks cannot share global_batch_size.
+        ValueError: the ranks cannot share global_batch_size, or there is no memory for one row.
     """
     if cfg.batch_size != cfg.AUTO:
         return
@@ -39,7 +40,8 @@ def fit_batch(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> 
     longest = np.argsort(-examples.lengths, kind="stable")[:2]
     if engine.device().type == "cuda":
         free, _ = torch.cuda.mem_get_info()  # of other processes too: a GPU may be shared
-        room = _ROOM * (free + torch.cuda.memory_reserved()) - _optimizer_bytes(cfg, model)
+        states = 0.0 if cfg.offload == "optimizer" else optimizer_bytes(cfg, model)
+        room = _ROOM * (free + torch.cuda.memory_reserved()) - states
         most = rows_that_fit(*_bytes_of_rows(task, model, examples, longest), room)
     else:
         most = _CPU_TOKENS // int(examples.lengths[longest[0]])
@@ -66,7 +68,10 @@ def _bytes_of_rows(task: Any, model: Model, examples: Examples, rows: np.ndarray
 
     Each measured step has several microbatches, as the gradients of the first lie beside the activations of the next;
     a pipeline's first stage holds as many as there are stages. Where gradients are most of the peak it says little of
-    rows: what forward has left for backward says it then.
+    rows: what forward has left for backward says it then. A second row that has no room adds more than any memory has.
+
+    Raises:
+        ValueError: the first has none.
     """
     peaks, kept = [], []
 
@@ -81,22 +86,19 @@ def _bytes_of_rows(task: Any, model: Model, examples: Examples, rows: np.ndarray
             left: list[int] = []  # none on the stages of a pipeline but the last
             batch = examples.batch(np.repeat(rows[:1], count))
             torch.cuda.reset_peak_memory_stats()
-            accumulate(model, [batch] * max(2, engine.runtime.stages()), task.loss_fn, backward=backward)
+            parts = [batch] * max(2, engine.runtime.stages())
+            try:  # ranks have rows of the same length: what is too much for one is so for all
+                accumulate(model, parts, task.loss_fn, backward=backward)
+            except torch.OutOfMemoryError:
+                if count == 1:
+                    longest = f"{examples.lengths[rows[0]]:,} tokens"
+                    raise ValueError(
+                        f"batch_size: a step of one row of {longest} does not fit the memory of the GPU; lower "
+                        "--max_length, or give --recompute full, --offload optimizer or --zero 3"
+                    ) from None
+                left.append(_NO_ROOM)
             model.zero_grad(set_to_none=True)
             peaks.append(torch.cuda.max_memory_allocated())
             kept.append(max(left, default=0))
         model.train(training)
     return peaks[0], max(peaks[1] - peaks[0], kept[1] - kept[0])
-
-
-def _optimizer_bytes(cfg: TrainConfig, model: Model) -> float:
-    """Bytes that the optimizer's states will take on the device: the moments, and masters of 16-bit parameters."""
-    if cfg.offload == "optimizer":
-        return 0.0
-    total = 0.0
-    for p in model.parameters():
-        if p.requires_grad:
-            master = 0 if p.dtype == torch.float32 or cfg.precision == "bf16-sr" else 4
-            shard = p.to_local() if hasattr(p, "to_local") else p
-            total += shard.numel() * (_MOMENTS[cfg.optimizer] + master)
-    return total

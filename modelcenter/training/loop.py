@@ -32,7 +32,7 @@ from modelcenter.training.output import clear_output, room
 from modelcenter.training.record import Record
 from modelcenter.training.resume import Continuation
 from modelcenter.training.selection import Selection
-from modelcenter.training.setup import check_judge, make_feed, make_optimizer
+from modelcenter.training.setup import check_judge, fix_evaluation, make_feed, make_optimizer
 from modelcenter.training.skipped import Skipped
 from modelcenter.training.stopping import Stopping
 from modelcenter.training.summary import summary_of
@@ -126,6 +126,7 @@ class Run:
         self.train_set, self.eval_set = train_set, eval_set
         check_data(train_set, eval_set)  # before anything that all ranks work out together
         check_judge(cfg, task, eval_set is not None)
+        fix_evaluation(cfg, train_set, eval_set)
         task.before_training(model, train_set, eval_set)
         fit_batch(cfg, task, model, train_set)
         self.feed = make_feed(cfg, train_set)

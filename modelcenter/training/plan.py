@@ -10,6 +10,7 @@ from engine.memory import readable
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.loop import Run
+from modelcenter.training.memory import state_bytes
 from modelcenter.training.record import Record
 from modelcenter.training.summary import peak_memory
 from modelcenter.training.tasks.base import Examples
@@ -44,26 +45,28 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
     model, examples, feed, ranks = run.model, run.train_set, run.feed, engine.data_size()
     parameters = model.num_parameters()
     split = {"tensor": cfg.tp, "context": cfg.cp, "pipeline": cfg.pp}
-    shards = max(1, ranks * cfg.cp // cfg.dp_replicate)
-    state = memory_of_state(parameters // (cfg.tp * cfg.pp), cfg.zero, shards)
-    each = max(cfg.batch_size, 1)
+    state = state_bytes(cfg, model)
+    host = f", and {readable(state.host)} of the host's for the optimizer's" if state.host else ""
     trained = model.num_parameters(only_trainable=True)
     some = "" if trained == parameters else f", {trained:,} of them trained"
     parts = cfg.gradient_accumulation_steps
     labels = _labels(model)
+    epoch = "" if feed.steps_per_epoch is None else f" ({feed.steps_per_epoch:,} per epoch)"
     rows = [
         ("model", f"{cfg.model}: {type(model).__name__}, {parameters:,} parameters{some}, {run.task.head}"),
         *([("labels", labels)] if labels else []),
         ("train", _amount(examples)),
         ("eval", "none" if eval_set is None else f"{len(eval_set):,} rows from {eval_set.name}"),
-        *_about_lengths(cfg, examples, each),
-        ("step", (f"{cfg.global_batch_size} rows, {each}" if cfg.batch_tokens is None else f"{cfg.batch_tokens} tokens")
+        *_about_lengths(cfg, examples),
+        ("step", (f"{cfg.batch_tokens} tokens" if cfg.batch_tokens is not None else
+         f"{cfg.global_batch_size} rows, {cfg.batch_size}")
          + f" x {parts} parts x {ranks} ranks"
          + "".join(f", {name} {size}" for name, size in split.items() if size > 1)),
-        ("steps", f"{feed.steps:,} ({feed.steps_per_epoch or 0:,} per epoch), warmup {run.rate.warmup_iter}, "
+        ("steps", f"{feed.steps:,}{epoch}, warmup {run.rate.warmup_iter}, "
          f"lr {cfg.lr:g} {cfg.lr_scheduler}"),
         ("precision", f"{cfg.precision} on {engine.device()}, ZeRO level {cfg.zero}"),
-        ("memory", f"about {readable(state)} per rank for weights, gradients and optimizer, activations apart"),
+        ("memory", f"about {readable(state.device)} per rank for weights, gradients and optimizer{host}, "
+         "activations apart"),
     ]  # fmt: skip
     return rows
 
@@ -78,10 +81,11 @@ def _amount(examples: Any) -> str:
     return f"{len(examples):,} rows, {int(examples.lengths.sum()):,} tokens from {examples.name}"
 
 
-def _about_lengths(cfg: TrainConfig, examples: Any, each: int) -> list[tuple[str, str]]:
+def _about_lengths(cfg: TrainConfig, examples: Any) -> list[tuple[str, str]]:
     if _streamed(examples):
         return [("lengths", f"up to {cfg.max_length} tokens; longer texts make several rows"), ("padding", "none")]
     lengths = examples.lengths
+    each = cfg.batch_size if cfg.batch_tokens is None else max(1, cfg.batch_tokens // int(lengths.mean()))
     points = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
     return [
         ("lengths", f"shortest {points[0]}, median {points[1]}, 95 % {points[2]}, longest {points[3]} tokens; "
@@ -98,16 +102,6 @@ def _labels(model: Model) -> str:
     shown = ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
     kind = model.config.problem_type if model.task == "sequence-classification" else "tags"
     return f"{kind}: {shown}"
-
-
-def memory_of_state(parameters: int, zero: int, shards: int) -> float:
-    """Bytes per rank of fp32 weights, gradients and AdamW's two moments at a ZeRO level."""
-    weights, gradients, moments = 4 * parameters, 4 * parameters, 8 * parameters
-    return (
-        weights / (shards if zero == 3 else 1)
-        + gradients / (shards if zero >= 2 else 1)
-        + moments / (shards if zero >= 1 else 1)
-    )
 
 
 def padding_if_padded(lengths: np.ndarray, batch_size: int, seed: int) -> float:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import engine
 import modelcenter
 from engine.checkpoint import from_rank_0, together, wait_checkpoint
+from engine.init import clean_name
 from engine.lr_scheduler import WSD, Cosine, Linear, NoDecay
 from engine.optim import (
     Adafactor,
@@ -141,7 +143,16 @@ def fix_batches(cfg: TrainConfig) -> None:
         cfg.global_batch_tokens = cfg.batch_tokens * parts
     else:
         cfg.global_batch_size = cfg.batch_size * parts
-    cfg.eval_batch_size = cfg.eval_batch_size or 2 * cfg.batch_size
+    if cfg.batch_tokens is None:
+        cfg.eval_batch_size = cfg.eval_batch_size or 2 * cfg.batch_size
+
+
+def fix_evaluation(cfg: TrainConfig, *examples: Any) -> None:
+    """Where batches are counted in tokens: rows of an evaluation's, of which the longest have no more than twice the
+    tokens of a microbatch. examples: what is evaluated, or None."""
+    if cfg.batch_tokens is not None and cfg.eval_batch_size is None:
+        longest = max((int(rows.lengths.max()) for rows in examples if hasattr(rows, "lengths")), default=1)
+        cfg.eval_batch_size = max(1, 2 * cfg.batch_tokens // longest)
 
 
 def resolve_precision(precision: str) -> str:
@@ -313,8 +324,10 @@ def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimMan
     matrices, vectors = [p for _, p in trained if p.dim() > 1], [p for _, p in trained if p.dim() <= 1]
     hidden: list[Any] = []
     if cfg.optimizer == "muon":
-        # As its authors: embeddings, the head and vectors stay with AdamW.
-        hidden = [p for name, p in trained if p.dim() == 2 and not name.startswith(("embed", "head"))]
+        # As its authors: embeddings, the head and vectors stay with AdamW. Tables are no products, of whatever name.
+        layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        inner = {f"{name}.weight" for name in layers if not model.is_head(clean_name(f"{name}."))}
+        hidden = [p for name, p in trained if name in inner]
         inside = set(map(id, hidden))
         matrices = [p for p in matrices if id(p) not in inside]
     # Stages of a pipeline train different parameters, but all have the same optimizers, some of them of nothing.

@@ -23,15 +23,18 @@ from toydata import SIZES, command, flags, make_rows, write_folder, write_jsonl
 from toyruns import assert_same_end, curve, die_at, in_a_process, weights
 
 import engine
+import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.training import autobatch, loop, stopping
 from modelcenter.training.autobatch import fit_batch, rows_that_fit
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.config.common import seconds_of
 from modelcenter.training.errors import Stopped
+from modelcenter.training.memory import state_bytes
 from modelcenter.training.record import Record
 from modelcenter.training.resume import Continuation, keep_global_batch
 from modelcenter.training.selection import Selection
+from modelcenter.training.setup import fix_batches, fix_evaluation, make_optimizer
 from modelcenter.training.stopping import Stopping
 from scripts.finetune_classification import main
 
@@ -545,6 +548,64 @@ def test_automatic_batch_size_on_a_gpu(monkeypatch, free, trained, more, rows):
     monkeypatch.setattr(autobatch, "rows_that_fit", lambda *sizes: found.append(rows_that_fit(*sizes)) or 1)
     fit_batch(cfg, SimpleNamespace(loss_fn=None), model, examples)
     assert found == [[1], [1, 1], rows] and held["microbatches"] == 2
+
+    def too_much(model, microbatches, loss_fn, backward):
+        if len(microbatches[0]) > held["fit"]:
+            raise torch.OutOfMemoryError
+        accumulate(model, microbatches, loss_fn, backward)
+
+    monkeypatch.setattr(autobatch, "accumulate", too_much)
+    held["fit"] = 1
+    found.clear()
+    cfg.batch_size = cfg.AUTO
+    fit_batch(cfg, SimpleNamespace(loss_fn=None), model, examples)
+    assert found == [[1], [1, 1], 1]
+    held["fit"], cfg.batch_size = 0, cfg.AUTO
+    with pytest.raises(ValueError, match="one row of 8 tokens does not fit the memory of the GPU; lower --max_length"):
+        fit_batch(cfg, SimpleNamespace(loss_fn=None), model, examples)
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [("tiny/gpt2", "causal-lm"), ("tiny/t5", "seq2seq-lm"), ("tiny/bert", "pretraining"), ("tiny/cpmant", "causal-lm")]
+    + [("tiny/encoder-decoder", "seq2seq-lm")],
+)
+def test_muon_is_for_hidden_layers(name, task):
+    """Not for tables of words, positions, token types and distances, nor for heads."""
+    model = modelcenter.from_config(name, task, policy=False)
+    names = {id(p): name for name, p in model.named_parameters()}
+    manager, _ = make_optimizer(ClassificationConfig(optimizer="muon"), model, 10)
+    muon, others = ({names[id(p)] for g in o.param_groups for p in g["params"]} for o in manager.optimizers)
+    assert muon and all(re.search(r"\b(attn|cross|mlp|pooler)\.", n) for n in muon), muon
+    assert not any(re.search(r"\.(q|k|v|out|up|down|gate)\.weight", n) for n in others)
+
+
+def test_evaluation_batches_where_tokens_fill_those_of_training():
+    cfg = ClassificationConfig(batch_tokens=100)
+    fix_batches(cfg)
+    fix_evaluation(cfg, SimpleNamespace(lengths=np.array([3, 40])), None, object())
+    assert cfg.eval_batch_size == 5
+    cfg = ClassificationConfig(batch_tokens=100, eval_batch_size=3)
+    fix_evaluation(cfg, SimpleNamespace(lengths=np.array([300])))
+    assert cfg.eval_batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "host"),
+    [
+        ({}, 16 * 600, 0),
+        ({"optimizer": "lion"}, 12 * 600, 0),
+        ({"offload": "optimizer"}, 8 * 600, 12 * 600),
+        ({"lora_rank": 2}, 4 * 600 + 16 * 2 * (20 + 30), 0),
+    ],
+)
+def test_memory_of_the_state_is_of_what_is_trained(changes, device, host):
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30, bias=False))
+    if "lora_rank" in changes:
+        model.requires_grad_(False)
+        model.append(torch.nn.Linear(20, 2, bias=False))
+        model.append(torch.nn.Linear(2, 30, bias=False))
+    assert state_bytes(ClassificationConfig(**changes), model) == (device, host)
 
 
 @pytest.mark.full

@@ -81,6 +81,11 @@ class ModelConfig:
         """Tokens of the longest sequence that the model is made for; None: any."""
         return getattr(self, "max_positions", None)
 
+    @property
+    def max_written_tokens(self) -> int | None:
+        """Tokens of the longest text that the model can write, a decoder's prompt among them; None: any."""
+        return self.max_tokens
+
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
         return tuple(f.name for f in dataclasses.fields(cls))

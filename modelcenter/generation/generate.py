@@ -1,7 +1,11 @@
 """The door: `model.generate`."""
 
+import difflib
+import functools
+import inspect
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,7 +32,7 @@ def generate(
     length_penalty: float = 1.0,
     no_repeat_ngram_size: int = 0,
     num_return_sequences: int = 1,
-    early_stopping: bool = False,
+    early_stopping: bool | str = False,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     stop_strings: str | Sequence[str] | None = None,
@@ -38,6 +42,7 @@ def generate(
     token_inputs: Mapping[str, Tensor] | None = None,
     other_inputs: Mapping[str, Tensor] | None = None,
     banned: Tensor | None = None,
+    **more: Tensor,
 ) -> Tensor:
     """Continue prompts, or write what an encoder-decoder makes of its input; as transformers' `generate`.
 
@@ -46,7 +51,8 @@ def generate(
             the padding token, unless that ends sequences, too.
         max_new_tokens: tokens to add at most.
         num_beams: sequences that beam search keeps for each row; 1: none. early_stopping: end a row's search when
-            num_beams have ended, whatever might still come. length_penalty: exponent of the length that divides a
+            num_beams have ended, whatever might still come; "never": only when no longer one could be better.
+            length_penalty: exponent of the length that divides a
             sequence's score; above 0 favours long ones.
         do_sample: draw tokens instead of taking the best; temperature divides the scores, top_k keeps so many (0: all),
             top_p the fewest whose probabilities reach it.
@@ -58,6 +64,7 @@ def generate(
         seed: of the draws; None: torch's generator decides.
         token_inputs: what else the model's forward takes of the prompts' tokens, (batch, seq) each; a new token has
             that of the last. other_inputs: what it takes in each forward. Neither with pp_size > 1.
+        more: token_inputs by their names, as a tokenizer returns them: generate(**tokenizer(texts)).
         banned: (batch, vocabulary) bool, True at tokens that a row does not get.
 
     Returns:
@@ -78,9 +85,11 @@ def generate(
         raise ValueError(f"input_ids: got {type(input_ids).__name__}, expected a tensor of shape (batch, seq){hint}")
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected (batch, seq), none of them 0")
-    tensors = ("model", "input_ids", "attention_mask", "token_inputs", "other_inputs", "banned")
+    tensors = ("model", "input_ids", "attention_mask", "token_inputs", "other_inputs", "banned", "more")
     given = {k: v for k, v in locals().items() if k not in (*tensors, "tensors")}
+    token_inputs = {**(token_inputs or {}), **_inputs_of_tokens(model, more)}
     config = model.config
+    _say_what_is_left(_settings_of_file(model.generation_config, given))
     s = Settings.make(given, {**config_tokens(config), **model.generation_config}, config.vocab_size)
     if attention_mask is None and s.marks_padding:
         attention_mask = unpadded(input_ids, s.pad)
@@ -93,7 +102,7 @@ def generate(
         if (pipeline := getattr(model, "pipeline", None)) is not None:  # whose stages draw different numbers
             number = int(pipeline.from_last(torch.tensor([number], device=input_ids.device)))
         rng = torch.Generator(input_ids.device).manual_seed(number)
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         state = State(model, input_ids, attention_mask, s, token_inputs, other_inputs, banned)
@@ -106,4 +115,54 @@ def generate(
             state.idle()
         return tokens
     finally:
-        model.train(was_training)
+        for module in training:  # parts that the caller had put into eval mode stay there
+            module.training = True
+
+
+_log = logging.getLogger(__name__)
+# Arguments of transformers' generate that have another name here.
+_INSTEAD = {
+    "max_length": "max_new_tokens says how many tokens come beside the prompt",
+    "generation_config": "its settings are arguments here",
+    "inputs": "the prompts are input_ids",
+    "logits_processor": "`banned` are tokens that a row does not get",
+    "bad_words_ids": "`banned` are tokens that a row does not get",
+    "suppress_tokens": "`banned` are tokens that a row does not get",
+}
+# Settings of a generation_config.json that change a greedy text, with the values at which they do not.
+_NO_EFFECT: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "length_penalty": (1.0,), "early_stopping": (False,),
+    "repetition_penalty": (1.0,), "encoder_repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,), "min_length": (0,), "min_new_tokens": (0,), "bad_words_ids": ([],),
+    "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "forced_bos_token_id": (), "forced_eos_token_id": (),
+}  # fmt: skip
+
+
+def _inputs_of_tokens(model: Any, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs of the model's forward among the arguments that have no parameter of their own."""
+    known = inspect.signature(model.forward).parameters
+    for name, value in more.items():
+        if not isinstance(value, Tensor) or name not in known or name in ("labels", "inputs_embeds"):
+            _refuse(model, name)
+    return dict(more)
+
+
+def _refuse(model: Any, name: str) -> NoReturn:
+    names = [known for known in inspect.signature(generate).parameters if known not in ("model", "more")]
+    close = difflib.get_close_matches(name, names, 1)
+    meant = _INSTEAD.get(name) or (f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}")
+    raise ValueError(f"{name}: neither an argument of generate nor an input of {type(model).__name__}; {meant}")
+
+
+def _settings_of_file(settings: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a generation_config.json asks for beyond what the caller gave, as NAME=VALUE."""
+    asked = ((name, settings[name]) for name in _NO_EFFECT if settings.get(name) is not None)
+    return tuple(f"{name}={v!r}" for name, v in asked if v not in _NO_EFFECT[name] and v != given.get(name))
+
+
+@functools.cache
+def _say_what_is_left(settings: tuple[str, ...]) -> None:
+    """Once for the same settings."""
+    if settings:
+        shown = ", ".join(settings)
+        _log.warning("generation_config.json asks for %s; only its token numbers are used: pass what you want", shown)

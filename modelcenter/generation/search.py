@@ -56,7 +56,8 @@ def beam(state: State, s: Settings, stop: StopStrings, rng: torch.Generator | No
 
     As transformers: a row keeps num_beams running sequences and its num_beams best ended ones, scored by the sum of
     log-probabilities over length ** length_penalty; it goes on while the best running one, at its present length, beats
-    the worst ended one (with early_stopping: until num_beams have ended).
+    the worst ended one. With early_stopping it ends when num_beams have ended; with "never" and a length_penalty above
+    0 the best running one counts as if it had the greatest length.
     """
     rows, beams = len(state.tokens), s.num_beams
     device, start = state.tokens.device, state.tokens.shape[1]
@@ -68,6 +69,7 @@ def beam(state: State, s: Settings, stop: StopStrings, rng: torch.Generator | No
     longest = start + s.max_new_tokens
     ended = torch.full((rows, beams, longest), s.pad, device=device)
     ended_scores, has_ended = torch.full_like(scores, _NEVER), torch.zeros(rows, beams, dtype=torch.bool, device=device)
+    ended_lengths = torch.zeros(rows, beams, dtype=torch.long, device=device)
     open_ = torch.ones(rows, 1, dtype=torch.bool, device=device)  # a better sequence may come
     first = torch.arange(keep, device=device) < beams
     offsets = torch.arange(rows, device=device)[:, None] * beams
@@ -99,29 +101,22 @@ def beam(state: State, s: Settings, stop: StopStrings, rng: torch.Generator | No
         # Those that ended now, beside those that had.
         counted = hits & first
         final = best / (length + 1 - start) ** s.length_penalty
-        full = has_ended.all(1, keepdim=True) & s.early_stopping
+        full = has_ended.all(1, keepdim=True) & (s.early_stopping is True)
         final = final + (full | ~open_ | ~counted) * _NEVER
         padded = torch.nn.functional.pad(longer, (0, longest - length - 1), value=s.pad)
         ended_scores, chosen = torch.cat((ended_scores, final), 1).topk(beams)
         ended = torch.cat((ended, padded), 1).gather(1, chosen[:, :, None].expand(-1, -1, longest))
         has_ended = torch.cat((has_ended, counted), 1).gather(1, chosen)
+        lengths = torch.full_like(new, length + 1)
+        ended_lengths = torch.cat((ended_lengths, lengths), 1).gather(1, chosen)
         # Whether anything better may come.
         worst = torch.where(has_ended, ended_scores.min(1, keepdim=True).values, _NEVER)
-        possible = scores[:, :1] / (length + 1 - start) ** s.length_penalty
+        farthest = longest if s.early_stopping == "never" and s.length_penalty > 0 else length + 1
+        possible = scores[:, :1] / (farthest - start) ** s.length_penalty
         open_ = open_ & (possible > worst).any(1, keepdim=True)
-        if bool(hits.all()) or not bool(open_.any()) or (s.early_stopping and bool(has_ended.all())):
+        if bool(hits.all()) or not bool(open_.any()) or (s.early_stopping is True and bool(has_ended.all())):
             break
         state.all_done(False)
         state.step(running[:, :, -1].flatten(), order)
     best_ones = ended[:, : s.num_return_sequences].flatten(0, 1)
-    return _cropped(best_ones, start, s)
-
-
-def _cropped(tokens: Tensor, start: int, s: Settings) -> Tensor:
-    """Without the columns that are padding after the end of every sequence."""
-    over = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    for column in range(start, tokens.shape[1]):
-        if bool(over.all()):
-            return tokens[:, :column]
-        over |= _ended(tokens[:, column], s)
-    return tokens
+    return best_ones[:, : int(ended_lengths[:, : s.num_return_sequences].max())]

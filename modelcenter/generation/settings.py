@@ -35,6 +35,14 @@ def _ids(value: Any, name: str, vocab_size: int) -> list[int]:
     return ids
 
 
+def _start(name: str, value: Any, vocab_size: int) -> int:
+    """The token that a decoder begins with. Raises ValueError: it is not one token of the vocabulary."""
+    ids = _ids(value, f"{name} of the checkpoint's generation_config.json or config.json", vocab_size)
+    if len(ids) != 1:
+        raise ValueError(f"{name} of the checkpoint: got {value!r}, expected one token, with which every row begins")
+    return ids[0]
+
+
 @dataclass(frozen=True)
 class Settings:
     """Checked arguments of `generate`; see there. marks_padding: `pad` is named, and does not end texts, too."""
@@ -53,7 +61,7 @@ class Settings:
     pad: int
     marks_padding: bool
     start: int | None
-    early_stopping: bool
+    early_stopping: bool | str
 
     @classmethod
     def make(cls, given: Mapping[str, Any], defaults: Mapping[str, Any], vocab_size: int) -> "Settings":
@@ -76,6 +84,10 @@ class Settings:
             good = isinstance(given[name], Real) and not isinstance(given[name], bool)
             return float(check(name, good, "a number"))
 
+        def switch(name: str, *others: str) -> bool | str:
+            good = isinstance(given[name], bool) or given[name] in others
+            return check(name, good, " or ".join(("True", "False", *map(repr, others))))
+
         beams, several = whole("num_beams", 1), whole("num_return_sequences", 1)
         if several > beams and (beams > 1 or not given["do_sample"]):
             raise ValueError(
@@ -94,11 +106,12 @@ class Settings:
             return [token for token in held if 0 <= token < vocab_size]
 
         ends, pads = tuple(tokens("eos_token_id")), tokens("pad_token_id")
-        start = defaults.get("decoder_start_token_id")
+        of_file = {name: defaults.get(name) for name in ("decoder_start_token_id", "bos_token_id")}
+        starts = [_start(name, value, vocab_size) for name, value in of_file.items() if value is not None]
         return cls(
             max_new_tokens=whole("max_new_tokens", 1),
             num_beams=beams,
-            do_sample=bool(given["do_sample"]),
+            do_sample=bool(switch("do_sample")),
             temperature=check("temperature", temperature > 0, "a number above 0 (do_sample=False takes the best)"),
             top_k=whole("top_k", 0),
             top_p=check("top_p", 0 < top_p <= 1, "a probability, 0 < top_p <= 1"),
@@ -109,6 +122,6 @@ class Settings:
             eos=ends,
             pad=pads[0] if pads else ends[0] if ends else 0,
             marks_padding=bool(pads) and pads[0] not in ends,
-            start=start if start is not None else pads[0] if pads else None,
-            early_stopping=bool(given["early_stopping"]),
+            start=(*starts, *pads, None)[0],
+            early_stopping=switch("early_stopping", "never"),
         )

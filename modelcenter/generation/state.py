@@ -13,13 +13,15 @@ from torch.distributed.tensor import DTensor
 from modelcenter.generation.settings import Settings
 from modelcenter.layers.cache import KVCache
 
+_RESERVE = 256  # new tokens that a cache has room for from the start: texts often end long before they have to
+
 
 def room(model: Any, longest: int) -> int | None:
     """How many tokens the model has positions for after a prompt of `longest` tokens; None: any number."""
     if not model.bounded:
         return None
     before = 1 if getattr(model, "is_encoder_decoder", False) else longest + model.prefix_tokens
-    return model.config.max_tokens - before
+    return model.config.max_written_tokens - before
 
 
 def unpadded(tokens: Tensor, pad: int) -> Tensor:
@@ -70,7 +72,7 @@ class State:
         if left is not None and s.max_new_tokens > left:
             raise ValueError(
                 f"max_new_tokens: a prompt of {longest} tokens and {s.max_new_tokens} new ones exceed the "
-                f"{model.config.max_tokens} positions of this model; ask for fewer or shorten the prompt"
+                f"{model.config.max_written_tokens} positions of this model; ask for fewer or shorten the prompt"
             )
         if self.pipeline is not None:
             settings = torch.tensor(zlib.crc32(repr(s).encode()))
@@ -87,7 +89,7 @@ class State:
             self.of_last[name] = batch[name][0, ends[1:].long() - 1, None]
         if self.pipeline is not None and (self.others or self.of_last):
             raise ValueError("token_inputs, other_inputs: not with a pipeline; load the model with pp_size=1")
-        self.cache = KVCache(most)
+        self.cache = KVCache(min(most, longest + _RESERVE))
         self.tokens, self.came = input_ids, to_the_right(input_ids, kept)
         if self.encodes:
             if s.start is None:

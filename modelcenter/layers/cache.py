@@ -167,9 +167,13 @@ class KVCache:
         numbers = index.tolist()
         if numbers == list(range(len(self.lengths))):
             return
+        filled, rows = len(self), len(self.lengths)
         self.lengths = [self.lengths[i] for i in numbers]
         for layer, kept in self._own.items():
-            self._own[layer] = [x.index_select(0, index) for x in kept]
+            if len(numbers) != rows:
+                self._own[layer] = [x.new_zeros(len(numbers), *x.shape[1:]) for x in kept]
+            for whole, x in zip(self._own[layer], kept, strict=True):  # not the room for what is yet to come
+                whole[:, :, :filled] = x[:, :, :filled].index_select(0, index)
 
     def _reach(self) -> int:
         assert self._step is not None

@@ -76,6 +76,10 @@ class ComposedConfig(ModelConfig):
         """What both sides take."""
         return min(self.encoder.max_tokens, self.decoder.max_tokens)
 
+    @property
+    def max_written_tokens(self) -> int:
+        return self.decoder.max_tokens
+
     def replace(self, **changes: Any) -> Self:
         if (words := changes.pop("vocab_size", None)) is not None:
             changes |= {side: getattr(self, side).replace(vocab_size=words) for side in ("encoder", "decoder")}

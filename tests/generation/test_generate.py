@@ -53,6 +53,8 @@ KINDS = {
     "long beams": {"num_beams": 3, "length_penalty": 2.0, "no_repeat_ngram_size": 2, "eos_token_id": MANY},
     "short beams": {"num_beams": 3, "length_penalty": -1.0, "repetition_penalty": 1.3, "eos_token_id": MANY},
     "early beams": {"num_beams": 3, "num_return_sequences": 3, "early_stopping": True, "eos_token_id": MANY},
+    "never early": {"num_beams": 3, "early_stopping": "never", "length_penalty": 2.0, "eos_token_id": MANY},
+    "never early, short": {"num_beams": 3, "early_stopping": "never", "length_penalty": -1.0, "eos_token_id": MANY},
     "many ends": {"num_beams": 4, "num_return_sequences": 4, "eos_token_id": MANY},
 }
 
@@ -166,7 +168,8 @@ def test_top_p_keeps_at_least_one():
             **dict.fromkeys(("max_new_tokens", "num_beams", "num_return_sequences"), 1),
             **dict.fromkeys(("top_k", "no_repeat_ngram_size"), 0),
             **dict.fromkeys(("temperature", "repetition_penalty", "length_penalty"), 1.0),
-            **dict.fromkeys(("do_sample", "early_stopping", "eos_token_id", "pad_token_id", "seed")),
+            **dict.fromkeys(("do_sample", "early_stopping"), False),
+            **dict.fromkeys(("eos_token_id", "pad_token_id", "seed")),
             "top_p": 1e-6,
         },
         {},
@@ -195,6 +198,67 @@ def test_stop_strings_end_a_row(pair):
     assert torch.equal(found, free[:end])
     with pytest.raises(ValueError, match="stop_strings: needs tokenizer"):
         ours.generate(ids, None, 20, stop_strings="x")
+
+
+def test_stop_strings_end_beams_where_the_longest_ends(pair):
+    """As transformers cuts them; the padding that ends texts, too, is no sign of an end."""
+    theirs, folder = pair
+    ours, ids = mc.from_pretrained(folder), prompts("left")[0][:1]
+    text = Letters().decode(ours.generate(ids, None, 20, num_beams=3, eos_token_id=[])[0, 9:])
+    more = {"num_beams": 3, "stop_strings": text[3:5], "tokenizer": Letters(), "eos_token_id": [], "pad_token_id": 11}
+    found = ours.generate(ids, None, 40, **more)
+    ends = [Letters().decode(row).index(text[3:5], 9) + 2 for row in found]
+    assert found.shape[1] == max(ends) < 49
+
+
+def test_settings_of_the_file_that_are_left_are_said_once(pair, caplog):
+    ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
+    ours.generation_config = {"repetition_penalty": 1.05, "num_beams": 1, "min_length": 3, "temperature": 0.6}
+    for more in ({}, {}, {"repetition_penalty": 1.05}):
+        ours.generate(ids, None, 2, **more)
+    found = [record.getMessage() for record in caplog.records]
+    assert [text.partition(";")[0] for text in found] == [
+        "generation_config.json asks for repetition_penalty=1.05, min_length=3",
+        "generation_config.json asks for min_length=3",
+    ]
+
+
+@pytest.mark.parametrize(("name", "task"), [("tiny/encoder-decoder", "seq2seq-lm"), ("tiny/bert", "causal-lm")])
+def test_what_a_tokenizer_returns_is_taken_as_it_is(name, task):
+    model = mc.from_config(name, task, **({"is_decoder": True} if task == "causal-lm" else {}))
+    seen = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    ids = torch.randint(8, 60, (2, 7))
+    types = torch.arange(14).view(2, 7) % 2
+    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), token_type_ids=types, max_new_tokens=2)
+    assert seen[0]["token_type_ids"].tolist() == [types.flatten().tolist()]
+
+
+def test_parts_that_were_in_eval_mode_stay_so(pair):
+    ours = mc.from_pretrained(pair[1]).train()
+    part = next(iter(ours.children())).eval()
+    ours.generate(prompts("left")[0], None, 2)
+    assert ours.training and not any(module.training for module in part.modules())
+
+
+@pytest.mark.parametrize(("name", "token"), [("decoder_start_token_id", 7), ("bos_token_id", 9)])
+def test_what_a_decoder_begins_with(name, token):
+    model = mc.from_config("tiny/t5", "seq2seq-lm")
+    model.config.extra.pop("decoder_start_token_id", None)
+    model.generation_config = {name: token, "decoder_start_token_id": None, "pad_token_id": 3} | {name: token}
+    assert model.generate(torch.tensor([[5, 6]]), None, 1)[0, 0] == token
+    model.generation_config[name] = [token, token]
+    with pytest.raises(ValueError, match=f"{name} of the checkpoint: got .*, expected one token"):
+        model.generate(torch.tensor([[5, 6]]), None, 1)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_cache_grows_with_long_texts(pair, beams, monkeypatch):
+    ours = mc.from_pretrained(pair[1])
+    ids, mask = prompts("left")
+    wanted = ours.generate(ids, mask, 25, num_beams=beams, eos_token_id=[])
+    monkeypatch.setattr("modelcenter.generation.state._RESERVE", 3)
+    assert torch.equal(ours.generate(ids, mask, 25, num_beams=beams, eos_token_id=[]), wanted)
 
 
 def test_streaming(pair):
@@ -232,6 +296,12 @@ def test_streaming(pair):
         ({"temperature": None}, "temperature: got None, expected a number"),
         ({"repetition_penalty": "1.2"}, "repetition_penalty: got '1.2', expected a number"),
         ({"seed": 1.5}, "seed: got 1.5, expected a whole number"),
+        ({"do_sample": "false"}, "do_sample: got 'false', expected True or False"),
+        ({"early_stopping": "no"}, "early_stopping: got 'no', expected True or False or 'never'"),
+        ({"max_length": 20}, "max_length: neither an argument of generate nor .* max_new_tokens says how many"),
+        ({"num_beam": 2}, "num_beam: neither .*; did you mean num_beams?"),
+        ({"min_p": torch.ones(4, 9)}, "min_p: neither an argument of generate nor an input of"),
+        ({"labels": torch.ones(4, 9)}, "labels: neither an argument"),
         ({"input_ids": [[1, 2]]}, "input_ids: got list, expected a tensor"),
         ({"input_ids": {"input_ids": torch.ones(1, 2)}}, r"by name: generate\(\*\*batch\)"),
         ({"attention_mask": torch.zeros(4, 9, dtype=torch.long)}, "row 0 has no token"),

@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import against, finish, fraction, gpu, parse, parser, steps
+from scripts.bench.lib import against, finish, fraction, gpu, keep, parse, parser, steps
 
 SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 CALLS = 4  # between two synchronisations
@@ -29,7 +29,7 @@ def main() -> None:
     total = args.millions * 1_000_000
     limits = gpu.limits(args.device)
     numbers: dict[str, Any] = {"device": gpu.name(args.device), **limits}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for what, sizes in (("one tensor", [total]), ("2,000 tensors", odd_sizes(total))):
         ms = in_turns(contenders(sizes, args.device), args)
         numbers[what] = {"ms": {name: round(value, 3) for name, value in ms.items()}}
@@ -39,10 +39,11 @@ def main() -> None:
         rows.append(
             against(f"clip and step, {what}", "torch, fused", ms["fp32_clip"], ms["torch_fp32_clip"], "ms", 1.15)
         )
+        keep(args, "gpu_optimizer", numbers, rows, limits=limits)
     ms = in_turns(dropouts(total // 10, args.device), args)
     numbers["dropout"] = {"ms": {name: round(value, 3) for name, value in ms.items()}}
     rows.append(against("dropout of bf16 activations", "torch", ms["here"], ms["torch"], "ms"))
-    finish(args, "gpu_optimizer", numbers, rows)
+    finish(args, "gpu_optimizer", numbers, rows, limits=limits)
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], args: Any) -> dict[str, float]:

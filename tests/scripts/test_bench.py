@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -38,17 +39,80 @@ def test_what_is_for_gpus_runs_on_a_cpu(name: str, tmp_path: Path):
     done = python(str(ROOT / "scripts" / "bench" / f"{name}.py"), *words, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(record.read_text())
-    assert found["rows"] and not found["notes"]
+    assert found["rows"] and all("before the peers" in note for note in found["notes"])
+
+
+def test_a_benchmark_that_is_killed_leaves_what_was_measured(tmp_path: Path, monkeypatch, capsys):
+    """Every contender's numbers are on the disk before the next one begins; no CPU is measured for a GPU's record."""
+    record, seen = tmp_path / "record.json", []
+    times = iter([10.0, 30.0, 14.0])
+
+    def run(args, name, who, how):
+        seen.append((who, sorted(json.loads(record.read_text())["numbers"].get(name, [])) if seen else []))
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return {"ms": next(times), "gflop": 600.0, "peak_gb": 2.0 + len(seen)}
+
+    monkeypatch.setattr(gpu_training, "run", run)
+    monkeypatch.setattr(gpu_training.gpu, "limits", lambda device: {"bf16_gemm_tflops": 100.0, "copy_gb_per_s": 1.0})
+    monkeypatch.setattr(lib.machine, "measure", lambda *_: pytest.fail("the CPU was measured"))
+    monkeypatch.setenv("MODELCENTER_COMMIT", "abc")
+    words = ["--device", "cpu", "--cases", "bert-large", "bert-large, 11 GB", "--output", str(record)]
+    monkeypatch.setattr(sys, "argv", ["gpu_training.py", *words])
+    with pytest.raises(KeyboardInterrupt):
+        gpu_training.main()
+    ours, theirs = "modelcenter, plain", "transformers, plain"
+    assert seen == [("modelcenter", []), ("transformers", [ours]), ("modelcenter", [ours, theirs]), ("modelcenter", [])]
+    found = json.loads(record.read_text())
+    assert set(found["numbers"]["bert-large"]) == {ours, f"{ours}, again", theirs} and found["commit"] == "abc"
+    assert found["notes"] == [f"bert-large: a step of {ours} took 10.0 ms before the peers and 14.0 ms after them"]
+    step, memory = tables.comparisons(found)
+    assert (step["ours"], step["theirs"], step["ratio"], memory["ours"], memory["theirs"]) == (12, 30, 2.5, 5, 4)
+    assert [row["fraction"] for row in tables.fractions(found)] == [0.5, 0.2]
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+    assert "bert-large, modelcenter, plain, again: ms 14" in capsys.readouterr().err
+
+
+def test_the_commit_is_known_without_git(tmp_path: Path, monkeypatch):
+    monkeypatch.delenv("MODELCENTER_COMMIT", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert lib.machine.commit(ROOT) == "unknown"
+    monkeypatch.setenv("MODELCENTER_COMMIT", "abc")
+    assert lib.machine.commit(ROOT) == "abc"
+
+
+def test_a_gpu_check_shows_no_earlier_runs_numbers(tmp_path: Path, monkeypatch):
+    """Those of its steps; what other steps left stays."""
+    for name in ("optimizer.json", "build.json", "summary.txt", gpu_check.LOG):
+        (tmp_path / name).write_text("{}")
+    words = ["--output", str(tmp_path), "--device", "cpu", "--minutes", "0", "--only", "optimizer"]
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
+    assert gpu_check.main() == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["build.json", "summary.txt"]
+    assert (tmp_path / "summary.txt").read_text() == "optimizer: not run, the 0 minutes are over\n"
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has ended, or is only waiting for its parent to notice; what is being killed gets a moment."""
+    stat = Path(f"/proc/{pid}/stat")
+    for _ in range(100):
+        if not stat.exists() or ") Z " in stat.read_text():
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def test_a_gpu_check_tells_what_it_has_when_a_step_hangs(tmp_path: Path):
     """The log of what came before stays, also of an earlier step, and what was started is gone."""
     (tmp_path / gpu_check.LOG).write_text("tests/test_gpu.py::test_earlier PASSED [ 1%]\n")
     said = "tests/test_gpu.py::test_a PASSED [ 1%]\ntests/test_gpu.py::test_b FAILED [ 2%]\ntests/test_gpu.py::test_c "
+    worker = "import subprocess\nprocess = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"  # as torchrun's
+    worker += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(process.pid))\n"
     hangs = gpu_check.Step(
-        ["-c", f"print({said!r}, end='', flush=True)\nimport time\ntime.sleep(60)"], 9, gpu_check.outcomes
+        ["-c", f"{worker}print({said!r}, end='', flush=True)\nimport time\ntime.sleep(60)"], 9, gpu_check.outcomes
     )
     lines, good = gpu_check.run("hangs", hangs, tmp_path, 2)
+    assert ended(int((tmp_path / "pid").read_text()))
     assert (
         not good
         and "KILLED after 2 s" in lines[0]
@@ -59,6 +123,10 @@ def test_a_gpu_check_tells_what_it_has_when_a_step_hangs(tmp_path: Path):
     ]  # fmt: skip
     for step in gpu_check.steps("cuda", False).values():
         assert all((ROOT / word).is_file() for word in step.words if word.endswith(".py"))
+    blocks = gpu_check.steps("cuda", False)["memcheck"].environment
+    code = "import os; print(os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'])"
+    told = gpu_check.Step(["-c", code], 9, gpu_check.last_lines, environment=blocks)
+    assert gpu_check.run("told", told, tmp_path, 9) == (["told: 0 s", "  1"], True)
     absent = gpu_check.Step(["-c", ""], 9, gpu_check.outcomes, under=["no-such-program"])
     assert gpu_check.run("absent", absent, tmp_path, 2) == (["absent: left out, no-such-program is not here"], True)
 

@@ -1,8 +1,8 @@
 """What every benchmark shares: turns, statistics, and a JSON that says what was measured where.
 
-Contenders run in processes of their own and take turns, so that none inherits another's allocator or threads and all
-see the same noise; a measurement of the machine's own limits takes its turn among them. Report medians and ratios, not
-single times.
+Contenders take turns, so that all see the same noise, and most run in processes of their own, so that none inherits
+another's allocator or threads; a measurement of the machine's own limits takes its turn among them. Report medians and
+ratios, not single times.
 """
 
 import argparse
@@ -129,15 +129,34 @@ def finish(
     rows: Sequence[Mapping[str, Any]] = (),
     notes: Sequence[str] = (),
     packages: Mapping[str, str] | None = None,
+    limits: Mapping[str, float] | None = None,
     **settings: Any,
 ) -> None:
-    """Print the tables, and write everything where --output says.
-
-    rows are those of `against` and `fraction`; packages are versions of what peers' environments hold beyond this
-    one's; settings replace the flags of the same names, for what a flag does not say well."""
+    """Print the tables, and write everything where --output says. The arguments are those of `keep`."""
     from scripts.bench.lib import tables
 
-    if not machine.SEEN:
+    record = keep(args, what, numbers, rows, notes, packages, limits, **settings)
+    print(tables.text(record))
+    if not args.output:
+        print(json.dumps(numbers, indent=2))
+
+
+def keep(
+    args: argparse.Namespace,
+    what: str,
+    numbers: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]] = (),
+    notes: Sequence[str] = (),
+    packages: Mapping[str, str] | None = None,
+    limits: Mapping[str, float] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Write what is measured so far where --output says, and return it: a benchmark that is killed later leaves that.
+
+    rows are those of `against` and `fraction`; packages are versions of what peers' environments hold beyond this
+    one's; limits are a GPU's, in place of those of the CPU, which take seconds to measure; settings replace the flags
+    of the same names, for what a flag does not say well."""
+    if limits is None and not machine.SEEN:
         machine.measure(child, args.threads)
     hidden = {"output", "child", "work"}
     flags = {name: value for name, value in vars(args).items() if name not in hidden and value is not None}
@@ -148,19 +167,20 @@ def finish(
         "commit": machine.commit(ROOT),
         "date": time.strftime("%Y-%m-%d"),
         "hardware": machine.hardware(),
-        "limits": machine.limits(),
+        "limits": dict(limits or machine.limits()),
         "versions": {**machine.versions(), **(packages or {})},
         "settings": {**flags, **settings},
         "rows": list(rows),
         "notes": list(notes),
         "numbers": dict(numbers),
     }
-    print(tables.text(record))
     if args.output:
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.output).write_text(json.dumps(record, indent=2) + "\n")
-    else:
-        print(json.dumps(numbers, indent=2))
+        path = Path(args.output)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.part")  # the record of before stays until this one is whole
+        unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    return record
 
 
 def shuffled(rows: Sequence[Any], seed: int = 0) -> list[Any]:

@@ -52,9 +52,15 @@ def limits() -> dict[str, float]:
 
 
 def commit(root: Path) -> str:
+    """What MODELCENTER_COMMIT says, for a copy of the sources without their history; otherwise what git says."""
+    if given := os.environ.get("MODELCENTER_COMMIT"):
+        return given
     git = ["git", "-C", str(root)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    dirty = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        dirty = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
+    except OSError:  # no git on this machine
+        return "unknown"
     return (head.stdout.strip() or "unknown") + ("+changes" if dirty.stdout.strip() else "")
 
 

@@ -53,8 +53,8 @@ def misses(row: Mapping[str, Any]) -> bool:
 
 
 def text(record: Mapping[str, Any]) -> str:
-    limit = record["limits"]
-    lines = [f"\n{record['benchmark']}: {limit['gemm_gflops']} GFLOP/s, copy {limit['copy_gb_per_s']} GB/s"]
+    limits = ", ".join(f"{name} {value}" for name, value in record["limits"].items())
+    lines = [f"\n{record['benchmark']}: {limits}"]
     for head, rows in cells(record):
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
         lines += [

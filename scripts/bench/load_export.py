@@ -2,7 +2,8 @@
 
 Peak is the resident size of a process (ru_maxrss, mapped pages included) above what importing torch takes. Targets:
 loading needs at most 300 MB beyond the model's own bytes, at 2 ranks each reads and holds its half; exporting needs at
-most twice the largest tensor + 300 MB beyond the model.
+most twice the largest tensor + 300 MB beyond the model. The numbers are medians of the turns (in records
+made before 23 November 2026 each one's worst).
 
     python scripts/bench/load_export.py --output result.json
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import against, child, finish, fraction, parse, parser, take_turns
+from scripts.bench.lib import against, child, finish, fraction, median, parse, parser, take_turns
 
 RANKS = ("1 rank", "2 ranks")
 
@@ -78,7 +79,7 @@ def main() -> None:
             "transformers": lambda turn: child(["-c", THEIRS, source, target], args.threads),
         }
         results = take_turns(contenders, args.rounds, args.threads)
-    numbers = {name: {key: round(max(r[key] for r in found), 2) for key in found[0]} for name, found in results.items()}
+    numbers = {name: {key: round(median(found, key), 2) for key in found[0]} for name, found in results.items()}
     largest = 30522 * args.hidden * 4 / 2**20
     numbers["largest_tensor_mb"] = round(largest, 1)
     rows = []

@@ -20,7 +20,7 @@ PAGE, PLOTS, RESULTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "plots"
 SPEED = [name for name in BENCHES if name != "clients"]  # what that one found is in docs/hub.md
 HEAD = """# Performance
 
-`make bench` runs the scripts in `scripts/bench`, which write their numbers to `scripts/bench/results`; `python scripts/bench/page.py` makes this page and its plots from those files, so anyone can measure everything here again. The contenders run in processes of their own and take turns; the numbers are medians. "Times as good" is the ratio of two rates, or of two times or sizes turned round so that above 1 this project is ahead. "Wanted" is the target that this project set itself. Each run also measures how fast the machine multiplies matrices and copies memory at best, to compare the numbers with what is possible. What a second machine measured is beside the first, under its name; machines differ, so compare ratios.
+`make bench` runs the scripts in `scripts/bench`, which write their numbers to `scripts/bench/results`; `python scripts/bench/page.py` makes this page and its plots from those files, so anyone can measure everything here again. The contenders take turns, in processes of their own unless a section says otherwise; the numbers are medians of the turns. "Times as good" is the ratio of two rates, or of two times or sizes turned round so that above 1 this project is ahead. "Wanted" is the target that this project set itself. Each run also measures how fast the machine multiplies matrices and copies memory at best, to compare the numbers with what is possible. What a second machine measured is beside the first, under its name; machines differ, so compare ratios.
 
 ```bash
 make bench ARGS="--data path/to/data"

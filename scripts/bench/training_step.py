@@ -4,7 +4,7 @@ BERT (masked LM, one label in seven tokens), GPT-2 and T5 of 4 layers (T5: of ea
 backward, clipping and fused AdamW, here with packed rows and in transformers with padded ones and with SDPA, from the
 same weights. Reached is the model's arithmetic (attention counted, padding and what is computed again not, the
 vocabulary at labels only) over the time of a step and the rate of fp32 products measured in the same run. Without
-dropout, and with the 0.1 that these models are trained with.
+dropout, and with the 0.1 that these models are trained with. Contenders live in one process and take turns.
 
     python scripts/bench/training_step.py --output result.json
 """

@@ -8,6 +8,8 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -15,10 +17,36 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
-for name in [name for name in os.environ if name.startswith("HF_")]:
-    del os.environ[name]
-CACHES = tempfile.mkdtemp(prefix="modelcenter-tests-")
+FOR_TESTS = ("MODELCENTER_LIBRARY_DIR", "MODELCENTER_FUZZ_TURNS")  # of the user's variables, those that say how to test
+for name in [name for name in os.environ if name.startswith(("HF_", "TRANSFORMERS_", "MODELCENTER_"))]:
+    if name not in FOR_TESTS:
+        del os.environ[name]
+os.environ["HF_HUB_OFFLINE"] = "1"  # a process that a test starts and that is to reach a Hub has an environment without
+
+
+def caches() -> str:
+    """An empty folder for caches; those of runs that were killed are removed."""
+    prefix = "modelcenter-tests-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        pid = left.name.removeprefix(prefix).partition("-")[0]
+        if pid.isdecimal() and not is_running(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        pass
+    return True
+
+
+CACHES = caches()
 os.environ["HF_HOME"] = os.environ["XDG_CACHE_HOME"] = CACHES
+os.environ["TMPDIR"] = CACHES  # of the processes that tests start: torchrun leaves its folders there
 
 
 def pytest_collection_finish() -> None:
@@ -43,26 +71,45 @@ def is_local(address: object) -> bool:
         return host == "localhost"
 
 
-@pytest.fixture(autouse=True)
-def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("network"):
-        return
-    connect = socket.socket.connect
+NETWORK = {"allowed": False}
 
-    def guarded(self: socket.socket, address: object) -> None:
-        if not is_local(address):
+
+def guarded(connect: Callable[[socket.socket, object], object]) -> Callable[[socket.socket, object], object]:
+    def local(self: socket.socket, address: object) -> object:
+        if not NETWORK["allowed"] and not is_local(address):
             raise NetworkUsed(f"this test connects to {address}; mark it `network` or use a local stub")
-        connect(self, address)  # type: ignore[arg-type]
+        return connect(self, address)
 
-    monkeypatch.setattr(socket.socket, "connect", guarded)
+    return local
+
+
+# From here on, and not by a fixture of each test: a module's fixtures are set up before those.
+for name in ("connect", "connect_ex"):
+    setattr(socket.socket, name, guarded(getattr(socket.socket, name)))
+
+
+@pytest.fixture(autouse=True)
+def network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NETWORK, "allowed", request.node.get_closest_marker("network") is not None)
+
+
+def seed() -> None:
+    random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
+    """What several tests share does not depend on the test that ran before the first of them."""
+    if fixturedef.scope != "function":
+        seed()
 
 
 @pytest.fixture(autouse=True)
 def same_start():
     """Seeds before a test; afterwards torch and the engine as in a fresh process: no test depends on another."""
-    random.seed(0)
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(0)
+    seed()
     yield
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_default_dtype(torch.float32)

@@ -92,7 +92,9 @@ def test_python_under_torchrun_runs(block: Block, tmp_path: Path):
 @pytest.mark.network
 @pytest.mark.parametrize("block", [b for b in ALL_BLOCKS if b.kind == "python network"], ids=str)
 def test_python_that_needs_the_hub_runs(block: Block, tmp_path: Path):
-    done = subprocess.run([sys.executable, "-c", block.text], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    online = {name: value for name, value in environment().items() if name != "HF_HUB_OFFLINE"}
+    command = [sys.executable, "-c", block.text]
+    done = subprocess.run(command, cwd=tmp_path, env=online, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{block}:\n{done.stderr}"
 
 

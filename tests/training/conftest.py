@@ -6,15 +6,18 @@ import pytest
 
 from modelcenter.training import record
 
+PLOT = record.plot
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_curves() -> Iterator[None]:
+    """Of the session: the runs of a module's fixtures, which are set up before those of a test, draw none either."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "plot", lambda rows, path: None)
+        yield
+
 
 @pytest.fixture
-def curves() -> None:
+def curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for by a test whose runs draw."""
-
-
-@pytest.fixture(autouse=True)
-def _no_curves(request: pytest.FixtureRequest) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if "curves" not in request.fixturenames:
-            patch.setattr(record, "plot", lambda rows, path: None)
-        yield
+    monkeypatch.setattr(record, "plot", PLOT)

@@ -27,9 +27,11 @@ def loaded(compiled):
     """Then torch.empty gives NaNs, which the operator must have written over."""
     assert library.cpu().loaded
     torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def offsets(lengths):

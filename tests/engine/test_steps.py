@@ -13,7 +13,7 @@ from engine.testing import Pool
 
 @pytest.fixture(scope="module")
 def three():
-    with Pool(3, timeout=4) as pool:  # also of a collective
+    with Pool(3, timeout=60) as pool:
         yield pool
 
 

@@ -23,9 +23,10 @@ def part(sender: int, receiver: int, number: int, size: int, dtype: torch.dtype)
 def conversation(room):
     """Messages of many sizes, up to five at once, read in another order than they were begun in: those that were not
     what was sent, and for how many there was no place."""
-    shared_memory.ROOM_BYTES = room
     ranks, me = engine.world_size(), engine.rank()
-    memory = share_memory(dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:  # the pool's ranks go on to other tests
+        patch.setattr(shared_memory, "ROOM_BYTES", room)
+        memory = share_memory(dist.group.WORLD)
     reserve, without = memory._reserve, []
     memory._reserve = lambda number, size: (place := reserve(number, size), without.append(place is None))[0]
     plan, own = random.Random(5), random.Random(me)  # the plan is the same on all ranks

@@ -36,7 +36,7 @@ def test_what_is_for_gpus_runs_on_a_cpu(name: str, tmp_path: Path):
     if name == "gpu_training":  # those that differ by more than their sizes
         left_out = ("bert-large, full rows", "gpt-1.3b", "gpt-13b, 8-bit states")
         words += ["--cases", *(case for case in gpu_training.CASES if case not in left_out)]
-    done = python(str(ROOT / "scripts" / "bench" / f"{name}.py"), *words, cwd=tmp_path, timeout=300)
+    done = python(str(ROOT / "scripts" / "bench" / f"{name}.py"), *words, cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(record.read_text())
     assert found["rows"] and all("before the peers" in note for note in found["notes"])

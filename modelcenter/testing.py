@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import engine
 from modelcenter import compare, registry
@@ -322,6 +324,27 @@ class ArchitectureTests:
             for name in expected:
                 assert_same(name, grads[name], expected[name], self.tolerance)
 
+    def test_padding_costs_nothing(self, tmp_path: Path) -> None:
+        """One long row among many short ones: no product has a row for padding, and nothing is as large as the square
+        of the tokens, as a mask or a bias of all pairs would be."""
+        task = self.main_task()
+        self.reference(task, tmp_path)
+        model = self.ours(tmp_path, None)
+        rows = self.rows(task, model.config, (31, *(2,) * 500))
+        sides = [sum(len(row.input_ids) for row in rows)]
+        if model.is_encoder_decoder:
+            sides.append(sum(len(row.labels) for row in rows))
+        tokens = max(sides)
+        tokens += model.prefix_tokens * len(rows)
+        products = []
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(lambda _, x: products.append(x[0].numel() // x[0].shape[-1]))
+        with _Largest() as seen:
+            run_backward(model.train(), pad_rows(task, rows, "right", CHOICES))
+        assert products and max(products) <= tokens, (max(products), tokens)
+        assert seen.elements < tokens**2, (seen.elements, seen.where)
+
     def generating(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch with what it takes for each token to see only what is before it."""
         return batch
@@ -411,6 +434,21 @@ class ArchitectureTests:
         raise AssertionError(f"parity did not notice: {mutation}")
 
 
+class _Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements, self.where = 0, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and not func.is_view and tensor.numel() > self.elements:
+                self.elements, self.where = tensor.numel(), str(func)
+        return out
+
+
 @functools.cache
 def two_ranks() -> engine.testing.Pool:
     """Two gloo ranks, forked once for all tests of a process."""
@@ -444,6 +482,9 @@ def _accumulated(
         engine.init_distributed(**sizes.get(shared, {}))
         policy = engine.Policy(zero_level=level, sequence_parallel=shared == "sequence")
     model = from_pretrained(folder, None, policy=policy)
+    if shared in ("tensor", "sequence"):
+        held = sum(part.numel() for _, _, part in engine.local_slices(model))
+        assert held < 0.8 * model.num_parameters(), "tp_plan splits few of the layers"
     step = CHOICES if task == "multiple-choice" else 1
     examples = [rows[i : i + step] for i in range(0, len(rows), step)][engine.data_rank() :: engine.data_size()]
     size = -(-len(examples) // cut)

@@ -42,7 +42,7 @@ from modelcenter.training.agreement import check_flags
 from modelcenter.training.alone import alone_in
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.feed import Feed, Plan, RowFeed, StreamFeed
-from modelcenter.training.metrics.base import sums
+from modelcenter.training.metrics import sums
 from modelcenter.training.output import prepare_output
 from modelcenter.training.resume import Continuation, find_continuation, keep_global_batch
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import engine
-from modelcenter.training.metrics import MultiLabel, Regression, SingleLabel
+from modelcenter.training.metrics import Accuracy, MultiLabel, Regression, SingleLabel
 
 
 def one_hot(ids: list[int], classes: int) -> Tensor:
@@ -15,7 +15,9 @@ def one_hot(ids: list[int], classes: int) -> Tensor:
 
 
 def feed(metrics, logits: Tensor, targets: Tensor, size: int = 3):
-    for start in range(0, len(targets), size):
+    metrics.update(logits[:size], targets[:size])
+    metrics.result()  # it changes nothing: what comes now is added
+    for start in range(size, len(targets), size):
         metrics.update(logits[start : start + size], targets[start : start + size])
     return metrics.result()
 
@@ -58,6 +60,12 @@ def test_one_class_only_has_no_correlation():
     assert feed(SingleLabel(2), one_hot([1, 1, 1], 2), torch.tensor([1, 0, 1]))["mcc"] == 0.0
 
 
+@pytest.mark.parametrize("metrics", [SingleLabel(2), Accuracy()])
+def test_rows_without_a_label_do_not_count(metrics):
+    found = feed(metrics, one_hot([1, 0, 1, 0], 2), torch.tensor([1, -100, 0, -100]))
+    assert found["accuracy"] == 0.5
+
+
 def test_multi_label():
     predicted = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 1, 0], [0, 0, 0]]).float()
     actual = torch.tensor([[1, 0, 1], [0, 1, 1], [0, 1, 0], [0, 0, 0]]).float()
@@ -86,6 +94,7 @@ def test_regression_of_several_values_and_of_a_constant():
 
 def shares(case: str) -> dict:
     """Each rank feeds its part of the same rows; the last ones of rank 1 are fewer, or none."""
+    engine.init_distributed(tp_size=engine.world_size())  # all ranks count, whatever they split between them
     rng = torch.Generator().manual_seed(0)
     logits, classes = torch.randn(11, 3, generator=rng), torch.randint(3, (11,), generator=rng)
     mine = slice(0, 11) if engine.world_size() == 1 else (slice(0, 8), slice(8, 11))[engine.rank()]

@@ -122,7 +122,7 @@ CUTS = {
 def test_losses_and_texts_do_not_depend_on_the_cut(folder, name):
     """27 rows to train on and 7 to write: ranks run out of both."""
     ranks, changes = CUTS[name]
-    options = {"epochs": 2, "metrics": ["rouge", "bleu", "chrf"], "num_beams": 2, "eval_samples": 99}
+    options = {"epochs": 2, "metrics": ["rouge", "bleu", "chrf", "squad"], "num_beams": 2, "eval_samples": 99}
     options |= {k: v for k, v in changes.items() if k == "model_config"}
     whole = finetune(folder, **options, output_dir=str(folder / "whole"))
     rows = finetune(folder, ranks, **{**options, **changes}, output_dir=str(folder / "cut"))

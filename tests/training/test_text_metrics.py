@@ -267,7 +267,7 @@ def test_preference():
 
 def share() -> list[dict]:
     """All metrics of 13 rows, of which rank 1 has the last three."""
-    engine.init_distributed()
+    engine.init_distributed(tp_size=engine.world_size())  # all ranks count, whatever they split between them
     rng = torch.Generator().manual_seed(2)
     rows = list(range(13))
     mine = [rows[:10], rows[10:]][engine.rank()] if engine.world_size() > 1 else rows

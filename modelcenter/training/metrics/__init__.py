@@ -4,12 +4,13 @@ Each has `update` for the batches of this rank, `result` for all ranks together,
 are compared. Fractions are from 0 to 1; BLEU and chrF are on sacrebleu's scale, 0 to 100.
 """
 
-from modelcenter.training.metrics.base import SMALLER_IS_BETTER, Metrics, Score, gather_lists, sum_over_ranks
+from modelcenter.training.metrics.base import SMALLER_IS_BETTER, Metrics, Score
 from modelcenter.training.metrics.classification import Accuracy, MultiLabel, Regression, SingleLabel
 from modelcenter.training.metrics.generation import Generation, rouge
 from modelcenter.training.metrics.lm import LanguageModel, perplexity
 from modelcenter.training.metrics.preference import Preference
 from modelcenter.training.metrics.qa import ExtractiveAnswers
+from modelcenter.training.metrics.reduce import gather_lists, sum_over_ranks, sums
 from modelcenter.training.metrics.tagging import TokenLabels, entities
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "perplexity",
     "rouge",
     "sum_over_ranks",
+    "sums",
 ]

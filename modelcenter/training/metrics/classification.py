@@ -9,8 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-import engine
-from modelcenter.training.metrics.base import ratio, sum_over_ranks
+from engine.loss import IGNORE_INDEX
+from modelcenter.training.metrics.base import ratio
+from modelcenter.training.metrics.reduce import gather_rows, sum_over_ranks, sums
 
 
 class SingleLabel:
@@ -24,12 +25,11 @@ class SingleLabel:
         self.counts = torch.zeros(3, classes, dtype=torch.int64, device=device)
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """logits (n, classes), targets (n,)."""
-        predicted = logits.argmax(-1)
-        one = torch.ones_like(targets)
-        self.counts[0].index_add_(0, predicted, one)
-        self.counts[1].index_add_(0, targets, one)
-        self.counts[2].index_add_(0, targets, (predicted == targets).to(one.dtype))
+        """logits (n, classes), targets (n,), -100 where a row has no label."""
+        predicted, labelled, classes = logits.argmax(-1), (targets != IGNORE_INDEX).long(), targets.clamp(min=0)
+        self.counts[0].index_add_(0, predicted, labelled)
+        self.counts[1].index_add_(0, classes, labelled)
+        self.counts[2].index_add_(0, classes, labelled * (predicted == targets))
 
     def result(self) -> dict[str, float | None]:
         predicted, actual, hit = sum_over_ranks(self.counts).tolist()
@@ -52,14 +52,15 @@ class Accuracy:
     main = "accuracy"
 
     def __init__(self) -> None:
-        self.counts = torch.zeros(2, dtype=torch.int64)  # rows, right ones
+        self.rows = [0, 0]  # labelled, right
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """logits (n, choices), targets (n,)."""
-        self.counts += torch.tensor([len(targets), int((logits.argmax(-1) == targets).sum())])
+        """logits (n, choices), targets (n,), -100 where a row has no label."""
+        self.rows[0] += int((targets != IGNORE_INDEX).sum())
+        self.rows[1] += int((logits.argmax(-1) == targets).sum())
 
     def result(self) -> dict[str, float | None]:
-        rows, right = sum_over_ranks(self.counts).tolist()
+        rows, right = sums(self.rows)
         return {"accuracy": ratio(right, rows)}
 
 
@@ -111,8 +112,7 @@ class Regression:
 
     def result(self) -> dict[str, float | None]:
         own = torch.cat(self.pairs) if self.pairs else torch.zeros(0, self.width, 2, dtype=torch.float64)
-        everything = engine.gather_result(own)
-        predicted, actual = everything.unbind(-1)
+        predicted, actual = gather_rows(own).unbind(-1)
         columns = list(zip(predicted.T, actual.T, strict=True))
         pearson = [_pearson(p, a) for p, a in columns]
         spearman = [_pearson(_ranks(p), _ranks(a)) for p, a in columns]

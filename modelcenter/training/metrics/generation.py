@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from modelcenter.training.config.seq2seq import GENERATION_METRICS, LANGUAGES, check_metrics
-from modelcenter.training.metrics.base import gather_lists, ratio, sums
+from modelcenter.training.metrics.base import ratio
 from modelcenter.training.metrics.qa import ExtractiveAnswers, is_han
+from modelcenter.training.metrics.reduce import gather_lists, sums
 
 _WORDS = re.compile(r"[a-z0-9]+")
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from engine.loss import IGNORE_INDEX
 from modelcenter.layers.heads import next_labels
-from modelcenter.training.metrics.base import ratio, sums
+from modelcenter.training.metrics.base import ratio
+from modelcenter.training.metrics.reduce import sums
 
 log = logging.getLogger("modelcenter")
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from modelcenter.training.metrics.base import ratio, sums
+from modelcenter.training.metrics.base import ratio
+from modelcenter.training.metrics.reduce import sums
 
 
 class Preference:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.loss import IGNORE_INDEX
-from modelcenter.training.metrics.base import ratio, sums
+from modelcenter.training.metrics.base import ratio
+from modelcenter.training.metrics.reduce import sums
 
 OUTSIDE = "O"
 # Other letters for inside, end and single.

@@ -13,7 +13,7 @@ from modelcenter.data.objectives import Frame, Masked, Objective, Paired, labell
 from modelcenter.models.base import Model
 from modelcenter.training.config import MLMConfig
 from modelcenter.training.evaluation import evaluate
-from modelcenter.training.metrics import LanguageModel, Metrics, sum_over_ranks
+from modelcenter.training.metrics import LanguageModel, Metrics, sum_over_ranks, sums
 from modelcenter.training.tasks.base import own_batches
 from modelcenter.training.tasks.causal import asked_ids
 from modelcenter.training.tasks.pretraining import AskedBatches, Pretraining
@@ -28,17 +28,22 @@ class MaskedMetrics:
 
     def __init__(self, pairs: bool):
         self.tokens, self.pairs = LanguageModel(causal=False), pairs
-        self.counts = torch.zeros(2, dtype=torch.int64)  # pairs, pairs judged right
+        self.judged = [0, 0]  # pairs, right
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """logits (n, vocabulary), targets (n,)."""
         self.tokens.update(logits, targets)
 
+    def add_pairs(self, right: Tensor) -> None:
+        """Whether each pair was judged right."""
+        self.judged[0] += len(right)
+        self.judged[1] += int(right.sum())
+
     def result(self) -> dict[str, float | None]:
         found = self.tokens.result()
         del found["loss"]  # of several terms, it is not the perplexity's
         if self.pairs:
-            total, right = sum_over_ranks(self.counts).tolist()
+            total, right = sums(self.judged)
             found["next_sentence_accuracy"] = right / total if total else None
         return found
 
@@ -71,7 +76,7 @@ class MaskedLanguageModel(Pretraining):
         metrics.update(out.logits, labels[labels != IGNORED])
         if self.cfg.next_sentence:
             right = out.seq_relationship_logits.argmax(-1) == batch["next_sentence_label"]
-            metrics.counts += torch.tensor([len(right), int(right.sum())])
+            metrics.add_pairs(right)
 
     def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> Any:
         self.cfg.next_sentence = model.task == "pretraining"
@@ -142,7 +147,7 @@ class BestTokens:
 
     def result(self) -> dict[str, float | None]:
         """A mask is zero on all ranks but one, so the sums are exact."""
-        sum_over_ranks(self.tokens), sum_over_ranks(self.chances)
+        self.tokens, self.chances = sum_over_ranks(self.tokens), sum_over_ranks(self.chances)
         return {}
 
     def said(self, tokenizer: Any) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,40 @@
+"""What the ranks have counted, together on every rank.
+
+The rule for all metrics: each rank's share counts, so of ranks that compute the same batch only one feeds it. Nothing
+is reduced in place: a metric can go on counting after its `result`.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import engine
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """The sum of a tensor over all ranks, a new one."""
+    total = tensor.to(engine.device(), copy=True)
+    if engine.world_size() > 1:
+        dist.all_reduce(total)
+    return total.to(tensor.device)
+
+
+def sums(values: list[int], dtype: torch.dtype = torch.int64) -> list[Any]:
+    """The sums of these numbers over all ranks."""
+    return sum_over_ranks(torch.tensor(values, dtype=dtype)).tolist()
+
+
+def gather_lists(own: list[Any]) -> list[Any]:
+    """The lists of all ranks, one after another, on every rank. For texts; numbers are summed instead."""
+    if engine.world_size() == 1:
+        return own
+    every: list[Any] = [None] * engine.world_size()
+    dist.all_gather_object(every, own)
+    return [item for part in every for item in part]
+
+
+def gather_rows(own: Tensor) -> Tensor:
+    """The rows (n, ...) of all ranks, one after another, on every rank; ranks may have different numbers of them."""
+    return torch.cat(gather_lists([own]))

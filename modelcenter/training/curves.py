@@ -26,8 +26,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     if evals:
         loss.plot([r["step"] for r in evals], [_nan(r["eval_loss"]) for r in evals], "o-", label="evaluation")
     apart = ("eval_loss", "eval_mse", "eval_seconds")  # of another scale
-    for name in [n for n in (evals[0] if evals else ()) if n.startswith("eval_") and n not in apart]:
-        metrics.plot([r["step"] for r in evals], [_nan(r[name]) for r in evals], "o-", label=name[5:])
+    for name in dict.fromkeys(name for row in evals for name in row if name.startswith("eval_") and name not in apart):
+        known = [row for row in evals if name in row]  # a run that goes on may be judged by other metrics
+        metrics.plot([r["step"] for r in known], [_nan(r[name]) for r in known], "o-", label=name[5:])
     for axes, title in ((loss, "loss"), (rate, "learning rate"), (metrics, "evaluation")):
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.curves import plot
 from modelcenter.training.display import Display
+from modelcenter.training.output import room
 from modelcenter.training.trackers import Trackers
 
 
@@ -25,7 +26,10 @@ def finite(value: Any) -> Any:
 
 class Record:
     """The rows of metrics.jsonl and the files around them; with writer=False (other ranks, dry runs) it only
-    remembers."""
+    remembers.
+
+    A file of rows, or the curves, that cannot be written are said once and do not end the run; summary.json must be.
+    """
 
     def __init__(
         self, path: Path | None, total_steps: int, writer: bool, step: int = 0, cfg: TrainConfig | None = None
@@ -35,6 +39,7 @@ class Record:
         self.rows: list[dict[str, Any]] = []
         self.show = Display(total_steps) if writer else None
         self._file: TextIO | None = None
+        self._unwritable: set[str] = set()  # files of which that has been said
         self._trackers = Trackers(None)
         if self.path is not None:
             self.rows = cut(self.path / "metrics.jsonl", step)
@@ -48,9 +53,9 @@ class Record:
         row = finite(row)
         self.rows.append(row)
         if self._file is not None and self.path is not None:
-            with _naming(self.path / "metrics.jsonl"):
+            with self._trying("metrics.jsonl"):
                 self._file.write(json.dumps(row) + "\n")
-                self._file.flush()
+                self._file.flush()  # what finds no room stays in its buffer, and is written once there is some
         self._trackers.log(row)
         if self.show is not None:
             self.show.row(row)
@@ -62,7 +67,7 @@ class Record:
 
     def _add(self, name: str, row: dict[str, Any]) -> None:
         if self.path is not None:
-            with _naming(self.path / name), (self.path / name).open("a", encoding="utf-8") as file:
+            with self._trying(name), (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def skipped(self, row: dict[str, Any]) -> None:
@@ -77,30 +82,48 @@ class Record:
             self.show.say(text)
 
     def close(self, summary: dict[str, Any]) -> None:
-        """Write summary.json (whole or not at all) and curves.png; then end the trackers."""
+        """Write summary.json (whole or not at all) and curves.png; then end the trackers.
+
+        Raises:
+            OSError: summary.json could not be written.
+        """
         if self.show is not None:
             self.show.close()
-        if self._file is not None and self.path is not None:
-            with _naming(self.path / "metrics.jsonl"):
-                self._file.close()
-            work = self.path / ".summary.json"
-            with _naming(self.path / "summary.json"):
-                work.write_text(json.dumps(finite(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            work.rename(self.path / "summary.json")
-            try:
-                plot(self.rows, self.path / "curves.png")
-            except OSError as error:
-                print(f"curves.png could not be written: {error.strerror}", file=sys.stderr)
-        self._trackers.close()
+        try:
+            if self._file is not None and self.path is not None:
+                with self._trying("metrics.jsonl"):
+                    self._file.close()
+                _write_summary(self.path / "summary.json", summary)
+                self._draw(self.path / "curves.png")
+        finally:
+            self._trackers.close()
+
+    def _draw(self, path: Path) -> None:
+        try:
+            plot(self.rows, path)
+        except Exception as error:  # of matplotlib too: what only shows the run does not end it
+            why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            print(f"{path.name} could not be written: {why}", file=sys.stderr)
+
+    @contextmanager
+    def _trying(self, name: str) -> Iterator[None]:
+        """Let a file of rows be one that cannot be written, which is said once."""
+        try:
+            yield
+        except OSError as error:
+            if name not in self._unwritable and self.path is not None:
+                self._unwritable.add(name)
+                free = room(self.path)
+                self.say(f"{name} cannot be written, the run goes on without its rows: {error.strerror}; {free}")
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Let an error of writing say which file it is of: that of a full disk names none."""
+def _write_summary(path: Path, summary: dict[str, Any]) -> None:
+    work = path.with_name(f".{path.name}")
     try:
-        yield
-    except OSError as error:
+        work.write_text(json.dumps(finite(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:  # that of a full disk names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
+    work.rename(path)
 
 
 def cut(path: Path, step: int) -> list[dict[str, Any]]:

@@ -121,6 +121,23 @@ def test_curves_of_rows_without_numbers(curves, tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_curves_of_evaluations_by_different_metrics(curves, tmp_path, monkeypatch):
+    """As those of a run that went on with other --metrics."""
+    from matplotlib.axes import Axes
+
+    drawn = {}
+
+    def draw(self, x, y, *args, label=None, **kwargs):
+        drawn[label] = (x, y)
+        return usual(self, x, y, *args, label=label, **kwargs)
+
+    usual = Axes.plot
+    monkeypatch.setattr(Axes, "plot", draw)
+    evals = [{"step": 1, "eval_loss": 2.0, "eval_f1": 0.5}, {"step": 2, "eval_loss": 1.0, "eval_bleu": 9.0}]
+    plot(evals, tmp_path / "curves.png")
+    assert drawn["f1"] == ([1], [0.5]) and drawn["bleu"] == ([2], [9.0])
+
+
 def test_evaluation_is_what_transformers_says(folder):
     dev = make_rows(11, seed=2)
     rows = finetune(folder, eval_batch_size=4, model_config=SIZES | {"dropout": 0.4, "initializer_range": 0.4})

@@ -413,13 +413,39 @@ def test_a_disk_that_stays_full_is_said_with_the_file(folder, curves, capfd):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no file that is always full")
-def test_a_full_disk_is_said_with_the_file_of_a_row(tmp_path):
+def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, capsys):
+    """Nor what is remembered of them."""
     for name in ("metrics.jsonl", "samples.jsonl"):
         (tmp_path / name).symlink_to("/dev/full")
     record = Record(tmp_path, 3, writer=True)
-    for name, write in (("metrics", record.log), ("samples", record.sample), ("metrics", record.close)):
-        with pytest.raises(OSError, match=rf"No space left on device: '.*/{name}.jsonl'"):
-            write({"step": 1})
+    for step in (1, 2):
+        record.log({"step": step})
+        record.sample({"step": step})
+    record.close({"steps": 2})
+    assert record.rows == [{"step": 1}, {"step": 2}] and json.loads((tmp_path / "summary.json").read_text())["steps"]
+    said = capsys.readouterr().out
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert said.count(f"{name} cannot be written, the run goes on without its rows: No space left on device; ") == 1
+
+
+def test_a_summary_that_finds_no_room_is_an_error_with_its_name(tmp_path):
+    record = Record(tmp_path, 3, writer=True)
+    (tmp_path / ".summary.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*/summary.json'"):
+        record.close({})
+
+
+def test_curves_that_cannot_be_drawn_cost_nothing_else(tmp_path, monkeypatch, capsys):
+    def plot(rows, path):
+        raise KeyError("lr")
+
+    monkeypatch.setattr("modelcenter.training.record.plot", plot)
+    ended = []
+    record = Record(tmp_path, 3, writer=True)
+    monkeypatch.setattr(record._trackers, "close", lambda: ended.append(True))
+    record.close({"steps": 2})
+    assert ended and (tmp_path / "summary.json").is_file()
+    assert "curves.png could not be written: KeyError: 'lr'" in capsys.readouterr().err
 
 
 @pytest.mark.full

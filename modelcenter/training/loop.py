@@ -87,6 +87,7 @@ def train(
                 if cfg.lora_rank is not None or cfg.freeze:
                     run.record.say(trainable_parameters(model))
             run.train()
+            run.stopping.wait_for_the_end()
             if output is not None and run.stopping.reason is None:
                 run.finish(output / "model")  # a run whose model could not be written has failed, and can go on
             status, reason = ("finished", None) if run.stopping.reason is None else ("stopped", run.stopping.reason)
@@ -263,9 +264,9 @@ class Run:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save_due(self, last: bool) -> bool:
-        if self.cfg.output_dir is None or self.cfg.save_every == "never":
+        if self.cfg.output_dir is None:
             return False
-        if self._due(self.cfg.save_every, last):
+        if self.cfg.save_every != "never" and self._due(self.cfg.save_every, last):
             return True
         if self.cfg.save_minutes is None:
             return False
@@ -304,8 +305,7 @@ class Run:
             save_checkpoint(root, self.model, self.manager, state, asynchronous=not wait, **options)
             self.selection.writing(best)
         except (OSError, RuntimeError) as error:
-            failed = f"step {self.step}: a checkpoint could not be written, training goes on: {error}"
-            self.record.say(f"{failed}; {room(root.parent)}")
+            self.record.say(f"step {self.step}: the checkpoint could not be written: {error}; {room(root.parent)}")
 
     def _wait_for_the_last(self, output: Path) -> None:
         """Until the checkpoint that is being written is. One that could not be costs nothing that comes after it."""

@@ -44,6 +44,7 @@ class Stopping:
         self._signal: int | None = None
         self._told_at = 0.0
         self._leave, self._grace = leave, grace
+        self._may_leave = True  # what takes too long
         self._watch: threading.Timer | None = None
         self._before: dict[int, Any] = {}
         self._group: dist.ProcessGroup | None = None
@@ -60,10 +61,18 @@ class Stopping:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.wait_for_the_end()
+        for number, handler in self._before.items():
+            # One that was not installed from Python cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+    def wait_for_the_end(self) -> None:
+        """No step is left that could take too long: what comes now is worth the time that a launcher gives."""
+        self._may_leave = False
         if self._watch is not None:
             self._watch.cancel()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def asked(self) -> bool:
         """Whether the run shall end now; the same on all ranks. Collective."""
@@ -99,9 +108,10 @@ class Stopping:
                 raise Stopped(number)
             return
         self._signal, self._told_at = number, time.monotonic()
-        self._watch = threading.Timer(self._grace, self._abandon)
-        self._watch.daemon = True
-        self._watch.start()
+        if self._may_leave:
+            self._watch = threading.Timer(self._grace, self._abandon)
+            self._watch.daemon = True
+            self._watch.start()
 
     def _abandon(self) -> None:
         """The step that was under way when the signal came is not done yet."""

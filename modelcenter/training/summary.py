@@ -56,8 +56,8 @@ def _last_and_best(rows: list[dict[str, Any]], metric: str, smaller: bool) -> di
     of = min if smaller else max
     best = of(scored, key=lambda r: r[metric]) if scored else min(trained, key=lambda r: r["loss"], default={})
     last: dict[str, Any] = {}
-    for row in (*trained[-1:], *judged[-1:]):
-        last |= row
+    for row in sorted((*trained[-1:], *judged[-1:]), key=lambda r: r["step"]):
+        last |= row  # step and epoch are those of the newer one
     return {"last": last, "best": {"metric": metric if scored else "loss", **best} if best else {}}
 
 

@@ -17,6 +17,7 @@ from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.curves import plot
+from modelcenter.training.summary import _last_and_best
 from scripts.finetune_classification import main
 
 
@@ -119,6 +120,13 @@ def test_curves_of_rows_without_numbers(curves, tmp_path):
     for name, rows in {"a": [row, row | {"step": 2, "eval_loss": None, "eval_f1": None}], "b": [row], "c": []}.items():
         plot(rows, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_last_numbers_are_of_the_newest_step():
+    rows = [{"step": 4, "epoch": 1.0, "eval_loss": 0.5}, {"step": 6, "epoch": 1.5, "loss": 0.4, "tokens": 60}]
+    found = _last_and_best(rows, "eval_loss", smaller=True)
+    assert found["last"] == {"step": 6, "epoch": 1.5, "loss": 0.4, "tokens": 60, "eval_loss": 0.5}
+    assert found["best"]["step"] == 4
 
 
 def test_curves_of_evaluations_by_different_metrics(curves, tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def folder(tmp_path):
 
 
 def values_of(folder, name, **changes):
-    return flags(folder, output_dir=str(folder / name), epochs=3, save_every=2, **changes)
+    return flags(folder, **{"output_dir": str(folder / name), "epochs": 3, "save_every": 2} | changes)
 
 
 @pytest.mark.parametrize("step", [5, *(pytest.param(step, marks=pytest.mark.full) for step in (1, 11))])
@@ -205,6 +205,47 @@ def test_a_step_that_takes_too_long_is_left(tmp_path):
     child.join(30)
     assert child.exitcode == 0 and time.monotonic() - began < 25  # though there is no room for the summary
     assert "stopped by SIGTERM in a step of more than 0.3 s" in (tmp_path / "reason").read_text()
+
+
+def test_saving_the_model_is_not_left(folder, monkeypatch):
+    """Whatever time it takes: all steps are done."""
+    finish, watches = loop.Run.finish, []
+
+    def told(self, target):
+        os.kill(os.getpid(), signal.SIGTERM)
+        watches.extend(thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
+        finish(self, target)
+
+    monkeypatch.setattr(loop.Run, "finish", told)
+    main(command(values_of(folder, "run", max_steps=1, save_every="never")))
+    assert not watches and (folder / "run" / "model").is_dir()
+    assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_handler_that_was_not_set_from_python_is_no_error_at_the_end(monkeypatch):
+    given = []
+    monkeypatch.setattr(signal, "signal", lambda number, handler: given.append(handler))  # None: not from Python
+    with Stopping(None):
+        pass
+    assert given[2:] == [signal.SIG_DFL] * 2
+
+
+def test_the_group_for_asking_is_given_back(monkeypatch):
+    groups = []
+    monkeypatch.setattr(engine, "world_size", lambda: 2)
+    monkeypatch.setattr(engine, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **options: groups.append("made") or "group")
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", groups.append)
+    with Stopping(None):
+        pass
+    assert groups == ["made", "group"]
+
+
+def test_minutes_alone_are_a_reason_to_save():
+    cfg = ClassificationConfig(output_dir="run", save_every="never", save_minutes=1.0)
+    for seconds in (59, 61):
+        run: Any = SimpleNamespace(cfg=cfg, stopping=Stopping(None), _saved=(0, time.monotonic() - seconds))
+        assert loop.Run._save_due(run, last=False) == (seconds > 60)
 
 
 def test_max_time_counts_from_the_start_of_the_command(folder, monkeypatch):
@@ -389,7 +430,7 @@ def test_a_full_disk_costs_the_checkpoint_only(folder, monkeypatch, capsys):
     monkeypatch.setattr(loop, "save_checkpoint", save)
     main(command(values_of(folder, "run")))
     said = capsys.readouterr().out
-    assert "step 4: a checkpoint could not be written, training goes on: [Errno 28] No space left" in said
+    assert "step 4: the checkpoint could not be written: [Errno 28] No space left" in said
     assert re.search(r"No space left on device; [\d,.]+ MB are free at .*run\n", said)
     assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
     assert not (folder / "run" / "checkpoints" / "step-00000004").exists()

@@ -13,7 +13,7 @@ import engine
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.accumulation import Batch, LossFn, parts_of, to_device
-from modelcenter.training.metrics import Score, sum_over_ranks
+from modelcenter.training.metrics import Score, sum_over_ranks, sums
 
 Feed = Callable[[Any, ModelOutput, Any], None]
 
@@ -63,17 +63,18 @@ def evaluate(
     """
     inputs, count = parts_of(model, loss_fn)
     terms = sorted(count(model.empty_batch()))
-    own = [[count(batch)[term] for term in terms] for batch in (batches if _counts() else ())]
-    counts = sum_over_ranks(torch.tensor([[0] * len(terms), *own]).sum(0))
-    totals = {term: max(1, n) for term, n in zip(terms, counts.tolist(), strict=True)}
+    own = [count(batch) for batch in (batches if _counts() else ())]
+    counts = sums([sum(found[term] for found in own) for term in terms])
+    totals = {term: max(1, n) for term, n in zip(terms, counts, strict=True)}
     total = torch.zeros((), dtype=torch.float64, device=model.device)
     for batch, out in _outputs(model, batches, totals, inputs):
         if batch is not None:
             total += (out.loss if loss_fn is None else loss_fn(out, batch, totals)).double()
             if metrics is not None or feed is not None:
                 (feed or _feed)(metrics, out, batch)
+        del out  # as in _outputs
     loss = sum_over_ranks(total).item()
-    result: dict[str, float | None] = {"loss": loss if bool(counts.any()) else None}
+    result: dict[str, float | None] = {"loss": loss if any(counts) else None}
     return {**result, **(metrics.result() if metrics is not None else {})}
 
 
@@ -122,7 +123,6 @@ def _unlabelled(batch: Batch) -> Batch:
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
-@torch.no_grad()
 def _outputs(
     model: Model, batches: Sequence[Batch], totals: dict[str, int] | None, inputs: Callable[[Batch], Batch]
 ) -> Iterator[tuple[Batch | None, ModelOutput]]:
@@ -143,11 +143,11 @@ def _outputs(
             mine = turn < len(batches)
             batch = to_device(batches[turn] if mine else model.empty_batch(), model.device)
             given = inputs(batch)
-            if pipeline is None:
-                out = model(**given, loss_counts=totals)
-            else:
-                out = pipeline.forward(functools.partial(model, **given, loss_counts=totals))
+            forward = functools.partial(model, **given, loss_counts=totals)
+            with torch.no_grad():
+                out = forward() if pipeline is None else pipeline.forward(forward)
             yield (batch if mine and _counts() else None), out
+            del out  # or its logits would be held beside those of the next batch
     finally:
         if pipeline is not None:
             pipeline.flush()

@@ -1,5 +1,6 @@
 """What a run with low-rank updates leaves in its checkpoints, as a Hugging Face directory or as an adapter."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
@@ -52,7 +53,9 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
             shutil.copytree(path.parent / "adapter", scratch, dirs_exist_ok=True)
         return f"{target}: the adapter of {path.parent}"
     about = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-    cfg = TASKS[about["task"]].flags()(**about["flags"])
+    kind = TASKS[about["task"]].flags()
+    known = {field.name for field in dataclasses.fields(kind)}  # another version may have had others
+    cfg = kind(**{name: value for name, value in about["flags"].items() if name in known})
     values = read_json(path / CONFIG_FILE)
     arch = registry.get(values["model_type"], values.get("architectures")).arch_map()
     model = modelcenter.from_config(

@@ -321,7 +321,7 @@ class Run:
         continuation.check(self.cfg, self.train_set.fingerprint())
         state = resume.load_state(continuation.checkpoint, self.model, self.manager)
         self.step, self.clock = state["step"], Clock(state["seconds"])
-        self.meter.load(state)
+        self.meter.load(state, self.clock.seconds)
         self.skipped.go_on_from(self.step)
         counts = functools.partial(resume.best_counts, self.cfg, self.selection.metric)
         self.selection.load(state, continuation.own, counts)

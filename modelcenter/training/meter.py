@@ -42,11 +42,11 @@ class Meter:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"tokens": self.tokens, "logged": list(self._row_at)}
+        return {"tokens": self.tokens}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        self.tokens, self._row_at = state["tokens"], tuple(state["logged"])
+    def load(self, state: Mapping[str, Any], seconds: float) -> None:
+        """Go on from what `state` gave, so many seconds into the run: the next row is on the steps from there."""
+        self.tokens, self._row_at = state["tokens"], (state["tokens"], seconds)
 
 
 def slots_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:

@@ -90,10 +90,12 @@ def test_a_lora_run_on_a_pipeline(folder, dora):
     assert ours.keys() == theirs.keys()
 
 
-def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder):
+def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder, monkeypatch):
     from modelcenter import cli
 
     (folder / "base" / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    flags_of = ClassificationConfig.arithmetic
+    monkeypatch.setattr(ClassificationConfig, "arithmetic", lambda cfg: flags_of(cfg) | {"of_another_version": 1})
     main(command(values_of(folder, "run", **LORA)))
     (folder / "base").rename(folder / "gone")
     for name, words in (("last", ["--step", "last"]), ("adapter", ["--step", "last", "--keep_adapter"]), ("final", [])):

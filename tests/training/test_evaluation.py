@@ -1,5 +1,7 @@
 """evaluate and accumulate as functions, on any of our models."""
 
+import weakref
+
 import pytest
 import torch
 from toydata import SIZES
@@ -58,6 +60,20 @@ def test_a_loss_of_two_terms_is_the_sum_of_their_means():
     with torch.no_grad():
         expected = model(**whole).loss.item()
     assert modelcenter.training.evaluate(model, batches)["loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_each_batch_is_counted_once_and_its_logits_are_let_go():
+    """Vocabulary logits of two batches at once may be more than a device has."""
+    model, batches, alive, counted = make_model("pretraining"), make_batches([3, 2, 2]), [], []
+    for batch in batches:
+        batch["labels"], batch["next_sentence_label"] = batch["input_ids"], batch["labels"].clamp(max=1)
+    held: list = []
+    model.register_forward_pre_hook(lambda *_: alive.extend(one() for one in held if one() is not None))
+    count = model.loss_counts
+    model.loss_counts = lambda batch: counted.append(batch) or count(batch)
+    modelcenter.training.evaluate(model, batches, None, lambda _, out, batch: held.append(weakref.ref(out.logits)))
+    assert len(held) == 3 and not alive
+    assert sum(any(one is batch for one in counted) for batch in batches) == 3 == len(counted) - 1  # and an empty one
 
 
 def evaluate_share() -> dict:

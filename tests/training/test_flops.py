@@ -10,7 +10,9 @@ import engine.testing
 import modelcenter as mc
 from modelcenter.adapters import Freeze, Lora
 from modelcenter.data.tokenize import tokenize
+from modelcenter.training.feed import GlobalBatch
 from modelcenter.training.flops import Arithmetic, Sizes, Utilisation, promised
+from modelcenter.training.meter import Meter
 from scripts.finetune_classification import main
 
 SHAPE = {"vocab_size": 50, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "intermediate_size": 20}
@@ -111,6 +113,18 @@ def test_mfu_of_a_run(tmp_path):
     assert done * 1e9 == pytest.approx(expected, rel=0.01)
     main(command(flags(folder, max_steps=1, output_dir=str(folder / "plain"))))
     assert "mfu" not in (folder / "plain" / "metrics.jsonl").read_text()  # nobody knows what this CPU can do
+
+
+def test_the_first_row_after_a_stop_is_on_the_steps_since():
+    """What a step before it did is known to nobody."""
+    model = mc.from_config("tiny/bert", "sequence-classification", num_labels=3, **SHAPE)
+    batch = {"input_ids": torch.zeros(1, 8), "cu_seqlens": torch.tensor([0, 5, 8]), "labels": torch.zeros(2)}
+    meters, rows = [Meter(model, 1e9), Meter(model, 1e9)], []
+    meters[1].load({"tokens": 700}, seconds=100.0)
+    for meter, seconds in zip(meters, (2.0, 102.0), strict=True):
+        meter.add(GlobalBatch(0, [batch], 8, None, {}))
+        rows.append(meter.row(seconds))
+    assert rows[1] == {**rows[0], "tokens": 708} and rows[0]["tokens_per_second"] == 4.0
 
 
 def in_parts():

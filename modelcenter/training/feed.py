@@ -1,6 +1,6 @@
 """The global batches of a run, in order: what each step trains on, as this rank sees it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,8 +36,8 @@ class Feed(Protocol):
         """From a step on, to the end; state: that of the batch before it."""
         ...
 
-    def epochs_at(self, step: int) -> float:
-        """Passes over the data when so many steps are done."""
+    def epochs_at(self, step: int, state: Mapping[str, Any]) -> float:
+        """Passes over the data when so many steps are done. state: that of the last one's batch."""
         ...
 
     def where(self, rows: Any, most: int = 4) -> str:
@@ -87,7 +87,7 @@ class RowFeed:
         made = [numbered(self.examples, self.examples.batch(part, epoch), part) for part in own if len(part)]
         return GlobalBatch(step, made, int(self.plan.lengths[rows].sum()), rows, {})
 
-    def epochs_at(self, step: int) -> float:
+    def epochs_at(self, step: int, state: Mapping[str, Any]) -> float:
         return step / self.plan.steps
 
     def where(self, rows: np.ndarray, most: int = 4) -> str:
@@ -95,13 +95,12 @@ class RowFeed:
 
 
 class StreamFeed:
-    """Batches of rows that are read while training goes on. Its state is the stream's: a few integers."""
+    """Batches of rows that are read while training goes on. Its state is a few integers: the place and the epoch."""
 
     steps_per_epoch = None
 
     def __init__(self, examples: Any, stream: StreamBatches, steps: int, microbatches: int):
         self.examples, self.stream, self.steps, self.microbatches = examples, stream, steps, microbatches
-        self._epochs: dict[int, int] = {}  # step -> epoch of the rows before it
 
     def batches(self, step: int = 0, state: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
         batches = self.stream.at((state or {}).get("stream"))
@@ -111,14 +110,12 @@ class StreamFeed:
             rows = self.examples.rows_of(batch)
             parts = [[rows[i] for i in part] for part in own if len(part)]
             made = [numbered(self.examples, self.examples.batch(part, batch.epoch), part) for part in parts]
-            self._epochs[number + 1] = batch.epoch
-            yield GlobalBatch(number, made, int(batch.lengths.sum()), rows, {"stream": batch.state})
+            state = {"stream": batch.state, "epoch": batch.epoch}
+            yield GlobalBatch(number, made, int(batch.lengths.sum()), rows, state)
 
-    def epochs_at(self, step: int) -> float:
-        """The epoch of the rows of the step before; nobody knows how far in it they are."""
-        for old in [known for known in list(self._epochs) if known < step]:  # a thread adds to it meanwhile
-            del self._epochs[old]
-        return float(self._epochs.get(step, 0))
+    def epochs_at(self, step: int, state: Mapping[str, Any]) -> float:
+        """The epoch of the last step's rows. How far into it they are is not known before it ends."""
+        return float(state.get("epoch", 0))
 
     def where(self, rows: Any, most: int = 4) -> str:
         return in_words([self.examples.where(row) for row in rows[:most]], len(rows))

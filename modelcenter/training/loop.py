@@ -242,7 +242,7 @@ class Run:
         began = time.perf_counter()
         with stoppable(self.stopping.asked):
             found = self.task.evaluate(self.model, self.eval_set, self.cfg.eval_batch_size)
-        row = {"step": self.step, "epoch": self._epoch(), **{f"eval_{name}": value for name, value in found.items()}}
+        row = {"step": self.step, "epoch": self.epoch(), **{f"eval_{name}": value for name, value in found.items()}}
         self.record.log({**row, "eval_seconds": round(time.perf_counter() - began, 3)})
         with stoppable(self.stopping.asked):
             samples = self.task.samples(self.model, self.tokenizer, self.eval_set)
@@ -258,8 +258,9 @@ class Run:
         period = per_epoch if every == "epoch" else None if every == "never" else int(every)
         return last or (period is not None and self.step % period == 0)
 
-    def _epoch(self) -> float:
-        return round(self.feed.epochs_at(self.step), 4)
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return round(self.feed.epochs_at(self.step, self.feed_state), 4)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -382,7 +383,7 @@ class Run:
         seconds = self.clock.seconds
         row = {
             "step": self.step,
-            "epoch": self._epoch(),
+            "epoch": self.epoch(),
             "loss": values[0],
             "lr": lr,
             "grad_norm": values[1],

@@ -31,7 +31,7 @@ def summary_of(run: "Run", status: str, reason: str | None, skipped: int) -> dic
         "model": run.cfg.model,
         "parameters": run.model.num_parameters(),
         "steps": run.step,
-        "epochs": round(run.feed.epochs_at(run.step), 4),
+        "epochs": run.epoch(),
         "tokens": tokens,
         "seconds": round(seconds, 4),
         "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,

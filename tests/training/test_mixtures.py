@@ -78,7 +78,7 @@ def test_a_step_does_not_count_the_rows_of_an_epoch_anew():
 
     feed = RowFeed(Rows(), EpochBatches(Rows().lengths, 4, 0, draw), 10, 1)
     batches = list(feed.batches())
-    assert [feed.epochs_at(batch.step) for batch in batches][-1] == 9 / 5 and batches[0].tokens == 12
+    assert [feed.epochs_at(batch.step, batch.state) for batch in batches][-1] == 9 / 5 and batches[0].tokens == 12
     assert calls == {"draws": 3, "lengths": 1}  # once to count them, and for each epoch
 
 

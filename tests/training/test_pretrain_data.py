@@ -182,7 +182,7 @@ def test_a_stream_has_all_tokens_of_its_texts(folder):
     assert isinstance(feed, StreamFeed)
     pieces = {}
     for batch in feed.batches():
-        if feed.epochs_at(batch.step + 1) > 0:
+        if feed.epochs_at(batch.step + 1, batch.state) > 0:
             break
         for row in batch.rows:
             assert row.key not in pieces and len(row.tokens) <= 24
@@ -194,16 +194,14 @@ def test_a_stream_has_all_tokens_of_its_texts(folder):
         assert found in (whole, whole[:-1])  # a last piece of one token asks nothing
 
 
-def test_the_epochs_of_a_stream_are_looked_at_while_a_thread_adds_to_them():
-    feed = StreamFeed(None, None, 3, 1)
-
-    class Step(int):
-        def __lt__(self, other):
-            feed._epochs[len(feed._epochs) + 5] = 0
-            return int(self) < other
-
-    feed._epochs = {Step(1): 0, Step(2): 1}
-    assert feed.epochs_at(2) == 1.0
+def test_a_stream_without_a_step_left_knows_its_epoch(folder):
+    """The checkpoint says it: no batch is read any more."""
+    data = write_jsonl(folder / "few.jsonl", [{"text": text} for text in make_texts(3, 1)])
+    stream = {"streaming": True, "batch_tokens": 96, "train_data": str(data), "max_steps": 3, "save_every": 3}
+    pretrain(folder, "lm", "run", **stream)
+    pretrain(folder, "lm", "next", resume=str(folder / "run"), **stream)
+    epochs = [json.loads((folder / name / "summary.json").read_text())["epochs"] for name in ("run", "next")]
+    assert epochs[0] == epochs[1] > 0
 
 
 @pytest.mark.parametrize(

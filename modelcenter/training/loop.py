@@ -31,8 +31,8 @@ from modelcenter.training.meter import Meter
 from modelcenter.training.output import clear_output, room
 from modelcenter.training.record import Record
 from modelcenter.training.resume import Continuation
-from modelcenter.training.selection import Selection
-from modelcenter.training.setup import check_judge, fix_evaluation, make_feed, make_optimizer
+from modelcenter.training.selection import Selection, check_judge
+from modelcenter.training.setup import fix_evaluation, make_feed, make_optimizer
 from modelcenter.training.skipped import Skipped
 from modelcenter.training.stopping import Stopping
 from modelcenter.training.summary import summary_of
@@ -126,7 +126,7 @@ class Run:
         self.cfg, self.task, self.model, self.tokenizer = cfg, task, model, tokenizer
         self.train_set, self.eval_set = train_set, eval_set
         check_data(train_set, eval_set)  # before anything that all ranks work out together
-        check_judge(cfg, task, eval_set is not None)
+        check_judge(cfg, task, eval_set)
         fix_evaluation(cfg, train_set, eval_set)
         task.before_training(model, train_set, eval_set)
         fit_batch(cfg, task, model, train_set)

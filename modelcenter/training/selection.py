@@ -1,10 +1,27 @@
 """Which evaluation of a run is the best, and when those that are not have been enough."""
 
+import difflib
 import math
 from collections.abc import Callable
 from typing import Any
 
+from modelcenter.data.examples import Examples
+from modelcenter.training.config import TrainConfig
 from modelcenter.training.metrics import SMALLER_IS_BETTER
+
+
+def check_judge(cfg: TrainConfig, task: Any, eval_set: Examples | None) -> None:
+    """Raise ValueError, before the first step, where no evaluation could tell which model is best. Collective."""
+    for name in ("best_metric", "early_stopping"):
+        if getattr(cfg, name) is not None and eval_set is None:
+            raise ValueError(f"{name}: there are no rows to evaluate on; give eval_data or eval_fraction")
+    if cfg.best_metric is None:
+        return
+    known, name = task.metric_names(eval_set), cfg.best_metric.removeprefix("eval_")
+    if name not in known:
+        close = [n for n in known if n.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff=0.85)
+        meant = f". Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"best_metric: got {name!r}, expected one of {', '.join(known)}{meant}")
 
 
 class Selection:

@@ -1,6 +1,5 @@
 """From flags to a model that is ready to train: ranks, tokenizer, weights, batches per step, optimizer."""
 
-import difflib
 import math
 import os
 import platform
@@ -47,11 +46,6 @@ from modelcenter.training.output import prepare_output
 from modelcenter.training.resume import Continuation, find_continuation, keep_global_batch
 
 SCHEDULES: dict[str, Any] = {"linear": Linear, "cosine": Cosine, "constant": NoDecay, "wsd": WSD}
-# Metrics of evaluations whose rows have groups, or questions without an answer.
-_OF_SOME_ROWS = (
-    "exact_match",
-    *(f"{k}_{m}" for k in ("has_answer", "no_answer", "best") for m in ("exact_match", "f1")),
-)
 _SKIPS_IN_A_ROW = 8  # steps without a finite gradient after which a run gives up
 
 
@@ -268,22 +262,6 @@ def max_length(model: Model, tokenizer: Any, wanted: int | None) -> int:
     if wanted <= special:
         raise ValueError(f"max_length: got {wanted}, expected more than the {special} special tokens of a row")
     return wanted
-
-
-def check_judge(cfg: TrainConfig, task: Any, judged: bool) -> None:
-    """Raise ValueError, before the first step, where no evaluation could tell which model is best. Collective."""
-    for name in ("best_metric", "early_stopping"):
-        if getattr(cfg, name) is not None and not judged:
-            raise ValueError(f"{name}: there are no rows to evaluate on; give eval_data or eval_fraction")
-    if cfg.best_metric is None:
-        return
-    metrics = task.metrics()
-    known = list(dict.fromkeys(["loss", metrics.main, *metrics.result()]))
-    name = cfg.best_metric.removeprefix("eval_")
-    if name not in known and name not in _OF_SOME_ROWS:
-        close = [n for n in known if n.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff=0.85)
-        meant = f". Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"best_metric: got {name!r}, expected one of {', '.join(known)}{meant}")
 
 
 def make_feed(cfg: TrainConfig, examples: Any) -> Feed:

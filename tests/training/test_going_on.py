@@ -6,7 +6,10 @@ import os
 import platform
 import re
 import signal
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from toydata import SIZES, STILL, command, flags, write_folder
@@ -20,7 +23,7 @@ from modelcenter.training import loop, resume
 from modelcenter.training.alone import alone_in
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.record import cut
-from modelcenter.training.setup import check_judge
+from modelcenter.training.selection import Selection, check_judge
 from scripts.finetune_classification import main
 
 
@@ -444,9 +447,9 @@ def test_a_metric_of_pretraining_that_is_misspelt_is_said_before_the_first_step(
     from modelcenter.training.tasks.causal import CausalLanguageModel
 
     task = CausalLanguageModel.__new__(CausalLanguageModel)
-    check_judge(PretrainLMConfig(best_metric="perplexity"), task, True)
+    check_judge(PretrainLMConfig(best_metric="perplexity"), task, [])
     with pytest.raises(ValueError, match=r"best_metric: got 'perplexty', expected one of loss, perplexity\. Did you"):
-        check_judge(PretrainLMConfig(best_metric="perplexty"), task, True)
+        check_judge(PretrainLMConfig(best_metric="perplexty"), task, [])
 
 
 def test_a_metric_that_takes_a_flag_is_one_with_that_flag_alone():
@@ -456,9 +459,30 @@ def test_a_metric_that_takes_a_flag_is_one_with_that_flag_alone():
     task = LanguageModelling.__new__(LanguageModelling)
     for task.cfg in (LMConfig(best_metric="accuracy", token_accuracy=True), LMConfig(best_metric="accuracy")):
         if task.cfg.token_accuracy:
-            check_judge(task.cfg, task, True)
+            check_judge(task.cfg, task, [])
     with pytest.raises(ValueError, match=r"best_metric: got 'accuracy', expected one of loss, perplexity$"):
-        check_judge(task.cfg, task, True)
+        check_judge(task.cfg, task, [])
+
+
+def test_a_metric_of_groups_is_one_where_rows_have_them():
+    from modelcenter.data.labels import Labels
+    from modelcenter.training.config import Seq2SeqConfig
+    from modelcenter.training.tasks.classification import Classification
+    from modelcenter.training.tasks.seq2seq import SequenceToSequence
+
+    classes, texts = Classification.__new__(Classification), SequenceToSequence.__new__(SequenceToSequence)
+    classes.labels = Labels("single_label_classification", ["bad", "good"])
+    texts.cfg = Seq2SeqConfig(metrics=["accuracy"], eval_generate=True)
+    for groups in (np.array([0, 0]), None):
+        texts.group = None if groups is None else "group"
+        for task in (classes, texts):
+            said = nullcontext() if groups is not None else pytest.raises(ValueError, match="best_metric: got 'exact_m")
+            with said:
+                check_judge(ClassificationConfig(best_metric="exact_match"), task, SimpleNamespace(groups=groups))
+
+
+def test_fewer_rewards_of_rejected_answers_are_better():
+    assert Selection("rejected", None).smaller_is_better and not Selection("chosen", None).smaller_is_better
 
 
 def test_the_files_of_streams_and_mixtures_that_changed_are_named():

@@ -1,6 +1,8 @@
 """Extractive question answering from the command line: against transformers, cut differently, and mistakes."""
 
+import dataclasses
 import json
+import re
 import signal
 
 import numpy as np
@@ -42,6 +44,20 @@ def finetune(folder, ranks: int = 1, **changes) -> list[dict]:
 def read(path) -> list[dict]:
     with open(path, encoding="utf-8") as file:
         return [json.loads(line) for line in file]
+
+
+def test_metrics_to_choose_by_are_those_that_the_rows_have(folder):
+    task = module.QuestionAnswering(
+        QAConfig(train_data=[str(folder / "data" / "train.jsonl")], eval_fraction=0.5, doc_stride=8)
+    )
+    _, held = task.tokenize(make_tokenizer(), 48)
+    every = {f"{of}{name}" for of in ("", "has_answer_", "no_answer_", "best_") for name in ("exact_match", "f1")}
+    assert set(task.metric_names(held)) == {"loss", *every}
+    answered = dataclasses.replace(held.asked, answers=[["x"] for _ in held.asked.questions])
+    found = set(task.metric_names(dataclasses.replace(held, asked=answered)))
+    assert found == {"loss", *(name for name in every if not re.match("has|no", name))}
+    task.null_threshold = None  # --no_answer false
+    assert set(task.metric_names(dataclasses.replace(held, asked=answered))) == {"loss", "exact_match", "f1"}
 
 
 def encoded(rows: list[dict], targets: bool = True):

@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 # Metrics of which less is better; of all others more is.
-SMALLER_IS_BETTER = frozenset({"loss", "perplexity", "mse"})
+SMALLER_IS_BETTER = frozenset({"loss", "perplexity", "mse", "rejected"})  # rejected: mean reward of such answers
 
 
 class Score(Protocol):

@@ -145,6 +145,11 @@ class Task(ABC):
     def metrics(self, device: torch.device | str = "cpu") -> Score:
         """New, empty metrics."""
 
+    def metric_names(self, examples: Examples) -> list[str]:
+        """What an evaluation of these rows gives that says which model is better. Collective."""
+        metrics = self.metrics()
+        return list(dict.fromkeys(["loss", metrics.main, *metrics.result()]))
+
     def feed(self, metrics: Any, out: Any, batch: dict[str, Any]) -> None:
         """Give the metrics what the model made of a batch."""
         metrics.update(out.logits, batch["labels"])

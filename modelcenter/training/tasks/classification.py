@@ -146,6 +146,9 @@ class Classification(Task):
         kind = MultiLabel if self.labels.problem_type == "multi_label_classification" else SingleLabel
         return kind(len(self.labels.names), device)
 
+    def metric_names(self, examples: Any) -> list[str]:
+        return super().metric_names(examples) + ([] if examples.groups is None else ["exact_match"])
+
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
         """Also exact_match, where rows have groups: those that are right in all their rows."""
         if examples.groups is None:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
+import engine
 from modelcenter.data.literal import as_list, as_object
 from modelcenter.data.passages import Passages, find_answers, tokenize_passages
 from modelcenter.data.readers import Table
@@ -162,6 +163,12 @@ class QuestionAnswering(WindowTask):
 
     def metrics(self, device: torch.device | str = "cpu") -> ExtractiveAnswers:
         return ExtractiveAnswers(self.scoring)
+
+    def metric_names(self, examples: Any) -> list[str]:
+        """Some are of rows without an answer, and there only if `examples` have such. A threshold judges no model."""
+        mine = range(engine.rank(), self.count(examples), engine.world_size())
+        found = self.judge(examples, {row: [] for row in mine}).result()
+        return ["loss", *(name for name in found if not name.endswith("_threshold"))]
 
     def about_columns(self) -> str:
         question, context, answers = self.columns

@@ -174,6 +174,10 @@ class SequenceToSequence(Task):
             return LossAlone()
         return Generation(self.cfg.metrics or (), self.cfg.language)
 
+    def metric_names(self, examples: Any) -> list[str]:
+        grouped = self.cfg.eval_generate and self.group is not None and "accuracy" in (self.cfg.metrics or ())
+        return super().metric_names(examples) + (["exact_match"] if grouped else [])
+
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
         """The loss; with eval_generate also the metrics of what the model writes for each row."""
         found = evaluate(model, LossBatches(examples, own_batches(examples, batch_size)))

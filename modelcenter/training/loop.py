@@ -137,6 +137,8 @@ class Run:
         self.meter = Meter(model, cfg.peak_flops)
         self.skipped = Skipped(self.manager, self.feed)
         self.selection = Selection(cfg.best_metric or task.metrics().main, cfg.early_stopping)
+        self.scored_on = resume.scored_on(cfg, eval_set)
+        self.scored_otherwise: str | None = None  # before the stop that the run goes on from: by which flag
         self.unjudged = False  # the evaluation of this step was left, as the run was to end
         self.feed_state: dict[str, Any] = {}
         self._saved = (0, time.monotonic())  # step and time of the last checkpoint
@@ -211,9 +213,10 @@ class Run:
         return stop or enough
 
     def _row_of_this_step(self) -> dict[str, Any] | None:
-        """The evaluation of the step that a run goes on from, where one was written down before the run ended."""
-        newest = self.record.rows[-2:]
-        return next((row for row in newest if "eval_loss" in row and row["step"] == self.step), None)
+        """The evaluation of the step that a run goes on from, where one was written down before the run ended that
+        says what is asked for now."""
+        newest = self.record.rows[-2:] if self.scored_otherwise is None else []
+        return next((row for row in newest if self.selection.metric in row and row["step"] == self.step), None)
 
     def train_step(self, batch: GlobalBatch) -> tuple[torch.Tensor, torch.Tensor, float]:
         """One step on a global batch. Returns loss, gradient norm (both on the device) and the learning rate used."""
@@ -288,6 +291,7 @@ class Run:
             "step": self.step,
             "seconds": self.clock.seconds,
             "unjudged": self.unjudged,
+            "scored_on": self.scored_on,
             "feed": self.feed_state,
             **self.meter.state(),
             **self.selection.state(best),
@@ -324,8 +328,12 @@ class Run:
         self.step, self.clock = state["step"], Clock(state["seconds"])
         self.meter.load(state, self.clock.seconds)
         self.skipped.go_on_from(self.step)
-        counts = functools.partial(resume.best_counts, self.cfg, self.selection.metric)
-        self.selection.load(state, continuation.own, counts)
+        self.scored_otherwise = resume.scored_otherwise(state.get("scored_on", {}), self.scored_on)
+        if self.scored_otherwise is None:
+            counts = functools.partial(resume.best_counts, self.cfg, self.selection.metric)
+            self.selection.load(state, continuation.own, counts)
+        elif state["best"]:
+            resume.say_it_does_not_count(state["best"], f"{self.scored_otherwise} is another now")
         if (why := continuation.another_stream(self.cfg, self.train_set.fingerprint())) is None:
             self.feed_state = state["feed"]
         elif state["feed"] and engine.rank() == 0:

@@ -9,6 +9,7 @@ from typing import Any
 import engine
 from engine.checkpoint import from_rank_0, latest_checkpoint, load_checkpoint, together
 from engine.optim import OptimManager
+from modelcenter.data.examples import Examples
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.config.common import PLACES
@@ -18,6 +19,9 @@ CHECKPOINTS = "checkpoints"  # in output_dir
 
 # Flags that say which rows a stream has, and in which order.
 _OF_STREAMS = ("seed", "shuffle_window", "max_length", "document", "noise_density", "mean_span")
+
+# Flags that a run may change when it goes on, and that change its scores.
+_OF_SCORES = ("language", "num_beams", "max_new_tokens", "length_penalty", "no_repeat_ngram_size")
 
 log = logging.getLogger(__name__)
 
@@ -175,12 +179,31 @@ def best_counts(cfg: TrainConfig, metric: str, best: dict[str, Any]) -> bool:
         kept = best_checkpoint(Path(cfg.output_dir) / CHECKPOINTS)
         if kept is None or kept.name != f"step-{best['step']:08d}":
             why = "its checkpoint is not in output_dir, or damaged"
-    if why and engine.rank() == 0:
+    if why:
+        say_it_does_not_count(best, why)
+    return not why
+
+
+def say_it_does_not_count(best: dict[str, Any], why: str) -> None:
+    """Say that an evaluation from before a stop is not one to beat."""
+    if engine.rank() == 0:
         name = best["metric"].removeprefix("eval_")
         log.warning(
             "resume: the best so far, %s %.4g of step %d, does not count: %s", name, best["value"], best["step"], why
         )
-    return not why
+
+
+def scored_on(cfg: TrainConfig, eval_set: Examples | None) -> dict[str, Any]:
+    """What the scores of a run are of, by flag: only those of the same compare. {}: there are none."""
+    if eval_set is None:
+        return {}
+    flags = {name: getattr(cfg, name) for name in _OF_SCORES if hasattr(cfg, name)}
+    return json.loads(json.dumps({"eval_data": identity(eval_set.fingerprint()), **flags}))
+
+
+def scored_otherwise(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """The flag by which scores from before a stop do not compare with those of now; None: they do. Collective."""
+    return from_rank_0(next((name for name in now if before and now[name] != before.get(name)), None))
 
 
 def best_checkpoint(checkpoints: Path) -> Path | None:

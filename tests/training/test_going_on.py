@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from toydata import SIZES, STILL, command, flags, write_folder
+from toydata import SIZES, STILL, command, flags, make_rows, write_folder, write_jsonl
 from toyruns import assert_same_end, curve, die_at
 
 import engine
@@ -263,6 +263,38 @@ def test_the_best_that_is_there_counts_after_a_stop_where_a_better_one_was_not_w
     stop_at(monkeypatch, 2, values_of(folder, "run", **judged))
     main(command(values_of(folder, "run", **judged)))
     assert best_of(folder) == "step-00000001"
+
+
+def test_the_best_of_other_evaluation_data_does_not_count(folder, monkeypatch, caplog):
+    """Nor do the evaluations that were worse."""
+    judged_as(monkeypatch, {1: 0.9, 2: 0.8, 3: 0.2, 4: 0.3})
+    judged = {"best_metric": "accuracy", "eval_every": 1, "early_stopping": 2}
+    stop_at(monkeypatch, 1, values_of(folder, "run", **judged))
+    write_jsonl(folder / "data" / "dev.jsonl", make_rows(4, seed=9))
+    main(command(values_of(folder, "run", **judged)))
+    assert best_of(folder) == "step-00000004"
+    assert "accuracy 0.9 of step 1, does not count: eval_data is another now" in caplog.text
+
+
+def test_scores_of_another_search_do_not_compare():
+    from modelcenter.training.config import Seq2SeqConfig
+
+    rows = SimpleNamespace(fingerprint=lambda: {"rows": 3, "sha256": {"a": "x"}})
+    moved = SimpleNamespace(fingerprint=lambda: {"rows": 3, "sha256": {"b": "x"}})
+    before, now = (resume.scored_on(Seq2SeqConfig(num_beams=n), rows) for n in (1, 4))
+    assert resume.scored_otherwise(before, now) == "num_beams" and resume.scored_otherwise({}, now) is None
+    assert resume.scored_otherwise(now, resume.scored_on(Seq2SeqConfig(num_beams=4), moved)) is None
+    assert resume.scored_otherwise(now, resume.scored_on(Seq2SeqConfig(), None)) is None  # nothing is scored
+
+
+def test_an_evaluation_without_the_metric_of_now_is_made_again():
+    rows = [{"step": 3, "loss": 1.0}, {"step": 3, "eval_loss": 1.0}]
+    for metric, found in (("loss", rows[1]), ("accuracy", None)):
+        run = SimpleNamespace(record=SimpleNamespace(rows=rows), step=3, selection=Selection(metric, None))
+        run.scored_otherwise = None
+        assert loop.Run._row_of_this_step(run) is found
+        run.scored_otherwise = "eval_data"
+        assert loop.Run._row_of_this_step(run) is None
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.loss import IGNORE_INDEX
-from modelcenter.training.metrics.base import ratio
+from modelcenter.training.metrics.base import f1_of_classes, ratio
 from modelcenter.training.metrics.reduce import gather_rows, sum_over_ranks, sums
 
 
@@ -34,14 +34,12 @@ class SingleLabel:
     def result(self) -> dict[str, float | None]:
         predicted, actual, hit = sum_over_ranks(self.counts).tolist()
         rows, right = sum(actual), sum(hit)
-        f1 = [ratio(2 * h, p + a) for h, p, a in zip(hit, predicted, actual, strict=True)]
-        seen = [score for score, p, a in zip(f1, predicted, actual, strict=True) if p + a]
         # Gorodkin 2004, as sklearn.metrics.matthews_corrcoef.
         cov = right * rows - sum(p * a for p, a in zip(predicted, actual, strict=True))
         spread = (rows**2 - sum(p * p for p in predicted)) * (rows**2 - sum(a * a for a in actual))
         return {
             "accuracy": ratio(right, rows),
-            "f1": f1[1] if len(f1) == 2 else ratio(sum(seen), len(seen)),
+            "f1": f1_of_classes(hit, predicted, actual),
             "mcc": cov / math.sqrt(spread) if spread else 0.0,
         }
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from modelcenter.training.config.seq2seq import GENERATION_METRICS, LANGUAGES, check_metrics
-from modelcenter.training.metrics.base import ratio
+from modelcenter.training.metrics.base import f1_of_classes, ratio
 from modelcenter.training.metrics.qa import ExtractiveAnswers, is_han
 from modelcenter.training.metrics.reduce import gather_lists, sums
 
@@ -167,10 +167,9 @@ def _of_words(rows: Sequence[tuple[str, str, Any]]) -> dict[str, float | None]:
     classes = sorted({truth for _, truth, _ in rows})
     said, actual = Counter(text for text, _, _ in rows), Counter(truth for _, truth, _ in rows)
     hits = Counter(truth for text, truth, _ in rows if text == truth)
-    f1 = [_f(hits[word], said[word], actual[word]) for word in classes]
     scores: dict[str, float | None] = {
         "accuracy": ratio(hits.total(), len(rows)),
-        "f1": f1[1] if len(f1) == 2 else ratio(sum(f1), len(f1)),
+        "f1": f1_of_classes(*([counts[word] for word in classes] for counts in (hits, said, actual))),
     }
     wrong = {group for text, truth, group in rows if text != truth}
     groups = {group for _, _, group in rows}

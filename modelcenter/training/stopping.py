@@ -21,7 +21,7 @@ _GRACE = 25.0  # seconds after a signal until a run that is inside one long step
 
 
 class Stopping:
-    """While it is entered, the first SIGTERM or SIGINT, or the end of the time, lets the run end after its step.
+    """While it is entered, the first SIGTERM, SIGUSR1 or SIGINT, or the end of the time, lets the run end after a step.
 
     Only a main thread is told of signals. A second SIGINT raises Stopped at once. Where a step takes longer than
     launchers wait, the process leaves without it: the newest whole checkpoint is what the run goes on from.
@@ -54,7 +54,7 @@ class Stopping:
             # Asking must not wait for the device.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=engine.runtime.current().timeout))
         if threading.current_thread() is threading.main_thread():
-            numbers = (signal.SIGTERM, signal.SIGINT)
+            numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is what SLURM is often told to send
             self._before = {number: signal.signal(number, self._told) for number in numbers}
         return self
 

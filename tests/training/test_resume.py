@@ -138,20 +138,21 @@ def test_another_number_of_ranks_keeps_the_global_batch(folder, monkeypatch):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_sigterm_stops_in_order_and_the_command_goes_on(folder, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
+def test_a_signal_stops_in_order_and_the_command_goes_on(folder, monkeypatch, capsys, number):
     main(command(values_of(folder, "whole", **DROPPED)))
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     with monkeypatch.context() as patch:
-        die_at(patch, 4, signal.SIGTERM)
+        die_at(patch, 4, number)
         assert in_a_process(main, values_of(folder, "run", **DROPPED)) == 0
     summary = json.loads((folder / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["reason"], summary["steps"]) == ("stopped", "stopped by SIGTERM", 5)
+    assert (summary["status"], summary["reason"], summary["steps"]) == ("stopped", f"stopped by {number.name}", 5)
     assert (folder / "run" / "checkpoints" / "last").resolve().name == "step-00000005"
     assert not (folder / "run" / "model").exists()
     capsys.readouterr()
     main(command(values_of(folder, "run", **DROPPED)))
     assert "going on after step 5" in capsys.readouterr().out
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
     rows = [row for row in curve(folder, "run")]
     assert rows == curve(folder, "whole")
 

@@ -228,7 +228,7 @@ def test_a_handler_that_was_not_set_from_python_is_no_error_at_the_end(monkeypat
     monkeypatch.setattr(signal, "signal", lambda number, handler: given.append(handler))  # None: not from Python
     with Stopping(None):
         pass
-    assert given[2:] == [signal.SIG_DFL] * 2
+    assert given[3:] == [signal.SIG_DFL] * 3
 
 
 def test_the_group_for_asking_is_given_back(monkeypatch):

@@ -49,6 +49,17 @@ def _trained() -> str:
     return tokenizer.to_str()
 
 
+def make_gpt2_tokenizer() -> Any:
+    """The same tokens in GPT-2's own kind of tokenizer."""
+    import json
+
+    from transformers import GPT2Tokenizer
+
+    model = json.loads(_trained())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    return GPT2Tokenizer(vocab=model["vocab"], merges=merges, pad_token="<|endoftext|>")
+
+
 def make_tokenizer(template: str | None = None, end: str = "<|endoftext|>", **options: Any) -> Any:
     """A byte-level BPE tokenizer as GPT-2's and Qwen's, with a chat template or without."""
     from tokenizers import Tokenizer

@@ -39,13 +39,14 @@ def make_tokenizer(lower: bool = True) -> Any:
 
 
 @cache
-def make_bytes_tokenizer() -> Any:
-    """A RoBERTa tokenizer of bytes alone, in which a space belongs to the word behind it."""
+def make_bytes_tokenizer(name: str = "RobertaTokenizer") -> Any:
+    """A tokenizer of RoBERTa or GPT-2, of bytes alone, in which a space belongs to the word behind it."""
+    import transformers
     from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import RobertaTokenizer
 
     tokens = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *sorted(ByteLevel.alphabet())]
-    return RobertaTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[])
+    vocab = {token: i for i, token in enumerate(tokens)}
+    return getattr(transformers, name)(vocab=vocab, merges=[], pad_token="<pad>")
 
 
 def make_tagged(count: int, seed: int = 0, longest: int = 4) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from modelcenter.data.cache import cached, tokenizer_state
-from modelcenter.data.tokenize import Tokens
+from modelcenter.data.tokenize import Tokens, types_in
 
 _CHUNK = 256  # pairs per call of the tokenizer
 _VERSION = 1  # part of the cache's key: raise it when the way of tokenising changes
@@ -67,7 +67,7 @@ def tokenize_passages(
     sizes = [max_length, doc_stride, max_question_length]
     key = ["passages", _VERSION, *sizes, tokenizer_state(tokenizer), questions, contexts]
     found = cached(key, lambda: _tokenize(tokenizer, questions, contexts, *sizes, where), cache=cache)
-    tokens = Tokens(found["ids"], found["offsets"], found.get("type_ids"), int(found["cut"][0]))
+    tokens = Tokens(found["ids"], found["offsets"], types_in(found, tokenizer), int(found["cut"][0]))
     return Passages(tokens, found["owner"], found["inside"], found["chars"])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Tokens:
     """Token ids of n rows, end to end.
 
     ids: int32 (T,); offsets: int64 (n+1,), row i is ids[offsets[i]:offsets[i+1]]; type_ids: uint8 (T,), or None if all
-    are 0.
+    are 0 or the model is to be given none.
     truncated: how many rows were cut at max_length.
     """
 
@@ -58,7 +58,13 @@ def tokenize(
         raise ValueError("there are no rows to tokenise")
     key = ["rows", _VERSION, max_length, tokenizer.truncation_side, tokenizer_state(tokenizer), texts, pairs]
     arrays = cached(key, lambda: _tokenize(tokenizer, texts, pairs, max_length), cache=cache)
-    return Tokens(arrays["ids"], arrays["offsets"], arrays.get("type_ids"), int(arrays["truncated"][0]))
+    return Tokens(arrays["ids"], arrays["offsets"], types_in(arrays, tokenizer), int(arrays["truncated"][0]))
+
+
+def types_in(arrays: Mapping[str, np.ndarray], tokenizer: Any) -> np.ndarray | None:
+    """The type ids of tokenised rows where the tokenizer is one that gives a model types: the Rust part of all of them
+    numbers the two texts of a pair, those of GPT-2 or Llama too."""
+    return arrays.get("type_ids") if "token_type_ids" in tokenizer.model_input_names else None
 
 
 def tokenize_ended(tokenizer: Any, texts: Sequence[str], *, max_length: int) -> Tokens:

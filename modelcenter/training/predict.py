@@ -75,6 +75,7 @@ def _load(cfg: PredictConfig, task: Task, trained: Trained) -> tuple[Model, Any,
     name = cfg.tokenizer or trained.source
     revision = {"revision": cfg.revision} if cfg.revision and cfg.tokenizer is None else {}
     tokenizer = modelcenter.AutoTokenizer.from_pretrained(name, **revision)
+    setup.fit_inputs(tokenizer, model)
     length = setup.max_length(model, tokenizer, cfg.max_length or (trained.run and trained.run.max_length))
     with together("preparing the rows"):
         return model, tokenizer, task.rows_for(model, tokenizer, length)

@@ -1,5 +1,6 @@
 """From flags to a model that is ready to train: ranks, tokenizer, weights, batches per step, optimizer."""
 
+import inspect
 import math
 import os
 import platform
@@ -214,6 +215,7 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
     if model.config.max_tokens and tokenizer.model_max_length > model.config.max_tokens:
         # It is saved with the model: transformers cuts by what it says, and else a long text runs off the positions.
         tokenizer.model_max_length = model.config.max_tokens
+    fit_inputs(tokenizer, model)
     if cfg.label_smoothing and task.loss_fn is None:
         smooth_labels(model, cfg.label_smoothing)
     task.attach(model)
@@ -244,6 +246,14 @@ def smooth_labels(model: Model, share: float) -> None:
         what = f"{model.task}, {kind}" if kind else model.task
         raise ValueError(f"label_smoothing: for one label among classes, not for {what}; leave it out")
     head.label_smoothing = share
+
+
+def fit_inputs(tokenizer: Any, model: Model) -> None:
+    """Let a tokenizer give no token types to a model that takes none. One that comes from a tokenizer.json alone names
+    them whatever it was made for."""
+    if "token_type_ids" not in inspect.signature(model.forward).parameters:
+        names = tokenizer.model_input_names
+        tokenizer.model_input_names = [name for name in names if name != "token_type_ids"]
 
 
 def max_length(model: Model, tokenizer: Any, wanted: int | None) -> int:

@@ -39,6 +39,28 @@ def read(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_two_texts_of_a_decoder(tmp_path, model, monkeypatch):
+    """A decoder is given no token types: neither those of GPT-2's own tokenizer, which does not name them, nor those of
+    a tokenizer.json alone, which does."""
+    monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path / "cache"))
+    made = chat_toys.make_tokenizer() if model == "llama" else chat_toys.make_gpt2_tokenizer()
+    made.save_pretrained(tmp_path / "tokenizer")
+    texts = [("Aromi serves", "Indian food"), ("Zizzi", "Italian food by the river"), ("Cocum food", "French")] * 2
+    rows = [{"premise": a, "hypothesis": b, "label": i % 2} for i, (a, b) in enumerate(texts)]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 32}
+    if model == "llama":
+        sizes["num_kv_heads"] = 2
+    main(command(flags(tmp_path, model=f"tiny/{model}", train_data=str(data), max_steps=1, model_config=sizes)))
+    cli(["predict", str(tmp_path / "run"), str(data), "--output", str(tmp_path / "out.jsonl")])
+    found = [list(row["probabilities"].values()) for row in read(tmp_path / "out.jsonl")]
+    expected = chances(tmp_path, *map(list, zip(*texts, strict=True))).tolist()
+    assert len({values[0] for values in found}) == 3
+    for values, others in zip(found, expected, strict=True):
+        assert values == pytest.approx(others, abs=2e-6)
+
+
 def test_a_line_per_row_in_order(folder, tmp_path, capsys):
     rows = make_rows(21, seed=4)
     data = write_jsonl(tmp_path / "new.jsonl", [{"id": i, "text": row["text"]} for i, row in enumerate(rows)])

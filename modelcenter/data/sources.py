@@ -19,8 +19,10 @@ from modelcenter.data.readers import READERS, Origin, Table, read_files
 SPLITS = {
     "train": "train", "training": "train",
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation", "eval": "validation",
+    "development": "validation", "evaluation": "validation",
     "test": "test", "testing": "test",
 }  # fmt: skip
+_OF_SPLIT = re.compile(rf"({'|'.join(SPLITS)})(set|data|split)?")  # devset.csv, as E2E has it
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,9 @@ def find(data: str | Sequence[str], config: str | None = None) -> Source:
 
     data: one or more files, directories or patterns, or the name of a Hub data set; config: the Hub data set's
     configuration.
-    A directory with files (or folders) called train*, dev*/validation*, test* has these splits; anything else is one
-    split, "train".
+    A directory with files (or folders) called train, dev (or validation) and test, or trainset and so on, alone or as
+    a word of their names, has these splits. Files named one by one, and what else there is, are the split "train".
+    Splits of several directories are joined.
     Raises ValueError if nothing is there.
     """
     specs = [data] if isinstance(data, str) else list(data)
@@ -81,8 +84,7 @@ def _splits(specs: list[str], config: str | None) -> dict[str, list[Path]] | Non
         raise ValueError(f"data_config {config!r} is for Hub data sets, but {' '.join(specs)} is local")
     splits: dict[str, list[Path]] = {}
     for spec in specs:
-        found = _local(spec)
-        for split, paths in found.items() if len(specs) == 1 else [("train", sum(found.values(), []))]:
+        for split, paths in _local(spec).items():
             splits.setdefault(split, []).extend(paths)
     return splits
 
@@ -146,17 +148,19 @@ def _rows(files: list[Path]) -> list[Path]:
 
 
 def _directory(path: Path) -> dict[str, list[Path]]:
-    """{split: files}. Files and sub-folders whose names say no split are left out where others do."""
-    files = sorted(p for p in path.rglob("*") if p.is_file() and suffix_of(p) in READERS and not p.name.startswith("."))
+    """{split: files}. Files and sub-folders whose names say no split are left out where others do; so are hidden ones,
+    among them the copies that Jupyter keeps."""
+    there = sorted(p for p in path.rglob("*") if p.is_file() and suffix_of(p) in READERS)
+    files = [p for p in there if not any(part.startswith((".", "__MACOSX")) for part in p.relative_to(path).parts)]
     if not files:
         raise ValueError(f"{path}: the directory holds no {', '.join(READERS)} files")
     files = _rows(files)
     splits: dict[str, list[Path]] = {}
     for file in files:
         words = re.split(r"[^a-z]+", str(file.relative_to(path).with_suffix("")).lower())
-        split = next((SPLITS[word] for word in words if word in SPLITS), None)
-        if split is not None:
-            splits.setdefault(split, []).append(file)
+        found = next(filter(None, map(_OF_SPLIT.fullmatch, words)), None)
+        if found is not None:
+            splits.setdefault(SPLITS[found[1]], []).append(file)
     return splits or {"train": files}
 
 

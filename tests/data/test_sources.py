@@ -46,6 +46,44 @@ def test_folder_without_splits_pattern_and_list_are_one_split(folder):
     assert both.splits == ("train",) and len(both.read("train")) == 5
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("trainset.csv", "devset.csv", "testset_w_refs.csv"),  # as the E2E challenge publishes them
+        ("traindata.csv", "development.csv", "testdata.csv"),
+        ("news-training.csv", "Evaluation_set.csv", "TestSplit.csv"),
+    ],
+)
+def test_names_of_splits(tmp_path, names):
+    for name in (*names, "contest.csv", "latest.csv"):  # in these "test" is no word
+        (tmp_path / name).write_text(f"text,label\n{name},1\n")
+    source = sources.find(str(tmp_path))
+    found = {split: source.read(split).columns["text"] for split in source.splits}
+    assert found == {split: [name] for split, name in zip(("train", "validation", "test"), names, strict=True)}
+
+
+def test_splits_of_several_folders_are_joined(folder, tmp_path_factory):
+    """What is held out of each stays held out of all."""
+    other = tmp_path_factory.mktemp("other")
+    for name in ("train.tsv", "validation.tsv"):
+        (other / name).write_text("0\tx\n1\ty\n")
+    (folder / "more.tsv").write_text("1\tz\n")
+    source = sources.find([str(folder), str(folder / "more.tsv")])
+    assert [len(source.read(name)) for name in ("train", "dev", "test")] == [6, 3, 2]
+    assert len(sources.find([str(other), str(other)]).read("dev")) == 4
+    paths = sources.find_paths([str(other), str(folder / "more.tsv")], None, "train")
+    assert [path.name for path in paths] == ["train.tsv", "more.tsv"]
+
+
+def test_hidden_folders_are_no_data(tmp_path):
+    for name in ("train.csv", ".ipynb_checkpoints/train-checkpoint.csv", "a/.cache/b/dev.csv", "__MACOSX/train.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text,label\na,1\n")
+    source = sources.find(str(tmp_path))
+    assert source.splits == ("train",) and len(source.read("train")) == 1
+    assert len(sources.find(str(tmp_path / ".ipynb_checkpoints")).read("train")) == 1  # named, it is meant
+
+
 def test_nothing_there(folder, tmp_path):
     with pytest.raises(ValueError, match=r"trian_all.tsv: no such file or directory; did you mean .*train_all.tsv"):
         sources.find(str(folder / "trian_all.tsv"))

@@ -143,15 +143,18 @@ def by_names(values: Sequence[Any], classes: Sequence[str] | None, names: Sequen
     """Numbers of classes (or lists of them) as their names, where a source numbers the same classes otherwise than
     `names`; anything else as it is."""
     order = in_order_of(names, classes)
-    if order is None or order == tuple(names):
-        return values
+    return values if order is None or order == tuple(names) else spelled(values, order)
 
-    def named(value: Any) -> Any:
+
+def spelled(values: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """Numbers of classes (or lists of them) as their names; anything else as it is."""
+
+    def name_of(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return [named(v) for v in value]
-        return order[value] if type(value) is int and 0 <= value < len(order) else value
+            return [name_of(v) for v in value]
+        return names[value] if type(value) is int and 0 <= value < len(names) else value
 
-    return [named(value) for value in values]
+    return [name_of(value) for value in values]
 
 
 def _number(lists: list[list[Any]], where: Where, problem_type: str, num_labels: int | None) -> Labels:
@@ -215,7 +218,7 @@ def _check_present(values: Sequence[Any], where: Where, by_id: bool) -> None:
     By ids of named classes, -1 is the Hub's way to say that a row has no label.
     """
     for i, value in enumerate(values):
-        if any(isinstance(v, (dict, list)) for v in (value if isinstance(value, list) else [value])):
+        if any(isinstance(v, (dict, list, bytes)) for v in (value if isinstance(value, list) else [value])):
             raise ValueError(f"{where(i)}: the label is {value!r:.60}, expected a text, a number, or a list of these")
     missing = [
         i

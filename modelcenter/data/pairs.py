@@ -119,7 +119,7 @@ def texts_of(table: Table, column: str, lang: str | None = None) -> Iterator[str
     """
     for row, found in enumerate(table.columns[column]):
         value = found.get(lang) if lang is not None and isinstance(found, dict) else found
-        if isinstance(value, (list, dict)) or (lang is not None and isinstance(found, str)):
+        if isinstance(value, (list, dict, bytes)) or (lang is not None and isinstance(found, str)):
             expected = "a text" if lang is None else f"texts by language, one of them {lang}"
             raise ValueError(
                 f"{table.where(row)}: the row has {found!r:.60}, expected {expected}, in column {column!r}"

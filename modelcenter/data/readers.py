@@ -24,7 +24,9 @@ import numpy as np
 
 from modelcenter.data.compressed import COMPRESSED, read_bytes, suffix_of
 from modelcenter.data.conll import is_conll, read_conll
+from modelcenter.data.labels import in_order_of, spelled
 from modelcenter.data.literal import from_json, pandas_columns
+from modelcenter.data.parquet import read_columns
 from modelcenter.data.squad import flatten, is_nested
 
 # Names that say "this is a header" and, in columns.py, what a column is for. Lower case.
@@ -155,18 +157,49 @@ class Table:
 
 
 def concatenate(tables: list[Table]) -> Table:
-    """One table of all rows; a column that some table lacks holds None there."""
+    """One table of all rows; a column that some table lacks holds None there.
+
+    Classes that the tables number differently are spelled out.
+    """
     if len(tables) == 1:
         return tables[0]
     names = dict.fromkeys(name for table in tables for name in table.columns)
-    columns = {n: [v for t in tables for v in (t.columns[n] if n in t.columns else [None] * len(t))] for n in names}
-    classes = {name: values for table in tables for name, values in table.classes.items()}
+    parts = {n: [t.columns[n] if n in t.columns else [None] * len(t) for t in tables] for n in names}
+    classes: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for table in tables for name in table.classes):
+        parts[name], known = _of_one_numbering(parts[name], [table.classes.get(name) for table in tables])
+        if known is not None:
+            classes[name] = known
+    columns = {name: [value for part in found for value in part] for name, found in parts.items()}
     starts = itertools.accumulate((table.origin_rows for table in tables), initial=0)
     index = None
     if any(table.index is not None for table in tables):
         own = [np.arange(len(table)) if table.index is None else table.index for table in tables]
         index = np.concatenate([rows + start for rows, start in zip(own, starts, strict=False)])
     return Table(columns, [origin for table in tables for origin in table.origins], classes, index)
+
+
+def _of_one_numbering(
+    parts: list[list[Any]], classes: list[list[str] | None]
+) -> tuple[list[list[Any]], list[str] | None]:
+    """(the column in each of the tables, the names of its numbers if these have one meaning in all of them).
+
+    Where they have not, or some table holds names, numbers become names; which are numbered as the first table does it
+    where all have the same.
+    """
+    first, *others = (known for known in classes if known is not None)
+    unnamed = [part for part, known in zip(parts, classes, strict=True) if known is None]
+    alike = not any(isinstance(value, str) for part in unnamed for value in part)
+    if alike and all(known == first for known in others):
+        return parts, first
+    found = []
+    for part, known in zip(parts, classes, strict=True):
+        if known is not None:
+            names = in_order_of(first, known) or known
+            part = [None if value == -1 else value for value in spelled(part, names)]  # -1 is how the Hub says none
+        found.append(part)
+    same = alike and all(in_order_of(first, known) is not None for known in others)
+    return found, first if same else None
 
 
 def read_file(path: Path) -> Table:
@@ -460,19 +493,8 @@ def _is_number(text: str) -> bool:
 
 # ------------------------------------------------------------------------------------------------------- parquet, text
 def _read_parquet(path: Path, raw: bytes) -> _Parsed:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(f"{path}: reading parquet needs pyarrow (pip install pyarrow)") from None
-    try:
-        table = pyarrow.parquet.read_table(io.BytesIO(raw))
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a parquet file, or a truncated one ({error})") from None
-    about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-    inner = {name: spec.get("feature", spec) for name, spec in about.items() if isinstance(spec, dict)}
-    classes = {name: spec["names"] for name, spec in inner.items() if isinstance(spec, dict) and spec.get("names")}
-    return table.to_pydict(), None, classes
+    columns, classes = read_columns(path, raw)
+    return columns, None, classes
 
 
 def _read_txt(path: Path, raw: bytes) -> _Parsed:

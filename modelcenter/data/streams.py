@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
 from modelcenter.data.compressed import COMPRESSED, open_bytes, suffix_of
 from modelcenter.data.literal import from_json
+from modelcenter.data.parquet import rows_from
 from modelcenter.data.readers import header_again, is_header, names_in, spaced
 from modelcenter.data.sources import not_given
 
@@ -72,6 +73,8 @@ class FileRows:
         for path in self.paths:
             if suffix_of(path) not in _READ:
                 raise ValueError(f"{path}: rows are streamed from {', '.join(_READ)} files")
+            if suffix_of(path) == ".parquet" != path.suffix.lower():
+                raise ValueError(f"{path}: parquet is streamed from uncompressed files; decompress it")
 
     def read(self, cursor: Cursor = START) -> Iterator[tuple[Row | None, Cursor]]:
         for number in range(cursor.file, len(self.paths)):
@@ -245,24 +248,8 @@ def _of_one_width(path: Path, rows: Iterator[list[str]]) -> Iterator[list[str]]:
 
 
 def _parquet(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None, Cursor]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(f"{path}: reading parquet needs pyarrow (pip install pyarrow)") from None
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a parquet file, or a truncated one ({error})") from None
-    with file:
-        number, group = 0, 0
-        while group < file.num_row_groups and number + file.metadata.row_group(group).num_rows <= at.row:
-            number, group = number + file.metadata.row_group(group).num_rows, group + 1
-        for batch in file.iter_batches(1024, row_groups=list(range(group, file.num_row_groups))):
-            for row in batch.to_pylist() if number + len(batch) > at.row else [None] * len(batch):
-                number += 1
-                if number > at.row:
-                    yield row, Cursor(at.file, number)
+    for number, row in enumerate(rows_from(path, at.row), at.row + 1):
+        yield row, Cursor(at.file, number)
 
 
 _READ: dict[str, Callable[[Path, Cursor, Unit], Iterator[tuple[Row | None, Cursor]]]] = {

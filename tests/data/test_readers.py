@@ -4,8 +4,11 @@ import json
 
 import pytest
 
-from modelcenter.data.readers import Table, concatenate, read_file
-from modelcenter.data.streams import FileRows
+from modelcenter.data.labels import find_labels
+from modelcenter.data.pairs import texts_of
+from modelcenter.data.readers import Origin, Table, concatenate, read_file
+from modelcenter.data.streams import Cursor, FileRows
+from modelcenter.training.tasks.base import strings
 
 
 def write(path, content):
@@ -246,8 +249,80 @@ def test_parquet_with_class_names(tmp_path):
     assert found.classes == {"label": ["no", "yes"]}
     assert found.where(1).endswith("a.parquet, row 2")
     whole = (tmp_path / "a.parquet").read_bytes()
-    with pytest.raises(ValueError, match="b.parquet: not a parquet file, or a truncated one"):
+    with pytest.raises(ValueError, match="b.parquet: not a parquet file, or a truncated or damaged one"):
         read(tmp_path, "b.parquet", whole[: len(whole) // 2])
+
+
+def of_classes(values: list, classes: list[str] | None) -> Table:
+    known = {} if classes is None else {"label": classes}
+    return Table({"label": values}, [Origin("a", len(values), "")], known)
+
+
+@pytest.mark.parametrize(
+    "second, values, classes",
+    [
+        (([1, 0, -1], ["neg", "pos"]), [0, 1, 1, 0, -1], ["neg", "pos"]),
+        (([1, 0, -1], ["pos", "neg"]), ["neg", "pos", "neg", "pos", None], ["neg", "pos"]),
+        (([1, 0], ["Pos", "Neg"]), ["neg", "pos", "neg", "pos"], ["neg", "pos"]),
+        (([1, 0], ["no", "yes"]), ["neg", "pos", "yes", "no"], None),  # other classes: none is another's number
+        ((["pos", "bad"], None), ["neg", "pos", "pos", "bad"], None),
+        (([1, 0], None), [0, 1, 1, 0], ["neg", "pos"]),
+        (([[1, 0], [1]], ["pos", "neg"]), ["neg", "pos", ["neg", "pos"], ["neg"]], ["neg", "pos"]),
+    ],
+)
+def test_tables_that_number_classes_differently(second, values, classes):
+    table = concatenate([of_classes([0, 1], ["neg", "pos"]), of_classes(*second)])
+    assert table.columns == {"label": values} and table.classes == ({} if classes is None else {"label": classes})
+
+
+def test_parquet_of_texts_as_bytes(tmp_path):
+    """As Impala and Hive write texts; bytes that are no text stay bytes, for those who look."""
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    text = "\u597d film"
+    columns = {
+        "text": pyarrow.array([text.encode(), b"bad", None], pyarrow.binary()),
+        "label": pyarrow.array([b"pos", b"neg", b"pos"], pyarrow.large_binary()),
+        "words": pyarrow.array([[b"a", text.encode()], [], None], pyarrow.list_(pyarrow.binary())),
+        "said": pyarrow.array([{"x": b"a", "n": 1}] * 3, pyarrow.struct({"x": pyarrow.binary(), "n": pyarrow.int64()})),
+        "image": pyarrow.array([b"\xff\x00", b"a", b"b"], pyarrow.binary()),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), str(tmp_path / "a.parquet"), row_group_size=2)
+    expected = {
+        "text": [text, "bad", None],
+        "label": ["pos", "neg", "pos"],
+        "words": [["a", text], [], None],
+        "said": [{"x": "a", "n": 1}] * 3,
+    }
+    table = read_file(tmp_path / "a.parquet")
+    assert table.columns == {**expected, "image": [b"\xff\x00", b"a", b"b"]}
+    rows = [row for row, _ in FileRows([tmp_path / "a.parquet"]).read(Cursor(0, 1))]
+    assert [{name: row[name] for name in expected} for row in rows] == [
+        {name: values[i] for name, values in expected.items()} for i in (1, 2)
+    ]
+    with pytest.raises(ValueError, match=r"a.parquet, row 1: the row has b'.xff.x00', expected a text, in column 'ima"):
+        strings(table, "image")
+    with pytest.raises(ValueError, match=r"row 1: the row has b'.xff.x00', expected a text, in column 'image'"):
+        list(texts_of(table, "image"))
+    with pytest.raises(ValueError, match=r"row 1: the label is b'.xff.x00', expected a text"):
+        find_labels(table.columns["image"], table.where)
+
+
+def test_a_damaged_page_of_parquet_names_the_file(tmp_path):
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [f"a film of {i * i} words" for i in range(500)]})
+    pyarrow.parquet.write_table(table, str(path), use_dictionary=False)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:60] + b"\xff" * 400 + whole[460:])
+    for read_all in (read_file, lambda path: list(FileRows([path]).read())):
+        with pytest.raises(ValueError, match="a.parquet: not a parquet file, or a truncated or damaged one"):
+            read_all(path)
+    with pytest.raises(ValueError, match="b.parquet.gz: parquet is streamed from uncompressed files"):
+        FileRows([tmp_path / "b.parquet.gz"])
 
 
 def test_txt(tmp_path):

@@ -262,7 +262,7 @@ def strings(table: Table, name: str) -> list[str]:
         ValueError: a row without text.
     """
     values = table.columns[name]
-    missing = next((i for i, v in enumerate(values) if v is None or isinstance(v, (list, dict))), None)
+    missing = next((i for i, v in enumerate(values) if v is None or isinstance(v, (list, dict, bytes))), None)
     if missing is not None:
         found = "no text" if values[missing] is None else f"{values[missing]!r:.60}, expected a text,"
         raise ValueError(f"{table.where(missing)}: the row has {found} in column {name!r}")

@@ -1,0 +1,90 @@
+"""Parquet files: read whole, or row after row from a place on."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def read_columns(path: Path, raw: bytes) -> tuple[dict[str, list[Any]], dict[str, list[str]]]:
+    """The columns of a file, and the class names that the `datasets` library wrote of some.
+
+    Raises:
+        ValueError: no parquet file, or a damaged one; pyarrow is missing.
+    """
+    with _opened(path):
+        import pyarrow.parquet
+
+        table = _with_texts(pyarrow.parquet.read_table(io.BytesIO(raw)))
+        about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+        inner = {name: spec.get("feature", spec) for name, spec in about.items() if isinstance(spec, dict)}
+        classes = {name: spec["names"] for name, spec in inner.items() if isinstance(spec, dict) and spec.get("names")}
+        return table.to_pydict(), classes
+
+
+def rows_from(path: Path, start: int) -> Iterator[dict[str, Any]]:
+    """The rows from number `start` on, counted from 0, without reading the row groups before it.
+
+    Raises:
+        ValueError: as read_columns, when the rows are read.
+    """
+    with _opened(path):
+        import pyarrow
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(path) as file:
+            group = 0
+            while group < file.num_row_groups and file.metadata.row_group(group).num_rows <= start:
+                start, group = start - file.metadata.row_group(group).num_rows, group + 1
+            for batch in file.iter_batches(1024, row_groups=list(range(group, file.num_row_groups))):
+                yield from _with_texts(pyarrow.Table.from_batches([batch[start:]])).to_pylist()
+                start = max(start - len(batch), 0)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[None]:
+    """Errors of pyarrow as a ValueError that names the file: those of a damaged page name none."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise ValueError(f"{path}: reading parquet needs pyarrow (pip install pyarrow)") from None
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the system: it names the file
+        raise ValueError(f"{path}: not a parquet file, or a truncated or damaged one ({error})") from None
+
+
+def _with_texts(table: Any) -> Any:
+    """The table with texts where bytes are UTF-8: some programs (Impala, Hive, Spark of old) write texts without
+    saying that they are. Other bytes stay what they are."""
+    import pyarrow
+
+    for i, field in enumerate(table.schema):
+        wanted = _as_text(field.type)
+        if wanted != field.type:
+            try:
+                table = table.set_column(i, field.with_type(wanted), table.column(i).cast(wanted))
+            except pyarrow.ArrowInvalid:  # an image, perhaps, in a column that nobody reads
+                continue
+    return table
+
+
+def _as_text(kind: Any) -> Any:
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_binary(kind):
+        return pyarrow.string()
+    if types.is_large_binary(kind):
+        return pyarrow.large_string()
+    if types.is_list(kind):
+        return pyarrow.list_(kind.value_field.with_type(_as_text(kind.value_type)))
+    if types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_as_text(field.type)) for field in kind])
+    return kind

@@ -40,7 +40,11 @@ def spell_out(table: Table, text: str, spans: str, split: Callable[[str], list[s
         own: list[str] = []
         named: list[str] = []
         at = 0
-        for start, end, kind in sorted(_entity(one, f"{table.where(row)}, column {spans!r}") for one in found or ()):
+        try:
+            entities = sorted(map(_entity, found or ()))
+        except ValueError as error:
+            raise ValueError(f"{table.where(row)}, column {spans!r}: {error}") from None
+        for start, end, kind in entities:
             inside = split(said[start:end])
             if not at <= start < end <= len(said) or not inside:
                 problem = "overlaps the one before it" if start < at else f"of a text of {len(said)} holds no word"
@@ -62,7 +66,7 @@ def _field(entity: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((entity[name] for name in names if entity.get(name) is not None), None)
 
 
-def _entity(entity: Any, place: str) -> tuple[int, int, str]:
+def _entity(entity: Any) -> tuple[int, int, str]:
     """(start, end, type). Raises ValueError: it is none."""
     if isinstance(entity, Mapping):
         parts = [_field(entity, names) for names in (_START, _END, _TYPE)]
@@ -72,7 +76,5 @@ def _entity(entity: Any, place: str) -> tuple[int, int, str]:
     if isinstance(kind, list) and len(kind) == 1:
         (kind,) = kind
     if not isinstance(kind, str) or not kind or not all(type(part) is int for part in parts[:2]):
-        raise ValueError(
-            f'{place}: got the entity {entity!r:.80}, expected [start, end, type] or {{"start", "end", "label"}}'
-        )
+        raise ValueError(f'got the entity {entity!r:.80}, expected [start, end, type] or {{"start", "end", "label"}}')
     return parts[0], parts[1], kind

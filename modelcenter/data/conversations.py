@@ -35,6 +35,7 @@ _ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user", "prompter": "user",
     "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant",
+    "bing": "assistant", "bard": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool",
 }  # fmt: skip
 
@@ -148,6 +149,7 @@ def find_tools(table: Table, named: Mapping[str, str | None]) -> str | None:
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
     """The tools that a cell lists, as objects or as a JSON text of them; []: none, None: it says something else."""
+    written = isinstance(value, str)  # by the author of the data, nulls and all
     if isinstance(value, str) and value.strip():
         try:
             value = from_json(value)
@@ -165,7 +167,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
         one = _tools(tool) if isinstance(tool, str) else [tool]  # each a JSON text of its own
         if not one or len(one) != 1 or not isinstance(one[0], dict):
             return None
-        found.append(_without_none(one[0]))
+        found.append(one[0] if written or isinstance(tool, str) else _without_none(one[0]))
     return found
 
 
@@ -234,13 +236,18 @@ def with_input(table: Table, column: str | None, row: int, asked: Conversation) 
 
 
 def as_turns(table: Table, column: str, row: int, role: str) -> Conversation:
-    """What a cell says: a text is one turn of `role` (none, where it is blank), a list is its messages.
+    """What a cell says: a text is one turn of `role`, a list is its messages. A blank text is no turn; nor is an
+    answer that is not there.
 
     Raises:
         ValueError: neither of them, or a message without a known role or a text.
     """
     value = table.columns[column][row]
-    if isinstance(value, str) and _MESSAGES.match(value):
+    if value is None and role == "assistant":
+        return []
+    if isinstance(value, (list, tuple)):
+        value = _without_none(value)
+    elif isinstance(value, str) and _MESSAGES.match(value):
         value = as_list(value) or value  # or a text that begins so
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         text = str(value)
@@ -252,20 +259,27 @@ def as_turns(table: Table, column: str, row: int, role: str) -> Conversation:
         raise ValueError(f"{table.where(row)}: the row has {found} in column {column!r}, expected a text or messages")
     if not value:
         raise ValueError(f"{table.where(row)}: the row has no message in column {column!r}")
-    return [_message(m, f"{table.where(row)}, message {i + 1} of column {column!r}") for i, m in enumerate(value)]
+    found = []
+    for i, message in enumerate(value):
+        try:
+            found.append(_message(message))
+        except ValueError as error:
+            raise ValueError(f"{table.where(row)}, message {i + 1} of column {column!r}: {error}") from None
+    return found
 
 
-def _message(message: Any, place: str) -> dict[str, Any]:
-    """{"role", "content"} and what else the message has, from today's names or ShareGPT's."""
+def _message(message: Any) -> dict[str, Any]:
+    """{"role", "content"} and what else the message has, from today's names or ShareGPT's. Raises ValueError: it is
+    none."""
     if not isinstance(message, dict):
-        raise ValueError(f"{place}: got {message!r:.60}, expected an object with role and content")
-    said = {name: value for name, value in message.items() if value is not None}  # parquet fills fields up with None
+        raise ValueError(f"got {message!r:.60}, expected an object with role and content")
+    said = {name: value for name, value in message.items() if value is not None}
     role, content = said.pop("role", None) or said.pop("from", None), said.pop("content", None)
     content = said.pop("value", None) if content is None else content
     if str(role).lower() not in _ROLES:
-        raise ValueError(f"{place}: got the role {role!r}, expected one of {', '.join(_ROLES)}")
+        raise ValueError(f"got the role {role!r}, expected one of {', '.join(_ROLES)}")
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and "tool_calls" in said):
-        raise ValueError(f"{place}: got {content!r:.60} as content, expected a text")
+        raise ValueError(f"got {content!r:.60} as content, expected a text")
     return {"role": _ROLES[str(role).lower()], "content": content or "", **said}

@@ -40,11 +40,11 @@ class Labels:
         ids: dict[Any, int] = {name: i for i, name in enumerate(self.names)}
 
         def id_of(value: Any, row: int) -> int:
-            number = _as_int(value) if self.by_id else None
+            number = _as_id(value) if self.by_id else None
             if number is not None:
                 found = number if 0 <= number < len(self.names) else None
             else:
-                found = ids.get(str(value), ids.get(str(_as_int(value))))  # 3, "3" and "3.0" are one label
+                found = ids.get(str(value), ids.get(str(_as_id(value))))  # 3, "3" and "3.0" are one label
             if found is None:
                 if self.by_id:
                     expected = f"outside num_labels {len(self.names)} (labels 0 to {len(self.names) - 1})"
@@ -108,7 +108,7 @@ def find_labels(
             )
     lists = [_listed(value) for value in values] if multi else [[value] for value in values]
     if names is not None:
-        numbers = all(_as_int(v) is not None for members in lists for v in members)
+        numbers = all(_as_id(v) is not None for members in lists for v in members)
         if num_labels not in (None, len(names)):
             raise ValueError(f"num_labels is {num_labels}, but the labels have {len(names)} names: {', '.join(names)}")
         return Labels(
@@ -162,7 +162,7 @@ def _number(lists: list[list[Any]], where: Where, problem_type: str, num_labels:
     for row, members in enumerate(lists):
         for value in members:
             rows.setdefault(value, row)
-    numbers = {value: _as_int(value) for value in rows}
+    numbers = {value: _as_id(value) for value in rows}
     if rows and all(number is not None for number in numbers.values()):
         found = sorted({number for number in numbers.values() if number is not None})
         if num_labels is not None or found == list(range(len(found))):
@@ -174,8 +174,8 @@ def _number(lists: list[list[Any]], where: Where, problem_type: str, num_labels:
                     f"without num_labels the {len(found)} labels found are numbered in order"
                 )
             return _at_least_two(Labels(problem_type, tuple(map(str, range(count))), by_id=True), where)
-        return Labels(problem_type, tuple(map(str, found)))
-    found_names = sorted(map(str, rows))
+        return _at_least_two(Labels(problem_type, tuple(map(str, found))), where)
+    found_names = sorted(set(map(str, rows)))
     if num_labels is not None and len(found_names) > num_labels:
         shown = ", ".join(map(repr, found_names[:10])) + (", ..." if len(found_names) > 10 else "")
         raise ValueError(f"num_labels is {num_labels}, but the data has {len(found_names)} labels: {shown}")
@@ -252,11 +252,14 @@ def _check_single(values: Sequence[Any], where: Where) -> None:
             )
 
 
-def _as_int(value: Any) -> int | None:
+def _as_id(value: Any) -> int | None:
+    """The number that a label is: an integer, or a text that spells one as programs do. "0111" and "1e3" are names."""
     if isinstance(value, int):
         return value
-    number = _as_float(value)
-    return int(number) if number is not None and number.is_integer() else None
+    number = _as_float(value) if isinstance(value, str) else None
+    if number is None or not number.is_integer() or value.removesuffix(".0") != str(int(number)):
+        return None
+    return int(number)
 
 
 def _as_float(value: Any) -> float | None:

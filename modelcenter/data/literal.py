@@ -17,8 +17,25 @@ def _constant(name: str) -> float | None:
     return None if name == "NaN" else float(name.replace("Infinity", "inf"))
 
 
-# json.loads, but that a NaN is no value: what a pandas row without one becomes, which would be read as the text "nan".
-from_json = json.JSONDecoder(parse_constant=_constant).decode
+_decode = json.JSONDecoder(parse_constant=_constant).decode
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half a character: two make one
+_ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F])|.)", re.DOTALL)
+
+
+def from_json(text: str) -> Any:
+    """json.loads, but that a NaN is no value: what a pandas row without one becomes, which would be read as the text
+    "nan".
+
+    Raises:
+        JSONDecodeError: no JSON, or a text cut in the middle of a character, as which it can be neither tokenised nor
+            written.
+    """
+    if _SURROGATE.search(text):
+        half = next((found for found in _ESCAPE.finditer(text) if found[1]), None)
+        if half is not None:
+            cut = text[half.start() : half.start() + 6]
+            raise json.JSONDecodeError(f"{cut} is half a character; remove it or write \\ufffd", text, half.start())
+    return _decode(text)
 
 
 def as_list(text: str) -> list[Any] | None:

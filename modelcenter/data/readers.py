@@ -17,6 +17,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,6 +120,11 @@ class Table:
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()))) if self.columns else 0
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The first row of each origin, and the end of the last."""
+        return list(itertools.accumulate((origin.rows for origin in self.origins), initial=0))
+
     @property
     def origin_rows(self) -> int:
         """Rows of all its origins, of which its own are made."""
@@ -134,7 +140,7 @@ class Table:
     def where(self, row: int) -> str:
         """The file and line of a row: "train.tsv, line 12"."""
         row = int(row if self.index is None else self.index[row])
-        starts = list(itertools.accumulate((o.rows for o in self.origins), initial=0))
+        starts = self._starts
         place = bisect_right(starts, row) - 1
         origin, row = self.origins[place], row - starts[place]
         return f"{origin.path}, row {row + 1}" if origin.lines is None else f"{origin.path}, line {origin.lines[row]}"

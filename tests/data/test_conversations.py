@@ -100,10 +100,32 @@ def test_tools_of_a_row():
     pair = table(prompt=["q"], chosen=["yes"], rejected=["no"], tools=[[tool]])
     found = preferences(pair, find_preference_columns(pair, {}))
     assert found == [[user("q") | {TOOLS: [tool]}, answer(said)] for said in ("yes", "no")]
+    schema = {"name": "open", "parameters": {"unit": {"enum": ["m", None], "default": None}}}
+    written = table(messages=[[user("q")]], tools=[json.dumps([schema])])  # nobody filled up what is a text
+    assert conversations(written, find_chat_columns(written, {}))[0][0][TOOLS] == [schema]
     names = table(messages=[[user("q")]], tools=["hammer and saw"])  # of another meaning
     assert find_chat_columns(names, {}).tools is None
     with pytest.raises(ValueError, match="line 1: got 'hammer and saw' in column 'tools', expected a list of tools"):
         conversations(names, find_chat_columns(names, {"tools": "tools"}))
+
+
+def test_calls_hold_what_was_said_in_them():
+    """Parquet gives the arguments of a call those of all others, too, as None."""
+
+    def call(**arguments):
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+    filled = call(city="Paris", amount=None, more={"a": 1, "b": None}, days=[1, None]) | {"content": None}
+    rows = table(messages=[[user("q"), filled], json.dumps([user("q"), call(city=None)])])
+    first, second = conversations(rows, find_chat_columns(rows, {}))
+    assert first[1] == call(city="Paris", more={"a": 1}, days=[1, None]) | {"content": ""}
+    assert second[1] == call(city=None) | {"content": ""}  # a text: nobody filled it up
+
+
+def test_a_row_without_an_answer():
+    """Be it empty or not there."""
+    rows = table(prompt=["a", "b"], response=["", None])
+    assert conversations(rows, find_chat_columns(rows, {})) == [[user("a")], [user("b")]]
 
 
 @pytest.mark.parametrize(

@@ -167,3 +167,29 @@ def test_kind_that_does_not_fit():
         find_labels(["a", "a"], where)
     with pytest.raises(ValueError, match="label_column: got 5 labels in 5 rows .* is it the right column"):
         find_labels(["a", "b", "c", "d", "e"], where)
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (["0111", "0112", "2310"], ("0111", "0112", "2310")),  # codes of industries
+        (["01", "1"], ("01", "1")),
+        (["1e3", "1000", "+1", "1"], ("+1", "1", "1000", "1e3")),
+        (["00", "01"], ("00", "01")),
+        (["07", 7, "7"], ("07", "7")),
+    ],
+)
+def test_labels_keep_their_spelling(values, names):
+    labels = find_labels(values * 3, where)
+    assert labels.names == names
+    assert [labels.names[i] for i in labels.encode(values, where)] == [str(value) for value in values]
+    with pytest.raises(ValueError, match="line 1: label '0x' is not one of"):
+        labels.encode(["0x"], where)
+    with pytest.raises(ValueError, match="label '02' is outside num_labels 2"):
+        find_labels(["0", "1"], where).encode(["02"], where)
+
+
+@pytest.mark.parametrize("value", [1, "1", "a", "01", 0])
+def test_one_class_alone_is_nothing_to_learn(value):
+    with pytest.raises(ValueError, match="all rows have one label"):
+        find_labels([value] * 3, where)

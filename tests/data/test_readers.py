@@ -253,6 +253,24 @@ def test_parquet_with_class_names(tmp_path):
         read(tmp_path, "b.parquet", whole[: len(whole) // 2])
 
 
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        (r'{"text": "a"}' + "\n" + r'{"text": "nice \ud83d"}', "line 2: .*column 16"),
+        (r'{"text": "\\\uDE00\ud83d"}', "line 1: .*column 13"),  # an escaped backslash, then the second half
+        (r'[{"text": "a"},' + "\n" + r' {"text": "\ud83d\u0041"}]', "line 2: .*column 12"),
+    ],
+)
+def test_half_a_character(tmp_path, content, place):
+    with pytest.raises(ValueError, match=r"a.jsonl, " + place.replace(".*", r"not valid JSON \(.u\w+ is half.* ")):
+        read(tmp_path, "a.jsonl", content)
+
+
+def test_escapes_that_are_no_halves(tmp_path):
+    row = {"text": "\U0001f600 \\ud83d \u00e9 \ud7ff\U0010ffff"}
+    assert read(tmp_path, "a.jsonl", json.dumps(row) + "\n").columns == {"text": [row["text"]]}
+
+
 def of_classes(values: list, classes: list[str] | None) -> Table:
     known = {} if classes is None else {"label": classes}
     return Table({"label": values}, [Origin("a", len(values), "")], known)

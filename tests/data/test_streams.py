@@ -92,6 +92,7 @@ def test_compressed(folder, suffix):
         ("a.txt", b"ok\ncaf\xe9\n", r"a.txt, line 2, byte 6: not UTF-8 \(0xe9\); convert the line"),
         ("a.txt", "x".encode("utf-16"), "is UTF-16; streaming reads UTF-8"),
         ("a.jsonl", b'{"a": 1}\n{"a"}\n', "a.jsonl, line 2: not valid JSON"),
+        ("a.jsonl", b'{"a": 1}\n{"a": "\\ud83d"}\n', r"a.jsonl, line 2: not valid JSON \(.ud83d is half a character"),
         ("a.json", b'[\n{"a": 1}]\n', "a JSON array cannot be streamed"),
         ("a.jsonl", b"3\n", "a.jsonl, line 1: got 3, expected one JSON object"),
         ("a.csv", b"text,label\na,1\nb\n", "a.csv, row 3: 1 fields where the first row has 2"),

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from modelcenter._arguments import Parser
-from modelcenter.data import sources
-from modelcenter.data.streams import FileRows, HubRows, RowSource
+from modelcenter.data.streams import open_rows
 from modelcenter.data.token_files import is_tokens
 
 
@@ -40,7 +39,10 @@ def main(argv: Sequence[str]) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             p.error(f"--{name}: got {value}, expected at least {least}")
-    source = find_rows(args.data, args.data_config, args.split, args.document)
+    tokens = next((path for path in args.data if is_tokens(path)), None)
+    if tokens is not None:
+        raise ValueError(f"{tokens}: holds tokens already; pretraining reads it as --train_data {tokens}")
+    source = open_rows(args.data, args.data_config, args.split, args.document)
 
     # Imported here, so that mistakes in the flags and the data take no time.
     from modelcenter.data.preprocess import preprocess
@@ -66,19 +68,6 @@ def main(argv: Sequence[str]) -> None:
         f"{args.output}: {about['documents']:,} documents, {about['tokens']:,} tokens of {size} bytes{skipped}; "
         f"{about['tokens'] / seconds:,.0f} tokens a second"
     )
-
-
-def find_rows(data: Sequence[str], config: str | None, split: str, document: Any = "line") -> RowSource:
-    """The rows of a data argument as a stream: see `sources.find`.
-
-    Raises:
-        ValueError: nothing is there, no such split, or a file that cannot be streamed.
-    """
-    tokens = next((path for path in data if is_tokens(path)), None)
-    if tokens is not None:
-        raise ValueError(f"{tokens}: holds tokens already; pretraining reads it as --train_data {tokens}")
-    paths = sources.find_paths(data, config, split)
-    return HubRows(data[0], config, split) if paths is None else FileRows(paths, document)
 
 
 @contextmanager

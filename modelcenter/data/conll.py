@@ -62,4 +62,6 @@ def read_conll(path: Path, text: str) -> tuple[dict[str, list[Any]], Sequence[in
 def _fields(line: str) -> list[str]:
     if not line or line.isspace():
         return []
-    return [field.strip() for field in line.rstrip("\r").split("\t")] if "\t" in line else line.split()
+    if "\t" in line:
+        return [field.strip(" ") for field in line.rstrip("\r").split("\t")]
+    return re.split(" +", line.strip(" \r"))  # no other space is one: U+3000 is a character of Chinese corpora

@@ -18,7 +18,7 @@ from modelcenter.data.cache import tokenizer_state
 from modelcenter.data.columns import find_columns
 from modelcenter.data.parallel import ordered_map
 from modelcenter.data.readers import Origin, Table
-from modelcenter.data.streams import START, Cursor, RowSource
+from modelcenter.data.streams import RowSource, Texts
 from modelcenter.data.token_files import TokenFile, TokenWriter, open_tokens
 
 _CHARACTERS = 1 << 20  # of text per task of a worker, and
@@ -90,27 +90,20 @@ def end_token(tokenizer: Any) -> int:
 
 
 def _texts(source: RowSource, column: str | None, counts: dict[str, int]) -> Iterator[str]:
-    rows = source.read()
-    head = list(itertools.islice(rows, 1000))
-    sample = [row for row, _ in head if row is not None]
-    if sample:
-        names = dict.fromkeys(itertools.chain.from_iterable(sample))
-        columns = {name: [row.get(name) for row in sample] for name in names}
-        table = Table(columns, [Origin(source.name, len(sample), "")])
-        if column is None and len(columns) == 1 and all(isinstance(x, str) for x in next(iter(columns.values()))):
-            column = next(iter(columns))
-        column = find_columns(table, text=column, labelled=False).text
-    before = START
-    for row, after in itertools.chain(head, rows):
-        text = None if row is None or column is None else row.get(column)
-        if text is None or text == "" or (isinstance(text, str) and text.isspace()):
+    head = list(itertools.islice((row for row, _ in source.read() if row is not None), 1000))
+    if not head:
+        return
+    names = dict.fromkeys(itertools.chain.from_iterable(head))
+    columns = {name: [row.get(name) for row in head] for name in names}
+    table = Table(columns, [Origin(source.name, len(head), "")])
+    if column is None and len(columns) == 1 and all(isinstance(x, str) for x in next(iter(columns.values()))):
+        column = next(iter(columns))
+    column = find_columns(table, text=column, labelled=False).text
+    for row, _ in Texts(source, column).read():
+        if row is None:
             counts["skipped"] += 1
-        elif not isinstance(text, str):
-            place = source.where(before if before.file == after.file else Cursor(after.file))
-            raise ValueError(f"{place}: column {column!r} holds {text!r:.60}, expected a text")
         else:
-            yield text
-        before = after
+            yield row[column]
 
 
 def _pieces(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:
@@ -127,7 +120,7 @@ def _pieces(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:
 
 
 class DocumentEncoder:
-    """Texts to (tokens end to end, length of each): no special tokens but `end` after each."""
+    """Texts to (tokens end to end, length of each): no special tokens but `end` after each that has tokens."""
 
     def __init__(self, tokenizer: Any, end: int | None):
         self.tokenizer, self.end = tokenizer, end
@@ -147,7 +140,7 @@ class DocumentEncoder:
         else:
             rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         if self.end is not None:
-            for row in rows:
+            for row in filter(None, rows):
                 row.append(self.end)
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         return np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(lengths.sum())), lengths

@@ -19,7 +19,7 @@ from modelcenter.data.compressed import COMPRESSED, open_bytes, suffix_of
 from modelcenter.data.literal import from_json
 from modelcenter.data.parquet import rows_from
 from modelcenter.data.readers import header_again, is_header, names_in, spaced
-from modelcenter.data.sources import not_given
+from modelcenter.data.sources import find_paths, not_given
 
 
 class Cursor(NamedTuple):
@@ -64,7 +64,8 @@ class FileRows:
     unit: what a row of a txt file is: a line, a paragraph (lines up to an empty one) or the file.
 
     Raises:
-        ValueError: a suffix that cannot be streamed; a line that is not UTF-8, JSON or as wide as the others.
+        ValueError: a suffix that cannot be streamed; a unit of files that are not txt; a line that is not UTF-8, JSON
+            or as wide as the others.
     """
 
     def __init__(self, paths: Sequence[Path], unit: Unit = "line"):
@@ -73,6 +74,7 @@ class FileRows:
         for path in self.paths:
             if suffix_of(path) not in _READ:
                 raise ValueError(f"{path}: rows are streamed from {', '.join(_READ)} files")
+            _check_unit(unit, path, txt=suffix_of(path) == ".txt")
             if suffix_of(path) == ".parquet" != path.suffix.lower():
                 raise ValueError(f"{path}: parquet is streamed from uncompressed files; decompress it")
 
@@ -125,6 +127,58 @@ class HubRows:
         return {"name": self.name, "version": str(info.version), "size": info.dataset_size}
 
 
+def open_rows(data: Sequence[str], config: str | None, split: str, unit: Unit = "line") -> RowSource:
+    """The rows of a split of a data argument (see `sources.find`) as a stream.
+
+    Raises:
+        ValueError: nothing is there, no such split, a file that cannot be streamed, a unit that it does not have.
+    """
+    paths = find_paths(data, config, split)
+    if paths is not None:
+        return FileRows(paths, unit)
+    _check_unit(unit, data[0], txt=False)
+    return HubRows(data[0], config, split)
+
+
+def _check_unit(unit: Unit, name: Any, txt: bool) -> None:
+    if unit != "line" and not txt:
+        raise ValueError(f"document: {unit} is for txt files, but {name} has rows of its own")
+
+
+class Texts:
+    """The rows of a source that have a text in one column; None in the place of others.
+
+    tell: called with a message at the first row without a text, and at the first without even the column.
+
+    Raises:
+        ValueError: when it is read: a row that has something else there.
+    """
+
+    def __init__(self, source: RowSource, column: str, tell: Callable[[str], None] | None = None):
+        self.source, self.column, self.tell = source, column, tell
+        self.name, self.where, self.fingerprint = source.name, source.where, source.fingerprint
+        self._told: set[bool] = set()
+
+    def read(self, cursor: Cursor = START) -> Iterator[tuple[Row | None, Cursor]]:
+        for row, after in self.source.read(cursor):
+            here = cursor if cursor.file == after.file else Cursor(after.file)
+            yield (row if row is not None and self._has_text(row, here) else None), after
+            cursor = after
+
+    def _has_text(self, row: Row, cursor: Cursor) -> bool:
+        text = row.get(self.column)
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"{self.where(cursor)}: column {self.column!r} holds {text!r:.60}, expected a text")
+        if text and not text.isspace():
+            return True
+        known = self.column in row
+        if self.tell is not None and known not in self._told:
+            self._told.add(known)
+            lacks = f"text in column {self.column!r}" if known else f"column {self.column!r} (it has {', '.join(row)})"
+            self.tell(f"{self.where(cursor)}: the row has no {lacks}; such rows are left out")
+        return False
+
+
 def _ends(path: Path) -> str:
     size, digest = path.stat().st_size, hashlib.sha256()
     with path.open("rb") as file:
@@ -143,6 +197,8 @@ def _lines(path: Path, at: Cursor) -> Iterator[tuple[str, Cursor]]:
             if number == 0:
                 if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
                     raise ValueError(f"{path}: is UTF-16; streaming reads UTF-8: `iconv -f UTF-16 -t UTF-8`")
+                if b"\r" in raw and b"\n" not in raw:
+                    raise ValueError(f"{path}: lines end as on old Macs; streaming needs line feeds: `tr '\\r' '\\n'`")
             byte, number = byte + len(raw), number + 1
             try:
                 text = raw.decode("utf-8")

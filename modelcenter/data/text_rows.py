@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +17,11 @@ from modelcenter.data.parallel import ordered_map
 from modelcenter.data.preprocess import DocumentEncoder
 from modelcenter.data.readers import Table
 from modelcenter.data.streaming import StreamBatch
-from modelcenter.data.streams import Row, RowSource
+from modelcenter.data.streams import Row, RowSource, Texts
 from modelcenter.data.token_files import TokenFile
 
 _CHUNK = 4096  # documents per call of the tokenizer
-_VERSION = 1  # part of the cache's key
+_VERSION = 2  # part of the cache's key
 
 
 class TextRows(Examples):
@@ -140,27 +140,27 @@ class StreamRow(NamedTuple):
 
 class StreamRows:
     """Rows of a stream of texts: each document in pieces, as they come. It has no length and no row numbers; a row is a
-    StreamRow."""
+    StreamRow. tell: see streams.Texts."""
 
     truncated = 0
 
-    def __init__(self, source: RowSource, tokenizer: Any, objective: Objective, column: str, end: int | None):
-        self.source, self.objective, self.column = source, objective, column
+    def __init__(
+        self,
+        source: RowSource,
+        tokenizer: Any,
+        objective: Objective,
+        column: str,
+        end: int | None,
+        tell: Callable[[str], None] | None = None,
+    ):
+        self.source: RowSource = Texts(source, column, tell)
+        self.objective, self.column = objective, column
         self.name = source.name
         self.encode = DocumentEncoder.of(tokenizer, None if objective.bare else end)
 
     def pieces(self, rows: list[Row]) -> list[list[np.ndarray]]:
-        """The pieces of the text of each row; none of a row without text.
-
-        Raises:
-            ValueError: a row whose column holds something else.
-        """
-        texts = []
-        for row in rows:
-            text = row.get(self.column)
-            if text is not None and not isinstance(text, str):
-                raise ValueError(f"{self.name}: column {self.column!r} holds {text!r:.60}, expected a text")
-            texts.append(text or "")
+        """The pieces of the text of each row."""
+        texts = [row[self.column] for row in rows]
         ids, lengths = self.encode(texts)
         ends, room, least = np.cumsum(lengths), self.objective.room, self.objective.least
         found = []

@@ -8,7 +8,7 @@ import lzma
 import pytest
 
 from modelcenter.data.readers import read_file
-from modelcenter.data.streams import START, Cursor, FileRows, HubRows
+from modelcenter.data.streams import START, Cursor, FileRows, HubRows, Texts, open_rows
 
 ROWS = [{"text": f"row {i} caf\u00e9 \u2028", "label": i} for i in range(7)]
 
@@ -48,7 +48,7 @@ def test_the_rows_of_the_reader(folder, name):
 @pytest.mark.parametrize("unit", ["line", "paragraph", "file"])
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "no bytes"])
 def test_from_every_cursor_on(folder, unit, plain):
-    source = FileRows([folder / name for name in NAMES], unit)
+    source = FileRows([folder / name for name in (NAMES if unit == "line" else ["b.txt", "b.txt"])], unit)
     rows = list(source.read())
     for i, (_, cursor) in enumerate(rows):
         start = cursor if plain else cursor._replace(byte=0)
@@ -91,6 +91,8 @@ def test_compressed(folder, suffix):
     [
         ("a.txt", b"ok\ncaf\xe9\n", r"a.txt, line 2, byte 6: not UTF-8 \(0xe9\); convert the line"),
         ("a.txt", "x".encode("utf-16"), "is UTF-16; streaming reads UTF-8"),
+        ("a.txt", b"one\rtwo\r", r"a.txt: lines end as on old Macs; streaming needs line feeds: `tr '.r' '.n'`"),
+        ("a.csv", b"text,label\ra,1\rb,0", "a.csv: lines end as on old Macs"),
         ("a.jsonl", b'{"a": 1}\n{"a"}\n', "a.jsonl, line 2: not valid JSON"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\\ud83d"}\n', r"a.jsonl, line 2: not valid JSON \(.ud83d is half a character"),
         ("a.json", b'[\n{"a": 1}]\n', "a JSON array cannot be streamed"),
@@ -106,9 +108,32 @@ def test_wrong_content(tmp_path, name, content, says):
         everything(FileRows([tmp_path / name]))
 
 
-def test_a_suffix_that_cannot_be_streamed(tmp_path):
+def test_what_cannot_be_streamed(tmp_path):
     with pytest.raises(ValueError, match="rows are streamed from .jsonl, .ndjson, .json, .txt"):
         FileRows([tmp_path / "a.xls"])
+    with pytest.raises(ValueError, match="document: paragraph is for txt files, but .*b.csv has rows of its own"):
+        FileRows([tmp_path / "a.txt", tmp_path / "b.csv"], "paragraph")
+    with pytest.raises(ValueError, match="document: file is for txt files, but owner/set has rows of its own"):
+        open_rows(["owner/set"], None, "train", "file")
+
+
+def test_rows_without_a_text_are_told_of(tmp_path):
+    """Once for each reason, with the place; a file without the column is not lost in silence."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": " \\t"}\n{"text": ""}\n{"text": "b"}\n')
+    (tmp_path / "b.jsonl").write_text('{"content": "c", "id": 1}\n{"content": "d", "id": 2}\n{"text": null}\n')
+    files, told = FileRows([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]), []
+    texts = Texts(files, "text", told.append)
+    rows = list(texts.read())
+    assert [row and row["text"] for row, _ in rows] == ["a", None, None, None, "b", None, None, None]
+    assert [after for _, after in rows] == [after for _, after in files.read()]
+    assert told == [
+        f"{tmp_path / 'a.jsonl'}, line 3: the row has no text in column 'text'; such rows are left out",
+        f"{tmp_path / 'b.jsonl'}, line 1: the row has no column 'text' (it has content, id); such rows are left out",
+    ]
+    assert list(texts.read(rows[4][1])) == rows[5:] and len(told) == 2
+    (tmp_path / "b.jsonl").write_text('{"text": "a"}\n{"text": ["b"]}\n')
+    with pytest.raises(ValueError, match=r"b.jsonl, line 2: column 'text' holds \['b'\], expected a text"):
+        everything(texts)
 
 
 def test_places_and_fingerprint(folder):

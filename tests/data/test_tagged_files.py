@@ -30,6 +30,15 @@ def test_chinese_tabs_comments_windows_lines_and_other_schemes(tmp_path, name):
     assert list(table.origins[0].lines) == [2, 6, 9]
 
 
+@pytest.mark.parametrize("space", [" ", "\t"])
+def test_spaces_of_other_kinds_are_words(tmp_path, space):
+    """Chinese corpora tag U+3000 and U+00A0 like any other character."""
+    words = ["\u4e2d", "\u3000", "\u00a0", "New\u00a0York", "\u2003"]
+    for name in ("a.txt", "a.conll"):
+        table = read_file(write(tmp_path / name, "".join(f"{word}{space}O\n" for word in words) + " \u3000\n"))
+        assert table.columns == {"words": [words], "tags": [["O"] * 5]}
+
+
 def test_only_words_and_other_texts(tmp_path):
     assert read_file(write(tmp_path / "a.conll", "a\nb\n\nc\n")).columns == {"words": [["a", "b"], ["c"]]}
     texts = ["vitamin B-12", "and O"]

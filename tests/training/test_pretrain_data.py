@@ -11,6 +11,8 @@ from text_toys import KINDS, TOKENIZERS, flags, make_texts, pretrain, rows_of, w
 from toydata import command, write_jsonl
 
 from modelcenter.cli import run as cli
+from modelcenter.data.blocks import Blocks
+from modelcenter.data.text_rows import encode_texts
 from modelcenter.data.token_files import open_tokens
 from modelcenter.training.feed import StreamFeed
 from modelcenter.training.tasks.spans import SpanCorruptionModel
@@ -202,6 +204,22 @@ def test_a_stream_without_a_step_left_knows_its_epoch(folder):
     pretrain(folder, "lm", "next", resume=str(folder / "run"), **stream)
     epochs = [json.loads((folder / name / "summary.json").read_text())["epochs"] for name in ("run", "next")]
     assert epochs[0] == epochs[1] > 0
+
+
+def test_a_row_without_text_has_no_end_either():
+    """A document of an end alone would be a sequence of its own."""
+    file = encode_texts(TOKENIZERS["tiny/gpt2"](), ["a b", "", "c"], "x", end=0, cache=False)
+    lengths = np.diff(file.offsets).tolist()
+    assert lengths[1] == 0 and file.tokens.tolist().count(0) == 2
+    blocks = Blocks(file, sum(lengths), packing="concat", eos=0)
+    assert blocks.batch(np.arange(1))["cu_seqlens"].tolist() == [0, lengths[0], sum(lengths)]
+
+
+def test_rows_of_a_stream_without_the_column_are_told_of(folder, caplog):
+    write_jsonl(folder / "data" / "train_b.jsonl", [{"content": "a film"}] * 3)
+    pretrain(folder, "lm", "run", streaming=True, max_steps=12)
+    said = "train_b.jsonl, line 1: the row has no column 'text' (it has content); such rows are left out"
+    assert caplog.text.count(said) == 1
 
 
 @pytest.mark.parametrize(

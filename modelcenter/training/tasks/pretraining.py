@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+import engine
 from modelcenter.data import sources
 from modelcenter.data.blocks import Blocks
 from modelcenter.data.examples import Examples
@@ -16,7 +17,7 @@ from modelcenter.data.mixture import Mixture, parse_weight
 from modelcenter.data.objectives import Objective
 from modelcenter.data.preprocess import end_token
 from modelcenter.data.readers import Table
-from modelcenter.data.streams import FileRows, HubRows, RowSource
+from modelcenter.data.streams import RowSource, open_rows
 from modelcenter.data.text_rows import StreamRows, TextRows, encode_texts
 from modelcenter.data.token_files import TokenFile, check_tokenizer, is_tokens, with_end
 from modelcenter.models.base import Model
@@ -73,10 +74,7 @@ class Pretraining(Task):
             if parse_weight(spec)[1] is not None or is_tokens(spec):
                 what = "a token file is read as it is" if is_tokens(spec) else "parts have no weights in a stream"
                 raise ValueError(f"train_data: {spec}: {what}, leave streaming out")
-        paths = sources.find_paths(data, cfg.data_config, cfg.train_split)
-        self.stream = (
-            HubRows(data[0], cfg.data_config, cfg.train_split) if paths is None else FileRows(paths, cfg.document)  # type: ignore[arg-type]
-        )
+        self.stream = open_rows(data, cfg.data_config, cfg.train_split, cfg.document)  # type: ignore[arg-type]
 
     def _eval_parts(self, cfg: PretrainConfig) -> list[Part]:
         if cfg.eval_fraction is not None:
@@ -118,7 +116,8 @@ class Pretraining(Task):
         if self.stream is not None:
             assert self.column is not None
             end = None if objective.bare else end_of(tokenizer)
-            return StreamRows(self.stream, tokenizer, objective, self.column, end), held_out
+            tell = log.warning if engine.rank() == 0 else None
+            return StreamRows(self.stream, tokenizer, objective, self.column, end, tell), held_out
         rows = [self.rows(part, tokenizer, objective) for part in self.train]
         if self.cfg.eval_fraction is not None:
             sides = [part.split(self.cfg.eval_fraction, self.cfg.seed) for part in rows]

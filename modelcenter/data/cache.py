@@ -36,11 +36,19 @@ def cached(
     if folder is None:
         return build()
     entry = folder / digest(key)
-    with _lock(entry.with_suffix(".lock")):
+    with _lock(entry.with_suffix(".lock")) as alone:
         arrays = _load(entry)
-        if arrays is None:
-            arrays = build()
-            _save(entry, arrays)
+        if arrays is None and alone:
+            for left in entry.parent.glob(f"{_work_name(entry)}*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            return _built(entry, build)
+    # Whoever was first could not keep what it built: now nobody waits for another.
+    return _built(entry, build) if arrays is None else arrays
+
+
+def _built(entry: Path, build: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    arrays = build()
+    _save(entry, arrays)
     return arrays
 
 
@@ -104,21 +112,46 @@ def special_tokens(tokenizer: Any) -> str:
     return json.dumps({name: str(token) for name, token in tokenizer.special_tokens_map.items()}, sort_keys=True)
 
 
+def umask() -> int:
+    """The rights that new files of this process are not given."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Held by one process of the node; freed by the system when it ends, however it ends. Without flock everyone
-    builds."""
+def _lock(path: Path) -> Iterator[bool]:
+    """Held by one process of the node; freed by the system when it ends, however it ends. Yields whether it was free;
+    without locks it never is."""
     try:
         import fcntl
     except ImportError:
-        yield
+        yield False
         return
-    with path.open("a") as file:
+    try:
+        file = _open_lock(path)
+    except OSError as error:
+        log.debug("no file lock at %s: %s", path, error)
+        yield False
+        return
+    with file:
+        alone = False
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = True
+            except BlockingIOError:
+                fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             log.debug("no file locks on %s", path)
-        yield
+        yield alone
+
+
+def _open_lock(path: Path) -> Any:
+    try:
+        return path.open("a")
+    except PermissionError:  # another user's
+        return path.open("rb")
 
 
 def _load(entry: Path) -> dict[str, np.ndarray] | None:
@@ -130,6 +163,9 @@ def _load(entry: Path) -> dict[str, np.ndarray] | None:
         if {name: list(array.shape) for name, array in arrays.items()} != about["arrays"]:
             raise ValueError("array sizes differ from about.json")
         return arrays
+    except PermissionError as error:
+        log.warning("token cache entry %s cannot be read (%s): tokenising without it", entry, error.strerror)
+        return None
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # EOFError: a file of no bytes
         log.warning("token cache entry %s is damaged (%s): tokenising again", entry, error)
         shutil.rmtree(entry, ignore_errors=True)
@@ -138,14 +174,29 @@ def _load(entry: Path) -> dict[str, np.ndarray] | None:
 
 def _save(entry: Path, arrays: dict[str, np.ndarray]) -> None:
     try:
-        work = Path(tempfile.mkdtemp(prefix=".writing-", dir=entry.parent))
+        work = Path(tempfile.mkdtemp(prefix=_work_name(entry), dir=entry.parent))
         try:
             for name, array in arrays.items():
-                np.save(work / f"{name}.npy", array)
-            about = {"arrays": {name: list(array.shape) for name, array in arrays.items()}}
-            (work / "about.json").write_text(json.dumps(about))
+                with (work / f"{name}.npy").open("wb") as file:
+                    np.save(file, array)
+                    _flush(file)
+            with (work / "about.json").open("w") as text:
+                json.dump({"arrays": {name: list(array.shape) for name, array in arrays.items()}}, text)
+                _flush(text)
+            work.chmod(0o777 & ~umask())  # mkdtemp's folders are private, a cache may be of several users
             work.rename(entry)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:  # a full disk, or another node that was first: the arrays are in memory all the same
-        log.warning("token cache entry %s was not written: %s", entry, error)
+    except OSError as error:  # a full disk: the arrays are in memory all the same
+        if not entry.is_dir():  # else another process or node was first
+            log.warning("token cache entry %s was not written: %s", entry, error)
+
+
+def _work_name(entry: Path) -> str:
+    return f".writing-{entry.name}-"
+
+
+def _flush(file: Any) -> None:
+    """To the disk, before the entry has its name: its size is all that is looked at later."""
+    file.flush()
+    os.fsync(file.fileno())

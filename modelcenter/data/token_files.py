@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from modelcenter.data.cache import tokenizer_state
+from modelcenter.data.cache import tokenizer_state, umask
 
 FORMAT, VERSION = "modelcenter-tokens", 1
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -249,7 +249,7 @@ class TokenWriter:
                     json.dump(about, text, indent=2, ensure_ascii=False)
                     text.flush()
                     os.fsync(text.fileno())
-                self._work.chmod(0o777 & ~_umask())  # mkdtemp's folders are private
+                self._work.chmod(0o777 & ~umask())  # mkdtemp's folders are private
                 self._work.rename(self.path)  # over an empty folder, too
         finally:
             shutil.rmtree(self._work, ignore_errors=True)
@@ -258,12 +258,6 @@ class TokenWriter:
         raw = np.ascontiguousarray(array).view(np.uint8).data if array.size else b""
         self._files[name].write(raw)
         self._hashes[name].update(raw)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _sha256(path: Path) -> str:

@@ -1,8 +1,16 @@
 """The cache of arrays: what is part of a key, and what becomes of entries that are damaged."""
 
+import os
+import shutil
+import stat
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
+from modelcenter.data import cache as module
 from modelcenter.data.cache import cached, digest
 
 
@@ -58,3 +66,74 @@ def test_an_error_while_building_leaves_no_entry(folder):
     with pytest.raises(RuntimeError):
         cached(["x"], lambda: (_ for _ in ()).throw(RuntimeError))
     assert cached(["x"], arrays)["ids"].tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("mask, rights", [(0o002, 0o775), (0o077, 0o700)])
+def test_entries_have_the_rights_that_the_user_gives(folder, mask, rights):
+    """So that others may read them, or not."""
+    before = os.umask(mask)
+    try:
+        cached(["x"], arrays)
+    finally:
+        os.umask(before)
+    (entry,) = (p for p in folder.iterdir() if p.is_dir())
+    assert stat.S_IMODE(entry.stat().st_mode) == rights
+
+
+def test_an_entry_and_a_lock_that_may_not_be_read(folder, monkeypatch, caplog):
+    """Of another user: they stay as they are, and the arrays are built."""
+    cached(["x"], arrays)
+    (entry,) = (p for p in folder.iterdir() if p.is_dir())
+
+    def refused(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(entry), "read_text", refused)
+        patch.setattr(module, "_open_lock", refused)
+        assert cached(["x"], arrays)["ids"].tolist() == list(range(10))
+    assert "cannot be read (Permission denied): tokenising without it" in caplog.text
+    assert "damaged" not in caplog.text and "not written" not in caplog.text
+    assert cached(["x"], lambda: {})["ids"].tolist() == list(range(10))
+
+
+def test_a_lock_of_another_user(folder, monkeypatch):
+    real = type(folder).open
+
+    def open_(path, mode="r", *args, **options):
+        if path.suffix == ".lock" and mode == "a":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, mode, *args, **options)
+
+    cached(["x"], arrays)
+    monkeypatch.setattr(type(folder), "open", open_)
+    assert cached(["x"], lambda: {})["ids"].tolist() == list(range(10))
+
+
+def test_who_waited_for_nothing_builds_beside_the_others(folder, monkeypatch):
+    """Where no entry can be kept, processes do not build one after the other."""
+    monkeypatch.setattr(module, "_save", lambda entry, arrays: None)
+    together, turns = threading.Barrier(2, timeout=20), iter(range(3))
+
+    def build():
+        if next(turns):
+            together.wait()  # the second and the third are at it at the same time
+        else:
+            time.sleep(0.05)  # meanwhile they wait for the lock
+        return arrays()
+
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(cached, ["x"], build) for _ in range(3)]
+        assert [len(one.result(timeout=30)) for one in found] == [3] * 3
+
+
+def test_what_a_killed_process_left_is_removed(folder):
+    cached(["x"], arrays)
+    (entry,) = (p for p in folder.iterdir() if p.is_dir())
+    mine, other = (folder / f".writing-{name}-abc" for name in (entry.name, "0" * 40))
+    for left in (mine, other):
+        left.mkdir()
+        (left / "ids.npy").write_bytes(b"x")
+    shutil.rmtree(entry)
+    cached(["x"], arrays)
+    assert not mine.exists() and other.exists()  # which another process may be writing

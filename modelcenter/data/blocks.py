@@ -119,6 +119,11 @@ class Blocks:
         starts = rows if self.packing == "none" else rows * self.max_length
         return self.first + np.searchsorted(self._bounds, starts, side="right") - 1
 
+    def rows_of(self, document: int) -> tuple[int, int]:
+        """The first row of a document and the one behind its last, where rows are pieces of one document each."""
+        place = document - self.first
+        return int(self._bounds[place]), int(self._bounds[place + 1])
+
     def row(self, row: int) -> list[np.ndarray]:
         """The tokens of a row, piece by piece."""
         return [self._tokens(*piece) for piece in self.pieces(row)]

@@ -24,7 +24,8 @@ PAIRS = (
     ("instruction", "output"), ("instruction", "response"), ("instruction", "completion"), ("prompt", "completion"),
     ("prompt", "response"), ("prompt", "output"), ("prompt", "answer"), ("query", "response"), ("query", "answer"),
     ("question", "answer"), ("question", "response"), ("problem", "solution"), ("input", "output"),
-    ("source", "target"), ("context", "response"), ("mr", "ref"),
+    ("source", "target"), ("context", "response"), ("mr", "ref"), ("document", "summary"), ("article", "highlights"),
+    ("article", "summary"), ("article", "abstract"), ("dialogue", "summary"),
 )  # fmt: skip
 INPUT_NAMES = ("input", "context")  # what an instruction is about
 SYSTEM_NAMES = ("system", "system_prompt")

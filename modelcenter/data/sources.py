@@ -89,15 +89,24 @@ def _splits(specs: list[str], config: str | None) -> dict[str, list[Path]] | Non
     return splits
 
 
-def hold_out(table: Table, fraction: float, seed: int) -> tuple[Table, Table]:
-    """Split rows into (train, evaluation), a pure function of the seed; both keep the order of the rows."""
-    rows = np.random.default_rng([seed, 0x5EED]).permutation(len(table))
-    count = round(fraction * len(table))
-    if not 0 < count < len(table):
+def hold_out(table: Table, fraction: float, seed: int, groups: np.ndarray | None = None) -> tuple[Table, Table]:
+    """Split rows into (train, evaluation), a pure function of the seed; both keep the order of the rows.
+
+    groups: int64 (rows,), numbers from 0 of the groups that stay together; the fraction is then one of groups.
+    Raises ValueError if one of the sides were empty.
+    """
+    size, what = (len(table), "rows") if groups is None else (int(groups.max()) + 1, "groups")
+    drawn = np.random.default_rng([seed, 0x5EED]).permutation(size)
+    count = round(fraction * size)
+    if not 0 < count < size:
         raise ValueError(
-            f"eval_fraction: got {fraction}, which is {count} of {len(table)} rows, expected some rows on each side"
+            f"eval_fraction: got {fraction}, which is {count} of {size} {what}, expected some {what} on each side"
         )
-    return table.take(np.sort(rows[count:])), table.take(np.sort(rows[:count]))
+    rest, held = (
+        np.sort(part) if groups is None else np.flatnonzero(np.isin(groups, part))
+        for part in (drawn[count:], drawn[:count])
+    )
+    return table.take(rest), table.take(held)
 
 
 def is_hub_name(spec: str) -> bool:

@@ -295,7 +295,8 @@ def label_conversations(
     plain = bool(rows) and isinstance(rows[0], str)
     how = [plain, template.text, template.text_with_tools, template.front, max_length, too_long, train_on]
     about = json.dumps([*how, special_tokens(template.tokenizer), sorted(template.reserved)])
-    texts = [row if isinstance(row, str) else json.dumps(row, sort_keys=True, default=str) for row in rows]
+    # The order of fields is part of a row: templates write calls and tools as they come.
+    texts = [row if isinstance(row, str) else json.dumps(row, default=str) for row in rows]
     key = ["conversations", _VERSION, about, tokenizer_state(template.tokenizer), texts]
     arrays = cached(key, lambda: _label(template, rows, where, max_length, too_long, train_on, plain))
     found = LabelledTokens(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,15 +118,15 @@ class TextRows(Examples):
             ValueError: all rows are of one document.
         """
         own = self.blocks.pieces(key[0])[0][0]
+        first, end = np.searchsorted(self.numbers, self.blocks.rows_of(own)).tolist()
+        if end - first == len(self):
+            raise ValueError(f"next_sentence: {self.name} is one document; it needs at least two, see --document")
         drawn = int(random.integers(0, len(self)))
-        for row in itertools.chain(range(drawn, len(self)), range(drawn)):
-            number = int(self.numbers[row])
-            (document, _, _) = self.blocks.pieces(number)[0]
-            if document != own:
-                (tokens,) = self.blocks.row(number)
-                start = int(random.integers(0, max(len(tokens) - count, 0) + 1))
-                return tokens[start : start + count]
-        raise ValueError(f"next_sentence: {self.name} is one document; it needs at least two, see --document")
+        if first <= drawn < end:  # the next one that is of another document
+            drawn = end % len(self)
+        (tokens,) = self.blocks.row(int(self.numbers[drawn]))
+        start = int(random.integers(0, max(len(tokens) - count, 0) + 1))
+        return tokens[start : start + count]
 
 
 class StreamRow(NamedTuple):

@@ -122,6 +122,14 @@ def test_calls_hold_what_was_said_in_them():
     assert second[1] == call(city=None) | {"content": ""}  # a text: nobody filled it up
 
 
+def test_documents_with_their_summaries():
+    """They are no plain texts, though "document" is a name of those."""
+    rows = table(document=["a long text"], summary=["short"], id=["1"])
+    columns = find_chat_columns(rows, {})
+    assert (columns.prompt, columns.response) == ("document", "summary")
+    assert find_chat_columns(table(document=["a text"]), {}).text == "document"
+
+
 def test_a_row_without_an_answer():
     """Be it empty or not there."""
     rows = table(prompt=["a", "b"], response=["", None])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from modelcenter.data import sources
+from modelcenter.data.readers import read_file
 
 
 @pytest.fixture
@@ -107,6 +108,19 @@ def test_hold_out_is_a_fixed_partition(folder):
     assert {tuple(sources.hold_out(table, 0.4, seed=s)[1].columns["1"]) for s in range(6)} != {tuple(held.columns["1"])}
     with pytest.raises(ValueError, match="eval_fraction: got 0.01, which is 0 of 5 rows"):
         sources.hold_out(table, 0.01, seed=0)
+
+
+def test_hold_out_keeps_groups_together(folder):
+    table = read_file(folder / "unlabeled.tsv")
+    groups = np.array([0, 1, 0, 2, 1, 3, 2])
+    texts = table.columns["1"]
+    for seed in range(5):
+        train, held = sources.hold_out(table, 0.5, seed, groups)
+        sides = [{int(groups[texts.index(text)]) for text in part.columns["1"]} for part in (train, held)]
+        assert len(sides[0]) == len(sides[1]) == 2 and not sides[0] & sides[1]
+        assert len(train) + len(held) == 7
+    with pytest.raises(ValueError, match="eval_fraction: got 0.1, which is 0 of 4 groups, expected some groups on eac"):
+        sources.hold_out(table, 0.1, 0, groups)
 
 
 class ClassLabel:

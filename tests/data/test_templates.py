@@ -1,5 +1,7 @@
 """What is an answer: against marks written by hand, transformers' own masks, and templates that make it hard."""
 
+import json
+
 import numpy as np
 import pytest
 from chat_toys import CHATML, MARKED, make_tokenizer
@@ -49,6 +51,16 @@ def test_answers_of_a_chat_with_their_stop_token():
     assert answers(labelled(template, [CHAT], train_on="last"), tokenizer) == ["Italian food.<|im_end|>"]
     skipped = [*CHAT[:2], CHAT[2] | {"weight": 0}, *CHAT[3:]]
     assert answers(labelled(template, [skipped]), tokenizer) == ["Italian food.<|im_end|>"]
+
+
+def test_the_order_of_fields_is_part_of_what_was_tokenised(tmp_path, monkeypatch):
+    """A template writes arguments as they come; nor may the cache give one order's tokens for another's."""
+    tokenizer = make_tokenizer(CHATML.replace("m.content", "(m.args | tojson if m.args else m.content)"))
+    monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path))
+    pair = [{"role": "user", "content": "Aromi?"}, {"role": "assistant", "content": ""}]
+    for args in ({"a": 1, "b": 2}, {"b": 2, "a": 1}):
+        found = labelled(Template(tokenizer), [[*pair[:1], pair[1] | {"args": args}, *CHAT[3:]]])
+        assert json.dumps(args) in tokenizer.decode(found.tokens.row(0))
 
 
 def test_tools_are_written_as_transformers_writes_them():

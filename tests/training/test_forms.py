@@ -12,8 +12,9 @@ from toydata import WORDS, command, flags, make_tokenizer, write_jsonl
 
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
-from modelcenter.training.config import Seq2SeqConfig
+from modelcenter.training.config import ClassificationConfig, Seq2SeqConfig
 from modelcenter.training.metrics import Generation
+from modelcenter.training.tasks.base import read_splits
 from modelcenter.training.tasks.seq2seq import SequenceToSequence
 from scripts.finetune_classification import main as classify
 from scripts.finetune_lm import main as continue_texts
@@ -46,6 +47,13 @@ def folder(tmp_path, monkeypatch):
 
 def read(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_answers_of_a_question_are_held_out_together(folder):
+    cfg = ClassificationConfig(train_data=[str(folder / "data" / "train.jsonl")], form="multirc", eval_fraction=0.4)
+    sides = [[str(value) for value in table.columns["group"]] for table in read_splits(cfg)]
+    assert not set(sides[0]) & set(sides[1]) and len(set(sides[0])) == 7 and len(set(sides[1])) == 5
+    assert len(sides[0]) + len(sides[1]) > 12
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])

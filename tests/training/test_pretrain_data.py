@@ -141,6 +141,22 @@ def test_pairs_follow_or_come_from_another_document(folder):
     assert stops > 20 and ends == stops  # cut after a sentence, where there is one
 
 
+def test_another_document_is_found_at_once(folder):
+    """However many rows the own one has, and as if they were gone through one by one."""
+    write_jsonl(folder / "data" / "train.jsonl", [{"text": text} for text in make_texts(4, 3)])
+    write_jsonl(folder / "data" / "train_b.jsonl", [{"text": " ".join(make_texts(60, 4))}, {"text": "the film"}])
+    train_set, _ = rows_of(folder, "mlm", next_sentence=True)
+    owners = train_set.blocks.documents_of(train_set.numbers).tolist()
+    assert owners.count(4) > 50 and set(owners) == set(range(6))
+    for seed in range(40):
+        row = int(np.random.default_rng(seed + 99).integers(0, len(train_set)))
+        drawn = int(np.random.default_rng(seed).integers(0, len(train_set)))
+        while owners[drawn] == owners[row]:
+            drawn = (drawn + 1) % len(train_set)
+        found = train_set.elsewhere((row,), 3, np.random.default_rng(seed)).tolist()
+        assert inside(found, train_set.blocks.row(drawn)[0].tolist())
+
+
 def inside(part: list[int], whole: list[int]) -> bool:
     return any(whole[i : i + len(part)] == part for i in range(len(whole) - len(part) + 1))
 

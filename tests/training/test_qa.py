@@ -344,6 +344,13 @@ def test_answers_in_the_cells_of_a_csv_file():
         module.questions_of(Table(six, table.origins), "question", "context", "answers")
 
 
+def test_spaces_before_a_question_are_no_part_of_it():
+    """As in transformers' example: for RoBERTa's and Llama's tokenizers they are tokens."""
+    columns = {"question": ["  what ", "\u3000q"], "context": [" a b", "c"]}
+    asked = module.questions_of(Table(columns, [Origin("a.csv", 2, "0")]), "question", "context", None)
+    assert asked.questions == ["what ", "q"] and asked.contexts == [" a b", "c"]
+
+
 def test_a_dry_run_shows_answers(folder, capsys):
     main(command(flags(folder, model_config=LONG | STILL, dry_run=True, **SHAPE)))
     shown = capsys.readouterr().out

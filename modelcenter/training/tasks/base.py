@@ -210,7 +210,8 @@ def read_splits(cfg: TrainConfig) -> tuple[Table, Table | None]:
     tables = [read(source, cfg.train_split) for source in found]
     train = tables[0] if weights is None else mixed(tables, weights)
     if cfg.eval_fraction is not None:
-        return sources.hold_out(train, cfg.eval_fraction, cfg.seed)
+        groups = groups_of(train, group_column(train, getattr(cfg, "group_column", None), cfg.form))
+        return sources.hold_out(train, cfg.eval_fraction, cfg.seed, groups)
     if cfg.eval_data is not None:
         other = sources.find(cfg.eval_data, cfg.data_config if cfg.eval_data == cfg.train_data else None)
         held = read(other, cfg.eval_split or evaluation_split(other))
@@ -309,6 +310,14 @@ def group_column(table: Table, given: str | None, form: str | None) -> str | Non
     """
     check_columns(table, {"group": given})
     return given or ("group" if form is not None and "group" in table.columns else None)
+
+
+def groups_of(table: Table, column: str | None) -> np.ndarray | None:
+    """The number of each row's group, int64, from 0; None: there is no such column."""
+    if column is None:
+        return None
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(str(value), len(numbers)) for value in table.columns[column]], np.int64)
 
 
 def usual_columns(cfg: Any, run: TrainConfig | None, table: Table, roles: Sequence[str], needed: str) -> dict[str, Any]:

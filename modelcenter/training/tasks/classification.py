@@ -26,6 +26,7 @@ from modelcenter.training.tasks.base import (
     TokenRows,
     form_to_use,
     group_column,
+    groups_of,
     own_batches,
     read_splits,
     strings,
@@ -251,14 +252,6 @@ def tokenize_rows(tokenizer: Any, table: Table, columns: Columns, max_length: in
             "none of its own: there is nothing to read; remove the row"
         )
     return tokens
-
-
-def groups_of(table: Table, column: str | None) -> np.ndarray | None:
-    """The number of each row's group, int64, from 0; None: there is no such column."""
-    if column is None:
-        return None
-    numbers: dict[str, int] = {}
-    return np.array([numbers.setdefault(str(value), len(numbers)) for value in table.columns[column]], np.int64)
 
 
 def label_text(labels: Labels, targets: np.ndarray | None, row: int) -> str:

@@ -251,6 +251,7 @@ def questions_of(table: Table, question: str, context: str, answers: str | None)
         ValueError: a row without question or context; answers that are not texts with their starts.
     """
     questions, contexts = strings(table, question), strings(table, context)
+    questions = [text.lstrip() for text in questions]  # SQuAD has some behind many spaces, which are tokens for some
     for column, texts in ((question, questions), (context, contexts)):
         empty = next((i for i, text in enumerate(texts) if not text.strip()), None)
         if empty is not None:

@@ -53,7 +53,8 @@ def preferences(table: Table, columns: Mapping[str, str | None]) -> list[Convers
     (the other turns of the assistant have "weight": 0).
 
     Raises:
-        ValueError: a row without a prompt or with an answer that is no text and no messages, naming file and line.
+        ValueError: a row without a prompt, with an answer that is no text and no messages, or with answers to another
+            question than the prompt, naming file and line.
     """
     rows: list[Conversation] = []
     for row in range(len(table)):
@@ -81,14 +82,26 @@ def _parts(table: Table, columns: Mapping[str, str | None], row: int) -> tuple[C
     # Messages often repeat the question before the answer.
     same = 0
     for one, other in zip(*answers, strict=False):
-        if one != other or same + 1 == min(map(len, answers)):
+        if _said(one) != _said(other) or same + 1 == min(map(len, answers)):
             break
         same += 1
     shared = answers[0][:same]
-    if shared and (not asked or shared[-len(asked) :] == asked):
+    if shared and (not asked or list(map(_said, shared[-len(asked) :])) == list(map(_said, asked))):
         asked = shared
         answers = [answer[same:] for answer in answers]
+    for role, answer in zip(("chosen", "rejected"), answers, strict=True):
+        turn = next((turn for turn in answer if turn["role"] != "system"), None)
+        if asked and asked[-1]["role"] == "user" and turn is not None and turn["role"] == "user":
+            raise ValueError(
+                f"{table.where(row)}: column {columns[role]!r} begins with the question {turn['content']!r:.60}, "
+                f"column {prompt!r} ends with {asked[-1]['content']!r:.60}: expected the same, or answers alone"
+            )
     about = table.columns[system][row] if system is not None else None
     if about is not None and str(about).strip() and asked and asked[0]["role"] != "system":
         asked = [{"role": "system", "content": str(about)}, *asked]
     return with_tools(table, columns.get("tools"), row, asked), answers
+
+
+def _said(turn: dict[str, Any]) -> tuple[Any, ...]:
+    """What makes turns the same: not their ids, nor spaces around them."""
+    return turn["role"], turn["content"].strip(), turn.get("tool_calls")

@@ -13,7 +13,6 @@ import io
 import itertools
 import json
 import re
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +71,7 @@ TEXT_PAIRS = (
     ("query", "document"),
 )
 ID_NAMES = ("id", "idx", "index", "guid", "uid")
+LONGEST_FIELD = 2**31 - 1  # of csv, whose 128 kB refuse long documents; a C long has no more bits on Windows
 _WORD_LISTS = frozenset(("words", "tokens"))  # columns that hold a list in each row
 _TURNS = ({"role", "content"}, {"from", "value"})  # what a message of a conversation has
 _TEXT_WORDS = frozenset((*TEXT_NAMES, *itertools.chain.from_iterable(TEXT_PAIRS)))
@@ -386,7 +386,7 @@ def spaced(text: str, delimiter: str) -> bool:
 
 def _quoted_rows(path: Path, text: str, delimiter: str, spaces: bool = False) -> tuple[list[list[str]], list[int]]:
     rows, numbers, start = [], [], 1
-    limit = csv.field_size_limit(sys.maxsize)  # the default of 128 kB refuses long documents
+    limit = csv.field_size_limit(LONGEST_FIELD)
     lines = io.StringIO(text, newline="")
     reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=spaces, strict=True)
     try:

@@ -10,7 +10,6 @@ import csv
 import hashlib
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 from modelcenter.data.compressed import COMPRESSED, open_bytes, suffix_of
 from modelcenter.data.literal import from_json
 from modelcenter.data.parquet import rows_from
-from modelcenter.data.readers import header_again, is_header, names_in, spaced
+from modelcenter.data.readers import LONGEST_FIELD, header_again, is_header, names_in, spaced
 from modelcenter.data.sources import find_paths, not_given
 
 
@@ -268,7 +267,7 @@ def _table(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None, Cur
         rows = (line[:-1].split("\t") if line.strip() else [] for line in lines)
     else:
         delimiter = max((",", ";", "\t"), key=lambda d: (first.count(d) > 0, d == ",", first.count(d)))
-        csv.field_size_limit(sys.maxsize)  # the default of 128 kB refuses long documents
+        csv.field_size_limit(LONGEST_FIELD)
         spaces = spaced("".join(start), delimiter)
         rows = csv.reader(lines, delimiter=delimiter, skipinitialspace=spaces, strict=True)
     rows = _of_one_width(path, rows)

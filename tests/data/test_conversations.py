@@ -164,6 +164,17 @@ def test_preferences():
     assert preferences(chats, find_preference_columns(chats, {})) == expected
     repeated = table(prompt=["q"], chosen=[[user("q"), answer("yes")]], rejected=[[user("q"), answer("no")]])
     assert preferences(repeated, find_preference_columns(repeated, {})) == preferences(plain, columns)
+    named = [[user("q ") | {"id": said}, answer(said)] for said in ("yes", "no")]  # the same question, all the same
+    repeated = table(prompt=["q"], chosen=named[:1], rejected=named[1:])
+    found = preferences(repeated, find_preference_columns(repeated, {}))
+    assert [[turn["content"] for turn in row] for row in found] == [["q ", "yes"], ["q ", "no"]]
+    other = table(prompt=["a"], chosen=[[user("q"), answer("yes")]], rejected=["no"])
+    said = "line 1: column 'chosen' begins with the question 'q', column 'prompt' ends with 'a': expected the same"
+    with pytest.raises(ValueError, match=said):
+        preferences(other, find_preference_columns(other, {}))
+    more = [answer("b"), user("c")]  # an answer of several turns is one
+    longer = table(prompt=["q"], chosen=[[*more, answer("yes")]], rejected=[[*more, answer("no")]])
+    assert preferences(longer, find_preference_columns(longer, {}))[0] == [user("q"), *more, answer("yes")]
     with pytest.raises(ValueError, match="rejected_column: which column of d.jsonl has the rejected answers"):
         find_preference_columns(table(prompt=["q"], chosen=["a"]), {})
     bare = table(chosen=["yes"], rejected=["no"])

@@ -103,6 +103,8 @@ def tokenizer_state(tokenizer: Any) -> str:
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         state.pop("truncation", None), state.pop("padding", None)
+        if tokenizer.backend_tokenizer.encode_special_tokens:  # split_special_tokens; no part of to_str()
+            state["encode_special_tokens"] = True
         return json.dumps(state, sort_keys=True)
     return json.dumps([sorted(tokenizer.get_vocab().items()), type(tokenizer).__name__, str(tokenizer.init_kwargs)])
 

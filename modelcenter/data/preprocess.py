@@ -122,8 +122,8 @@ def _pieces(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:
 class DocumentEncoder:
     """Texts to (tokens end to end, length of each): no special tokens but `end` after each that has tokens."""
 
-    def __init__(self, tokenizer: Any, end: int | None):
-        self.tokenizer, self.end = tokenizer, end
+    def __init__(self, tokenizer: Any, end: int | None, split_special: bool = False):
+        self.tokenizer, self.end, self.split_special = tokenizer, end, split_special
         self.fast = hasattr(tokenizer, "encode_batch_fast")  # the Rust one itself
 
     @classmethod
@@ -132,10 +132,14 @@ class DocumentEncoder:
         transformers."""
         if not tokenizer.is_fast:
             return cls(tokenizer, end)
-        return cls(type(tokenizer.backend_tokenizer).from_str(tokenizer_state(tokenizer)), end)
+        backend = tokenizer.backend_tokenizer
+        copy = type(backend).from_str(backend.to_str())
+        copy.no_truncation(), copy.no_padding()
+        return cls(copy, end, backend.encode_special_tokens)
 
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         if self.fast:
+            self.tokenizer.encode_special_tokens = self.split_special  # which is lost on the way to a worker
             rows = [e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         else:
             rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 
 import numpy as np
@@ -11,7 +12,8 @@ from toydata import make_rows, make_tokenizer, write_jsonl
 
 from modelcenter import cli
 from modelcenter.data import preprocess as module
-from modelcenter.data.preprocess import preprocess
+from modelcenter.data.cache import tokenizer_state
+from modelcenter.data.preprocess import DocumentEncoder, preprocess
 from modelcenter.data.streams import FileRows
 from modelcenter.data.token_files import open_tokens
 from modelcenter.preprocess import main
@@ -46,6 +48,20 @@ def test_the_tokens_of_the_tokenizer(data, tmp_path, fast, monkeypatch):
     assert file.about["skipped"] == 2 and file.about["tokenizer"]["vocab_size"] == len(tokenizer)
     assert not fast or tokenizer.backend_tokenizer.to_str() == before
     assert documents(preprocess(FileRows([data]), tokenizer, tmp_path / "b", eos=False, limit=5)) == expected(None)[:5]
+
+
+def test_special_tokens_in_a_text_are_split_where_the_tokenizer_says_so(tmp_path):
+    """Also in a worker, to whom it is pickled; and the cache keeps both apart."""
+    tokenizer = make_tokenizer.__wrapped__()
+    whole, text = tokenizer_state(tokenizer), "a film [SEP] fine"
+    assert DocumentEncoder.of(tokenizer, None)([text])[0].tolist().count(tokenizer.sep_token_id) == 1
+    tokenizer.backend_tokenizer.encode_special_tokens = True  # as transformers for split_special_tokens
+    expected = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.sep_token_id not in expected
+    encode = DocumentEncoder.of(tokenizer, None)
+    for one in (encode, pickle.loads(pickle.dumps(encode))):
+        assert one([text])[0].tolist() == expected
+    assert tokenizer_state(tokenizer) != whole
 
 
 def test_workers_change_nothing(data, tmp_path, monkeypatch):

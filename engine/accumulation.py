@@ -17,6 +17,7 @@ from engine import runtime
 from engine.optim.stale import mark_averaged
 from engine.parallel.pipeline import pipeline_of
 from engine.parallel.shard import sharded_roots, zero_level
+from engine.parallel.sums import sums_in_fp32
 from engine.steps import watched
 from engine.torch_compat import all_gather_flat, set_reduce_unused
 
@@ -37,9 +38,10 @@ def accumulate(
 
     Afterwards the gradients are those of the mean over all supervised items of all microbatches on all ranks, however
     the global batch was cut. Works on plain and sharded models, in one process and on many ranks (collective there).
-    Gradients are reduced once at levels 0 and 1, at each microbatch at levels 2 and 3. A model that is split into the
-    stages of a pipeline (pp_size) runs them in the order of 1F1B; what ``forward`` does after its call of the model,
-    and ``backward``, then happen on the last stage alone.
+    Gradients are reduced once at levels 0 and 1, at each microbatch at levels 2 and 3; those of 16-bit parameters are
+    added up in fp32 and rounded once. A model that is split into the stages of a pipeline (pp_size) runs them in the
+    order of 1F1B; what ``forward`` does after its call of the model, and ``backward``, then happen on the last stage
+    alone.
 
     Args:
         model: the module whose parameters get the gradients.
@@ -92,10 +94,12 @@ def accumulate(
         (backward or torch.Tensor.backward)(loss * size if size > 1 else loss)
 
     summed = None
-    with _reduce_lazily(roots, unequal=fewest < needed) as set_last:
+    if pipeline is not None:
+        batches = list(_filled(microbatches, needed, empty))
+        pipeline.check_same(batches)
+        held = pipeline.set_aside(model)
+    with sums_in_fp32(model), _reduce_lazily(roots, unequal=fewest < needed) as set_last:
         if pipeline is not None:
-            batches = list(_filled(microbatches, needed, empty))
-            pipeline.check_same(batches)
             total = pipeline.train(model, batches, loss_of, descend, set_last)
         else:
             total = torch.zeros(())
@@ -107,6 +111,8 @@ def accumulate(
                 if step == needed - 1:
                     summed = _begin_sum(total)  # which is there when backward is over
                 descend(loss)
+    if pipeline is not None:
+        pipeline.sum_shared(model, held)
     if runtime.world_size() > 1:
         _average_plain_gradients(model)
         (summed or _begin_sum(total)).wait()

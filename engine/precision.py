@@ -24,7 +24,8 @@ class Policy:
             "fp32": parameters are used as they are;
             "bf16", "fp16": forward and backward in 16 bits, parameters kept and gradients reduced in fp32
             (fp16 needs ``OptimManager(loss_scale=...)``);
-            "bf16-params": parameters are bf16, gradients are reduced in fp32, ``AdamOptimizer`` keeps fp32 masters;
+            "bf16-params": parameters are bf16, gradients are reduced in fp32 and ``engine.accumulate`` adds them up in
+            fp32, ``AdamOptimizer`` keeps fp32 masters;
             "bf16-sr": the same without masters: ``AdamOptimizer`` rounds each update into the parameters at random, so
             that its expectation is exact (``engine.optim.rounding``); another optimizer rounds to nearest.
         recompute: of what forward computes inside a unit, for backward:

@@ -203,12 +203,13 @@ class Pipeline(Stages):
     ) -> Tensor:
         """Forward and backward of all microbatches; the sum of their losses, 0 except on the last stage.
 
+        Comes after ``set_aside`` and before ``sum_shared``.
+
         Args:
             forward: makes the loss of (microbatch, its number), by a call of ``model``.
             backward: of the loss, on the last stage.
             set_last: told before each backward whether it is the last one of these modules.
         """
-        held = self._set_aside(model)
         total = torch.zeros((), dtype=torch.float32, device=runtime.device())
         flight: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
         modules = [self._modules(model, chunk) for chunk in range(self.chunks)]
@@ -228,7 +229,6 @@ class Pipeline(Stages):
             gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
             self._neighbours.send(*gradients, forward=False)
         self.flush()
-        self._sum_shared(model, held)
         return total
 
     def forward(self, call: Callable[[], Any]) -> Any:
@@ -285,8 +285,8 @@ class Pipeline(Stages):
         named = [(p, self._shared.get(clean_name(n))) for n, p in model.named_parameters() if p.requires_grad]
         return [(p, group) for p, group in named if group is not None]
 
-    def _set_aside(self, model: nn.Module) -> list[Tensor | None]:
-        """The gradients from before, which are sums over the stages already."""
+    def set_aside(self, model: nn.Module) -> list[Tensor | None]:
+        """Take away the gradients from before of what several stages use: they are sums over the stages already."""
         held = []
         for parameter, _ in self._shared_parameters(model):
             held.append(parameter.grad)
@@ -294,8 +294,8 @@ class Pipeline(Stages):
         return held
 
     @torch.no_grad()
-    def _sum_shared(self, model: nn.Module, held: list[Tensor | None]) -> None:
-        """Sum the gradients of parameters that several stages use, in the model's order."""
+    def sum_shared(self, model: nn.Module, held: list[Tensor | None]) -> None:
+        """Sum the gradients of parameters that several stages use, in the model's order, and add those from before."""
         for (parameter, group), before in zip(self._shared_parameters(model), held, strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -3,9 +3,11 @@
 import engine_toys as toys
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import engine
+from engine.parallel import rows
 
 
 def ragged(with_empty):
@@ -132,3 +134,50 @@ def test_an_empty_microbatch_may_skip_a_part_of_the_model(two, by_hand):
     for found in two.run(some_ranks_skip_a_module, by_hand):
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad)
+
+
+class Reader(nn.Module):
+    """Looks up one row; each element of the gradients is the batch's number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.unit = nn.Embedding(2, 1), nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            self.table.weight.fill_(1)
+            self.unit.weight.fill_(1)
+
+    def looked_up_tables(self) -> list[nn.Embedding]:
+        return [self.table]
+
+    def forward(self, number: torch.Tensor) -> torch.Tensor:
+        return number.float() * self.unit(self.table(torch.ones(1, dtype=torch.int64))).float().sum()
+
+
+def summed_in_16_bits(level: int | None, precision: str | None):
+    """Gradients of 256 and 16 times 1 (a sum of 256 in bf16 grows by 2 at least), in three calls, by name."""
+    model: nn.Module = Reader()
+    if precision is None:
+        model.bfloat16()
+    else:
+        rows.TABLE_BYTES = 1  # the table is not gathered, but has its rows read
+        policy = engine.Policy(precision=precision, zero_level=level)
+        engine.shard(model, units=[model.unit], policy=policy)
+        model(torch.zeros(()))  # and shows gathered parameters
+    many = [torch.tensor(256)], [torch.tensor(1)] * 14, [torch.tensor(1)] * 2
+    for numbers in many:
+        engine.accumulate(model, numbers, lambda number, totals: model(number), lambda number: {"n": 1})
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    return {n: (toys.whole(p.grad).max().item(), p.grad.dtype) for n, p in model.named_parameters()}
+
+
+def test_many_microbatches_add_up_in_16_bits():
+    assert set(summed_in_16_bits(None, None).values()) == {(272.0, torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("level", "precision"),
+    [(3, "bf16-params"), *(pytest.param(level, "bf16-sr", marks=pytest.mark.full) for level in range(4))],
+)
+def test_many_microbatches_add_up_in_16_bits_on_ranks(two, level, precision):
+    for found in two.run(summed_in_16_bits, level, precision):
+        assert set(found.values()) == {(544.0, torch.bfloat16)}  # of both ranks

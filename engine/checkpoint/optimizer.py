@@ -170,6 +170,6 @@ def _empty(
 ) -> torch.Tensor:
     """Memory for a state, where the optimizer will have it."""
     device = optimizer.state_device(parameter) if isinstance(optimizer, FusedOptimizer) else parameter.device
-    if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
+    if shape == tuple(parameter.shape):
         return with_local(parameter, torch.empty_like(local_tensor(parameter), dtype=dtype, device=device))
     return torch.empty(shape, dtype=dtype, device=device)

@@ -22,6 +22,7 @@ from engine.optim.states import (
     check_states,
     checked_group,
     laid_as,
+    lying_as,
     number_on,
     saved_states,
     sparse_gradient,
@@ -32,7 +33,7 @@ _FUSED = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = ("fp32", "remainder")
 _BESIDE = ("master", "remainder", "exp_avg_scale", "exp_avg_sq_scale")  # what a state may have besides its moments
 # With many small parameters, looking at them is a step's cost: these go through lists without a line of Python.
-_dtype = operator.attrgetter("dtype")
+_dtype, _layout = map(operator.attrgetter, ("dtype", "layout"))
 _is_contiguous = torch.Tensor.is_contiguous
 # torch wraps these to hide them from its compiler, and the first call of a wrapper imports the compiler: half a second
 # and 16 MB of a run that compiles nothing.
@@ -235,7 +236,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             return False
         if not same(list(chain.from_iterable(map(dict.values, batch.states))), batch.values):
             return False
-        if set(map(_dtype, gradients)) != {batch.gradient_dtype} or not all(map(_is_contiguous, gradients)):
+        if set(map(_dtype, gradients)) != {batch.gradient_dtype} or set(map(_layout, gradients)) != {torch.strided}:
+            return False
+        if not all(map(_is_contiguous, gradients)) or not all(map(_is_contiguous, batch.p)):
             return False
         batch.g = gradients
         return batch.fits
@@ -254,6 +257,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             state: dict[str, Any] = states[parameter] or self._init_state(parameter)
             if (parameter.dtype == torch.float32) == ("master" in state or "remainder" in state):
                 self._settle_master(parameter, state)
+            if local_tensor(parameter).stride() != local_tensor(state[first]).stride():
+                self._settle_strides(parameter, state)
             m = state[first]
             v = state[second] if second is not None else None
             aux = state.get("master")
@@ -341,6 +346,21 @@ class FusedOptimizer(torch.optim.Optimizer):
             else:
                 state["master"] = parameter.detach().to(torch.float32)
 
+    @torch.no_grad()
+    def _settle_strides(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        """Let states lie in memory as the parameter does, through which torch's kernels go, not through indices.
+
+        Raises ValueError for a parameter with gaps in its memory, which no new tensor has.
+        """
+        for name, value in state.items():
+            state[name] = lying_as(parameter, value)
+        shard = local_tensor(parameter)
+        if local_tensor(state[self.moments[0]]).stride() != shard.stride():
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} and strides {tuple(shard.stride())} has gaps in its "
+                "memory: assign parameter.data = parameter.data.contiguous() first"
+            )
+
     def _dtype_of(self, name: str, parameter: torch.Tensor) -> torch.dtype:
         if name in self.moments:
             return self._moment_dtype
@@ -400,4 +420,4 @@ class FusedOptimizer(torch.optim.Optimizer):
         value = laid_as(value.detach(), parameter) if value.shape == parameter.shape else value.detach()
         dtype, here = self._dtype_of(name, parameter), local_tensor(value).device == device
         value = value.to(dtype=dtype, copy=here and not own and parameter.dtype != dtype)
-        return value if here else with_local(value, local_tensor(value).to(device))
+        return lying_as(parameter, value if here else with_local(value, local_tensor(value).to(device)))

@@ -17,6 +17,15 @@ from engine.torch_compat import local_tensor, with_local
 _ALIGN = 64  # bytes
 
 
+def _check_contiguous(group: dict[str, Any]) -> None:
+    for parameter in group["params"]:
+        if not local_tensor(parameter).is_contiguous():
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} and strides {tuple(parameter.stride())} is not "
+                "contiguous: assign parameter.data = parameter.data.contiguous() first"
+            )
+
+
 @dataclass
 class _Piece:
     """A run of elements of one parameter's shard, all of it if it is small."""
@@ -107,12 +116,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``AdamOptimizer``."""
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if not local_tensor(parameter).is_contiguous():
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} and strides {tuple(parameter.stride())} is not "
-                    "contiguous: assign parameter.data = parameter.data.contiguous() first"
-                )
+        _check_contiguous(self.param_groups[-1])
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -131,6 +135,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if found_inf is not None and found_inf.item() != 0:
             return loss
         check_gradients(self.param_groups)
+        for group in self.param_groups:
+            _check_contiguous(group)  # whose memory may have changed: the step goes through views of it
         scale = None if grad_scale is None else grad_scale.to("cpu").reciprocal()
         try:
             self._step_in_buckets(scale)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from engine.torch_compat import shard_of
+from engine.torch_compat import local_tensor, shard_of, with_local
 
 _FLAGS = ("amsgrad", "maximize", "differentiable")  # torch's, which change what a step does
 
@@ -141,3 +141,11 @@ def laid_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if isinstance(value, DTensor) and value.device_mesh == mesh and value.placements == placements:
         return value
     return shard_of(value.full_tensor() if isinstance(value, DTensor) else value, mesh, placements)
+
+
+def lying_as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A state of a parameter's shape with the parameter's strides; other states as they are."""
+    local, like = local_tensor(value), local_tensor(parameter)
+    if local.shape != like.shape or local.stride() == like.stride():
+        return value
+    return with_local(value, torch.empty_like(like, dtype=local.dtype, device=local.device).copy_(local))

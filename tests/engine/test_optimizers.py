@@ -452,6 +452,45 @@ def test_parameters_that_the_kernels_do_not_take_go_to_torchs(either):
         lion.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strides", ["loaded", "left", "come"])
+def test_states_lie_in_memory_as_their_parameter_does(strides, dtype, either):
+    """Where they are loaded from a run in which they lay otherwise, and where the parameter is laid otherwise later."""
+    rng = torch.Generator().manual_seed(0)
+    start = torch.randn(6, 5, generator=rng).to(dtype)
+    across, along = start.t().contiguous().t(), start.clone()
+    ours, theirs = nn.Parameter(along if strides == "come" else across), nn.Parameter(start.clone())
+    mine, reference = (AdamOptimizer([p], lr=0.1) for p in (ours, theirs))
+    for step in range(4):
+        if step == 2 and strides == "loaded":
+            state = copy.deepcopy(reference.state_dict())
+            mine = AdamOptimizer([ours], lr=0.1)
+            mine.load_state_dict(state)
+        elif step == 2:
+            ours.data = ours.data.contiguous() if strides == "left" else ours.data.t().contiguous().t()
+        theirs.grad = torch.randn(6, 5, generator=rng).to(dtype)
+        ours.grad = theirs.grad.clone()
+        mine.step(), reference.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_parameter_with_gaps_in_its_memory_is_an_error():
+    parameter = nn.Parameter(torch.ones(4, 6)[:, :3])
+    parameter.grad = torch.ones(4, 3)
+    with pytest.raises(ValueError, match=r"shape \(4, 3\) and strides \(6, 1\) has gaps in its memory: assign"):
+        AdamOptimizer([parameter]).step()
+
+
+def test_an_offloaded_parameter_that_is_laid_otherwise_is_an_error():
+    parameter = nn.Parameter(torch.ones(4, 6))
+    offloaded = AdamOffloadOptimizer([parameter])
+    parameter.data = parameter.data.t().contiguous().t()
+    parameter.grad = torch.ones(4, 6)
+    with pytest.raises(ValueError, match="is not contiguous: assign"):
+        offloaded.step()
+    assert parameter.eq(1).all()
+
+
 @pytest.mark.parametrize(
     ("make_it", "precision", "resident"),
     [

@@ -18,6 +18,7 @@ from engine.ops import fused
 from engine.optim.rounding import place_of, rounding_key
 from engine.optim.states import (
     OwnStates,
+    adopted,
     check_group,
     check_states,
     checked_group,
@@ -33,7 +34,7 @@ _FUSED = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = ("fp32", "remainder")
 _BESIDE = ("master", "remainder", "exp_avg_scale", "exp_avg_sq_scale")  # what a state may have besides its moments
 # With many small parameters, looking at them is a step's cost: these go through lists without a line of Python.
-_dtype, _layout = map(operator.attrgetter, ("dtype", "layout"))
+_dtype = operator.attrgetter("dtype")
 _is_contiguous = torch.Tensor.is_contiguous
 # torch wraps these to hide them from its compiler, and the first call of a wrapper imports the compiler: half a second
 # and 16 MB of a run that compiles nothing.
@@ -236,7 +237,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return False
         if not same(list(chain.from_iterable(map(dict.values, batch.states))), batch.values):
             return False
-        if set(map(_dtype, gradients)) != {batch.gradient_dtype} or set(map(_layout, gradients)) != {torch.strided}:
+        if set(map(_dtype, gradients)) != {batch.gradient_dtype}:
             return False
         if not all(map(_is_contiguous, gradients)) or not all(map(_is_contiguous, batch.p)):
             return False
@@ -379,6 +380,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, dict(state_dict)) or state_dict
+        own, state_dict = isinstance(state_dict, OwnStates), adopted(self, state_dict)
         for parameter, saved in saved_states(self, state_dict):
             bits = "exp_avg_scale" in saved
             if "exp_avg" in saved and bits != self._quantised(parameter):
@@ -396,7 +398,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             super().load_state_dict({**state_dict, "state": {}})
         for parameter, saved in saved_states(self, state_dict):
             if saved:
-                own = isinstance(state_dict, OwnStates)
                 state = self.state[parameter] = {
                     name: self._kept(name, value, parameter, own) if isinstance(value, torch.Tensor) else value
                     for name, value in saved.items()

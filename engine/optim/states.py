@@ -91,6 +91,35 @@ def _check_form(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
         )
 
 
+def adopted(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state that may be another library's AdamW's, as ours are: a count of steps that is a number is a tensor.
+
+    Raises ValueError for a state that has the names of AdamW's but is of torch's Adam with weight decay, or of RAdam.
+    """
+    _check_form(optimizer, state_dict)
+    kind = type(optimizer).__name__
+    groups = []
+    for number, group in enumerate(state_dict["param_groups"]):
+        if "decoupled_weight_decay" in group:  # which these write into their groups, and of them AdamW alone as True
+            if "amsgrad" not in group:
+                raise ValueError(
+                    f"group {number} of the state has decoupled_weight_decay and no amsgrad, as torch's RAdam's: "
+                    f"{kind} steps otherwise; load it with the optimizer it was saved with"
+                )
+            if not group["decoupled_weight_decay"] and group.get("weight_decay"):
+                raise ValueError(
+                    f"group {number} of the state has weight_decay {group['weight_decay']} that is not decoupled, as "
+                    f"torch's Adam's: that of {kind} is. Load it with torch.optim.Adam, or set weight_decay to 0 there"
+                )
+            group = {**group, "decoupled_weight_decay": True}
+        groups.append(group)
+    states = {
+        index: {**state, "step": torch.tensor(float(state["step"]))} if isinstance(state.get("step"), Real) else state
+        for index, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
 def check_states(
     optimizer: torch.optim.Optimizer,
     state_dict: dict[str, Any],

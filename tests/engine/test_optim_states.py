@@ -159,6 +159,55 @@ def test_states_of_another_kind_are_an_error(mine, other, message):
         KINDS[mine](model.parameters(), lr=0.1).load_state_dict(saved.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "group 0 .* has weight_decay 0.1 that is not decoupled, as"),
+        (torch.optim.RAdam, "group 0 .* no amsgrad, as torch's RAdam's: AdamOptimizer steps otherwise"),
+    ],
+)
+def test_states_that_look_like_adamws_are_an_error(other, message):
+    model = matrices()
+    saved = other(model.parameters())
+    steps(model, saved, 0)
+    with pytest.raises(ValueError, match=message):
+        AdamOptimizer(model.parameters()).load_state_dict(saved.state_dict())
+
+
+def test_a_state_of_adam_without_decay_is_adamws():
+    """Steps may be counted by plain numbers, as older libraries do. A decay that is set later is decoupled."""
+    ours, theirs = matrices(), matrices()
+    saved = torch.optim.Adam(theirs.parameters(), lr=0.1)
+    steps(ours, torch.optim.Adam(ours.parameters(), lr=0.1), 0), steps(theirs, saved, 0)
+    state = copy.deepcopy(saved.state_dict())
+    for values in state["state"].values():
+        values["step"] = int(values["step"])
+    one = AdamOptimizer(ours.parameters())
+    for _ in range(2):  # the second time its own
+        one.load_state_dict(state)
+        one.param_groups[0]["weight_decay"] = 0.1
+        state = one.state_dict()
+    steps(ours, one, 1)
+    other = torch.optim.AdamW(theirs.parameters())
+    other.load_state_dict(saved.state_dict())
+    other.param_groups[0]["weight_decay"] = 0.1
+    steps(theirs, other, 1)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_gradient_that_turns_sparse_is_an_error():
+    table = nn.Embedding(6, 4, sparse=True)
+    optimizer = AdamOptimizer(table.parameters())
+    for _ in range(2):
+        table.weight.grad = torch.ones(6, 4)
+        optimizer.step()
+    optimizer.zero_grad()
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"shape \(6, 4\) has a sparse gradient"):
+        optimizer.step()
+
+
 @each_kind
 def test_a_step_that_is_refused_holds_no_gradient(kind):
     fine, table = nn.Parameter(torch.ones(4, 3)), nn.Embedding(6, 4, sparse=True)

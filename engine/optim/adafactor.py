@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from engine.optim.states import check_gradients, check_group, check_states, checked_group
+from engine.optim.states import check_gradients, check_group, check_states, checked_group, placed_gradient
 from engine.torch_compat import as_shard, local_box, local_tensor, shard_of
 
 Groups = list[dist.ProcessGroup]
@@ -123,10 +123,9 @@ class Adafactor(torch.optim.Optimizer):
                 if isinstance(parameter, DTensor):
                     zeros = as_shard(zeros, shape, parameter.device_mesh, placements)
                 state[name] = zeros
-        assert parameter.grad is not None
         return _Part(
             parameter,
-            local_tensor(parameter.grad),
+            local_tensor(placed_gradient(parameter)),
             {name: local_tensor(value) for name, value in state.items()},
             _cut(parameter, None),
             _cut(parameter, parameter.ndim - 2),

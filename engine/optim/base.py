@@ -23,8 +23,10 @@ from engine.optim.states import (
     check_states,
     checked_group,
     laid_as,
+    local_gradients,
     lying_as,
     number_on,
+    placed_gradient,
     saved_states,
     sparse_gradient,
 )
@@ -232,7 +234,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         gradients = gradients_of(batch.parameters)
         if type(None) in map(type, gradients):
             return False
-        gradients = local_tensors(gradients)
+        gradients = local_gradients(batch.parameters, gradients)
         if not same(local_tensors(batch.parameters), batch.p):
             return False
         if not same(list(chain.from_iterable(map(dict.values, batch.states))), batch.values):
@@ -250,11 +252,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         first, second = self.moments[0], self.moments[1] if len(self.moments) > 1 else None
         states = self.state
         for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is None:
+            if parameter.grad is None:
                 continue
-            if gradient.layout is not torch.strided:
+            if parameter.grad.layout is not torch.strided:
                 raise sparse_gradient(parameter.shape)
+            gradient = placed_gradient(parameter)
             state: dict[str, Any] = states[parameter] or self._init_state(parameter)
             if (parameter.dtype == torch.float32) == ("master" in state or "remainder" in state):
                 self._settle_master(parameter, state)

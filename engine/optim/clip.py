@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from engine import runtime
 from engine.ops import fused, library
-from engine.optim.states import number_on, sparse_gradient
+from engine.optim.states import local_gradients, number_on, sparse_gradient
 from engine.parallel.stages import place_of
-from engine.torch_compat import gradients_of, local_tensor, local_tensors
+from engine.torch_compat import gradients_of, local_tensor
 
 _EPS = 1e-6
 _FUSED = {torch.float32, torch.bfloat16, torch.float16}
 _dtype, _layout, _device = map(operator.attrgetter, ("dtype", "layout", "device"))
-_spec, _engine_kind = operator.attrgetter("_spec"), operator.attrgetter("_engine_kind")
+_engine_kind = operator.attrgetter("_engine_kind")
 # The mesh dimensions over which the ranks hold different parts, and the place in a pipeline.
 _Kind = tuple[tuple[DeviceMesh | None, tuple[int, ...]], str | None]
 
@@ -100,18 +100,12 @@ def _kinds(params: list[torch.Tensor]) -> list[_Kind]:
 
 
 def _local_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of those that have one; a gradient of which each rank holds an addend is summed first."""
+    """Of those that have one."""
     gradients = gradients_of(params)
     if type(None) in map(type, gradients):
         params = [p for p, g in zip(params, gradients, strict=True) if g is not None]
         gradients = gradients_of(params)
-    kinds = set(map(type, gradients))
-    # FSDP gives a gradient the very layout of its parameter; looking into others takes as long as the norm.
-    if DTensor in kinds and (len(kinds) > 1 or list(map(_spec, gradients)) != list(map(_spec, params))):
-        for i, (parameter, gradient) in enumerate(zip(params, gradients, strict=True)):
-            if type(gradient) is DTensor and any(p.is_partial() for p in gradient.placements):
-                gradients[i] = parameter.grad = _summed(gradient, parameter)
-    return local_tensors(gradients)
+    return local_gradients(params, gradients)
 
 
 @functools.cache
@@ -172,9 +166,3 @@ def _sharded_over(parameter: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int
         if not isinstance(placement, Replicate) and mesh.size(dim) > 1
     )
     return mesh if dims else None, dims
-
-
-def _summed(gradient: DTensor, parameter: torch.Tensor) -> DTensor:
-    """A gradient of which each rank holds an addend, summed and placed as its parameter."""
-    assert isinstance(parameter, DTensor)
-    return gradient.redistribute(placements=parameter.placements)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.optim.states import check_gradients, check_group, check_states, checked_group, laid_as
+from engine.optim.states import check_gradients, check_group, check_states, checked_group, laid_as, placed_gradient
 from engine.torch_compat import local_box, local_tensor, with_local
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -110,8 +110,7 @@ class Muon(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        assert parameter.grad is not None
-        gradient, buffer = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
+        gradient, buffer = local_tensor(placed_gradient(parameter)), local_tensor(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 

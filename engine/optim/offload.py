@@ -11,7 +11,7 @@ import torch
 from engine.ops import fused
 from engine.optim.adam import AdamOptimizer
 from engine.optim.base import Batch
-from engine.optim.states import check_gradients, checked_group
+from engine.optim.states import check_gradients, checked_group, placed_gradient
 from engine.torch_compat import local_tensor, with_local
 
 _ALIGN = 64  # bytes
@@ -182,10 +182,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter] or self._init_state(parameter)
-                flat = [
-                    local_tensor(t).reshape(-1)
-                    for t in (parameter, parameter.grad, state["master"], state["exp_avg"], state["exp_avg_sq"])
-                ]
+                kept = [state[name] for name in ("master", *self.moments)]
+                flat = [local_tensor(t).reshape(-1) for t in (parameter, placed_gradient(parameter), *kept)]
                 if not flat[0].numel():  # no piece counts it
                     state["step"].add_(1.0)
                 if bucket and bucket[0].shard.device != flat[0].device:

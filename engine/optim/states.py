@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
 from numbers import Real
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from engine.torch_compat import local_tensor, shard_of, with_local
+from engine.torch_compat import local_tensor, local_tensors, shard_of, with_local
 
+_spec = operator.attrgetter("_spec")
 _FLAGS = ("amsgrad", "maximize", "differentiable")  # torch's, which change what a step does
 
 
@@ -64,6 +66,25 @@ def check_gradients(groups: Iterable[dict[str, Any]]) -> None:
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise sparse_gradient(parameter.shape)
+
+
+def placed_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's gradient, placed as the parameter is from now on; one of which each rank holds an addend is summed.
+    Collective where it was placed otherwise."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if type(gradient) is DTensor and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
+def local_gradients(params: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's part of each; collective where one is not placed as its parameter is, as ``placed_gradient``."""
+    kinds = set(map(type, gradients))
+    # FSDP gives a gradient the very layout of its parameter; looking into others takes as long as the norm.
+    if DTensor in kinds and (len(kinds) > 1 or list(map(_spec, gradients)) != list(map(_spec, params))):
+        gradients = list(map(placed_gradient, params))
+    return local_tensors(gradients)
 
 
 def number_on(device: torch.device, number: torch.Tensor) -> torch.Tensor:

@@ -171,6 +171,41 @@ def test_a_gradient_in_addends_is_summed_first(two):
     assert two.run(norm_of_addends) == [(pytest.approx((3 * 4 + 3 * 9) ** 0.5), [3.0, 3.0, 3.0])] * 2
 
 
+def stepped_by_addends():
+    """Each optimizer by itself, without a norm: gradients of which each rank has an addend, or more than its part."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    engine.init_distributed()
+    mesh = engine.runtime.mesh()["dp_shard"]
+    found = {}
+    for kind in ("AdamOptimizer", "AdamOffloadOptimizer", "AdamW8bit", "Lion", "Muon", "Adafactor"):
+        whole = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()]))
+        split = torch.nn.Parameter(DTensor.from_local(torch.ones(1, 2), mesh, [Shard(0)]))
+        optimizer = getattr(engine.optim, kind)([whole, split], lr=0.1)
+        for _ in range(2):
+            gradient = torch.tensor([[1.0, -2.0], [-1.0, 3.0]]) * (1 - 3 * engine.rank())  # the sum's signs are others
+            whole.grad = DTensor.from_local(gradient, mesh, [Partial()])
+            split.grad = DTensor.from_local(gradient.abs() * 0 + 1, mesh, [Replicate()])
+            optimizer.step()
+        found[kind] = whole.to_local().detach(), split.full_tensor().detach()
+    return found
+
+
+@pytest.mark.full
+def test_gradients_are_placed_as_their_parameters_by_a_step_alone(two):
+    first, second = two.run(stepped_by_addends)
+    for kind, (whole, split) in first.items():
+        one, other = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
+        optimizer = getattr(engine.optim, kind)([one, other], lr=0.1)
+        for _ in range(2):
+            one.grad = -torch.tensor([[1.0, -2.0], [-1.0, 3.0]])
+            other.grad = torch.ones(2, 2)
+            optimizer.step()
+        for value in (whole, second[kind][0]):
+            torch.testing.assert_close(value, one.detach(), msg=kind)
+        torch.testing.assert_close(split, other.detach(), msg=kind)
+
+
 def test_deferred_clipping_is_the_same_step(either):
     results = []
     for defer in (False, True):

@@ -284,24 +284,34 @@ class OptimManager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of ``state_dict``. Raises ValueError if the optimizers do not match in number."""
-        if len(state["optimizers"]) != len(self.optimizers):
+        """The reverse of ``state_dict``; takes BMTrain's, too.
+
+        Raises ValueError if it is not a manager's, if optimizers or schedules do not match in number, or if one of the
+        two managers has no loss scale.
+        """
+        if lacking := sorted({"optimizers", "lr_schedulers", "loss_scale"} - set(state)):
             raise ValueError(
-                f"the state has {len(state['optimizers'])} optimizers, this manager {len(self.optimizers)}"
+                f"the state of an OptimManager has no {', '.join(lacking)}, but "
+                f"{', '.join(map(str, state)) or 'nothing'}: give what its state_dict() returned, and an optimizer's own "
+                "state to that optimizer"
             )
-        if (state["loss_scale"] is None) != (self._first_scale is None):
-            raise ValueError(f"the state has loss_scale {state['loss_scale']}, this manager {self._first_scale}")
+        for name, here in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
+            if len(state[name]) != len(here):
+                raise ValueError(f"the state has {len(state[name])} {name}, this manager {len(here)}")
+        scale = state["loss_scale"] if state.get("loss_scale_enabled", True) else None  # which BMTrain writes
+        if (scale is None) != (self._first_scale is None):
+            raise ValueError(f"the state has loss_scale {scale}, this manager {self._first_scale}")
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         for scheduler, saved in zip(self.lr_schedulers, state["lr_schedulers"], strict=True):
             if scheduler is not None and saved is not None:
                 scheduler.load_state_dict(saved)
         if self._skipped is not None:
-            self._skipped.copy_(torch.tensor(state["skipped"]))
+            self._skipped.copy_(torch.tensor(state.get("skipped", [0, 0])))
         self._seen = None  # on a GPU a copy of the counts before
         if self._scale is not None and self._good is not None:
-            self._scale.fill_(state["loss_scale"])
-            self._good.fill_(state["good_steps"])
+            self._scale.fill_(scale)
+            self._good.fill_(state.get("good_steps", 0))
 
 
 def _whole(value: Any) -> Any:

@@ -422,3 +422,23 @@ def test_a_schedule_continues_from_one_of_bmtrain():
     schedule = lr_scheduler.Exponential(torch.optim.SGD(matrices().parameters()), 1.0, 0, 10, gamma=0.5)
     schedule.load_state_dict({"start_lr": 4.0, "warmup_iter": 0, "end_iter": 10, "num_iter": 2})
     assert schedule.current_lr == 1.0 and schedule.gamma == 0.5
+
+
+def test_a_manager_takes_states_of_managers_alone():
+    parameter = nn.Parameter(torch.ones(2))
+    manager = OptimManager(loss_scale=8)
+    optimizer = AdamOptimizer([parameter], lr=0.1)
+    manager.add_optimizer(optimizer, lr_scheduler.NoDecay(optimizer, 0.1, 0, 10))
+    steps([parameter], optimizer, 0)
+    whole = manager.state_dict()
+    for state, message in (
+        ({}, "has no loss_scale, lr_schedulers, optimizers, but nothing: give what"),
+        (optimizer.state_dict(), "has no loss_scale, .* but state, param_groups: .* to that optimizer"),
+        ({**whole, "lr_schedulers": []}, "the state has 0 lr_schedulers, this manager 1"),
+        ({**whole, "loss_scale_enabled": False}, "the state has loss_scale None, this manager 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            manager.load_state_dict(state)
+    of_bmtrain = {name: whole[name] for name in ("optimizers", "lr_schedulers")}
+    manager.load_state_dict({**of_bmtrain, "loss_scale": 4.0, "loss_scale_enabled": True})
+    assert manager.loss_scale == 4 and manager.skipped == 0

@@ -1,7 +1,8 @@
 """Fused operators on lists of local tensors: compiled (csrc/) where the library is there, else their torch reference.
 
 All take contiguous fp32, bf16 or fp16 tensors of one device, of any size and alignment, empty ones too; a list holds
-one dtype. Nothing here waits for a GPU. A DTensor is passed as its local tensor.
+one dtype. The compiled operators do not wait for a GPU; the reference reads `found_inf` and the steps. A DTensor is
+passed as its local tensor.
 
 The optimizer steps share their first arguments:
 
@@ -18,7 +19,8 @@ The optimizer steps share their first arguments:
     gscale: an fp32 number that gradients are multiplied by (unscaling and clipping). found_inf: an fp32 number; where
         it is not 0, nothing changes, nor do steps count up.
 
-CPUs of all kinds and GPUs compute the same bits, and so does the reference. Denormals become zero.
+CPUs of all kinds and GPUs compute the same bits, and so does the reference, but for denormals: they become zero, and
+the reference keeps them.
 
 Raises ValueError (all of them) for lists that differ in length, tensors that differ in size or device, dtypes that an
 operator does not take, tensors that are not contiguous or that overlap.

@@ -23,6 +23,11 @@ class AdamOptimizer(FusedOptimizer):
     couples it for fp32 parameters). Without the compiled operators (``python -m engine.ops``) torch's fused kernel
     takes their place, with casts around it for 16-bit parameters; results then differ in the last bit.
 
+    A 16-bit parameter is computed anew from its ``master`` at each step, so what is written into the parameter alone
+    (``model.load_state_dict``, a moving average, clamping) is undone by the next step: write it into the master, too
+    (``optimizer.state[p]["master"].copy_(p)``). A remainder needs nothing. In a step that is captured in a CUDA graph,
+    lr, betas, eps and weight_decay are constants: no schedule reaches it.
+
     Args:
         params: parameters or groups, as in torch; from a model that is already sharded.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW, weight_decay 0 by default.

@@ -29,9 +29,10 @@ class OptimManager:
             norm = manager.clip_grad_norm(optimizer.param_groups, 1.0)
             manager.step()
 
-    A step whose gradients are not finite on some rank is skipped on all ranks, without asking the device; a learning
-    rate schedule counts it all the same. With a loss scale, the scale then falls by ``loss_scale_factor``, and it rises
-    by it after ``loss_scale_steps`` good steps, within its bounds.
+    A step whose gradients are not finite on some rank is skipped on all ranks; a learning rate schedule counts it all
+    the same. ``AdamOptimizer``, ``AdamW8bit`` and ``Lion`` skip it on the device; other optimizers wait for the device
+    to say so. With a loss scale, the scale then falls by ``loss_scale_factor``, and it rises by it after
+    ``loss_scale_steps`` good steps, within its bounds.
 
     Args:
         loss_scale: the first loss scale; None: no scaling.
@@ -292,13 +293,13 @@ class OptimManager:
         if lacking := sorted({"optimizers", "lr_schedulers", "loss_scale"} - set(state)):
             raise ValueError(
                 f"the state of an OptimManager has no {', '.join(lacking)}, but "
-                f"{', '.join(map(str, state)) or 'nothing'}: give what its state_dict() returned, and an optimizer's own "
-                "state to that optimizer"
+                f"{', '.join(map(str, state)) or 'nothing'}: give what its state_dict() returned, and an "
+                "optimizer's own state to that optimizer"
             )
         for name, here in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
             if len(state[name]) != len(here):
                 raise ValueError(f"the state has {len(state[name])} {name}, this manager {len(here)}")
-        scale = state["loss_scale"] if state.get("loss_scale_enabled", True) else None  # which BMTrain writes
+        scale: Any = state["loss_scale"] if state.get("loss_scale_enabled", True) else None  # which BMTrain writes
         if (scale is None) != (self._first_scale is None):
             raise ValueError(f"the state has loss_scale {scale}, this manager {self._first_scale}")
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):

@@ -77,6 +77,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
     "bf16-sr" too have masters here. It loads the states of an ``AdamOptimizer``, too. Under torchrun give the step its
     threads: ``OMP_NUM_THREADS``.
 
+    Here fp32 parameters have a ``master``, too, which the step computes from: what is written into a parameter alone is
+    undone by the next step, see ``AdamOptimizer``.
+
     Args:
         params, lr, betas, eps, weight_decay, hold_steps: as in ``AdamOptimizer``.
         record_delta: note how far each step moves the parameters: ``get_avg_delta``, ``get_var_delta``. As BMTrain.

@@ -141,5 +141,5 @@ def _torch_chunk(
         torch._foreach_copy_([batch.p[i] for i in kept], values)
     elif batch.mode == "random":
         for i, value in zip(kept, values, strict=True):
-            key = rounding_key(batch.whole[i]) or 0
+            key = rounding_key(batch.whole[i])
             stochastic_round_(batch.whole[i], value, key, batch.steps[i])  # exact where the step was skipped

@@ -25,6 +25,7 @@ class AdamW8bit(AdamOptimizer):
 
     A block is 128 numbers of a row (the last dimension) and has an fp32 scale; the numbers are small floats times it,
     the second moment's rounded at random by (parameter, step, place), so that it follows changes below its precision.
+    ``engine.shard`` notes which parameter it is, in one process too; without it all are rounded by the same numbers.
     No block goes across the end of a row, so shards of rows hold whole blocks: parameters are the same, bit for bit, on
     one process and on any mesh, and states reshard (``exp_avg_scale``, ``exp_avg_sq_scale``: a number for each block,
     placed as the rows are). Vectors and parameters of fewer than ``min_size`` elements keep fp32 moments.

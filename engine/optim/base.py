@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from engine.ops import fused
-from engine.optim.rounding import place_of, rounding_key
+from engine.optim.rounding import place_of, rounding_key, rounds_at_random
 from engine.optim.states import (
     OwnStates,
     adopted,
@@ -305,7 +305,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 batch.aux.append(aux)
             batch.steps.append(state["step"])
             if placed:
-                batch.places += (rounding_key(parameter) or 0, *(place or ()))
+                batch.places += (rounding_key(parameter), *(place or ()))
                 batch.whole.append(parameter)
         for batch in batches.values():
             self.check(batch)
@@ -343,7 +343,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
             master = local_tensor(state.pop("master"))
             fused.split_master_([master], [shard], [local_tensor(state["remainder"])])
-        elif "master" not in state and "remainder" not in state and rounding_key(parameter) is None:
+        elif "master" not in state and "remainder" not in state and not rounds_at_random(parameter):
             if remainder:
                 state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
             else:

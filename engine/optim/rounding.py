@@ -21,19 +21,29 @@ from engine.ops.reference import at_random
 from engine.torch_compat import local_box, local_tensor
 
 _CHUNK = 1 << 20  # elements hashed at a time: int64 temporaries
-_KEY = "_engine_rounding_key"
+_KEY, _AT_RANDOM = "_engine_rounding_key", "_engine_rounds_at_random"
 _PLACE = "_engine_place"
 
 
+def note_name(parameter: torch.Tensor, name: str) -> None:
+    """Let the name decide the random bits by which the parameter, or a state of it, is rounded."""
+    setattr(parameter, _KEY, zlib.crc32(name.encode()))
+
+
 def round_at_random(parameter: torch.Tensor, name: str) -> None:
-    """Let ``AdamOptimizer`` round its updates of ``parameter`` so. The name decides the random bits."""
-    if parameter.dtype == torch.bfloat16:
-        setattr(parameter, _KEY, zlib.crc32(name.encode()))
+    """Let ``AdamOptimizer`` round its updates of ``parameter`` so, by the bits of this name."""
+    note_name(parameter, name)
+    setattr(parameter, _AT_RANDOM, parameter.dtype == torch.bfloat16)
 
 
-def rounding_key(parameter: torch.Tensor) -> int | None:
-    """The number by which ``parameter`` is rounded at random; None: it is not."""
-    return getattr(parameter, _KEY, None)
+def rounds_at_random(parameter: torch.Tensor) -> bool:
+    """Whether updates of ``parameter`` are rounded at random."""
+    return getattr(parameter, _AT_RANDOM, False)
+
+
+def rounding_key(parameter: torch.Tensor) -> int:
+    """The number by which ``parameter``, or a state of it, is rounded at random; 0 for one without a name."""
+    return getattr(parameter, _KEY, 0)
 
 
 def place_of(parameter: torch.Tensor) -> tuple[int, int, int] | None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.init import clean_name
-from engine.optim.rounding import round_at_random
+from engine.optim.rounding import note_name, round_at_random
 from engine.optim.stale import mark_stale
 from engine.parallel.calls import Calls, reshard
 from engine.parallel.checks import check_model, check_ranks, check_shards, check_units
@@ -101,6 +101,7 @@ def lay_over_ranks(
     if runtime.world_size() == 1 and policy.precision == "fp32":
         if settings.device is not None and not any(t.is_meta for t in _tensors(model)):
             model.to(settings.device)
+        _note_names(model)
         return model
     check_units(unit_parameters(model, chosen))
     check_shards(model)
@@ -128,7 +129,7 @@ def lay_over_ranks(
     cut = functools.partial(_cut_whole_tensors, weakref.ref(model))
     for module in model.modules():
         module.register_load_state_dict_pre_hook(cut)
-    _mark_rounding(model)
+    _note_names(model)
     mark(model)
     return model
 
@@ -325,11 +326,13 @@ def _cut_whole_tensors(
 
 def settle(model: nn.Module) -> None:
     """Note on parameters that have just got their memory what this module knows of them."""
-    _mark_rounding(model)
+    _note_names(model)
     mark(model)
 
 
-def _mark_rounding(model: nn.Module) -> None:
-    if (policy := policy_of(model)) is not None and policy.precision == "bf16-sr":
-        for name, parameter in model.named_parameters():
-            round_at_random(parameter, clean_name(name))
+def _note_names(model: nn.Module) -> None:
+    """Let parameters be rounded by their names, where an optimizer rounds at random."""
+    policy = policy_of(model)
+    note = round_at_random if policy is not None and policy.precision == "bf16-sr" else note_name
+    for name, parameter in model.named_parameters():
+        note(parameter, clean_name(name))

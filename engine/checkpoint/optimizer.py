@@ -48,8 +48,12 @@ def split_state(
 
 
 def joined(model: nn.Module, rest: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One description of the optimizers from that of each stage; what two stages hold comes once. Collective."""
-    first, *others = of_all_stages(model, rest)
+    """One description of the optimizers from that of each stage; what two stages hold comes once. Collective.
+
+    Raises ValueError if the stages have different numbers of optimizers or groups.
+    """
+    first, *others = stages = of_all_stages(model, rest)
+    _check_stages([[one["param_groups"] for one in stage] for stage in stages])
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             for group, more in zip(mine["param_groups"], theirs["param_groups"], strict=True):
@@ -76,6 +80,7 @@ def join_state(
     states: list[OwnStates] = []
     has_tensors = from_rank_0(runtime.rank() == 0 and (directory / OPTIM).exists())
     with together(f"reading {directory}"):
+        _check_stages(everywhere)
         places = []
         for index, (optimizer, saved) in enumerate(zip(optimizers, rest, strict=True)):
             _check_groups(directory, index, [stage[index] for stage in everywhere], saved["param_groups"])
@@ -99,6 +104,17 @@ def join_state(
     if has_tensors:
         read_tensors(directory / OPTIM, tensors)
     return states
+
+
+def _check_stages(stages: list[list[list[Any]]]) -> None:
+    """Raises ValueError unless the groups of each optimizer, of each stage, are of one number."""
+    numbers = [[len(groups) for groups in optimizers] for optimizers in stages]
+    for stage, own in enumerate(numbers):
+        if own != numbers[0]:
+            raise ValueError(
+                f"the numbers of parameter groups of the optimizers are {own} on stage {stage} of the pipeline and "
+                f"{numbers[0]} on stage 0: give every stage the same optimizers and groups, empty ones too"
+            )
 
 
 def _check_groups(

@@ -499,3 +499,22 @@ def test_a_disk_without_room_is_an_error_of_one_line(request, tmp_path, layout, 
         assert kind in ("OSError", "RuntimeError") and "File too large" in text and "\n" not in text, text
     assert {p.name for p in tmp_path.iterdir()} == {"last", "step-00000001"}
     assert engine.checkpoint.latest_checkpoint(tmp_path).name == "step-00000001"
+
+
+def test_stages_with_other_numbers_of_groups_are_an_error(tmp_path, monkeypatch):
+    """As where a stage builds no group for what it has nothing of."""
+    model = toys.build()
+    optimizer = engine.optim.AdamOptimizer(toys.groups(model), lr=1e-2)
+    engine.save_checkpoint(tmp_path / "c", model, optimizer)
+
+    def of_two_stages(_, value):
+        """The second one's without the last group: their names, or what is saved of them."""
+        first = value[0]
+        fewer = {**first, "param_groups": first["param_groups"][:-1]} if isinstance(first, dict) else first[:-1]
+        return [value, [fewer]]
+
+    monkeypatch.setattr("engine.checkpoint.optimizer.of_all_stages", of_two_stages)
+    for use in (engine.save_checkpoint, engine.load_checkpoint):
+        with pytest.raises(ValueError, match=r"are \[1\] on stage 1 of the pipeline and \[2\] on stage 0: give every"):
+            use(tmp_path / ("d" if use is engine.save_checkpoint else "c"), model, optimizer)
+    assert names(tmp_path) == ["c"]

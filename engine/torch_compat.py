@@ -62,10 +62,15 @@ def as_shard(
 
 
 def shard_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's shard of ``whole``, which every rank has. No communication."""
+    """This rank's shard of ``whole``, which every rank has, on the mesh's device. No communication."""
+    return as_shard(part_of(whole, mesh, placements), whole.shape, mesh, placements)
+
+
+def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """A copy of what this rank holds of ``whole``, which every rank has, where that is."""
     size, offset = local_box(whole.shape, mesh, placements)
     part = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
-    return as_shard(part.clone(memory_format=torch.contiguous_format), whole.shape, mesh, placements)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def local_box(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from engine.torch_compat import local_tensor, local_tensors, shard_of, with_local
+from engine.torch_compat import local_tensor, local_tensors, part_of, shard_of, with_local
 
 _spec = operator.attrgetter("_spec")
 _FLAGS = ("amsgrad", "maximize", "differentiable")  # torch's, which change what a step does
@@ -183,14 +183,17 @@ def check_states(
 
 
 def laid_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A state of a parameter's whole shape, whole or in shards, as this rank's shard of it. Collective where it is in
+    """A state, whole or in shards, as this rank's shard of it, placed as the parameter is. Collective where it is in
     shards of another layout."""
     if not isinstance(parameter, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     mesh, placements = parameter.device_mesh, parameter.placements
     if isinstance(value, DTensor) and value.device_mesh == mesh and value.placements == placements:
         return value
-    return shard_of(value.full_tensor() if isinstance(value, DTensor) else value, mesh, placements)
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    if whole.shape == parameter.shape:  # it stays on its device, which of an offloaded state is not the mesh's
+        return with_local(parameter, part_of(whole, mesh, placements))
+    return shard_of(whole, mesh, placements)
 
 
 def lying_as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

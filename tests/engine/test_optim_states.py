@@ -14,6 +14,7 @@ import engine
 from engine import lr_scheduler
 from engine.optim import Adafactor, AdamOffloadOptimizer, AdamOptimizer, AdamW8bit, Lion, Muon, OptimManager
 from engine.optim.states import OwnStates
+from engine.testing import fake_ranks
 
 KINDS = {
     "adam": AdamOptimizer,
@@ -313,6 +314,22 @@ def test_offloading_goes_on_from_states_of_adam(kind, dtype, either):
         if dtype == torch.bfloat16:
             torch.testing.assert_close(parameter, offloaded.state[mine]["master"])
         assert torch.equal(later.state[parameter]["master"], parameter)
+
+
+@pytest.mark.full
+def test_whole_states_become_shards_where_they_are(monkeypatch):
+    """Those of an offloaded optimizer in host memory: from_local would bring them to the mesh's device."""
+    with fake_ranks(6, rank=1):  # of no other test: torch keeps sizes of shards by the mesh, for forked ranks too
+        engine.init_distributed(zero_level=3)
+        model = engine.shard(matrices(), units=[])
+        optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.1)
+        one = AdamOptimizer(whole := matrices(), lr=0.1)
+        steps(whole, one, 0)
+        monkeypatch.setattr(DTensor, "from_local", None)
+        optimizer.load_state_dict(one.state_dict())
+        for parameter, theirs in zip(model.parameters(), whole, strict=True):
+            found, wanted = optimizer.state[parameter]["exp_avg"], one.state[theirs]["exp_avg"]
+            assert found.placements == (Shard(0),) and torch.equal(found.to_local(), wanted[1:2])
 
 
 @pytest.mark.parametrize("master", ["fp32", "remainder"])

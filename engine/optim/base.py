@@ -23,9 +23,9 @@ from engine.optim.states import (
     check_states,
     checked_group,
     laid_as,
-    local_gradients,
     lying_as,
     number_on,
+    placed_alike,
     placed_gradient,
     saved_states,
     sparse_gradient,
@@ -234,7 +234,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         gradients = gradients_of(batch.parameters)
         if type(None) in map(type, gradients):
             return False
-        gradients = local_gradients(batch.parameters, gradients)
+        if not placed_alike(batch.parameters, gradients):  # to place them is collective: in the order of the group
+            return False
+        gradients = local_tensors(gradients)
         if not same(local_tensors(batch.parameters), batch.p):
             return False
         if not same(list(chain.from_iterable(map(dict.values, batch.states))), batch.values):

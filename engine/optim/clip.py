@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from engine import runtime
 from engine.ops import fused, library
-from engine.optim.states import local_gradients, number_on, sparse_gradient
+from engine.optim.states import number_on, placed_alike, placed_gradient, sparse_gradient
 from engine.parallel.stages import place_of
-from engine.torch_compat import gradients_of, local_tensor
+from engine.torch_compat import gradients_of, local_tensor, local_tensors
 
 _EPS = 1e-6
 _FUSED = {torch.float32, torch.bfloat16, torch.float16}
@@ -100,12 +100,14 @@ def _kinds(params: list[torch.Tensor]) -> list[_Kind]:
 
 
 def _local_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of those that have one."""
+    """Of those that have one; a gradient of which each rank holds an addend is summed first."""
     gradients = gradients_of(params)
     if type(None) in map(type, gradients):
         params = [p for p, g in zip(params, gradients, strict=True) if g is not None]
         gradients = gradients_of(params)
-    return local_gradients(params, gradients)
+    if not placed_alike(params, gradients):
+        gradients = list(map(placed_gradient, params))
+    return local_tensors(gradients)
 
 
 @functools.cache

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from engine.torch_compat import local_tensor, local_tensors, part_of, shard_of, with_local
+from engine.torch_compat import local_tensor, part_of, shard_of, with_local
 
-_spec = operator.attrgetter("_spec")
+_placements = operator.attrgetter("_spec.placements")
 _FLAGS = ("amsgrad", "maximize", "differentiable")  # torch's, which change what a step does
 
 
@@ -73,18 +73,18 @@ def placed_gradient(parameter: torch.Tensor) -> torch.Tensor:
     Collective where it was placed otherwise."""
     gradient = parameter.grad
     assert gradient is not None
-    if type(gradient) is DTensor and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+    if not placed_alike([parameter], [gradient]):
+        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     return gradient
 
 
-def local_gradients(params: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's part of each; collective where one is not placed as its parameter is, as ``placed_gradient``."""
+def placed_alike(params: list[torch.Tensor], gradients: list[torch.Tensor]) -> bool:
+    """Whether each gradient is placed as its parameter is; quick, for many, where all are shards or none is."""
     kinds = set(map(type, gradients))
-    # FSDP gives a gradient the very layout of its parameter; looking into others takes as long as the norm.
-    if DTensor in kinds and (len(kinds) > 1 or list(map(_spec, gradients)) != list(map(_spec, params))):
-        gradients = list(map(placed_gradient, params))
-    return local_tensors(gradients)
+    if kinds == {DTensor}:
+        return list(map(_placements, gradients)) == list(map(_placements, params))
+    pairs = zip(params, gradients, strict=True) if DTensor in kinds else ()
+    return all(_placements(p) == _placements(g) for p, g in pairs if type(g) is DTensor)
 
 
 def number_on(device: torch.device, number: torch.Tensor) -> torch.Tensor:

@@ -62,8 +62,19 @@ class Muon(torch.optim.Optimizer):
         return {**super().__getstate__(), "_ns_steps": self._ns_steps, "_adjust": self._adjust}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; states of whole parameters are cut as this rank's are. Raises ValueError for other states."""
+        """As in torch; states of whole parameters are cut as this rank's are.
+
+        Raises ValueError for other states, and for those of torch's Muon with another ns_steps or adjust_lr.
+        """
         check_states(self, state_dict, lambda p: {"momentum_buffer": tuple(p.shape)})
+        for number, group in enumerate(state_dict["param_groups"]):
+            if "ns_steps" in group:  # torch's, which keeps them there
+                saved = group["ns_steps"], group.get("adjust_lr_fn") or "original"
+                if saved != (self._ns_steps, self._adjust):
+                    raise ValueError(
+                        f"group {number} of the state has ns_steps {saved[0]} and adjust_lr_fn {saved[1]!r}, this Muon "
+                        f"ns_steps={self._ns_steps} and adjust_lr={self._adjust!r}: build it with those of the state"
+                    )
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
             if "momentum_buffer" in state:

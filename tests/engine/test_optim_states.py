@@ -175,6 +175,16 @@ def test_states_that_look_like_adamws_are_an_error(other, message):
         AdamOptimizer(model.parameters()).load_state_dict(saved.state_dict())
 
 
+@pytest.mark.parametrize("settings", [{"ns_steps": 3}, {"adjust_lr": "match_rms_adamw"}])
+def test_states_of_torchs_muon_load_into_the_same(settings):
+    model = matrices()
+    saved = torch.optim.Muon(model.parameters())
+    steps(model, saved, 0)
+    Muon(model.parameters()).load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match="has ns_steps 5 and adjust_lr_fn 'original', this Muon .*: build it with"):
+        Muon(model.parameters(), **settings).load_state_dict(saved.state_dict())
+
+
 def test_a_state_of_adam_without_decay_is_adamws():
     """Steps may be counted by plain numbers, as older libraries do. A decay that is set later is decoupled."""
     ours, theirs = matrices(), matrices()

@@ -202,6 +202,26 @@ def test_in_16_bits(two, precision):
     assert found["norm"] == pytest.approx(expected["norm"], rel=0.15)
 
 
+def gradients_in_16_bits(sizes):
+    engine.init_distributed(**sizes)
+    config = GPT2Config(vocab_size=61, hidden_size=24, num_layers=4, num_heads=4, max_positions=64)
+    model = bert.randomize_(GPT2(config, "causal-lm"))
+    model = engine.shard(model, policy=engine.Policy(precision="bf16-params")).eval()
+    ids = torch.randint(5, 60, (1, 12), generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        mc.training.accumulate(model, [{"input_ids": ids, "labels": ids}] * 20)
+    return {n: toys.whole(p.grad) for n, p in model.named_parameters()}
+
+
+@pytest.mark.full
+def test_gradients_in_16_bits_do_not_depend_on_the_level(two):
+    """Reduced once a step, or at each of 20 microbatches."""
+    once, each = (union(two.run(gradients_in_16_bits, {**PP, "zero_level": level})) for level in (1, 3))
+    assert once.keys() == each.keys()
+    for name, gradient in once.items():
+        assert torch.equal(gradient, each[name]), name
+
+
 # -- values in and out -------------------------------------------------------------------------------------------------
 
 

@@ -245,7 +245,7 @@ class TokenWriter:
                     "tokens": self.tokens, "eos": self.eos,
                     "sha256": {name: h.hexdigest() for name, h in self._hashes.items()}, **self._extra,
                 }  # fmt: skip
-                with (self._work / "about.json").open("w", encoding="utf-8") as text:
+                with (self._work / "about.json").open("w", encoding="utf-8", errors="backslashreplace") as text:
                     json.dump(about, text, indent=2, ensure_ascii=False)
                     text.flush()
                     os.fsync(text.fileno())

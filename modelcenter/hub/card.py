@@ -231,7 +231,7 @@ def complete_card(run: str | Path) -> None:
         summary["padding"] = padding
     head = text.partition(f"\n{_RUN}\n")[0].rstrip()
     work = model / f".{CARD_FILE}"
-    work.write_text(f"{head}\n\n{describe_run(summary, curve)}\n", encoding="utf-8")
+    work.write_text(f"{head}\n\n{describe_run(summary, curve)}\n", encoding="utf-8", errors="backslashreplace")
     os.replace(work, model / CARD_FILE)
 
 

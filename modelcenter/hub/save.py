@@ -234,7 +234,7 @@ def write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any,
     if model.generation_config:
         write_json(directory / GENERATION_FILE, model.generation_config)
     text = card if isinstance(card, str) else make_card(model, hf_class, card)
-    (directory / CARD_FILE).write_text(text, encoding="utf-8")
+    (directory / CARD_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     elif not held and (report := getattr(model, "load_report", None)) is not None:

@@ -1,6 +1,5 @@
 """generate: texts from prompts, as they come on a terminal or a JSON line each, on any number of ranks."""
 
-import json
 import os
 import re
 import sys
@@ -14,6 +13,7 @@ import engine
 import modelcenter
 from modelcenter.training import setup
 from modelcenter.training.config import GenerateConfig
+from modelcenter.training.json_text import json_text
 from modelcenter.training.predict import check_output, write_lines
 from modelcenter.training.structured import write_answers
 from modelcenter.training.texts import complete, own_draws, share_out
@@ -87,7 +87,7 @@ def run_generate(cfg: GenerateConfig) -> None:
     if engine.rank() == 0:
         if cfg.output is not None:
             rows = zip(prompts, texts, strict=True)
-            write_lines(cfg.output, (json.dumps({"prompt": p, "texts": t}, ensure_ascii=False) for p, t in rows))
+            write_lines(cfg.output, (json_text({"prompt": p, "texts": t}) for p, t in rows))
         elif not writer.streamed:
             for several in texts:
                 print("\n".join(several))

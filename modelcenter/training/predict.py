@@ -1,6 +1,6 @@
 """predict and evaluate: a trained model on new rows, for every task and on any number of ranks."""
 
-import json
+import errno
 import os
 import sys
 import tempfile
@@ -16,7 +16,7 @@ from modelcenter.data.token_files import is_tokens
 from modelcenter.models.base import Model
 from modelcenter.training import setup
 from modelcenter.training.config import PredictConfig
-from modelcenter.training.record import finite
+from modelcenter.training.json_text import json_text
 from modelcenter.training.tasks import TASKS
 from modelcenter.training.tasks.base import Examples, Task
 from modelcenter.training.trained import Trained
@@ -29,7 +29,7 @@ def run_predict(cfg: PredictConfig) -> None:
     model, tokenizer, examples = _load(cfg, task, trained)
     said = task.predict(model, tokenizer, examples, cfg)
     if engine.rank() == 0:
-        written = write_lines(cfg.output, (json.dumps(finite(row), ensure_ascii=False) for row in said))
+        written = write_lines(cfg.output, map(json_text, said))
         if cfg.output is not None:
             print(f"{cfg.output}: {written:,} rows", file=sys.stderr)
     engine.synchronize()  # no rank leaves before the result is written
@@ -43,7 +43,7 @@ def run_evaluate(cfg: PredictConfig, as_json: bool = False) -> dict[str, float |
     found = task.evaluate(model, examples, cfg.batch_size)
     rows = task.count(examples)
     if engine.rank() == 0:
-        text = json.dumps({"rows": rows, **finite(found)})
+        text = json_text({"rows": rows, **found})
         if cfg.output is not None:
             write_lines(cfg.output, [text])
         lines = [f"{name:<10} {'undefined' if value is None else f'{value:.4f}'}" for name, value in found.items()]
@@ -84,10 +84,14 @@ def _load(cfg: PredictConfig, task: Task, trained: Trained) -> tuple[Model, Any,
 def check_output(path: str | None) -> None:
     """Raise OSError before the work is done if its result could not be written."""
     if path is not None and int(os.environ.get("RANK") or 0) == 0:
-        target = Path(path).expanduser().absolute()
+        target = _target(path)
         if target.is_dir():
             raise OSError(f"output: {path} is a directory; give the name of a file, such as {Path(path) / 'out.jsonl'}")
         try:
+            if _is_stream(target):
+                if not os.access(target, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                return
             with tempfile.TemporaryFile(dir=target.parent):
                 pass
         except OSError as error:
@@ -95,10 +99,16 @@ def check_output(path: str | None) -> None:
 
 
 def write_lines(path: str | None, lines: Iterable[str]) -> int:
-    """Write lines to a file, which is there when it is whole, or to standard output; returns how many they were."""
+    """Write lines to a file, which is there when it is whole, or to standard output; returns how many they were.
+
+    A device or a pipe (/dev/null, /dev/stderr, the shell's >(gzip > x)) is written to as it is.
+    """
     if path is None:
         return _write(sys.stdout, lines)
-    target = Path(path).expanduser()
+    target = _target(path)
+    if _is_stream(target):
+        with target.open("w", encoding="utf-8") as file:
+            return _write(file, lines)
     work = target.with_name(f".{target.name}.writing")
     try:
         with work.open("w", encoding="utf-8") as file:
@@ -107,6 +117,17 @@ def write_lines(path: str | None, lines: Iterable[str]) -> int:
     finally:
         work.unlink(missing_ok=True)
     return written
+
+
+def _target(path: str) -> Path:
+    """The file that a path means: where it is a link, what that leads to, so that the link stays."""
+    given = Path(path).expanduser().absolute()
+    return given if _is_stream(given) else Path(os.path.realpath(given))
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether it is there and is no file that another could take the place of."""
+    return path.exists() and not path.is_file()
 
 
 def _write(file: TextIO, lines: Iterable[str]) -> int:

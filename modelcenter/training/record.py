@@ -11,17 +11,9 @@ from typing import Any, TextIO
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.curves import plot
 from modelcenter.training.display import Display
+from modelcenter.training.json_text import finite, json_text
 from modelcenter.training.output import room
 from modelcenter.training.trackers import Trackers
-
-
-def finite(value: Any) -> Any:
-    """JSON has no NaN: numbers that are not finite become null, also inside dictionaries and lists."""
-    if isinstance(value, dict):
-        return {key: finite(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Record:
@@ -54,7 +46,7 @@ class Record:
         self.rows.append(row)
         if self._file is not None and self.path is not None:
             with self._trying("metrics.jsonl"):
-                self._file.write(json.dumps(row) + "\n")
+                self._file.write(json_text(row) + "\n")
                 self._file.flush()  # what finds no room stays in its buffer, and is written once there is some
         self._trackers.log(row)
         if self.show is not None:
@@ -68,7 +60,7 @@ class Record:
     def _add(self, name: str, row: dict[str, Any]) -> None:
         if self.path is not None:
             with self._trying(name), (self.path / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(json_text(row) + "\n")
 
     def skipped(self, row: dict[str, Any]) -> None:
         """Write down a step that changed nothing, as its gradient was not finite."""
@@ -140,6 +132,6 @@ def cut(path: Path, step: int) -> list[dict[str, Any]]:
         if isinstance(row, dict) and row.get("step", math.inf) <= step:
             rows.append(row)
     work = path.with_name(f".{path.name}")
-    work.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    work.write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
     work.replace(path)
     return rows

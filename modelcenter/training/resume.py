@@ -13,6 +13,7 @@ from modelcenter.data.examples import Examples
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.config.common import PLACES
+from modelcenter.training.json_text import json_text
 
 RUN_FILE = "run.json"  # in each checkpoint: the flags and the data of its run
 CHECKPOINTS = "checkpoints"  # in output_dir
@@ -280,7 +281,7 @@ def about_run(cfg: TrainConfig, step: int, data: Any, trained: list[str] | None)
     flags = json.loads(json.dumps(cfg.arithmetic(), default=str))
     about = {"task": cfg.task, "step": step, "flags": flags, "data": data, "begun_with": _place(cfg.resume)}
     about |= {} if trained is None else {"trained": trained}
-    return json.dumps(about, indent=1, ensure_ascii=False)
+    return json_text(about, indent=1)
 
 
 _HASHES = ("sha256", "source")  # fields of fingerprints that are by the files' paths

@@ -1,6 +1,8 @@
 """Whole runs of a few steps: against transformers, against themselves cut differently, and when they go wrong."""
 
 import json
+import os
+import shutil
 import time
 
 import numpy as np
@@ -369,6 +371,17 @@ def test_output_dir_is_never_overwritten_unasked(folder):
         with pytest.raises(ValueError, match="holds files of something else"):
             finetune(folder, output_dir=str(folder / "home"), overwrite_output_dir=overwrite)
     assert (folder / "home" / "thesis.tex").exists()
+
+
+def test_a_name_that_is_not_utf_8_costs_no_checkpoint_and_no_summary(folder):
+    """As unzip leaves the names of an archive from a Chinese Windows."""
+    data = folder / os.fsdecode(b"\xb2\xe2.jsonl")
+    shutil.copy(folder / "data" / "train.jsonl", data)
+    finetune(folder, train_data=str(data), eval_fraction=0.2, save_every=2, max_steps=4)
+    assert list(read_summary(folder)["data"]["train"]["sha256"]) == [str(data)]
+    about = json.loads((folder / "run" / "checkpoints" / "last" / "run.json").read_text())
+    assert about["step"] == 4 and str(data) in about["data"]["sha256"]
+    assert (folder / "run" / "model" / "README.md").is_file()
 
 
 def test_a_failed_run_may_be_repeated(folder, monkeypatch):

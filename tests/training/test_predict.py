@@ -1,6 +1,7 @@
 """predict and evaluate on a finished run, against transformers and on two ranks."""
 
 import json
+import os
 import shutil
 
 import chat_toys
@@ -12,8 +13,8 @@ from toydata import command, flags, make_rows, write_folder, write_jsonl
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.training.config import ClassificationConfig
-from modelcenter.training.predict import write_lines
-from modelcenter.training.record import finite
+from modelcenter.training.json_text import finite
+from modelcenter.training.predict import check_output, write_lines
 from modelcenter.training.tasks.classification import Classification
 from scripts.finetune_classification import main
 
@@ -161,6 +162,23 @@ def test_half_a_result_is_not_left_behind(tmp_path):
         write_lines(str(tmp_path / "out.jsonl"), (str(1 // n) for n in (1, 0)))
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
     assert (tmp_path / "out.jsonl").read_text() == "old"
+
+
+def test_a_pipe_stays_one_and_a_link_leads_where_it_did(tmp_path):
+    """A device such as /dev/null is no file that another could take the place of, either."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    check_output(str(pipe))
+    assert write_lines(str(pipe), ["a", "b"]) == 2
+    assert os.read(reader, 100) == b"a\nb\n"
+    os.close(reader)
+    assert pipe.is_fifo()
+    (tmp_path / "out.jsonl").write_text("old")
+    link.symlink_to("out.jsonl")
+    check_output(str(link))
+    write_lines(str(link), ["new"])
+    assert link.is_symlink() and (tmp_path / "out.jsonl").read_text() == "new\n"
 
 
 def test_what_is_no_number_is_null(folder, tmp_path, capsys):

@@ -1,0 +1,20 @@
+"""JSON as the files of a run and the results of the verbs have it."""
+
+import json
+import math
+from typing import Any
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN: numbers that are not finite become null, also inside dictionaries and lists."""
+    if isinstance(value, dict):
+        return {key: finite(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """A value as JSON that any file takes: what of a path is not UTF-8 becomes escapes, which read back as it was."""
+    text = json.dumps(finite(value), indent=indent, ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace").decode()

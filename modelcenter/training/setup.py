@@ -322,6 +322,8 @@ def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimMan
     anywhere = sums([len(hidden), len(matrices), len(vectors)])
     if not any(anywhere):
         raise ValueError("freeze: no parameter is left to train")
+    assert cfg.adam_beta2 is not None
+    betas = cfg.adam_beta1, cfg.adam_beta2
     optimizers: list[Any] = []
     if anywhere[0]:
         own = [{"params": hidden}]
@@ -332,13 +334,13 @@ def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimMan
         if count
     ]
     if groups and cfg.optimizer == "lion":
-        optimizers.append(Lion(groups, lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2)))
+        optimizers.append(Lion(groups, lr=cfg.lr, betas=betas))
     elif groups and cfg.optimizer == "adafactor":
         optimizers.append(Adafactor(groups, lr=cfg.lr))
     elif groups:
         kind: Any = AdamW8bit if cfg.optimizer == "adamw8bit" else AdamOptimizer
         kind = AdamOffloadOptimizer if cfg.offload == "optimizer" else kind
-        optimizers.append(kind(groups, lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_epsilon))
+        optimizers.append(kind(groups, lr=cfg.lr, betas=betas, eps=cfg.adam_epsilon))
     # As transformers, but a run of one step is not spent at learning rate 0.
     warmup = min(math.ceil(cfg.warmup * steps), steps - 1) if cfg.warmup < 1 else int(cfg.warmup)
     fp16 = {"loss_scale": 2.0**16} if cfg.precision == "fp16" else {}

@@ -1,11 +1,13 @@
 """The command line and YAML as one set of checked flags."""
 
 import dataclasses
+import inspect
 import subprocess
 import sys
 
 import pytest
 
+from modelcenter.hub.load import load_model
 from modelcenter.training.config import (
     ClassificationConfig,
     GenerateConfig,
@@ -14,6 +16,7 @@ from modelcenter.training.config import (
     TokenClassificationConfig,
     TrainConfig,
 )
+from modelcenter.training.config.common import NOT_OF_THE_MODEL
 from modelcenter.training.flags import parser
 
 
@@ -106,6 +109,10 @@ def test_other_spellings(words, name, value, tmp_path):
         ("--eval_fraction 1.5", "eval_fraction: got 1.5, expected a fraction"),
         ("--eval_fraction 0.1 --eval_split dev", "eval_fraction: it holds out training rows"),
         ("--eval_every sometimes", "eval_every: got 'sometimes', expected a number of steps, 'epoch' or 'never'"),
+        (
+            "--model_config dtype=bfloat16",
+            "model_config: dtype is no field .*; weights are trained in fp32",
+        ),
         ("--adam_beta2 1", "adam_beta2: got 1.0, expected 0 or more and less than 1"),
         ("--num_labels 1 --problem_type multi_label_classification", "num_labels: got 1, which is for regression"),
         ("--bf16 perhaps", "bf16: got 'perhaps', expected true or false"),
@@ -123,6 +130,16 @@ def test_mistakes(words, says):
         return
     with pytest.raises(ValueError, match=says):
         read(*words.split())
+
+
+def test_lion_has_its_own_betas():
+    assert read("--optimizer", "lion").adam_beta2 == 0.99 and read().adam_beta2 == 0.999
+    assert read("--optimizer", "lion", "--adam_beta2", "0.95").adam_beta2 == 0.95
+
+
+def test_arguments_of_the_loader_are_no_fields_of_a_model():
+    found = inspect.signature(load_model).parameters.values()
+    assert {p.name for p in found if p.kind is not p.VAR_KEYWORD} | {"torch_dtype"} == set(NOT_OF_THE_MODEL)
 
 
 def test_yaml_and_the_command_line_over_it(tmp_path):

@@ -28,6 +28,22 @@ FREE = frozenset(
 )
 # Flags that name a place, of which every node may have one of its own.
 PLACES = frozenset("model tokenizer train_data eval_data output_dir".split())
+# Arguments of hub.load.load_model, which are no fields of a model's configuration, and what a run has in their place.
+NOT_OF_THE_MODEL = dict.fromkeys(
+    "name_or_path task strict architecture config prefix ignore local_files_only".split(), "leave it out"
+) | {
+    "dtype": "weights are trained in fp32, and --precision says the arithmetic",
+    "torch_dtype": "weights are trained in fp32, and --precision says the arithmetic",
+    "num_labels": "the labels are those of the data",
+    "id2label": "the labels are those of the data",
+    "revision": "give --revision",
+    "seed": "give --seed",
+    "ignore_mismatched_sizes": "give --ignore_mismatched_sizes",
+    "policy": "--zero, --recompute and --compile say it",
+    "adapter": "--lora_rank and --freeze say it",
+    "token": "set HF_TOKEN",
+    "cache_dir": "set HF_HUB_CACHE",
+}
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
 _batches, _optimisation, _engine = partial(flag, "batches"), partial(flag, "optimisation"), partial(flag, "engine")
@@ -124,8 +140,9 @@ class TrainConfig(Flags):
     optimizer: str = _optimisation("adamw", "optimizer; muon: for matrices, adamw for the rest", "optim",
         choices=OPTIMIZERS, means={"adamw_torch": "adamw", "adamw_torch_fused": "adamw",
         "adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit"})
-    adam_beta1: float = _optimisation(0.9, "AdamW's decay of the gradient's mean")
-    adam_beta2: float = _optimisation(0.999, "AdamW's decay of the gradient's square")
+    adam_beta1: float = _optimisation(0.9, "AdamW's decay of the gradient's mean; also Lion's first beta")
+    adam_beta2: float | None = _optimisation(None, "AdamW's decay of the gradient's square; also Lion's second beta; "
+        "none: 0.999, with lion 0.99")
     adam_epsilon: float = _optimisation(1e-8, "AdamW's epsilon", "adam_eps")
     seed: int = _optimisation(42, "of the order of rows, new weights and dropout")
 
@@ -170,6 +187,8 @@ class TrainConfig(Flags):
             self.output_dir = str(Path(self.output_dir).expanduser())
         if self.max_steps == -1:  # how the Hugging Face Trainer says none
             self.max_steps = None
+        if self.adam_beta2 is None:
+            self.adam_beta2 = 0.99 if self.optimizer == "lion" else 0.999
         positive = ("global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "epochs", "batch_tokens")
         more = ("global_batch_tokens", "max_steps", "max_length", "log_every", "keep", "early_stopping", "save_minutes")
         for name in (*positive, *more, "batch_size", "dp_replicate", "tp", "cp", "pp", "peak_flops"):
@@ -180,6 +199,11 @@ class TrainConfig(Flags):
         for name in ("lr", "weight_decay", "max_grad_norm", "warmup", "adam_epsilon", "seed", "prefetch"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected 0 or more")
+        for name in self.model_config:
+            if name in NOT_OF_THE_MODEL:
+                raise ValueError(
+                    f"model_config: {name} is no field of the model's configuration; {NOT_OF_THE_MODEL[name]}"
+                )
         for name in ("adam_beta1", "adam_beta2", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected 0 or more and less than 1")

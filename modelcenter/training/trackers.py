@@ -49,7 +49,10 @@ class Trackers:
         self._all: list[Any] = []
         for name in [] if path is None or cfg is None else chosen(cfg.trackers):
             assert path is not None and cfg is not None
-            self._all.append(_start(name, path, cfg))
+            try:
+                self._all.append(_start(name, path, cfg))
+            except Exception as error:  # as in log
+                print(f"trackers: {name} gets no rows, as it could not be started: {error}", file=sys.stderr)
 
     def log(self, row: dict[str, Any]) -> None:
         """The numbers of a row of metrics.jsonl."""

@@ -98,6 +98,18 @@ def test_trackers_get_the_numbers(tmp_path, monkeypatch):
     assert told == ["my-run", "started", 0.5, (3, {"loss": 0.25, "skipped": 1}), "finished"]
 
 
+def test_a_tracker_that_cannot_start_ends_no_run(tmp_path, monkeypatch, capsys):
+    def refused(*_):
+        raise ConnectionError("no login")
+
+    monkeypatch.setattr("modelcenter.training.trackers.chosen", lambda names: names)
+    monkeypatch.setattr("modelcenter.training.trackers._start", refused)
+    record = Record(tmp_path, 3, True, cfg=ClassificationConfig(trackers=["wandb"]))
+    record.close({"status": "finished"})
+    assert (tmp_path / "summary.json").is_file()
+    assert capsys.readouterr().err == "trackers: wandb gets no rows, as it could not be started: no login\n"
+
+
 def test_a_tracker_that_fails_is_said_once_and_ends_no_run(tmp_path, monkeypatch, capsys):
     def away(*_, **__):
         raise ConnectionError("the server is away")

@@ -109,7 +109,7 @@ class TrainConfig(Flags):
     max_time: str | None = _output(None, "save, stop and exit in order when this time has passed since the command "
         "began, such as 90m, 8h or 1-12:00:00")
     trackers: list[str] | None = _output(None, "where curves go besides metrics.jsonl: tensorboard, wandb, mlflow, "
-        "trackio, ...; none: tensorboard where it is installed; 'no': nowhere", "report_to", "log_with")
+        "trackio, ...; none: tensorboard where it and accelerate are installed; 'no': nowhere", "report_to", "log_with")
     push_to_hub: str | None = _output(None, "repository, owner/name, that the final model is pushed to", "hub_model_id")
     dry_run: bool = _output(False, "print the plan, run one step, write nothing")
 

@@ -1,10 +1,11 @@
 """predict and evaluate: a trained model on new rows, for every task and on any number of ranks."""
 
+import dataclasses
 import errno
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,8 +17,9 @@ from modelcenter.data.token_files import is_tokens
 from modelcenter.models.base import Model
 from modelcenter.training import setup
 from modelcenter.training.config import PredictConfig
+from modelcenter.training.config.use import SearchFlags
 from modelcenter.training.json_text import json_text
-from modelcenter.training.tasks import TASKS
+from modelcenter.training.tasks import TASKS, TaskInfo
 from modelcenter.training.tasks.base import Examples, Task
 from modelcenter.training.trained import Trained
 
@@ -57,8 +59,18 @@ def _read(cfg: PredictConfig, labelled: bool) -> tuple[Task, Trained]:
     trained = Trained.find(cfg.run or "")
     if not any(map(is_tokens, cfg.data or [])):
         sources.find(cfg.data or [], cfg.data_config)  # data that are not there are told before the model is looked for
-    task = trained.task_info(cfg.revision).load()
+    info = trained.task_info(cfg.revision)
+    cfg.check_task(info.flags(), search_of(info, labelled))
+    task = info.load()
     return task.to_use(cfg, trained.run, task.read(cfg, trained.run, labelled), labelled), trained
+
+
+def search_of(info: TaskInfo, labelled: bool) -> Collection[str]:
+    """The flags of the search that a task has a use for. One that is judged by its loss alone writes nothing then."""
+    if info.heads[0] == "masked-lm":
+        return () if labelled else ("top_k",)
+    writes = info is TASKS["seq2seq"] if labelled else info.heads[0] in ("causal-lm", "seq2seq-lm")
+    return [field.name for field in dataclasses.fields(SearchFlags)] if writes else ()
 
 
 def _load(cfg: PredictConfig, task: Task, trained: Trained) -> tuple[Model, Any, Examples]:

@@ -17,7 +17,10 @@ from modelcenter.training.config import (
     TrainConfig,
 )
 from modelcenter.training.config.common import NOT_OF_THE_MODEL
+from modelcenter.training.config.use import ColumnFlags
 from modelcenter.training.flags import parser
+from modelcenter.training.predict import search_of
+from modelcenter.training.tasks import TASKS
 
 
 def read(*words: str) -> ClassificationConfig:
@@ -292,10 +295,10 @@ def test_positional_arguments():
     ("words", "prompt"),
     [
         (["run", "--prompt", "a b", "c"], ["a b", "c"]),  # by name as well
-        (["--seed", "1", "run", "a b", "--top_k", "2"], ["a b"]),
-        (["run", "--top_k", "2", "a b"], ["a b"]),  # behind a flag
+        (["--seed", "1", "run", "a b", "--num_beams", "2"], ["a b"]),
+        (["run", "--num_beams", "2", "a b"], ["a b"]),  # behind a flag
         (["--run", "run", "-5", "- a list"], ["-5", "- a list"]),
-        (["run", "--top_k", "2", "--", "-x", "--seed"], ["-x", "--seed"]),
+        (["run", "--num_beams", "2", "--", "-x", "--seed"], ["-x", "--seed"]),
         (["run", "None"], ["None"]),
         (["run"], None),
     ],
@@ -328,6 +331,49 @@ def test_a_length_that_counts_the_prompt_elsewhere_is_refused():
 
 def test_the_last_of_the_same_flag_wins():
     assert read("--lr", "1", "--lr", "2").lr == 2
+
+
+def test_every_column_of_a_task_has_a_flag_in_predict():
+    own = {role for task in TASKS.values() for role in task.flags().roles}
+    assert {f"{role}_column" for role in own} == {field.name for field in dataclasses.fields(ColumnFlags)}
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "says"),
+    [
+        ("seq2seq", "--text_column a", "text_column: changes nothing here, .* of the task seq2seq; its columns "
+         "are source, target, group"),
+        ("classification", "--columns source=a", "columns: unknown role 'source'. Roles: text, text_pair"),
+        ("qa", "--num_beams 4", "num_beams: changes nothing here, with a model of the task qa$"),
+        ("lm", "--n_best 3", "n_best: changes nothing here"),
+        ("classification", "--template plain", "template: changes nothing here"),
+        ("lm", "--top_p 0.9", "top_p: changes nothing without do_sample; give that too, or leave top_p out"),
+        ("seq2seq", "--num_beams 1 --length_penalty 2", "length_penalty: changes nothing without num_beams above 1"),
+    ],
+)  # fmt: skip
+def test_flags_without_meaning_for_the_model_are_told(task, words, says):
+    cfg = PredictConfig.from_args(["run", "data", *words.split()])
+    with pytest.raises(ValueError, match=says):
+        cfg.check_task(TASKS[task].flags(), search_of(TASKS[task], labelled=False))
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("qa", "--question_column q --columns context=c --n_best 3"),
+        ("mlm", "--top_k 3"),
+        ("seq2seq", "--length_penalty 2 --prefix x --seed 3"),  # the run may have beams
+        ("lm", "--do_sample --top_p 0.9 --template plain --tools_column t"),
+    ],
+)
+def test_flags_with_meaning_for_the_model(task, words):
+    cfg = PredictConfig.from_args(["run", "data", *words.split()])
+    cfg.check_task(TASKS[task].flags(), search_of(TASKS[task], labelled=False))
+
+
+def test_a_search_without_draws_takes_no_flags_of_draws():
+    with pytest.raises(ValueError, match="temperature: changes nothing without do_sample"):
+        GenerateConfig.from_args(["run", "--temperature", "0.8"])
 
 
 def test_a_switch_of_another_program_takes_no_word_by_place():

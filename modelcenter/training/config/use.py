@@ -1,18 +1,19 @@
 """Flags of the verbs that use a trained model. Imports no torch."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 from modelcenter.data.forms import FORMS
 from modelcenter.registry import nearest
-from modelcenter.training.config.common import PRECISIONS
+from modelcenter.training.config.common import PRECISIONS, TrainConfig
 from modelcenter.training.config.seq2seq import LANGUAGES, check_metrics
 from modelcenter.training.flags import Flags, flag
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
 _batches, _engine, _search = partial(flag, "batches"), partial(flag, "engine"), partial(flag, "search")
-_answers = partial(flag, "answers")
+_answers, _texts = partial(flag, "answers"), partial(flag, "texts")
 
 
 # fmt: off
@@ -38,10 +39,52 @@ class SearchFlags(Flags):
         """These flags, as arguments of model.generate."""
         return {field.name: getattr(self, field.name) for field in fields(SearchFlags)}
 
+    def check_search(self) -> None:
+        """Raise ValueError for a flag without effect beside the others."""
+        usual = {field.name: field.default for field in fields(SearchFlags)}
+        idle = ["length_penalty"] if self.num_beams == 1 else []
+        idle += [] if self.do_sample else ["temperature", "top_k", "top_p"]
+        for name in idle:
+            if getattr(self, name) not in (None, usual[name]):
+                other = "num_beams above 1" if name == "length_penalty" else "do_sample"
+                raise ValueError(f"{name}: changes nothing without {other}; give that too, or leave {name} out")
+
+
+def _column(what: str, *aliases: str) -> Any:
+    return flag("columns", None, f"column of {what}; none: the run's, or found", *aliases)
+
 
 # fmt: off
 @dataclass(kw_only=True)
-class PredictConfig(SearchFlags):
+class ColumnFlags(Flags):
+    """A flag for each column that a task reads (its `roles`): which task a model is for shows when it is there."""
+
+    text_column: str | None = _column("the text")
+    text_pair_column: str | None = _column("a second text")
+    label_column: str | None = _column("the label")
+    group_column: str | None = _column("what question a row belongs to")
+    context_column: str | None = _column("the text that is asked about")
+    question_column: str | None = _column("the question")
+    choices_column: str | None = _column("a list of choices, or several with commas between them", "choices_columns")
+    answers_column: str | None = _column("the answers")
+    words_column: str | None = _column("the words, a list in each row")
+    tags_column: str | None = _column("the tags")
+    source_column: str | None = _column("what is read")
+    target_column: str | None = _column("what is to be written", "summary_column")
+    messages_column: str | None = _column("the messages of a chat")
+    prompt_column: str | None = _column("what is asked", "instruction_column")
+    input_column: str | None = _column("what an instruction is about")
+    response_column: str | None = _column("the answer of an instruction", "completion_column")
+    system_column: str | None = _column("a system prompt")
+    tools_column: str | None = _column("the tools that a chat may call")
+    chosen_column: str | None = _column("the better answer")
+    rejected_column: str | None = _column("the worse answer")
+    # fmt: on
+
+
+# fmt: off
+@dataclass(kw_only=True)
+class PredictConfig(ColumnFlags, SearchFlags):
     """Flags of predict and evaluate."""
 
     run: str | None = _model(None, "folder of a run, checkpoint directory or Hub name", positional=True)
@@ -54,33 +97,23 @@ class PredictConfig(SearchFlags):
     form: str | None = _data(None, "published form that the rows have, such as wic; raw: columns as named or found; "
         "none: the run's", "task_name", choices=("raw", *FORMS))
     columns: dict[str, str] = _data({}, "columns by role, such as text=sentence; none: the run's, or found")
-    text_column: str | None = _data(None, "column of the text; none: the run's, or found")
-    text_pair_column: str | None = _data(None, "column of a second text; none: the run's, or found")
-    label_column: str | None = _data(None, "column of the label; none: the run's, or found")
-    messages_column: str | None = _data(None, "column of the messages of a chat; none: the run's, or found")
-    prompt_column: str | None = _data(None, "column of what is asked; none: the run's, or found", "instruction_column")
-    response_column: str | None = _data(None, "column of the answer; none: the run's, or found", "completion_column")
-    template: str = _data("auto", "how a prompt is written: chat, plain, none or a Jinja file. auto: as the run's",
-        "chat_template")
     max_length: int | None = _data(None, "tokens per row; none: the run's, or what the model takes", "max_seq_length",
         "max_source_length")
-    source_column: str | None = _data(None, "column of what is read; none: the run's, or found")
-    target_column: str | None = _data(None, "column of what is to be written; none: the run's, or found",
-        "summary_column")
-    source_lang: str | None = _data(None, "language to translate from; none: the run's")
-    target_lang: str | None = _data(None, "language to translate to; none: the run's")
-    prefix: str | None = _data(None, "text put before each source; none: the run's", "source_prefix")
-    metrics: list[str] | None = _data(None, "how written texts are judged: rouge, bleu, chrf, accuracy, squad; none: "
+    template: str = _texts("auto", "how a prompt is written: chat, plain, none or a Jinja file. auto: as the run's",
+        "chat_template")
+    source_lang: str | None = _texts(None, "language to translate from; none: the run's")
+    target_lang: str | None = _texts(None, "language to translate to; none: the run's")
+    prefix: str | None = _texts(None, "text put before each source; none: the run's", "source_prefix")
+    metrics: list[str] | None = _texts(None, "how written texts are judged: rouge, bleu, chrf, accuracy, squad; none: "
         "as in the run")
-    language: str | None = _data(None, "zh: Chinese characters are words to these metrics; none: as in the run",
+    language: str | None = _texts(None, "zh: Chinese characters are words to these metrics; none: as in the run",
         choices=LANGUAGES)
     max_new_tokens: int | None = _search(None, "tokens to write at most; none: the run's, or 128, or what the model "
         "has positions for")
     num_beams: int | None = _search(None, "sequences that beam search keeps; none: the run's, or 1", "beam_size")
     length_penalty: float | None = _search(None, "of beams: above 0 favours long texts; none: the run's, or 1")
     no_repeat_ngram_size: int | None = _search(None, "n: no n tokens twice; none: the run's, or 0")
-    choices_column: str | None = _data(None, "column of a list of choices, or several with commas between them; none: "
-        "the run's, or found", "choices_columns")
+    top_k: int = _search(0, "draw among so many best tokens; 0: all. Of a masked model: tokens for each mask; 0: 5")
     null_threshold: float | None = _answers(None, "of questions that may have no answer: how much better `no answer` "
         "must score to be given; none: the run's, or 0", "null_score_diff_threshold")
     max_answer_length: int | None = _answers(None, "tokens of an answer in a text, at most; none: the run's, or 30")
@@ -112,11 +145,20 @@ class PredictConfig(SearchFlags):
         """The column that the flags name for a role; None: they name none."""
         return self.columns.get(role) or getattr(self, f"{role}_column", None)
 
-    def check_roles(self, roles: tuple[str, ...]) -> None:
-        """Raise ValueError for a column of a role that the task does not have."""
+    def check_task(self, task: type[TrainConfig], search: Collection[str]) -> None:
+        """Raise ValueError for a flag without meaning for a task. search: the flags of the search that it takes."""
+        roles = task.roles
         for role in self.columns:
             if role not in roles:
                 raise ValueError(f"columns: unknown role {role!r}.{nearest(role, roles)} Roles: {', '.join(roles)}")
+        known = {field.name for field in fields(task)} | set(search)
+        for field in fields(self):
+            of_tasks = field.metadata["group"] in ("columns", "texts", "search", "answers")
+            if of_tasks and field.name not in known and getattr(self, field.name) != field.default:
+                own = f"; its columns are {', '.join(roles)}" if field.name.endswith("_column") else ""
+                raise ValueError(f"{field.name}: changes nothing here, with a model of the task {task.task}{own}")
+        if "do_sample" in search:
+            self.check_search()
 
 
 # fmt: off
@@ -142,3 +184,4 @@ class GenerateConfig(SearchFlags):
             raise ValueError(f"batch_size: got {self.batch_size}, expected a number above 0")
         if self.prompt and self.prompts_file:
             raise ValueError("prompt: was given beside prompts_file; give either")
+        self.check_search()

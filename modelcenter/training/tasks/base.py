@@ -326,7 +326,6 @@ def usual_columns(cfg: Any, run: TrainConfig | None, table: Table, roles: Sequen
     Args:
         needed: the role without which the run's columns mean nothing here.
     """
-    cfg.check_roles(tuple(roles))
     given = {role: cfg.column(role) for role in roles}
     if run is not None:
         usual = {role: getattr(run, f"{role}_column", None) for role in roles}

@@ -28,14 +28,12 @@ FREE = frozenset(
 )
 # Flags that name a place, of which every node may have one of its own.
 PLACES = frozenset("model tokenizer train_data eval_data output_dir".split())
-# Arguments of hub.load.load_model, which are no fields of a model's configuration, and what a run has in their place.
+# Arguments of hub.load.load_model that are no fields of a model's configuration, and what a run has in their place.
 NOT_OF_THE_MODEL = dict.fromkeys(
     "name_or_path task strict architecture config prefix ignore local_files_only".split(), "leave it out"
 ) | {
     "dtype": "weights are trained in fp32, and --precision says the arithmetic",
     "torch_dtype": "weights are trained in fp32, and --precision says the arithmetic",
-    "num_labels": "the labels are those of the data",
-    "id2label": "the labels are those of the data",
     "revision": "give --revision",
     "seed": "give --seed",
     "ignore_mismatched_sizes": "give --ignore_mismatched_sizes",

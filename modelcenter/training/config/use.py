@@ -40,14 +40,13 @@ class SearchFlags(Flags):
         return {field.name: getattr(self, field.name) for field in fields(SearchFlags)}
 
     def check_search(self) -> None:
-        """Raise ValueError for a flag without effect beside the others."""
-        usual = {field.name: field.default for field in fields(SearchFlags)}
-        idle = ["length_penalty"] if self.num_beams == 1 else []
-        idle += [] if self.do_sample else ["temperature", "top_k", "top_p"]
-        for name in idle:
-            if getattr(self, name) not in (None, usual[name]):
-                other = "num_beams above 1" if name == "length_penalty" else "do_sample"
-                raise ValueError(f"{name}: changes nothing without {other}; give that too, or leave {name} out")
+        """Raise ValueError for a flag of draws where nothing is drawn."""
+        for field in fields(SearchFlags):
+            drawn = field.name in ("temperature", "top_k", "top_p") and getattr(self, field.name) != field.default
+            if drawn and not self.do_sample:
+                raise ValueError(
+                    f"{field.name}: changes nothing without do_sample; give that too, or leave {field.name} out"
+                )
 
 
 def _column(what: str, *aliases: str) -> Any:

@@ -121,10 +121,18 @@ class Flags:
 def _check_spellings(cls: type[Flags], words: Sequence[str]) -> None:
     """Raise ValueError for a flag that is given under two of its names: one would win unseen."""
     names, seen = _aliases(cls), dict[str, str]()
-    for name in (word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")):
-        first = seen.setdefault(names.get(name, name), name)
+    for word, after in zip(words, [*words[1:], "--"], strict=False):  # of no words nothing follows
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word.removeprefix("--").partition("=")
+        ours = names.get(name, name)
+        if name in _translated(cls):
+            ours, said = _translate(name, value if equals else True if after.startswith("--") else after)
+            if said is None:  # as of `--eval_strategy steps --eval_steps 30`
+                continue
+        first = seen.setdefault(ours, name)
         if first != name:
-            raise ValueError(f"{names[name]}: given twice, as --{first} and as --{name}; give it once")
+            raise ValueError(f"{ours}: given twice, as --{first} and as --{name}; give it once")
 
 
 def _switches_closed(cls: type[Flags], words: Sequence[str]) -> list[str]:
@@ -191,7 +199,7 @@ def parser(cls: type[Flags], prog: str | None = None, description: str | None = 
         if kind.of is bool:
             shape = {"nargs": "?", "const": True, "metavar": "BOOL"}
         elif kind.outer in (list, dict):
-            paths = "PATH" if about["group"] == "data" else "VALUE"
+            paths = "PATH" if field.name.endswith("data") else "VALUE"
             shape = {"nargs": "+", "metavar": paths if kind.outer is list else "KEY=VALUE"}
         elif about["choices"]:
             shape = {"metavar": "{" + ",".join(map(str, about["choices"])) + "}"}
@@ -208,7 +216,7 @@ def parser(cls: type[Flags], prog: str | None = None, description: str | None = 
         if about["aliases"]:
             names = [f"--{name}" for name in about["aliases"]]
             result.add_argument(*names, dest=field.name, help=argparse.SUPPRESS, **shape)
-    for name in _TRANSLATED:
+    for name in _translated(cls):
         result.add_argument(f"--{name}", dest=name, nargs="?", action=_Translate, help=argparse.SUPPRESS)
     return result
 
@@ -217,6 +225,12 @@ def parser(cls: type[Flags], prog: str | None = None, description: str | None = 
 def _aliases(cls: type[Flags]) -> dict[str, str]:
     """Every spelling -> the flag's own name."""
     return {name: f.name for f in dataclasses.fields(cls) for name in (f.name, *f.metadata["aliases"])}
+
+
+def _translated(cls: type[Flags]) -> list[str]:
+    """Those other programs' flags that mean one of this configuration."""
+    own = {field.name for field in dataclasses.fields(cls)}
+    return [name for name, (ours, _) in _TRANSLATED.items() if ours in own]
 
 
 def _read_yaml(cls: type[Flags], path: Path) -> dict[str, Any]:
@@ -238,7 +252,7 @@ def _read_yaml(cls: type[Flags], path: Path) -> dict[str, Any]:
         raise ValueError(f"config: {path} is for the task {task!r}, this one is {own!r}")
     for key, value in (loaded or {}).items():
         name = str(key).replace("-", "_")
-        if name in _TRANSLATED:
+        if name in _translated(cls):
             name, value = _translate(name, value)
             if value is None:
                 continue

@@ -116,6 +116,8 @@ def test_other_spellings(words, name, value, tmp_path):
             "--model_config dtype=bfloat16",
             "model_config: dtype is no field .*; weights are trained in fp32",
         ),
+        ("--bf16 --precision fp32", "precision: given twice, as --bf16 and as --precision; give it once"),
+        ("--eval_every 100 --eval_strategy no", "eval_every: given twice, as --eval_every and as --eval_strategy"),
         ("--adam_beta2 1", "adam_beta2: got 1.0, expected 0 or more and less than 1"),
         ("--num_labels 1 --problem_type multi_label_classification", "num_labels: got 1, which is for regression"),
         ("--bf16 perhaps", "bf16: got 'perhaps', expected true or false"),
@@ -375,6 +377,20 @@ def test_flags_with_meaning_for_the_model(task, words):
 def test_a_search_without_draws_takes_no_flags_of_draws():
     with pytest.raises(ValueError, match="temperature: changes nothing without do_sample"):
         GenerateConfig.from_args(["run", "--temperature", "0.8"])
+
+
+def test_a_kind_of_steps_goes_with_their_number():
+    assert read("--eval_strategy", "steps", "--eval_steps", "30").eval_every == "30"
+
+
+def test_flags_of_other_programs_are_known_where_they_mean_something():
+    with pytest.raises(ValueError, match="unknown flag --eval_strategy"):
+        PredictConfig.from_args(["run", "a.csv", "--eval_strategy", "no"])
+
+
+def test_help_of_lists():
+    text = " ".join(parser(TokenClassificationConfig).format_help().split())
+    assert "--train_data PATH [PATH ...]" in text and "--tag_names VALUE [VALUE ...]" in text
 
 
 def test_a_switch_of_another_program_takes_no_word_by_place():

@@ -51,13 +51,13 @@ def _predict(argv: Sequence[str]) -> None:
 
 def _evaluate(argv: Sequence[str]) -> None:
     """RUN_OR_CKPT DATA [--json]: loss and metrics of a model on labelled rows"""
-    from modelcenter.training.config import PredictConfig
+    from modelcenter.training.config import EvaluateConfig
 
-    about = "Loss and metrics of a trained model on labelled rows; --json prints one JSON object."
-    cfg = PredictConfig.from_args([word for word in argv if word != "--json"], "modelcenter evaluate", about)
+    about = "Loss and metrics of a trained model on labelled rows."
+    cfg = EvaluateConfig.from_args(argv, "modelcenter evaluate", about)
     from modelcenter.training.predict import run_evaluate
 
-    run_evaluate(cfg, "--json" in argv)
+    run_evaluate(cfg)
 
 
 def _generate(argv: Sequence[str]) -> None:
@@ -236,8 +236,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     from modelcenter.training.errors import user_errors
 
     words = list(sys.argv[1:] if argv is None else argv)
-    with user_errors(traceback="--traceback" in words):
-        run([word for word in words if word != "--traceback"])
+    last = words.index("--") if "--" in words else len(words)  # what is behind it is no flag
+    with user_errors(traceback="--traceback" in words[:last]):
+        run([word for word in words[:last] if word != "--traceback"] + words[last:])
 
 
 def _script(name: str) -> ModuleType:

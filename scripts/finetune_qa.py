@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if __package__ in (None, ""):  # run from a checkout: the packages lie beside this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __package__ in (None, ""):  # run by its path: the folder with the packages is one of those around it
+    sys.path[0] = str(next(f for f in Path(__file__).resolve().parents if (f / "modelcenter").is_dir()))
 
-from modelcenter.training.errors import user_errors
+from modelcenter import cli
 from modelcenter.training.script import run_task
 
 
@@ -28,5 +28,4 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with user_errors():
-        main()
+    cli.main(["finetune", "qa", *sys.argv[1:]])

@@ -4,8 +4,8 @@
 import sys
 from pathlib import Path
 
-if __package__ in (None, ""):  # run from a checkout: the packages lie beside this folder
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __package__ in (None, ""):  # run by its path: the folder with the packages is one of those around it
+    sys.path[0] = str(next(f for f in Path(__file__).resolve().parents if (f / "modelcenter").is_dir()))
 
 from modelcenter.cli import main
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 import time
@@ -9,6 +11,8 @@ import time
 import pytest
 
 from modelcenter import cli
+from modelcenter._paths import scripts_dir
+from modelcenter.training.config import EvaluateConfig
 
 
 def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -154,6 +158,36 @@ def test_traceback_on_request(monkeypatch):
     monkeypatch.setenv("MODELCENTER_TRACEBACK", "1")
     with pytest.raises(ValueError, match="unknown verb"):
         cli.main(["lsit"])
+
+
+def test_a_script_is_its_verb(monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "argv", ["finetune_lm.py", "--traceback", "--modl", "x"])
+    with pytest.raises(ValueError, match="unknown flag --modl"):
+        runpy.run_path(str(scripts_dir() / "finetune_lm.py"), run_name="__main__")
+
+
+def test_a_script_finds_the_packages_once_installed(monkeypatch, tmp_path):
+    """Where its folder is inside the package, whose modules must not be found by their own names."""
+    folder = tmp_path / "modelcenter" / "scripts"
+    folder.mkdir(parents=True)
+    shutil.copy(scripts_dir() / "finetune_lm.py", folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path[1:]])
+    runpy.run_path(str(folder / "finetune_lm.py"), run_name="imported")
+    assert sys.path[0] == str(tmp_path)
+
+
+def test_what_is_behind_two_dashes_is_no_flag_of_ours(monkeypatch):
+    seen: list[list[str]] = []
+    monkeypatch.setitem(cli.VERBS, "list", seen.append)
+    cli.main(["list", "--traceback", "--", "--traceback"])
+    assert seen == [["--", "--traceback"]]
+
+
+def test_json_of_evaluate_is_a_flag_like_others(tmp_path):
+    (tmp_path / "a.yaml").write_text("json: true\n")
+    words = ["run", "data", "--config", str(tmp_path / "a.yaml")]
+    assert EvaluateConfig.from_args(words).json and not EvaluateConfig.from_args([*words, "--json", "false"]).json
 
 
 def test_other_ranks_speak_only_if_rank_0_does_not_end_them(monkeypatch, capsys):

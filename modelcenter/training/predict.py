@@ -16,7 +16,7 @@ from modelcenter.data import sources
 from modelcenter.data.token_files import is_tokens
 from modelcenter.models.base import Model
 from modelcenter.training import setup
-from modelcenter.training.config import PredictConfig
+from modelcenter.training.config import EvaluateConfig, PredictConfig
 from modelcenter.training.config.use import SearchFlags
 from modelcenter.training.json_text import json_text
 from modelcenter.training.tasks import TASKS, TaskInfo
@@ -37,7 +37,7 @@ def run_predict(cfg: PredictConfig) -> None:
     engine.synchronize()  # no rank leaves before the result is written
 
 
-def run_evaluate(cfg: PredictConfig, as_json: bool = False) -> dict[str, float | None]:
+def run_evaluate(cfg: EvaluateConfig) -> dict[str, float | None]:
     """Print the loss and the metrics of a model on labelled rows, and write them if there is an output."""
     check_output(cfg.output)
     task, trained = _read(cfg, labelled=True)
@@ -49,7 +49,7 @@ def run_evaluate(cfg: PredictConfig, as_json: bool = False) -> dict[str, float |
         if cfg.output is not None:
             write_lines(cfg.output, [text])
         lines = [f"{name:<10} {'undefined' if value is None else f'{value:.4f}'}" for name, value in found.items()]
-        print(text if as_json else "\n".join([f"{'rows':<10} {rows}", *lines]))
+        print(text if cfg.json else "\n".join([f"{'rows':<10} {rows}", *lines]))
     engine.synchronize()
     return found
 

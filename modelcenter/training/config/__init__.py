@@ -13,11 +13,12 @@ from modelcenter.training.config.pretrain import MLMConfig, PretrainConfig, Pret
 from modelcenter.training.config.qa import QAConfig
 from modelcenter.training.config.seq2seq import Seq2SeqConfig
 from modelcenter.training.config.token_classification import TokenClassificationConfig
-from modelcenter.training.config.use import GenerateConfig, PredictConfig
+from modelcenter.training.config.use import EvaluateConfig, GenerateConfig, PredictConfig
 
 __all__ = [
     "ClassificationConfig",
     "DPOConfig",
+    "EvaluateConfig",
     "GenerateConfig",
     "LMConfig",
     "MLMConfig",

@@ -84,7 +84,7 @@ class ColumnFlags(Flags):
 # fmt: off
 @dataclass(kw_only=True)
 class PredictConfig(ColumnFlags, SearchFlags):
-    """Flags of predict and evaluate."""
+    """Flags of predict, and most of evaluate."""
 
     run: str | None = _model(None, "folder of a run, checkpoint directory or Hub name", positional=True)
     data: list[str] | None = _data(None, "files, directories or patterns; or a Hub data set", positional=True)
@@ -158,6 +158,16 @@ class PredictConfig(ColumnFlags, SearchFlags):
                 raise ValueError(f"{field.name}: changes nothing here, with a model of the task {task.task}{own}")
         if "do_sample" in search:
             self.check_search()
+
+
+# fmt: off
+@dataclass(kw_only=True)
+class EvaluateConfig(PredictConfig):
+    """Flags of evaluate."""
+
+    output: str | None = _output(None, "file to write, as one JSON object, besides what is printed", "output_file")
+    json: bool = _output(False, "print one JSON object")
+    # fmt: on
 
 
 # fmt: off

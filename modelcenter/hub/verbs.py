@@ -115,11 +115,13 @@ def export_main(argv: Sequence[str], with_adapter: Callable[..., str | None] | N
     path = Path(find_step(args.source, args.step)).expanduser()
     if with_adapter is not None and path.is_dir():
         options = {} if args.keep_adapter else {"dtype": args.dtype, "max_shard_size": args.max_shard_size}
-        names = ("config", "prefix", "ignore", "verify", "workers", *(("dtype",) if args.keep_adapter else ()))
-        idle = [f"--{name}" for name in names if getattr(args, name)]
+        names = "config prefix ignore verify workers revision token cache_dir local_files_only".split()
+        names += ["dtype", "max_shard_size"] if args.keep_adapter else []
+        idle = [f"--{name}" for name in names if getattr(args, name) != parser.get_default(name)]
         said = with_adapter(path, Path(args.target).expanduser(), args.keep_adapter, idle, **options)
         if said is not None:
-            print(json.dumps({"written": said}) if args.json else said)
+            about = {"source": args.source, "target": args.target, "format": "adapter" if args.keep_adapter else "hf"}
+            print(json.dumps(about) if args.json else said)
             return 0
     if args.keep_adapter:
         raise ValueError(f"keep_adapter: {args.source} is of no run with an adapter (--lora_rank)")

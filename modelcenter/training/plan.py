@@ -38,7 +38,7 @@ def dry_run(
     if engine.rank() == 0:
         peak = ", ".join(f"{name.removesuffix('_bytes')} {readable(n)}" for name, n in peak_memory().items())
         print(f"\nOne step: loss {values[0]:.4f}, gradient norm {values[1]:.4f}, {seconds:.2f} s")
-        print(f"Peak memory of rank 0: {peak}. Nothing was written.")
+        print(f"Peak memory of rank 0: {peak}. Nothing of the run was written.")
 
 
 def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[str, str]]:

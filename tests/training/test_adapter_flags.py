@@ -90,7 +90,7 @@ def test_a_lora_run_on_a_pipeline(folder, dora):
     assert ours.keys() == theirs.keys()
 
 
-def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder, monkeypatch):
+def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder, monkeypatch, capsys):
     from modelcenter import cli
 
     (folder / "base" / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
@@ -100,8 +100,11 @@ def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder, mo
     (folder / "base").rename(folder / "gone")
     for name, words in (("last", ["--step", "last"]), ("adapter", ["--step", "last", "--keep_adapter"]), ("final", [])):
         with pytest.raises(SystemExit) as done:
-            cli.run(["export", str(folder / "run"), str(folder / "out" / name), *words])
+            cli.run(["export", str(folder / "run"), str(folder / "out" / name), "--json", *words])
         assert not done.value.code
+        said = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert said["target"] == str(folder / "out" / name)
+        assert said["format"] == ("adapter" if name == "adapter" else "hf")
     for name in ("last", "final"):
         exported = load_file(folder / "out" / name / "model.safetensors")
         for key, tensor in weights(folder, "run").items():
@@ -110,10 +113,13 @@ def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder, mo
         assert settings == {"eos_token_id": [3, 4]}  # without it, no text would end where the answers did
     assert (folder / "out" / "last" / "tokenizer.json").is_file()
     assert (folder / "out" / "final" / "conversion.json").is_file()  # merged already: file to file, all flags work
-    for words in (["--step", "last", "--verify"], ["--keep_adapter", "--dtype", "bf16"]):
-        with pytest.raises(
-            ValueError, match=rf"{words[-2 if 'bf16' in words else -1]}: .* is of a run with an adapter"
-        ):
+    for idle, *words in (
+        ("--verify", "--step", "last", "--verify"),
+        ("--dtype", "--keep_adapter", "--dtype", "bf16"),
+        ("--max_shard_size", "--keep_adapter", "--max_shard_size", "1GB"),
+        ("--revision", "--keep_adapter", "--revision", "main"),
+    ):
+        with pytest.raises(ValueError, match=f"{idle}: .* is of a run with an adapter"):
             cli.run(["export", str(folder / "run"), str(folder / "x"), *words])
     ours, theirs = (load_file(folder / at / "adapter_model.safetensors") for at in ("out/adapter", "run/adapter"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)

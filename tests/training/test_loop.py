@@ -440,7 +440,7 @@ def test_dry_run_writes_nothing(folder, capsys):
         "One step: loss 0.6",
         "[CLS] ",
         "line ",
-        "Nothing was written",
+        "Nothing of the run was written",
     ):
         assert text in shown, text
     assert {p for p in folder.rglob("*")} == before

@@ -193,7 +193,11 @@ def _hub(name: str, config: str | None) -> Source:
         raise not_given(name, error) from error
 
     def read(split: str) -> Table:
-        rows: Any = datasets.load_dataset(name, config, split=split)
+        try:
+            rows: Any = datasets.load_dataset(name, config, split=split)
+        except Exception as error:  # as many kinds as above
+            reason = str(error.__cause__ or error).strip().split("\n")[0] or type(error).__name__
+            raise ValueError(f"{name}: the split {split!r} of this data set cannot be read: {reason}") from error
         return _table_of(rows, f"{name}{'/' + config if config else ''}:{split}")
 
     return Source(name, splits, read)

@@ -28,7 +28,9 @@ def prepare_output(path: Path, overwrite: bool) -> None:
         OSError: it cannot be written.
     """
     if path.is_dir():
-        foreign = [p.name for p in path.iterdir() if p.name not in _FILES and not p.name.startswith(".")]
+        foreign = [
+            p.name for p in path.iterdir() if p.name not in _FILES and not p.name.startswith(".") and not _log(p)
+        ]
         summary = path / "summary.json"
         if foreign and not summary.exists() and not (path / "config.yaml").exists():
             raise ValueError(f"output_dir: {path} holds files of something else ({foreign[0]}, ...); give a new folder")
@@ -46,6 +48,11 @@ def prepare_output(path: Path, overwrite: bool) -> None:
             pass
     except OSError as error:
         raise OSError(f"output_dir: cannot write to {path}: {error.strerror}") from None
+
+
+def _log(path: Path) -> bool:
+    """Whether it is what a shell or a queue writes of the command itself: log, train.log, nohup.out, slurm-7.err."""
+    return path.name.rpartition(".")[2] in ("log", "out", "err") and path.is_file()
 
 
 def clear_output(path: Path) -> None:

@@ -166,6 +166,18 @@ def test_hub_name(monkeypatch):
         source.read("validation")
 
 
+def test_a_split_that_cannot_be_read_is_one_error(monkeypatch):
+    """The library's own errors, such as DatasetGenerationError, are of no common kind; what is wrong is their cause."""
+
+    def load(name, config, split):
+        raise Exception("An error occurred while generating the dataset") from OSError("No space left on device")
+
+    fake_hub(monkeypatch)
+    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", load)
+    with pytest.raises(ValueError, match="owner/set: the split 'train' of .* cannot be read: No space left on device"):
+        sources.find("owner/set").read("train")
+
+
 def test_hub_name_that_is_none(monkeypatch, tmp_path):
     fake_hub(monkeypatch, ConnectionError("Couldn't reach 'nosuch'"))
     (tmp_path / "reviews").mkdir()

@@ -365,6 +365,11 @@ def test_output_dir_is_never_overwritten_unasked(folder):
         finetune(folder, text_column="txt", overwrite_output_dir=True)
     assert read_summary(folder)["steps"] == 1  # a mistake costs no finished run
     assert finetune(folder, max_steps=2, overwrite_output_dir=True)[-1]["step"] == 2
+    (folder / "logged").mkdir()
+    for name in ("log", "nohup.out"):  # `> logged/log`
+        (folder / "logged" / name).touch()
+    assert finetune(folder, output_dir=str(folder / "logged"), max_steps=1)[-1]["step"] == 1
+    assert (folder / "logged" / "log").exists()
     (folder / "home").mkdir()
     (folder / "home" / "thesis.tex").touch()
     for overwrite in (False, True):

@@ -120,8 +120,8 @@ def export_main(argv: Sequence[str], with_adapter: Callable[..., str | None] | N
         idle = [f"--{name}" for name in names if getattr(args, name) != parser.get_default(name)]
         said = with_adapter(path, Path(args.target).expanduser(), args.keep_adapter, idle, **options)
         if said is not None:
-            about = {"source": args.source, "target": args.target, "format": "adapter" if args.keep_adapter else "hf"}
-            print(json.dumps(about) if args.json else said)
+            done = {"source": args.source, "target": args.target, "format": "adapter" if args.keep_adapter else "hf"}
+            print(json.dumps(done) if args.json else said)
             return 0
     if args.keep_adapter:
         raise ValueError(f"keep_adapter: {args.source} is of no run with an adapter (--lora_rank)")

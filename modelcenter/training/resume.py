@@ -48,7 +48,7 @@ class Continuation:
     def _check(self, cfg: TrainConfig, data: Any) -> None:
         now = json.loads(json.dumps(cfg.arithmetic(), default=str))
         seen = [name for name in self.flags if name in now and (engine.rank() == 0 or name not in PLACES)]
-        others = {name: self.flags[name] for name in seen if now[name] != self.flags[name]}
+        others = {n: self.flags[n] for n in seen if _in_one_spelling(n, now[n]) != _in_one_spelling(n, self.flags[n])}
         remedy = f"--resume never starts anew, --resume {self.checkpoint} goes on all the same"
         if others and not self.forced:
             name, value = next(iter(others.items()))
@@ -147,6 +147,12 @@ def _about_checkpoint(path: Path) -> dict[str, Any]:
 def _place(resume: str) -> str | None:
     """Where --resume lets a run begin, in one spelling; None where it names no place."""
     return None if resume in ("auto", "never") else str(Path(resume).expanduser().absolute())
+
+
+def _in_one_spelling(name: str, value: Any) -> Any:
+    """The value of a flag; that of a place may be relative."""
+    place = name in (*PLACES, "reference") and isinstance(value, str)
+    return str(Path(value).expanduser().absolute()) if place else value
 
 
 def load_state(checkpoint: Path, model: Model, manager: OptimManager) -> dict[str, Any]:

@@ -90,7 +90,8 @@ def _task_of_run(path: Path) -> str:
 
 
 def name_models(cfg: Any) -> None:
-    """Put a run's model in the place of the run, in the flags that name models.
+    """Put a run's model in the place of the run, in the flags that name models, and let local models be found from any
+    folder: to evaluate DPO looks for the one that its run began with.
 
     Raises:
         ValueError: the run left no model.
@@ -98,7 +99,10 @@ def name_models(cfg: Any) -> None:
     for name in ("model", "tokenizer", "reference"):
         given = getattr(cfg, name, None)
         if given is not None:
-            setattr(cfg, name, Trained.find(given).source)
+            source = Trained.find(given).source
+            path = Path(source).expanduser()
+            local = (path / CONFIG_FILE).is_file() or (path.suffix and path.is_file())
+            setattr(cfg, name, str(path.absolute()) if local else source)
 
 
 def class_names(config: dict[str, Any]) -> list[str]:

@@ -231,7 +231,9 @@ def test_a_reference_of_another_vocabulary_is_refused(folder):
 
 
 def test_evaluate_reads_the_reference_as_the_run_began_with_it(folder, monkeypatch):
-    main(command(flags(folder, max_steps=1, save_every="never", model_config={"dropout": 0.1})))
+    monkeypatch.chdir(folder)
+    main(command(flags(folder, model="start", max_steps=1, save_every="never", model_config={"dropout": 0.1})))
+    monkeypatch.chdir(folder / "data")  # where no model is called so
     config = folder / "run" / "config.yaml"
     config.write_text(config.read_text().replace("revision: null", "revision: old"))
     load, asked = modelcenter.from_pretrained, []

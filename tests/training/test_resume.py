@@ -329,6 +329,13 @@ def test_nodes_may_go_on_with_a_model_at_places_of_their_own():
     assert all("train_data: the rows are not those that step-1" in said for said in on_ranks(_compare, 2, True))
 
 
+def test_a_model_is_the_same_by_a_relative_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = ClassificationConfig(model="bert").arithmetic()
+    now = ClassificationConfig(model=str(tmp_path / "bert"))
+    Continuation(Path("step-1"), 1, before, {"rows": 3}, forced=False).check(now, {"rows": 3})
+
+
 @pytest.mark.parametrize(
     ("given", "flags", "says"),
     [

@@ -219,9 +219,9 @@ def run(argv: Sequence[str]) -> None:
         ValueError, OSError: the user can mend it.
     """
     verb, rest = (argv[0], argv[1:]) if argv else ("help", [])
+    if verb == "help" and rest:
+        verb, rest = rest[0], [*rest[1:], "--help"]
     if verb in ("help", "-h", "--help"):
-        if rest and rest[0] in VERBS:
-            return VERBS[rest[0]](["--help"])
         print(help_text())
     elif verb == "--version":
         print(__version__)

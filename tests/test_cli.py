@@ -92,6 +92,7 @@ def test_list_is_json(capsys):
     ("words", "says"),
     [
         (["lsit"], "unknown verb 'lsit'. Did you mean 'list'? Verbs: finetune, pretrain, predict"),
+        (["help", "lsit"], "unknown verb 'lsit'. Did you mean 'list'?"),
         (["finetune"], "finetune: which task?"),
         (["finetune", "clasification"], "unknown task 'clasification'. Did you mean 'classification' or"),
         (["list", "--jsn"], "list: unknown argument '--jsn'. Did you mean '--json'?"),

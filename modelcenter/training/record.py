@@ -112,7 +112,7 @@ class Record:
 def _write_summary(path: Path, summary: dict[str, Any]) -> None:
     work = path.with_name(f".{path.name}")
     try:
-        work.write_text(json.dumps(finite(summary), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        work.write_text(json_text(summary, indent=2) + "\n", encoding="utf-8")
     except OSError as error:  # that of a full disk names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
     work.rename(path)

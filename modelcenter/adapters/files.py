@@ -110,7 +110,7 @@ def _prompt_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
     peft, state = import_peft(), model.adapter
     _, layout = layout_of(model)
     held = named_tensors(model)
-    prompt = whole_tensor(model, held, "prompt.weight")
+    prompt = whole_tensor(model, held, "tuned_prompt.weight")
     assert prompt is not None  # a pipeline is refused when a prompt is put in
     reads: Any = getattr(model.config, "encoder", model.config)  # of two models made apart, the one that reads it
     config = peft.PromptTuningConfig(

@@ -92,7 +92,7 @@ class PromptTuning:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(state.required[clean_name(name)] and clean_name(name) in trained)
         with torch.device("meta"):
-            model.prompt = Prompt(self.count, embedding_width(model))
+            model.tuned_prompt = Prompt(self.count, embedding_width(model))
         model.prefix_tokens = self.count
         take_over(model, state, spec)
 

@@ -221,7 +221,7 @@ class AdapterFile:
         """Write the values into a model that `match` was called for; each rank keeps its slices."""
         values = dict(self.whole)
         if (prompt := self.tensors.get("prompt_embeddings")) is not None:
-            values["prompt.weight"] = prompt[: self.config["num_virtual_tokens"]]
+            values["tuned_prompt.weight"] = prompt[: self.config["num_virtual_tokens"]]
         for name, update in self.updates.items():
             values[f"{name}.lora_A.{NAME}.weight"] = update.a
             values[f"{name}.lora_B.{NAME}.weight"] = update.b

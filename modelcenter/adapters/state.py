@@ -20,7 +20,8 @@ from modelcenter.models.base import VOCABULARY_TASKS, Model
 from modelcenter.registry import get, nearest
 
 NAME = "default"  # peft's name of an adapter where there is one
-OWN = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", "prompt.")  # in the names of an adapter's parameters
+# In the names of an adapter's parameters; no architecture has a module of these names.
+UPDATE, PROMPT = (".lora_A.", ".lora_B.", ".lora_magnitude_vector."), "tuned_prompt."
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Attached:
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter (by clean name) belongs to an adapter rather than to the base model."""
-    return name.startswith(OWN[-1]) or any(part in name for part in OWN[:-1])
+    return name.startswith(PROMPT) or any(part in name for part in UPDATE)
 
 
 def base_shapes(model: Model) -> dict[str, tuple[int, ...]]:
@@ -200,7 +201,7 @@ def start_spec(original: Mapping[str, tuple[Any, ...]], model: nn.Module) -> dic
             spec[name] = ("zeros",)
         elif ".lora_magnitude_vector." in name:
             spec[name] = ("ones",)
-        elif name.startswith("prompt."):
+        elif name.startswith(PROMPT):
             spec[name] = ("uniform", 0.5)
     return spec
 

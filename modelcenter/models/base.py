@@ -66,7 +66,7 @@ class Model(nn.Module):
         if task not in self.tasks:
             raise ValueError(f"task: got {task!r}, {type(self).__name__} has {', '.join(self.tasks)}")
         self.config, self.task = config, task
-        self.prompt: nn.Module | None = None  # of prompt tuning, before each sequence
+        self.tuned_prompt: nn.Module | None = None  # of prompt tuning, before each sequence
         # The checkpoint's generation_config.json: its end and padding tokens are what `generate` takes.
         self.generation_config: dict[str, Any] = {}
 
@@ -225,7 +225,7 @@ class Model(nn.Module):
                 raise ValueError(f"{prefix}inputs_embeds: got width {x.shape[-1]}, expected {table.embedding_dim}")
         else:
             x = self.look_up(table, ctx.unpad(ids), ids, f"{prefix}input_ids")
-        return x if self.prompt is None or ctx.own is None else self.prompt(x, ctx)
+        return x if self.tuned_prompt is None or ctx.own is None else self.tuned_prompt(x, ctx)
 
     def look_up(
         self, table: nn.Module, rows: Tensor, given: Tensor, name: str = "input_ids", size: str = "vocab_size"

@@ -129,7 +129,7 @@ class EncoderDecoder(Model):
     def _encoder_shape(self, batch: Batch) -> Packed:
         batch = {name: value for name, value in batch.items() if name not in CACHE}
         if (given := batch.pop("encoder_outputs", None)) is not None:
-            if self.prompt is not None:
+            if self.tuned_prompt is not None:
                 raise ValueError(
                     "encoder_outputs: the encoder's states do not hold those of the learnt prompt; pass input_ids"
                 )

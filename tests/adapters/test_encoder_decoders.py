@@ -202,7 +202,7 @@ def test_a_step_of_a_prompt_is_pefts(name, task, tmp_path):
     """The prompt stands before the encoder's tokens, at distances and positions of its own, and each sees it."""
     base, family = base_of(tmp_path / "base", name, task)
     ours, batch = stir_(PromptTuning(4).add_to(mc.from_pretrained(base, task))), padded(task, name)
-    assert [n for n, parameter in ours.named_parameters() if parameter.requires_grad] == ["prompt.weight"]
+    assert [n for n, parameter in ours.named_parameters() if parameter.requires_grad] == ["tuned_prompt.weight"]
     save_adapter(ours, tmp_path / "start")
     theirs = with_prompt(base, family, task, tmp_path / "start")
     same_step(ours, theirs, batch)
@@ -244,7 +244,7 @@ def test_a_prompt_before_embeddings_narrower_than_the_model(tmp_path):
     """OPT-350m's: a prompt is what its table gives, before the projection."""
     base = save_base(tmp_path / "base", "opt", "causal-lm")
     ours = stir_(PromptTuning(4).add_to(mc.from_pretrained(base)))
-    assert ours.prompt.weight.shape[1] == ours.config.embedding_size < ours.config.hidden_size
+    assert ours.tuned_prompt.weight.shape[1] == ours.config.embedding_size < ours.config.hidden_size
     save_adapter(ours, tmp_path / "adapter")
     wanted = logits(peft_model(base, "opt", "causal-lm", tmp_path / "adapter"), "causal-lm", "opt")
     same(wanted[:, 4:], logits(load_prompt(tmp_path / "adapter", mc.from_pretrained(base)), "causal-lm", "opt"))

@@ -103,7 +103,7 @@ PROMPTED = [
 def test_prompts_are_pefts(family, task, tmp_path):
     base = save_base(tmp_path / "base", family, task)
     model = stir_(PromptTuning(4).add_to(mc.from_pretrained(base, task)))
-    assert {n for n in trained(model) if not n.startswith("head.")} == {"prompt.weight"}
+    assert {n for n in trained(model) if not n.startswith("head.")} == {"tuned_prompt.weight"}
     save_adapter(model, tmp_path / "adapter")
     found, theirs = (
         logits(model, task, family),
@@ -128,7 +128,7 @@ def test_the_prompt_stands_before_each_packed_sequence(tmp_path):
     model.train()
     model(ids, mask, labels=labels).loss.backward()
     grads = {n for n, p in model.named_parameters() if p.grad is not None}
-    assert grads == {"prompt.weight"} and bool((model.prompt.weight.grad != 0).any(1).all())
+    assert grads == {"tuned_prompt.weight"} and bool((model.tuned_prompt.weight.grad != 0).any(1).all())
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])

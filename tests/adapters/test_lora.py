@@ -12,8 +12,10 @@ from adapter_tools import adapted, inputs, logits, peft_model, same, save_base, 
 import engine
 import modelcenter as mc
 from engine import testing
+from modelcenter import registry
 from modelcenter.adapters import Lora, add_lora, load_lora, merge_lora, save_adapter, trainable_parameters
 from modelcenter.adapters.layout import short_names
+from modelcenter.adapters.state import adapter_parameters
 
 CASES = [
     ("bert", "masked-lm"),
@@ -36,6 +38,7 @@ OTHERS = [
     ("qwen3", "causal-lm"),
     ("mistral", "causal-lm"),
     ("mt5", "seq2seq-lm"),
+    ("umt5", "seq2seq-lm"),
     ("minicpm3", "causal-lm"),
     ("cpmant", "causal-lm"),
     ("xlm-roberta", "masked-lm"),
@@ -80,6 +83,29 @@ def test_an_adapter_that_peft_trained_on_transformers_comes_in(family, task, tmp
     same(logits(theirs, task, family), logits(model, task, family))
     save_adapter(model, tmp_path / "again")
     same(logits(peft_model(base, family, task, tmp_path / "again"), task, family), logits(theirs, task, family))
+
+
+@pytest.mark.parametrize("family", registry.ARCHITECTURES)
+def test_an_adapter_leaves_every_weight_of_the_model_as_it_is(family):
+    model = mc.from_config(f"tiny/{family}")
+    assert not adapter_parameters(model)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    add_lora(model, 2)
+    after = {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert adapter_parameters(model) == [name for name in after if name not in before]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["minicpm", "cpm1", "cpm3", "cpmbee"])
+def test_a_family_whose_models_peft_does_not_take_reads_its_own_file(family, tmp_path):
+    base = save_base(tmp_path / "base", family, "causal-lm")
+    model = adapted(base, "causal-lm")
+    save_adapter(model, tmp_path / "adapter")
+    again = load_lora(tmp_path / "adapter", mc.from_pretrained(base)).eval()
+    expected = logits(model, "causal-lm", family)
+    assert torch.equal(logits(again, "causal-lm", family), expected)
+    same(logits(merge_lora(again), "causal-lm", family), expected)
 
 
 @pytest.mark.parametrize("family, task", [("gpt2", "causal-lm"), ("gpt_neox", "causal-lm"), ("bert", "masked-lm")])

@@ -113,7 +113,7 @@ class Composed(EncoderDecoder):
         self.bridge = Linear(one.hidden_size, c.hidden_size) if differ else None
         self.head: nn.Module
         if isinstance(c, EncoderConfig):
-            self.head = DenseSeq2SeqLM(c.hidden_size, c.vocab_size, c.hidden_act, c.norm_eps, c.tie_embeddings)
+            self.head = DenseSeq2SeqLM(c.hidden_size, c.vocab_size, c.head_act, c.norm_eps, c.tie_embeddings)
         else:
             self.head = Seq2SeqLM(c.hidden_size, c.vocab_size, c.tie_embeddings)
 

@@ -65,6 +65,11 @@ class EncoderConfig(ModelConfig):
         self.require(decides, "is_decoder", "True beside cross_attention (add_cross_attention): an encoder has none")
 
     @property
+    def head_act(self) -> str:
+        """The activation in the vocabulary's head."""
+        return self.hidden_act
+
+    @property
     def head_dropout(self) -> float:
         return self.dropout if self.classifier_dropout is None else self.classifier_dropout
 
@@ -118,7 +123,7 @@ class Encoder(Crossing):
         match task:
             case "masked-lm" | "causal-lm":
                 kind = MaskedLM if task == "masked-lm" else DenseCausalLM
-                return kind(c.hidden_size, c.vocab_size, c.hidden_act, c.norm_eps, c.tie_embeddings)
+                return kind(c.hidden_size, c.vocab_size, c.head_act, c.norm_eps, c.tie_embeddings)
             case "sequence-classification":
                 return SequenceClassifier(c.hidden_size, c.num_labels, c.head_dropout, c.problem_type)
             case "token-classification":

@@ -30,6 +30,10 @@ class RobertaConfig(EncoderConfig):
         self.require(known, "pad_token_id", "an id below vocab_size and max_positions: positions count on from it")
 
     @property
+    def head_act(self) -> str:
+        return "gelu"  # whatever hidden_act is
+
+    @property
     def first_position(self) -> int:
         """The row of the position table that a sequence's first token takes."""
         assert self.pad_token_id is not None

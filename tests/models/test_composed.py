@@ -52,7 +52,7 @@ GPT2 = {
     "add_cross_attention": True,
 }
 TOKENS = {"pad_token_id": 0, "decoder_start_token_id": 5, "eos_token_id": 6, "model_type": "encoder-decoder"}
-OF_ROBERTA = {"model_type": "roberta", "pad_token_id": 2}
+OF_ROBERTA = {"model_type": "roberta", "pad_token_id": 2, "hidden_act": "silu"}
 
 
 def see_the_future(model):

@@ -31,6 +31,7 @@ class TestRoberta(ArchitectureTests):
         "num_hidden_layers": 3,
         "num_attention_heads": 6,
         "intermediate_size": 80,
+        "hidden_act": "silu",
         "max_position_embeddings": 37,
         "type_vocab_size": 3,
         "layer_norm_eps": 1e-2,

@@ -1,10 +1,8 @@
 """Multi-head attention layers over packed tokens."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
-from modelcenter.layers.linear import Linear
+from modelcenter.layers.linear import Linear, first_output
 from modelcenter.layers.mask import NO_MASK, Mask
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packed_attention import NO_DROP, Drop, packed_attention
@@ -27,8 +25,7 @@ class Heads(nn.Module):
     @property
     def first_head(self) -> int:
         """Number of the first head on this rank, under tensor parallelism."""
-        split: Any = getattr(self.queries, "base_layer", self.queries)  # under a low-rank update
-        return getattr(split, "_first", 0) // self.head_dim
+        return first_output(self.queries) // self.head_dim
 
     def drop(self, ctx: Packed) -> Drop:
         """The dropout of the attention weights in this forward."""

@@ -1,5 +1,7 @@
 """The linear layer: torch's nn.Linear, computed by engine.ops."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from engine.ops import linear
@@ -12,6 +14,11 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+def inner(layer: nn.Module) -> Any:
+    """The layer itself, where a low-rank update is around it."""
+    return getattr(layer, "base_layer", layer)
+
+
 def first_output(layer: nn.Module) -> int:
     """Which of the whole layer's outputs is the first of this one, a part of it under tensor parallelism."""
-    return getattr(layer, "first_row", 0)
+    return getattr(inner(layer), "first_row", 0)

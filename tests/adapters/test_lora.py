@@ -12,6 +12,7 @@ from adapter_tools import adapted, inputs, logits, peft_model, same, save_base, 
 import engine
 import modelcenter as mc
 from engine import testing
+from engine.ops import dropout_key
 from modelcenter import registry
 from modelcenter.adapters import Lora, add_lora, load_lora, merge_lora, save_adapter, trainable_parameters
 from modelcenter.adapters.layout import short_names
@@ -238,7 +239,7 @@ def test_a_bf16_base_keeps_an_fp32_adapter_and_merges_with_one_rounding(tmp_path
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def train(base: str, folder: str, task: str, level: int, tp: int, precision: str, dora: bool) -> tuple:
+def train(base: str, folder: str, task: str, level: int, tp: int, precision: str, dora: bool, drops: bool) -> tuple:
     """Three steps; (losses, elements of the base that this rank holds, merged logits)."""
     engine.init_distributed(zero_level=level, tp_size=tp)
     policy = engine.Policy(precision=precision)
@@ -249,12 +250,13 @@ def train(base: str, folder: str, task: str, level: int, tp: int, precision: str
     rows = torch.randint(5, 60, (4, 9), generator=rng)
     ranks = engine.world_size() // tp
     mine = rows.chunk(ranks)[engine.rank() // tp]
-    model.eval()  # without dropout
+    model.train(drops)
     losses = []
-    for _ in range(3):
+    for step in range(3):
         labels = mine[:, 0] % 2 if "classification" in task else mine
-        batch = {"input_ids": mine, "labels": labels}
-        losses.append(float(mc.training.accumulate(model, [batch])))
+        batch = {"input_ids": mine, "labels": labels, "row_ids": torch.arange(4).chunk(ranks)[engine.rank() // tp]}
+        with dropout_key(7, step):
+            losses.append(float(mc.training.accumulate(model, [batch])))
         optimizer.step()
         optimizer.zero_grad()
     save_adapter(model, folder)
@@ -274,26 +276,28 @@ def two():
 
 
 SHARDED = [
-    ("bert", "sequence-classification", 3, 1, "fp32", False),
-    ("gpt2", "causal-lm", 3, 1, "fp32", False),
-    ("llama", "causal-lm", 3, 1, "bf16", False),
-    ("gpt_neox", "causal-lm", 3, 1, "fp32", True),
-    ("llama", "causal-lm", 3, 2, "fp32", False),
-    pytest.param("t5", "seq2seq-lm", 3, 2, "fp32", False, marks=pytest.mark.full),
-    pytest.param("encoder-decoder", "seq2seq-lm", 3, 1, "fp32", False, marks=pytest.mark.full),
-    pytest.param("t5", "seq2seq-lm", 3, 1, "fp32", True, marks=pytest.mark.full),
-    pytest.param("bert", "masked-lm", 0, 1, "fp32", False, marks=pytest.mark.full),
-    pytest.param("bert", "masked-lm", 1, 1, "fp32", False, marks=pytest.mark.full),
+    ("bert", "sequence-classification", 3, 1, "fp32", False, False),
+    ("gpt2", "causal-lm", 3, 1, "fp32", False, False),
+    ("llama", "causal-lm", 3, 1, "bf16", False, False),
+    ("gpt_neox", "causal-lm", 3, 1, "fp32", True, False),
+    ("llama", "causal-lm", 3, 2, "fp32", False, False),
+    pytest.param("t5", "seq2seq-lm", 3, 2, "fp32", False, True, marks=pytest.mark.full),
+    pytest.param("minicpm3", "causal-lm", 3, 2, "fp32", False, False, marks=pytest.mark.full),
+    pytest.param("encoder-decoder", "seq2seq-lm", 3, 1, "fp32", False, False, marks=pytest.mark.full),
+    pytest.param("t5", "seq2seq-lm", 3, 1, "fp32", True, False, marks=pytest.mark.full),
+    pytest.param("bert", "masked-lm", 0, 1, "fp32", False, False, marks=pytest.mark.full),
+    pytest.param("bert", "masked-lm", 1, 1, "fp32", False, False, marks=pytest.mark.full),
 ]
 
 
-@pytest.mark.parametrize("family, task, level, tp, precision, dora", SHARDED)
-def test_two_ranks_train_as_one(family, task, level, tp, precision, dora, two, tmp_path):
+@pytest.mark.parametrize("family, task, level, tp, precision, dora, drops", SHARDED)
+def test_two_ranks_train_as_one(family, task, level, tp, precision, dora, drops, two, tmp_path):
     """The adapter goes in between building on meta and sharding, so no rank holds the base whole."""
     base = save_base(tmp_path / "base", family, task)
-    both = two.run(train, str(base), str(tmp_path / "two"), task, level, tp, precision, dora)
-    (alone,) = testing.run(train, 1, str(base), str(tmp_path / "one"), task, level, 1, precision, dora)
-    tolerance = 8e-2 if precision == "bf16" else 4e-5
+    both = two.run(train, str(base), str(tmp_path / "two"), task, level, tp, precision, dora, drops)
+    (alone,) = testing.run(train, 1, str(base), str(tmp_path / "one"), task, level, 1, precision, dora, drops)
+    # Of a small gradient Adam makes a whole step, also where masks leave little but rounding of it.
+    tolerance = 8e-2 if precision == "bf16" else 3e-4 if drops else 4e-5
     for losses, held, found in both:
         assert losses == pytest.approx(alone[0], abs=tolerance, rel=tolerance)
         same(torch.from_numpy(alone[2]), torch.from_numpy(found), tolerance)

@@ -319,7 +319,7 @@ class VocabularyHead(Smoothing, nn.Module):
             if want_logits == "labelled":
                 out["logits"], want_logits = vocabulary_logits(hidden, weight, self.bias), False
         if want_logits and batch.get("logits_to_keep"):
-            out["logits"] = vocabulary_logits(self.transform(ctx.last(x)), weight, self.bias)[:, None]
+            out["logits"] = vocabulary_logits(self.transform(ctx.at(x, ctx.last_tokens())), weight, self.bias)[:, None]
         elif want_logits:
             out["logits"] = ctx.repad(vocabulary_logits(self.transform(x), weight, self.bias))
         return out

@@ -371,10 +371,6 @@ class Packed:
         self.split.leave()
         return self.split.sum(rows)
 
-    def last(self, x: Tensor) -> Tensor:
-        """As `first`, of each sequence's last token."""
-        return self.at(x, self.last_tokens())
-
     def first_tokens(self) -> Tensor:
         """(n,) token number of each sequence's first token.
 
@@ -392,6 +388,18 @@ class Packed:
         """(n,) token number of each sequence's last token. Raises ValueError as `first_tokens`."""
         self.first_tokens()
         return self.cu_seqlens[1 : self.num_sequences + 1].long() - 1
+
+    def last_of(self, kept: Tensor) -> Tensor:
+        """(n,) number among all tokens of each sequence's last token that is `kept`, -1 where it has none.
+
+        kept: (batch, seq) or packed (1, T), bool; on the host only if the offsets are known there.
+        """
+        flat = kept.flatten() if self.indices is None else kept.flatten().index_select(0, self.indices)
+        ends = on_host(self.cu_seqlens)
+        ends = (ends if ends.device == flat.device else self.cu_seqlens)[1 : self.num_sequences + 1].long()
+        numbers = torch.arange(flat.numel(), device=flat.device) if self.inner is None else self.inner
+        rows = torch.searchsorted(ends, numbers, right=True)
+        return ends.new_full(ends.shape, -1).scatter_reduce(0, rows, numbers.masked_fill(~flat, -1), "amax")
 
     def own_pieces(self) -> list[Piece]:
         """This rank's tokens, in order: at most one cut sequence at each end, whole ones between them."""

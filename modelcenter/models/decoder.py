@@ -17,7 +17,7 @@ from modelcenter.models.outputs import ModelOutput
 class Decoder(Model):
     """Base of causal models. A subclass builds `embed`, `layers`, `final_norm` and `head`, and implements `begin`.
 
-    A pooled head reads the last token of each sequence, which alone has seen all others.
+    A pooled head reads one token of each sequence, see `judged`.
     """
 
     tasks = ("base", "causal-lm", "sequence-classification", "token-classification", "question-answering")
@@ -76,8 +76,18 @@ class Decoder(Model):
             case "causal-lm":
                 return head.reads(ctx, batch, self.wants_logits(batch))
             case "sequence-classification":
-                return ctx.last_tokens()
+                return self.judged(ctx, batch)
         return None
+
+    def judged(self, ctx: Packed, batch: Batch) -> Tensor:
+        """(n,) number of the token by which each sequence is classified: its last but for those that are pad_token_id,
+        as in transformers, even if they are part of the text (an end of text that is the padding, too)."""
+        c, last, ids = self.config, ctx.last_tokens(), batch.get("input_ids")
+        pad = getattr(c, "pad_token_id", c.extra.get("pad_token_id"))
+        if ids is None or pad is None:
+            return last
+        found = ctx.last_of(ids != pad)
+        return torch.where(found < 0, last, found)
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         if self.task == "base":
@@ -87,7 +97,7 @@ class Decoder(Model):
             case "causal-lm":
                 out = head(x, ctx, batch, counts["loss"], self.embed.weight, self.wants_logits(batch))
             case "sequence-classification":
-                out = head(ctx.last(x), batch, counts, ctx)
+                out = head(ctx.at(x, self.judged(ctx, batch)), batch, counts, ctx)
             case _:
                 out = head(x, ctx, batch, counts)
         return self.ordered(out)

@@ -315,15 +315,10 @@ class EncoderDecoder(Model):
             raise ValueError("input_ids: sequence classification looks for the last eos_token_id in them; pass them")
         if tuple(ids.shape) != ctx.shape:
             raise ValueError(f"decoder_input_ids: got shape {ctx.shape}, expected that of input_ids {tuple(ids.shape)}")
-        flat, ends = on_host(ids).flatten(), on_host(ctx.cu_seqlens)  # which a check here may read
-        if ctx.indices is not None or flat.device != ends.device:
-            flat, ends = ids.flatten(), ctx.cu_seqlens
-            flat = flat if ctx.indices is None else flat.index_select(0, ctx.indices)
-        numbers = torch.arange(flat.numel(), device=flat.device)
-        stops = ends[1 : ctx.num_sequences + 1].long()
-        rows = torch.searchsorted(stops, numbers, right=True)
-        numbers = numbers.masked_fill(flat != c.eos_token_id, -1)
-        last = numbers.new_full((ctx.num_sequences,), -1).scatter_reduce(0, rows, numbers, "amax")
+        known = on_host(ids)  # which a check here may read
+        if ctx.indices is not None or known.device != on_host(ctx.cu_seqlens).device:
+            known = ids
+        last = ctx.last_of(known == c.eos_token_id)
         if bool((last < 0).any()):
             raise ValueError(
                 f"input_ids: row {int((last < 0).nonzero()[0])} has no end-of-sequence token (eos_token_id is "

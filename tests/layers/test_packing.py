@@ -89,7 +89,7 @@ def test_tokens_of_the_model_before_each_sequence(how):
     vectors = torch.randn(*x.shape, 4)
     prompts = torch.randn(2, 4)
     assert torch.equal(ctx.unpad(vectors, prefix=prompts)[:2], prompts)
-    assert torch.equal(ctx.last(ctx.unpad(vectors, prefix=prompts))[2], vectors.flatten(0, 1)[-1])
+    assert torch.equal(ctx.at(ctx.unpad(vectors, prefix=prompts), ctx.last_tokens())[2], vectors.flatten(0, 1)[-1])
 
 
 def test_packed_positions_restart():

@@ -1,7 +1,10 @@
 """GPT-2 against transformers' GPT2Model and its heads."""
 
-from harness import ArchitectureTests
+import pytest
+import torch
+from harness import ArchitectureTests, assert_same
 
+import modelcenter as mc
 from modelcenter.models.decoder import Decoder
 
 
@@ -26,3 +29,26 @@ class TestGPT2(ArchitectureTests):
     }
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "classifier_dropout": 0.0}
     mutations = {"attention to later tokens": _see_the_future}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_classifier_reads_the_last_token_but_for_padding(side, tmp_path):
+    """Without a mask, and with a mask that leaves the end of the text, which is the padding token, too."""
+    theirs = TestGPT2().reference("sequence-classification", tmp_path)
+    ours = mc.from_pretrained(tmp_path)
+    rows = [[5, 6, 7, 0], [8, 9, 10, 11, 12, 0], [13, 0]]
+    ids, mask = (
+        torch.tensor([padded(row, 6) if side == "right" else padded(row[::-1], 6)[::-1] for row in given])
+        for given in (rows, [[1] * len(row) for row in rows])
+    )
+    assert_same("without a mask", ours(ids).logits, theirs(ids).logits, 1e-5)
+    wanted = theirs(ids, attention_mask=mask, position_ids=torch.arange(6)[None]).logits
+    assert_same("with a mask", ours(ids, mask).logits, wanted, 1e-5)
+    ends = torch.tensor([0, 4, 10, 12], dtype=torch.int32)
+    packed = ours(torch.tensor([sum(rows, [])]), cu_seqlens=ends).logits
+    for row, logits in zip(rows, packed, strict=True):
+        assert_same("packed", logits[None], theirs(torch.tensor([row])).logits, 1e-5)
+
+
+def padded(row, length):
+    return row + [0] * (length - len(row))

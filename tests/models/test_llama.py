@@ -54,10 +54,13 @@ class LlamaTests(ArchitectureTests):
     mutations = {"attention to later tokens": _see_the_future, "default theta": _turn_at_the_default_speed}
 
     def rows(self, task, config, lengths=None, seed=0):
-        """The padding token stands in the text too, where its embedding does not train."""
+        """The padding token stands in the text too, where its embedding does not train, and where it ends a text it is
+        not what a classifier reads."""
         rows = super().rows(task, config, lengths, seed)
         for row in rows:
             row.input_ids[0] = 0
+            if task == "sequence-classification" and len(row.input_ids) > 4:
+                row.input_ids[-2:] = [0, 0]
         return rows
 
 

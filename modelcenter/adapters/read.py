@@ -79,6 +79,7 @@ class AdapterFile:
         arch, _ = layout_of(model)
         lora: dict[str, dict[str, torch.Tensor]] = {}
         copies: dict[str, str] = {}
+        names: dict[str, str] = {}  # of the modules in the model that was trained, perhaps of another task
         for name, tensor in self.tensors.items():
             plain = name.removeprefix(PREFIX)
             module, mark, part = plain.partition(".lora_")
@@ -86,6 +87,7 @@ class AdapterFile:
             if mark:
                 self._check_adapted(model, layout, layout.ties[key].to if key in layout.ties else key, module)
                 lora.setdefault(key, {})[part.removesuffix(".weight")] = tensor
+                names[key] = module
             elif key in layout.ties:
                 copies[name] = layout.ties[key].to
             elif not any(mark in name for mark in _WRAPPED):
@@ -100,11 +102,11 @@ class AdapterFile:
                 f"{', '.join(unknown[:5])}. Was it trained on another architecture or task?"
             )
         modules = hub_modules(layout, {name.removesuffix(".weight") for name in natives})
-        self.updates = to_native(modules, lambda module: self._update(module, lora[module.key]))
+        self.updates = to_native(modules, lambda module: self._update(module, names[module.key], lora[module.key]))
         order = [name.removesuffix(".weight") for name in layout.native_shapes]
-        names = [name for name in order if name in self.updates]
-        ranks = {name: self.updates[name].rank for name in names}
-        return ranks, {name: self.updates[name].scale for name in names}, list(self.whole)
+        updates = {name: self.updates[name] for name in order if name in self.updates}
+        ranks = {name: update.rank for name, update in updates.items()}
+        return ranks, {name: update.scale for name, update in updates.items()}, list(self.whole)
 
     def _check_kind(self) -> None:
         """Raise ValueError for parts of peft's config whose effect is not reproduced."""
@@ -148,7 +150,8 @@ class AdapterFile:
                     "ensure_weight_tying"
                 )
 
-    def _update(self, module: HubModule, parts: Mapping[str, torch.Tensor]) -> Update:
+    def _update(self, module: HubModule, name: str, parts: Mapping[str, torch.Tensor]) -> Update:
+        """The update of a module, which is called `name` in the file."""
         from peft.utils.other import get_pattern_key
 
         expected = {"A": (None, module.inputs), "B": (module.outputs, None)}
@@ -171,7 +174,7 @@ class AdapterFile:
         if a.shape[0] != b.shape[1]:
             raise ValueError(f"{self.directory}: {module.name} has ranks {a.shape[0]} in A and {b.shape[1]} in B")
         found = self.config.get("alpha_pattern") or {}
-        alpha = float(found.get(get_pattern_key(found.keys(), module.name), self.alpha))
+        alpha = float(found.get(get_pattern_key(found.keys(), name), self.alpha))
         rank = a.shape[0]
         scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
         magnitude = parts.get("magnitude_vector")

@@ -116,3 +116,12 @@ def test_a_config_that_somebody_edited(name, value, message, bases, tmp_path):
     else:
         with pytest.raises(ValueError, match=f"{name} is nothing, expected a number"):
             load_lora(tmp_path)
+
+
+def test_the_factors_of_single_modules_are_found_for_another_task(bases, tmp_path):
+    """Patterns hold names of the model that was trained, which the model of another task calls otherwise."""
+    patterns = {"model.layers.0.self_attn.q_proj": 24, "layers.1.self_attn.q_proj": 9}
+    trained(bases["llama"], "llama", tmp_path, target_modules=["q_proj"], lora_alpha=3, alpha_pattern=patterns)
+    for task in ("causal-lm", "base", "question-answering"):
+        scales = load_lora(tmp_path, mc.from_pretrained(bases["llama"], task)).adapter.scales
+        assert list(scales.values()) == [8.0, 3.0, *[1.0] * (len(scales) - 2)], task

@@ -69,11 +69,8 @@ class Rotary:
         if s.get("attention_factor") is not None:
             return s["attention_factor"]
 
-        def scale(by: float) -> float:
-            return 1.0 if s["factor"] <= 1 else 0.1 * by * math.log(s["factor"]) + 1.0
-
         above, below = s.get("mscale"), s.get("mscale_all_dim")
-        return scale(above) / scale(below) if above and below else scale(1.0)
+        return mscale(s["factor"], above) / mscale(s["factor"], below) if above and below else mscale(s["factor"])
 
     def frequencies(self, device: torch.device, longest: int = 0) -> Tensor:
         """(dim / 2,) fp32, radians per place, in a batch whose longest sequence has so many tokens."""
@@ -131,6 +128,11 @@ class Rotary:
         with torch.autocast(positions.device.type, enabled=False):
             angles = (positions.float()[:, None] * self.frequencies(positions.device, longest))[:, None]
             return (self.amplitude * angles.cos()).to(dtype), (self.amplitude * angles.sin()).to(dtype)
+
+
+def mscale(factor: float, by: float = 1.0) -> float:
+    """What YaRN multiplies queries and keys by, in a context `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], head_dim: int, interleaved: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ from modelcenter.layers.linear import Linear, inner
 from modelcenter.layers.mlp import GatedMLP
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
-from modelcenter.layers.rotary import rotate
+from modelcenter.layers.rotary import mscale, rotate
 from modelcenter.models.minicpm import ScaledBody, ScaledConfig
 
 # The norms of latents have this eps whatever the others have.
@@ -55,6 +55,14 @@ class MiniCPM3Config(ScaledConfig):
         self.require(self.num_kv_heads == self.num_heads, "num_kv_heads", f"num_heads={self.num_heads}")
         self.require(self.v_head_dim <= self.qk_head_dim, "v_head_dim", f"at most {self.qk_head_dim}, the width of q")
 
+    @property
+    def score_scale(self) -> float:
+        """Of the scores. mscale_all_dim is of all channels of a head, also of those that do not turn."""
+        assert self.qk_head_dim is not None
+        scaling = self.rope_scaling or {}
+        by, factor = scaling.get("mscale_all_dim"), scaling.get("factor")
+        return self.qk_head_dim**-0.5 * (mscale(factor, by) ** 2 if by and factor else 1.0)
+
 
 class LatentAttention(SelfAttention):
     """Attention whose queries, and keys and values, are made from short vectors. x: (T, hidden_size) -> the same."""
@@ -64,7 +72,7 @@ class LatentAttention(SelfAttention):
         assert c.qk_head_dim is not None and c.v_head_dim is not None
         self.num_heads = self.num_kv_heads = c.num_heads
         self.head_dim, self.turning, self.value_dim = c.qk_head_dim, c.qk_rope_head_dim, c.v_head_dim
-        self.dropout, self.causal, self.window, self.scale = c.attention_dropout, True, None, None
+        self.dropout, self.causal, self.window, self.scale = c.attention_dropout, True, None, c.score_scale
         inner, latent = c.num_heads * c.qk_head_dim, c.kv_lora_rank
         self.latent = c.q_lora_rank is not None
         if c.q_lora_rank is not None:

@@ -99,7 +99,14 @@ class TestMiniCPM3(ArchitectureTests):
         "v_head_dim": 7,
         "attention_bias": True,
         "mlp_bias": True,
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 73.0, "factor": 3.0},
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 73.0,
+            "factor": 3.0,
+            "mscale": 1.5,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 17,
+        },
     }
     no_dropout = {"attention_dropout": 0.0}
 
@@ -120,7 +127,13 @@ class TestMiniCPM3(ArchitectureTests):
         for unit in model.units:
             unit.attn.kv_norm.eps = 1e-2
 
+    @staticmethod
+    def _no_mscale(model):
+        for unit in model.units:
+            unit.attn.scale = None
+
     mutations = SCALES | {
+        "no mscale of the scores": _no_mscale,
         "k and v swapped": _mix_up_k_and_v,
         "a transposed weight": _transpose,
         "the eps of latents": _eps_of_latents,

@@ -182,7 +182,7 @@ class Model(nn.Module):
         if cache is not None and self.token_split is not None:
             raise ValueError("use_cache: not with context or sequence parallelism; load the model with cp_size=1")
         if cache is not None and cache.lengths:
-            ctx = cache.next(*shape, source.device)
+            ctx = cache.next(*shape, source.device, batch.get(f"{prefix}attention_mask"))
             if position_ids is not None:
                 ctx.positions = spread(position_ids, shape)
         elif (ends := batch.get(f"{prefix}cu_seqlens")) is not None:

@@ -1,6 +1,10 @@
 """Llama, Qwen2, Qwen3 and Mistral against transformers' models and their heads."""
 
-from harness import ArchitectureTests
+import pytest
+import torch
+from harness import ArchitectureTests, assert_same
+
+import modelcenter as mc
 
 
 def _see_the_future(model):
@@ -118,3 +122,19 @@ class TestMistral(RelativeTests):
         "rope_parameters": {"rope_type": "default", "rope_theta": 73.0},
     }
     mutations = LlamaTests.mutations | {"no window": _no_window, "a narrower window": _narrower_window}
+
+
+@torch.no_grad()
+def test_a_mask_beside_a_cache_shows_all_new_tokens():
+    """Or it is an error, as each sequence goes on with as many tokens. It may have the columns of the past."""
+    model = mc.from_config("tiny/llama", "causal-lm").eval()
+    ids = torch.arange(5, 19).view(2, 7)
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1] * 7])
+    whole = model(ids, mask).logits[:, 4:]
+    for shown in (mask, torch.ones(2, 3)):
+        past = model(ids[:, :4], mask[:, :4], use_cache=True).past_key_values
+        assert_same("logits", model(ids[:, 4:], shown, past_key_values=past).logits, whole, 1e-5)
+    past = model(ids[:, :4], mask[:, :4], use_cache=True).past_key_values
+    for refused in (mask.flip(1), mask[:, :2], mask[:1]):
+        with pytest.raises(ValueError, match=r"attention_mask: got shape .* and 3 new tokens a row, expected 1 at"):
+            model(ids[:, 4:], refused, past_key_values=past)

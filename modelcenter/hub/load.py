@@ -194,6 +194,13 @@ def load_model(
         model.generation_config = read_json(found.directory / GENERATION_FILE)
     if not engine.is_initialized() or engine.rank() == 0:
         log.log(logging.WARNING if report.initialised or report.unknown else logging.INFO, "%s", report)
+        halves = report.dtype == "float16" or getattr(policy, "precision", None) == "fp16"
+        if halves and model.exceeds_fp16:
+            log.warning(
+                "%s: the hidden states of published weights of this architecture exceed float16's range, which ends in "
+                "NaN or in one token repeated; use bfloat16 or float32",
+                found.origin,
+            )
     return model
 
 

@@ -53,6 +53,8 @@ class Model(nn.Module):
     counts_positions: ClassVar[bool] = False
     # A sequence has at most config.max_tokens tokens, as positions come from a table (`check_positions`).
     bounded: ClassVar[bool] = False
+    # Hidden states of the published weights, which were trained in bfloat16, do not fit into float16.
+    exceeds_fp16: ClassVar[bool] = False
     # Tokens that the model puts before each sequence.
     prefix_tokens: int = 0
     # What modelcenter.adapters put in (adapters.state.Attached).

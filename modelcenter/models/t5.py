@@ -95,6 +95,7 @@ class T5(EncoderDecoder):
     """T5 with the head of `task`. Body names do not depend on the task, which may have no decoder."""
 
     config_class = T5Config
+    exceeds_fp16 = True
 
     def __init__(self, config: T5Config, task: str = "base"):
         super().__init__(config, task)

@@ -11,7 +11,7 @@ from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch
 from modelcenter.models.choices import choices_of, merged
 
-_TOKENS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels")
+_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels")
 
 
 class DoubleHeads(nn.Module):

@@ -120,7 +120,11 @@ class GPT2(Crossing, Decoder):
         """(T, hidden_size): what the first unit is given; whole: the model of which this is perhaps a side."""
         self.check_positions(batch, ctx, self.config.max_positions)
         places = self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
-        return self.embed_dropout(whole.embedded(batch, ctx, self.embed) + places, ctx)
+        x = whole.embedded(batch, ctx, self.embed) + places
+        if (types := batch.get("token_type_ids")) is not None:  # tokens of the vocabulary
+            kinds = self.look_up(self.embed, ctx.unpad(types, name="token_type_ids"), types, "token_type_ids")
+            x = x + (kinds if ctx.own is None else kinds.index_fill(0, ctx.own, 0.0))
+        return self.embed_dropout(x, ctx)
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         if self.task != "double-heads":
@@ -146,6 +150,7 @@ class GPT2(Crossing, Decoder):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
+        token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
@@ -173,6 +178,7 @@ class GPT2(Crossing, Decoder):
         Args:
             input_ids: of task "double-heads" (batch, choices, seq), as all that is shaped like it; or packed (1, T),
                 the choices of an example consecutive sequences.
+            token_type_ids: as input_ids, tokens whose embeddings are added to those of the text.
             encoder_hidden_states: (batch, encoder seq, hidden_size), or packed (1, T, hidden_size) with
                 encoder_cu_seqlens: what a model with cross_attention attends to; a cache remembers it. Without them
                 its tokens see their own text alone. encoder_attention_mask: (batch, encoder seq), 1 at tokens.

@@ -15,6 +15,7 @@ LABELS = {
     "labels": torch.where(IDS % 3 == 0, -100, IDS),
     "mc_labels": torch.tensor([2, 0]),
     "mc_token_ids": torch.tensor([[1, 6, 3], [0, 2, 4]]),
+    "token_type_ids": 59 + IDS % 2,  # speakers, as tokens of the vocabulary
 }
 
 

@@ -91,11 +91,13 @@ class Model(nn.Module):
     def answer(self, given: Mapping[str, Any]) -> ModelOutput:
         """What `forward` gives for its arguments by name, `self`, None and those of Python's own among them.
 
-        Raises ValueError as `run`, and for logits_to_keep.
+        Raises ValueError as `run`, and for logits_to_keep and output_hidden_states.
         """
         batch = {name: value for name, value in given.items() if name not in _NOT_INPUTS and value is not None}
         if (kept := batch.get("logits_to_keep", 0)) not in (0, 1):
             raise ValueError(f"logits_to_keep: got {kept}, expected 0 (all tokens) or 1 (the last)")
+        if not isinstance(wanted := batch.get("output_hidden_states", False), bool):
+            raise ValueError(f"output_hidden_states: got {wanted!r}, expected True (of all layers) or False")
         return self.run(batch)
 
     def run(self, batch: Batch) -> ModelOutput:
@@ -119,8 +121,8 @@ class Model(nn.Module):
         if ctx.cache is not None:
             out["past_key_values"] = ctx.cache
         if wanted:
-            out["last_hidden_state"] = ctx.repad(x)
             out["hidden_states"] = tuple(ctx.repad(state) for state in states)
+            out["last_hidden_state"] = ctx.repad(x)  # behind what transformers' outputs hold, whose places count
         return out
 
     def through(

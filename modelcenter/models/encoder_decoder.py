@@ -170,15 +170,23 @@ class EncoderDecoder(Model):
             return stage.hand_over([*encoded, *decoded], self._both(memory, ctx, part.stop, kept, wanted))
         if self.decoder is None or ctx is None:
             assert memory is not None
-            return self._with_states(self.end(encoded[-1], memory, batch), "", encoded, memory, kept)
+            out = self.end(encoded[-1], memory, batch)
+            if kept:
+                self._with_states(out, "", encoded, memory)
+                out["last_hidden_state"] = memory.repad(encoded[-1])
+            return out
         decoded[-1] = self.leave(decoded[-1], ctx, self.decoder)
         out = self.end(decoded[-1], ctx, batch)
         if cache is not None:
             out["past_key_values"] = cache
         if wanted:
-            self._with_states(out, "decoder_", decoded, ctx, wanted)
+            self._with_states(out, "decoder_", decoded, ctx)
         if memory is not None and (wanted or not self.training):
-            self._with_states(out, "encoder_", encoded, memory, kept)
+            out["encoder_last_hidden_state"] = memory.repad(encoded[-1])
+        if memory is not None and kept:
+            self._with_states(out, "encoder_", encoded, memory)
+        if wanted:
+            out["last_hidden_state"] = ctx.repad(decoded[-1])  # as in Model.run
         return out
 
     def _begin_sides(
@@ -210,14 +218,9 @@ class EncoderDecoder(Model):
         return memory, ctx, encoded, decoded
 
     @staticmethod
-    def _with_states(out: ModelOutput, prefix: str, states: list[Tensor], ctx: Packed, kept: bool) -> ModelOutput:
-        """Add the hidden states of a side to the outputs, in transformers' names; kept: those of its units, too."""
-        name = "last_hidden_state" if prefix == "decoder_" else f"{prefix}last_hidden_state"
-        if prefix or kept:
-            out[name] = ctx.repad(states[-1])
-        if kept:
-            out[f"{prefix}hidden_states"] = tuple(ctx.repad(state) for state in states)
-        return out
+    def _with_states(out: ModelOutput, prefix: str, states: list[Tensor], ctx: Packed) -> None:
+        """Add the hidden states of a side's units to the outputs, in transformers' names."""
+        out[f"{prefix}hidden_states"] = tuple(ctx.repad(state) for state in states)
 
     def _decoder_states(self, units: int, wanted: bool) -> int:
         """How many of the decoder's hidden states there are after so many units of both sides."""

@@ -16,6 +16,8 @@ class ModelOutput(OrderedDict):
     FIELDS = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits", "last_hidden_state")
     FIELDS += ("pooler_output", "hidden_states", "past_key_values", "encoder_last_hidden_state")
     FIELDS += ("encoder_hidden_states", "decoder_hidden_states", "mc_loss", "mc_logits")
+    # Never produced: kernels without them are faster.
+    FIELDS += ("attentions", "cross_attentions", "encoder_attentions", "decoder_attentions")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -33,6 +35,14 @@ class ModelOutput(OrderedDict):
         if name in ModelOutput.FIELDS:
             return None
         raise AttributeError(f"{type(self).__name__} has no {name!r}; it holds {', '.join(self) or 'nothing'}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self and name not in ModelOutput.FIELDS:
+            super().__setattr__(name, value)
+        elif value is None:
+            self.pop(name, None)
+        else:
+            self[name] = value
 
     def to_tuple(self) -> tuple[Any, ...]:
         return tuple(self.values())

@@ -187,6 +187,11 @@ def test_outputs_read_as_transformers_do():
     assert out.loss is None and out.get("loss") is None and out.to_tuple()[1] == (1, 2) and out[:1] == (out.logits,)
     with pytest.raises(AttributeError, match="it holds logits"):
         _ = out.logit
+    assert out.attentions is out.cross_attentions is None
+    out.logits, out.loss, out.note = out.logits + 1, torch.zeros(()), "beside"
+    assert out["logits"][0] == 2 and out["loss"] is out.loss and "note" not in out and out.note == "beside"
+    out.loss = None
+    assert list(out) == ["logits", "hidden_states"]
     leaves = torch.utils._pytree.tree_leaves(out)
     assert leaves[0] is out.logits  # sharding hooks see the tensors
 
@@ -196,4 +201,6 @@ def test_inputs_embeds_and_hidden_states():
     a = m(IDS, output_hidden_states=True)
     b = m(inputs_embeds=m.embed(IDS))
     assert torch.allclose(a.last_hidden_state, b.last_hidden_state, atol=1e-6)
+    with pytest.raises(ValueError, match=r"output_hidden_states: got \[-1\], expected True"):
+        m(IDS, output_hidden_states=[-1])
     assert len(a.hidden_states) == m.config.num_layers + 1 and torch.equal(a.hidden_states[-1], a.last_hidden_state)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers.models.auto import modeling_auto
 
 import modelcenter as mc
-from modelcenter.compare import compare_models, pad_rows, rows_for
+from modelcenter.compare import compare_models, hub_class, pad_rows, rows_for
 from modelcenter.registry import ARCHITECTURES, TASKS
 
 # Not in transformers; their exports bring the code of their classes.
@@ -82,3 +82,17 @@ def test_encoders_of_t5(family, tmp_path):
     assert torch.equal(encoder(ids).last_hidden_state, wanted)
     with pytest.raises(ValueError, match="task 'text-encoding' has no head, so no loss"):
         encoder.loss_counts({"labels": ids})
+
+
+@pytest.mark.parametrize(
+    "family, task", [("bert", "masked-lm"), ("gpt2", "causal-lm"), ("t5", "seq2seq-lm"), ("t5", "token-classification")]
+)
+def test_outputs_have_the_places_of_transformers(family, task, tmp_path):
+    """`out[1]` is the same of both; what transformers has not comes last."""
+    mc.from_config(f"tiny/{family}", task).save_pretrained(tmp_path)
+    ours, theirs = mc.from_pretrained(tmp_path), hub_class(family, task).from_pretrained(tmp_path)
+    batch = {"input_ids": torch.arange(5, 14)[None], "output_hidden_states": True}
+    batch |= {"labels": batch["input_ids"] % 2}
+    batch |= {"use_cache": True} if task in ("causal-lm", "seq2seq-lm") else {}
+    found, wanted = list(ours(**batch)), list(theirs(**batch))
+    assert found[: len(wanted)] == wanted and found[len(wanted) :] == ["last_hidden_state"]

@@ -32,6 +32,8 @@ from modelcenter.compare import (
     parameters_by_file_name,
     rows_for,
 )
+from modelcenter.layers import dropout
+from modelcenter.layers.packed_attention import Drop
 from modelcenter.models.base import VOCABULARY_TASKS
 
 CHOICES = 3
@@ -278,6 +280,27 @@ class ArchitectureTests:
             torch.manual_seed(seed)
             losses.append(model(**batch).loss.item())
         assert losses[0] == losses[1] != losses[2]
+
+    def test_dropout_is_where_transformers_has_it(self, task: str, tmp_path: Path, monkeypatch: Any) -> None:
+        """With a factor of 1 + p in each place of both: the same loss."""
+
+        def scaled(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            return x * (1 + p) if training else x
+
+        monkeypatch.setattr(torch.nn.functional, "dropout", scaled)
+        monkeypatch.setattr(dropout, "dropout", scaled)
+        monkeypatch.setattr(dropout, "dropout_add", lambda x, residual, p: residual + scaled(x, p))
+        monkeypatch.setattr(Drop, "drop", lambda drop, weights, key, numbers: scaled(weights, drop.p))
+        theirs = self.reference(task, tmp_path, **{name: 0.1 * i for i, name in enumerate(self.no_dropout, 1)})
+        if hasattr(theirs, "set_attn_implementation"):
+            theirs.set_attn_implementation("eager")
+        ours = self.ours(tmp_path, None).double().train()  # of fp32 a compiled operator may drop attention weights
+        batch = pad_rows(task, self.rows(task, ours.config, [9] * len(self.row_lengths)), choices=CHOICES)
+        assert_same("loss", ours(**batch).loss, self.loss_of(theirs.double().train(), batch), self.tolerance)
+
+    def loss_of(self, theirs: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """transformers' loss of rows of one length."""
+        return theirs(**batch).loss
 
     def test_empty_batch(self, task: str, tmp_path: Path) -> None:
         """A batch of no rows has loss 0 and zero gradients for every parameter."""

@@ -8,6 +8,8 @@ EACH_LEVEL = ("bert", "gpt2", "t5")  # an encoder, a decoder, both: a level know
 # Of other heads than the main one these prove nothing of the head that the tests which stay do not: the two ranks at
 # level 3 cut the batch, too, and an export writes the same tensors.
 MAIN_TASK_ONLY = (
+    "test_dropout",
+    "test_dropout_is_where_transformers_has_it",
     "test_gradients_do_not_depend_on_the_cut",
     "test_bfloat16",
     "test_distributed_checkpoint",

@@ -86,6 +86,9 @@ class TestCPMAnt(ArchitectureTests):
         """transformers takes padding on the left alone, by token 0 and without a mask; one row at a time has none."""
         super().check_parity(_Shifting(theirs), ours, "left" if side == "right" else side)
 
+    def loss_of(self, theirs, batch):
+        return _Shifting(theirs)(**batch).loss
+
     def test_base_matches_transformers(self, tmp_path):
         theirs = _Shifting(self.reference("base", tmp_path))
         ours = self.ours(tmp_path, None)

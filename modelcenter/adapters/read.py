@@ -79,6 +79,7 @@ class AdapterFile:
         arch, _ = layout_of(model)
         lora: dict[str, dict[str, torch.Tensor]] = {}
         copies: dict[str, str] = {}
+        self._check_wrapped()
         names: dict[str, str] = {}  # of the modules in the model that was trained, perhaps of another task
         for name, tensor in self.tensors.items():
             plain = name.removeprefix(PREFIX)
@@ -123,6 +124,16 @@ class AdapterFile:
                 f"{self.directory}: init_lora_weights is {start!r}, so it belongs to weights that are not those of the "
                 f"base; let peft make it an ordinary one (path_initial_model_for_weight_conversion), or {_MERGE}"
             )
+
+    def _check_wrapped(self) -> None:
+        """Raise ValueError for a module saved whole that is there only as peft's wrapper holds it."""
+        for name in self.tensors:
+            module, mark, _ = name.partition(".modules_to_save.")
+            if mark and not any(n.startswith(f"{module}.") and not any(w in n for w in _WRAPPED) for n in self.tensors):
+                raise ValueError(
+                    f"{self.directory}: {name!r} is named as in peft's wrapper, and the file has no {module} beside "
+                    "it; save the adapter with peft's save_pretrained"
+                )
 
     def _check_adapted(self, model: Model, layout: Layout, key: str, module: str) -> None:
         """Raise ValueError for an update of what is not a linear layer of the body."""

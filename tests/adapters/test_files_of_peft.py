@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 from adapter_tools import inputs, same, save_base, stir_, transformers_model
+from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
 from modelcenter.adapters import load_lora, merge_lora, save_adapter
@@ -125,3 +126,18 @@ def test_the_factors_of_single_modules_are_found_for_another_task(bases, tmp_pat
     for task in ("causal-lm", "base", "question-answering"):
         scales = load_lora(tmp_path, mc.from_pretrained(bases["llama"], task)).adapter.scales
         assert list(scales.values()) == [8.0, 3.0, *[1.0] * (len(scales) - 2)], task
+
+
+def test_a_head_that_was_saved_by_hand_is_not_left_out(bases, tmp_path):
+    """As peft's state dict names it, without the name that peft's file has; beside that it is a repetition."""
+    trained(bases["llama"], "llama", tmp_path, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.lm_head.weight"
+    wrapped = {"base_model.model.lm_head.modules_to_save.default.weight": tensors[name].clone()}
+    save_file(tensors | wrapped, file)
+    assert load_lora(tmp_path, mc.from_pretrained(bases["llama"])).adapter.trained == ["head.weight"]
+    del tensors[name]
+    save_file(tensors | wrapped, file)
+    with pytest.raises(ValueError, match=r"lm_head\.modules_to_save.* has no base_model.model.lm_head beside it; save"):
+        load_lora(tmp_path, mc.from_pretrained(bases["llama"]))

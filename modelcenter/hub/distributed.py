@@ -8,7 +8,7 @@ import torch
 
 import engine
 from engine import checkpoint
-from modelcenter.convert.rules import ArchMap, Layout
+from modelcenter.convert.rules import ArchMap, Layout, template_regex
 from modelcenter.convert.stream import Space, Target, in_threads, read_into
 from modelcenter.convert.whole import OTHER_HEADS, native_prefix
 from modelcenter.hub.readers import reading_threads
@@ -44,8 +44,11 @@ class StoredModel:
                 self._name_of[name] = native_prefix(arch, saved_as, part) + name.removeprefix(here[part])
         used = set(self._name_of.values())
         rest = [name for name in self._stored if name not in used]
-        heads, lacks = (OTHER_HEADS, *there.values()), re.compile(layout.without or "")
-        self.skipped = [name for name in rest if name.startswith(heads) or lacks.fullmatch(name)]
+        # By whole names: what a body may have beside its own (CROSS) lies at no prefix.
+        rules = ((place, rule) for part, place in there.items() for rule in arch.parts[part].rules)
+        heads = [template_regex(place + t) for place, rule in rules for t in rule.native_templates()]
+        known = (*heads, re.compile(layout.without or ""))
+        self.skipped = [name for name in rest if name.startswith(OTHER_HEADS) or any(p.fullmatch(name) for p in known)]
         self.unknown = [name for name in rest if name not in self.skipped]
         self.fresh = [name for name in layout.native_shapes if self._name_of.get(name) not in self._stored]
 

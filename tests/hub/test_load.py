@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -367,6 +368,25 @@ def test_unexpected_tensor(saved):
     ):
         mc.from_pretrained(path)
     assert mc.from_pretrained(path, strict=False).load_report.unknown == ["encoder.layer.0.attention.self.querry.bias"]
+
+
+@pytest.mark.parametrize("format", ["hf", "distributed"])
+@pytest.mark.parametrize("kind, task", [("bert", "masked-lm"), ("llama", "causal-lm")])
+def test_a_layer_too_many(kind, task, format, tmp_path):
+    """Also where the body may have layers of attention to an encoder, which a model without them skips."""
+    mc.from_config(f"tiny/{kind}", task).save_pretrained(tmp_path, format=format)
+    with pytest.raises(ValueError, match="unexpected tensors.*strict=False tolerates them"):
+        mc.from_pretrained(tmp_path, num_layers=1)
+    unknown = mc.from_pretrained(tmp_path, num_layers=1, strict=False).load_report.unknown
+    assert unknown and not any(re.search(r"layers?\.0\.", name) for name in unknown)
+
+
+@pytest.mark.parametrize("format", ["hf", "distributed"])
+def test_attention_to_an_encoder_that_nobody_wants_is_skipped(format, tmp_path):
+    model = mc.from_config("tiny/bert", "causal-lm", is_decoder=True, add_cross_attention=True)
+    model.save_pretrained(tmp_path, format=format)
+    report = mc.from_pretrained(tmp_path, add_cross_attention=False).load_report
+    assert len(report.skipped) == 30 and not report.unknown
 
 
 def test_misshapen_tensor(saved):

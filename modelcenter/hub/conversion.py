@@ -48,6 +48,7 @@ from modelcenter.hub.writer import (
     finish_replacing,
     parse_size,
     put_in_place,
+    refuse_adapter_at,
     write_json,
 )
 from modelcenter.registry import shipped_file
@@ -134,6 +135,7 @@ def convert(
         raise ValueError(f"--workers: got {workers}, expected at least 1")
     wanted, size = parse_dtype(dtype), parse_size(max_shard_size)
     place = checked_target(Path(target))
+    refuse_adapter_at(place)
     with open_any(source, request) as opened:
         if opened.directory is not None and opened.directory.resolve() == place:
             raise ValueError(f"{place} is the source itself; name another target")

@@ -3,11 +3,12 @@
 Every failure is one ValueError that says which repository or file, why, and what to do.
 """
 
+import errno
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ log = logging.getLogger("modelcenter")
 T = TypeVar("T")
 
 _COMMIT = re.compile("[0-9a-f]{40}")
+XET_ADVICE = "; HF_HUB_DISABLE_XET=1 transfers without hf_xet"
 _PASSING = (408, 429, 500, 502, 503, 504)  # statuses after which hf_hub_download tries again
 
 
@@ -32,7 +34,7 @@ class HubOptions:
     """Where and how to download: huggingface_hub's own arguments."""
 
     revision: str | None = None
-    token: str | bool | None = None
+    token: str | bool | None = field(default=None, repr=False)
     cache_dir: str | Path | None = None
     local_files_only: bool = False
 
@@ -203,12 +205,18 @@ def explained(repo: str, options: HubOptions, name: str = "files") -> Iterator[N
         raise ValueError(f"downloading {name} of {where} failed ({signed}): {said}") from error
     except hub.HTTPError as error:
         raise _unreachable(repo, name, constants.ENDPOINT, error) from error
+    except RuntimeError as error:  # hf_xet's, whatever went wrong
+        raise UnreachableError(
+            f"downloading {name} of {where} failed: {' '.join(str(error).split())}. Check the network and run it "
+            f"again: what has arrived stays{XET_ADVICE}"
+        ) from error
     except OSError as error:  # those of huggingface_hub that are OSErrors too are above
         at = f" ({error.filename})" if error.filename else ""
-        raise ValueError(
-            f"downloading {name} of {where} failed: {error.strerror or error}{at}. Free space there, or name a "
-            "directory that can be written (cache_dir, HF_HOME)"
-        ) from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+        fix = (
+            "Free space there, or name a directory that can be written (cache_dir, HF_HOME)" if full else "Run it again"
+        )
+        raise ValueError(f"downloading {name} of {where} failed: {error.strerror or error}{at}. {fix}") from error
 
 
 def _in_cache(repo: str, name: str, options: HubOptions) -> Any:

@@ -1,7 +1,12 @@
 """Names of the files of a checkpoint. Imports no torch."""
 
+import re
+from collections.abc import Collection
+
 CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE = "config.json", "generation_config.json", "manifest.json"
-ADAPTER_CONFIG_FILE = "adapter_config.json"  # of peft
+# Of peft.
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_FILES = (ADAPTER_CONFIG_FILE, "adapter_model.safetensors", "adapter_model.bin")
 CARD_FILE, CURVES_FILE = "README.md", "curves.png"
 SETTINGS_FILE = "tokenizer_config.json"
 # Each also as <name>.index.json with shards; the last is ModelCenter's.
@@ -23,3 +28,22 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "tokenization_cpm.py",
 )
+
+# Of a model: what an earlier one leaves that would contradict a new one.
+_MODEL_FILE = re.compile(
+    r"(model|pytorch_model)([-.][^/]*)?\.(safetensors|bin)(\.index\.json)?|tf_model\.h5|flax_model\.msgpack"
+    r"|(generation_)?config\.json|manifest\.json|conversion\.json"
+)
+
+
+def is_replaced(name: str, new: Collection[str]) -> bool:
+    """Whether a file of an earlier checkpoint would contradict the files `new`.
+
+    A model replaces a model, and a tokenizer all files of a tokenizer.
+
+    Args:
+        name: within the checkpoint's directory.
+    """
+    if (CONFIG_FILE in new or MANIFEST_FILE in new) and _MODEL_FILE.fullmatch(name):
+        return True
+    return name.split("/")[0] in (*TOKENIZER_FILES, TEMPLATES_FOLDER) and any(file in new for file in TOKENIZER_FILES)

@@ -1,6 +1,7 @@
 """`modelcenter push`: upload a directory once it has proved to be a whole Hugging Face checkpoint without pickles."""
 
 import fnmatch
+import glob
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -11,14 +12,21 @@ from typing import Any
 from engine.memory import readable
 from modelcenter.convert.match import match_names
 from modelcenter.convert.rules import compile_layout
-from modelcenter.hub.names import ADAPTER_CONFIG_FILE, CARD_FILE, CONFIG_FILE, MANIFEST_FILE, WEIGHT_FILES
+from modelcenter.hub.download import XET_ADVICE
+from modelcenter.hub.names import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILES,
+    CARD_FILE,
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    WEIGHT_FILES,
+    is_replaced,
+)
 from modelcenter.registry import ARCHITECTURES
 
 # What executes code when it is loaded, or may.
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npz", ".npy", ".dill", ".h5", ".keras")
-# Weights of an earlier upload, which would contradict the new ones.
-_STALE = ["model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.json"]
-_TOKEN = re.compile(r"\bhf_[A-Za-z0-9_]+")
+_TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{30,}\b")  # names of models may begin with hf_ too
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,11 @@ def check_directory(directory: Path, say: Callable[[str], None] = lambda text: N
         )
     if CONFIG_FILE not in files:
         raise ValueError(f"{directory} has no {CONFIG_FILE}, so it is no Hugging Face checkpoint")
+    if ADAPTER_CONFIG_FILE in files:
+        raise ValueError(
+            f"{directory} holds a model and an adapter ({ADAPTER_CONFIG_FILE}): of such a repository transformers "
+            "loads the adapter's base and the adapter, and not this model. Move the adapter to a directory of its own"
+        )
     if not {WEIGHT_FILES[0], f"{WEIGHT_FILES[0]}.index.json"} & files.keys():
         raise ValueError(f"{directory} has no weights: expected {WEIGHT_FILES[0]} or an index of shards")
     _check_tensors(directory, say)
@@ -156,12 +169,20 @@ def push_directory(
     directory = model_directory(path)
     files = check_directory(directory, say)
     if (directory / CARD_FILE).is_file():
-        check_card((directory / CARD_FILE).read_text(encoding="utf-8"), directory / CARD_FILE)
+        check_card(read_card(directory / CARD_FILE), directory / CARD_FILE)
     else:
         say(f"{directory} has no {CARD_FILE}: the repository will have no model card")
     say(f"uploading {len(files)} files, {readable(sum(files.values()))}, of {directory} to {repo_id}")
     commit = upload(directory, repo_id, token, private, revision, message)
     return Pushed(commit["repo"], commit["commit"], commit["address"], files)
+
+
+def read_card(path: Path) -> str:
+    """The text of a README.md. Raises ValueError: it is not in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not in UTF-8 ({error}); save it so, as the Hub expects") from None
 
 
 def check_card(text: str, where: Any) -> None:
@@ -178,7 +199,8 @@ def check_card(text: str, where: Any) -> None:
         asked = {"repoType": "model", "content": str(ModelCard(text, ignore_metadata_errors=False))}
         # Not by ModelCard.validate(), which in huggingface_hub 1 asks huggingface.co whatever HF_ENDPOINT says.
         address, headers = f"{constants.ENDPOINT}/api/validate-yaml", {"Accept": "text/plain"}
-        answer = get_session().post(address, json=asked, headers=headers)
+        # Without a limit it would wait for ever where a network drops what is sent.
+        answer = get_session().post(address, json=asked, headers=headers, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         if answer.status_code == 400:
             raise ValueError(answer.text)
     except (HfHubHTTPError, HTTPError, OSError):
@@ -196,7 +218,7 @@ def upload(
     message: str = "Upload model",
     keep: tuple[tuple[str, ...], ...] = (),
 ) -> Mapping[str, str]:
-    """Upload a directory; older weights in the repository go.
+    """Upload a model's directory; what an earlier model left in the repository goes, as where one is saved.
 
     Args:
         keep: groups of patterns; of a group of which the repository has a file already, none is uploaded.
@@ -205,7 +227,7 @@ def upload(
         repo: its id, owner included. commit: its hash. address: of the commit.
 
     Raises:
-        ValueError: the Hub refuses, or cannot be reached.
+        ValueError: the Hub refuses, or cannot be reached; the repository is public, though a private one is wanted.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
@@ -215,25 +237,31 @@ def upload(
     api = HfApi(token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if private and not api.repo_info(repo_id).private:  # create_repo leaves one that exists as it is
+            raise ValueError(
+                f"{constants.ENDPOINT}/{repo_id} exists and is public, so a push with private=True (--private) would "
+                "publish the model; nothing was sent. Make it private in its settings, or name another repository"
+            )
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        there = api.list_repo_files(repo_id, revision=revision) if keep else []
+        there = api.list_repo_files(repo_id, revision=revision)
         held = [name for group in keep if any(fnmatch.filter(there, name) for name in group) for name in group]
+        sent = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+        sent = {name for name in sent if not any(fnmatch.fnmatch(name, pattern) for pattern in held)}
+        stale = [name for name in there if is_replaced(name, sent) or name in ADAPTER_FILES]
         commit = api.upload_folder(
             repo_id=repo_id,
             ignore_patterns=[".*", "*/.*", *held],
             folder_path=folder,
             revision=revision,
             commit_message=message,
-            delete_patterns=_STALE,
+            delete_patterns=[glob.escape(name) for name in stale],
         )
     except (HFValidationError, HfHubHTTPError, HTTPError, OSError, RuntimeError) as error:
-        cause: BaseException = error
-        if isinstance(error, RuntimeError):  # huggingface_hub's, around what went wrong with one of the files
-            if not isinstance(error.__cause__, (HTTPError, OSError)):
-                raise
-            cause = error.__cause__
-        told = f"pushing to {constants.ENDPOINT}/{repo_id} failed: {_advice(cause)}"
+        # A RuntimeError is huggingface_hub's, around what went wrong with one of the files, or hf_xet's own.
+        within = isinstance(error, RuntimeError) and isinstance(error.__cause__, (HTTPError, OSError))
+        advice = _advice(error.__cause__ if within and error.__cause__ is not None else error)
+        told = f"pushing to {constants.ENDPOINT}/{repo_id} failed: {advice}"
         raise ValueError(without_tokens(told)) from None
     return {"repo": repo_id, "commit": str(commit.oid), "address": str(commit.commit_url)}
 
@@ -249,7 +277,8 @@ def _advice(error: BaseException) -> str:
         if response.status_code in (401, 403, 404):
             return f"{said}. A token that may write there is needed (token=, HF_TOKEN or `hf auth login`)"
         return f"{said}. What was uploaded stays: the same command goes on from there"
-    return f"{said}. Check the network, HF_ENDPOINT and proxies; the same command goes on from there"
+    xet = XET_ADVICE if isinstance(error, RuntimeError) else ""
+    return f"{said}. Check the network, HF_ENDPOINT and proxies; the same command goes on from there{xet}"
 
 
 def without_tokens(text: str) -> str:

@@ -18,7 +18,7 @@ from modelcenter.convert.stream import export_tensor
 from modelcenter.hub.card import make_card
 from modelcenter.hub.load import parse_dtype
 from modelcenter.hub.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATES_FOLDER, TOKENIZER_FILES
-from modelcenter.hub.push import upload
+from modelcenter.hub.push import read_card, upload, without_tokens
 from modelcenter.hub.slices import SlicedFiles
 from modelcenter.hub.writer import (
     Entry,
@@ -26,6 +26,7 @@ from modelcenter.hub.writer import (
     new_directory,
     parse_size,
     plan_files,
+    refuse_adapter_at,
     write_index,
     write_json,
 )
@@ -60,7 +61,7 @@ def save_pretrained(
         card: the README.md, or details for it (hub.card.make_card); None: a short one, unless one is there.
 
     Raises:
-        ValueError: an unknown format, dtype or size; the place cannot be written. On every rank.
+        ValueError: an unknown format, dtype or size; the place cannot be written, or holds an adapter. On every rank.
     """
     if format not in FORMATS:
         raise ValueError(f"format: got {format!r}, expected {' or '.join(FORMATS)}")
@@ -68,6 +69,7 @@ def save_pretrained(
     if format == "distributed" and wanted is not None:
         raise ValueError("dtype: a distributed checkpoint holds the parameters as they are; export with format='hf'")
     first, doing, held = engine.rank() == 0, f"saving to {path}", False
+    place = Path(path).expanduser()
     _check_adapter(model)
     if format == "distributed" and getattr(model, "adapter", None) is not None:
         raise ValueError("format: a sharded model whose adapter was merged saves with format='hf' only")
@@ -77,10 +79,11 @@ def save_pretrained(
         directory = Path()
         with together(doing):
             if first:
-                directory = stack.enter_context(new_directory(Path(path)))
-                if card is None and (Path(path) / CARD_FILE).is_file():
-                    card = (Path(path) / CARD_FILE).read_text(encoding="utf-8")
-                held = any((Path(path) / name).is_file() for name in TOKENIZER_FILES)
+                refuse_adapter_at(place)
+                directory = stack.enter_context(new_directory(place))
+                if card is None and (place / CARD_FILE).is_file():
+                    card = read_card(place / CARD_FILE)
+                held = any((place / name).is_file() for name in TOKENIZER_FILES)
                 if format == "hf":
                     write_texts(model, directory, export.dtype, tokenizer, card, held)
         directory = from_rank_0(directory)
@@ -233,7 +236,7 @@ def write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any,
         shutil.copyfile(shipped_file(name), directory / Path(name).name)
     if model.generation_config:
         write_json(directory / GENERATION_FILE, model.generation_config)
-    text = card if isinstance(card, str) else make_card(model, hf_class, card)
+    text = without_tokens(card) if isinstance(card, str) else make_card(model, hf_class, card)
     (directory / CARD_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)

@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 
 from engine.checkpoint.files import sync_to_disk
-from modelcenter.hub.names import CONFIG_FILE, MANIFEST_FILE, TEMPLATES_FOLDER, TOKENIZER_FILES
+from modelcenter.hub.names import ADAPTER_CONFIG_FILE, MANIFEST_FILE, is_replaced
 from modelcenter.hub.readers import DTYPE_NAMES
 
 _AT_ONCE = 2**18  # bytes; for larger writes the kernel looks for memory in large pieces, which may cost ten times more
@@ -173,11 +173,6 @@ def parse_size(size: int | str) -> int:
 
 # -- directories that are whole or absent ----------------------------------------------------------------------------
 
-# What an earlier checkpoint leaves that would contradict the new one.
-_REPLACED = re.compile(
-    r"(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?|(generation_)?config\.json|manifest\.json"
-    r"|conversion\.json"
-)
 _PARTS = ("model", "optim", "state")  # directories of a distributed checkpoint
 
 
@@ -229,6 +224,15 @@ def checked_target(target: Path) -> Path:
     return target
 
 
+def refuse_adapter_at(target: Path) -> None:
+    """Raise ValueError for a place where an adapter lies, which transformers would add to a model saved there."""
+    if (target / ADAPTER_CONFIG_FILE).is_file():
+        raise ValueError(
+            f"cannot save a model to {target}: an adapter lies there ({ADAPTER_CONFIG_FILE}), and transformers would "
+            "add it to the model, into which it may be merged already; name another directory or move the adapter away"
+        )
+
+
 def put_in_place(scratch: Path, target: Path) -> None:
     """Give a finished directory the name `target`, once all of it is on the disk; see new_directory.
 
@@ -273,14 +277,11 @@ def finish_replacing(target: Path) -> None:
 
 def _carry_over(old: Path, target: Path) -> None:
     """Move to `target` the files of the directory that it replaced, but those of its checkpoint; remove the rest."""
-    tokenizer = any((target / name).exists() for name in TOKENIZER_FILES)
-    distributed = (old / MANIFEST_FILE).is_file()
-    # An adapter lies beside the model, which it does not replace.
-    model = (target / CONFIG_FILE).is_file() or (target / MANIFEST_FILE).is_file()
+    new = {path.name for path in target.iterdir()}
+    # The folders go with the manifest, and both stay beside an adapter.
+    parts = _PARTS if (old / MANIFEST_FILE).is_file() and is_replaced(MANIFEST_FILE, new) else ()
     for path in old.iterdir():
-        stale = model and (_REPLACED.fullmatch(path.name) or (distributed and path.name in _PARTS))
-        stale = stale or (tokenizer and path.name in (*TOKENIZER_FILES, TEMPLATES_FOLDER))
-        if not stale and not (target / path.name).exists():
+        if path.name not in new and path.name not in parts and not is_replaced(path.name, new):
             path.rename(target / path.name)
     # Under a name that says so: of a directory half removed nothing would tell what was of its checkpoint.
     discarded = old.with_name(f".{target.name}.discarded-{secrets.token_hex(4)}")

@@ -1,9 +1,13 @@
 """`modelcenter push` and `download` against a Hub in memory, from clean processes; and what is refused before that."""
 
+import fnmatch
 import json
 import os
+import socket
+import types
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import warm
 from hub_stub import READ, WRITE, HubStub
@@ -12,7 +16,14 @@ from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
 from modelcenter.hub.card import complete_card, make_card
-from modelcenter.hub.push import check_directory, model_directory, without_tokens
+from modelcenter.hub.push import (
+    check_card,
+    check_directory,
+    model_directory,
+    push_directory,
+    upload,
+    without_tokens,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -221,6 +232,7 @@ print(json.dumps(out))
         (lambda d: (d / "model.safetensors").unlink(), "has no weights"),
         (lambda d: (d / "config.json").unlink(), "has no config.json"),
         (lambda d: (d / "config.json").rename(d / "adapter_config.json"), "is an adapter, and only whole models"),
+        (lambda d: (d / "adapter_config.json").write_text("{}"), "holds a model and an adapter"),
         (lambda d: (d / "config.json").write_text("{"), "config.json cannot be read as JSON"),
         (lambda d: (d / "x.incomplete").write_bytes(b""), "the rest of something unfinished"),
         (lambda d: os.truncate(d / "model.safetensors", 5000), "model.safetensors is not a valid safetensors file"),
@@ -292,7 +304,7 @@ SUMMARY = {
     "last": {"step": 120, "loss": 0.31234, "padding": 0.5},
     "peak_memory": {"host_bytes": 1_500_000_000},
     "data": {"train": {"rows": 1234, "sha256": {"/home/me/train.jsonl": "ab" * 32}}, "eval": None},
-    "command": "modelcenter finetune classification --model bert-base-uncased --hub_token hf_abcdef0123456789",
+    "command": "modelcenter finetune classification --model bert-base-uncased --hub_token hf_" + "abcdef" * 6,
     "finished_at": "2026-11-21T10:00:00+0000",
     "versions": {"modelcenter": "2.0", "torch": "2.13.0"},
     "hardware": {"device": "cpu", "ranks": 2, "cpus": 8, "machine": "x86_64"},
@@ -370,8 +382,98 @@ def test_wrong_details():
         make_card(model, "BertModel", {"metrics": {"accuracy": "good"}})
 
 
-def test_tokens_are_blotted_out():
-    assert without_tokens("use hf_AbC123 or hf_x_y, not half_a") == "use hf_... or hf_..., not half_a"
+def test_tokens_are_blotted_out(tmp_path):
+    names = "base_model: me/hf_bert, hf_train.jsonl, hf_hub_download"
+    secret = "hf_" + "aB3" * 11
+    assert without_tokens(f"{names}: {secret} or api_org_{'x' * 34}.") == f"{names}: hf_... or hf_...."
+    mc.from_config("tiny/bert").save_pretrained(tmp_path / "m", card=f"# {names} {secret}")
+    assert (tmp_path / "m/README.md").read_text() == f"# {names} hf_..."
+
+
+class FakeApi:
+    """The part of huggingface_hub.HfApi that an upload takes, of one repository."""
+
+    there: list[str] = []
+    private = False
+    error: Exception | None = None
+
+    def __init__(self, token=None):
+        type(self).deleted = None
+
+    def create_repo(self, repo_id, private, exist_ok):
+        return types.SimpleNamespace(repo_id=repo_id)
+
+    def repo_info(self, repo_id):
+        return types.SimpleNamespace(private=self.private)
+
+    def list_repo_files(self, repo_id, revision):
+        return self.there
+
+    def upload_folder(self, delete_patterns, **_):
+        if self.error is not None:
+            raise self.error
+        type(self).deleted = [n for n in self.there if any(fnmatch.fnmatchcase(n, p) for p in delete_patterns)]
+        return types.SimpleNamespace(oid="0" * 40, commit_url="address")
+
+
+@pytest.fixture
+def api(monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
+    monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
+    for name in ("there", "private", "error"):
+        monkeypatch.setattr(FakeApi, name, getattr(FakeApi, name))
+    return FakeApi
+
+
+def test_what_a_push_replaces(api, tmp_path):
+    """All of an earlier model and tokenizer, as where one is saved; nothing in other folders."""
+    model = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tf_model.h5"]
+    model += ["generation_config.json", "adapter_config.json", "adapter_model.safetensors"]
+    tokenizer = ["vocab.txt", "chat_template.jinja", "additional_chat_templates/tool.jinja"]
+    others = ["README.md", "model_v1/model.safetensors", "models/ema.safetensors", "model[1].txt", "notes/vocab.txt"]
+    api.there = [*model, *tokenizer, *others]
+    small(tmp_path / "m")
+    upload(tmp_path / "m", "me/x")
+    assert api.deleted == model
+    (tmp_path / "m/tokenizer.json").write_text("{}")
+    upload(tmp_path / "m", "me/x")
+    assert api.deleted == [*model, *tokenizer]
+    upload(tmp_path / "m", "me/x", keep=(("tokenizer.json", "vocab.txt"),))  # the repository's own stays
+    assert api.deleted == model
+
+
+def test_a_public_repository_is_not_pushed_to_as_a_private_one(api, tmp_path):
+    small(tmp_path / "m")
+    with pytest.raises(ValueError, match="me/x exists and is public.*--private.*nothing was sent"):
+        upload(tmp_path / "m", "me/x", private=True)
+    assert api.deleted is None
+    api.private = True
+    upload(tmp_path / "m", "me/x", private=True)
+    assert api.deleted == []
+
+
+def test_an_upload_that_breaks_in_hf_xet_is_explained(api, tmp_path):
+    api.error = RuntimeError("Data processing error: CAS service error : Request failed after 5 retries")
+    small(tmp_path / "m")
+    with pytest.raises(ValueError, match="me/x failed: Data processing error: CAS.* goes on from there; HF_HUB_DISABL"):
+        upload(tmp_path / "m", "me/x")
+
+
+def test_a_hub_that_does_not_answer_about_a_card_is_not_waited_for(monkeypatch):
+    constants = huggingface_hub.constants
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.05)
+        monkeypatch.setattr(constants, "is_offline_mode", lambda: False)
+        check_card("# a card", "README.md")
+
+
+def test_a_card_that_is_no_utf8(tmp_path):
+    path = small(tmp_path / "m")
+    (path / "README.md").write_bytes("# d\xe9j\xe0 vu".encode("latin-1"))
+    for work in (lambda: push_directory(path, "me/x"), lambda: mc.from_config("tiny/bert").save_pretrained(path)):
+        with pytest.raises(ValueError, match="README.md is not in UTF-8"):
+            work()
 
 
 def test_a_card_that_cannot_be_completed(tmp_path):

@@ -171,6 +171,32 @@ def test_a_cache_that_cannot_be_written(monkeypatch):
     assert download.download_file("me/tiny", "tokenizer_config.json", download.HubOptions()) is None
 
 
+@pytest.mark.parametrize(
+    "error, says",
+    [
+        (
+            RuntimeError("Data processing error: CAS service error"),
+            "CAS service error.*run it again.*HF_HUB_DISABLE_XET=1",
+        ),
+        (OSError("Consistency check failed: file should be of size 9"), "should be of size 9. Run it again"),
+    ],
+)
+def test_a_download_that_breaks_says_what_to_do(error, says, monkeypatch):
+    import huggingface_hub
+
+    from modelcenter.hub import download
+
+    def broken(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda *a, **k: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", broken)
+    with pytest.raises(ValueError, match=f"model.safetensors of .*/me/tiny failed: .*{says}") as raised:
+        download.download_file("me/tiny", "model.safetensors", download.HubOptions())
+    assert isinstance(raised.value, download.UnreachableError) is isinstance(error, RuntimeError)
+
+
 def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch):
     """A firewall that drops what is sent: what lies beside the weights is left out."""
     import socket
@@ -210,3 +236,4 @@ def test_a_pickled_model_holds_no_token():
     from modelcenter.hub.download import HubOptions
 
     assert pickle.loads(pickle.dumps(HubOptions("main", "hf_secret", "cache"))) == HubOptions("main", None, "cache")
+    assert "hf_secret" not in repr(HubOptions("main", "hf_secret", "cache"))

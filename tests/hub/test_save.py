@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import modelcenter as mc
 from modelcenter.convert.bert import ARCH
+from modelcenter.hub.conversion import convert
 from modelcenter.hub.readers import safetensors_header
 from modelcenter.hub.writer import SafetensorsWriter, new_directory, parse_size, plan_files, write_json
 
@@ -169,6 +170,33 @@ def test_a_tokenizer_that_was_saved_stays_beside_a_model_that_was_loaded_with_an
         assert mc.AutoTokenizer.from_pretrained(tmp_path / "out")("fair")["input_ids"] == [2, 7, 3]
     model.save_pretrained(tmp_path / "new")
     assert mc.AutoTokenizer.from_pretrained(tmp_path / "new")("fair")["input_ids"] == [2, 1, 3]
+
+
+def test_home_is_found(saved, tokenizer, tmp_path, monkeypatch):
+    """What lies in a directory is seen however its path is written."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tokenizer.save_pretrained(saved("base"))
+    model = mc.from_pretrained(tmp_path / "theirs")
+    model.save_pretrained("~/out", card="# Written by hand")
+    tokenizer.add_tokens(["fair"])
+    tokenizer.save_pretrained(tmp_path / "out")
+    model.save_pretrained("~/out")
+    assert (tmp_path / "out/README.md").read_text() == "# Written by hand"
+    assert mc.AutoTokenizer.from_pretrained(tmp_path / "out")("fair")["input_ids"] == [2, 7, 3]
+
+
+def test_a_model_is_not_saved_where_an_adapter_lies(model, saved, tmp_path):
+    """transformers would add the adapter to it, though it may be merged into it."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/adapter_config.json").write_text("{}")
+    before = tree(tmp_path / "out")
+    for work in (
+        lambda: model.save_pretrained(tmp_path / "out"),
+        lambda: convert(saved("base"), tmp_path / "out", "hf"),
+    ):
+        with pytest.raises(ValueError, match="out: an adapter lies there .adapter_config.json.*another directory"):
+            work()
+    assert tree(tmp_path / "out") == before
 
 
 def test_a_folder_called_model_is_no_checkpoint_of_ours(model, tmp_path):

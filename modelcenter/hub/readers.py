@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from modelcenter.convert.pieces import Box, whole
+from modelcenter.convert.stream import copy_values
 from modelcenter.hub.names import WEIGHT_FILES
 
 DTYPES = {
@@ -118,9 +119,10 @@ class FileSource:
     def cost(self, name: str, box: Box) -> int:
         """Bytes of the file that reading the box takes."""
         info = self.tensors[name]
-        if name in self._loaded or info.strides != _row_major(info.shape):
+        order = None if name in self._loaded else _order(info)
+        if order is None:
             return info.dtype.itemsize * math.prod(high - low for low, high in box)
-        return _cost(info.dtype.itemsize, info.shape, box)
+        return _cost(info.dtype.itemsize, [info.shape[d] for d in order], tuple(box[d] for d in order))
 
     def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """A box of a tensor (all of it by default) as a contiguous CPU tensor; into `out` if given."""
@@ -135,10 +137,14 @@ class FileSource:
             part = self._loaded[name][tuple(slice(low, high) for low, high in box)]
             self._count(part.numel() * info.dtype.itemsize)
             out.view(sizes).copy_(part)
-        elif info.strides == _row_major(info.shape):
+        elif (order := _order(info)) is None:
+            out.view(sizes).copy_(self._read_strided(info, box, sizes))
+        elif order == tuple(range(len(order))):
             self._read_box(info, info.offset, info.shape, box, out.view(sizes))
         else:
-            out.view(sizes).copy_(self._read_strided(info, box, sizes))
+            stored = torch.empty([sizes[d] for d in order], dtype=info.dtype)
+            self._read_box(info, info.offset, [info.shape[d] for d in order], tuple(box[d] for d in order), stored)
+            copy_values(out.view(sizes).permute(order), stored)
         return out
 
     def _read_box(self, info: TensorInfo, start: int, shape: Sequence[int], box: Box, out: torch.Tensor) -> None:
@@ -173,7 +179,7 @@ class FileSource:
         self._count(len(target))
 
     def _read_strided(self, info: TensorInfo, box: Box, sizes: list[int]) -> torch.Tensor:
-        """Read a box of a tensor stored with other strides: the span it occupies, then a view of that."""
+        """Read a box of a tensor whose elements overlap or leave gaps: the span it occupies, then a view of that."""
         first = sum(low * s for (low, _), s in zip(box, info.strides, strict=True))
         span = 1 + sum((n - 1) * s for n, s in zip(sizes, info.strides, strict=True))
         flat = torch.empty(span, dtype=info.dtype)
@@ -222,6 +228,17 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
+
+
+def _order(info: TensorInfo) -> tuple[int, ...] | None:
+    """The order of dimensions in which a tensor lies row by row (of a transposed one not their own), if there is one.
+
+    Checkpoints that were made from TensorFlow's or JAX's files hold transposed tensors.
+    """
+    order = sorted(range(len(info.shape)), key=lambda d: -info.strides[d])
+    dense = _row_major([info.shape[d] for d in order])
+    fits = all(info.strides[d] == step for d, step in zip(order, dense, strict=True) if info.shape[d] > 1)
+    return tuple(order) if fits else None
 
 
 def _hole(item: int, shape: Sequence[int], box: Box) -> int:

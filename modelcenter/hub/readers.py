@@ -452,7 +452,7 @@ def open_checkpoint(weights: Path) -> FileSource:
     """Open a weight file, or the files an index lists (find_weights), and check them; reads headers only.
 
     Raises:
-        ValueError: a file is missing, truncated or malformed.
+        ValueError: a file is missing, truncated or malformed; two hold a tensor that the index does not list.
     """
     if weights.name == FIRST_PART:
         return _open_parts(sorted(weights.parent.glob(PARTS)))
@@ -472,6 +472,14 @@ def open_checkpoint(weights: Path) -> FileSource:
             tensors[name] = held[name]
         else:  # the Hub's own converter copied indices, and left repetitions of tied tensors out of the shards
             lacking[name] = f"{weights} says that {file} holds tensor {name!r}, but it does not"
+    for path, held in found.items():  # transformers reads the names of files in an index, and all tensors of these
+        for name in sorted(held.keys() - entries.keys()):
+            if name in tensors:
+                raise ValueError(
+                    f"{weights} does not list tensor {name!r}, which {tensors[name].file.name} and {path.name} hold; "
+                    "add it with the file to read it from"
+                )
+            tensors[name] = held[name]
     return FileSource(tensors, loaded, lacking)
 
 

@@ -190,6 +190,25 @@ def test_index_that_lies(saved):
         mc.from_pretrained(path)
 
 
+def test_tensors_that_an_index_does_not_list(saved, tmp_path):
+    """As transformers, which loads all tensors of the files that it names: a head that is there is not drawn anew."""
+    path = saved("sequence-classification", max_shard_size="30KB")
+    index, values = shards_of(path)
+    whole = mc.from_pretrained(path).state_dict()
+    del values["weight_map"]["classifier.weight"], values["weight_map"]["bert.embeddings.LayerNorm.bias"]
+    index.write_text(json.dumps(values))
+    model = mc.from_pretrained(path, "sequence-classification")
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in model.state_dict().items())
+    convert(path, tmp_path / "out", "distributed")
+    for name in ("unknown.weight", "classifier.weight"):  # one of no model; one that two files hold
+        file = path / "model-00001-of-00008.safetensors"
+        save_file(load_file(file) | {name: torch.ones(3, 48)}, file, {"format": "pt"})
+        with pytest.raises(ValueError, match=f"{name}"):
+            mc.from_pretrained(path)
+    with pytest.raises(ValueError, match="not list tensor 'classifier.weight', which model-00001.* and model-00008"):
+        mc.from_pretrained(path)
+
+
 def promise(path, names):
     """An index that lists further names, in its first file, which lacks them."""
     index, values = shards_of(path)

@@ -11,7 +11,7 @@ from engine import checkpoint
 from modelcenter.convert.rules import ArchMap, Layout, template_regex
 from modelcenter.convert.stream import Space, Target, in_threads, read_into
 from modelcenter.convert.whole import OTHER_HEADS, native_prefix
-from modelcenter.hub.readers import reading_threads
+from modelcenter.hub.readers import reading_threads, refuse_quantised
 from modelcenter.hub.resolve import Resolved
 from modelcenter.hub.stored import StoredSource, refuse_adapter
 
@@ -53,7 +53,7 @@ class StoredModel:
         self.fresh = [name for name in layout.native_shapes if self._name_of.get(name) not in self._stored]
 
     def check(self, strict: bool, ignore_mismatched_sizes: bool, named: bool) -> None:
-        """Raise for tensors that are missing, unknown or misshapen, as for a Hugging Face directory.
+        """Raise for tensors that are missing, unknown, misshapen or quantised, as for a Hugging Face directory.
 
         Args:
             named: the caller named the task, so a head that is not there may be initialised.
@@ -78,6 +78,11 @@ class StoredModel:
                 "\nPass ignore_mismatched_sizes=True to initialise the head anew" if all(map(parts.get, wrong)) else ""
             )
             raise ValueError(f"{self.directory}: {len(wrong)} of the wrong shape:\n" + "\n".join(lines) + fix)
+
+        try:
+            refuse_quantised((name, self._stored[name][1]) for name in self._name_of.values() if name in self._stored)
+        except ValueError as error:
+            raise ValueError(f"{self.directory}: {error}") from None
 
     def _misshapen(self) -> Iterator[str]:
         for name, stored in self._name_of.items():

@@ -21,7 +21,7 @@ from modelcenter.hub.distributed import StoredModel
 from modelcenter.hub.download import HubOptions
 from modelcenter.hub.legacy import in_hf_form, open_source
 from modelcenter.hub.names import GENERATION_FILE
-from modelcenter.hub.readers import FileSource, reading_threads
+from modelcenter.hub.readers import FileSource, reading_threads, refuse_quantised
 from modelcenter.hub.resolve import Resolved, read_json, resolve
 from modelcenter.registry import ARCHITECTURES, ArchSpec, get, model_type_of, nearest
 
@@ -396,12 +396,10 @@ def check_match(
         if len(heads) == len(wrong):
             fix = "\nThey belong to the head: change num_labels, or pass ignore_mismatched_sizes=True to initialise it"
         raise ValueError(f"{found.origin}: {len(wrong)} of the wrong shape:\n" + "\n".join(lines[:20]) + fix)
-    for name in match.found.values():
-        if not source.dtype(name).is_floating_point or source.dtype(name).itemsize < 2:
-            raise ValueError(
-                f"{found.origin}: tensor {name!r} in {files[name]} has the dtype {source.dtype(name)}; quantised and "
-                "integer weights are not supported, load a float16, bfloat16 or float32 checkpoint"
-            )
+    try:
+        refuse_quantised((name, source.dtype(name)) for name in match.found.values())
+    except ValueError as error:
+        raise ValueError(f"{found.origin}: {error}") from None
 
 
 def fresh_tensors(

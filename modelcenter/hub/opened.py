@@ -24,7 +24,7 @@ from modelcenter.hub.download import HubOptions
 from modelcenter.hub.legacy import in_hf_form, open_source
 from modelcenter.hub.load import find_spec, needed_key, on_meta, read_config
 from modelcenter.hub.names import CONFIG_FILE, MANIFEST_FILE
-from modelcenter.hub.readers import open_checkpoint
+from modelcenter.hub.readers import open_checkpoint, refuse_quantised
 from modelcenter.hub.resolve import read_json, resolve
 from modelcenter.hub.stored import StoredSource, refuse_adapter
 
@@ -162,7 +162,7 @@ def interpret(
         values: config.json. arch: rules in place of the architecture's own, for files of another tool.
 
     Raises:
-        ValueError: tensors are missing, unknown or misshapen; the config is not understood. All are listed.
+        ValueError: tensors are missing, unknown, misshapen or quantised; the config is not understood. All are listed.
     """
     try:
         return _interpret(source, side, dict(values), origin, request, arch, directory, repo, revision)
@@ -209,6 +209,7 @@ def _interpret(
         if name not in left_out and _is_needed(arch, compile_task, whole, name.removeprefix(request.prefix)):
             raise ValueError(absent[name])
     _check(arch, whole, side, shapes)
+    refuse_quantised((there[short], source.tensors[there[short]].dtype) for short in whole.found.values())
     names = {name: there[short] for name, short in whole.found.items()}
     whole.repeats = [(there[short], key) for short, key in whole.repeats]
     whole.dropped = [there[short] for short in whole.dropped]

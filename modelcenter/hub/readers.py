@@ -257,6 +257,16 @@ def _cost(item: int, shape: Sequence[int], box: Box) -> int:
     return (high - low) * item * math.prod(inner)
 
 
+def refuse_quantised(dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
+    """Raise ValueError for (name, dtype) of a tensor whose numbers mean nothing without a scale."""
+    for name, dtype in dtypes:
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ValueError(
+                f"tensor {name!r} has the dtype {dtype}; quantised and integer weights are not supported, load a "
+                "float16, bfloat16 or float32 checkpoint"
+            )
+
+
 def refuse_pointer(path: Path) -> None:
     """Raise ValueError for what Git leaves in place of a large file where Git LFS is not installed."""
     with open(path, "rb") as file:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import modelcenter as mc
 from modelcenter.convert.bert import ARCH
 from modelcenter.convert.stream import in_threads
+from modelcenter.hub.conversion import convert
 from modelcenter.hub.load import build_model
 from modelcenter.hub.readers import FileSource
 
@@ -411,11 +412,17 @@ def test_tied_tensors_that_differ(saved):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e4m3fn])
-def test_quantised_weights_are_refused(dtype, saved):
+def test_quantised_weights_are_refused(dtype, saved, tmp_path, monkeypatch):
     name = "encoder.layer.0.output.dense.weight"
     path = changed(saved("base"), lambda t: t.update({name: t[name].to(dtype)}))
-    with pytest.raises(ValueError, match=f"dtype {dtype}; quantised"):
+    with pytest.raises(ValueError, match=f"{name}' has the dtype {dtype}; quantised"):
         mc.from_pretrained(path)
+    with pytest.raises(ValueError, match=f"{name}' has the dtype {dtype}; quantised"):
+        convert(path, tmp_path / "out", "distributed")
+    monkeypatch.setattr("modelcenter.hub.opened.refuse_quantised", lambda dtypes: None)
+    convert(path, tmp_path / "out", "distributed")  # as it was before it was refused
+    with pytest.raises(ValueError, match=f"layers.0.mlp.down.weight' has the dtype {dtype}; quantised"):
+        mc.from_pretrained(tmp_path / "out")
 
 
 def test_weights_of_another_architecture(saved):

@@ -6,6 +6,7 @@ read again what is there and compared the hashes. The target appears when all is
 """
 
 import contextlib
+import errno
 import fcntl
 import glob
 import hashlib
@@ -126,8 +127,8 @@ def convert(
 
     Raises:
         ValueError: the source or an argument is wrong, or the target cannot be written; nothing is left then.
-        KeyboardInterrupt, RuntimeError (a worker was killed): what is written stays beside the target, and the same
-            call continues.
+        KeyboardInterrupt, ChildProcessError (a worker was killed): what is written stays beside the target, and the
+            same call continues.
     """
     if to not in FORMATS:
         raise ValueError(f"--to: got {to!r}, expected {' or '.join(FORMATS)}")
@@ -172,12 +173,14 @@ class _Run:
                 keep = False
                 try:
                     self._fill(scratch)
-                except (KeyboardInterrupt, RuntimeError):
+                except (KeyboardInterrupt, RuntimeError, ChildProcessError):
                     keep = True
                     raise
                 finally:
                     if not keep:
                         shutil.rmtree(scratch, ignore_errors=True)
+        except ChildProcessError:
+            raise
         except OSError as error:
             why = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
             raise ValueError(f"converting to {self.target} failed: {why}; nothing was changed there") from error
@@ -375,14 +378,9 @@ def _claimed(target: Path, scratch: Path) -> Iterator[None]:
     target.parent.mkdir(parents=True, exist_ok=True)
     path = target.parent / f".{target.name}.converting"
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The process before this one may have removed what was opened here.
-        if not path.exists() or os.fstat(handle).st_ino != path.stat().st_ino:
-            raise BlockingIOError
-    except BlockingIOError:
+    if not (_lock(handle) and _is_at(path, handle)):
         os.close(handle)
-        raise ValueError(f"another conversion to {target} is running") from None
+        raise ValueError(f"another conversion to {target} is running")
     try:
         for left in target.parent.glob(f".{glob.escape(target.name)}.converting-*"):
             if left != scratch:
@@ -393,6 +391,26 @@ def _claimed(target: Path, scratch: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    """Whether no other conversion has the file, nor workers that one left: they keep its lock while they live.
+
+    Where the file system has no locks, nobody is kept out.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    """Whether a file that was opened is still the one there: the process that had it may have removed it since."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def same_values(first: Any, a: str, second: Any, b: str) -> bool:

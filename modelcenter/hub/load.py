@@ -141,6 +141,8 @@ def load_model(
     architecture = architecture or config_overrides.pop("model_type", None)
     options = HubOptions(revision, token, cache_dir, local_files_only)
     found = resolve(name_or_path, options, config=config)
+    if policy is not False and engine.is_initialized():
+        _check_commits(found)
     if prefix or ignore:
         if found.distributed:
             raise ValueError(f"{found.origin} is a distributed checkpoint: prefix and ignore are for weight files")
@@ -254,6 +256,23 @@ def build_model(
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
+
+
+def _check_commits(found: Resolved) -> None:
+    """Raise ValueError, on all ranks, if they found other commits of a repository than rank 0. Collective.
+
+    A branch may move, and a node without network takes what its own cache has. Each rank fills its slices from what it
+    found, so the model would be a mixture.
+    """
+    every = [found.revision] * engine.world_size()
+    if engine.world_size() > 1:
+        torch.distributed.all_gather_object(every, found.revision)
+    other = next((rank for rank, commit in enumerate(every) if commit != every[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"{found.repo or found.name}: rank 0 found the commit {every[0]} and rank {other} {every[other]}; give one "
+            "that all are to load as the revision, and download it on every node (modelcenter download --revision)"
+        )
 
 
 def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) -> ArchSpec:

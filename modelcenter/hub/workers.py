@@ -83,7 +83,7 @@ def run_all(
         peaks: gets the largest resident size of each worker, in bytes.
 
     Raises:
-        ValueError, OSError: as a worker raised it. RuntimeError: a worker died. The other workers are ended.
+        ValueError, OSError: as a worker raised it. ChildProcessError: one died. The other workers are ended.
     """
     workers = min(workers, len(items))
     if workers > 1 and can_fork():
@@ -167,7 +167,7 @@ def _forked(
                     process = running.pop(pipe)
                     process.join()
                     if process.exitcode:
-                        raise RuntimeError(_died(process.exitcode)) from None
+                        raise ChildProcessError(_died(process.exitcode)) from None
                     continue
                 if kind == "progress":
                     progress.add(value)

@@ -361,6 +361,15 @@ def test_two_at_once(good, tmp_path):
             convert(good / "hub", tmp_path / "out", "hf", workers=1)
 
 
+def test_a_file_system_without_locks(good, tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    convert(good / "hub", tmp_path / "out", "hf", workers=1)
+    assert os.listdir(tmp_path) == ["out"]
+
+
 # -- killed ----------------------------------------------------------------------------------------------------------
 
 
@@ -506,7 +515,7 @@ def test_a_worker_that_is_killed(good, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(targets.Filler, "_write", die)
         patch.setattr(targets, "_UNIT_BYTES", 1)
-        with pytest.raises(RuntimeError, match="a worker process was killed, perhaps for want of memory"):
+        with pytest.raises(ChildProcessError, match="a worker process was killed, perhaps for want of memory"):
             convert(good / "hub", tmp_path / "out", "hf", workers=2)
     assert not (tmp_path / "out").exists()
     assert convert(good / "hub", tmp_path / "out", "hf", workers=2).continued > 0

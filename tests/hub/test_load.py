@@ -18,6 +18,7 @@ from modelcenter.convert.stream import in_threads
 from modelcenter.hub.conversion import convert
 from modelcenter.hub.load import build_model
 from modelcenter.hub.readers import FileSource
+from modelcenter.hub.resolve import Resolved
 
 TASKS = list(ARCH.tasks)
 
@@ -544,6 +545,24 @@ def test_threads_do_not_share_memory():
 
     in_threads(work, range(2), 2)
     assert len(seen) == 2 and seen[0] is not seen[1]
+
+
+def test_ranks_that_found_other_commits_do_not_load_a_mixture(monkeypatch):
+    """The caches of two nodes, one of which has no network."""
+    from modelcenter.hub import load
+
+    commits = ["a" * 40, "b" * 40]
+
+    def gather(every, mine):
+        assert mine == commits[0]
+        every[:] = commits
+
+    monkeypatch.setattr(load.engine, "is_initialized", lambda: True)
+    monkeypatch.setattr(load.engine, "world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(load, "resolve", lambda *_, **__: Resolved("me/m", {}, repo="me/m", revision=commits[0]))
+    with pytest.raises(ValueError, match="me/m: rank 0 found the commit aaa.* and rank 1 bbb.*revision"):
+        mc.from_pretrained("me/m")
 
 
 def test_dtype_by_its_old_name():

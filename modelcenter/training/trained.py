@@ -8,6 +8,7 @@ from modelcenter import registry
 from modelcenter.hub.download import HubOptions
 from modelcenter.hub.names import CONFIG_FILE
 from modelcenter.hub.resolve import read_config, resolve, resolve_file
+from modelcenter.registry import model_type_of
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.tasks import TASKS, TaskInfo, task_of_head, tasks_of
 
@@ -48,8 +49,9 @@ class Trained:
         """
         if self.task is not None:
             return TASKS[self.task]
-        found = resolve(self.source, HubOptions(revision), weights=False)
-        head = registry.get(found.config.get("model_type")).arch_map().declared_task(found.config.get("architectures"))
+        config = self._config(HubOptions(revision))
+        named = config.get("architectures")
+        head = registry.get(model_type_of(config), named).arch_map().declared_task(named)
         task = task_of_head(head or "base")
         if task is None:
             heads = ", ".join(sorted({head for info in TASKS.values() for head in info.heads}))
@@ -58,6 +60,15 @@ class Trained:
                 "`modelcenter finetune TASK` trains it"
             )
         return TASKS[task]
+
+    def _config(self, options: HubOptions) -> dict[str, Any]:
+        """config.json in Hugging Face's form; of a checkpoint of ModelCenter, what the names in its weights tell."""
+        found = resolve(self.source, options, weights=Path(self.source).expanduser().is_file())
+        if model_type_of(found.config) is not None:
+            return found.config
+        from modelcenter.hub.legacy import in_hf_form  # torch comes with it
+
+        return in_hf_form(resolve(self.source, options)).config
 
 
 def _check_adapter(folder: Path) -> None:

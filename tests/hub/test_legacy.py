@@ -15,6 +15,7 @@ from engine import testing
 from modelcenter.hub.legacy import in_hf_form, open_source
 from modelcenter.hub.resolve import resolve
 from modelcenter.testing import randomize_
+from modelcenter.training.trained import Trained
 
 SIZE = {"vocab_size": 61, "dim_model": 24, "num_heads": 4, "dim_head": 6, "dim_ff": 40, "num_layers": 3}
 
@@ -241,6 +242,15 @@ def logits(model) -> torch.Tensor:
         batch["decoder_input_ids"] = torch.randint(3, 61, (2, 7), generator=rng)
     with torch.no_grad():
         return model(**batch).logits
+
+
+@pytest.mark.parametrize("name, head", [("gpt2", "causal-lm"), ("bert", "masked-lm")])
+def test_predict_and_evaluate_find_what_it_is_for(name, head, tmp_path):
+    """Its config.json names no architecture."""
+    _, config, tensors = make(name)
+    path = save(tmp_path / "old", config, tensors)
+    for source in (path, path / "pytorch_model.pt"):
+        assert head in Trained.find(str(source)).task_info().heads
 
 
 @pytest.mark.parametrize("name", CASES)

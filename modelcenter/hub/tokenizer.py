@@ -7,7 +7,7 @@ from typing import Any
 
 from modelcenter.hub.download import HubOptions, download_file, is_reachable
 from modelcenter.hub.names import CONFIG_FILE, SETTINGS_FILE, TOKENIZER_FILES
-from modelcenter.hub.resolve import local_directory, read_json, repo_of
+from modelcenter.hub.resolve import WEIGHT_SUFFIXES, local_directory, read_json, repo_of
 from modelcenter.registry import ARCHITECTURES, get, model_type_of
 
 VOCABULARY_FILE = "vocab.txt"
@@ -25,7 +25,7 @@ _OURS = {name: name for name in _OF_MODEL.values() if name != "CpmAntTokenizer"}
 
 
 def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
-    """transformers' AutoTokenizer, or one of CPM's, for a directory, a name of `list_models`, or a Hub id.
+    """transformers' AutoTokenizer, or one of CPM's, for a directory, a weight file, a name of `list_models`, a Hub id.
 
     A directory of CPM-1, CPM-2, CPM-3 or CPM-Bee needs no more than a vocab.txt.
 
@@ -40,6 +40,8 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
     from modelcenter.hub.readers import refuse_pointer
 
     folder = Path(str(name_or_path)).expanduser()
+    if folder.is_file() and folder.name.endswith(WEIGHT_SUFFIXES):
+        name_or_path = folder = folder.parent
     directory: Path | None = folder
     if not (folder / SETTINGS_FILE).is_file():  # else a tokenizer, perhaps without a model beside it
         directory = local_directory(str(name_or_path))
@@ -65,11 +67,12 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "use_fast")}
             return of_cpm.from_pretrained(source, **kwargs)
         return _with_end(AutoTokenizer.from_pretrained(source, **kwargs), directory, source, kwargs)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # the tokenizers library raises that and no other; transformers KeyErrors and more
         why = " ".join(str(error).split())
         raise ValueError(
-            f"no tokenizer could be loaded from {source}: {why} A vocabulary alone does not say whose it is: "
-            "tokenizer_config.json names the class, and some have none in transformers"
+            f"no tokenizer could be loaded from {source}: {why}{'' if why.endswith('.') else '.'} A vocabulary alone "
+            "does not say whose it is: tokenizer_config.json names the class, and some have none in transformers. A "
+            "file of newer versions needs newer versions here: pip install -U tokenizers transformers"
         ) from error
 
 

@@ -390,6 +390,21 @@ def test_tokenizer_files(format, saved, tokenizer, tmp_path):
     assert (tmp_path / "b/tokenizer.json").read_bytes() == (tmp_path / "a/tokenizer.json").read_bytes()
 
 
+def test_a_tokenizer_is_found_beside_a_weight_file(saved, tokenizer):
+    tokenizer.save_pretrained(path := saved("base"))
+    assert mc.AutoTokenizer.from_pretrained(path / "model.safetensors")("good")["input_ids"] == [2, 5, 3]
+
+
+def test_a_tokenizer_of_a_newer_library(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "new")
+    path = tmp_path / "new/tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": {"type": "Nope"}}))
+    with pytest.raises(
+        ValueError, match="no tokenizer could be loaded from .*/new: .*newer versions here: pip install"
+    ):
+        mc.AutoTokenizer.from_pretrained(tmp_path / "new")
+
+
 def test_card(model, tmp_path):
     details = {
         "base_model": "google-bert/bert-base-uncased",

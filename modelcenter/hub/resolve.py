@@ -1,6 +1,7 @@
 """From what a user writes to files: a directory, a name of ours, or a Hub id."""
 
 import functools
+import glob
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -149,6 +150,11 @@ def local_directory(name: str) -> Path | None:
             f"({', '.join(WEIGHT_SUFFIXES)})"
         )
     if not path.exists() and not is_hub_id(name):
+        # Between two renames of writer.put_in_place nothing has the name.
+        for old in path.parent.glob(f".{glob.escape(path.name)}.replaced-*"):
+            raise ValueError(
+                f"no such directory: {path}. A save that was killed was replacing it; {old} is it: rename it"
+            )
         beside = [str(path.parent / p.name) for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(f"no such directory: {path}.{nearest(str(path), beside)}")
     return None

@@ -41,6 +41,14 @@ def test_wrong_names(name, message, saved, tmp_path):
         mc.from_pretrained(name.replace("{tmp}", str(tmp_path)))
 
 
+def test_what_a_killed_save_was_replacing_is_named(saved, tmp_path):
+    saved("base").rename(tmp_path / ".out.replaced-0123")
+    with pytest.raises(
+        ValueError, match="no such directory: .*/out. A save that was killed .*/.out.replaced-0123 is it"
+    ):
+        mc.from_pretrained(tmp_path / "out")
+
+
 def test_an_adapter_is_told_from_a_model(saved, tmp_path):
     base = saved("base")
     alone, of_run = tmp_path / "alone", tmp_path / "run" / "adapter"

@@ -22,6 +22,7 @@ from modelcenter.hub.names import (
     WEIGHT_FILES,
     is_replaced,
 )
+from modelcenter.hub.resolve import read_json
 from modelcenter.registry import ARCHITECTURES
 
 # What executes code when it is loaded, or may.
@@ -96,8 +97,20 @@ def check_directory(directory: Path, say: Callable[[str], None] = lambda text: N
         )
     if not {WEIGHT_FILES[0], f"{WEIGHT_FILES[0]}.index.json"} & files.keys():
         raise ValueError(f"{directory} has no weights: expected {WEIGHT_FILES[0]} or an index of shards")
+    for code in _code_of(directory) - files.keys():
+        say(
+            f"{directory}: {CONFIG_FILE} names {code} (auto_map), which is not there, so transformers' AutoModel will "
+            "not load the model from the repository; copy it from where the model came from"
+        )
     _check_tensors(directory, say)
     return files
+
+
+def _code_of(directory: Path) -> set[str]:
+    """The files of Python that a config.json names; "owner/name--module.Class" is in another repository."""
+    named = read_json(directory / CONFIG_FILE).get("auto_map")
+    places = named.values() if isinstance(named, dict) else ()
+    return {f"{place.split('.')[0]}.py" for place in places if isinstance(place, str) and "--" not in place}
 
 
 def _check_tensors(directory: Path, say: Callable[[str], None]) -> None:

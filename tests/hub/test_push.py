@@ -281,6 +281,17 @@ def test_what_is_not_known_here_is_said(tmp_path):
     assert len(said) == 1 and "'albert' is not known here" in said[0]
 
 
+def test_code_that_is_not_there_is_said(tmp_path):
+    mc.from_config("tiny/minicpm", "causal-lm").save_pretrained(path := tmp_path / "m")
+    _config(path, auto_map={"AutoModel": "modeling_x.X", "AutoConfig": "them/theirs--configuration_x.XConfig"})
+    said: list[str] = []
+    check_directory(path, said.append)
+    assert len(said) == 1 and "names modeling_x.py (auto_map), which is not there" in said[0]
+    (path / "modeling_x.py").write_text("")
+    check_directory(path, said.append)
+    assert len(said) == 1
+
+
 def test_runs(tmp_path):
     run = tmp_path / "run"
     run.mkdir()

@@ -1,6 +1,7 @@
 """The small files that lie beside a model's weights: its tokenizer, its generation config, its card."""
 
 import logging
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,8 @@ class Beside:
     def tokenizer(self) -> dict[str, Path]:
         """The files of the tokenizer: name in a model's directory -> where it lies."""
         held = self._names()
-        templates = sorted(name for name in held if name.startswith(f"{TEMPLATES_FOLDER}/"))
+        # No deeper, and nothing with "..": what a mirror lists becomes paths here.
+        templates = sorted(name for name in held if re.fullmatch(rf"{TEMPLATES_FOLDER}/[^/]+\.jinja", name))
         found = {name: self.file(name) for name in (*TOKENIZER_FILES, *templates) if name in held}
         return {name: path for name, path in found.items() if path is not None}
 

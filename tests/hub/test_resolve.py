@@ -233,11 +233,14 @@ def test_what_the_hub_has_listed_is_not_asked_for_before_it_is_downloaded(monkey
         raise AssertionError("asked")
 
     monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
-    monkeypatch.setattr(beside, "list_files", lambda *args: ["vocab.txt", "config.json"])
+    folder = "additional_chat_templates"
+    dishonest = [f"{folder}/../../x.jinja", f"{folder}/a/b.jinja", "../tokenizer.json"]  # no paths to write to
+    listed = ["vocab.txt", "config.json", f"{folder}/rag.jinja", *dishonest]
+    monkeypatch.setattr(beside, "list_files", lambda *args: listed)
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", asked)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, name, **_: str(tmp_path / name))
     found = beside.Beside(None, "me/tiny", download.HubOptions("0" * 40, cache_dir=tmp_path)).tokenizer()
-    assert found == {"vocab.txt": tmp_path / "vocab.txt"}
+    assert found == {name: tmp_path / name for name in ("vocab.txt", f"{folder}/rag.jinja")}
 
 
 def test_a_pickled_model_holds_no_token():

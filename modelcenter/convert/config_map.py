@@ -46,9 +46,12 @@ _INSTEAD = {
     "output_attentions": "attention weights are never held",
     "output_hidden_states": "it is an argument of each call of the model",
     "return_dict": "outputs have attributes, keys and indices at once",
+    "subfolder": "download the repository (modelcenter download --all) and give the directory within it",
     "torchscript": "outputs have attributes, keys and indices at once",
     "trust_remote_code": "code that comes with a checkpoint is never run",
+    "use_auth_token": "its name is token=",
     "use_safetensors": "either form of weights is read",
+    "variant": "download the repository (modelcenter download --all) and give the weight file of the variant",
 }
 
 # Fields that would change the computation, with the values that leave it unchanged.

@@ -103,7 +103,23 @@ def unknown_message(arch: ArchMap, layout: Layout, match: Match, where: Mapping[
     more = f"\n  and {len(match.unknown) - 10} more" if len(match.unknown) > 10 else ""
     return (
         f"unexpected tensors, unknown to {arch.model_type} (strict=False tolerates them):\n" + "\n".join(lines) + more
-    )
+    ) + _hint(arch, layout, match.unknown)
+
+
+# What checkpoints of GPTQ, AWQ, bitsandbytes and compressed-tensors hold in the place of a weight, or beside it.
+_QUANTISED = ("qweight", "qzeros", "g_idx", "SCB", "absmax", "quant_map", "weight_scale", "weight_packed", "bnb_4bit")
+
+
+def _hint(arch: ArchMap, layout: Layout, unknown: Sequence[str]) -> str:
+    """What may be the matter with unknown tensors: weights that are quantised, or a prefix that some wrapper added."""
+    if any(part.startswith(_QUANTISED) for name in unknown for part in name.split(".")):
+        return "\nThese are quantised weights, which are not supported; load the checkpoint that they were made from"
+    first = unknown[0]
+    for prefix in (first[: end + 1] for end, char in enumerate(first) if char == "."):
+        short = [name.removeprefix(prefix) for name in unknown if name.startswith(prefix)]
+        if sum(to_key(arch, name) in layout.shapes for name in short) * 2 > len(unknown):
+            return f"\nThey are known without {prefix!r}: prefix={prefix!r} (convert: --prefix) takes it off"
+    return ""
 
 
 def shape_errors(layout: Layout, match: Match, shapes: Mapping[str, Shape]) -> dict[str, tuple[Shape, Shape]]:

@@ -391,6 +391,39 @@ def test_attention_to_an_encoder_that_nobody_wants_is_skipped(format, tmp_path):
     assert len(report.skipped) == 30 and not report.unknown
 
 
+@pytest.mark.parametrize("prefix", ["module.", "model.model."])
+def test_names_of_a_wrapped_model(prefix, saved, tmp_path):
+    """As training leaves them that saves the state of a wrapper: how they are loaded is said."""
+
+    def wrap(tensors):
+        for name in list(tensors):
+            tensors[prefix + name.removeprefix("bert.")] = tensors.pop(name)
+
+    path = changed(saved("base"), wrap)
+    with pytest.raises(ValueError, match=f"They are known without '{prefix}': prefix='{prefix}' .convert: --prefix"):
+        mc.from_pretrained(path)
+    with pytest.raises(ValueError, match=f"prefix='{prefix}'"):
+        convert(path, tmp_path / "out", "hf")
+    assert not mc.from_pretrained(path, prefix=prefix).load_report.unknown
+
+
+def test_quantised_tensors_are_called_so(saved):
+    def quantise(tensors):
+        tensors["encoder.layer.0.output.dense.qweight"] = tensors.pop("encoder.layer.0.output.dense.weight").int()
+
+    with pytest.raises(ValueError, match="dense.qweight(.|\n)*These are quantised weights, which are not supported"):
+        mc.from_pretrained(changed(saved("base"), quantise))
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [("subfolder", "directory within"), ("variant", "weight file"), ("use_auth_token", "its name is token=")],
+)
+def test_arguments_of_transformers_that_are_none_here(name, says, saved):
+    with pytest.raises(ValueError, match=f"override '{name}': it has no effect here, leave it out: .*{says}"):
+        mc.from_pretrained(saved("base"), **{name: "x"})
+
+
 def test_misshapen_tensor(saved):
     name = "encoder.layer.0.intermediate.dense.weight"
     path = changed(saved("base"), lambda t: t.update({name: t[name].t().contiguous()}))

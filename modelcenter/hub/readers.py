@@ -174,8 +174,9 @@ class FileSource:
         target = as_bytes(out)
         size, handle, read = len(target) // len(out), self._handle(info.file), os.preadv
         for index in range(len(out)):
-            if read(handle, [target[index * size : (index + 1) * size]], start + index * step) != size:
-                raise ValueError(f"{info.file} ended before byte {start + index * step + size}")
+            row, at = target[index * size : (index + 1) * size], start + index * step
+            if read(handle, [row], at) != size:
+                _read_all(info.file, handle, row, at)
         self._count(len(target))
 
     def _read_strided(self, info: TensorInfo, box: Box, sizes: list[int]) -> torch.Tensor:
@@ -197,15 +198,19 @@ class FileSource:
             self._read += size
 
     def _pread(self, info: TensorInfo, start: int, out: torch.Tensor) -> None:
-        target, handle, done = as_bytes(out), self._handle(info.file), 0
-        while done < len(target):
-            count = os.preadv(handle, [target[done:]], start + done)
-            if count == 0:
-                raise ValueError(
-                    f"{info.file} ended at byte {start + done} while {len(target) - done} more were needed"
-                )
-            done += count
-        self._count(done)
+        target = as_bytes(out)
+        _read_all(info.file, self._handle(info.file), target, start)
+        self._count(len(target))
+
+
+def _read_all(file: Path, handle: int, target: memoryview, start: int) -> None:
+    """Fill `target` from byte `start` on: one call may give less, as of files over a network."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(handle, [target[done:]], start + done)
+        if count == 0:
+            raise ValueError(f"{file} ended at byte {start + done} while {len(target) - done} more were needed")
+        done += count
 
 
 def reading_threads() -> int:

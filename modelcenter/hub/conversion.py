@@ -6,8 +6,6 @@ read again what is there and compared the hashes. The target appears when all is
 """
 
 import contextlib
-import errno
-import fcntl
 import glob
 import hashlib
 import json
@@ -47,6 +45,7 @@ from modelcenter.hub.writer import (
     FilePlan,
     checked_target,
     finish_replacing,
+    locked,
     parse_size,
     put_in_place,
     refuse_adapter_at,
@@ -376,41 +375,13 @@ def _claimed(target: Path, scratch: Path) -> Iterator[None]:
         ValueError: another conversion to `target` is running.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    path = target.parent / f".{target.name}.converting"
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    if not (_lock(handle) and _is_at(path, handle)):
-        os.close(handle)
-        raise ValueError(f"another conversion to {target} is running")
-    try:
+    with locked(target.parent / f".{target.name}.converting", f"another conversion to {target} is running"):
         for left in target.parent.glob(f".{glob.escape(target.name)}.converting-*"):
             if left != scratch:
                 shutil.rmtree(left, ignore_errors=True)
         finish_replacing(target)
         scratch.mkdir(exist_ok=True)
         yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def _lock(handle: int) -> bool:
-    """Whether no other conversion has the file, nor workers that one left: they keep its lock while they live.
-
-    Where the file system has no locks, nobody is kept out.
-    """
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)
-    return True
-
-
-def _is_at(path: Path, handle: int) -> bool:
-    """Whether a file that was opened is still the one there: the process that had it may have removed it since."""
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def same_values(first: Any, a: str, second: Any, b: str) -> bool:

@@ -1,5 +1,7 @@
 """Writing checkpoints: the only safetensors writer, and directories that are whole or absent."""
 
+import errno
+import fcntl
 import glob
 import json
 import os
@@ -8,7 +10,7 @@ import secrets
 import shutil
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -184,25 +186,67 @@ def new_directory(target: Path) -> Iterator[Path]:
     files stay unless the new directory has them: a tokenizer saved there before, a card, logs.
 
     Raises:
-        ValueError: the place cannot be written, or `target` is not a directory that may be replaced.
+        ValueError: the place cannot be written, another process is saving there, or `target` is not a directory that
+            may be replaced.
     """
     target = checked_target(target)
     scratch = target.parent / f".{target.name}.saving-{secrets.token_hex(4)}"
+    with ExitStack() as stack:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            lock = target.parent / f".{target.name}.saving"
+            stack.enter_context(locked(lock, f"cannot save to {target}: another process is saving there"))
+            for left in target.parent.glob(f".{glob.escape(target.name)}.saving-*"):  # of a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            finish_replacing(target)
+            scratch.mkdir()
+        except OSError as error:
+            raise ValueError(f"cannot save to {target}: {error.strerror or error} ({error.filename})") from error
+        try:
+            yield scratch
+            put_in_place(scratch, target)
+        except OSError as error:
+            why = error.strerror or error
+            raise ValueError(f"saving to {target} failed: {why}; nothing was changed there") from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path, message: str) -> Iterator[None]:
+    """Keep other processes out while inside, by a lock on a file that is there meanwhile.
+
+    The system lets go of it when the process and all that it forked meanwhile have ended, however they end.
+
+    Raises:
+        ValueError: another process has it; says `message`.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    if not (_lock(handle) and _is_at(path, handle)):
+        os.close(handle)
+        raise ValueError(message)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for left in target.parent.glob(f".{glob.escape(target.name)}.saving-*"):  # of a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        finish_replacing(target)
-        scratch.mkdir()
-    except OSError as error:
-        raise ValueError(f"cannot save to {target}: {error.strerror or error} ({error.filename})") from error
-    try:
-        yield scratch
-        put_in_place(scratch, target)
-    except OSError as error:
-        raise ValueError(f"saving to {target} failed: {error.strerror or error}; nothing was changed there") from error
+        yield
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    """Whether nobody else has the file. Where the file system has no locks, nobody is kept out."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    """Whether a file that was opened is still the one there: the process that had it may have removed it since."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def checked_target(target: Path) -> Path:

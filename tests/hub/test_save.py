@@ -297,6 +297,15 @@ def test_a_killed_save_leaves_the_old_one(tmp_path):
     assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["x"]
 
 
+def test_two_saves_at_once(tmp_path):
+    """The second one does not take what the first one writes for the rest of a process that was killed."""
+    with new_directory(tmp_path / "out") as scratch:
+        (scratch / "config.json").write_text("first")
+        with pytest.raises(ValueError, match="cannot save to .*/out: another process is saving there"):
+            write_config(tmp_path / "out", "second")
+    assert tree(tmp_path) == {"out/config.json": b"first"}
+
+
 def test_killed_while_it_takes_the_place_of_the_old_one(tmp_path):
     """Wherever it stops, what has the name is whole, and the next save brings back what was somebody's own."""
     target, before = tmp_path / "out", {"config.json": b"old", "notes.txt": b"mine", "runs/log": b"mine too"}

@@ -29,6 +29,10 @@ class UnreachableError(ValueError):
     """The Hub cannot be reached, and what is asked for is not in the cache."""
 
 
+class RefusedError(ValueError):
+    """The Hub says that a repository is gated, or private or not there."""
+
+
 @dataclass(frozen=True)
 class HubOptions:
     """Where and how to download: huggingface_hub's own arguments."""
@@ -142,23 +146,21 @@ def list_files(repo: str, options: HubOptions) -> list[str]:
 
 
 def from_hub_or_cache(repo: str, work: Callable[[HubOptions], T], options: HubOptions) -> T:
-    """What `work` gives; where the Hub cannot be reached, what it gives of the cache alone.
+    """What `work` gives; where the Hub cannot be reached or refuses, what it gives of the cache alone.
 
     A model that is whole in the cache often lacks files that are looked for because other models have them.
 
     Raises:
-        ValueError: as `work`; it cannot be reached, and the cache lacks what is needed.
+        ValueError: as `work`; it cannot be reached or refuses, and the cache lacks what is needed.
     """
     try:
         return work(options)
-    except UnreachableError:
+    except (UnreachableError, RefusedError) as error:
+        why = "the Hub cannot be reached" if isinstance(error, UnreachableError) else "the Hub gives nothing of it now"
         with suppress(ValueError):
             found = work(replace(options, local_files_only=True))
             if not engine.is_initialized() or engine.rank() == 0:
-                log.warning(
-                    "%s: the Hub cannot be reached; what the cache has of it is taken. HF_HUB_OFFLINE=1 saves the try",
-                    repo,
-                )
+                log.warning("%s: %s; what the cache has of it is taken. HF_HUB_OFFLINE=1 saves the try", repo, why)
             return found
         raise
 
@@ -181,12 +183,12 @@ def explained(repo: str, options: HubOptions, name: str = "files") -> Iterator[N
     try:
         yield
     except hub.GatedRepoError as error:
-        raise ValueError(
+        raise RefusedError(
             f"{repo} is gated: its owners ask you to accept conditions. Open {where} while logged in, accept them, "
             "then pass token=, set HF_TOKEN or run `hf auth login`"
         ) from error
     except hub.RepositoryNotFoundError as error:
-        raise ValueError(
+        raise RefusedError(
             f"{repo!r} is no local directory, and {where} does not exist or is private (asked {signed}); for a private "
             f"one pass token=, set HF_TOKEN or run `hf auth login`.{nearest(repo, preset_names())}"
         ) from error

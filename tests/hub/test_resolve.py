@@ -1,6 +1,7 @@
 """Names and directories, without a network; and the presets."""
 
 import pickle
+import types
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import transformers
 
 import modelcenter as mc
 from modelcenter import registry
+from modelcenter.hub.download import HubOptions
 from modelcenter.hub.resolve import resolve
 from modelcenter.registry import list_models, preset, preset_names
 
@@ -179,6 +181,38 @@ def test_a_cache_that_cannot_be_written(monkeypatch):
     assert download.download_file("me/tiny", "tokenizer_config.json", download.HubOptions()) is None
 
 
+@pytest.mark.parametrize("kind", ["GatedRepoError", "RepositoryNotFoundError"])
+def test_what_is_cached_loads_without_the_token_that_it_was_downloaded_with(kind, saved, tmp_path, monkeypatch, caplog):
+    """By another program, say, which does not note that there is no generation_config.json."""
+    import huggingface_hub
+
+    held = tmp_path / "models--me--gated/snapshots" / ("0" * 40)
+    (tmp_path / "models--me--gated/refs").mkdir(parents=True)
+    (tmp_path / "models--me--gated/refs/main").write_text(held.name)
+    held.parent.mkdir()
+    saved("base").rename(held)
+
+    def refused(*args, **kwargs):
+        error = (cls := getattr(huggingface_hub.errors, kind)).__new__(cls)
+        error.response = types.SimpleNamespace(status_code=401)
+        raise error
+
+    def cached(repo, name, local_files_only, **_):
+        if not (held / name).is_file() and local_files_only:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not in the cache")
+        return str(held / name) if (held / name).is_file() else refused()
+
+    monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refused)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", cached)
+    found = resolve("me/gated", HubOptions(cache_dir=tmp_path))
+    assert found.directory == held and found.weights == held / "model.safetensors"
+    assert "me/gated: the Hub gives nothing of it now; what the cache has of it is taken" in caplog.text
+    (held / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="is gated" if kind == "GatedRepoError" else "does not exist or is private"):
+        resolve("me/gated", HubOptions(cache_dir=tmp_path))
+
+
 @pytest.mark.parametrize(
     "error, says",
     [
@@ -244,7 +278,5 @@ def test_what_the_hub_has_listed_is_not_asked_for_before_it_is_downloaded(monkey
 
 
 def test_a_pickled_model_holds_no_token():
-    from modelcenter.hub.download import HubOptions
-
     assert pickle.loads(pickle.dumps(HubOptions("main", "hf_secret", "cache"))) == HubOptions("main", None, "cache")
     assert "hf_secret" not in repr(HubOptions("main", "hf_secret", "cache"))

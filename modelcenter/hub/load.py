@@ -305,7 +305,7 @@ def task_of(arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: 
     if declared is None:
         raise ValueError(
             f"{origin}: its architectures, {config.get('architectures')}, name no head that {arch.model_type} has "
-            f"here; pass task=, one of {', '.join(arch.tasks)}"
+            f"here; pass task=, one of {', '.join(arch.tasks)}, or name its class in the architectures of config.json"
         )
     return declared
 

@@ -172,7 +172,7 @@ def push_directory(
     """Check a directory, or the model of a run's folder, and upload it; once more after a failure goes on from there.
 
     Args:
-        repo_id: "owner/name"; made if there is none. private: for a new repository.
+        repo_id: "owner/name"; made if there is none. private: for a new repository; True is refused where it is public.
         token: with write access; None: HF_TOKEN or that of `hf auth login`. revision: a branch, made if there is none.
         say: told what was checked and is about to happen.
 

@@ -115,7 +115,8 @@ def push_to_hub(
 
     Args:
         repo_id: "owner/name". token: with write access; None: HF_TOKEN or that of `hf auth login`.
-        private: for a new repository. revision: branch to commit to, made if there is none.
+        private: for a new repository; True is refused where it is public.
+        revision: branch to commit to, made if there is none.
         The rest: as save_pretrained, where a card and a tokenizer that the repository has stay unless others are given.
 
     Returns:

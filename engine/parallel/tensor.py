@@ -283,7 +283,8 @@ def _check_heads(model: nn.Module, styles: Mapping[str, _Target], size: int) -> 
     for name, (style, _, own_name) in styles.items():
         if style != "colwise" or own_name is not None:
             continue
-        parent = model.get_submodule(name.rpartition(".")[0])
+        owner = _owner(model, name)
+        parent = model.get_submodule(owner)
         for place in (parent, getattr(parent, "config", None)):
             if place is not parent and "attention" not in type(parent).__name__.lower():
                 continue
@@ -291,9 +292,18 @@ def _check_heads(model: nn.Module, styles: Mapping[str, _Target], size: int) -> 
                 heads = getattr(place, count, None)
                 if isinstance(heads, int) and heads % size:
                     raise ValueError(
-                        f"{name.rpartition('.')[0] or type(model).__name__} has {count}={heads}, which tp_size={size} "
-                        f"does not divide: each rank computes whole heads. Use a tp_size that divides {heads}"
+                        f"{owner or type(model).__name__} has {count}={heads}, which tp_size={size} does not divide: "
+                        f"each rank computes whole heads. Use a tp_size that divides {heads}"
                     )
+
+
+def _owner(model: nn.Module, name: str) -> str:
+    """The name of the module that computes with the layer ``name``: around a low-rank update, not inside it."""
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        if "base_layer" in model.get_submodule(".".join(parts[:depth]))._modules:
+            return ".".join(parts[: depth - 1])
+    return ".".join(parts[:-1])
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import json
 import sys
 import warnings
+from unittest import mock
 
 import peft
 import pytest
@@ -14,6 +15,7 @@ import modelcenter as mc
 from engine import testing
 from engine.ops import dropout_key
 from modelcenter import registry
+from engine.parallel.tensor import parallelize
 from modelcenter.adapters import Lora, add_lora, load_lora, merge_lora, save_adapter, trainable_parameters
 from modelcenter.adapters.layout import short_names
 from modelcenter.adapters.state import adapter_parameters
@@ -234,6 +236,14 @@ def test_a_bf16_base_keeps_an_fp32_adapter_and_merges_with_one_rounding(tmp_path
     expected = (layer.base_layer.weight.float() + delta).bfloat16()
     merge_lora(model)
     assert torch.equal(model.layers[0].attn.q.weight, expected)
+
+
+@pytest.mark.parametrize("family, heads", [("bert", "num_heads"), ("llama", "num_kv_heads")])
+def test_heads_that_the_ranks_do_not_divide_are_refused_under_an_adapter_too(family, heads):
+    fields = {"hidden_size": 24, "num_heads": 3} if family == "bert" else {"num_kv_heads": 1}
+    model = add_lora(mc.from_config(f"tiny/{family}", **fields), 4)
+    with pytest.raises(ValueError, match=rf"^layers\.0\.attn has {heads}=\d, which tp_size=2 does not divide"):
+        parallelize(model, mock.Mock(**{"size.return_value": 2}))
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from engine.parallel.pipeline import pipeline_of
 from engine.parallel.shard import sharded_roots, zero_level
 from engine.parallel.sums import sums_in_fp32
 from engine.steps import watched
-from engine.torch_compat import all_gather_flat, set_reduce_unused
+from engine.torch_compat import all_gather_flat, drop_pass, set_reduce_unused
 
 _TERMS = 16  # room for this many loss terms in the one collective that agrees on the counts
 _BUCKET = 1 << 24  # elements of plain gradients that are reduced together
@@ -190,7 +190,7 @@ def _agree(
 @contextmanager
 def _reduce_lazily(roots: list[Any], unequal: bool) -> Iterator[Callable[..., None]]:
     """Yields a function to call before each backward with whether it is the last, of all or of some modules of the one
-    root; leaves the usual state behind."""
+    root; leaves the usual state behind, and after an exception no gradients that were not reduced."""
 
     # Found once, for a walk through a model's modules takes as long as a small collective.
     inside = [[m for m in root.modules() if isinstance(m, FSDPModule)] for root in roots]
@@ -211,6 +211,10 @@ def _reduce_lazily(roots: list[Any], unequal: bool) -> Iterator[Callable[..., No
             for root in roots:
                 set_reduce_unused(root, True)
         yield set_last
+    except BaseException:
+        for root in roots:  # else they would be a part of the next global batch: zero_grad does not reach them
+            drop_pass(root)
+        raise
     finally:
         set_last(True)
         if unequal:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
@@ -150,6 +151,42 @@ def record_of_a_shard(model: torch.nn.Module) -> Any:
 def make_root(model: FSDPModule) -> None:
     """Let FSDP take ``model`` for the outermost module, which otherwise is the first one to be called."""
     model._get_fsdp_state()._lazy_init()
+
+
+def backward_was_left(root: FSDPModule) -> bool:
+    """Whether an exception ended a backward of ``root``: FSDP still waits for the end of one, and none is running."""
+    return root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued and not in_backward()
+
+
+def drop_pass(root: FSDPModule) -> None:
+    """Make FSDP forget the forward or backward that an exception ended, and all gradients it has not reduced yet."""
+    state = root._get_fsdp_state()
+    if state._is_root is None:  # no forward has begun
+        return
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+    else:
+        _reset_iter_state(root)
+    for record in _records(root):  # type: ignore[arg-type]
+        record.unsharded_accumulated_grad = None
+        if hasattr(record, "_unsharded_param"):
+            record._unsharded_param.grad = None
+
+
+def _reset_iter_state(root: FSDPModule) -> None:
+    """What torch 2.13 does."""
+    state = root._get_fsdp_state()
+    state._comm_ctx.post_forward_order.clear()
+    for unit in (m for m in root.modules() if isinstance(m, FSDPModule)):  # type: ignore[attr-defined]
+        unit._get_fsdp_state()._training_state = TrainingState.IDLE
+        for group in _groups(unit):
+            group.wait_for_unshard()
+            group._post_forward_indices.clear()
+            group._partial_reduce_output = None
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
 
 
 def gather_ahead(root: FSDPModule) -> None:

@@ -20,7 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from engine.optim.stale import mark_sharded
 from engine.parallel.checks import check_hooks
 from engine.parallel.exchange import Exchange
-from engine.torch_compat import gathered_parameters, in_backward, make_root, record_of_a_shard
+from engine.torch_compat import (
+    backward_was_left,
+    drop_pass,
+    gathered_parameters,
+    in_backward,
+    make_root,
+    record_of_a_shard,
+)
 
 # Those whose last forward has left whole parameters shown: a step would not reach them, and the next forward uses them.
 _showing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -69,8 +76,10 @@ class Calls:
                 f"{self._record.sharded_param.dtype} now, which FSDP does not follow: convert the model before "
                 "engine.shard, or let Policy(precision=...) say in what it computes"
             )
-        if self._open == 0 and self._exchange is not None:
-            self._exchange.before_forward()
+        if self._open == 0:
+            self._recover()
+            if self._exchange is not None:
+                self._exchange.before_forward()
         self._open += 1
 
     def leave(self, *_: Any) -> None:
@@ -107,7 +116,14 @@ class Calls:
         if self._open == 0 and (model := self._model()) is not None:  # called by itself
             if not self._begun:
                 self._begin()
+            self._recover()
             _showing.add(model)
+
+    def _recover(self) -> None:
+        """After an exception in backward FSDP would reduce no gradients of the root's parameters any more."""
+        model = self._model()
+        if isinstance(model, FSDPModule) and backward_was_left(model):
+            drop_pass(model)
 
     def _begin(self) -> None:
         """Before the first call of the model or of a unit."""

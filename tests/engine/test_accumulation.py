@@ -1,5 +1,7 @@
 """What must not hang and what must be said. That the numbers are right is in test_shard."""
 
+import itertools
+
 import engine_toys as toys
 import pytest
 import torch
@@ -181,3 +183,63 @@ def test_many_microbatches_add_up_in_16_bits():
 def test_many_microbatches_add_up_in_16_bits_on_ranks(two, level, precision):
     for found in two.run(summed_in_16_bits, level, precision):
         assert set(found.values()) == {(544.0, torch.bfloat16)}  # of both ranks
+
+
+# -- after an exception -----------------------------------------------------------------------------------------------
+
+
+def gradients_after_a_failure(where, level, dp_replicate, by_hand):
+    """Gradients of a step that comes after one which raised, in `accumulate` or in a loop of the user's own."""
+    engine.init_distributed(zero_level=level, dp_replicate=dp_replicate)
+    model = engine.shard(toys.build())
+    optimizer = torch.optim.SGD(model.parameters())
+    good, bad, after = (toys.microbatch(3 * engine.rank() + i) for i in range(3))
+    forward, hidden = toys.loss_of(model), []
+    model.layers[1].register_forward_hook(lambda module, args, output: hidden.append(output))
+
+    def stop(gradient):
+        raise KeyError("stopped")
+
+    def fails(batch, totals):
+        if batch is bad and where == "forward":
+            raise KeyError("stopped")
+        loss = forward(batch, totals)
+        if batch is bad:
+            hidden[-1].register_hook(stop)
+        return loss
+
+    with pytest.MonkeyPatch.context() as torch_before:
+        if by_hand:
+            torch_before.delattr(FSDPModule, "reset_iter_state", raising=False)
+        with pytest.raises(KeyError, match="stopped"):
+            if where == "own loop":
+                fails(bad, {"tokens": 1}).backward()
+            engine.accumulate(model, [good, bad], fails, toys.counts)
+        optimizer.zero_grad()
+        engine.accumulate(model, [after], forward, toys.counts)
+    return {n: None if p.grad is None else toys.whole(p.grad) for n, p in model.named_parameters()}
+
+
+def check_after_a_failure(pool, ranks, *args):
+    model = toys.build()
+    engine.accumulate(model, [toys.microbatch(3 * r + 2) for r in range(ranks)], toys.loss_of(model), toys.counts)
+    for found in pool.run(gradients_after_a_failure, *args):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+PLACES = ("forward", "backward", "own loop")
+FAST = [("forward", 1, False), ("backward", 3, False), ("own loop", 3, False), ("own loop", 3, True)]
+OTHERS = [case for case in itertools.product(PLACES, range(4), (False, True)) if case not in FAST]
+
+
+@pytest.mark.parametrize("case", FAST + [pytest.param(case, marks=pytest.mark.full) for case in OTHERS], ids=str)
+def test_a_step_after_one_that_raised_has_its_own_gradients(two, case):
+    where, level, by_hand = case
+    check_after_a_failure(two, 2, where, level, 1, by_hand)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", PLACES)
+def test_so_it_has_with_copies_of_shards(four, where):
+    check_after_a_failure(four, 4, where, 3, 2, False)

@@ -95,6 +95,11 @@ def reduce_scatter_flat(output: torch.Tensor, tensor: torch.Tensor, group: dist.
     scatter(output, tensor, group=group)
 
 
+def assert_on_device(true: torch.Tensor, message: str) -> None:
+    """Assert a 0-d bool where it is, without waiting for it."""
+    torch._assert_async(true, message)
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread, such as one that recomputes a forward."""
     return torch._C._current_graph_task_id() != -1

@@ -22,7 +22,7 @@ from engine import runtime
 from engine.init import clean_name
 from engine.ops import linear
 from engine.parallel import functional as f
-from engine.torch_compat import all_gather_flat, local_box, local_tensor
+from engine.torch_compat import all_gather_flat, assert_on_device, local_box, local_tensor
 
 # transformers' names for what there is here.
 _ALIASES = {
@@ -108,7 +108,10 @@ class _Rowwise(_Layer):
 
 
 class _Vocab(_Layer):
+    num_embeddings: int
+
     def forward(self, ids: Tensor) -> Tensor:
+        _check_ids(ids, self.num_embeddings)
         weight = local(self.weight)
         own = ids - self._first
         outside = (own < 0) | (own >= weight.shape[0])
@@ -120,6 +123,14 @@ class _Vocab(_Layer):
             padding = None
         out = F.embedding(own.masked_fill(outside, 0), weight, padding).masked_fill(outside[..., None], 0.0)
         return f.reduce_from(out, self._tensors.group)
+
+
+def _check_ids(ids: Tensor, rows: int) -> None:
+    """As nn.Embedding does: an id that no rank has would count as zeros on all of them."""
+    if ids.device.type != "cpu":
+        assert_on_device(((ids >= 0) & (ids < rows)).all(), "index out of range of a table that tp_size splits")
+    elif ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < rows):
+        raise IndexError(f"index out of range: the table has {rows} rows")
 
 
 _CLASSES: dict[str, tuple[type[nn.Module], type[_Layer]]] = {

@@ -441,6 +441,9 @@ def refused(what):
             engine.shard(toys.build(), tp_plan={"layers.*.norm": "rowwise"})
         if what == "sequence":
             engine.shard(toys.build(), tp_plan=TOY_PLAN, policy=engine.Policy(sequence_parallel=True))
+        if what in ("too large", "negative"):
+            model = engine.shard(bert.build("masked-lm"))
+            model(input_ids=torch.full((1, 3), 10**6 if what == "too large" else -1))
         if what in ("inputs", "shapes"):
             model = engine.shard(bert.build("masked-lm"))
             model(input_ids=torch.full((1, 3 + (what == "shapes") * engine.rank()), 1 + engine.rank()))
@@ -468,6 +471,8 @@ def refused(what):
         ("name", "tp_plan names 'layer.*.up', but no module or parameter of Toy has it"),
         ("kind", "tp_plan gives layers.0.norm the style 'rowwise', which is for Linear, but it is a LayerNorm"),
         ("sequence", "sequence_parallel is True, but Toy has no attribute token_split"),
+        ("too large", "input_ids: got numbers from 1000000 to 1000000, expected 0 to"),
+        ("negative", "input_ids: got numbers from -1 to -1, expected 0 to"),
         ("inputs", "its inputs differ from those of number"),
         ("shapes", "its inputs differ from those of number"),
         ("microbatches", "ranks 0 and 1 compute one batch together"),

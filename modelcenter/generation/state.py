@@ -76,7 +76,8 @@ class State:
             )
         if self.pipeline is not None:
             settings = torch.tensor(zlib.crc32(repr(s).encode()))
-            self.pipeline.check_same([{"input_ids": input_ids, "attention_mask": mask, "settings": settings}])
+            given = {"input_ids": input_ids, "attention_mask": mask, "banned": banned, "settings": settings}
+            self.pipeline.check_same([given])
         ends = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
         kept = mask.bool()
         batch = {"input_ids": input_ids[kept][None], "cu_seqlens": ends, "max_seqlen": max(lengths)}
@@ -100,11 +101,14 @@ class State:
         self.sharded = dist.is_initialized() and any(isinstance(p, DTensor) for p in model.parameters())
 
     def _run(self, batch: dict[str, Any]) -> Tensor:
+        logits = self._next_logits(batch)
+        return logits if self.banned is None else logits.masked_fill(self.banned, -torch.inf)
+
+    def _next_logits(self, batch: dict[str, Any]) -> Tensor:
         batch = batch | self.others
         call = functools.partial(self.model, **batch, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         if self.pipeline is None:
-            logits = call().logits[:, -1].float()
-            return logits if self.banned is None else logits.masked_fill(self.banned, -torch.inf)
+            return call().logits[:, -1].float()
         # The stages have the same logits to choose from, so they choose the same tokens and sort their caches alike.
         out = self.pipeline.forward(call)
         self.pipeline.flush()

@@ -211,6 +211,16 @@ def test_texts_of_a_split_model(two, name, sizes, how):
         assert torch.equal(found[0], expected)
 
 
+def test_banned_tokens_are_not_written(two):
+    model = built("tiny/gpt2", "causal-lm", {}, LAST)
+    greedy = written("tiny/gpt2", {}, {}, False)[0]
+    banned = torch.zeros(len(greedy), model.config.vocab_size, dtype=torch.bool).scatter_(1, greedy[:, 7:], True)
+    expected = written("tiny/gpt2", {}, {"banned": banned}, False)[0]
+    assert not torch.equal(expected, greedy)
+    for found in two.run(written, "tiny/gpt2", PP, {"banned": banned}, False):
+        assert torch.equal(found[0], expected)
+
+
 def test_stages_agree_on_what_they_draw(two):
     first, second = two.run(written, "tiny/gpt2", PP, {"do_sample": True}, False)
     assert torch.equal(first[0], second[0])

@@ -101,7 +101,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
                     raise ValueError(
                         f"block {index} must return hidden states of the shape {tuple(shape)} it was given"
                     )
-            outputs.append(_ToNextStage.apply(x, neighbours))
+            outputs.append(_ToNextStage.apply(x, neighbours, whole.dtype))
         return _Deal.apply(torch.cat(outputs), group)
 
     def _ring(self) -> Neighbours:
@@ -181,19 +181,22 @@ class _FromStageBefore(torch.autograd.Function):
 
 
 class _ToNextStage(torch.autograd.Function):
+    """Hands hidden states over in the dtype that the list was given: a block may return what its policy computes in."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, neighbours: Neighbours) -> Tensor:
-        ctx.neighbours = neighbours
+    def forward(ctx: Any, x: Tensor, neighbours: Neighbours, dtype: torch.dtype) -> Tensor:
+        ctx.neighbours, ctx.dtype = neighbours, dtype
         if runtime.stage() < runtime.stages() - 1:
-            neighbours.send(x.detach(), forward=True)
+            neighbours.send(x.detach().to(dtype), forward=True)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if runtime.stage() < runtime.stages() - 1:
-            grad = torch.empty_like(grad, memory_format=torch.contiguous_format)
-            ctx.neighbours.receive(grad, forward=False)
-        return grad, None
+            given = torch.empty_like(grad, dtype=ctx.dtype, memory_format=torch.contiguous_format)
+            ctx.neighbours.receive(given, forward=False)
+            grad = given.to(grad.dtype)
+        return grad, None, None
 
 
 class _Deal(torch.autograd.Function):

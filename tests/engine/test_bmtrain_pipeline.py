@@ -152,6 +152,36 @@ def test_gradients_of_other_arguments(two, frozen):
         torch.testing.assert_close(found[name], parameter.grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
+class Mixed(torch.nn.Module):
+    """Gives its blocks, which compute in bf16, fp32."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = bmt.Block(torch.nn.Linear(4, 4))
+        self.layers = bmt.PipelineTransformerBlockList([bmt.Block(torch.nn.Linear(4, 4)) for _ in range(2)])
+
+    def forward(self, x):
+        return self.layers(self.embed(x).float())
+
+
+def in_bf16(stages):
+    bmt.init_distributed(pipe_size=stages)
+    model = Mixed()
+    bmt.init_parameters(model, policy=bmt.Policy(precision="bf16"))
+    out = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(bmt.rank())))
+    out.float().square().sum().backward()
+    return out.detach(), {n: toys.whole(p.grad) for n, p in model.named_parameters()}
+
+
+def test_blocks_may_return_another_dtype_than_they_are_given(two):
+    (one, grads), (other, _) = two.run(in_bf16, 1)
+    results = two.run(in_bf16, 2)
+    assert one.dtype == torch.bfloat16
+    torch.testing.assert_close([r[0] for r in results], [one, other])
+    torch.testing.assert_close(union([r[1] for r in results]), grads, rtol=0.02, atol=0.02)
+
+
 def refused(what):
     try:
         bmt.init_distributed(pipe_size=2, **({"pp_chunks": 2} if what == "chunks" else {}))

@@ -14,14 +14,15 @@ INPUTS = (STATES, "encoder_attention_mask", "encoder_cu_seqlens", "encoder_max_s
 
 
 class Crossing(Model):
-    """Base of such models. `begin` calls `meet`; a config without `cross_attention` takes none of INPUTS."""
+    """Base of such models. `begin` calls `meet` last; a config without `cross_attention` takes none of INPUTS."""
 
     def placed(self, batch: Batch) -> Batch:
         """The batch, with position_ids where they are not simply 0, 1, 2, ... in each sequence."""
         return batch
 
     def meet(self, batch: Batch, ctx: Packed) -> None:
-        """Let the units see the encoder's tokens, where the batch has them and the cache does not.
+        """Let the units see the encoder's tokens, where the batch has them and the cache does not. After all that is
+        computed before the units: the rows may be split from here on.
 
         Raises:
             ValueError: there is nothing in this model that could, or they do not fit the batch.

@@ -140,8 +140,9 @@ class Encoder(Crossing):
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(self.placed(batch))
+        x = self.enter(batch, ctx, self)
         self.meet(batch, ctx)
-        return self.enter(batch, ctx, self), ctx
+        return x, ctx
 
     def enter(self, batch: Batch, ctx: Packed, whole: Model) -> Tensor:
         """(T, hidden_size): what the first unit is given; whole: the model of which this is perhaps a side."""

@@ -300,6 +300,24 @@ def test_ranks_train_as_one(family, tmp_path):
                 assert norms == pytest.approx({name: grads[name] for name in norms}, rel=1e-4, abs=1e-6), shared
 
 
+def with_dropout(folder):
+    """The gradients of what comes before the units, where the rows that these see are split."""
+    engine.init_distributed(tp_size=2, seed=3)
+    policy = engine.Policy(sequence_parallel=True)
+    model = mc.from_pretrained(folder, policy=policy, hidden_dropout_prob=0.3).train()
+    model(**batch_of()).loss.backward()
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters() if n.split(".")[0] in ("position", "embed")}
+
+
+@pytest.mark.full
+def test_what_comes_before_rows_are_split_is_dropped_alike_on_all_ranks(tmp_path):
+    reference("BertLMHeadModel", tmp_path)
+    with engine.testing.Pool(2) as pool:
+        first, second = pool.run(with_dropout, tmp_path)
+    assert first.keys() == second.keys() == {"embed.weight", "position.weight"}
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_a_checkpoint_without_them_is_given_some(tmp_path):
     """By name of the task alone, as every other part that a checkpoint lacks; and not a part of them."""
     reference("BertLMHeadModel", tmp_path, add_cross_attention=False)

@@ -28,6 +28,7 @@ from engine import runtime
 from engine.init import clean_name
 from engine.parallel.calls import reshard
 from engine.parallel.stages import place_of, stages_of
+from engine.shards import is_first_holder
 from engine.torch_compat import all_gather_flat, in_backward, local_tensor
 
 _CHUNK = 1 << 22  # elements that are raised to fp64 at a time
@@ -159,10 +160,7 @@ def format_summary(summary: Sequence[Mapping[str, Any]]) -> str:
 
 def _owned(tensor: torch.Tensor) -> bool:
     """Whether of the ranks that hold the same part of ``tensor`` this is the first."""
-    if not isinstance(tensor, DTensor):
-        return runtime.rank() == 0
-    place = tensor.device_mesh.get_coordinate() or ()
-    return all(not p.is_replicate() or c == 0 for p, c in zip(tensor.placements, place, strict=True))
+    return is_first_holder(tensor) if isinstance(tensor, DTensor) else runtime.rank() == 0
 
 
 def _count_zero() -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -99,15 +99,17 @@ def local_slices(model: nn.Module, owned: bool = False) -> Iterator[tuple[str, t
             from engine.torch_compat import local_box
 
             _, offset = local_box(tensor.shape, tensor.device_mesh, tensor.placements)
-            place = tensor.device_mesh.get_coordinate() or ()
-            first = all(not p.is_replicate() or c == 0 for p, c in zip(tensor.placements, place, strict=True))
-            first = first and ("tp" in (tensor.device_mesh.mesh_dim_names or ()) or not _tp_rank())
+            first = is_first_holder(tensor)
         if local.numel() and (first or not owned):
             yield name, offset, local
 
 
-def _tp_rank() -> int:
-    return runtime.mesh()["tp"].get_local_rank()
+def is_first_holder(shard: Any) -> bool:
+    """Whether of the ranks that hold the same part of a DTensor this is the first."""
+    mesh = shard.device_mesh
+    first = all(not p.is_replicate() or c == 0 for p, c in zip(shard.placements, mesh.get_coordinate(), strict=True))
+    # What tensor parallelism does not split is on a mesh without its ranks, each of which has all of it.
+    return first and ("tp" in (mesh.mesh_dim_names or ()) or runtime.mesh()["tp"].get_local_rank() == 0)
 
 
 def materialize(model: nn.Module, seed: int = 0, init: bool | Collection[str] = False) -> nn.Module:

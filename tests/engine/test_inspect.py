@@ -9,6 +9,7 @@ from engine_toys import Collectives
 from torch import nn
 
 import engine as bmt
+import modelcenter as mc
 from engine.testing import Pool
 
 
@@ -32,6 +33,23 @@ def model_summary(level, pattern="*", prefix="", replicate=1):
 @pytest.mark.parametrize("level", [3, 2, 0])
 def test_parameters_and_gradients(two, level):
     check_summary(two.run(model_summary, level))
+
+
+def norms_under_tensor_parallelism():
+    bmt.init_distributed(tp_size=2, seed=4)
+    model = mc.from_config("tiny/bert", "masked-lm", policy=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return bmt.inspect.inspect_model(bmt.shard(model), "layers.0.*norm*"), before
+
+
+def test_what_tensor_parallelism_does_not_split_counts_once(two):
+    for summary, wholes in two.run(norms_under_tensor_parallelism):
+        assert len(summary) == 4
+        for found in summary:
+            close([found["std"]], [wholes[found["name"]].double().std().item()])
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ from engine.init import clean_name
 from engine.memory import readable
 from engine.parallel.calls import reshard
 from engine.parallel.rows import is_spread
-from engine.parallel.shard import last_units, policy_of, unit_parameters, zero_level
+from engine.parallel.shard import last_units, mixed_precision, policy_of, unit_parameters, zero_level
 from engine.parallel.stages import stages_of
 from engine.torch_compat import local_tensor
 
@@ -113,8 +113,8 @@ def describe(model: nn.Module, show: bool = True) -> Description:
     found = []
     sharded: set[nn.Module] = {m for m in model.modules() if isinstance(m, FSDPModule)}
     names = {module: clean_name(name) for name, module in model.named_modules()}
-    compute = None if policy is None else policy.compute_dtype
-    wire = torch.float32 if compute is not None else None
+    mixed = None if policy is None else mixed_precision(policy, model)
+    compute, wire = (None, None) if mixed is None else (mixed.param_dtype, mixed.reduce_dtype)
     seen: set[int] = set()
     looked_up = {module.weight for module in model.modules() if is_spread(module)}
     for module, members in unit_parameters(model, sharded).items():

@@ -157,9 +157,7 @@ def _shard_units(
     settings = runtime.current()
     of_stage, mesh = data_mesh(runtime.mesh(), level), data_mesh(runtime.mesh(), level, over_stages)
     in_lists = {m for blocks in lists for m in blocks.modules()}
-    mixed = policy.mixed_precision()
-    if policy.precision == "fp32" and any(p.itemsize < 4 for p in model.parameters() if p.requires_grad):
-        mixed = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # a sum in 16 bits loses what the ranks agree on
+    mixed = mixed_precision(policy, model)
     # What is gathered last in forward stays, as the root's own parameters do (None): backward needs it first.
     if order and settings.pp_size == 1:
         last_units.add(order[-1])
@@ -177,6 +175,13 @@ def _shard_units(
             unit.set_modules_to_backward_prefetch([unit])
     kept = None if level == 3 else False
     fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=kept, ignored_params=left)
+
+
+def mixed_precision(policy: Policy, model: nn.Module) -> MixedPrecisionPolicy:
+    """What FSDP is told of the dtypes of ``model``."""
+    if policy.precision == "fp32" and any(p.itemsize < 4 for p in model.parameters() if p.requires_grad):
+        return MixedPrecisionPolicy(reduce_dtype=torch.float32)  # a sum in 16 bits loses what the ranks agree on
+    return policy.mixed_precision()
 
 
 def zero_level(model: nn.Module) -> int:

@@ -35,10 +35,10 @@ class Bytes(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def described(level, copies, precision, frozen):
+def described(level, copies, precision, frozen, dtype=torch.float32):
     engine.init_distributed(zero_level=level, dp_replicate=copies)
     with toys.several_machines():
-        model = engine.shard(toys.build(frozen=frozen), policy=engine.Policy(precision=precision))
+        model = engine.shard(toys.build(frozen=frozen).to(dtype), policy=engine.Policy(precision=precision))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         said = engine.describe(model)
     assert printed.getvalue() == (f"{said}\n" if engine.rank() == 0 else "")
@@ -49,11 +49,17 @@ def described(level, copies, precision, frozen):
 
 
 @pytest.mark.parametrize(
-    ("level", "copies", "precision", "frozen"),
-    [(3, 1, "fp32", False), (3, 1, "bf16", True), (2, 2, "bf16", False), (0, 1, "fp32", True)],
+    ("level", "copies", "precision", "frozen", "dtype"),
+    [
+        (3, 1, "fp32", False, torch.float32),
+        (3, 1, "bf16", True, torch.float32),
+        (2, 2, "bf16", False, torch.float32),
+        (0, 1, "fp32", True, torch.float32),
+        (3, 1, "fp32", False, torch.bfloat16),
+    ],
 )
-def test_bytes_are_those_that_move(four, level, copies, precision, frozen):
-    for said, moved, kept, _ in four.run(described, level, copies, precision, frozen):
+def test_bytes_are_those_that_move(four, level, copies, precision, frozen, dtype):
+    for said, moved, kept, _ in four.run(described, level, copies, precision, frozen, dtype):
         assert sum(unit.on_rank for unit in said.units) == kept
         assert said.all_gather == moved["allgather"]
         assert said.reduce_scatter == moved["reduce_scatter"]

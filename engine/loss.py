@@ -247,8 +247,10 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, sums = ctx.saved_tensors
         part = ctx.part
         rows = _chunks(weight, part)
-        dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(weight)
-        dbias = None if bias is None else torch.zeros_like(bias)
+        dhidden, dweight, dbias = (
+            torch.zeros_like(x) if wanted else None
+            for x, wanted in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        )
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
             h, t, g = hidden[chunk], targets[chunk, None], grad[chunk, None].float()
@@ -259,11 +261,15 @@ class _LinearLogProbs(torch.autograd.Function):
             if d.shape[1]:
                 d.scatter_add_(1, t, g)
             d = d.to(hidden.dtype)
-            dhidden[chunk] = matmul(d, weight)
-            dweight = matmul(d.t(), h, add_to=dweight)
+            if dhidden is not None:
+                dhidden[chunk] = matmul(d, weight)
+            if dweight is not None:
+                dweight = matmul(d.t(), h, add_to=dweight)
             if dbias is not None:
                 dbias += d.sum(0)
-        return dhidden if part is None else part.sum(dhidden), dweight, dbias, None, None
+        if part is not None and dhidden is not None:
+            dhidden = part.sum(dhidden)
+        return dhidden, dweight, dbias, None, None
 
 
 def _chunks(weight: Tensor, part: _Part | None) -> int:

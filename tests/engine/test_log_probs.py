@@ -35,6 +35,24 @@ def test_values_and_gradients(rows, bias, monkeypatch):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (1, 2), (0, 2)])
+def test_what_is_frozen_costs_nothing(frozen, monkeypatch):
+    """As a head beside an adapter; the other gradients are as ever."""
+    products, matmul = [], losses.matmul
+    monkeypatch.setattr(losses, "matmul", lambda *args, **more: products.append(1) or matmul(*args, **more))
+    *inputs, targets, upstream = make(6)
+    expected = reference(*inputs, targets, upstream)[1:]
+    for i in frozen:
+        inputs[i].requires_grad_(False)
+    losses.linear_log_probs(*inputs, targets).mul(upstream).sum().backward()
+    assert len(products) == 2 - (0 in frozen) - (1 in frozen)
+    for i, (x, gradient) in enumerate(zip(inputs, expected, strict=True)):
+        if i in frozen:
+            assert x.grad is None
+        else:
+            torch.testing.assert_close(x.grad.double(), gradient, atol=1e-5, rtol=1e-5)
+
+
 def test_bf16_is_summed_in_fp32():
     hidden, weight, b, targets, upstream = make(9, dtype=torch.bfloat16)
     value = losses.linear_log_probs(hidden, weight, b, targets)

@@ -124,27 +124,29 @@ def join_columns(x: Tensor, group: Group, columns: int) -> Tensor:
 
 
 class Once:
-    """Applies a collective once to a tensor that several layers take, such as the input of q, k and v.
+    """Applies a collective once to each tensor that several layers take, such as the input of q, k and v (with low-rank
+    updates between them, whose inputs are others).
 
     References are strong, up to ``forget``: when a tensor dies is not the same on all ranks (a collective may hold it a
     little longer), and they must all make the same collectives.
     """
 
-    _input: Tensor | None = None
-    _output: Tensor | None = None
-    _key = (0, False)
+    def __init__(self) -> None:
+        self._made: list[tuple[Tensor, tuple[int, bool], Tensor]] = []
 
     def __call__(self, function: Callable[[Tensor, Group], Tensor], x: Tensor, group: Group) -> Tensor:
-        key = (x._version, torch.is_grad_enabled())
-        if self._input is x and self._output is not None and self._key == key:
-            return self._output
+        # A tensor of inference mode does not count its changes: no layer changes its input.
+        key = (0 if x.is_inference() else x._version, torch.is_grad_enabled())
+        for given, its_key, out in self._made:
+            if given is x and its_key == key:
+                return out
         out = function(x, group)
-        self._input, self._output, self._key = x, out, key
+        self._made.append((x, key, out))
         return out
 
     def forget(self) -> None:
-        """Let go of the tensors: no layer will take this input again."""
-        self._input = self._output = None
+        """Let go of the tensors: no layer will take these inputs again."""
+        self._made.clear()
 
 
 class Streams:

@@ -54,7 +54,7 @@ class Tensors:
         return self._once(f.gather_rows if self.sequence else f.copy_to, x, self.group)
 
     def forget_input(self) -> None:
-        """The layers that take the last input are through."""
+        """The layers that take the last inputs are through."""
         self._once.forget()
 
     def summed_output(self, x: Tensor) -> Tensor:
@@ -155,10 +155,11 @@ def find_plan(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str
     if plan is None:
         own = getattr(model, "tp_plan", None)
         plan = own() if callable(own) else own or getattr(model, "_tp_plan", None) or None
-    if plan is None and all(id(p) in _self_split(model) for p in model.parameters()):
+    self_split = _self_split(model)
+    if plan is None and all(id(p) in self_split for p in model.parameters()):
         plan = {}
-    if plan is None or not (plan or _self_split(model)):
-        if _self_split(model):
+    if plan is None or not (plan or self_split):
+        if self_split:
             raise ValueError(
                 f"{type(model).__name__} has layers that tp_size splits and others beside them: give it a tp_plan() "
                 "that returns {name of a module that sees this rank's rows only, such as a norm: 'partial'}, or {} if "

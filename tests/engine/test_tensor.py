@@ -77,6 +77,48 @@ def test_uneven_parts_and_an_untied_head(four):
     check(four, "masked-lm", bert.TWO_PLAN, {"tp_size": 4}, fields)
 
 
+def test_the_input_of_several_layers_is_made_whole_once():
+    made, once = [], functional.Once()
+
+    def whole(x, group):
+        made.append(x)
+        return x.clone()
+
+    for context in (torch.enable_grad, torch.inference_mode):
+        with context():
+            x, between = torch.ones(2), torch.zeros(2)  # low-rank updates take others in between
+            first = once(whole, x, None)
+            once(whole, between, None)
+            assert once(whole, x, None) is first and len(made) == 2
+        once.forget()
+        assert once(whole, x, None) is not first
+        made.clear()
+        once.forget()
+    y = torch.ones(2)
+    first = once(whole, y, None)
+    assert once(whole, y.add_(1), None) is not first
+
+
+def in_inference_mode():
+    engine.init_distributed(tp_size=2)
+    model = engine.shard(bert.build("masked-lm")).eval()
+    batch = bert.batch("masked-lm", 0, model.config)
+    with torch.inference_mode():
+        found = model(**batch).loss.item()
+    return found, model(**batch).loss.item()
+
+
+def test_inference_mode(two):
+    for found, expected in two.run(in_inference_mode):
+        assert found == expected
+
+
+def test_layers_that_split_themselves_are_found_once(monkeypatch):
+    found = []
+    monkeypatch.setattr(tensor, "_self_split", lambda model: found.append(1) or {id(p) for p in model.parameters()})
+    assert tensor.find_plan(toys.build(), None) == {} and len(found) == 1
+
+
 # -- what a rank computes ---------------------------------------------------------------------------------------------
 
 

@@ -224,8 +224,11 @@ class OptimManager:
         assert self._skipped is not None
         others = [o for i, o in enumerate(self.optimizers) if i not in self._norms]
         rest = [p for optimizer in others for p in _parameters(optimizer.param_groups)]
-        # Whatever this rank has of their parameters: a stage of a pipeline may have none, and all meet in the norm.
-        norms = [*self._norms.values(), *([grad_norm(rest)] if others else [])]
+        norms = list(self._norms.values())
+        # All stages of a pipeline meet in this norm: one that has no parameters of an optimizer cannot tell whether it
+        # was clipped.
+        if others or runtime.stages() > 1:
+            norms.append(grad_norm(rest))
         finite = torch.stack([norm.to(self._skipped.device) for norm in norms]).isfinite().all()
         return 1.0 - finite.float()
 

@@ -323,6 +323,25 @@ def continued(sizes, steps, save=None, load=None):
     return losses, {n: toys.whole(p) for n, p in model.named_parameters()}
 
 
+def clipped_apart():
+    """Only one of two optimizers is clipped, and the other has no parameters on one of the stages."""
+    engine.init_distributed(**PP)
+    model = engine.shard(bert.build("masked-lm", **FIELDS))
+    embeddings = [p for n, p in model.named_parameters() if n.startswith("position")]
+    rest = [p for n, p in model.named_parameters() if not n.startswith("position")]
+    manager = engine.optim.OptimManager()
+    for params in (rest, embeddings):
+        manager.add_optimizer(engine.optim.AdamOptimizer([{"params": params}], lr=1e-2))
+    mc.training.accumulate(model, [bert.batch("masked-lm", 0, model.config)])
+    manager.clip_grad_norm(manager.optimizers[0].param_groups, 0.5)
+    manager.step()
+    return len(embeddings), engine.sum_loss(torch.tensor(1.0)).item()  # the next collective of both
+
+
+def test_an_optimizer_may_have_no_parameters_on_a_stage(two):
+    assert two.run(clipped_apart) == [(1, 1.0), (0, 1.0)]
+
+
 def test_training_goes_on_with_other_stages(two, tmp_path):
     losses, expected = continued({}, range(3))
     continued({}, range(2), save=tmp_path / "one")

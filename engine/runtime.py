@@ -152,7 +152,7 @@ def init_distributed(
 def _ranks() -> tuple[int, int, int] | None:
     """(rank, world size, local rank) of a process group that is there, or as a launcher set them; None without both."""
     if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK") or 0)
+        return dist.get_rank(), dist.get_world_size(), _local_rank(dist.get_rank())
     present = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
     if not present:
         return None
@@ -169,6 +169,15 @@ def _ranks() -> tuple[int, int, int] | None:
     if not 0 <= values["RANK"] < values["WORLD_SIZE"]:
         raise ValueError(f"RANK is {values['RANK']}, expected 0 to WORLD_SIZE - 1 = {values['WORLD_SIZE'] - 1}")
     return values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"]
+
+
+def _local_rank(rank_: int) -> int:
+    """That of a process whose group its user made: as a launcher set it, else the GPU it has chosen, or the next."""
+    if text := os.environ.get("LOCAL_RANK"):
+        return int(text)
+    if torch.cuda.is_initialized() and (chosen := torch.cuda.current_device()):
+        return chosen
+    return rank_ % torch.cuda.device_count() if torch.cuda.is_available() else rank_
 
 
 def _choose_device(device: str | torch.device | None, local_rank_: int) -> torch.device:

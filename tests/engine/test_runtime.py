@@ -82,6 +82,25 @@ def test_no_gpu():
         engine.init_distributed(device="cuda")
 
 
+@pytest.mark.parametrize(
+    ("launchers", "gpus", "current", "expected"), [("1", 4, 2, 1), (None, 4, 2, 2), (None, 2, 0, 1), (None, 0, None, 3)]
+)
+def test_the_local_rank_of_a_group_that_its_user_made(monkeypatch, launchers, gpus, current, expected):
+    """By a launcher's variable, or the GPU that the user chose, or the next one; without GPUs it is the rank."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if launchers is not None:
+        monkeypatch.setenv("LOCAL_RANK", launchers)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    with monkeypatch.context() as group:
+        group.setattr(dist, "is_initialized", lambda: True)
+        group.setattr(dist, "get_rank", lambda: 3)
+        group.setattr(dist, "get_world_size", lambda: 4)
+        assert engine.runtime._ranks() == (3, 4, expected)
+
+
 def test_forgetting_init_distributed_under_a_launcher(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -19,6 +20,7 @@ Batch = TypeVar("Batch")
 
 _MORE, _ENDED, _FAILED = 1, 0, -1
 _loops = itertools.count()
+_calls: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 _LOST = re.compile(r"time[d ]*out|connection|broken pipe|peer|nccl", re.IGNORECASE)
 _PATIENCE = 1.0  # seconds that the ranks whose collective failed have to say so
 
@@ -31,8 +33,8 @@ def in_step(batches: Iterable[Batch], uneven: str = "error") -> Iterator[Batch]:
         for batch in engine.in_step(loader):
             ...
 
-    One small message between CPUs each step: nothing waits for a GPU. Without it, a rank that runs out of batches
-    leaves the others in a collective until the timeout.
+    One small message between CPUs each step, for which no GPU waits (unless the process group has NCCL alone). Without
+    it, a rank that runs out of batches leaves the others in a collective until the timeout.
 
     Args:
         uneven: what happens when some ranks have a batch more than others: "error", or "stop": all stop, and the
@@ -84,11 +86,13 @@ def _exchange(have: int, loop: int, step: int) -> list[int]:
     rank, size = runtime.rank(), runtime.world_size()
     store = default_store()
     store.set(f"engine/in_step/{loop}/{rank}", str(step))
-    mine = torch.tensor([have], dtype=torch.int64)
+    mine = torch.tensor([have], dtype=torch.int64, device=runtime.message_device())
     found = [torch.empty_like(mine) for _ in range(size)]
     try:
         dist.all_gather(found, mine)
     except RuntimeError as error:
+        if not _LOST.search(str(error)):
+            raise
         raise RuntimeError(
             f"rank {rank} waited at step {step} of its loop over batches, and not all ranks came: "
             f"{_last_seen(loop, step)}. A rank that raised or was killed says so in its own output; one that hangs is "
@@ -125,21 +129,22 @@ def watched(what: str) -> Iterator[None]:
     Raises:
         RuntimeError: a collective timed out or lost a rank; torch's own error is its cause.
     """
+    number = next(_calls[what])
     try:
         yield
     except RuntimeError as error:
         if runtime.world_size() == 1 or not _LOST.search(str(error)):
             raise
         raise RuntimeError(
-            f"rank {runtime.rank()} was in {what}, and a collective of it did not complete: {_not_waiting(what)}. A "
-            "rank that raised or was killed says so in its own output; one that hangs is shown by `py-spy dump`. "
-            f"torch said: {str(error).strip().splitlines()[0]}"
+            f"rank {runtime.rank()} was in {what}, and a collective of it did not complete: "
+            f"{_not_waiting(what, number)}. A rank that raised or was killed says so in its own output; one that hangs "
+            f"is shown by `py-spy dump`. torch said: {str(error).strip().splitlines()[0]}"
         ) from error
 
 
-def _not_waiting(what: str) -> str:
+def _not_waiting(what: str, number: int) -> str:
     store = default_store()
-    keys = {rank: f"engine/waits in {what}/{rank}" for rank in range(runtime.world_size())}
+    keys = {rank: f"engine/waits in {what}/{number}/{rank}" for rank in range(runtime.world_size())}
     try:
         store.set(keys[runtime.rank()], "")
         deadline = time.monotonic() + _PATIENCE

@@ -1,13 +1,17 @@
 """Loops that fall out of step end on every rank, with the name of the rank that did, within the timeout."""
 
+import itertools
 import os
 import signal
 import time
+from collections import defaultdict
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import engine
+from engine import steps
 from engine.testing import Pool
 
 
@@ -154,3 +158,44 @@ def test_a_rank_that_is_lost_in_accumulate_is_named(how):
 def noted(how):
     text, _ = accumulates(how)
     raise RuntimeError(text)
+
+
+# -- what is said, without ranks --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def first_of_two(monkeypatch):
+    monkeypatch.setattr(steps, "_PATIENCE", 0.0)
+    monkeypatch.setattr(steps.runtime, "world_size", lambda: 2)
+    store = dist.HashStore()
+    monkeypatch.setattr(steps, "default_store", lambda: store)
+    return monkeypatch
+
+
+def test_a_second_failure_does_not_take_the_first_for_its_own(first_of_two):
+    calls = [defaultdict(itertools.count), defaultdict(itertools.count)]
+
+    def lost(rank):
+        first_of_two.setattr(steps, "_calls", calls[rank])
+        first_of_two.setattr(steps.runtime, "rank", lambda: rank)
+        with pytest.raises(RuntimeError) as error, steps.watched("f"):
+            raise RuntimeError("connection closed")
+        return str(error.value)
+
+    assert "rank 0 did not say so" in lost(1)
+    assert "all ranks waited in it" in lost(0)
+    assert "rank 1 did not say so" in lost(0)
+
+
+def test_the_number_of_a_step_travels_where_the_group_can_send_it(first_of_two):
+    first_of_two.setattr(steps.runtime, "message_device", lambda: torch.device("meta"))
+    sent = []
+
+    def all_gather(found, mine):
+        sent.extend([*found, mine])
+        raise RuntimeError("tensors must be dense")
+
+    first_of_two.setattr(steps.dist, "all_gather", all_gather)
+    with pytest.raises(RuntimeError, match="^tensors must be dense"):  # which no other rank is the cause of
+        next(steps.in_step([1]))
+    assert {x.device.type for x in sent} == {"meta"}

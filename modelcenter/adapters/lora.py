@@ -110,9 +110,12 @@ class Lora:
         state = Attached("lora", layout, base_name(model), ranks, scales, self.rank, alpha, self.dropout)
         state.dora, state.rslora, state.trained = self.use_dora, self.use_rslora, trained
         state.required = {clean_name(n): p.requires_grad for n, p in model.named_parameters()}
-        if engine.runtime.current().tp_size > 1 and (self.use_dora or self.dropout):
-            what = "use_dora" if self.use_dora else "lora_dropout"
-            raise ValueError(f"{what}: not with tp_size above 1; leave it out, or use tp_size=1")
+        if engine.runtime.current().tp_size > 1:
+            if self.use_dora or (self.dropout and self.saved is None):
+                what = "use_dora" if self.use_dora else "lora_dropout"
+                raise ValueError(f"{what}: not with tp_size above 1; leave it out, or use tp_size=1")
+            if self.dropout:
+                model.register_forward_pre_hook(_refuse_training)
         spec = model.init_spec()
         config = peft.LoraConfig(
             r=self.rank,
@@ -255,6 +258,16 @@ def merge_lora(model: Model) -> Model:
             _own_magnitude(layer.lora_magnitude_vector[NAME].weight, _rows(layer))
     state.merged = True
     return model
+
+
+def _refuse_training(model: nn.Module, *_: Any) -> None:
+    """A saved adapter's dropout is no obstacle to those who only use it."""
+    if model.training:
+        raise ValueError(
+            "lora_dropout: this adapter has some, which is not there in training with tp_size above 1: call "
+            "model.eval() to use it; to train it, use tp_size=1 or adapter=dataclasses.replace(load_lora(path), "
+            "dropout=0.0)"
+        )
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------

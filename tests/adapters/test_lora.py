@@ -1,5 +1,6 @@
 """LoRA on our models against peft on transformers' models: the same adapter, the same logits."""
 
+import dataclasses
 import json
 import sys
 import warnings
@@ -244,6 +245,22 @@ def test_heads_that_the_ranks_do_not_divide_are_refused_under_an_adapter_too(fam
     model = add_lora(mc.from_config(f"tiny/{family}", **fields), 4)
     with pytest.raises(ValueError, match=rf"^layers\.0\.attn has {heads}=\d, which tp_size=2 does not divide"):
         parallelize(model, mock.Mock(**{"size.return_value": 2}))
+
+
+def test_dropout_is_refused_in_training_alone_under_tensor_parallelism(tmp_path, monkeypatch):
+    base = save_base(tmp_path / "base", "bert", "masked-lm")
+    model = adapted(base, "masked-lm", dropout=0.5)
+    save_adapter(model, tmp_path / "adapter")
+    expected = logits(model.eval(), "masked-lm", "bert")
+    monkeypatch.setattr(engine.runtime.current(), "tp_size", 2)
+    with pytest.raises(ValueError, match="^lora_dropout: not with tp_size above 1; leave it out"):
+        add_lora(mc.from_pretrained(base), dropout=0.5)
+    model = load_lora(tmp_path / "adapter", mc.from_pretrained(base)).eval()
+    assert torch.equal(logits(model, "masked-lm", "bert"), expected)
+    with pytest.raises(ValueError, match="^lora_dropout: this adapter has some.*dataclasses.replace"):
+        model.train()(**inputs("masked-lm", "bert"))
+    without = dataclasses.replace(load_lora(tmp_path / "adapter"), dropout=0.0)
+    mc.from_pretrained(base, adapter=without).train()(**inputs("masked-lm", "bert"))
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ to import than a model of a gigabyte takes to load.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,6 +112,20 @@ def is_first_holder(shard: Any) -> bool:
     return first and ("tp" in (mesh.mesh_dim_names or ()) or runtime.mesh()["tp"].get_local_rank() == 0)
 
 
+def notes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What users noted on the parameters, such as which ones have no weight decay: {name: attributes}."""
+    return {
+        name: {k: v for k, v in vars(parameter).items() if not k.startswith(("_engine", "_fsdp"))}
+        for name, parameter in model.named_parameters()
+    }
+
+
+def keep_notes(model: nn.Module, noted: Mapping[str, dict[str, Any]]) -> None:
+    """Note it on the parameters that took their places."""
+    for name, parameter in model.named_parameters():
+        vars(parameter).update({k: v for k, v in noted.get(name, {}).items() if k not in vars(parameter)})
+
+
 def materialize(model: nn.Module, seed: int = 0, init: bool | Collection[str] = False) -> nn.Module:
     """Give a model built on meta its memory on this rank's device: its shards only, where it is sharded.
 
@@ -132,12 +146,13 @@ def materialize(model: nn.Module, seed: int = 0, init: bool | Collection[str] = 
     _restore_buffers(model, device)
     meta = [clean_name(name) for name, p in model.named_parameters() if p.is_meta]
     if meta:
-        ties = _ties(model)
+        ties, noted = _ties(model), notes(model)
         model._apply(lambda t: _empty(t, device) if t.is_meta else t)
         # _apply made one parameter per place; FSDP keeps the one at the first place.
         for (first, first_name), *others in ties:
             for module, name in others:
                 module._parameters[name] = first._parameters[first_name]
+        keep_notes(model, noted)
     if _any_sharded():
         from engine.parallel.shard import settle
 

@@ -27,7 +27,7 @@ from engine.parallel.stages import absent_names, mark, split_lists
 from engine.parallel.tensor import check_inputs, parallelize
 from engine.precision import Policy
 from engine.recompute import wrap_units_
-from engine.shards import is_sharded, stages_of
+from engine.shards import is_sharded, keep_notes, notes, stages_of
 from engine.torch_compat import shard_of
 
 _levels: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -108,7 +108,7 @@ def lay_over_ranks(
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    before = {name: p for name, p in model.named_parameters()}
+    before, noted = dict(model.named_parameters()), notes(model)
     _split_over_ranks(model, level, tp_plan, chosen if policy.sequence_parallel else None)
     order = [m for m in model.modules() if m in chosen]
     _shard_units(model, order, policy, level, lists, over_stages)
@@ -123,7 +123,7 @@ def lay_over_ranks(
     for method in methods:
         register_fsdp_forward_method(model, method)
         setattr(model, method, calls.counted(getattr(model, method)))
-    _keep_attributes(model, before)
+    keep_notes(model, noted)
     still = set(model.parameters())
     mark_stale({name: p for name, p in before.items() if p not in still})
     cut = functools.partial(_cut_whole_tensors, weakref.ref(model))
@@ -304,14 +304,6 @@ def _sharing_units(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
 def _tensors(model: nn.Module) -> Iterable[torch.Tensor]:
     yield from model.parameters()
     yield from model.buffers()
-
-
-def _keep_attributes(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """What users noted on the parameters, such as which ones have no weight decay, stays on the shards."""
-    for name, parameter in model.named_parameters():
-        if (old := before.get(name)) is not None and old is not parameter:
-            noted = {k: v for k, v in vars(old).items() if not k.startswith(("_engine", "_fsdp"))}
-            vars(parameter).update({k: v for k, v in noted.items() if k not in vars(parameter)})
 
 
 def _cut_whole_tensors(

@@ -163,6 +163,21 @@ def test_what_was_noted_on_parameters_stays(two):
         torch.testing.assert_close(norm, engine.optim.clip_grad_norm_(plain.parameters(), 1e9))
 
 
+def noted_on_meta(shards):
+    with torch.device("meta"):
+        model = toys.Toy(tied=True)
+    for name, parameter in model.named_parameters():
+        parameter.no_decay = name.endswith("bias")
+    engine.materialize(sharded(model=model) if shards else model)
+    return {name: getattr(p, "no_decay", None) for name, p in model.named_parameters()}
+
+
+def test_what_was_noted_on_parameters_of_meta_stays(two):
+    expected = {name: name.endswith("bias") for name, _ in toys.build(tied=True).named_parameters()}
+    assert noted_on_meta(False) == expected
+    assert two.run(noted_on_meta, True) == [expected] * 2
+
+
 class Nothing(toys.Toy):
     """Has parameters without elements, as layers of no width do."""
 

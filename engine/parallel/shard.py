@@ -88,23 +88,22 @@ def lay_over_ranks(
     if runtime.world_size() > 1 and stages_of(model) is None:
         check_ranks(model.named_parameters())
     policy.cast_parameters_(model)
-    lists = _cut_into_stages(model, over_stages) if settings.pp_size > 1 else []
     chosen = _choose_units(model, units)
+    stays_plain = runtime.world_size() == 1 and policy.precision == "fp32"
+    wraps = policy.recompute != "none" or bool(policy.compile)
+    _check_whole(model, chosen, wraps, stays_plain)
+    lists = _pipelined_lists(model) if settings.pp_size > 1 else []
+    if settings.pp_size > 1 and stages_of(model) is None:  # else a call that raised later has cut it
+        _cut_into_stages(model, lists, over_stages)
+        chosen = _choose_units(model, units)
     _policies[model] = policy
-    if policy.recompute != "none" or policy.compile:
-        if not chosen:
-            raise ValueError(
-                f"the policy recomputes or compiles units, but {type(model).__name__} has none that were found: name "
-                "them with units="
-            )
+    if wraps:
         wrap_units_((m for m in model.modules() if m in chosen), policy.recompute, policy.compile)
-    if runtime.world_size() == 1 and policy.precision == "fp32":
+    if stays_plain:
         if settings.device is not None and not any(t.is_meta for t in _tensors(model)):
             model.to(settings.device)
         _note_names(model)
         return model
-    check_units(unit_parameters(model, chosen))
-    check_shards(model)
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -134,15 +133,25 @@ def lay_over_ranks(
     return model
 
 
-def _cut_into_stages(model: nn.Module, over_stages: bool) -> list[nn.ModuleList]:
-    """Leave this rank's stage of the model; the lists that pipeline their blocks themselves."""
-    lists = _pipelined_lists(model)
+def _check_whole(model: nn.Module, chosen: set[nn.Module], wraps: bool, stays_plain: bool) -> None:
+    """Before the model is cut into stages, so that all of them raise and none is cut."""
+    if wraps and not chosen:
+        raise ValueError(
+            f"the policy recomputes or compiles units, but {type(model).__name__} has none that were found: name them "
+            "with units="
+        )
+    if not stays_plain:
+        check_units(unit_parameters(model, chosen))
+        check_shards(model)
+
+
+def _cut_into_stages(model: nn.Module, lists: list[nn.ModuleList], over_stages: bool) -> None:
+    """Leave this rank's stage of the model; ``lists`` pipeline their blocks themselves."""
     if over_stages:
         _check_stages(lists)
         split_lists(model, lists, runtime.mesh())
     else:
         split(model, runtime.mesh(), runtime.current().pp_chunks)
-    return lists
 
 
 def _shard_units(

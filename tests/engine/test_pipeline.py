@@ -323,6 +323,23 @@ def continued(sizes, steps, save=None, load=None):
     return losses, {n: toys.whole(p) for n, p in model.named_parameters()}
 
 
+def sharded_at_the_second_try():
+    engine.init_distributed(**PP)
+    model = bert.build("masked-lm", **FIELDS)
+    hook = model.head.bias.register_post_accumulate_grad_hook(lambda parameter: None)  # of the last stage
+    with pytest.raises(ValueError, match="parameter head.bias has a hook on its gradient"):
+        engine.shard(model)
+    hook.remove()
+    return bert.train(engine.shard(model), ONE_PART), model.num_parameters()
+
+
+def test_a_model_that_was_refused_is_whole(two):
+    model = bert.build("masked-lm", **FIELDS)
+    results = two.run(sharded_at_the_second_try)
+    assert [elements for _, elements in results] == [model.num_parameters()] * 2
+    bert.same(joined([found for found, _ in results]), bert.train(model, ONE_PART))
+
+
 def clipped_apart():
     """Only one of two optimizers is clipped, and the other has no parameters on one of the stages."""
     engine.init_distributed(**PP)

@@ -6,7 +6,7 @@ import os
 import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +15,9 @@ from torch import nn
 from engine import runtime
 from engine.bmtrain.model import broadcast_, lay_out
 from engine.checkpoint.files import from_rank_0, together
-from engine.init import clean_name, write_
+from engine.init import write_
 from engine.parallel.calls import reshard
-from engine.parallel.stages import stages_of, whole_tensor
+from engine.parallel.stages import of_state_dict, stages_of, whole_tensor
 from engine.precision import Policy
 
 
@@ -55,14 +55,13 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     state: OrderedDict[str, torch.Tensor] = OrderedDict()
     collected: dict[int, torch.Tensor] = {}  # a tied tensor is gathered and stored once
     with torch.no_grad():
-        held = dict(_named_tensors(model))
+        held = _named_tensors(model)
         with together("looking at the parameters to write"):
             if lost := next((name for name, tensor in held.items() if tensor.is_meta), None):
                 raise ValueError(f"parameter {lost} is on the meta device, so there is nothing to save")
-        everything = held if (stages := stages_of(model)) is None else stages.whole
-        for name, tensor in ((name, held.get(name, other)) for name, other in everything.items()):
+        for name, (first, tensor) in _everything(model, held).items():
             if id(tensor) not in collected:
-                gathered = whole_tensor(model, held, name)
+                gathered = whole_tensor(model, held, first)
                 whole = tensor.new_empty(0, device="cpu") if gathered is None else gathered.detach()
                 # A thread must not see what later steps write.
                 copied = whole.to("cpu", copy=non_blocking or whole.device.type == "cpu")
@@ -110,7 +109,7 @@ def load(
     with together(f"reading {file_name}"):
         sources, missing, unexpected = _match(model, shapes, file_name, strict)
     lay_out(model, policy, overwritten=set(sources))
-    by_name, home = dict(_named_tensors(model)), runtime.device()
+    by_name, home = _named_tensors(model), runtime.device()
     for name, source in sources.items():
         shape, dtype = shapes[source]
         # Every rank takes part; what is on another stage of a pipeline goes by.
@@ -121,14 +120,17 @@ def load(
     return LoadResult(missing, unexpected)
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The (name, tensor) pairs of ``model.state_dict()``, tied ones under each of their names."""
+def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What this rank holds of ``model.state_dict()``, tied ones under each of their names."""
     reshard(model)
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for members, skipped in ((module._parameters, set()), (module._buffers, module._non_persistent_buffers_set)):
-            for name, tensor in members.items():
-                if tensor is not None and name not in skipped:
-                    yield clean_name(f"{prefix}.{name}" if prefix else name), tensor
+    return dict(of_state_dict(model))
+
+
+def _everything(model: nn.Module, held: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
+    """{name: (name on the stages, tensor)} of the whole model; where stages have different ones, meta tensors."""
+    if (stages := stages_of(model)) is None:
+        return {name: (name, tensor) for name, tensor in held.items()}
+    return {name: (first, held.get(first, stages.whole[first])) for name, first in stages.names.items()}
 
 
 def _match(
@@ -137,8 +139,7 @@ def _match(
     """({name in the model: name in the file}, missing, unexpected); each tensor once."""
     names: dict[int, list[str]] = {}
     tensors = {}
-    stages = stages_of(model)
-    for name, tensor in _named_tensors(model) if stages is None else stages.whole.items():
+    for name, (_, tensor) in _everything(model, _named_tensors(model)).items():
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     sources: dict[str, str] = {}
@@ -147,7 +148,7 @@ def _match(
         found = [alias for alias in aliases if alias in shapes]
         if not found:
             missing += aliases
-            if tensors[key].is_meta and stages is None:
+            if tensors[key].is_meta and stages_of(model) is None:
                 raise ValueError(f"parameter {aliases[0]} is on the meta device and {file_name} does not have it")
             continue
         sources[aliases[0]] = found[0]

@@ -27,6 +27,7 @@ class Stages:
     Attributes:
         rank, size: of the stage.
         whole: {name: meta tensor} of all parameters and persistent buffers of the model, in its order.
+        names: {name: its name in whole} of all that ``state_dict()`` had, in that order: tied ones have several.
         parameters: names of the parameters.
         spread: names of those that the stages have different ones of. copies: names among them that this stage holds
             too but another one owns: the table of a tied head, a position bias that blocks share.
@@ -36,6 +37,8 @@ class Stages:
         self.mesh = mesh
         self.rank, self.size = mesh["pp"].get_local_rank(), mesh["pp"].size()
         self.whole = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in stored(model)}
+        first: dict[int, str] = {}
+        self.names = {name: first.setdefault(id(tensor), name) for name, tensor in of_state_dict(model)}
         self.parameters = [clean_name(name) for name, _ in model.named_parameters()]
         self.spread, self.copies = set(self.whole), set[str]()
         self._names: list[set[str]] = []
@@ -141,6 +144,15 @@ def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield clean_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def of_state_dict(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The (name, tensor) pairs of ``model.state_dict()``, tied ones under each of their names."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for members, skipped in ((module._parameters, set()), (module._buffers, module._non_persistent_buffers_set)):
+            for name, tensor in members.items():
+                if tensor is not None and name not in skipped:
+                    yield clean_name(f"{prefix}.{name}" if prefix else name), tensor
 
 
 def hollow(module: nn.Module) -> None:

@@ -103,6 +103,31 @@ def test_files_do_not_depend_on_the_stages(two, tmp_path):
     toys.assert_same({**joined(loaded), "params": {}}, {**toys.truth(alone, 2), "params": {}})
 
 
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Linear(4, 4)
+        self.layers = bmt.PipelineTransformerBlockList([bmt.Block(torch.nn.Linear(4, 4)) for _ in range(2)])
+        self.head = torch.nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def tied(path):
+    bmt.init_distributed(pipe_size=2)
+    model = Tied()
+    bmt.init_parameters(model)
+    bmt.load(model, path / "one.pt")
+    bmt.save(model, path / "two.pt")
+
+
+def test_tied_parameters_are_in_files_under_each_name(two, tmp_path):
+    torch.save(Tied().state_dict(), tmp_path / "one.pt")
+    two.run(tied, tmp_path)
+    one, other = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
+    assert list(one) == list(other) and "head.weight" in other
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 class Biased(torch.nn.Module):
     """A block with a bias of its batch and one of all batches, both of which are trained outside."""
 

@@ -80,7 +80,7 @@ def load_into(file, level, meta, strict):
     sharded = hasattr(model._modules["embed"]._parameters["weight"], "placements")
     assert model.head._parameters["weight"] is model.embed._parameters["weight"]
     model(torch.tensor([0, 1])).sum().backward()
-    return {n: toys.whole(t) for n, t in store._named_tensors(model)}, tuple(result), sharded
+    return {n: toys.whole(t) for n, t in store._named_tensors(model).items()}, tuple(result), sharded
 
 
 @pytest.mark.parametrize(("level", "meta"), [(3, False), (3, True), (0, False)])

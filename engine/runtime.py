@@ -89,7 +89,8 @@ def init_distributed(
             apart in rank order. pp_size * dp_replicate * cp_size * tp_size divides the number of ranks; ranks that
             differ in pp, cp or tp only are given the same batches (see ``data_rank``).
         device: "cpu", "cuda", "cuda:1" or None: this rank's GPU if there is one, else the CPU.
-        timeout: seconds (or timedelta) until ranks that do not meet, or a collective that does not end, raise.
+        timeout: seconds (or timedelta) until ranks that do not meet, or a collective that does not end, raise; also of
+            a process group that is there already.
         num_micro_batches: parts into which a ``PipelineTransformerBlockList`` cuts a batch; None: pp_size.
             ``engine.accumulate`` is given microbatches, and needs no number.
         pp_chunks: parts of the model that each stage has: 1, or more for the interleaved schedule, which waits less and

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import functools
 import operator
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -213,9 +212,11 @@ def sums_are_only_viewed(unit: FSDPModule, dtype: torch.dtype) -> bool:
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Let collectives of ``group`` that begin from now on raise after so many seconds."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # by no pretended group
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
+        if hasattr(backend, "_set_default_timeout"):  # no pretended group does
+            backend._set_default_timeout(datetime.timedelta(seconds=seconds))
 
 
 def default_store() -> dist.Store:

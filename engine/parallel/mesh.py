@@ -53,39 +53,43 @@ def data_mesh(mesh: DeviceMesh, zero_level: int, over_stages: bool = False) -> D
 
 
 _meshes: dict[tuple[str, tuple[int, ...]], DeviceMesh] = {}
+_groups: list[dist.ProcessGroup] = []  # whose collectives raise after the timeout
 _made_in: dist.ProcessGroup | None = None
 _inherited: list[object] = []
 
 
 def _build(device_type: str, sizes: tuple[int, ...], group: dist.ProcessGroup | None) -> DeviceMesh:
-    # A mesh lives as long as the process group it was made in.
+    # A mesh, and any group, lives as long as the process group it was made in.
     global _made_in
     if _made_in is not group:
         _meshes.clear()
+        _groups.clear()
         _made_in = group
     if (device_type, sizes) not in _meshes:
         mesh = _meshes[device_type, sizes] = init_device_mesh(device_type, sizes, mesh_dim_names=DIMS)
-        _limit(mesh, runtime.current().timeout)
+        for name in DIMS:
+            limited(mesh.get_group(name))
     return _meshes[device_type, sizes]
 
 
 def limit_waiting(seconds: float) -> None:
-    """Let collectives of the groups that the meshes made so far have of their own raise after so many seconds."""
-    for mesh in _meshes.values():
-        _limit(mesh, seconds)
+    """Let collectives of all ranks, and of the groups made so far, raise after so many seconds."""
+    for group in (dist.group.WORLD, *_groups):
+        set_timeout(group, seconds)
 
 
-def _limit(mesh: DeviceMesh, seconds: float) -> None:
-    for name in DIMS:
-        if (group := mesh.get_group(name)) is not dist.group.WORLD:
-            set_timeout(group, seconds)  # torch gives them 30 minutes
+def limited(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """``group``, whose collectives raise after the timeout of ``init_distributed``, also of a later call."""
+    _groups.append(group)
+    set_timeout(group, runtime.current().timeout)  # torch gives those of a mesh 30 minutes
+    return group
 
 
 def _set_aside() -> None:
     """A forked process has the groups of its parent without their threads, for which their end would wait for ever."""
-    global _meshes, _made_in
-    _inherited.append((_meshes, _made_in))
-    _meshes, _made_in = {}, None
+    global _meshes, _groups, _made_in
+    _inherited.append((_meshes, _groups, _made_in))
+    _meshes, _groups, _made_in = {}, [], None
 
 
 os.register_at_fork(after_in_child=_set_aside)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 from collections import deque
 from typing import Any
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from engine import runtime
+from engine.parallel.mesh import limited
 
 
 class Neighbours:
@@ -84,6 +83,5 @@ def group_of(mesh: DeviceMesh, world: dist.ProcessGroup, stages: tuple[int, ...]
 
 
 def _line_group(lines: list[list[int]]) -> Any:
-    timeout = datetime.timedelta(seconds=runtime.current().timeout)
-    mine, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
-    return mine
+    mine, _ = dist.new_subgroups_by_enumeration(lines)
+    return None if mine is None else limited(mine)

@@ -1,5 +1,6 @@
 """Starting, meeting, seeds and the small collectives."""
 
+import functools
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from nodes import free_port
 
 import engine
+from engine.parallel.neighbours import Neighbours
 from engine.testing import run
 
 ROOT = str(Path(__file__).parents[2])
@@ -169,18 +171,26 @@ def again():
     return shapes
 
 
-def limits(timeout):
-    engine.init_distributed(timeout=timeout)
-    groups = [engine.runtime.mesh().get_group(name) for name in ("pp", "dp_replicate", "dp_shard", "tp")]
-    seconds = [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
-    return seconds, groups[2] is dist.group.WORLD
+def limits(timeout, **sizes):
+    engine.init_distributed(timeout=timeout, **sizes)
+    mesh = engine.runtime.mesh()
+    groups = [dist.group.WORLD, *(mesh.get_group(name) for name in ("pp", "dp_replicate", "dp_shard", "tp"))]
+    if sizes:
+        groups += Neighbours(mesh)._channels
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return {getattr(b, "wrapped_pg", b).options._timeout.total_seconds() for b in backends}
 
 
-def test_each_group_of_the_mesh_has_the_timeout(two):
-    """The one that holds all ranks has that of the first call."""
-    for timeout in (20, 30):
-        for found in two.run(limits, timeout):
-            assert found == ([timeout, timeout, 60, timeout], True)
+def test_each_group_has_the_timeout_of_the_last_call(two):
+    for sizes in ({}, {"pp_size": 2}):
+        for timeout in (20, 30):
+            assert two.run(functools.partial(limits, **sizes), timeout) == [{timeout}] * 2
+
+
+@pytest.mark.full
+def test_so_they_have_where_torch_checks_each_collective(monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    assert run(limits, 2, 30) == [{30}] * 2
 
 
 def waits_for_a_part():

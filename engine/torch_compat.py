@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -155,6 +155,18 @@ def record_of_a_shard(model: torch.nn.Module) -> Any:
 def make_root(model: FSDPModule) -> None:
     """Let FSDP take ``model`` for the outermost module, which otherwise is the first one to be called."""
     model._get_fsdp_state()._lazy_init()
+
+
+def before_backward(unit: FSDPModule, check: Callable[[], None]) -> None:
+    """Call ``check`` whenever a backward comes to ``unit``, before FSDP does anything for it."""
+    state = unit._get_fsdp_state()
+    theirs = state._pre_backward
+
+    def pre_backward(gradient: torch.Tensor) -> torch.Tensor:
+        check()
+        return theirs(gradient)
+
+    vars(state)["_pre_backward"] = pre_backward
 
 
 def backward_was_left(root: FSDPModule) -> bool:

@@ -22,6 +22,7 @@ from engine.parallel.checks import check_hooks
 from engine.parallel.exchange import Exchange
 from engine.torch_compat import (
     backward_was_left,
+    before_backward,
     drop_pass,
     gathered_parameters,
     in_backward,
@@ -62,8 +63,10 @@ class Calls:
         model.register_forward_pre_hook(self.enter, prepend=True)
         model.register_forward_hook(self.leave, always_call=True)
         for unit in model.modules():
-            if isinstance(unit, FSDPModule) and unit is not model:
-                unit.register_forward_pre_hook(self._enter_unit, prepend=True)
+            if isinstance(unit, FSDPModule):
+                before_backward(unit, _refuse_create_graph)
+                if unit is not model:
+                    unit.register_forward_pre_hook(self._enter_unit, prepend=True)
         mark_sharded(model, gathered_parameters)
         _reshard_at_steps()
 
@@ -137,6 +140,15 @@ class Calls:
             self._record, self._dtype = record, record.sharded_param.dtype
         if torch.is_inference_mode_enabled():
             _gather_once(model)
+
+
+def _refuse_create_graph() -> None:
+    """FSDP frees and rewrites the gathered parameters that a second backward would read: it would end the process."""
+    if torch.is_grad_enabled():  # in a backward, only with create_graph
+        raise ValueError(
+            "create_graph=True: a sharded model has no second derivatives (as of a gradient penalty). Take them of a "
+            "model that is not sharded, or leave create_graph out"
+        )
 
 
 @torch.inference_mode(False)

@@ -74,7 +74,9 @@ def _build(device_type: str, sizes: tuple[int, ...], group: dist.ProcessGroup | 
 
 def limit_waiting(seconds: float) -> None:
     """Let collectives of all ranks, and of the groups made so far, raise after so many seconds."""
-    for group in (dist.group.WORLD, *_groups):
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    for group in (everyone, *_groups):
         set_timeout(group, seconds)
 
 

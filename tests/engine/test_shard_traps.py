@@ -163,6 +163,27 @@ def test_what_was_noted_on_parameters_stays(two):
         torch.testing.assert_close(norm, engine.optim.clip_grad_norm_(plain.parameters(), 1e9))
 
 
+def second_derivative(of):
+    model = sharded(3)
+    states = []
+    model.layers[0].register_forward_hook(lambda module, args, output: states.append(output))
+    out = model(IDS)
+    with pytest.raises(ValueError, match="create_graph=True: a sharded model has no second derivatives"):
+        torch.autograd.grad((out if of == "output" else states[0].clone()).square().mean(), states, create_graph=True)
+    model.zero_grad()
+    model(IDS).square().mean().backward()
+    return {name: toys.whole(p.grad) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("of", ["output", pytest.param("hidden states", marks=pytest.mark.full)])
+def test_second_derivatives_are_refused(two, of):
+    plain = toys.build()
+    plain(IDS).square().mean().backward()
+    for found in two.run(second_derivative, of):
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
+
+
 def noted_on_meta(shards):
     with torch.device("meta"):
         model = toys.Toy(tied=True)

@@ -34,12 +34,14 @@ def leave_to_eager() -> None:
 
 
 from engine.ops.activation import gelu_tanh  # noqa: E402
+from engine.ops.lookup import Embedding, embedding  # noqa: E402
 from engine.ops.masks import Draws, draws_of, dropout, dropout_add, dropout_key, dropout_rows, fresh_key  # noqa: E402
 from engine.ops.norm import rms_norm  # noqa: E402
 from engine.ops.products import linear, matmul, matmul_nt, onednn_linear  # noqa: E402
 from engine.ops.softmax import cross_entropy_  # noqa: E402
 
 __all__ = [
-    "Draws", "cross_entropy_", "draws_of", "dropout", "dropout_add", "dropout_key", "dropout_rows", "eager",
-    "fresh_key", "gelu_tanh", "leave_to_eager", "linear", "matmul", "matmul_nt", "onednn_linear", "rms_norm",
+    "Draws", "Embedding", "cross_entropy_", "draws_of", "dropout", "dropout_add", "dropout_key", "dropout_rows",
+    "eager", "embedding", "fresh_key", "gelu_tanh", "leave_to_eager", "linear", "matmul", "matmul_nt", "onednn_linear",
+    "rms_norm",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from engine.ops.lookup import Embedding
 from engine.ops.once import once_differentiable
 from engine.parallel.parts import send_parts
 from engine.torch_compat import shard_of
@@ -43,8 +44,10 @@ def spread_tables(
     for _, parameter in model.named_parameters(remove_duplicate=False):
         places[parameter] = places.get(parameter, 0) + 1
     for table in tables:
-        # What is derived from nn.Embedding, or tied, is used in ways that are not known here.
-        if type(table) is not nn.Embedding or "forward" in vars(table) or places[table.weight] > 1 or table in units:
+        # What is derived from these, or tied, is used in ways that are not known here.
+        if type(table) not in (nn.Embedding, Embedding) or "forward" in vars(table):
+            continue
+        if places[table.weight] > 1 or table in units:
             continue
         if table.weight.nbytes < TABLE_BYTES * mesh.size() or table.max_norm is not None or table.scale_grad_by_freq:
             continue

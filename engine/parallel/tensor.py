@@ -13,14 +13,13 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from engine import runtime
 from engine.init import clean_name
-from engine.ops import linear
+from engine.ops import embedding, linear
 from engine.parallel import functional as f
 from engine.torch_compat import all_gather_flat, assert_on_device, local_box, local_tensor
 
@@ -121,7 +120,7 @@ class _Vocab(_Layer):
         padding = None if self.padding_idx is None else self.padding_idx - self._first
         if padding is not None and not 0 <= padding < weight.shape[0]:
             padding = None
-        out = F.embedding(own.masked_fill(outside, 0), weight, padding).masked_fill(outside[..., None], 0.0)
+        out = embedding(own.masked_fill(outside, 0), weight, padding).masked_fill(outside[..., None], 0.0)
         return f.reduce_from(out, self._tensors.group)
 
 

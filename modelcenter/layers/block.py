@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from modelcenter.layers.attention import CrossAttention
 from modelcenter.layers.dropout import Dropout
+from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 
 
@@ -32,13 +33,13 @@ class PostNormBlock(nn.Module):
     ):
         super().__init__()
         self.attn = attn
-        self.attn_norm = nn.LayerNorm(hidden_size, norm_eps)
+        self.attn_norm = LayerNorm(hidden_size, norm_eps)
         self.cross = cross
         if cross is not None:
-            self.cross_norm = nn.LayerNorm(hidden_size, norm_eps)
+            self.cross_norm = LayerNorm(hidden_size, norm_eps)
             self.cross_dropout = Dropout(dropout)
         self.mlp = mlp
-        self.mlp_norm = nn.LayerNorm(hidden_size, norm_eps)
+        self.mlp_norm = LayerNorm(hidden_size, norm_eps)
         self.attn_dropout, self.mlp_dropout = Dropout(dropout), Dropout(dropout)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
@@ -55,7 +56,7 @@ class PostNormBlock(nn.Module):
 class PreNormBlock(nn.Module):
     """x + attn(norm(x)), then x + mlp(norm(x)), as GPT-2 and most since. x: (T, hidden_size) -> the same.
 
-    `norm` makes the norms: `lambda: nn.LayerNorm(hidden_size, eps)`. With `cross`, a decoder's attention to an encoder
+    `norm` makes the norms: `lambda: LayerNorm(hidden_size, eps)`. With `cross`, a decoder's attention to an encoder
     stands between the two, left out where there is none to attend to. `scale` multiplies what is added to x.
     """
 

@@ -16,6 +16,7 @@ from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.host import on_host, to_device
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS
+from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 
 Batch = Mapping[str, Any]
@@ -332,7 +333,7 @@ class MaskedLM(VocabularyHead):
         super().__init__()
         self.activation = ACTIVATIONS[activation]
         self.dense = Linear(hidden_size, hidden_size)
-        self.norm = nn.LayerNorm(hidden_size, norm_eps)
+        self.norm = LayerNorm(hidden_size, norm_eps)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=0.02))
 

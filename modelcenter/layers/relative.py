@@ -45,4 +45,5 @@ class RelativeBias(nn.Module):
         n = max(-(-longest // _ROOM), 1) * _ROOM
         if self._made is None or self._made[0] != n or self._made[1].device != device:
             self._made = n, self.buckets(torch.arange(1 - n, n, device=device))
-        return self.weight.t().index_select(1, self._made[1])
+        # The gradients of a bucket are added up in fp32.
+        return self.weight.float().t().index_select(1, self._made[1]).to(self.weight.dtype)

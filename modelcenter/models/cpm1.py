@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from engine.ops import Embedding
 from modelcenter.layers.marks import Marks
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
@@ -44,7 +45,7 @@ class CPM1(CPM):
     def __init__(self, config: CPM1Config, task: str = "base"):
         super().__init__(config, task)
         c = config
-        self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed = Embedding(c.vocab_size, c.hidden_size)
         self.relative = RelativeBias(c.num_buckets, c.num_heads, c.max_distance, bidirectional=True)
         self.layers = self.make_layers(c.length_scale, causal=True, scale=None if c.attn_scale else 1.0)
         self.final_norm = RMSNorm(c.hidden_size, c.norm_eps)

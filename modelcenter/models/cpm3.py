@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from engine.ops import Embedding
 from modelcenter.layers.marks import Marks, SegmentBias
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
@@ -46,8 +47,8 @@ class CPM3(CPM):
         super().__init__(config, task)
         c = config
         self.prefix_tokens = c.prompt_length
-        self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.prompt = nn.Embedding(c.prompt_types * c.prompt_length, c.hidden_size)
+        self.embed = Embedding(c.vocab_size, c.hidden_size)
+        self.prompt = Embedding(c.prompt_types * c.prompt_length, c.hidden_size)
         self.relative = SegmentBias(c.num_buckets, c.num_heads, c.max_distance, c.segment_types)
         self.layers = self.make_layers(c.length_scale, scale=None if c.attn_scale else 1.0)
         self.final_norm = RMSNorm(c.hidden_size, c.norm_eps)

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from engine.ops import Embedding
 from modelcenter.layers.heads import CausalLM
 from modelcenter.layers.host import on_host
 from modelcenter.layers.marks import Marks, SegmentBias
@@ -51,8 +52,8 @@ class CPMAnt(CPM):
         super().__init__(config, task)
         c, width = config, config.hidden_size
         self.prefix_tokens = c.prompt_length
-        self.embed = nn.Embedding(c.vocab_size + c.prompt_types * c.prompt_length, width)
-        self.segment = nn.Embedding(c.segment_types, width)
+        self.embed = Embedding(c.vocab_size + c.prompt_types * c.prompt_length, width)
+        self.segment = Embedding(c.segment_types, width)
         self.relative = SegmentBias(c.num_buckets, c.num_heads, c.max_distance, c.segment_types)
         self.layers = self.make_layers(scaled=False)
         self.final_norm = RMSNorm(width, c.norm_eps)

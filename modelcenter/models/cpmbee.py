@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from engine.ops import Embedding
 from modelcenter.layers.cache import KVCache
 from modelcenter.layers.marks import RelatedMarks, RelationBias
 from modelcenter.layers.norm import RMSNorm
@@ -64,7 +65,7 @@ class CPMBee(CPM):
     def __init__(self, config: CPMBeeConfig, task: str = "base"):
         super().__init__(config, task)
         c = config
-        self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed = Embedding(c.vocab_size, c.hidden_size)
         self.turned = Turned(c.hidden_size)
         self.relative = RelationBias(c.num_buckets, c.num_heads, c.max_distance, c.num_relations)
         self.layers = self.make_layers(scaled=True, shrink=SHRINK)

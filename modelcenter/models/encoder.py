@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from engine.ops import Embedding
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import CrossAttention, SelfAttention
 from modelcenter.layers.block import PostNormBlock
@@ -22,6 +23,7 @@ from modelcenter.layers.heads import (
 )
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
+from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch, Model
 from modelcenter.models.choices import choices_of, merged
@@ -99,10 +101,10 @@ class Encoder(Crossing):
     def __init__(self, config: EncoderConfig, task: str = "base"):
         super().__init__(config, task)
         c, width = config, config.hidden_size
-        self.embed = nn.Embedding(c.vocab_size, width, padding_idx=c.pad_token_id)
-        self.position = nn.Embedding(c.max_positions, width)
-        self.token_type = nn.Embedding(c.type_vocab_size, width)
-        self.embed_norm = nn.LayerNorm(width, c.norm_eps)
+        self.embed = Embedding(c.vocab_size, width, padding_idx=c.pad_token_id)
+        self.position = Embedding(c.max_positions, width)
+        self.token_type = Embedding(c.type_vocab_size, width)
+        self.embed_norm = LayerNorm(width, c.norm_eps)
         self.embed_dropout = Dropout(c.dropout)
         self.layers = nn.ModuleList(
             PostNormBlock(

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from engine.ops import Embedding
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import CrossAttention, SelfAttention
 from modelcenter.layers.block import PreNormBlock
@@ -13,6 +14,7 @@ from modelcenter.layers.cache import KVCache
 from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.heads import CausalLM
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
+from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch, Model
 from modelcenter.models.crossing import INPUTS, Crossing
@@ -82,14 +84,14 @@ class GPT2(Crossing, Decoder):
     def __init__(self, config: GPT2Config, task: str = "base"):
         super().__init__(config, task)
         c, width = config, config.hidden_size
-        self.embed = nn.Embedding(c.vocab_size, width)
-        self.position = nn.Embedding(c.max_positions, width)
+        self.embed = Embedding(c.vocab_size, width)
+        self.position = Embedding(c.max_positions, width)
         self.embed_dropout = Dropout(c.embedding_dropout)
         self.layers = nn.ModuleList(
             PreNormBlock(
                 SelfAttention(width, c.num_heads, c.attention_dropout, causal=True, scale=c.attention_scale(i)),
                 MLP(width, c.intermediate_size or 4 * width, c.hidden_act),
-                lambda: nn.LayerNorm(width, c.norm_eps),
+                lambda: LayerNorm(width, c.norm_eps),
                 c.dropout,
                 CrossAttention(width, c.num_heads, c.attention_dropout, scale=c.attention_scale(i))
                 if c.cross_attention
@@ -97,7 +99,7 @@ class GPT2(Crossing, Decoder):
             )
             for i in range(c.num_layers)
         )
-        self.final_norm = nn.LayerNorm(width, c.norm_eps)
+        self.final_norm = LayerNorm(width, c.norm_eps)
         self.head = self.make_head(task, 0.1 if c.classifier_dropout is None else c.classifier_dropout)
 
     def make_head(self, task: str, *args: Any, **kwargs: Any) -> nn.Module | None:

@@ -5,11 +5,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from engine.ops import Embedding
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import ParallelBlock, PreNormBlock
 from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
+from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary
 from modelcenter.models.base import Batch
@@ -67,11 +69,11 @@ class GPTNeoX(Decoder):
 
     def __init__(self, config: GPTNeoXConfig, task: str = "base"):
         super().__init__(config, task)
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.embed_dropout = Dropout(config.dropout)
         self.rotary = Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling, config.max_positions)
         self.layers = nn.ModuleList(self._block(config) for _ in range(config.num_layers))
-        self.final_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self.final_norm = LayerNorm(config.hidden_size, config.norm_eps)
         self.head = self.make_head(task, config.classifier_dropout)
 
     @staticmethod
@@ -80,7 +82,7 @@ class GPTNeoX(Decoder):
         mlp = MLP(c.hidden_size, c.intermediate_size, c.hidden_act)
 
         def norm() -> nn.Module:
-            return nn.LayerNorm(c.hidden_size, c.norm_eps)
+            return LayerNorm(c.hidden_size, c.norm_eps)
 
         if c.parallel_residual:
             return ParallelBlock(attn, mlp, norm, c.dropout, mlp_norm=True)

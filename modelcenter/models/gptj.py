@@ -5,11 +5,13 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from engine.ops import Embedding
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import ParallelBlock
 from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
+from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary
 from modelcenter.models.base import Batch
@@ -61,19 +63,19 @@ class GPTJ(Decoder):
     def __init__(self, config: GPTJConfig, task: str = "base"):
         super().__init__(config, task)
         c, width = config, config.hidden_size
-        self.embed = nn.Embedding(c.vocab_size, width)
+        self.embed = Embedding(c.vocab_size, width)
         self.embed_dropout = Dropout(c.embedding_dropout)
         self.rotary = Rotary(c.rotary_dim, THETA)
         self.layers = nn.ModuleList(
             ParallelBlock(
                 SelfAttention(width, c.num_heads, c.attention_dropout, bias=False, causal=True, interleaved=True),
                 MLP(width, c.intermediate_size or 4 * width, c.hidden_act),
-                lambda: nn.LayerNorm(width, c.norm_eps),
+                lambda: LayerNorm(width, c.norm_eps),
                 c.dropout,
             )
             for _ in range(c.num_layers)
         )
-        self.final_norm = nn.LayerNorm(width, c.norm_eps)
+        self.final_norm = LayerNorm(width, c.norm_eps)
         self.head = self.make_head(task)
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from engine.ops import Embedding
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import PreNormBlock
@@ -80,7 +81,7 @@ class LlamaBody(Decoder):
         super().__init__(config, task)
         c, width = config, config.hidden_size
         assert c.head_dim is not None
-        self.embed = nn.Embedding(c.vocab_size, width, padding_idx=c.pad_token_id)
+        self.embed = Embedding(c.vocab_size, width, padding_idx=c.pad_token_id)
         self.rotary = Rotary(self.rotary_dim, c.rope_theta, c.rope_scaling, c.max_positions)
         self.layers = nn.ModuleList(
             PreNormBlock(

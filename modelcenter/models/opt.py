@@ -5,11 +5,13 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from engine.ops import Embedding
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import PostNormBlock, PreNormBlock
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
+from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch
 from modelcenter.models.decoder import Decoder
@@ -66,13 +68,13 @@ class OPT(Decoder):
         super().__init__(config, task)
         c, width = config, config.hidden_size
         narrow = c.embedding_size or width
-        self.embed = nn.Embedding(c.vocab_size, narrow, padding_idx=c.pad_token_id)
-        self.position = nn.Embedding(c.max_positions + OFFSET, width)
+        self.embed = Embedding(c.vocab_size, narrow, padding_idx=c.pad_token_id)
+        self.position = Embedding(c.max_positions + OFFSET, width)
         projected = narrow != width
         self.project_in = Linear(narrow, width, bias=False) if projected else None
         self.layers = nn.ModuleList(self._block(c) for _ in range(c.num_layers))
         normed = c.pre_norm and not c.remove_final_norm
-        self.final_norm = nn.LayerNorm(width, NORM_EPS) if normed else nn.Identity()
+        self.final_norm = LayerNorm(width, NORM_EPS) if normed else nn.Identity()
         self.project_out = Linear(width, narrow, bias=False) if projected else None
         self.head = self.make_head(task, width=narrow)
 
@@ -81,7 +83,7 @@ class OPT(Decoder):
         attn = SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, bias=c.bias, causal=True)
         mlp = MLP(c.hidden_size, c.intermediate_size, c.hidden_act, c.bias)
         if c.pre_norm:
-            return PreNormBlock(attn, mlp, lambda: nn.LayerNorm(c.hidden_size, NORM_EPS), c.dropout)
+            return PreNormBlock(attn, mlp, lambda: LayerNorm(c.hidden_size, NORM_EPS), c.dropout)
         return PostNormBlock(attn, mlp, c.hidden_size, NORM_EPS, c.dropout)
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:

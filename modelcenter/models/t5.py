@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from engine.ops import Embedding
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import CrossAttention, SelfAttention
 from modelcenter.layers.block import PreNormBlock
@@ -101,7 +102,7 @@ class T5(EncoderDecoder):
         super().__init__(config, task)
         c, width = config, config.hidden_size
         assert c.num_decoder_layers is not None
-        self.embed = nn.Embedding(c.vocab_size, width)
+        self.embed = Embedding(c.vocab_size, width)
         self.encoder = self._side(c.num_layers, decodes=False)
         self.decoder = None if task in ENCODER_TASKS else self._side(c.num_decoder_layers, decodes=True)
         self.head = self.make_head(task, c.classifier_dropout, width**-0.5 if c.scale_decoder_outputs else 1.0)

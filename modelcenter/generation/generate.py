@@ -85,12 +85,13 @@ def generate(
         raise ValueError(f"input_ids: got {type(input_ids).__name__}, expected a tensor of shape (batch, seq){hint}")
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected (batch, seq), none of them 0")
-    tensors = ("model", "input_ids", "attention_mask", "token_inputs", "other_inputs", "banned", "more")
-    given = {k: v for k, v in locals().items() if k not in (*tensors, "tensors")}
-    token_inputs = {**(token_inputs or {}), **_inputs_of_tokens(model, more)}
+    apart = ("model", "input_ids", "attention_mask", "token_inputs", "other_inputs", "banned", "more")
+    given = {k: v for k, v in locals().items() if k not in (*apart, "apart")}
+    token_inputs = _inputs_of_tokens(model, {**(token_inputs or {}), **more})
     config = model.config
     _say_what_is_left(_settings_of_file(model.generation_config, given))
-    s = Settings.make(given, {**config_tokens(config), **model.generation_config}, config.vocab_size)
+    encodes = bool(getattr(model, "is_encoder_decoder", False))
+    s = Settings.make(given, {**config_tokens(config), **model.generation_config}, config.vocab_size, encodes)
     if attention_mask is None and s.marks_padding:
         attention_mask = unpadded(input_ids, s.pad)
     stop = StopStrings(stop_strings, tokenizer)
@@ -122,6 +123,8 @@ def generate(
 _log = logging.getLogger(__name__)
 # Arguments of transformers' generate that have another name here.
 _INSTEAD = {
+    "position_ids": "a prompt is counted from its first token, wherever its padding stands",
+    "decoder_input_ids": "a decoder begins with the checkpoint's decoder_start_token_id",
     "max_length": "max_new_tokens says how many tokens come beside the prompt",
     "generation_config": "its settings are arguments here",
     "inputs": "the prompts are input_ids",
@@ -129,6 +132,11 @@ _INSTEAD = {
     "bad_words_ids": "`banned` are tokens that a row does not get",
     "suppress_tokens": "`banned` are tokens that a row does not get",
 }
+# Inputs of forward that `generate` works out itself, or that are not of a prompt's tokens.
+_NOT_OF_TOKENS = {
+    "labels", "inputs_embeds", "position_ids", "cu_seqlens", "num_items_in_batch", "num_choices", "next_sentence_label",
+    "start_positions", "end_positions",
+}  # fmt: skip
 # Settings of a generation_config.json that change a greedy text, with the values at which they do not.
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "length_penalty": (1.0,), "early_stopping": (False,),
@@ -139,10 +147,11 @@ _NO_EFFECT: dict[str, tuple[Any, ...]] = {
 
 
 def _inputs_of_tokens(model: Any, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs of the model's forward among the arguments that have no parameter of their own."""
+    """Arguments that have no parameter of their own: what the model's forward takes of each token of the prompts."""
     known = inspect.signature(model.forward).parameters
     for name, value in more.items():
-        if not isinstance(value, Tensor) or name not in known or name in ("labels", "inputs_embeds"):
+        of_tokens = name not in _NOT_OF_TOKENS and not name.startswith(("decoder_", "encoder_"))
+        if not isinstance(value, Tensor) or name not in known or not of_tokens:
             _refuse(model, name)
     return dict(more)
 
@@ -151,7 +160,9 @@ def _refuse(model: Any, name: str) -> NoReturn:
     names = [known for known in inspect.signature(generate).parameters if known not in ("model", "more")]
     close = difflib.get_close_matches(name, names, 1)
     meant = _INSTEAD.get(name) or (f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}")
-    raise ValueError(f"{name}: neither an argument of generate nor an input of {type(model).__name__}; {meant}")
+    raise ValueError(
+        f"{name}: neither an argument of generate nor what {type(model).__name__} takes of a token; {meant}"
+    )
 
 
 def _settings_of_file(settings: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, ...]:

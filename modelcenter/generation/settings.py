@@ -1,6 +1,6 @@
 """What `generate` is asked for."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -35,11 +35,18 @@ def _ids(value: Any, name: str, vocab_size: int) -> list[int]:
     return ids
 
 
-def _start(name: str, value: Any, vocab_size: int) -> int:
-    """The token that a decoder begins with. Raises ValueError: it is not one token of the vocabulary."""
-    ids = _ids(value, f"{name} of the checkpoint's generation_config.json or config.json", vocab_size)
+def _start(defaults: Mapping[str, Any], pads: Sequence[int], vocab_size: int) -> int | None:
+    """The token that a decoder begins with: what the checkpoint names first, else the padding token; None: it names
+    neither. Raises ValueError: it is not one token of the vocabulary."""
+    names = ("decoder_start_token_id", "bos_token_id")
+    name = next((name for name in names if defaults.get(name) is not None), None)
+    if name is None:
+        return pads[0] if pads else None
+    ids = _ids(defaults[name], f"{name} of the checkpoint's generation_config.json or config.json", vocab_size)
     if len(ids) != 1:
-        raise ValueError(f"{name} of the checkpoint: got {value!r}, expected one token, with which every row begins")
+        raise ValueError(
+            f"{name} of the checkpoint: got {defaults[name]!r}, expected one token, with which every row begins"
+        )
     return ids[0]
 
 
@@ -64,8 +71,11 @@ class Settings:
     early_stopping: bool | str
 
     @classmethod
-    def make(cls, given: Mapping[str, Any], defaults: Mapping[str, Any], vocab_size: int) -> "Settings":
-        """Check what the caller gave; `defaults` hold the checkpoint's token numbers.
+    def make(
+        cls, given: Mapping[str, Any], defaults: Mapping[str, Any], vocab_size: int, encodes: bool = False
+    ) -> "Settings":
+        """Check what the caller gave; `defaults` hold the checkpoint's token numbers. encodes: it is for an
+        encoder-decoder, which begins with a token of its own.
 
         Raises:
             ValueError: a value out of range, naming it, what came and what was expected.
@@ -86,7 +96,8 @@ class Settings:
 
         def switch(name: str, *others: str) -> bool | str:
             good = isinstance(given[name], bool) or given[name] in others
-            return check(name, good, " or ".join(("True", "False", *map(repr, others))))
+            *most, last = ("True", "False", *map(repr, others))
+            return check(name, good, f"{', '.join(most)} or {last}")
 
         beams, several = whole("num_beams", 1), whole("num_return_sequences", 1)
         if several > beams and (beams > 1 or not given["do_sample"]):
@@ -106,8 +117,6 @@ class Settings:
             return [token for token in held if 0 <= token < vocab_size]
 
         ends, pads = tuple(tokens("eos_token_id")), tokens("pad_token_id")
-        of_file = {name: defaults.get(name) for name in ("decoder_start_token_id", "bos_token_id")}
-        starts = [_start(name, value, vocab_size) for name, value in of_file.items() if value is not None]
         return cls(
             max_new_tokens=whole("max_new_tokens", 1),
             num_beams=beams,
@@ -122,6 +131,6 @@ class Settings:
             eos=ends,
             pad=pads[0] if pads else ends[0] if ends else 0,
             marks_padding=bool(pads) and pads[0] not in ends,
-            start=(*starts, *pads, None)[0],
+            start=_start(defaults, pads, vocab_size) if encodes else None,
             early_stopping=switch("early_stopping", "never"),
         )

@@ -90,7 +90,7 @@ class State:
             self.of_last[name] = batch[name][0, ends[1:].long() - 1, None]
         if self.pipeline is not None and (self.others or self.of_last):
             raise ValueError("token_inputs, other_inputs: not with a pipeline; load the model with pp_size=1")
-        self.cache = KVCache(min(most, longest + _RESERVE))
+        self.cache = KVCache(min(most, longest + _RESERVE), most)
         self.tokens, self.came = input_ids, to_the_right(input_ids, kept)
         if self.encodes:
             if s.start is None:

@@ -21,10 +21,10 @@ class KVCache:
         lengths: tokens of each sequence so far, on the host.
     """
 
-    def __init__(self, capacity: int = 0):
-        """`capacity`: tokens per sequence to reserve room for; it grows as needed."""
+    def __init__(self, capacity: int = 0, most: int | None = None):
+        """`capacity`: tokens per sequence to reserve room for; it grows as needed, up to `most` where that is known."""
         self.lengths: list[int] = []
-        self._capacity = capacity
+        self._capacity, self._most = capacity, most
         # k, v: (n, kv_heads, capacity, head_dim); under None the tokens' marks, (n, 1, capacity, k)
         self._own: dict[nn.Module | None, list[Tensor]] = {}
         self._memory: dict[nn.Module, tuple[Tensor, Tensor, Tensor | None]] = {}
@@ -101,6 +101,7 @@ class KVCache:
         kept = self._own.get(layer)
         if kept is None or kept[0].shape[2] < most:
             room = max(self._capacity, most if kept is None else 2 * kept[0].shape[2], most)
+            room = room if self._most is None else max(most, min(room, self._most))
             fresh = [x.new_zeros(n, kv_heads, room, x.shape[1] // kv_heads) for x in new_ones]
             if kept is not None:
                 for whole, part in zip(fresh, kept, strict=True):

@@ -87,14 +87,16 @@ def _bytes_of_rows(task: Any, model: Model, examples: Examples, rows: np.ndarray
             batch = examples.batch(np.repeat(rows[:1], count))
             torch.cuda.reset_peak_memory_stats()
             parts = [batch] * max(2, engine.runtime.stages())
-            try:  # ranks have rows of the same length: what is too much for one is so for all
+            try:
                 accumulate(model, parts, task.loss_fn, backward=backward)
             except torch.OutOfMemoryError:
-                if count == 1:
-                    longest = f"{examples.lengths[rows[0]]:,} tokens"
+                # Other ranks may have had room, and wait for this one inside the step.
+                if count == 1 or engine.world_size() > 1:
+                    what = f"{count} row{'s' * (count > 1)} of {examples.lengths[rows[0]]:,} tokens"
+                    less = "lower --max_length, or give --recompute full, --offload optimizer or --zero 3"
                     raise ValueError(
-                        f"batch_size: a step of one row of {longest} does not fit the memory of the GPU; lower "
-                        "--max_length, or give --recompute full, --offload optimizer or --zero 3"
+                        f"batch_size: a step of {what} does not fit the memory of rank {engine.rank()}'s GPU; "
+                        + (less if count == 1 else "give --batch_size 1")
                     ) from None
                 left.append(_NO_ROOM)
             model.zero_grad(set_to_none=True)

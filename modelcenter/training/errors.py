@@ -93,6 +93,8 @@ def _drop_what_cannot_be_written() -> None:
         sys.stdout.flush()
     except OSError:
         _lead_nowhere(sys.stdout.fileno())
+    except ValueError:  # the program closed it
+        pass
 
 
 def _lead_nowhere(out: int) -> None:

@@ -7,6 +7,7 @@ and checked. Imports no torch.
 import argparse
 import dataclasses
 import functools
+import os
 import re
 import types
 import typing
@@ -109,7 +110,7 @@ class Flags:
         given = vars(found)
         path = given.pop("config", None)
         given |= _by_place(cls, [*others, *words[last + 1 :]], given)
-        values = {**(_read_yaml(cls, Path(path).expanduser()) if path else {}), **given}
+        values = {**(_read_yaml(cls, Path(path)) if path else {}), **given}
         missing = [f for f in dataclasses.fields(cls) if f.metadata["positional"] is True and f.name not in values]
         if missing:
             what = "; ".join(f"{f.name.upper()} ({f.metadata['help']})" for f in missing)
@@ -236,6 +237,7 @@ def _translated(cls: type[Flags]) -> list[str]:
 def _read_yaml(cls: type[Flags], path: Path) -> dict[str, Any]:
     import yaml
 
+    path = Path(os.path.expanduser(path))
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), _once(yaml))
     except (OSError, UnicodeDecodeError) as error:
@@ -268,7 +270,7 @@ def _once(yaml: Any) -> Any:
     """A loader that does not let the second of two equal keys win unseen, and leaves words as they were written.
 
     What a word is, is for the field to say: YAML would make 45000 of 12:30:00, 1.1 of the revision 1.10, and a text of
-    1e-6. Only true, false and null are read as YAML has them.
+    1e-6. Only its booleans (yes, no, on and off among them), null and << are read as YAML has them.
     """
 
     class Once(yaml.SafeLoader):
@@ -356,7 +358,7 @@ def _integer(name: str, value: Any) -> int:
 
 def _number(name: str, value: Any, expected: str = "a number") -> float:
     try:
-        number = float("nan") if isinstance(value, bool) else float(value)  # YAML reads 3e-5 as a string
+        number = float("nan") if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = float("nan")
     if not abs(number) < float("inf"):

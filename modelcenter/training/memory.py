@@ -1,9 +1,12 @@
 """What the state of a run takes: weights, gradients, and what its optimizer keeps."""
 
+import math
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from engine.parallel.shard import policy_of, zero_level
 from engine.torch_compat import local_tensor
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
@@ -13,23 +16,39 @@ _MOMENTS = {"adamw": 8.0, "muon": 8.0, "lion": 4.0, "adamw8bit": 2.1, "adafactor
 
 
 class StateBytes(NamedTuple):
-    """Of this rank, between two steps. device: weights, gradients and states there. host: states of --offload."""
+    """Of this rank. device: weights, gradients and states there. host: states of --offload. gathered: weights and
+    gradients that a step has whole below ZeRO level 3, beside those."""
 
     device: float
     host: float
+    gathered: float
 
 
 def state_bytes(cfg: TrainConfig, model: Model) -> StateBytes:
-    """What training a model takes on this rank, activations and gathered weights apart."""
-    weights = gradients = 0
+    """What training a model takes on this rank, activations apart, and at level 3 the units that are gathered."""
+    kept = gathered = 0
+    level, policy = zero_level(model), policy_of(model)
     for parameter in model.parameters():
         local = local_tensor(parameter)
-        weights += local.numel() * local.element_size()
-        gradients += local.numel() * local.element_size() if parameter.requires_grad else 0
+        kept += local.numel() * local.element_size() * (1 + parameter.requires_grad)
+        if policy is not None and level < 3:
+            whole, computed = _whole(parameter), policy.compute_dtype or parameter.dtype
+            copied = level > 0 or computed != parameter.dtype
+            gathered += whole * computed.itemsize * copied + whole * 4 * (level == 1 and parameter.requires_grad)
     states = optimizer_bytes(cfg, model)
-    if cfg.offload == "optimizer":
-        return StateBytes(weights + gradients, states)
-    return StateBytes(weights + gradients + states, 0.0)
+    on_host = states if cfg.offload == "optimizer" else 0.0
+    return StateBytes(kept + states - on_host, on_host, gathered)
+
+
+def _whole(parameter: torch.Tensor) -> int:
+    """Elements of a parameter that this rank computes with: of a shard, the whole; of a part of a layer, that part."""
+    local = local_tensor(parameter).numel()
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    shards = (mesh.size(d) for d, p in enumerate(parameter.placements) if names[d] != "tp" and p.is_shard())
+    return local * math.prod(shards)
 
 
 def optimizer_bytes(cfg: TrainConfig, model: Model) -> float:

@@ -80,10 +80,14 @@ def _remove(path: Path) -> None:
 def _status(summary: Path) -> str | None:
     try:
         return json.loads(summary.read_text(encoding="utf-8")).get("status")
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):  # not JSON, or no mapping
         return None
 
 
 def room(path: Path) -> str:
     """What is free on the disk of a folder, in words: torch does not say so where a disk was too small for a file."""
-    return f"{shutil.disk_usage(path).free / 1e6:,.1f} MB are free at {path}"
+    try:
+        free = shutil.disk_usage(path).free
+    except OSError as error:  # such as a folder that is gone
+        return f"{path}: {error.strerror}"
+    return f"{free / 1e6:,.1f} MB are free at {path}"

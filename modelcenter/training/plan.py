@@ -47,6 +47,7 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
     split = {"tensor": cfg.tp, "context": cfg.cp, "pipeline": cfg.pp}
     state = state_bytes(cfg, model)
     host = f", and {readable(state.host)} of the host's for the optimizer's" if state.host else ""
+    more = f", {readable(state.gathered)} for what a step gathers" if state.gathered else ""
     trained = model.num_parameters(only_trainable=True)
     some = "" if trained == parameters else f", {trained:,} of them trained"
     parts = cfg.gradient_accumulation_steps
@@ -65,7 +66,7 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
         ("steps", f"{feed.steps:,}{epoch}, warmup {run.rate.warmup_iter}, "
          f"lr {cfg.lr:g} {cfg.lr_scheduler}"),
         ("precision", f"{cfg.precision} on {engine.device()}, ZeRO level {cfg.zero}"),
-        ("memory", f"about {readable(state.device)} per rank for weights, gradients and optimizer{host}, "
+        ("memory", f"about {readable(state.device)} per rank for weights, gradients and optimizer{host}{more}, "
          "activations apart"),
     ]  # fmt: skip
     return rows

@@ -47,7 +47,7 @@ class Record:
         if self._file is not None and self.path is not None:
             with self._trying("metrics.jsonl"):
                 self._file.write(json_text(row) + "\n")
-                self._file.flush()  # what finds no room stays in its buffer, and is written once there is some
+                self._file.flush()  # a few KB that find no room stay in its buffer, and are written once there is some
         self._trackers.log(row)
         if self.show is not None:
             self.show.row(row)

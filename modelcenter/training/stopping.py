@@ -54,7 +54,12 @@ class Stopping:
             # Asking must not wait for the device.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=engine.runtime.current().timeout))
         if threading.current_thread() is threading.main_thread():
-            numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is what SLURM is often told to send
+            numbers = [signal.SIGTERM, signal.SIGINT]
+            if signal.getsignal(signal.SIGUSR1) in (
+                signal.SIG_DFL,
+                signal.SIG_IGN,
+            ):  # not the caller's own, as submitit
+                numbers.append(signal.SIGUSR1)  # what SLURM is often told to send
             self._before = {number: signal.signal(number, self._told) for number in numbers}
         return self
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import engine
 from modelcenter import __version__
+from modelcenter.training.selection import Selection
 
 if TYPE_CHECKING:
     from modelcenter.training.loop import Run
@@ -38,27 +39,24 @@ def summary_of(run: "Run", status: str, reason: str | None, skipped: int) -> dic
         "skipped_steps": skipped,
         "peak_memory": _most_of_any_rank(peak_memory()) if status == "finished" else peak_memory(),
         "data": {"train": run.train_set.fingerprint(), "eval": run.eval_set and run.eval_set.fingerprint()},
-        **_last_and_best(run.record.rows, run.selection.metric, run.selection.smaller_is_better),
+        **_last_and_best(run.record.rows, run.selection),
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(sys.argv),
         **about_machine(),
     }
 
 
-def _last_and_best(rows: list[dict[str, Any]], metric: str, smaller: bool) -> dict[str, dict[str, Any]]:
-    """The newest numbers of metrics.jsonl, and those of the best evaluation; without evaluations, of the best loss.
-
-    metric: its name in a row. smaller: it is better so.
-    """
+def _last_and_best(rows: list[dict[str, Any]], selection: Selection) -> dict[str, dict[str, Any]]:
+    """The newest numbers of metrics.jsonl, and those of the best evaluation; without evaluations, of the best loss."""
     judged = [row for row in rows if "eval_loss" in row]
-    scored = [row for row in judged if row.get(metric) is not None]
     trained = [row for row in rows if row.get("loss") is not None]
-    of = min if smaller else max
-    best = of(scored, key=lambda r: r[metric]) if scored else min(trained, key=lambda r: r["loss"], default={})
+    # The last of its step: after a stop it may have been judged again, by other data.
+    scored = [row for row in judged if row["step"] == selection.best.get("step")][-1:]
+    best = scored[0] if scored else min(trained, key=lambda r: r["loss"], default={})
     last: dict[str, Any] = {}
     for row in sorted((*trained[-1:], *judged[-1:]), key=lambda r: r["step"]):
         last |= row  # step and epoch are those of the newer one
-    return {"last": last, "best": {"metric": metric if scored else "loss", **best} if best else {}}
+    return {"last": last, "best": {"metric": selection.metric if scored else "loss", **best} if best else {}}
 
 
 def peak_memory() -> dict[str, int]:

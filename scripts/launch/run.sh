@@ -27,9 +27,10 @@ PY
 [ "$(status)" = stopped ] && [ "${NODE_RANK:-0}" = 0 ] && rm -f "$OUTPUT_DIR/summary.json"
 
 # A signal goes on to torchrun, which tells the ranks; they save and end. torchrun itself returns 1 then.
+trap '' USR1 # SLURM may send it to all processes: torchrun would die of it, the ranks take it themselves
 torchrun "${meet[@]}" --nproc_per_node "$nproc" --max_restarts "${MAX_RESTARTS:-0}" -m modelcenter "$@" --output_dir "$OUTPUT_DIR" &
 child=$!
-trap 'kill -TERM $child 2>/dev/null' TERM INT
+trap 'kill -TERM $child 2>/dev/null' TERM INT USR1
 wait "$child"
 code=$?
 while kill -0 "$child" 2>/dev/null; do

@@ -14,6 +14,7 @@ import modelcenter as mc
 from modelcenter.generation.scores import narrowed, penalised
 from modelcenter.generation.settings import Settings
 from modelcenter.generation.state import room
+from modelcenter.layers.cache import KVCache
 
 VOCAB = 61
 
@@ -234,6 +235,12 @@ def test_what_a_tokenizer_returns_is_taken_as_it_is(name, task):
     assert seen[0]["token_type_ids"].tolist() == [types.flatten().tolist()]
 
 
+def test_a_first_token_that_the_vocabulary_lacks_is_nothing_to_a_decoder(pair):
+    ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
+    ours.generation_config = {"bos_token_id": 10**6}
+    assert ours.generate(ids, None, 2).shape == (1, 11)
+
+
 def test_parts_that_were_in_eval_mode_stay_so(pair):
     ours = mc.from_pretrained(pair[1]).train()
     part = next(iter(ours.children())).eval()
@@ -258,7 +265,11 @@ def test_a_cache_grows_with_long_texts(pair, beams, monkeypatch):
     ids, mask = prompts("left")
     wanted = ours.generate(ids, mask, 25, num_beams=beams, eos_token_id=[])
     monkeypatch.setattr("modelcenter.generation.state._RESERVE", 3)
+    caches = []
+    add = KVCache._append
+    monkeypatch.setattr(KVCache, "_append", lambda self, *args: caches.append(self) or add(self, *args))
     assert torch.equal(ours.generate(ids, mask, 25, num_beams=beams, eos_token_id=[]), wanted)
+    assert max(x.shape[2] for kept in caches[-1]._own.values() for x in kept) == 9 + 25
 
 
 def test_streaming(pair):
@@ -297,11 +308,13 @@ def test_streaming(pair):
         ({"repetition_penalty": "1.2"}, "repetition_penalty: got '1.2', expected a number"),
         ({"seed": 1.5}, "seed: got 1.5, expected a whole number"),
         ({"do_sample": "false"}, "do_sample: got 'false', expected True or False"),
-        ({"early_stopping": "no"}, "early_stopping: got 'no', expected True or False or 'never'"),
+        ({"early_stopping": "no"}, "early_stopping: got 'no', expected True, False or 'never'"),
         ({"max_length": 20}, "max_length: neither an argument of generate nor .* max_new_tokens says how many"),
         ({"num_beam": 2}, "num_beam: neither .*; did you mean num_beams?"),
-        ({"min_p": torch.ones(4, 9)}, "min_p: neither an argument of generate nor an input of"),
+        ({"min_p": torch.ones(4, 9)}, "min_p: neither an argument of generate nor what \\w+ takes of a token"),
         ({"labels": torch.ones(4, 9)}, "labels: neither an argument"),
+        ({"position_ids": torch.ones(4, 9)}, "position_ids: neither .*; a prompt is counted from its first token"),
+        ({"token_inputs": {"position_ids": torch.ones(4, 9)}}, "position_ids: neither an argument"),
         ({"input_ids": [[1, 2]]}, "input_ids: got list, expected a tensor"),
         ({"input_ids": {"input_ids": torch.ones(1, 2)}}, r"by name: generate\(\*\*batch\)"),
         ({"attention_mask": torch.zeros(4, 9, dtype=torch.long)}, "row 0 has no token"),

@@ -274,6 +274,7 @@ def test_the_best_of_other_evaluation_data_does_not_count(folder, monkeypatch, c
     main(command(values_of(folder, "run", **judged)))
     assert best_of(folder) == "step-00000004"
     assert "accuracy 0.9 of step 1, does not count: eval_data is another now" in caplog.text
+    assert json.loads((folder / "run" / "summary.json").read_text())["best"]["step"] == 4
 
 
 def test_scores_of_another_search_do_not_compare():

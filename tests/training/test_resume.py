@@ -636,7 +636,11 @@ def test_automatic_batch_size_on_a_gpu(monkeypatch, free, trained, more, rows):
     fit_batch(cfg, SimpleNamespace(loss_fn=None), model, examples)
     assert found == [[1], [1, 1], 1]
     held["fit"], cfg.batch_size = 0, cfg.AUTO
-    with pytest.raises(ValueError, match="one row of 8 tokens does not fit the memory of the GPU; lower --max_length"):
+    with pytest.raises(ValueError, match="1 row of 8 tokens does not fit the memory of rank 0's GPU; lower --max_len"):
+        fit_batch(cfg, SimpleNamespace(loss_fn=None), model, examples)
+    held["fit"] = 1
+    monkeypatch.setattr(engine, "world_size", lambda: 2)
+    with pytest.raises(ValueError, match="2 rows of 8 tokens does not fit .*; give --batch_size 1"):
         fit_batch(cfg, SimpleNamespace(loss_fn=None), model, examples)
 
 
@@ -680,7 +684,27 @@ def test_memory_of_the_state_is_of_what_is_trained(changes, device, host):
         model.requires_grad_(False)
         model.append(torch.nn.Linear(20, 2, bias=False))
         model.append(torch.nn.Linear(2, 30, bias=False))
-    assert state_bytes(ClassificationConfig(**changes), model) == (device, host)
+    assert state_bytes(ClassificationConfig(**changes), model) == (device, host, 0)
+
+
+def sharded_bytes(level, precision):
+    engine.init_distributed(zero_level=level)
+    model = engine.shard(torch.nn.Linear(20, 30, bias=False), policy=engine.Policy(precision=precision))
+    return state_bytes(ClassificationConfig(), model)
+
+
+@pytest.mark.full
+def test_memory_of_shards_and_of_what_a_step_gathers():
+    wanted = {
+        (0, "fp32"): (16 * 600, 0, 0),
+        (0, "bf16"): (16 * 600, 0, 2 * 600),
+        (1, "fp32"): (8 * 600, 0, 8 * 600),
+        (2, "bf16"): (8 * 600, 0, 2 * 600),
+        (3, "bf16"): (8 * 600, 0, 0),
+    }
+    with engine.testing.Pool(2) as two:
+        for case, numbers in wanted.items():
+            assert two.run(sharded_bytes, *case) == [numbers] * 2, case
 
 
 @pytest.mark.full

@@ -4,10 +4,10 @@ A flag's further names are how the Hugging Face Trainer, its example scripts, BM
 no torch.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from modelcenter.data.forms import FORMS
@@ -120,8 +120,8 @@ class TrainConfig(Flags):
     global_batch_size: int | None = _batches(None, "rows per step over all ranks; sets the accumulation")
     gradient_accumulation_steps: int | None = _batches(None, "microbatches per step and rank; none: 1, or what "
         "global_batch_size asks", "accumulation_steps")
-    eval_batch_size: int | None = _batches(None, "rows per rank in evaluation; none: twice batch_size",
-        "per_device_eval_batch_size")
+    eval_batch_size: int | None = _batches(None, "rows per rank in evaluation; none: twice batch_size, or with "
+        "batch_tokens as many of the longest rows as have twice its tokens", "per_device_eval_batch_size")
     epochs: float = _batches(3.0, "passes over the training rows", "num_train_epochs", "num_epochs")
     max_steps: int | None = _batches(None, "stop after so many steps, whatever epochs says", "train_iters",
         "max_train_steps")
@@ -182,7 +182,7 @@ class TrainConfig(Flags):
 
     def check(self) -> None:
         if self.output_dir is not None:  # no shell expands it in a file of flags
-            self.output_dir = str(Path(self.output_dir).expanduser())
+            self.output_dir = os.path.expanduser(self.output_dir)
         if self.max_steps == -1:  # how the Hugging Face Trainer says none
             self.max_steps = None
         if self.adam_beta2 is None:

@@ -26,7 +26,7 @@ from scripts.bench.lib import ROOT, python_path, tables
 
 LEAST = 15  # seconds: with less left a step is not begun
 LOG, SUMMARY = "log.txt", "summary.txt"
-MARK = "MODELCENTER_GPU_CHECK"  # in the environment of all that a step starts
+MARK = "GPU_CHECK_STEP"  # in the environment of all that a step starts
 PYTEST = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu and not network"]
 
 

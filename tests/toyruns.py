@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 
 import torch
@@ -36,6 +37,16 @@ def assert_same_end(folder, name, other="whole"):
     assert curve(folder, name) == curve(folder, other)
     for key, tensor in weights(folder, other).items():
         assert torch.equal(tensor, weights(folder, name)[key]), key
+
+
+def went_on_after(capfd) -> int:
+    """The step after which the last of the runs said to go on, and 0 if it began anew; forgets what was said so far.
+
+    The same seed gives the same curve: a run that began anew ends like one that went on.
+    """
+    said = [line for line in capfd.readouterr().out.splitlines() if " evaluation " in line and " steps of " in line]
+    found = re.search(r", going on after step ([\d,]+)$", said[-1])
+    return int(found[1].replace(",", "")) if found else 0
 
 
 def die_at(monkeypatch, step, number=signal.SIGKILL):

@@ -8,7 +8,7 @@ import seq2seq_toys
 import torch
 from safetensors.torch import load_file
 from toydata import command, flags, make_rows, make_tokenizer, write_folder
-from toyruns import assert_same_end, curve, die_at, weights
+from toyruns import assert_same_end, curve, die_at, weights, went_on_after
 
 import modelcenter as mc
 from engine.testing import run as on_ranks
@@ -54,12 +54,13 @@ def test_a_lora_run_leaves_an_adapter_and_a_whole_model(folder, capsys):
         assert not torch.allclose(before, adapted, atol=1e-3)
 
 
-def test_a_lora_run_goes_on_and_does_not_depend_on_the_cut(folder, monkeypatch):
+def test_a_lora_run_goes_on_and_does_not_depend_on_the_cut(folder, monkeypatch, capfd):
     main(command(values_of(folder, "whole", **LORA)))
     with monkeypatch.context() as patch:
         die_at(patch, 3, signal.SIGTERM)
         main(command(values_of(folder, "run", **LORA)))
     main(command(values_of(folder, "run", **LORA)))
+    assert went_on_after(capfd) == 4
     assert curve(folder, "run") == curve(folder, "whole")
     cut = {"zero": 3, "batch_size": 2, "gradient_accumulation_steps": 2}
     on_ranks(lambda: main(command(values_of(folder, "two", **LORA, **cut))), 2, timeout=90)
@@ -219,7 +220,7 @@ def test_an_exported_adapter_has_what_the_base_lacked(folder):
 
 
 @pytest.mark.full
-def test_an_encoder_decoder_with_an_adapter(tmp_path, monkeypatch):
+def test_an_encoder_decoder_with_an_adapter(tmp_path, monkeypatch, capfd):
     """A run that is stopped goes on bit for bit, dropouts included; two sharded ranks; peft's model is the export."""
     from peft import PeftModel
     from transformers import T5ForConditionalGeneration
@@ -247,6 +248,7 @@ def test_an_encoder_decoder_with_an_adapter(tmp_path, monkeypatch):
         seq2seq(values_of("run", lora_dropout=0.2))
     assert len(curve(folder, "run")) < len(curve(folder, "whole"))
     seq2seq(values_of("run", lora_dropout=0.2))
+    assert went_on_after(capfd) == 4
     assert_same_end(folder, "run")
     seq2seq(values_of("one"))
     cut = {"zero": 3, "batch_size": 2, "gradient_accumulation_steps": 2}

@@ -10,6 +10,7 @@ import torch
 import toydata
 from chat_toys import CHATML, SIZES, STILL, make_pairs, make_tokenizer
 from toydata import command, write_jsonl
+from toyruns import went_on_after
 
 import modelcenter
 from engine.testing import run as on_ranks
@@ -171,7 +172,7 @@ def test_dropout_does_not_depend_on_the_cut(folder):
     assert losses(folder)[0] != pytest.approx(math.log(2), abs=1e-3)  # the reference has none
 
 
-def test_a_stopped_run_goes_on_with_the_reference_it_began_with(folder, monkeypatch):
+def test_a_stopped_run_goes_on_with_the_reference_it_began_with(folder, monkeypatch, capfd):
     main(command(flags(folder, output_dir=str(folder / "whole"), save_every=2)))
     take = loop.Run.train_step
 
@@ -185,6 +186,7 @@ def test_a_stopped_run_goes_on_with_the_reference_it_began_with(folder, monkeypa
         with pytest.raises(RuntimeError, match="power cut"):
             main(command(flags(folder, save_every=2)))
     main(command(flags(folder, save_every=2)))
+    assert went_on_after(capfd) == 6
     assert rows_of(folder) == rows_of(folder, "whole")
 
 

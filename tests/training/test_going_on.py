@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from toydata import SIZES, STILL, command, flags, make_rows, write_folder, write_jsonl
-from toyruns import assert_same_end, curve, die_at
+from toyruns import assert_same_end, curve, die_at, went_on_after
 
 import engine
 import engine.checkpoint.training
@@ -128,7 +128,7 @@ def test_the_best_of_another_folder_is_not_looked_for_at_the_end(folder):
 
 
 @pytest.mark.full
-def test_patience_that_was_over_takes_no_further_step(folder, monkeypatch):
+def test_patience_that_was_over_takes_no_further_step(folder, monkeypatch, capfd):
     """Stopped between the last evaluation and the end, a run goes on to the same end."""
     judged = {"max_steps": 12, "eval_every": "1", "save_every": "1", "early_stopping": 2, "lr": 0}
     main(command(values_of(folder, "whole", **judged)))
@@ -140,6 +140,7 @@ def test_patience_that_was_over_takes_no_further_step(folder, monkeypatch):
         patch.setattr(loop.Run, "finish", finish)
         main(command(values_of(folder, "run", **judged)))
     main(command(values_of(folder, "run", **judged)))
+    assert went_on_after(capfd) == 3
     assert [row["step"] for row in curve(folder, "run") if "loss" in row] == [1, 2, 3]
     assert_same_end(folder, "run")
 
@@ -435,6 +436,7 @@ def test_an_evaluation_that_a_stop_left_is_made_up_for(folder, monkeypatch, capf
         with (folder / "run" / "metrics.jsonl").open("a") as file:
             file.write(next(row for row in rows if "eval_loss" in row))
     run("run")
+    assert went_on_after(capfd) == 2
     assert_same_end(folder, "run")
     assert best_of(folder) == best_of(folder, "whole")
 

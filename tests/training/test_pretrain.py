@@ -8,7 +8,7 @@ import pytest
 import torch
 from text_toys import KINDS, SIZES, STILL, TOKENIZERS, flags, make_texts, pretrain, rows_of, write_texts
 from toydata import command, write_jsonl
-from toyruns import assert_same_end, die_at, in_a_process
+from toyruns import assert_same_end, die_at, in_a_process, went_on_after
 
 import modelcenter
 from modelcenter.cli import run as cli
@@ -149,7 +149,7 @@ def test_losses_do_not_depend_on_the_cut(folder, kind, data):
 
 
 @product(("rows", "stream"), {("mlm", "stream"), ("lm", "rows")})
-def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, kind, data):
+def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, capfd, kind, data):
     changes = {"save_every": 2, "model_config": SIZES[KINDS[kind][0]] | {"dropout": 0.3}, "max_steps": 9}
     if data == "stream":  # the window ends, and long texts are in pieces, within and between checkpoints
         changes |= {"streaming": True, "batch_tokens": 96, "shuffle_window": 10}
@@ -161,6 +161,7 @@ def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, kind, data):
         assert in_a_process(lambda words: cli(["pretrain", kind, *words]), values[1]) == -9
     assert not (folder / "run" / "model").exists()
     cli(words[1])
+    assert went_on_after(capfd) in (2, 4)  # step 4 may have been half written
     assert_same_end(folder, "run")
     assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 9
 
@@ -181,15 +182,16 @@ def test_no_token_sees_what_follows(folder, model):
     assert torch.allclose(logits[0, :-1], other[0, :-1], atol=1e-5) and not torch.allclose(logits[0, -1], other[0, -1])
 
 
-def test_a_stream_goes_on_on_other_ranks(folder, monkeypatch):
+def test_a_stream_goes_on_on_other_ranks(folder, monkeypatch, capfd):
     """From 1 rank to 2 and back: the same global batches, and the same losses within rounding."""
     changes = {"streaming": True, "batch_tokens": 48, "global_batch_tokens": 96, "max_steps": 9, "shuffle_window": 10}
     whole = pretrain(folder, "mlm", "whole", **changes)
-    for step, ranks in ((3, 1), (6, 2), (None, 1)):
+    for step, ranks, before in ((3, 1, 0), (6, 2, 4), (None, 1, 7)):
         with monkeypatch.context() as patch:
             if step is not None:
                 die_at(patch, step, signal.SIGTERM)
             rows = pretrain(folder, "mlm", "run", ranks=ranks, **changes)
+        assert went_on_after(capfd) == before
     assert len(rows) == len(whole)
     for row, expected in zip(rows, whole, strict=True):
         compared = {k: v for k, v in expected.items() if k not in TIMES}

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from toydata import SIZES, command, flags, make_rows, write_folder, write_jsonl
-from toyruns import assert_same_end, curve, die_at, in_a_process, weights
+from toyruns import assert_same_end, curve, die_at, in_a_process, weights, went_on_after
 
 import engine
 import modelcenter
@@ -63,17 +63,15 @@ def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, capfd, step):
     whole = [int(p.name.removeprefix("step-")) for p in (folder / "run" / "checkpoints").glob("step-*")]
     newest = max(whole, default=0)
     assert newest >= step - 3
-    capfd.readouterr()
     assert in_a_process(main, values_of(folder, "run", **DROPPED)) == 0
-    said = capfd.readouterr().out
-    assert f", going on after step {newest}\n" in said if newest else "going on" not in said
+    assert went_on_after(capfd) == newest
     assert_same_end(folder, "run")
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["steps"] == 12
     assert summary["tokens"] == json.loads((folder / "whole" / "summary.json").read_text())["tokens"]
 
 
-def test_killed_during_a_save(folder, monkeypatch):
+def test_killed_during_a_save(folder, monkeypatch, capfd):
     from engine.checkpoint import training
 
     assert in_a_process(main, values_of(folder, "whole", **DROPPED)) == 0
@@ -90,11 +88,34 @@ def test_killed_during_a_save(folder, monkeypatch):
     names = {p.name for p in (folder / "run" / "checkpoints").iterdir()}
     assert "step-00000006" not in names and any(name.startswith(".step-00000006.partial") for name in names)
     assert in_a_process(main, values_of(folder, "run", **DROPPED)) == 0
+    assert went_on_after(capfd) == 4
     assert_same_end(folder, "run")
     assert not [p for p in (folder / "run" / "checkpoints").iterdir() if "partial" in p.name]
 
 
-def test_a_broken_checkpoint_is_passed_over(folder, monkeypatch):
+@pytest.mark.full
+def test_killed_before_a_checkpoint_is_named(folder, monkeypatch, capfd):
+    """The newest counts, though ``last`` is still the one before it."""
+    from engine.checkpoint import training
+
+    assert in_a_process(main, values_of(folder, "whole", **DROPPED)) == 0
+    name = training._name
+
+    def killed(link, target):
+        if target.name == "step-00000006":
+            os.kill(os.getpid(), signal.SIGKILL)
+        name(link, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "_name", killed)
+        assert in_a_process(main, values_of(folder, "run", **DROPPED)) == -signal.SIGKILL
+    assert (folder / "run" / "checkpoints" / "last").resolve().name == "step-00000004"
+    assert in_a_process(main, values_of(folder, "run", **DROPPED)) == 0
+    assert went_on_after(capfd) == 6
+    assert_same_end(folder, "run")
+
+
+def test_a_broken_checkpoint_is_passed_over(folder, monkeypatch, capfd):
     main(command(values_of(folder, "whole", **DROPPED)))
     with monkeypatch.context() as patch:
         die_at(patch, 5, signal.SIGTERM)
@@ -106,25 +127,27 @@ def test_a_broken_checkpoint_is_passed_over(folder, monkeypatch):
         warnings.simplefilter("always")
         main(command(values_of(folder, "run", **DROPPED)))
     assert any("passed over" in str(w.message) and victim.name in str(w.message) for w in said)
+    assert went_on_after(capfd) == 4
     assert_same_end(folder, "run")
 
 
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.full), 3])
-def test_two_ranks_that_are_killed_go_on_bit_for_bit(folder, monkeypatch, zero):
+def test_two_ranks_that_are_killed_go_on_bit_for_bit(folder, monkeypatch, capfd, zero):
     cut = {"zero": zero, "batch_size": 2, "gradient_accumulation_steps": 2, **DROPPED}
     on_ranks(lambda: main(command(values_of(folder, "whole", **cut))), 2, timeout=90)
     with monkeypatch.context() as patch:
         die_at(patch, 7)
-        with pytest.raises(Exception, match="rank"):
+        with pytest.raises(RuntimeError, match="died: killed by signal 9"):
             on_ranks(lambda: main(command(values_of(folder, "run", **cut))), 2, timeout=90)
     on_ranks(lambda: main(command(values_of(folder, "run", **cut))), 2, timeout=90)
+    assert went_on_after(capfd) in (4, 6)  # step 6 may have been half written
     assert_same_end(folder, "run")
 
 
-def test_another_number_of_ranks_keeps_the_global_batch(folder, monkeypatch):
+def test_another_number_of_ranks_keeps_the_global_batch(folder, monkeypatch, capfd):
     """Losses within rounding, from 1 rank to 2 and on to 1."""
     main(command(values_of(folder, "whole")))
-    for step, ranks in ((3, 1), (7, 2), (None, 1)):
+    for step, ranks, before in ((3, 1, 0), (7, 2, 4), (None, 1, 8)):
         with monkeypatch.context() as patch:
             if step is not None:
                 die_at(patch, step, signal.SIGTERM)
@@ -132,6 +155,7 @@ def test_another_number_of_ranks_keeps_the_global_batch(folder, monkeypatch):
                 main(command(values_of(folder, "run")))
             else:
                 on_ranks(lambda: main(command(values_of(folder, "run"))), 2, timeout=90)
+        assert went_on_after(capfd) == before
     ours, whole = curve(folder, "run"), curve(folder, "whole")
     assert len(ours) == len(whole)
     for row, expected in zip(ours, whole, strict=True):
@@ -356,7 +380,7 @@ def test_a_step_that_keeps_its_size_against_the_flags_is_said(given, flags, says
     assert says in caplog.text
 
 
-def test_free_flags_may_change(folder, monkeypatch):
+def test_free_flags_may_change(folder, monkeypatch, capfd):
     main(command(values_of(folder, "whole")))
     with monkeypatch.context() as patch:
         die_at(patch, 5, signal.SIGTERM)
@@ -365,6 +389,7 @@ def test_free_flags_may_change(folder, monkeypatch):
     shutil.copytree(folder / "data", moved)
     more = {"batch_size": 4, "train_data": str(moved), "keep": 5, "recompute": "full", "eval_batch_size": 3}
     main(command(values_of(folder, "run", **more)))
+    assert went_on_after(capfd) == 6
     for row, expected in zip(curve(folder, "run"), curve(folder, "whole"), strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert len(list((folder / "run" / "checkpoints").glob("step-*"))) == 5
@@ -531,7 +556,7 @@ def test_skipped_steps_name_their_rows(folder, monkeypatch):
 
 
 @pytest.mark.full
-def test_batches_by_tokens_go_on_too(folder, monkeypatch):
+def test_batches_by_tokens_go_on_too(folder, monkeypatch, capfd):
     """On 1 rank and on 2; every row once an epoch, no microbatch above its tokens."""
     by_tokens = {"batch_tokens": 40, "gradient_accumulation_steps": 2}
     main(command(values_of(folder, "whole", **by_tokens)))
@@ -541,6 +566,7 @@ def test_batches_by_tokens_go_on_too(folder, monkeypatch):
         main(command(values_of(folder, "run", **by_tokens)))
     del by_tokens["gradient_accumulation_steps"]
     on_ranks(lambda: main(command(values_of(folder, "run", **by_tokens))), 2, timeout=90)
+    assert went_on_after(capfd) == 4
     for row, expected in zip(curve(folder, "run"), whole, strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
     steps = [row for row in whole if "loss" in row]
@@ -709,12 +735,13 @@ def test_memory_of_shards_and_of_what_a_step_gathers():
 
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["lion", "muon", "adamw8bit", "adafactor"])
-def test_other_optimizers_go_on_too(folder, monkeypatch, optimizer):
+def test_other_optimizers_go_on_too(folder, monkeypatch, capfd, optimizer):
     main(command(values_of(folder, "whole", optimizer=optimizer)))
     with monkeypatch.context() as patch:
         die_at(patch, 5, signal.SIGTERM)
         main(command(values_of(folder, "run", optimizer=optimizer)))
     main(command(values_of(folder, "run", optimizer=optimizer)))
+    assert went_on_after(capfd) == 6
     assert_same_end(folder, "run")
 
 

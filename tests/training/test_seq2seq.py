@@ -1,7 +1,6 @@
 """Sequence-to-sequence runs: against transformers, cut differently, stopped, and what they write."""
 
 import json
-import os
 import signal
 
 import numpy as np
@@ -9,13 +8,13 @@ import pytest
 import torch
 from seq2seq_toys import SIZES, flags, make_rows, make_tokenizer, write_folder
 from toydata import command, write_jsonl
+from toyruns import die_at, went_on_after
 
 import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.data.tokenize import tokenize_ended
-from modelcenter.training import loop
 from modelcenter.training.config import PredictConfig, Seq2SeqConfig
 from modelcenter.training.metrics import rouge
 from modelcenter.training.record import Record
@@ -134,22 +133,16 @@ def test_losses_and_texts_do_not_depend_on_the_cut(folder, name):
     assert found == expected and len(found) == 14
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(folder, monkeypatch):
+def test_a_stopped_run_goes_on_bit_for_bit(folder, monkeypatch, capfd):
     """With dropout, on both sides of the model."""
     options = {"epochs": 3, "eval_every": 4, "save_every": 2, "model_config": SIZES | {"dropout": 0.2}}
     whole = finetune(folder, **options, output_dir=str(folder / "whole"))
-    take = loop.Run.train_step
-
-    def train_step(self, batch):
-        if batch.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return take(self, batch)
-
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Run, "train_step", train_step)
+        die_at(patch, 5, signal.SIGTERM)
         finetune(folder, **options)
     assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "stopped"
     rows = finetune(folder, **options)
+    assert went_on_after(capfd) == 6
     clocks = ("seconds", "tokens_per_second", "eval_seconds")
     strip = [[{k: v for k, v in row.items() if k not in clocks} for row in r] for r in (rows, whole)]
     assert strip[0] == strip[1]

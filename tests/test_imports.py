@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,6 +154,54 @@ def violation(item: Import) -> str | None:
 def test_nobody_imports_what_the_design_forbids():
     found = [problem for path in sources() for item in imports_in(path) if (problem := violation(item))]
     assert not found, "\n".join(found)
+
+
+def imports_in_functions(path: Path) -> dict[str, int]:
+    """Functions that import hub or generation; of how many statements each consists but for that and its docstring."""
+    found = {}
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(function, ast.FunctionDef):
+            lazy = [s for s in function.body if isinstance(s, ast.ImportFrom)]
+            if any((s.module or "").startswith(("modelcenter.hub", "modelcenter.generation")) for s in lazy):
+                found[function.name] = len(function.body) - len(lazy) - (ast.get_docstring(function) is not None)
+    return found
+
+
+def test_models_only_hand_over_to_hub_and_generation():
+    handing = ("from_pretrained", "from_config", "generate", "save_pretrained", "write_texts", "push_to_hub")
+    assert imports_in_functions(ROOT / "modelcenter" / "models" / "base.py") == dict.fromkeys(handing, 1)
+
+
+# What there is one of: the names that a second one would use, and the files that may.
+ONLY_IN: dict[tuple[str, ...], set[str]] = {
+    ("save_file", "save_model", "serialize_file", "serialize"): set(),  # hub.writer writes the format itself
+    ("cross_entropy", "CrossEntropyLoss", "nll_loss", "NLLLoss"): {
+        "engine/loss.py",
+        "modelcenter/testing.py",  # what others are held against
+        "modelcenter/training/class_weights.py",  # few classes, each with a weight
+        "modelcenter/training/metrics/lm.py",  # of each row by itself
+    },
+}
+
+
+def uses(source: str, names: Container[str]) -> bool:
+    """Whether a name is called on, or imported from, PyTorch or safetensors."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("torch", "safetensors")):
+            if any(alias.name in names for alias in node.names):
+                return True
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            if ast.unparse(node.value).split(".")[-1] in ("F", "functional", "nn", "safetensors", "torch"):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("names", ONLY_IN, ids=lambda names: names[0])
+def test_there_is_one_loss_and_one_writer_of_safetensors(names: tuple[str, ...]):
+    shipped = [path for path in sources() if path.relative_to(ROOT).parts[0] != "scripts"]
+    found = [path for path in shipped if uses(path.read_text(encoding="utf-8"), names)]
+    assert {path.relative_to(ROOT).as_posix() for path in found} == ONLY_IN[names]
+    assert uses(f"from torch.nn.functional import {names[0]}", names) and uses(f"safetensors.torch.{names[0]}()", names)
 
 
 def test_a_save_does_not_hold_up_training_for_the_import_of_torchs_checkpoints():

@@ -142,7 +142,9 @@ def save_checkpoint(
         asynchronous: return as soon as everything is copied to host memory, and write in a thread. What training does
             then changes nothing of what is written. A failure is logged, and raised by the next call of
             ``save_checkpoint``, ``load_checkpoint`` or ``wait_checkpoint``; one save waits for the one before it.
-        extra: called on rank 0 with the directory under construction, to add files (configuration, tokenizer).
+        extra: called on rank 0 with the directory under construction, to add files (configuration, tokenizer). By
+            default it is the model's ``write_texts``, if it has one: a model of modelcenter is then exported from the
+            checkpoint alone. A function of your own may call that too.
 
     Returns:
         The checkpoint's path.
@@ -162,7 +164,7 @@ def save_checkpoint(
     path = Path(directory).absolute()
     path = path if step is None else path / f"step-{step:08d}"
     job = _collect(path, model, optim_manager, state, staged=asynchronous)
-    job.extra, job.step, job.keep, job.best = extra, step, keep, best
+    job.extra, job.step, job.keep, job.best = extra or getattr(model, "write_texts", None), step, keep, best
     if not asynchronous:
         _write(job, None)
         return path

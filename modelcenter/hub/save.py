@@ -30,7 +30,7 @@ from modelcenter.hub.writer import (
     write_index,
     write_json,
 )
-from modelcenter.registry import get, shipped_file
+from modelcenter.registry import ARCHITECTURES, get, shipped_file
 
 log = logging.getLogger("modelcenter")
 
@@ -243,3 +243,12 @@ def write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any,
         tokenizer.save_pretrained(directory)
     elif not held and (report := getattr(model, "load_report", None)) is not None:
         report.beside.copy_tokenizer(directory)
+
+
+def write_own_texts(model: Any, directory: Path) -> None:
+    """What a checkpoint needs to be exported alone: the texts of a model with its own tokenizer.
+
+    There are none for an architecture that is not registered, which has no export.
+    """
+    if model.config.model_type in ARCHITECTURES:
+        write_texts(model, directory, model.dtype, None, None)

@@ -470,6 +470,12 @@ class Model(nn.Module):
 
         save_pretrained(self, path, format, **kwargs)
 
+    def write_texts(self, path: Any) -> None:
+        """See modelcenter.hub.save.write_own_texts; engine.save_checkpoint calls it."""
+        from modelcenter.hub.save import write_own_texts
+
+        write_own_texts(self, path)
+
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
         """See modelcenter.hub.save.push_to_hub."""
         from modelcenter.hub.save import push_to_hub

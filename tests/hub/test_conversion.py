@@ -246,19 +246,22 @@ def test_ranks_read_their_slices(ranks, tmp_path):
 
 
 def test_training_checkpoints(tmp_path):
-    """A step without a config, a run's folder, and `export` of a step that is named."""
+    """They export alone; without their config, with one that is named: a step, a run's folder, and names of steps."""
     mc.from_config("tiny/gpt2", "causal-lm", seed=2).save_pretrained(tmp_path / "hub")
     run = tmp_path / "run"
     testing.run(save_sharded, 2, tmp_path / "hub", run / "checkpoints", {}, {}, True)
     step = run / "checkpoints" / "step-00000007"
+    bare = engine.save_checkpoint(tmp_path / "bare", mc.from_pretrained(tmp_path / "hub"), extra=lambda path: None)
     with pytest.raises(ValueError, match="has no config.json; say with --config"):
-        convert(step, tmp_path / "out", "hf")
+        convert(bare, tmp_path / "out", "hf")
     request = Request(config=str(tmp_path / "hub" / "config.json"))
+    export(bare, tmp_path / "out", request=request, workers=1)
+    same_bits(weights(tmp_path / "hub"), weights(tmp_path / "out"))
     for source, chosen in ((step, None), (run, None), (run, "7"), (run, "last"), (run / "checkpoints", None)):
-        export(source, tmp_path / "out", step=chosen, request=request, workers=1)
+        export(source, tmp_path / "out", step=chosen, workers=1)
         same_bits(weights(tmp_path / "hub"), weights(tmp_path / "out"))
     with pytest.raises(ValueError, match="--step best: .* holds no complete checkpoint of that name; it holds last, s"):
-        export(run, tmp_path / "out", step="best", request=request)
+        export(run, tmp_path / "out", step="best")
     with pytest.raises(ValueError, match="holds no checkpoints"):
         export(tmp_path / "hub", tmp_path / "out", step="3")
     shutil.copytree(tmp_path / "hub", run / "model")

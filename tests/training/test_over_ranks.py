@@ -1,10 +1,13 @@
-"""Every task over 2 ranks that share a model (tp, cp, pp): the curves of one process."""
+"""Every task: over 2 ranks that share a model (tp, cp, pp), with the curves of one process; and its checkpoints."""
 
 import json
+import shutil
 
 import pytest
 import span_toys
 import text_toys
+import torch
+import transformers
 from chat_toys import CHATML, make_pairs
 from chat_toys import SIZES as CHAT_SIZES
 from chat_toys import STILL as CHAT_STILL
@@ -15,6 +18,7 @@ from seq2seq_toys import flags as seq2seq_flags
 from seq2seq_toys import write_folder as write_seq2seq
 from toydata import SIZES, STILL, command, flags, write_folder, write_jsonl
 
+import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import main
 
@@ -117,3 +121,52 @@ def test_models_over_ranks_change_nothing(tmp_path, monkeypatch, task, split):
     assert sizes[0] == sizes[1]
     for row, expected in zip(two, one, strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def files_of(path):
+    """config.json, and the weights as bytes."""
+    return json.loads((path / "config.json").read_text()), (path / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("task", "split"),
+    [
+        ("finetune classification", None),
+        *(pytest.param(task, None, marks=pytest.mark.full) for task in TASKS if task != "finetune classification"),
+        *(pytest.param("finetune seq2seq", split, marks=pytest.mark.full) for split in ("tp", "pp")),
+    ],
+)
+def test_a_checkpoint_exports_with_nothing_but_itself(tmp_path, monkeypatch, task, split):
+    """What the run left as its model, which transformers opens, tokenizer and labels included."""
+    monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MODELCENTER_TRACEBACK", "1")
+    values = TASKS[task](tmp_path) | QUIET | {"save_every": 1} | ({split: 2} if split else {})
+    words = [*task.split(), *command(values)]
+    if split:
+        on_ranks(lambda: main(words), 2, timeout=90)
+    else:
+        main(words)
+    step = tmp_path / "run" / "checkpoints" / "step-00000002"
+    made, ours = files_of(tmp_path / "run" / "model"), modelcenter.from_pretrained(str(step)).eval()
+    words_of = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model").get_vocab()
+    step.rename(tmp_path / "alone")
+    for path in tmp_path.iterdir():
+        if path.name != "alone" and path.is_dir():
+            shutil.rmtree(path)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["export", str(tmp_path / "alone"), str(tmp_path / "out")])
+    assert files_of(tmp_path / "out") == made
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == words_of
+    build = getattr(transformers, made[0]["architectures"][0]).from_pretrained
+    theirs, about = build(tmp_path / "out", output_loading_info=True)
+    assert not any(about.values()), about
+    ids = torch.arange(5, 11)[None]
+    batch = {"input_ids": ids[None] if task == "finetune multiple-choice" else ids}
+    if ours.is_encoder_decoder:
+        batch["decoder_input_ids"] = ids
+    with torch.no_grad():
+        found, expected = theirs.eval()(**batch), ours(**batch)
+    names = [name for name in expected if name.endswith("logits") and name in found]
+    assert names
+    for name in names:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)

@@ -59,7 +59,8 @@ for words in {QUICK!r}:
 
 def test_help_is_quick():
     began = time.monotonic()
-    python("-m", "modelcenter", "finetune", "classification", "--help")
+    done = python("-m", "modelcenter", "finetune", "classification", "--help")
+    assert done.returncode == 0 and "--model" in done.stdout
     assert time.monotonic() - began < 1.0 or time.monotonic() - began < 20 * _empty_start()  # a machine under load
 
 

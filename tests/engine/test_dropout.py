@@ -6,6 +6,7 @@ import torch
 from engine_toys import whole
 from fused_cases import KEY, MASK_DTYPES, MASK_SHAPES, masked, on_each_isa, run_on
 from parallel_bert import noted_masks
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
@@ -314,7 +315,10 @@ def test_compiled_units_draw_a_new_mask_at_each_step():
         return found
 
     plain = losses()
-    engine.recompute.wrap_units_(model.units, "none", "eager")
     torch._dynamo.reset()
+    backend = CompileCounterWithBackend("eager")
+    torch._dynamo.register_backend(backend, "dropout_test_counter")
+    engine.recompute.wrap_units_(model.units, "none", "dropout_test_counter")
     np.testing.assert_allclose(losses(), plain, rtol=1e-5)
+    assert backend.frame_count
     assert len(set(plain)) == 3

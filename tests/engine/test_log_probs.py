@@ -1,5 +1,7 @@
 """Log-probabilities of targets without all logits: values and gradients against torch's log_softmax."""
 
+import math
+
 import pytest
 import torch
 
@@ -58,6 +60,8 @@ def test_bf16_is_summed_in_fp32():
     value = losses.linear_log_probs(hidden, weight, b, targets)
     assert value.dtype == torch.float32
     torch.testing.assert_close(value.double(), reference(hidden, weight, b, targets, upstream)[0], atol=0.1, rtol=0.02)
+    even = losses.linear_log_probs(torch.zeros(4, 7).bfloat16(), torch.zeros(5000, 7).bfloat16(), None, torch.arange(4))
+    torch.testing.assert_close(even, torch.full((4,), -math.log(5000)), rtol=0, atol=1e-5)
 
 
 def test_a_vocabulary_over_ranks():

@@ -199,7 +199,10 @@ def test_in_16_bits(two, precision):
     expected = bert.train(bert.build("masked-lm", **fields), ONE_PART)
     found = joined(two.run(bert.trained, "masked-lm", ONE_PART, PP, fields, policy))
     assert found["loss"] == pytest.approx(expected["loss"], rel=0.03)
+    assert found["loss"] != pytest.approx(expected["loss"], rel=1e-6)
     assert found["norm"] == pytest.approx(expected["norm"], rel=0.15)
+    kept = torch.bfloat16 if precision == "bf16-params" else torch.float32
+    assert {p.dtype for p in found["params"].values()} == {kept}
 
 
 def gradients_in_16_bits(sizes):

@@ -43,6 +43,9 @@ def test_precisions(two, precision, kept, computed):
         for name, value in expected["params"].items():
             assert (found["params"][name].float() - value).abs().max() < 2e-2, name
     assert results[0][0]["loss"] == results[1][0]["loss"]
+    two_ranks, one_rank = results[0][0]["params"], results[2][0]["params"]
+    for name, value in two_ranks.items():
+        torch.testing.assert_close(value.float(), one_rank[name].float(), rtol=0, atol=2e-3, msg=f"{name}: {{}}".format)
     assert results[0][4] == [{computed}, {torch.float32}]  # gathered in 16 bits, reduced in fp32
 
 

@@ -79,12 +79,10 @@ def leaves(how):
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "hangs":
                 time.sleep(60)
-            if how == "raises":
-                raise ArithmeticError("in the step")
         torch.ones(1)
 
 
-@pytest.mark.parametrize("how", ["killed", "hangs", "raises"])
+@pytest.mark.parametrize("how", ["killed", "hangs"])
 def test_a_rank_that_falls_out_is_named(how):
     """The process that runs the ranks sees the first error; the others' say who is missing and since when."""
     began = time.monotonic()
@@ -93,9 +91,7 @@ def test_a_rank_that_falls_out_is_named(how):
     text = str(caught.value)
     assert time.monotonic() - began < 35
     if how == "killed":
-        assert "rank 1 of 3 died: killed by signal 9" in text or "rank 1 was last at step 2" in text
-    if how == "raises":
-        assert "ArithmeticError: in the step" in text
+        assert "rank 1 of 3 died: killed by signal 9" in text and "rank 1 was last at step 2" in text
     if how == "hangs":
         assert "waited at step 3 of its loop over batches" in text and "rank 1 was last at step 2" in text
         assert "rank 0 was last" not in text and "rank 2 was last" not in text

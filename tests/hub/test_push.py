@@ -91,7 +91,7 @@ def test_there_and_back(hub, home, tmp_path):
     verb(hub, home, *words)
     assert (own / "notes.txt").read_text() == "notes" and (own / "README.md").is_file()
     assert (own / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
-    assert "next" not in str(verb(hub, home, "download", "me/tiny", "--revision", "nope", token=READ, ok=False)[0])
+    assert "nope" in verb(hub, home, "download", "me/tiny", "--revision", "nope", token=READ, ok=False)[1]
     about = json.loads(verb(hub, home, "info", "me/tiny", "--json", HF_HUB_OFFLINE="1")[0])
     assert about["source"] == "hub" and about["counted_from"] == "files"
     assert about["revision"] == about["cached"][0]["revision"] == commit and about["cached"][0]["names"] == ["main"]

@@ -17,6 +17,6 @@ class TestBert(ArchitectureTests):
         "num_attention_heads": 6,
         "intermediate_size": 80,
         "max_position_embeddings": 37,
-        "type_vocab_size": 3,
+        "type_vocab_size": 4,
         "layer_norm_eps": 1e-2,
     }

@@ -192,21 +192,24 @@ def test_ctrl_c_saves_and_is_an_error(folder, monkeypatch):
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(folder, monkeypatch):
-    take = loop.Run.train_step
+    take, reached = loop.Run.train_step, []
 
     def train_step(self, batch):
         if batch.step == 3:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):  # a launcher passes on what a terminal sent
                 os.kill(os.getpid(), number)
-            time.sleep(0.3)
+            time.sleep(0.15)
+            reached.append("after one Ctrl-C")
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
+            reached.append("after two")
         return take(self, batch)
 
     monkeypatch.setattr(loop.Run, "train_step", train_step)
-    monkeypatch.setattr(stopping, "_TWICE", 0.2)
+    monkeypatch.setattr(stopping, "_TWICE", 0.1)
     with pytest.raises(Stopped, match="SIGINT"):
         main(command(values_of(folder, "run")))
+    assert reached == ["after one Ctrl-C"]
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("stopped", 3)
 

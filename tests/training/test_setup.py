@@ -40,7 +40,7 @@ def test_the_card_names_data_sets_of_the_hub_alone(tmp_path, monkeypatch):
 
 def test_a_folder_that_ranks_do_not_share_is_an_error(tmp_path):
     assert on_ranks(_look, 2, tmp_path, False) == [[], []]
-    with pytest.raises(Exception, match=r"output_dir: rank 1 on .* does not see what rank 0 wrote .* all nodes share"):
+    with pytest.raises(RuntimeError, match=r"output_dir: rank 1 on .* does not see what rank 0 wrote .* all nodes"):
         on_ranks(_look, 2, tmp_path, True)
     assert not list((tmp_path / "node-0").iterdir())
 
@@ -159,7 +159,7 @@ def test_ranks_that_are_given_different_things_are_an_error(tmp_path, changes, s
     write_jsonl(tmp_path / "other" / "train.jsonl", make_rows(24, seed=3))
     write_jsonl(tmp_path / "broken" / "train.jsonl", [*make_rows(24, seed=1), {"text": None, "label": "good"}])
     here = {k: str(tmp_path / v) if k == "train_data" else v for k, v in changes.items()}
-    with pytest.raises(Exception, match=says):
+    with pytest.raises(RuntimeError, match=says):
         on_ranks(_differ, 2, tmp_path, here)
     if changes.get("train_data") == "other":
         on_ranks(_differ, 2, tmp_path, {"train_data": str(tmp_path / "same")})

@@ -205,6 +205,12 @@ class ArchitectureTests:
             result = compare.compare_models(ours, theirs, batch, tolerance=self.tolerance)
             assert result.equal, str(result)
             assert "gradients" in result.values and "loss" in result.values
+            with torch.no_grad():
+                keys = [
+                    {name for name, x in model(**batch).items() if isinstance(x, Tensor)} for model in (ours, theirs)
+                ]
+            missing = keys[1] - keys[0] - {"prediction_logits"}  # ours are "logits" in every task
+            assert not missing, f"outputs that transformers has: {missing}"
             return
         outs, loss, grads = self.truth(theirs, ours, task, rows, side)
         out, mine = run_backward(ours, batch)
@@ -327,7 +333,7 @@ class ArchitectureTests:
         """At each ZeRO level on 2 ranks, with unequal shares of the rows in up to 8 microbatches: as in one process."""
         self.reference(task, tmp_path)
         model = self.ours(tmp_path, None)
-        rows = self.rows(task, model.config, (7, 3, 11, 5, 2, 8, 4, 9, 6))
+        rows = self.rows(task, model.config, (7, 3, 11, 5, 2, 8, 4, 9, 6) * 2)
         whole, expected = run_backward(model, pack_rows(task, rows))
         for level, cut in levels:
             for loss, grads in two_ranks().run(_accumulated, str(tmp_path), task, rows, cut, level):

@@ -493,6 +493,22 @@ def test_build_model(tmp_path, saved):
     assert torch.equal(mc.from_pretrained(tmp_path / "ours").embed.weight, a.embed.weight)
 
 
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [("PreTraining", "pretraining"), ("MaskedLM", "masked-lm"), ("TokenClassification", "token-classification")]
+    + [("QuestionAnswering", "question-answering"), ("MultipleChoice", "multiple-choice"), ("CausalLM", "causal-lm")]
+    + [("NextSentencePrediction", "next-sentence-prediction"), ("SequenceClassification", "sequence-classification")],
+)
+def test_auto_classes_fix_the_task(name, task, tmp_path):
+    """transformers' class of the same name finds the same head in what is saved."""
+    auto = getattr(mc, f"AutoModelFor{name}")
+    model = auto.from_config("tiny/bert", is_decoder=True) if task == "causal-lm" else auto.from_config("tiny/bert")
+    model.save_pretrained(tmp_path)
+    assert model.task == auto.from_pretrained(tmp_path).task == task
+    theirs, about = getattr(transformers, f"AutoModelFor{name}").from_pretrained(tmp_path, output_loading_info=True)
+    assert not about["missing_keys"] and not about["unexpected_keys"]
+
+
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 PEAK = """

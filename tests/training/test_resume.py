@@ -296,6 +296,13 @@ def test_max_time(folder, capsys):
         90, 90, 28800, 172800, 3723, 86410]  # fmt: skip
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_checkpoints_after_so_many_minutes(folder, ranks):
+    values = values_of(folder, "run", max_steps=3, save_minutes=1e-9, keep=9) | {"save_every": 99}
+    on_ranks(lambda: main(command(values)), 2, timeout=90) if ranks == 2 else main(command(values))
+    assert len(list((folder / "run" / "checkpoints").glob("step-*"))) == 3
+
+
 @pytest.mark.full
 def test_resume_never_and_by_path(folder, monkeypatch):
     with monkeypatch.context() as patch:

@@ -1,6 +1,7 @@
 """How a program of ours ends when the user can mend what went wrong: one line, exit code 2."""
 
 import os
+import re
 import select
 import signal
 import sys
@@ -60,6 +61,17 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
         raise SystemExit(128 + error.signal_number if isinstance(error, Stopped) else 2) from None
     finally:
         warnings.formatwarning = usual
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Let a ValueError inside say which flag it is about, unless it names one itself."""
+    try:
+        yield
+    except ValueError as error:
+        if re.match(r"\w+: ", str(error)):
+            raise
+        raise ValueError(f"{field}: {error}") from error
 
 
 def _format_warning(

@@ -41,6 +41,7 @@ from modelcenter.training import trackers
 from modelcenter.training.agreement import check_flags
 from modelcenter.training.alone import alone_in
 from modelcenter.training.config import TrainConfig
+from modelcenter.training.errors import naming
 from modelcenter.training.feed import Feed, Plan, RowFeed, StreamFeed
 from modelcenter.training.metrics import sums
 from modelcenter.training.output import prepare_output
@@ -165,10 +166,13 @@ def load_tokenizer(cfg: TrainConfig) -> Any:
         ValueError: there is none.
     """
     if cfg.tokenizer is not None:
-        return modelcenter.AutoTokenizer.from_pretrained(cfg.tokenizer)
+        with naming("tokenizer"):
+            return modelcenter.AutoTokenizer.from_pretrained(cfg.tokenizer)
     if cfg.from_scratch:
         raise ValueError("--tokenizer is needed: with --from_scratch the model brings none")
-    return modelcenter.AutoTokenizer.from_pretrained(cfg.model, **({"revision": cfg.revision} if cfg.revision else {}))
+    revision = {"revision": cfg.revision} if cfg.revision else {}
+    with naming("model"):
+        return modelcenter.AutoTokenizer.from_pretrained(cfg.model, **revision)
 
 
 def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
@@ -177,29 +181,8 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
     Raises:
         ValueError: what modelcenter.from_pretrained raises; a tokenizer with more tokens than the model.
     """
-    options: dict[str, Any] = dict(task.model_options(), dtype="float32", seed=cfg.seed, **cfg.model_config)
-    options["policy"] = engine.Policy(
-        zero_level=cfg.zero, precision=cfg.precision, recompute=cfg.recompute, compile=cfg.compile
-    )
-    name: Any = cfg.model
-    adapters = options["adapter"] = make_adapters(cfg)
-    if cfg.add_tokens and not cfg.from_scratch:
-        # New rows are made before anything is sharded.
-        model = modelcenter.from_pretrained(
-            name, task.head, revision=cfg.revision, ignore_mismatched_sizes=cfg.ignore_mismatched_sizes,
-            **{**options, "policy": False, "adapter": None},
-        )  # fmt: skip
-        add_tokens(tokenizer, model, cfg.add_tokens)
-        for adapter in adapters:
-            adapter.attach(model)
-        model = engine.shard(model, policy=options["policy"])
-    elif cfg.from_scratch:
-        tokenizer.add_tokens(cfg.add_tokens or [])
-        sizes = {"vocab_size": len(tokenizer), **task.special_tokens(tokenizer)}
-        model = modelcenter.from_config(name, task.head, **{**sizes, **options})
-    else:
-        mismatched = {"ignore_mismatched_sizes": cfg.ignore_mismatched_sizes, "revision": cfg.revision}
-        model = modelcenter.from_pretrained(name, task.head, **mismatched, **options)
+    with naming("model"):
+        model = _load_model(cfg, task, tokenizer)
     vocab_size = getattr(model.config, "vocab_size", len(tokenizer))
     if len(tokenizer) > vocab_size:
         raise ValueError(
@@ -220,6 +203,29 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
         smooth_labels(model, cfg.label_smoothing)
     task.attach(model)
     return model
+
+
+def _load_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
+    """The model of --model, with --add_tokens and adapters, sharded."""
+    options: dict[str, Any] = dict(task.model_options(), dtype="float32", seed=cfg.seed, **cfg.model_config)
+    options["policy"] = engine.Policy(
+        zero_level=cfg.zero, precision=cfg.precision, recompute=cfg.recompute, compile=cfg.compile
+    )
+    name: Any = cfg.model
+    adapters = options["adapter"] = make_adapters(cfg)
+    if cfg.from_scratch:
+        tokenizer.add_tokens(cfg.add_tokens or [])
+        sizes = {"vocab_size": len(tokenizer), **task.special_tokens(tokenizer)}
+        return modelcenter.from_config(name, task.head, **{**sizes, **options})
+    found = {"ignore_mismatched_sizes": cfg.ignore_mismatched_sizes, "revision": cfg.revision}
+    if not cfg.add_tokens:
+        return modelcenter.from_pretrained(name, task.head, **found, **options)
+    # New rows are made before anything is sharded.
+    model = modelcenter.from_pretrained(name, task.head, **found, **{**options, "policy": False, "adapter": None})
+    add_tokens(tokenizer, model, cfg.add_tokens)
+    for adapter in adapters:
+        adapter.attach(model)
+    return engine.shard(model, policy=options["policy"])
 
 
 def make_adapters(cfg: TrainConfig, trained: list[str] | None = None) -> list[Any]:

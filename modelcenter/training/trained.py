@@ -10,6 +10,7 @@ from modelcenter.hub.names import CONFIG_FILE
 from modelcenter.hub.resolve import read_config, resolve, resolve_file
 from modelcenter.registry import model_type_of
 from modelcenter.training.config import TrainConfig
+from modelcenter.training.errors import naming
 from modelcenter.training.tasks import TASKS, TaskInfo, task_of_head, tasks_of
 
 
@@ -134,10 +135,11 @@ def check_family(cfg: TrainConfig, head: str) -> dict[str, Any]:
         ValueError: there is no such model, or it is of another family; those that the task takes are named.
     """
     path = Path(str(cfg.model)).expanduser()
-    if path.is_file() and not cfg.from_scratch:
-        values = resolve_file(path).config  # weights, with their configuration beside them
-    else:
-        values = read_config(cfg.model, HubOptions(cfg.revision))
+    with naming("model"):
+        if path.is_file() and not cfg.from_scratch:
+            values = resolve_file(path).config  # weights, with their configuration beside them
+        else:
+            values = read_config(cfg.model, HubOptions(cfg.revision))
     kind = values.get("model_type")
     if kind is None:  # of ModelCenter: what it is shows in its weights
         return values

@@ -459,10 +459,13 @@ def test_dry_run_writes_nothing(folder, capsys):
         ({"text_column": "txt"}, "text_column: .* has no column 'txt', it has 'text', 'label'; did you mean 'text'"),
         ({"num_labels": 1, "problem_type": "regression"}, "line 1: label '(good|bad)' is not a number"),
         ({"eval_split": "tset"}, "has no split 'tset'"),
-        ({"tokenizer": "nowhere/at/all"}, "no such directory: nowhere/at/all"),
+        ({"tokenizer": "nowhere/at/all"}, "^tokenizer: no such directory: nowhere/at/all"),
         ({"model_config": {"vocab_size": 7}}, "has 29 tokens, but the model's vocab_size is 7"),
-        ({"model_config": {"hiden_size": 7}}, "not understood: 'hiden_size' = 7.* Did you mean 'hidden_size'"),
-        ({"model": "./nowhere"}, "no such directory: nowhere"),
+        (
+            {"model_config": {"hiden_size": 7}},
+            "^model: .*not understood: 'hiden_size' = 7.* Did you mean 'hidden_size'",
+        ),
+        ({"model": "./nowhere"}, "^model: no such directory: nowhere"),
         ({"global_batch_size": 12}, "global_batch_size: got 12, expected a multiple of 8"),
     ],
 )

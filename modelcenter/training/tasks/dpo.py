@@ -24,6 +24,7 @@ from modelcenter.data.templates import IGNORED, LabelledTokens, Template, label_
 from modelcenter.hub.tokenizer import fit_vocabulary
 from modelcenter.models.base import Model
 from modelcenter.training.config import DPOConfig, TrainConfig
+from modelcenter.training.errors import naming
 from modelcenter.training.evaluation import evaluate, log_probs_of
 from modelcenter.training.metrics import Preference
 from modelcenter.training.tasks.answer_rows import AnswerRows
@@ -157,7 +158,8 @@ class DPO(LanguageModelling):
 
     def before_training(self, model: Model, train_set: Any, eval_set: Any) -> None:
         if self.cfg.reference is not None:
-            model = self.load_reference(self.cfg.reference, model)
+            with naming("reference"):
+                model = self.load_reference(self.cfg.reference, model)
         self.set_reference(model, train_set, eval_set)
 
     def load_reference(self, name: str, like: Model, **options: Any) -> Model:

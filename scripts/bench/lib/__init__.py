@@ -122,21 +122,11 @@ def fraction(
     return {"what": what, "limit": limit, "fraction": round(value, 3), "target": target, "most": most}
 
 
-def finish(
-    args: argparse.Namespace,
-    what: str,
-    numbers: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]] = (),
-    notes: Sequence[str] = (),
-    packages: Mapping[str, str] | None = None,
-    limits: Mapping[str, float] | None = None,
-    **settings: Any,
-) -> None:
+def finish(args: argparse.Namespace, what: str, numbers: Mapping[str, Any], *rest: Any, **named: Any) -> None:
     """Print the tables, and write everything where --output says. The arguments are those of `keep`."""
     from scripts.bench.lib import tables
 
-    record = keep(args, what, numbers, rows, notes, packages, limits, **settings)
-    print(tables.text(record))
+    print(tables.text(keep(args, what, numbers, *rest, **named)))
     if not args.output:
         print(json.dumps(numbers, indent=2))
 

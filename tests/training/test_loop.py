@@ -19,6 +19,7 @@ from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.curves import plot
+from modelcenter.training.selection import Selection
 from modelcenter.training.summary import _last_and_best
 from scripts.finetune_classification import main
 
@@ -126,7 +127,9 @@ def test_curves_of_rows_without_numbers(curves, tmp_path):
 
 def test_the_last_numbers_are_of_the_newest_step():
     rows = [{"step": 4, "epoch": 1.0, "eval_loss": 0.5}, {"step": 6, "epoch": 1.5, "loss": 0.4, "tokens": 60}]
-    found = _last_and_best(rows, "eval_loss", smaller=True)
+    selection = Selection("loss", None)
+    selection.judge(rows[0])
+    found = _last_and_best(rows, selection)
     assert found["last"] == {"step": 6, "epoch": 1.5, "loss": 0.4, "tokens": 60, "eval_loss": 0.5}
     assert found["best"]["step"] == 4
 

@@ -260,13 +260,12 @@ def merge_lora(model: Model) -> Model:
     return model
 
 
-def _refuse_training(model: nn.Module, *_: Any) -> None:
+def _refuse_training(model: Any, *_: Any) -> None:
     """A saved adapter's dropout is no obstacle to those who only use it."""
-    if model.training:
+    if model.training and model.adapter is not None and not model.adapter.merged:
         raise ValueError(
-            "lora_dropout: this adapter has some, which is not there in training with tp_size above 1: call "
-            "model.eval() to use it; to train it, use tp_size=1 or adapter=dataclasses.replace(load_lora(path), "
-            "dropout=0.0)"
+            "lora_dropout: this adapter has dropout, and cannot be trained with tp_size above 1. To use it, call "
+            "model.eval(); to train it, use tp_size=1 or adapter=dataclasses.replace(load_lora(path), dropout=0.0)"
         )
 
 

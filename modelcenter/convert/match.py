@@ -118,7 +118,8 @@ def _hint(arch: ArchMap, layout: Layout, unknown: Sequence[str]) -> str:
     for prefix in (first[: end + 1] for end, char in enumerate(first) if char == "."):
         short = [name.removeprefix(prefix) for name in unknown if name.startswith(prefix)]
         if sum(to_key(arch, name) in layout.shapes for name in short) * 2 > len(unknown):
-            return f"\nThey are known without {prefix!r}: prefix={prefix!r} (convert: --prefix) takes it off"
+            how = f"prefix={prefix!r} (convert: --prefix), behind one that is given already, takes it off"
+            return f"\nThey are known without {prefix!r}: {how}"
     return ""
 
 

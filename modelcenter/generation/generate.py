@@ -64,7 +64,8 @@ def generate(
         seed: of the draws; None: torch's generator decides.
         token_inputs: what else the model's forward takes of the prompts' tokens, (batch, seq) each; a new token has
             that of the last. other_inputs: what it takes in each forward. Neither with pp_size > 1.
-        more: token_inputs by their names, as a tokenizer returns them: generate(**tokenizer(texts)).
+        more: token_inputs by their names, as a tokenizer returns them:
+            generate(**tokenizer(texts, padding=True, return_tensors="pt")).
         banned: (batch, vocabulary) bool, True at tokens that a row does not get.
 
     Returns:
@@ -124,6 +125,7 @@ _log = logging.getLogger(__name__)
 # Arguments of transformers' generate that have another name here.
 _INSTEAD = {
     "position_ids": "a prompt is counted from its first token, wherever its padding stands",
+    "length": "attention_mask says which are tokens",
     "decoder_input_ids": "a decoder begins with the checkpoint's decoder_start_token_id",
     "max_length": "max_new_tokens says how many tokens come beside the prompt",
     "generation_config": "its settings are arguments here",
@@ -135,7 +137,7 @@ _INSTEAD = {
 # Inputs of forward that `generate` works out itself, or that are not of a prompt's tokens.
 _NOT_OF_TOKENS = {
     "labels", "inputs_embeds", "position_ids", "cu_seqlens", "num_items_in_batch", "num_choices", "next_sentence_label",
-    "start_positions", "end_positions",
+    "start_positions", "end_positions", "length",
 }  # fmt: skip
 # Settings of a generation_config.json that change a greedy text, with the values at which they do not.
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -176,4 +178,8 @@ def _say_what_is_left(settings: tuple[str, ...]) -> None:
     """Once for the same settings."""
     if settings:
         shown = ", ".join(settings)
-        _log.warning("generation_config.json asks for %s; only its token numbers are used: pass what you want", shown)
+        _log.warning(
+            "generation_config.json asks for %s; of that file only the tokens that begin, end and fill texts are used: "
+            "pass what generate has an argument for, it does not do the rest",
+            shown,
+        )

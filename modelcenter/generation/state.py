@@ -85,11 +85,15 @@ class State:
         self.of_last: dict[str, Tensor] = {}  # (rows, 1), for new tokens
         for name, value in (token_inputs or {}).items():
             if tuple(value.shape) != (rows, length):
-                raise ValueError(f"token_inputs: got shape {tuple(value.shape)} of {name}, expected {(rows, length)}")
+                raise ValueError(
+                    f"{name}: got shape {tuple(value.shape)}, expected {(rows, length)}, one for each token; what is "
+                    "not of single tokens goes into other_inputs"
+                )
             batch[name] = value[kept][None]
             self.of_last[name] = batch[name][0, ends[1:].long() - 1, None]
         if self.pipeline is not None and (self.others or self.of_last):
-            raise ValueError("token_inputs, other_inputs: not with a pipeline; load the model with pp_size=1")
+            given = ", ".join([*self.of_last, *self.others])
+            raise ValueError(f"{given}: a pipeline passes no inputs beside input_ids on; load the model with pp_size=1")
         self.cache = KVCache(min(most, longest + _RESERVE), most)
         self.tokens, self.came = input_ids, to_the_right(input_ids, kept)
         if self.encodes:

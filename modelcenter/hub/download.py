@@ -214,10 +214,10 @@ def explained(repo: str, options: HubOptions, name: str = "files") -> Iterator[N
         ) from error
     except OSError as error:  # those of huggingface_hub that are OSErrors too are above
         at = f" ({error.filename})" if error.filename else ""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
-        fix = (
-            "Free space there, or name a directory that can be written (cache_dir, HF_HOME)" if full else "Run it again"
-        )
+        # Without a number it is huggingface_hub's own, of a file that arrived damaged.
+        passing = error.errno in (None, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN)
+        place = "Free space there, or name a directory that can be written (cache_dir, HF_HOME)"
+        fix = "Run it again" if passing else place
         raise ValueError(f"downloading {name} of {where} failed: {error.strerror or error}{at}. {fix}") from error
 
 

@@ -142,7 +142,7 @@ def load_model(
     options = HubOptions(revision, token, cache_dir, local_files_only)
     found = resolve(name_or_path, options, config=config)
     if policy is not False and engine.is_initialized():
-        _check_commits(found)
+        same_commits(found.repo or found.name, found.revision)
     if prefix or ignore:
         if found.distributed:
             raise ValueError(f"{found.origin} is a distributed checkpoint: prefix and ignore are for weight files")
@@ -258,19 +258,19 @@ def build_model(
 # -- steps -----------------------------------------------------------------------------------------------------------
 
 
-def _check_commits(found: Resolved) -> None:
+def same_commits(name: str, commit: str | None) -> None:
     """Raise ValueError, on all ranks, if they found other commits of a repository than rank 0. Collective.
 
     A branch may move, and a node without network takes what its own cache has. Each rank fills its slices from what it
     found, so the model would be a mixture.
     """
-    every = [found.revision] * engine.world_size()
+    every = [commit] * engine.world_size()
     if engine.world_size() > 1:
-        torch.distributed.all_gather_object(every, found.revision)
-    other = next((rank for rank, commit in enumerate(every) if commit != every[0]), None)
+        torch.distributed.all_gather_object(every, commit)
+    other = next((rank for rank, found in enumerate(every) if found != every[0]), None)
     if other is not None:
         raise ValueError(
-            f"{found.repo or found.name}: rank 0 found the commit {every[0]} and rank {other} {every[other]}; give one "
+            f"{name}: rank 0 found the commit {every[0]} and rank {other} {every[other]}; give one "
             "that all are to load as the revision, and download it on every node (modelcenter download --revision)"
         )
 

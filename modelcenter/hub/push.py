@@ -27,7 +27,8 @@ from modelcenter.registry import ARCHITECTURES
 
 # What executes code when it is loaded, or may.
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npz", ".npy", ".dill", ".h5", ".keras")
-_TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{30,}\b")  # names of models may begin with hf_ too
+# Names of models may begin with hf_ too. Tokens of OAuth hold dots, dashes and underscores.
+_TOKEN = re.compile(r"\bhf_(?:oauth|jwt)_[\w.-]{20,}|\b(?:hf|api_org)_[A-Za-z0-9]{30,}\b")
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ def check_directory(directory: Path, say: Callable[[str], None] = lambda text: N
         raise ValueError(f"{directory} has no weights: expected {WEIGHT_FILES[0]} or an index of shards")
     for code in _code_of(directory) - files.keys():
         say(
-            f"{directory}: {CONFIG_FILE} names {code} (auto_map), which is not there, so transformers' AutoModel will "
-            "not load the model from the repository; copy it from where the model came from"
+            f"{directory}: {CONFIG_FILE} names {code} (auto_map), which is not there; without it transformers loads "
+            "the model only if it has a class of its own for it. Copy the file from where the model came from"
         )
     _check_tensors(directory, say)
     return files

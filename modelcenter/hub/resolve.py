@@ -149,12 +149,15 @@ def local_directory(name: str) -> Path | None:
             f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights, or a weight file "
             f"({', '.join(WEIGHT_SUFFIXES)})"
         )
-    if not path.exists() and not is_hub_id(name):
+    if not path.exists():
         # Between two renames of writer.put_in_place nothing has the name.
         for old in path.parent.glob(f".{glob.escape(path.name)}.replaced-*"):
             raise ValueError(
-                f"no such directory: {path}. A save that was killed was replacing it; {old} is it: rename it"
+                f"no such directory: {path}. A save that was killed was replacing it; {old} is it: rename it, or save "
+                "there again"
             )
+        if is_hub_id(name):
+            return None
         beside = [str(path.parent / p.name) for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(f"no such directory: {path}.{nearest(str(path), beside)}")
     return None

@@ -248,7 +248,8 @@ def write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any,
 def write_own_texts(model: Any, directory: Path) -> None:
     """What a checkpoint needs to be exported alone: the texts of a model with its own tokenizer.
 
-    There are none for an architecture that is not registered, which has no export.
+    There are none for an architecture or a task that is not registered, which has no export.
     """
-    if model.config.model_type in ARCHITECTURES:
+    spec = ARCHITECTURES.get(model.config.model_type)
+    if spec is not None and model.task in spec.arch_map().tasks:
         write_texts(model, directory, model.dtype, None, None)

@@ -12,18 +12,25 @@ import torch
 from engine.checkpoint.described import FILES, METADATA, Described, pickled, stand_in, stored_metadata
 from modelcenter.convert.pieces import Box, whole
 from modelcenter.hub.blobs import locate
+from modelcenter.hub.names import RUN_FILE
 from modelcenter.hub.readers import FileSource
 
 MODEL = "model"  # where engine.checkpoint puts the parameters
 
 
 def refuse_adapter(names: Iterable[str], directory: Path) -> None:
-    """Raise ValueError for the tensors of a run that trains an adapter: they make no model as they are."""
-    if any(".lora_A." in name for name in names):
+    """Raise ValueError for the tensors of a model with an adapter: they make no model as they are."""
+    if not any(".lora_A." in name for name in names):
+        return
+    if not (directory / RUN_FILE).is_file():
         raise ValueError(
-            f"{directory} is a checkpoint of a run with an adapter (--lora_rank); `modelcenter export {directory} DST` "
-            "merges it into a model, and with --keep_adapter writes the adapter alone"
+            f"{directory} is a checkpoint of a model with an adapter: load it into that (engine.load_checkpoint), then "
+            "merge_lora and save_pretrained make a model of it, or save_adapter an adapter"
         )
+    raise ValueError(
+        f"{directory} is a checkpoint of a run with an adapter (--lora_rank); `modelcenter export {directory} DST` "
+        "merges it into a model, and with --keep_adapter writes the adapter alone"
+    )
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,10 @@ def locked(path: Path, message: str) -> Iterator[None]:
     Raises:
         ValueError: another process has it; says `message`.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:  # another user's, who may be at it or was killed
+        handle = os.open(path, os.O_RDONLY)
     if not (_lock(handle) and _is_at(path, handle)):
         os.close(handle)
         raise ValueError(message)

@@ -179,15 +179,13 @@ class CPM(Decoder):
         return self.run_checked({name: value for name, value in locals().items() if name != "self"})
 
     def run_checked(self, batch: dict[str, Any]) -> ModelOutput:
-        """`run`, after what every CPM checks of its inputs; None stands for what was not given."""
+        """`answer`, after what every CPM checks of its inputs; None stands for what was not given."""
         batch = {name: value for name, value in batch.items() if value is not None}
         if "length" in batch:
             batch["attention_mask"] = self._mask_of(batch.pop("length"), batch)
         if "segment" in batch:
             self.check_segments(batch)
-        if (kept := batch.get("logits_to_keep")) not in (None, 0, 1):
-            raise ValueError(f"logits_to_keep: got {kept}, expected 0 (all tokens) or 1 (the last)")
-        return self.run(batch)
+        return self.answer(batch)
 
     def check_segments(self, batch: Batch) -> None:
         segment, c = batch["segment"], self.config

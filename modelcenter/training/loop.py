@@ -15,6 +15,7 @@ from engine.ops import dropout_key
 from modelcenter.adapters import merge_lora, save_adapter, trainable_parameters
 from modelcenter.data.prefetch import Prefetch
 from modelcenter.hub.card import complete_card
+from modelcenter.hub.names import RUN_FILE
 from modelcenter.hub.push import push_directory
 from modelcenter.hub.save import write_texts
 from modelcenter.models.base import Model
@@ -302,7 +303,7 @@ class Run:
 
         def extra(place: Path) -> None:
             write_texts(self.model, place, self.model.dtype, self.tokenizer, None)
-            (place / resume.RUN_FILE).write_text(about, encoding="utf-8")
+            (place / RUN_FILE).write_text(about, encoding="utf-8")
 
         options: dict[str, Any] = {"step": self.step, "keep": self.cfg.keep, "best": best, "extra": extra}
         self._saved = (self.step, time.monotonic())

@@ -10,12 +10,12 @@ import engine
 from engine.checkpoint import from_rank_0, latest_checkpoint, load_checkpoint, together
 from engine.optim import OptimManager
 from modelcenter.data.examples import Examples
+from modelcenter.hub.names import RUN_FILE
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.config.common import PLACES
 from modelcenter.training.json_text import json_text
 
-RUN_FILE = "run.json"  # in each checkpoint: the flags and the data of its run
 CHECKPOINTS = "checkpoints"  # in output_dir
 
 # Flags that say which rows a stream has, and in which order.

@@ -1,6 +1,5 @@
 """From flags to a model that is ready to train: ranks, tokenizer, weights, batches per step, optimizer."""
 
-import inspect
 import math
 import os
 import platform
@@ -35,6 +34,7 @@ from modelcenter.data.sources import is_hub_name
 from modelcenter.data.streaming import StreamBatches
 from modelcenter.data.text_rows import StreamRows
 from modelcenter.data.token_files import is_tokens
+from modelcenter.hub.load import same_commits
 from modelcenter.hub.tokenizer import add_tokens
 from modelcenter.models.base import Model
 from modelcenter.training import trackers
@@ -222,6 +222,7 @@ def _load_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
         return modelcenter.from_pretrained(name, task.head, **found, **options)
     # New rows are made before anything is sharded.
     model = modelcenter.from_pretrained(name, task.head, **found, **{**options, "policy": False, "adapter": None})
+    same_commits(cfg.model or "", model.base_revision)
     add_tokens(tokenizer, model, cfg.add_tokens)
     for adapter in adapters:
         adapter.attach(model)
@@ -255,11 +256,11 @@ def smooth_labels(model: Model, share: float) -> None:
 
 
 def fit_inputs(tokenizer: Any, model: Model) -> None:
-    """Let a tokenizer give no token types to a model that takes none. One that comes from a tokenizer.json alone names
-    them whatever it was made for."""
-    if "token_type_ids" not in inspect.signature(model.forward).parameters:
-        names = tokenizer.model_input_names
-        tokenizer.model_input_names = [name for name in names if name != "token_type_ids"]
+    """Let a tokenizer number the texts of a row for models with a table of token types alone: GPT-2 would take the
+    numbers for words. The tokenizer that is saved says so, too."""
+    if not getattr(model.config, "type_vocab_size", 0) and "token_type_ids" in tokenizer.model_input_names:
+        names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
+        tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names
 
 
 def max_length(model: Model, tokenizer: Any, wanted: int | None) -> int:

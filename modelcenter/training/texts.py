@@ -27,7 +27,8 @@ def new_tokens(model: Model, asked: int | None, length: int) -> int:
     if left is None or left >= _MOST_NEW:
         return _MOST_NEW
     if left > 0:
-        _say(f"max_new_tokens: not given; a text ends where the {model.config.max_tokens} positions of the model do")
+        most = model.config.max_written_tokens
+        _say(f"max_new_tokens: not given; a text ends where the {most} positions of the model do")
     return max(left, 1)  # no room for one: generate says what is too long
 
 

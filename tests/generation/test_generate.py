@@ -11,6 +11,7 @@ from harness import randomize_
 
 import engine
 import modelcenter as mc
+from modelcenter.generation.generate import _say_what_is_left
 from modelcenter.generation.scores import narrowed, penalised
 from modelcenter.generation.settings import Settings
 from modelcenter.generation.state import room
@@ -214,6 +215,7 @@ def test_stop_strings_end_beams_where_the_longest_ends(pair):
 
 def test_settings_of_the_file_that_are_left_are_said_once(pair, caplog):
     ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
+    _say_what_is_left.cache_clear()
     ours.generation_config = {"repetition_penalty": 1.05, "num_beams": 1, "min_length": 3, "temperature": 0.6}
     for more in ({}, {}, {"repetition_penalty": 1.05}):
         ours.generate(ids, None, 2, **more)

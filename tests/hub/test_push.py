@@ -397,6 +397,7 @@ def test_tokens_are_blotted_out(tmp_path):
     names = "base_model: me/hf_bert, hf_train.jsonl, hf_hub_download"
     secret = "hf_" + "aB3" * 11
     assert without_tokens(f"{names}: {secret} or api_org_{'x' * 34}.") == f"{names}: hf_... or hf_...."
+    assert without_tokens("hf_oauth_scopes hf_oauth_" + "eyJh.bG-ci_" * 4) == "hf_oauth_scopes hf_..."
     mc.from_config("tiny/bert").save_pretrained(tmp_path / "m", card=f"# {names} {secret}")
     assert (tmp_path / "m/README.md").read_text() == f"# {names} hf_..."
 

@@ -43,12 +43,15 @@ def test_wrong_names(name, message, saved, tmp_path):
         mc.from_pretrained(name.replace("{tmp}", str(tmp_path)))
 
 
-def test_what_a_killed_save_was_replacing_is_named(saved, tmp_path):
+def test_what_a_killed_save_was_replacing_is_named(saved, tmp_path, monkeypatch):
     saved("base").rename(tmp_path / ".out.replaced-0123")
     with pytest.raises(
         ValueError, match="no such directory: .*/out. A save that was killed .*/.out.replaced-0123 is it"
     ):
         mc.from_pretrained(tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="A save that was killed"):
+        mc.from_pretrained("out")  # it could be a name on the Hub, too
 
 
 def test_an_adapter_is_told_from_a_model(saved, tmp_path):
@@ -221,6 +224,7 @@ def test_what_is_cached_loads_without_the_token_that_it_was_downloaded_with(kind
             "CAS service error.*run it again.*HF_HUB_DISABLE_XET=1",
         ),
         (OSError("Consistency check failed: file should be of size 9"), "should be of size 9. Run it again"),
+        (NotADirectoryError(20, "Not a directory", "x"), "name a directory that can be written"),
     ],
 )
 def test_a_download_that_breaks_says_what_to_do(error, says, monkeypatch):

@@ -40,12 +40,15 @@ def read(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("model", ["gpt2", "gpt2 with types", "llama"])
 def test_two_texts_of_a_decoder(tmp_path, model, monkeypatch):
     """A decoder is given no token types: neither those of GPT-2's own tokenizer, which does not name them, nor those of
-    a tokenizer.json alone, which does."""
+    one that does, or of a tokenizer.json alone."""
     monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path / "cache"))
     made = chat_toys.make_tokenizer() if model == "llama" else chat_toys.make_gpt2_tokenizer()
+    if model == "gpt2 with types":  # as that of Chinese GPT-2s, whose rows 0 and 1 GPT-2 would add
+        made.model_input_names = made.init_kwargs["model_input_names"] = ["input_ids", "token_type_ids"]
+    model = model.partition(" ")[0]
     made.save_pretrained(tmp_path / "tokenizer")
     texts = [("Aromi serves", "Indian food"), ("Zizzi", "Italian food by the river"), ("Cocum food", "French")] * 2
     rows = [{"premise": a, "hypothesis": b, "label": i % 2} for i, (a, b) in enumerate(texts)]

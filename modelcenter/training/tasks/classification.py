@@ -127,7 +127,8 @@ class Classification(Task):
 
     def prepare_model(self, model: Model, tokenizer: Any) -> None:
         """Name a token that pads, where none is named: transformers needs one to find where the rows of a batch end, of
-        which decoders read the last token. The end of a text will do, where texts do not bring it."""
+        which decoders read the last token that is not padding. The end of a text will do, where texts do not bring
+        it."""
         if tokenizer.pad_token is None and tokenizer.eos_token is not None:
             if tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
                 return

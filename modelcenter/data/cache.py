@@ -8,8 +8,9 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,7 @@ def cached(
     with _lock(entry.with_suffix(".lock")) as alone:
         arrays = _load(entry)
         if arrays is None and alone:
-            for left in entry.parent.glob(f"{_work_name(entry)}*"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
+            _remove_left(entry)
             return _built(entry, build)
     # Whoever was first could not keep what it built: now nobody waits for another.
     return _built(entry, build) if arrays is None else arrays
@@ -50,6 +50,14 @@ def _built(entry: Path, build: Callable[[], dict[str, np.ndarray]]) -> dict[str,
     arrays = build()
     _save(entry, arrays)
     return arrays
+
+
+def _remove_left(entry: Path) -> None:
+    """Remove what killed processes were writing, but not young work: a lock may be of this node alone."""
+    for left in entry.parent.glob(f"{_work_name(entry)}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > 3600:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def cache_dir() -> Path | None:

@@ -40,11 +40,13 @@ class Labels:
         ids: dict[Any, int] = {name: i for i, name in enumerate(self.names)}
 
         def id_of(value: Any, row: int) -> int:
-            number = _as_id(value) if self.by_id else None
-            if number is not None:
+            number = _as_id(value)
+            if self.by_id and number is not None:
                 found = number if 0 <= number < len(self.names) else None
             else:
-                found = ids.get(str(value), ids.get(str(_as_id(value))))  # 3, "3" and "3.0" are one label
+                found = ids.get(str(value))
+                if found is None and number is not None:
+                    found = ids.get(str(number))  # 3, "3" and "3.0" are one label
             if found is None:
                 if self.by_id:
                     expected = f"outside num_labels {len(self.names)} (labels 0 to {len(self.names) - 1})"

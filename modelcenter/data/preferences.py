@@ -92,9 +92,14 @@ def _parts(table: Table, columns: Mapping[str, str | None], row: int) -> tuple[C
     for role, answer in zip(("chosen", "rejected"), answers, strict=True):
         turn = next((turn for turn in answer if turn["role"] != "system"), None)
         if asked and asked[-1]["role"] == "user" and turn is not None and turn["role"] == "user":
+            begins = f"{table.where(row)}: column {columns[role]!r} begins with the question {turn['content']!r:.60}, "
+            if _said(turn) == _said(asked[-1]):
+                raise ValueError(
+                    f"{begins}but not both answers repeat the same turns and answer them: give answers alone, or in "
+                    f"both all that column {prompt!r} has and an answer behind it"
+                )
             raise ValueError(
-                f"{table.where(row)}: column {columns[role]!r} begins with the question {turn['content']!r:.60}, "
-                f"column {prompt!r} ends with {asked[-1]['content']!r:.60}: expected the same, or answers alone"
+                f"{begins}column {prompt!r} ends with {asked[-1]['content']!r:.60}: expected the same, or answers alone"
             )
     about = table.columns[system][row] if system is not None else None
     if about is not None and str(about).strip() and asked and asked[0]["role"] != "system":

@@ -125,6 +125,8 @@ class DocumentEncoder:
     def __init__(self, tokenizer: Any, end: int | None, split_special: bool = False):
         self.tokenizer, self.end, self.split_special = tokenizer, end, split_special
         self.fast = hasattr(tokenizer, "encode_batch_fast")  # the Rust one itself
+        if self.fast:
+            tokenizer.encode_special_tokens = split_special
 
     @classmethod
     def of(cls, tokenizer: Any, end: int | None) -> DocumentEncoder:
@@ -137,9 +139,12 @@ class DocumentEncoder:
         copy.no_truncation(), copy.no_padding()
         return cls(copy, end, backend.encode_special_tokens)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a worker: encode_special_tokens is no part of a pickled tokenizer."""
+        self.__init__(state["tokenizer"], state["end"], state["split_special"])  # type: ignore[misc]
+
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         if self.fast:
-            self.tokenizer.encode_special_tokens = self.split_special  # which is lost on the way to a worker
             rows = [e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         else:
             rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]

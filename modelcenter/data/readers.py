@@ -195,7 +195,7 @@ def _of_one_numbering(
     """
     first, *others = (known for known in classes if known is not None)
     unnamed = [part for part, known in zip(parts, classes, strict=True) if known is None]
-    alike = not any(isinstance(value, str) for part in unnamed for value in part)
+    alike = not any(_is_name(value, first or []) for part in unnamed for value in part)
     if alike and all(known == first for known in others):
         return parts, first
     found = []
@@ -206,6 +206,11 @@ def _of_one_numbering(
         found.append(part)
     same = alike and all(in_order_of(first, known) is not None for known in others)
     return found, first if same else None
+
+
+def _is_name(value: Any, names: list[str]) -> bool:
+    """Whether a label is a class by its name: csv has numbers as texts, too."""
+    return isinstance(value, str) and (value.strip() in names or re.fullmatch(r"\s*(\d+(\.0)?)?\s*", value) is None)
 
 
 def read_file(path: Path) -> Table:

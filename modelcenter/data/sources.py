@@ -32,6 +32,7 @@ class Source:
     name: str
     splits: tuple[str, ...]
     _read: Callable[[str], Table]
+    unsplit: str | None = None  # a file or pattern that was named beside folders with splits
 
     def read(self, split: str) -> Table:
         """Read one split. Raises ValueError if there is no such split, or for what `read_file` raises."""
@@ -58,7 +59,8 @@ def find(data: str | Sequence[str], config: str | None = None) -> Source:
     splits = _splits(specs, config)
     if splits is None:
         return _hub(specs[0], config)
-    return Source(" ".join(specs), tuple(splits), lambda split: read_files(splits[split]))
+    alone = next((spec for spec in specs if not Path(spec).expanduser().is_dir()), None) if len(splits) > 1 else None
+    return Source(" ".join(specs), tuple(splits), lambda split: read_files(splits[split]), alone)
 
 
 def find_paths(data: str | Sequence[str], config: str | None, split: str) -> list[Path] | None:

@@ -93,7 +93,7 @@ def _bytes_of_rows(task: Any, model: Model, examples: Examples, rows: np.ndarray
                 # Other ranks may have had room, and wait for this one inside the step.
                 if count == 1 or engine.world_size() > 1:
                     what = f"{count} row{'s' * (count > 1)} of {examples.lengths[rows[0]]:,} tokens"
-                    less = "lower --max_length, or give --recompute full, --offload optimizer or --zero 3"
+                    less = "lower --max_length, or give --recompute full, or --zero 3 on more GPUs"
                     raise ValueError(
                         f"batch_size: a step of {what} does not fit the memory of rank {engine.rank()}'s GPU; "
                         + (less if count == 1 else "give --batch_size 1")

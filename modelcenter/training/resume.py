@@ -151,7 +151,7 @@ def _place(resume: str) -> str | None:
 
 def _in_one_spelling(name: str, value: Any) -> Any:
     """The value of a flag; that of a place may be relative."""
-    place = name in (*PLACES, "reference") and isinstance(value, str)
+    place = name in PLACES and isinstance(value, str)
     return str(Path(value).expanduser().absolute()) if place else value
 
 

@@ -139,16 +139,15 @@ def fix_batches(cfg: TrainConfig) -> None:
         cfg.global_batch_tokens = cfg.batch_tokens * parts
     else:
         cfg.global_batch_size = cfg.batch_size * parts
-    if cfg.batch_tokens is None:
         cfg.eval_batch_size = cfg.eval_batch_size or 2 * cfg.batch_size
 
 
 def fix_evaluation(cfg: TrainConfig, *examples: Any) -> None:
     """Where batches are counted in tokens: rows of an evaluation's, of which the longest have no more than twice the
-    tokens of a microbatch. examples: what is evaluated, or None."""
-    if cfg.batch_tokens is not None and cfg.eval_batch_size is None:
-        longest = max((int(rows.lengths.max()) for rows in examples if hasattr(rows, "lengths")), default=1)
-        cfg.eval_batch_size = max(1, 2 * cfg.batch_tokens // longest)
+    tokens of a microbatch. examples: what is evaluated, the training rows by DPO's reference; streams are not."""
+    lengths = [int(rows.lengths.max()) for rows in examples if hasattr(rows, "lengths")]
+    if cfg.batch_tokens is not None and cfg.eval_batch_size is None and lengths:
+        cfg.eval_batch_size = max(1, 2 * cfg.batch_tokens // max(lengths))
 
 
 def resolve_precision(precision: str) -> str:

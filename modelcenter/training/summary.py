@@ -52,6 +52,9 @@ def _last_and_best(rows: list[dict[str, Any]], selection: Selection) -> dict[str
     trained = [row for row in rows if row.get("loss") is not None]
     # The last of its step: after a stop it may have been judged again, by other data.
     scored = [row for row in judged if row["step"] == selection.best.get("step")][-1:]
+    if selection.best and not scored:  # it is of the folder that the run went on from
+        known = [row for row in judged if row.get(selection.metric) is not None]
+        scored = sorted(known, key=lambda row: row[selection.metric], reverse=not selection.smaller_is_better)[:1]
     best = scored[0] if scored else min(trained, key=lambda r: r["loss"], default={})
     last: dict[str, Any] = {}
     for row in sorted((*trained[-1:], *judged[-1:]), key=lambda r: r["step"]):

@@ -119,7 +119,7 @@ def test_who_waited_for_nothing_builds_beside_the_others(folder, monkeypatch):
         if next(turns):
             together.wait()  # the second and the third are at it at the same time
         else:
-            time.sleep(0.05)  # meanwhile they wait for the lock
+            time.sleep(0.5)  # meanwhile they wait for the lock
         return arrays()
 
     with ThreadPoolExecutor(3) as pool:
@@ -130,10 +130,12 @@ def test_who_waited_for_nothing_builds_beside_the_others(folder, monkeypatch):
 def test_what_a_killed_process_left_is_removed(folder):
     cached(["x"], arrays)
     (entry,) = (p for p in folder.iterdir() if p.is_dir())
-    mine, other = (folder / f".writing-{name}-abc" for name in (entry.name, "0" * 40))
-    for left in (mine, other):
+    mine, young, other = (folder / f".writing-{name}" for name in (f"{entry.name}-a", f"{entry.name}-b", "0" * 40))
+    for left in (mine, young, other):
         left.mkdir()
         (left / "ids.npy").write_bytes(b"x")
+    for left in (mine, other):
+        os.utime(left, (0, 0))
     shutil.rmtree(entry)
     cached(["x"], arrays)
-    assert not mine.exists() and other.exists()  # which another process may be writing
+    assert not mine.exists() and young.exists() and other.exists()  # which other processes may be writing

@@ -52,6 +52,8 @@ def test_new_rows_must_use_known_labels():
         labels.encode(["a", "c"], where)
     with pytest.raises(ValueError, match=r"line 1: label 2 is outside num_labels 2"):
         find_labels([0, 1], where).encode([2], where)
+    with pytest.raises(ValueError, match="label 'b' is not one of the labels"):
+        find_labels(["a", "None"] * 3, where).encode(["b"], where)
 
 
 def test_names_from_the_source():

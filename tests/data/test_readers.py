@@ -285,6 +285,7 @@ def of_classes(values: list, classes: list[str] | None) -> Table:
         (([1, 0], ["no", "yes"]), ["neg", "pos", "yes", "no"], None),  # other classes: none is another's number
         ((["pos", "bad"], None), ["neg", "pos", "pos", "bad"], None),
         (([1, 0], None), [0, 1, 1, 0], ["neg", "pos"]),
+        ((["1", "0", ""], None), [0, 1, "1", "0", ""], ["neg", "pos"]),  # csv has numbers as texts
         (([[1, 0], [1]], ["pos", "neg"]), ["neg", "pos", ["neg", "pos"], ["neg"]], ["neg", "pos"]),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 
 from modelcenter.data import sources
 from modelcenter.data.readers import read_file
+from modelcenter.training.tasks.base import evaluation_split, split_to_use
 
 
 @pytest.fixture
@@ -232,3 +233,16 @@ def test_compressed_files_are_found_and_belong_to_splits(tmp_path):
     assert sources.find_paths("owner/set", None, "train") is None
     with pytest.raises(ValueError, match="has no split 'test'; its splits: "):
         sources.find_paths(str(tmp_path), None, "test")
+
+
+def test_a_file_beside_a_folder_with_splits_is_not_left_out_where_one_split_is_chosen(tmp_path):
+    (tmp_path / "data").mkdir()
+    for path in (tmp_path / "extra.csv", tmp_path / "data" / "train.csv", tmp_path / "data" / "test.csv"):
+        path.write_text("text,label\na,b\n")
+    source = sources.find([str(tmp_path / "extra.csv"), str(tmp_path / "data")])
+    assert len(source.read("train")) == 2
+    for choose in (evaluation_split, lambda found: split_to_use(found, None, True)):
+        with pytest.raises(ValueError, match="extra.csv is of no split, .* are the splits train, test"):
+            choose(source)
+    assert split_to_use(source, "test", True) == "test"
+    assert evaluation_split(sources.find(str(tmp_path / "data"))) == "test"

@@ -132,6 +132,8 @@ def test_the_last_numbers_are_of_the_newest_step():
     found = _last_and_best(rows, selection)
     assert found["last"] == {"step": 6, "epoch": 1.5, "loss": 0.4, "tokens": 60, "eval_loss": 0.5}
     assert found["best"]["step"] == 4
+    selection.best = {"metric": "eval_loss", "value": 0.2, "step": 2}  # of the folder that the run went on from
+    assert _last_and_best(rows, selection)["best"] == {"metric": "eval_loss", **rows[0]}
 
 
 def test_curves_of_evaluations_by_different_metrics(curves, tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ FREE = frozenset(
     "eval_max_new_tokens token_accuracy peak_flops".split()
 )
 # Flags that name a place, of which every node may have one of its own.
-PLACES = frozenset("model tokenizer train_data eval_data output_dir".split())
+PLACES = frozenset("model reference tokenizer train_data eval_data output_dir".split())
 # Arguments of hub.load.load_model that are no fields of a model's configuration, and what a run has in their place.
 NOT_OF_THE_MODEL = dict.fromkeys(
     "name_or_path task strict architecture config prefix ignore local_files_only".split(), "leave it out"

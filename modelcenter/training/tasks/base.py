@@ -240,6 +240,7 @@ def train_sources(cfg: TrainConfig) -> tuple[list[sources.Source], list[float] |
 
 def evaluation_split(source: sources.Source) -> str:
     """The split meant when a data set is named for evaluation: validation, else test, else its only one."""
+    check_one_split(source, "eval_split")
     for split in ("validation", "test"):
         if split in source.splits:
             return split
@@ -250,8 +251,19 @@ def evaluation_split(source: sources.Source) -> str:
     return source.splits[0]
 
 
+def check_one_split(source: sources.Source, flag: str) -> None:
+    """Raise ValueError where one split would be chosen, and a file that was named beside a folder be left out."""
+    if source.unsplit is not None:
+        raise ValueError(
+            f"{flag}: {source.unsplit} is of no split, and beside it there are the splits {', '.join(source.splits)}: "
+            f"name the files that are meant, or give {flag}"
+        )
+
+
 def split_to_use(source: sources.Source, given: str | None, labelled: bool) -> str:
     """The split that a trained model is used on: the one given, else the usual one."""
+    if given is None:
+        check_one_split(source, "split")
     order = ("validation", "test") if labelled else ("test", "validation")
     return given or next((split for split in order if split in source.splits), source.splits[0])
 

@@ -60,8 +60,9 @@ def accumulate(
         ValueError: on every rank, when ranks have different numbers of microbatches and one has no ``empty``, when
             there are none at all, when ranks count different terms, or when ranks of one pipeline, or of one batch,
             are given different ones.
-        RuntimeError: ``counts`` failed on another rank, a loss does not depend on the parameters, or a rank did not
-            take part within the timeout of ``init_distributed`` (it raised, was killed or hangs), which is named.
+        RuntimeError: ``counts`` failed on another rank, a loss does not depend on the parameters, an exception ended
+            an earlier step of a pipeline in the middle, or a rank did not take part within the timeout of
+            ``init_distributed`` (it raised, was killed or hangs), which is named.
     """
     size = runtime.data_size()
     pipeline = pipeline_of(model)

@@ -69,7 +69,7 @@ def init_distributed(
     tp_size: int = 1,
     cp_size: int = 1,
     device: str | torch.device | None = None,
-    timeout: float | datetime.timedelta = DEFAULT_TIMEOUT,
+    timeout: float | datetime.timedelta | None = None,
     pp_size: int = 1,
     num_micro_batches: int | None = None,
     pp_chunks: int = 1,
@@ -90,7 +90,9 @@ def init_distributed(
             differ in pp, cp or tp only are given the same batches (see ``data_rank``).
         device: "cpu", "cuda", "cuda:1" or None: this rank's GPU if there is one, else the CPU.
         timeout: seconds (or timedelta) until ranks that do not meet, or a collective that does not end, raise; also of
-            a process group that is there already.
+            a process group that is there already. None: that of an earlier call, at first 600; a process group that
+            its user made keeps its own. What stages of a pipeline send each other over gloo waits as long as was said
+            when their groups were made.
         num_micro_batches: parts into which a ``PipelineTransformerBlockList`` cuts a batch; None: pp_size.
             ``engine.accumulate`` is given microbatches, and needs no number.
         pp_chunks: parts of the model that each stage has: 1, or more for the interleaved schedule, which waits less and
@@ -104,7 +106,8 @@ def init_distributed(
         ValueError: an argument or a launcher's variable is wrong.
         RuntimeError: the ranks did not meet within the timeout.
     """
-    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    given = _runtime.timeout if timeout is None else timeout
+    seconds = given.total_seconds() if isinstance(given, datetime.timedelta) else given
     if zero_level not in (0, 1, 2, 3):
         raise ValueError(f"zero_level is {zero_level!r}, expected 0, 1, 2 or 3")
     if pipe_size is not None:
@@ -146,7 +149,7 @@ def init_distributed(
         from engine.parallel.mesh import build_mesh, limit_waiting
 
         build_mesh(device_.type, world_size_, dp_replicate, cp_size, tp_size, pp_size)
-        limit_waiting(seconds)
+        limit_waiting(seconds, everyone=timeout is not None)
     set_seed(seed)
 
 

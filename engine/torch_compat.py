@@ -177,12 +177,11 @@ def backward_was_left(root: FSDPModule) -> bool:
 def drop_pass(root: FSDPModule) -> None:
     """Make FSDP forget the forward or backward that an exception ended, and all gradients it has not reduced yet."""
     state = root._get_fsdp_state()
-    if state._is_root is None:  # no forward has begun
-        return
-    if hasattr(root, "reset_iter_state"):  # torch 2.13
-        root.reset_iter_state()
-    else:
-        _reset_iter_state(root)
+    if state._is_root:  # else no forward has begun, or the root is further out, and recovers at its own next forward
+        if hasattr(root, "reset_iter_state"):  # torch 2.13
+            root.reset_iter_state()
+        else:
+            _reset_iter_state(root)
     for record in _records(root):  # type: ignore[arg-type]
         record.unsharded_accumulated_grad = None
         if hasattr(record, "_unsharded_param"):

@@ -109,7 +109,10 @@ def load(
     with together(f"reading {file_name}"):
         sources, missing, unexpected = _match(model, shapes, file_name, strict)
     lay_out(model, policy, overwritten=set(sources))
-    by_name, home = _named_tensors(model), runtime.device()
+    stages, home = stages_of(model), runtime.device()
+    # What blocks of several stages share has one source, under the first block's name.
+    first_of = {} if stages is None else stages.names
+    by_name = {first_of.get(name, name): tensor for name, tensor in _named_tensors(model).items()}
     for name, source in sources.items():
         shape, dtype = shapes[source]
         # Every rank takes part; what is on another stage of a pipeline goes by.

@@ -144,7 +144,8 @@ def save_checkpoint(
             ``save_checkpoint``, ``load_checkpoint`` or ``wait_checkpoint``; one save waits for the one before it.
         extra: called on rank 0 with the directory under construction, to add files (configuration, tokenizer). By
             default it is the model's ``write_texts``, if it has one: a model of modelcenter is then exported from the
-            checkpoint alone. A function of your own may call that too.
+            checkpoint alone. A function of your own may call that too. For a model of the Hub it may ask the Hub, at
+            the first save, which files its tokenizer has; ``extra=lambda path: None`` leaves all of this out.
 
     Returns:
         The checkpoint's path.

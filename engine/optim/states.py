@@ -115,7 +115,8 @@ def _check_form(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
 def adopted(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state that may be another library's AdamW's, as ours are: a count of steps that is a number is a tensor.
 
-    Raises ValueError for a state that has the names of AdamW's but is of torch's Adam with weight decay, or of RAdam.
+    Raises ValueError for a state that has the names of AdamW's but is of torch's Adam with weight decay, or of RAdam or
+    NAdam.
     """
     _check_form(optimizer, state_dict)
     kind = type(optimizer).__name__
@@ -124,8 +125,8 @@ def adopted(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dic
         if "decoupled_weight_decay" in group:  # which these write into their groups, and of them AdamW alone as True
             if "amsgrad" not in group:
                 raise ValueError(
-                    f"group {number} of the state has decoupled_weight_decay and no amsgrad, as torch's RAdam's: "
-                    f"{kind} steps otherwise; load it with the optimizer it was saved with"
+                    f"group {number} of the state has decoupled_weight_decay and no amsgrad, as torch's RAdam's or "
+                    f"NAdam's: {kind} steps otherwise; load it with the optimizer it was saved with"
                 )
             if not group["decoupled_weight_decay"] and group.get("weight_decay"):
                 raise ValueError(

@@ -131,6 +131,8 @@ class Once:
     little longer), and they must all make the same collectives.
     """
 
+    _MOST = 8  # inputs that are held at once; a plan where no layer ends what "colwise" begins never forgets
+
     def __init__(self) -> None:
         self._made: list[tuple[Tensor, tuple[int, bool], Tensor]] = []
 
@@ -142,6 +144,7 @@ class Once:
                 return out
         out = function(x, group)
         self._made.append((x, key, out))
+        del self._made[: -self._MOST]
         return out
 
     def forget(self) -> None:

@@ -72,16 +72,19 @@ def _build(device_type: str, sizes: tuple[int, ...], group: dist.ProcessGroup | 
     return _meshes[device_type, sizes]
 
 
-def limit_waiting(seconds: float) -> None:
-    """Let collectives of all ranks, and of the groups made so far, raise after so many seconds."""
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    for group in (everyone, *_groups):
+def limit_waiting(seconds: float, everyone: bool) -> None:
+    """Let collectives of the groups made so far, and with ``everyone`` those of all ranks, raise after so many
+    seconds."""
+    for group in _groups:
         set_timeout(group, seconds)
+    if everyone and dist.group.WORLD is not None:
+        set_timeout(dist.group.WORLD, seconds)
 
 
 def limited(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """``group``, whose collectives raise after the timeout of ``init_distributed``, also of a later call."""
+    if group is dist.group.WORLD:  # a dimension of all ranks: its timeout was given, or is its maker's
+        return group
     _groups.append(group)
     set_timeout(group, runtime.current().timeout)  # torch gives those of a mesh 30 minutes
     return group

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from engine import runtime
 from engine.parallel.mesh import limited
+
+# Channels in which an exception has left messages that nobody has received.
+_left: set[Any] = set()
 
 
 class Neighbours:
@@ -21,6 +28,27 @@ class Neighbours:
         self._channels = _groups(mesh, dist.group.WORLD, chunks > 1)
         self._sends: deque[list[tuple[Any, Tensor]]] = deque()
         self._most = most_on_their_way(self._size, chunks)
+        self._used = False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around all that the stages hand over in one step.
+
+        Raises RuntimeError where an exception ended an earlier step in the middle: what was sent in it is still in the
+        channel, and would be taken for what this step sends.
+        """
+        if self._channels[0] in _left:
+            raise RuntimeError(
+                "an exception ended an earlier step of this pipeline (pp_size) in the middle, and what its stages had "
+                "sent is still on its way: start the ranks again from a checkpoint"
+            )
+        self._used = False
+        try:
+            yield
+        except BaseException:
+            if self._used:  # else, where all stages raised alike, nothing was sent
+                _left.add(self._channels[0])
+            raise
 
     def send(self, *tensors: Tensor, forward: bool) -> None:
         """Start to send what one microbatch hands over to the next stage, or back to the one before."""
@@ -29,6 +57,7 @@ class Neighbours:
             self._wait_for_oldest()
         there = [x.contiguous() for x in tensors if x.numel()]
         if there:
+            self._used = True
             to = (self._rank + (1 if forward else -1)) % self._size
             channel = self._channel(forward, wraps=self._rank == (self._size - 1 if forward else 0))
             self._sends.append([(dist.isend(x, group=channel, group_dst=to), x) for x in there])
@@ -36,6 +65,7 @@ class Neighbours:
     def receive(self, x: Tensor, forward: bool) -> None:
         """Fill ``x`` with what the stage before, or the next one, sent."""
         if x.numel():
+            self._used = True
             source = (self._rank - (1 if forward else -1)) % self._size
             wraps = self._rank == (0 if forward else self._size - 1)
             work = dist.irecv(x, group=self._channel(forward, wraps), group_src=source)
@@ -83,5 +113,7 @@ def group_of(mesh: DeviceMesh, world: dist.ProcessGroup, stages: tuple[int, ...]
 
 
 def _line_group(lines: list[list[int]]) -> Any:
-    mine, _ = dist.new_subgroups_by_enumeration(lines)
+    # gloo's messages wait as long as is said here, whatever is said later; its collectives follow ``limited``.
+    timeout = datetime.timedelta(seconds=runtime.current().timeout)
+    mine, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
     return None if mine is None else limited(mine)

@@ -209,33 +209,37 @@ class Pipeline(Stages):
             forward: makes the loss of (microbatch, its number), by a call of ``model``.
             backward: of the loss, on the last stage.
             set_last: told before each backward whether it is the last one of these modules.
+
+        Raises RuntimeError, as ``forward`` does, where an exception ended an earlier step in the middle.
         """
         total = torch.zeros((), dtype=torch.float32, device=runtime.device())
         flight: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
         modules = [self._modules(model, chunk) for chunk in range(self.chunks)]
-        for is_forward, chunk, number in order(self.rank, self.size, self.chunks, len(batches)):
-            if is_forward:
-                turn, loss = self._forward(chunk, functools.partial(forward, batches[number], number))
-                if loss is not None:
-                    total += loss.detach().float()
-                flight[chunk, number] = turn.given, turn.output if loss is None else [loss]
-                continue
-            given, output = flight.pop((chunk, number))
-            set_last(number == len(batches) - 1, modules[chunk])
-            if self._is_end(chunk):
-                backward(output[0])
-            else:
-                self._descend(output)
-            gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
-            self._neighbours.send(*gradients, forward=False)
-        self.flush()
+        with self._neighbours.step():
+            for is_forward, chunk, number in order(self.rank, self.size, self.chunks, len(batches)):
+                if is_forward:
+                    turn, loss = self._forward(chunk, functools.partial(forward, batches[number], number))
+                    if loss is not None:
+                        total += loss.detach().float()
+                    flight[chunk, number] = turn.given, turn.output if loss is None else [loss]
+                    continue
+                given, output = flight.pop((chunk, number))
+                set_last(number == len(batches) - 1, modules[chunk])
+                if self._is_end(chunk):
+                    backward(output[0])
+                else:
+                    self._descend(output)
+                gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
+                self._neighbours.send(*gradients, forward=False)
+            self.flush()
         return total
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """The value of ``call``, which calls the model once, on the last stage; None on the others. No gradients."""
         value = None
-        for chunk in range(self.chunks):
-            _, value = self._forward(chunk, call)
+        with self._neighbours.step():
+            for chunk in range(self.chunks):
+                _, value = self._forward(chunk, call)
         return value
 
     def from_last(self, x: Tensor) -> Tensor:

@@ -43,6 +43,9 @@ def sums_in_fp32(model: nn.Module) -> Iterator[None]:
     try:
         for parameter in parameters:
             take(parameter)
+        # Here and not in a hook: FSDP runs that on another stream, which would free what it still reads.
+        for summed, total in sums.items():
+            sums[summed] = with_local(total, local_tensor(total).detach().float())
         yield
     finally:
         for handle in handles:

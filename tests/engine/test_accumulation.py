@@ -239,6 +239,26 @@ def test_a_step_after_one_that_raised_has_its_own_gradients(two, case):
     check_after_a_failure(two, 2, where, level, 1, by_hand)
 
 
+def a_part_fails():
+    model = engine.shard(toys.build())
+    ids, _ = toys.microbatch(0)
+    model(ids)
+    with pytest.raises(KeyError, match="stopped"):
+        engine.accumulate(model.layers[0], [ids], lambda batch, totals: {}["stopped"], lambda batch: {"n": 1})
+    own = [toys.microbatch(engine.rank())]
+    engine.accumulate(model, own, toys.loss_of(model), toys.counts)
+    return {n: toys.whole(p.grad) for n, p in model.named_parameters()}
+
+
+@pytest.mark.full
+def test_an_exception_in_a_part_of_a_sharded_model_is_raised(two):
+    model = toys.build()
+    engine.accumulate(model, [toys.microbatch(r) for r in range(2)], toys.loss_of(model), toys.counts)
+    for found in two.run(a_part_fails):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("where", PLACES)
 def test_so_it_has_with_copies_of_shards(four, where):

@@ -128,6 +128,36 @@ def test_tied_parameters_are_in_files_under_each_name(two, tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+class Sharing(torch.nn.Module):
+    """Blocks of two stages that share one buffer."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = [torch.nn.Linear(4, 4) for _ in range(2)]
+        seen = torch.zeros(3)
+        for block in blocks:
+            block.register_buffer("seen", seen)
+        self.layers = bmt.PipelineTransformerBlockList([bmt.Block(block) for block in blocks])
+
+
+def shared_buffer(file, split_before):
+    bmt.init_distributed(pipe_size=2)
+    model = Sharing()
+    if split_before:
+        bmt.init_parameters(model)
+    bmt.load(model, file)
+    return [b.tolist() for b in model.buffers()]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("split_before", [True, False])
+def test_a_buffer_that_blocks_of_two_stages_share_is_loaded_on_both(two, tmp_path, split_before):
+    model = Sharing()
+    model.layers[0].seen.fill_(7)
+    torch.save(model.state_dict(), tmp_path / "one.pt")
+    assert two.run(shared_buffer, tmp_path / "one.pt", split_before) == [[[7.0] * 3]] * 2
+
+
 class Biased(torch.nn.Module):
     """A block with a bias of its batch and one of all batches, both of which are trained outside."""
 

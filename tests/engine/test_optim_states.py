@@ -164,7 +164,8 @@ def test_states_of_another_kind_are_an_error(mine, other, message):
     ("other", "message"),
     [
         (lambda p: torch.optim.Adam(p, weight_decay=0.1), "group 0 .* has weight_decay 0.1 that is not decoupled, as"),
-        (torch.optim.RAdam, "group 0 .* no amsgrad, as torch's RAdam's: AdamOptimizer steps otherwise"),
+        (torch.optim.RAdam, "group 0 .* no amsgrad, as torch's RAdam's or NAdam's: AdamOptimizer steps otherwise"),
+        (torch.optim.NAdam, "group 0 .* no amsgrad, as torch's RAdam's or NAdam's: AdamOptimizer steps otherwise"),
     ],
 )
 def test_states_that_look_like_adamws_are_an_error(other, message):

@@ -12,7 +12,7 @@ import torch
 import engine
 import modelcenter as mc
 from engine.parallel import neighbours, schedule
-from engine.testing import Pool
+from engine.testing import Pool, run
 from modelcenter.models.gpt2 import GPT2, GPT2Config
 from modelcenter.training import evaluation, metrics
 
@@ -464,6 +464,45 @@ def test_what_was_sent_is_not_held_for_the_whole_step(monkeypatch):
     assert sum(one() is not None for one in sent) == 2 * neighbours.most_on_their_way(2, 1) == 8
     between.flush()
     assert not any(one() is not None for one in sent) and waited == list(range(60))
+
+
+def after_an_exception(bad):
+    """Gradients of a step that comes after one whose microbatch `bad` raised on every stage; refused after the first
+    one."""
+    engine.init_distributed(**PP)
+    model = engine.shard(bert.build("masked-lm", **FIELDS))
+    batches = [bert.batch("masked-lm", i, model.config) for i in (0, 2)]
+
+    def forward(batch, totals):
+        if batch is batches[bad]:
+            raise KeyError("stopped")
+        return model(**batch, loss_counts=totals).loss
+
+    with pytest.raises(KeyError, match="stopped"):
+        engine.accumulate(model, batches, forward, model.loss_counts)
+    model.zero_grad()
+    again = engine.shard(bert.build("masked-lm", **FIELDS))  # which hands over in the same channels
+    if bad:
+        for other in (model, again):
+            with pytest.raises(RuntimeError, match="an exception ended an earlier step of this pipeline"):
+                mc.training.accumulate(other, batches)
+        return {}
+    mc.training.accumulate(model, batches)
+    return {n: toys.whole(p.grad) for n, p in model.named_parameters()}
+
+
+@pytest.mark.full
+def test_a_pipeline_does_not_go_on_with_what_another_step_had_sent():
+    assert run(after_an_exception, 2, 1) == [{}, {}]
+
+
+@pytest.mark.full
+def test_a_pipeline_goes_on_where_nothing_had_been_sent():
+    whole = bert.build("masked-lm", **FIELDS)
+    mc.training.accumulate(whole, [bert.batch("masked-lm", i, whole.config) for i in (0, 2)])
+    found = union(run(after_an_exception, 2, 0))
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=2e-5, atol=2e-5)
 
 
 def refused(what):

@@ -1,5 +1,6 @@
 """Starting, meeting, seeds and the small collectives."""
 
+import datetime
 import functools
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def test_one_process_needs_no_group():
         ({}, {"dp_replicate": 2}, "dp_replicate is 2 but there is 1 rank"),
         ({}, {"timeout": 0}, "timeout is 0"),
         ({}, {"seed": -1}, "seed is -1"),
-        ({}, {"timeout": None}, "timeout is None, expected a positive number of seconds or a timedelta"),
+        ({}, {"timeout": "10"}, "timeout is '10', expected a positive number of seconds or a timedelta"),
         ({}, {"num_micro_batches": "2"}, "num_micro_batches is '2'"),
         ({}, {"device": "meta"}, "device is 'meta', expected cpu, cuda or cuda:N"),
         ({}, {"device": "gpu"}, "device is 'gpu', expected cpu, cuda or cuda:N"),
@@ -185,6 +186,36 @@ def test_each_group_has_the_timeout_of_the_last_call(two):
     for sizes in ({}, {"pp_size": 2}):
         for timeout in (20, 30):
             assert two.run(functools.partial(limits, **sizes), timeout) == [{timeout}] * 2
+
+
+def kept_limits():
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=50))  # as its user made it
+    engine.runtime._runtime = engine.runtime.Runtime()
+    found = [limits(None), limits(30), limits(None)]
+    engine.init_distributed(zero_level=2, tp_size=2)
+    return [*found, engine.runtime.current().timeout]
+
+
+@pytest.mark.full
+def test_without_a_timeout_each_group_keeps_its_own():
+    assert run(kept_limits, 2) == [[{50, 600}, {30}, {30}, 30]] * 2
+
+
+def waits_for_a_stage():
+    engine.init_distributed(timeout=2, pp_size=2)
+    channels = Neighbours(engine.runtime.mesh())
+    began = time.monotonic()
+    if engine.rank() == 1:
+        time.sleep(8)
+    else:
+        with pytest.raises(RuntimeError):
+            channels.receive(torch.empty(1), forward=False)
+    return time.monotonic() - began
+
+
+@pytest.mark.full
+def test_a_stage_that_hands_nothing_over_is_waited_for_within_the_timeout():
+    assert run(waits_for_a_stage, 2)[0] < 7
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import engine
 import modelcenter as mc
+from engine import torch_compat
 from engine.loss import linear_cross_entropy, vocabulary_logits
 from engine.parallel import functional, tensor
 from engine.testing import Pool
@@ -97,6 +98,34 @@ def test_the_input_of_several_layers_is_made_whole_once():
     y = torch.ones(2)
     first = once(whole, y, None)
     assert once(whole, y.add_(1), None) is not first
+
+
+def test_inputs_that_no_layer_ends_are_not_held_for_ever():
+    once = functional.Once()
+    for _ in range(20):
+        x = torch.ones(1)
+        assert once(lambda x, group: x.clone(), x, None) is once(None, x, None)
+    assert len(once._made) <= 8
+
+
+def looked_up_in_a_split_table():
+    engine.init_distributed(tp_size=2)
+    table = engine.shard(torch.nn.Sequential(torch.nn.Embedding(6, 4)), tp_plan={"0": "vocab"})
+    for outside in (6, -1):
+        with pytest.raises(IndexError, match="the table has 6 rows"):
+            table(torch.tensor([[outside]]))
+    return tuple(table(torch.tensor([[5]])).shape), tuple(table(torch.empty(0, 1, dtype=torch.int64)).shape)
+
+
+@pytest.mark.full
+def test_numbers_outside_of_a_split_table_are_refused(two):
+    assert two.run(looked_up_in_a_split_table) == [((1, 1, 4), (0, 1, 4))] * 2
+
+
+def test_a_device_refuses_what_is_asserted_on_it():
+    torch_compat.assert_on_device(torch.tensor(True), "numbers of another table")
+    with pytest.raises(RuntimeError, match="numbers of another table"):
+        torch_compat.assert_on_device(torch.tensor(False), "numbers of another table")
 
 
 def in_inference_mode():

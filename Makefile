@@ -52,7 +52,7 @@ endif
 test: $(READY)  ## the fast tests, under 10 minutes on 2 cores
 	$(call TEST,$(FAST))
 
-test-full: $(READY)  ## the products that `make test` leaves out, under 20 minutes more
+test-full: $(READY)  ## the products that `make test` leaves out, under 30 minutes more
 	$(call TEST,$(FULL))
 
 first-half:

@@ -305,10 +305,10 @@ def two():
 
 SHARDED = [
     ("bert", "sequence-classification", 3, 1, "fp32", False, False),
-    ("gpt2", "causal-lm", 3, 1, "fp32", False, False),
-    ("llama", "causal-lm", 3, 1, "bf16", False, False),
     ("gpt_neox", "causal-lm", 3, 1, "fp32", True, False),
     ("llama", "causal-lm", 3, 2, "fp32", False, False),
+    pytest.param("gpt2", "causal-lm", 3, 1, "fp32", False, False, marks=pytest.mark.full),
+    pytest.param("llama", "causal-lm", 3, 1, "bf16", False, False, marks=pytest.mark.full),
     pytest.param("t5", "seq2seq-lm", 3, 2, "fp32", False, True, marks=pytest.mark.full),
     pytest.param("minicpm3", "causal-lm", 3, 2, "fp32", False, False, marks=pytest.mark.full),
     pytest.param("encoder-decoder", "seq2seq-lm", 3, 1, "fp32", False, False, marks=pytest.mark.full),

@@ -157,6 +157,7 @@ def other_mesh_draws(level, copies, path):
     return draws[0]
 
 
+@pytest.mark.full
 def test_generators_on_another_mesh_are_the_same_at_each_load_and_differ_over_ranks(request, tmp_path):
     on(request, "two", save, tmp_path / "c")
     draws = on(request, "four", other_mesh_draws, tmp_path / "c")

@@ -15,6 +15,32 @@ from modelcenter.generation.settings import Settings, config_tokens
 from modelcenter.generation.state import State, unpadded
 from modelcenter.generation.stopping import StopStrings
 
+_log = logging.getLogger(__name__)
+# Arguments of transformers' generate that have another name here.
+_INSTEAD = {
+    "position_ids": "a prompt is counted from its first token, wherever its padding stands",
+    "length": "attention_mask says which are tokens",
+    "decoder_input_ids": "a decoder begins with the checkpoint's decoder_start_token_id",
+    "max_length": "max_new_tokens says how many tokens come beside the prompt",
+    "generation_config": "its settings are arguments here",
+    "inputs": "the prompts are input_ids",
+    "logits_processor": "`banned` are tokens that a row does not get",
+    "bad_words_ids": "`banned` are tokens that a row does not get",
+    "suppress_tokens": "`banned` are tokens that a row does not get",
+}
+# Inputs of forward that `generate` works out itself, or that are not of a prompt's tokens.
+_NOT_OF_TOKENS = {
+    "labels", "inputs_embeds", "position_ids", "cu_seqlens", "num_items_in_batch", "num_choices", "next_sentence_label",
+    "start_positions", "end_positions", "length",
+}  # fmt: skip
+# Settings of a generation_config.json that change a greedy text, with the values at which they do not.
+_NO_EFFECT: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "length_penalty": (1.0,), "early_stopping": (False,),
+    "repetition_penalty": (1.0,), "encoder_repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,), "min_length": (0,), "min_new_tokens": (0,), "bad_words_ids": ([],),
+    "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "forced_bos_token_id": (), "forced_eos_token_id": (),
+}  # fmt: skip
+
 
 @torch.no_grad()
 def generate(
@@ -52,8 +78,7 @@ def generate(
         max_new_tokens: tokens to add at most.
         num_beams: sequences that beam search keeps for each row; 1: none. early_stopping: end a row's search when
             num_beams have ended, whatever might still come; "never": only when no longer one could be better.
-            length_penalty: exponent of the length that divides a
-            sequence's score; above 0 favours long ones.
+            length_penalty: exponent of the length that divides a sequence's score; above 0 favours long ones.
         do_sample: draw tokens instead of taking the best; temperature divides the scores, top_k keeps so many (0: all),
             top_p the fewest whose probabilities reach it.
         repetition_penalty: divides the score of tokens that came already. no_repeat_ngram_size: n: no n tokens twice.
@@ -119,33 +144,6 @@ def generate(
     finally:
         for module in training:  # parts that the caller had put into eval mode stay there
             module.training = True
-
-
-_log = logging.getLogger(__name__)
-# Arguments of transformers' generate that have another name here.
-_INSTEAD = {
-    "position_ids": "a prompt is counted from its first token, wherever its padding stands",
-    "length": "attention_mask says which are tokens",
-    "decoder_input_ids": "a decoder begins with the checkpoint's decoder_start_token_id",
-    "max_length": "max_new_tokens says how many tokens come beside the prompt",
-    "generation_config": "its settings are arguments here",
-    "inputs": "the prompts are input_ids",
-    "logits_processor": "`banned` are tokens that a row does not get",
-    "bad_words_ids": "`banned` are tokens that a row does not get",
-    "suppress_tokens": "`banned` are tokens that a row does not get",
-}
-# Inputs of forward that `generate` works out itself, or that are not of a prompt's tokens.
-_NOT_OF_TOKENS = {
-    "labels", "inputs_embeds", "position_ids", "cu_seqlens", "num_items_in_batch", "num_choices", "next_sentence_label",
-    "start_positions", "end_positions", "length",
-}  # fmt: skip
-# Settings of a generation_config.json that change a greedy text, with the values at which they do not.
-_NO_EFFECT: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,), "length_penalty": (1.0,), "early_stopping": (False,),
-    "repetition_penalty": (1.0,), "encoder_repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,), "min_length": (0,), "min_new_tokens": (0,), "bad_words_ids": ([],),
-    "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "forced_bos_token_id": (), "forced_eos_token_id": (),
-}  # fmt: skip
 
 
 def _inputs_of_tokens(model: Any, more: Mapping[str, Any]) -> dict[str, Any]:

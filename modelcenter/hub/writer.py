@@ -1,6 +1,5 @@
 """Writing checkpoints: the only safetensors writer, and directories that are whole or absent."""
 
-import errno
 import fcntl
 import glob
 import json
@@ -19,6 +18,7 @@ from types import TracebackType
 import torch
 
 from engine.checkpoint.files import sync_to_disk
+from modelcenter.hub.locks import free, is_at
 from modelcenter.hub.names import ADAPTER_CONFIG_FILE, MANIFEST_FILE, is_replaced
 from modelcenter.hub.readers import DTYPE_NAMES
 
@@ -225,7 +225,7 @@ def locked(path: Path, message: str) -> Iterator[None]:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:  # another user's, who may be at it or was killed
         handle = os.open(path, os.O_RDONLY)
-    if not (_lock(handle) and _is_at(path, handle)):
+    if not (free(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)) and is_at(path, handle)):
         os.close(handle)
         raise ValueError(message)
     try:
@@ -233,23 +233,6 @@ def locked(path: Path, message: str) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(handle)
-
-
-def _lock(handle: int) -> bool:
-    """Whether nobody else has the file. Where the file system has no locks, nobody is kept out."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)
-    return True
-
-
-def _is_at(path: Path, handle: int) -> bool:
-    """Whether a file that was opened is still the one there: the process that had it may have removed it since."""
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def checked_target(target: Path) -> Path:

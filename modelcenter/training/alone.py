@@ -1,6 +1,5 @@
 """One run at a time in an output folder: two would remove and overwrite each other's checkpoints."""
 
-import errno
 import os
 import platform
 import time
@@ -8,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from modelcenter.hub.locks import free, is_at
 
 try:
     import fcntl
@@ -31,7 +32,7 @@ def alone_in(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
     while True:
         file = path.open("a+b", buffering=0)
         locked = _lock(file)
-        if locked and _is_at(path, file):
+        if locked and is_at(path, file.fileno()):
             break
         file.seek(0)
         holder = file.read().decode("utf-8", "replace") or "another process"
@@ -55,17 +56,4 @@ def alone_in(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
 
 def _lock(file: BinaryIO) -> bool:
     """Whether nobody else has the file. The lock is of this process alone: children that outlive it do not keep it."""
-    if fcntl is not None:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno not in (errno.EACCES, errno.EAGAIN)
-    return True
-
-
-def _is_at(path: Path, file: BinaryIO) -> bool:
-    """Whether a file that was opened is still the one there: the run that had it may have removed it since."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+    return fcntl is None or free(lambda: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB))

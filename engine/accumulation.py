@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
-from engine.optim.stale import mark_averaged
-from engine.parallel.pipeline import pipeline_of
+from engine.optim.checks import mark_averaged
+from engine.parallel.fp32_accumulation import sums_in_fp32
+from engine.parallel.pipeline.execution import pipeline_of
 from engine.parallel.shard import sharded_roots, zero_level
-from engine.parallel.sums import sums_in_fp32
 from engine.steps import watched
 from engine.torch_compat import all_gather_flat, drop_pass, set_reduce_unused
 

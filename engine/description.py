@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from engine import runtime
 from engine.init import clean_name
 from engine.memory import readable
-from engine.parallel.calls import reshard
-from engine.parallel.rows import is_spread
+from engine.parallel.forward_hooks import reshard
+from engine.parallel.gloo.sharded_embedding import is_spread
+from engine.parallel.pipeline.stages import stages_of
 from engine.parallel.shard import last_units, mixed_precision, policy_of, unit_parameters, zero_level
-from engine.parallel.stages import stages_of
 from engine.torch_compat import local_tensor
 
 

@@ -76,7 +76,7 @@ def init_parameters_(model: nn.Module, seed: int, names: Collection[str] | None 
     owners = dict(_owners(model))
     wanted = set(owners) if names is None else set(names)
     if unknown := sorted(wanted - set(owners)):
-        from engine.parallel.stages import elsewhere
+        from engine.parallel.pipeline.stages import elsewhere
 
         unknown = [name for name in unknown if name not in elsewhere(model)]
     if unknown:

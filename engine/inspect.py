@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.init import clean_name
-from engine.parallel.calls import reshard
-from engine.parallel.stages import place_of, stages_of
+from engine.parallel.forward_hooks import reshard
+from engine.parallel.pipeline.stages import place_of, stages_of
 from engine.shards import is_first_holder
 from engine.torch_compat import all_gather_flat, in_backward, local_tensor
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import cross_entropy_, linear, matmul, matmul_nt
-from engine.ops.once import once_differentiable
-from engine.ops.softmax import losses_
+from engine.ops.autograd import once_differentiable
+from engine.ops.cross_entropy import losses_
 
 IGNORE_INDEX = -100
 # Bytes of one chunk of logits. Larger gains nothing on a CPU once the matrix product is efficient.

@@ -18,7 +18,7 @@ from engine import runtime
 from engine.init import clean_name, init_parameters_, is_shard, local_tensor, module_rule, on_meta, stand_in
 
 if TYPE_CHECKING:
-    from engine.parallel.stages import Stages
+    from engine.parallel.pipeline.stages import Stages
 
 
 STAGES = "_engine_stages"  # where a model that was left one stage says so
@@ -51,7 +51,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     stages, those of this rank's stage.
     """
     if _any_sharded():
-        from engine.parallel.calls import reshard
+        from engine.parallel.forward_hooks import reshard
 
         reshard(model)  # after an evaluation the model may still show gathered parameters
     found = {clean_name(name): _detached(parameter) for name, parameter in model.named_parameters()}

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import engine
-from engine.parallel import exchange
-from engine.parallel.exchange import GATHER_TAG, REDUCE_TAG
+from engine.parallel.gloo import collectives
+from engine.parallel.gloo.collectives import GATHER_TAG, REDUCE_TAG
 
 VOCAB, WIDTH = 11, 6  # 11 and 6 rows over 2 and 4 ranks: odd and empty shards
 
@@ -101,7 +101,7 @@ def loss_of(model: nn.Module):
 def several_machines() -> Iterator[None]:
     """Models sharded in it share no memory between ranks: the messages that are seen hold all that is exchanged."""
     none = mock.Mock(**{"return_value.post.return_value": None})
-    with mock.patch.object(exchange, "_Memories", none):
+    with mock.patch.object(collectives, "_Memories", none):
         yield
 
 

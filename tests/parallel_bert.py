@@ -7,7 +7,7 @@ import torch
 
 import engine
 import modelcenter as mc
-from engine.ops import attention, masks
+from engine.ops import attention, dropout_masks
 from modelcenter.compare import make_rows, pack_rows, pad_rows
 from modelcenter.models.bert import Bert
 from modelcenter.testing import randomize_
@@ -91,17 +91,17 @@ def noted_masks():
     """The masks that dropouts draw inside: of hidden states (rows, channels), of attention with more dimensions.
 
     The compiled attention, which makes no masks, is left out."""
-    drawn, run, serves = [], masks._run, attention.serves
+    drawn, run, serves = [], dropout_masks._run, attention.serves
 
     def note_run(x, residual, *rest):
         drawn.append(run(torch.ones_like(x), None, *rest) != 0)
         return run(x, residual, *rest)
 
-    masks._run, attention.serves = note_run, lambda *_: False
+    dropout_masks._run, attention.serves = note_run, lambda *_: False
     try:
         yield drawn
     finally:
-        masks._run, attention.serves = run, serves
+        dropout_masks._run, attention.serves = run, serves
 
 
 def same(found, expected, tolerance=2e-5):

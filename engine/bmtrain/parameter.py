@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from engine import runtime
-from engine.optim.stale import mark_unsharded
+from engine.optim.checks import mark_unsharded
 
 # What a parameter keeps when it is replaced by its shard.
 _MARKS = ("_is_distributed_parameter", "init_method", "group")

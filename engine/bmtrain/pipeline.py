@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from engine import runtime
 from engine.bmtrain.block import Block, TransformerBlockList
-from engine.parallel.neighbours import Neighbours
-from engine.parallel.schedule import parts
-from engine.parallel.stages import is_absent
+from engine.parallel.pipeline.p2p import Neighbours
+from engine.parallel.pipeline.schedule import parts
+from engine.parallel.pipeline.stages import is_absent
 from engine.torch_compat import all_gather_flat
 
 

@@ -16,8 +16,8 @@ from engine import runtime
 from engine.bmtrain.model import broadcast_, lay_out
 from engine.checkpoint.files import from_rank_0, together
 from engine.init import write_
-from engine.parallel.calls import reshard
-from engine.parallel.stages import of_state_dict, stages_of, whole_tensor
+from engine.parallel.forward_hooks import reshard
+from engine.parallel.pipeline.stages import of_state_dict, stages_of, whole_tensor
 from engine.precision import Policy
 
 

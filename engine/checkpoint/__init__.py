@@ -12,7 +12,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from engine.checkpoint.described import stored_metadata
+from engine.checkpoint.dcp_metadata import stored_metadata
 from engine.checkpoint.files import (
     FORMAT_VERSION,
     MANIFEST,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         save_checkpoint,
         wait_checkpoint,
     )
-    from engine.parallel.stages import whole_tensor
+    from engine.parallel.pipeline.stages import whole_tensor
     from engine.shards import all_tensors, local_slices, named_tensors
 
 __all__ = [
@@ -71,7 +71,7 @@ _TRAINING = ("latest_checkpoint", "load_checkpoint", "save_checkpoint", "wait_ch
 def __getattr__(name: str) -> Any:
     # What needs no more than files comes without torch.distributed.checkpoint, whose import takes a second.
     if name == "whole_tensor":
-        home = "engine.parallel.stages"
+        home = "engine.parallel.pipeline.stages"
     elif name in _SLICES:
         home = "engine.shards"
     elif name in __all__:

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 
-from engine.checkpoint.described import DescriptionUnpickler
+from engine.checkpoint.dcp_metadata import DescriptionUnpickler
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:

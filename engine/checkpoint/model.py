@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from engine import runtime
-from engine.checkpoint.described import METADATA, stand_in, stored_metadata
+from engine.checkpoint.dcp_metadata import METADATA, stand_in, stored_metadata
 from engine.checkpoint.files import atomic_directory, check_manifest, together
 from engine.shards import all_tensors, named_tensors
 

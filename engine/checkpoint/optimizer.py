@@ -15,7 +15,7 @@ from engine.checkpoint.model import read_tensors, stored_tensors
 from engine.init import clean_name
 from engine.optim.base import FusedOptimizer
 from engine.optim.states import OwnStates
-from engine.parallel.stages import elsewhere, of_all_stages
+from engine.parallel.pipeline.stages import elsewhere, of_all_stages
 from engine.torch_compat import detached, local_tensor, with_local
 
 OPTIM = "optim"

@@ -45,7 +45,7 @@ from engine.checkpoint.files import (
 from engine.checkpoint.model import MODEL, filled_tensors, load_model, write_tensors
 from engine.checkpoint.optimizer import OPTIM, join_state, joined, split_state
 from engine.optim.manager import OptimManager
-from engine.parallel.stages import of_all_stages
+from engine.parallel.pipeline.stages import of_all_stages
 from engine.torch_compat import local_tensor, with_local
 
 STATE = "state"

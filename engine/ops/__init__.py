@@ -1,9 +1,9 @@
 """Operators behind one name, whatever this machine offers: the fast one where there is one, else its torch reference.
 
-Products of matrices are in `engine.ops.products`.
+Matrix products are in `engine.ops.gemm`.
 
-Dropout (`engine.ops.masks`): torch's `bernoulli_` draws one number at a time on one thread, slower than the matrix
-product beside it. Here 16 bits of a counter-based generator decide an element.
+Dropout (`engine.ops.dropout_masks`): torch's `bernoulli_` draws one number at a time on one thread, slower than the
+matrix product beside it. Here 16 bits of a counter-based generator decide an element.
 """
 
 import functools
@@ -34,11 +34,11 @@ def leave_to_eager() -> None:
 
 
 from engine.ops.activation import gelu_tanh  # noqa: E402
-from engine.ops.lookup import Embedding, embedding  # noqa: E402
-from engine.ops.masks import Draws, draws_of, dropout, dropout_add, dropout_key, dropout_rows, fresh_key  # noqa: E402
+from engine.ops.cross_entropy import cross_entropy_  # noqa: E402
+from engine.ops.dropout_masks import Draws, draws_of, dropout, dropout_add, dropout_key, dropout_rows, fresh_key  # noqa: E402
+from engine.ops.embeddings import Embedding, embedding  # noqa: E402
+from engine.ops.gemm import linear, matmul, matmul_nt, onednn_linear  # noqa: E402
 from engine.ops.norm import rms_norm  # noqa: E402
-from engine.ops.products import linear, matmul, matmul_nt, onednn_linear  # noqa: E402
-from engine.ops.softmax import cross_entropy_  # noqa: E402
 
 __all__ = [
     "Draws", "Embedding", "cross_entropy_", "draws_of", "dropout", "dropout_add", "dropout_key", "dropout_rows",

@@ -47,7 +47,7 @@ def _torch_has_cuda() -> bool:
 def _report() -> int:
     import torch
 
-    from engine.ops import library, onednn_linear, products
+    from engine.ops import gemm, library, onednn_linear
 
     lines = []
     for device in ("cpu", "cuda"):
@@ -58,7 +58,7 @@ def _report() -> int:
             status = library.Status(False, f"the GPU does not answer: {str(error).splitlines()[0]}")
         lines.append(f"{name}: {status.what}" if status.loaded else f"{name}: not loaded: {status.what}")
     used, why = onednn_linear()
-    name = "torch" if not used else "fused, oneDNN for a few rows" if products.compiled() else "oneDNN"
+    name = "torch" if not used else "fused, oneDNN for a few rows" if gemm.compiled() else "oneDNN"
     lines.append(f"linear on the CPU: {name}: {why}")
     try:
         print("\n".join(lines), flush=True)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import library
-from engine.ops.once import once_differentiable
+from engine.ops.autograd import once_differentiable
 
 
 class Heads(NamedTuple):
@@ -25,7 +25,7 @@ class Heads(NamedTuple):
 
 class Dropped(NamedTuple):
     """Which weights are dropped, each with probability p: query i of head h draws as channel j, for the key at place j,
-    of token tokens[i] + (first_head + h) 2^20 (engine.ops.masks). tokens: (T,) int64, None: 0, 1, 2, ...
+    of token tokens[i] + (first_head + h) 2^20 (engine.ops.dropout_masks). tokens: (T,) int64, None: 0, 1, 2, ...
     """
 
     p: float = 0.0

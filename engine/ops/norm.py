@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import library
-from engine.ops.once import once_differentiable
+from engine.ops.autograd import once_differentiable
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.ops.hashing import places_of, random_bits
+from engine.ops.rounding_bits import places_of, random_bits
 
 BLOCK = 128  # numbers that share a scale, where moments have 8 bits
 _TOP = 1.875

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.ops.masks import BLOCK, scale_of
+from engine.ops.dropout_masks import BLOCK, scale_of
 
 _ROWS = 16
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from engine import runtime
 from engine.ops import fused, library
 from engine.optim.states import number_on, placed_alike, placed_gradient, sparse_gradient
-from engine.parallel.stages import place_of
+from engine.parallel.pipeline.stages import place_of
 from engine.torch_compat import gradients_of, local_tensor, local_tensors
 
 _EPS = 1e-6

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.optim.base import FusedOptimizer, same
+from engine.optim.checks import check_optimizer
 from engine.optim.clip import clip_coefficient, grad_norm, scale_gradients_
-from engine.optim.stale import check_optimizer
 
 
 class OptimManager:

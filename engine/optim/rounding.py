@@ -16,8 +16,8 @@ import zlib
 import torch
 from torch.distributed.tensor import DTensor
 
-from engine.ops.hashing import random_bits
 from engine.ops.reference import at_random
+from engine.ops.rounding_bits import random_bits
 from engine.torch_compat import local_box, local_tensor
 
 _CHUNK = 1 << 20  # elements hashed at a time: int64 temporaries

@@ -14,16 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.init import clean_name
+from engine.optim.checks import mark_stale
 from engine.optim.rounding import note_name, round_at_random
-from engine.optim.stale import mark_stale
-from engine.parallel.calls import Calls, reshard
 from engine.parallel.checks import check_model, check_ranks, check_shards, check_units
 from engine.parallel.context import split_tokens
-from engine.parallel.exchange import exchange, over_gloo
+from engine.parallel.forward_hooks import Calls, reshard
+from engine.parallel.gloo.collectives import exchange, over_gloo
+from engine.parallel.gloo.sharded_embedding import spread_tables
 from engine.parallel.mesh import data_mesh, storage_mesh
-from engine.parallel.pipeline import pipeline_of, split
-from engine.parallel.rows import spread_tables
-from engine.parallel.stages import absent_names, mark, split_lists
+from engine.parallel.pipeline.execution import pipeline_of, split
+from engine.parallel.pipeline.stages import absent_names, mark, split_lists
 from engine.parallel.tensor import check_inputs, parallelize
 from engine.precision import Policy
 from engine.recompute import wrap_units_

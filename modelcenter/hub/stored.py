@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.described import FILES, METADATA, Described, pickled, stand_in, stored_metadata
+from engine.checkpoint.dcp_metadata import FILES, METADATA, Described, pickled, stand_in, stored_metadata
 from modelcenter.convert.pieces import Box, whole
 from modelcenter.hub.blobs import locate
 from modelcenter.hub.names import RUN_FILE

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import Draws, attention, dropout, eager, fresh_key
-from engine.ops.once import once_differentiable
+from engine.ops.autograd import once_differentiable
 from modelcenter.layers.buckets import Bucket
 from modelcenter.layers.marks import by_pair
 from modelcenter.layers.mask import NO_MASK, Mask, add_diagonals_, toeplitz
@@ -31,7 +31,7 @@ class Drop:
     """Which attention weights are dropped.
 
     On a CPU the mask of a weight is a function of its query, its head and the place of its key, as that of a hidden
-    state is of token and channel (engine.ops.masks); on CUDA it is torch's.
+    state is of token and channel (engine.ops.dropout_masks); on CUDA it is torch's.
 
     Attributes:
         p: the probability. draws, site: of the batch and of the layer; None: from torch's generator. first_head: the

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import engine
-from engine.parallel import rows
+from engine.parallel.gloo import sharded_embedding
 
 
 def ragged(with_empty):
@@ -161,7 +161,7 @@ def summed_in_16_bits(level: int | None, precision: str | None):
     if precision is None:
         model.bfloat16()
     else:
-        rows.TABLE_BYTES = 1  # the table is not gathered, but has its rows read
+        sharded_embedding.TABLE_BYTES = 1  # the table is not gathered, but has its rows read
         policy = engine.Policy(precision=precision, zero_level=level)
         engine.shard(model, units=[model.unit], policy=policy)
         model(torch.zeros(()))  # and shows gathered parameters

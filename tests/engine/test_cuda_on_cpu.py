@@ -19,7 +19,7 @@ import pytest
 import torch
 from fused_cases import BF16, F16, F32
 
-from engine.ops import build, fused, masks
+from engine.ops import build, dropout_masks, fused
 
 pytestmark = pytest.mark.full
 
@@ -128,7 +128,9 @@ def work():
         out += copies
     for rows, channels, first in ((70, 300, 5), (3, 4097, 1000), (1, 1, 127)):
         x, residual = (fenced(torch.randn(rows * channels).to(BF16), 1).view(rows, channels) for _ in range(2))
-        out.append(masks._run(x, residual, fenced(torch.arange(rows) << 33, 1), 9000, fused_cases.KEY, 3, first))
+        out.append(
+            dropout_masks._run(x, residual, fenced(torch.arange(rows) << 33, 1), 9000, fused_cases.KEY, 3, first)
+        )
     return out
 
 

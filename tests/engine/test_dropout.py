@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 import modelcenter as mc
-from engine.ops import dropout, dropout_add, dropout_key, dropout_rows, masks
+from engine.ops import dropout, dropout_add, dropout_key, dropout_masks, dropout_rows
 from modelcenter.compare import pack_rows, rows_for
 from modelcenter.testing import randomize_
 
@@ -33,7 +33,7 @@ def test_the_generator_is_the_published_one():
     ones = 0xFFFFFFFF
     assert philox((ones, ones), (ones,) * 4) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
     token, site, key = (5 << 32) + 9, 77, (3 << 32) + 11
-    bits = masks.random_bits(torch.tensor([token]), 120, 200, key, site)[0].tolist()
+    bits = dropout_masks.random_bits(torch.tensor([token]), 120, 200, key, site)[0].tolist()
     for at in (0, 7, 8, 9, 25, 40, 136, 199):
         block, inside = divmod(120 + at, 128)
         words = philox((11, 3), (block * 16 + inside % 16, site, 9, 5))
@@ -47,7 +47,7 @@ def every():
             x, residual, tokens, first = masked(dtype, shape)
             for add in (None, residual):
                 for numbers in (None, tokens):
-                    out.append(masks._run(x, add, numbers, 20_000, KEY, 7, first))
+                    out.append(dropout_masks._run(x, add, numbers, 20_000, KEY, 7, first))
     return out
 
 
@@ -99,14 +99,14 @@ def test_the_reference_has_few_kernels_on_a_gpu():
 
     x, tokens = torch.empty(4096, 1024, device="meta"), torch.empty(4096, dtype=torch.int64, device="meta")
     with Kernels() as seen:
-        masks._run(x, None, tokens, 20_000, KEY, 7, 0)
+        dropout_masks._run(x, None, tokens, 20_000, KEY, 7, 0)
     assert seen.count < 200
 
 
 def test_second_derivatives(either):
     """Of a penalty on the gradient, against the mask times its scale, which is all that dropout is."""
     x, residual = (torch.randn(4, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    mask = masks._run(torch.ones(4, 8), None, None, 20_000, 1, 7, 0).double()
+    mask = dropout_masks._run(torch.ones(4, 8), None, None, 20_000, 1, 7, 0).double()
     for dtype in (torch.float64, torch.float32):
         found = []
         for out in (dropout_add(x.to(dtype), residual.to(dtype), 20_000 / 65536, key=1, site=7), residual + x * mask):
@@ -143,12 +143,12 @@ def test_masks_have_the_right_mean_and_are_independent():
         return ((a - p) * (b - p)).mean() / (p * (1 - p))
 
     with dropout_key(3, 4):
-        first = masks._key.get()
+        first = dropout_masks._key.get()
     with dropout_key(3, 5):
-        second = masks._key.get()
+        second = dropout_masks._key.get()
     with dropout_key(4, 4):
-        third = masks._key.get()
-    assert len({first, second, third}) == 3 and masks._key.get() is None
+        third = dropout_masks._key.get()
+    assert len({first, second, third}) == 3 and dropout_masks._key.get() is None
     others = [drops(site=3), drops(key=2), drops(tokens=torch.arange(400) + (1 << 32)), drops(key=1 << 32)]
     others += [drops(key=key) for key in (first, second, third)]
     pairs = [(one, other) for other in others] + [(others[-1], others[-2]), (others[-3], others[-2])]
@@ -178,9 +178,9 @@ def test_bad_input_says_what_is_wrong():
         dropout_key(1, 1),
         dropout_rows(torch.arange(2)),
     ):
-        masks.draws_of(torch.tensor([0, 2, 3, 5]), 5)
+        dropout_masks.draws_of(torch.tensor([0, 2, 3, 5]), 5)
     with dropout_key(1, 1), dropout_rows(torch.arange(2)):
-        draws = masks.draws_of(torch.tensor([0, 2, 3, 5, 6]), 6)  # two choices for each row
+        draws = dropout_masks.draws_of(torch.tensor([0, 2, 3, 5, 6]), 6)  # two choices for each row
     assert (draws.sequences >> 32).tolist() == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="dropout of 5 tokens, but the batch has 6"):
         draws.of(5)

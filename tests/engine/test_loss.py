@@ -36,7 +36,7 @@ def test_the_loss_scale_comes_before_fp16(chunk, compiled, smoothing, monkeypatc
     """Divided by the 16,384 labels of a global batch, most of a gradient is below the smallest number of fp16."""
     monkeypatch.setattr(loss, "_CHUNK_BYTES", chunk)
     if not compiled:
-        monkeypatch.setattr("engine.ops.softmax.library.serves", lambda device: False)
+        monkeypatch.setattr("engine.ops.cross_entropy.library.serves", lambda device: False)
     count, scale = 16384, 2.0**16
     start = torch.randn(32, 16), torch.randn(4096, 16) / 4, torch.randn(4096) / 4
     halves = [x.half().requires_grad_() for x in start]

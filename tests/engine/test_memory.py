@@ -77,7 +77,7 @@ def test_products_of_new_shapes_do_not_pile_up():
         import engine
         assert engine.memory.prepare_torch() and engine.memory.keep_freed_memory()
         import torch
-        from engine.ops.products import _onednn
+        from engine.ops.gemm import _onednn
         torch.set_num_threads(1)
         g, weight, x = torch.ones(240, 512), torch.ones(512, 128), torch.ones(240, 128)
         def resident(shapes):  # after products of so many shapes, as a layer has them, that were not there before

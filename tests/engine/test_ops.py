@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from engine import ops
-from engine.ops import library, products
+from engine.ops import gemm, library
 
 
 @pytest.fixture(params=["torch", "onednn", "compiled"])
@@ -13,7 +13,7 @@ def onednn(request, monkeypatch):
     if request.param == "compiled":
         request.getfixturevalue("compiled")
         assert library.serves(torch.device("cpu"))
-    monkeypatch.setattr(products, "compiled", lambda: request.param == "compiled")
+    monkeypatch.setattr(gemm, "compiled", lambda: request.param == "compiled")
     monkeypatch.setenv("MODELCENTER_ONEDNN", str(int(request.param != "torch")))
     ops.onednn_linear.cache_clear()
     yield request.param != "torch"
@@ -52,13 +52,13 @@ def test_linear_any_rank_and_dtype(onednn):
 
 def test_linear_takes_operands_as_they_lie(onednn):
     """Rows or columns that are contiguous, or neither, of so many rows that the compiled operator is asked."""
-    rows = 1030 if products.compiled() else 40  # oneDNN makes code for each of these shapes and strides
+    rows = 1030 if gemm.compiled() else 40  # oneDNN makes code for each of these shapes and strides
     wide, table, b = torch.randn(rows, 2 * 200), torch.randn(200, 2 * 41), torch.randn(2 * 41)[::2]
     for x in (wide[:, 3:203], wide[:, ::2], torch.randn(200, rows).t(), wide[:1, :200].expand(40, -1)):
         for w in (table[:, :41].t(), table[:, ::2].t(), torch.randn(41, 203)[:, 2:-1]):
             wanted = F.linear(x.double(), w.double(), b.double())
             for bias, more in ((b, 0), (None, b.double())):
-                out = ops.products.matmul_nt(x, w, bias)
+                out = ops.gemm.matmul_nt(x, w, bias)
                 torch.testing.assert_close(out.double() + more, wanted, rtol=1e-5, atol=7e-5)
 
 
@@ -125,7 +125,7 @@ def check_product(m, k, n, transposed):
     wide = torch.randn(k, m + 3)[:, 1:-2] if transposed else torch.randn(m, k + 3)[:, 1:-2]
     a, b = wide.t() if transposed else wide, torch.randn(k, n + 1)[:, :-1]
     wanted = a.double() @ b.double()
-    out, sums = products._product(a, b, sums=True)
+    out, sums = gemm._product(a, b, sums=True)
     near = dict(rtol=1e-5, atol=3e-7 * k + 1e-5)
     torch.testing.assert_close(out.double(), wanted, **near)
     torch.testing.assert_close(sums.double(), a.double().sum(1), **near)
@@ -133,15 +133,15 @@ def check_product(m, k, n, transposed):
     after = before.clone()
     assert ops.matmul(a, b, add_to=after) is after
     torch.testing.assert_close(after.double(), before.double() + wanted, **near)
-    after, again = products._product(a, b, before.clone(), sums=True)
+    after, again = gemm._product(a, b, before.clone(), sums=True)
     torch.testing.assert_close(after.double(), before.double() + wanted, **near)
     torch.testing.assert_close(again.double(), a.double().sum(1), **near)  # which are never added to
-    if products.compiled():
+    if gemm.compiled():
         threads = torch.get_num_threads()
         try:
             for other in (1, 2, 3, 6):
                 torch.set_num_threads(other)
-                again, total = products._product(a, b, sums=True)
+                again, total = gemm._product(a, b, sums=True)
                 assert torch.equal(again, out) and torch.equal(total, sums)
         finally:
             torch.set_num_threads(threads)

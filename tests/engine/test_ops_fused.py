@@ -70,10 +70,10 @@ def test_compiled_and_reference_agree_bit_for_bit(compiled, monkeypatch, operato
 def test_the_path_for_any_cpu_gives_the_same_bits(compiled, tmp_path):
     """MODELCENTER_ISA lowers the instruction set, as an older CPU would."""
     code = (
-        "import sys, torch, test_ops_fused as t\nfrom engine.ops import library, products\n"
+        "import sys, torch, test_ops_fused as t\nfrom engine.ops import gemm, library\n"
         "from test_ops import check_gelu, check_product, losses_and_gradient, rms_norm_and_gradients\n"
         "from test_attention import KINDS as ATTENTIONS, check_attention\n"
-        "products.onednn_linear, products.compiled = (lambda: (1,)), lambda: library.cpu().loaded\n"
+        "gemm.onednn_linear, gemm.compiled = (lambda: (1,)), lambda: library.cpu().loaded\n"
         "check_product(9, 193, 33, True), check_product(19, 27, 40, False), check_gelu()\n"
         "[check_attention(**kind) for kind in ATTENTIONS.values()]\n"
         "out = [x for k in t.KINDS for x in t.steps_of('adamw_', k)()]\n"

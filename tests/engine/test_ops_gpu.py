@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.ops import fused, library, masks
+from engine.ops import dropout_masks, fused, library
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion
 
 pytestmark = pytest.mark.gpu
@@ -67,8 +67,8 @@ def test_dropout_has_the_bits_of_the_cpus(dtype, shape):
     for add in (None, residual):
         for numbers in (None, tokens):
             moved = [None if t is None else t.cuda() for t in (add, numbers)]
-            found = masks._run(x.cuda(), *moved, 20_000, cases.KEY, 7, first)
-            assert torch.equal(found.cpu(), masks._run(x, add, numbers, 20_000, cases.KEY, 7, first))
+            found = dropout_masks._run(x.cuda(), *moved, 20_000, cases.KEY, 7, first)
+            assert torch.equal(found.cpu(), dropout_masks._run(x, add, numbers, 20_000, cases.KEY, 7, first))
 
 
 @pytest.mark.parametrize("dtype", cases.MASK_DTYPES, ids=str)
@@ -76,14 +76,14 @@ def test_dropout_has_the_bits_of_the_cpus(dtype, shape):
 def test_dropout_by_triton_has_the_bits_of_the_cpus(dtype, shape, monkeypatch):
     """As on a machine without nvcc."""
     x, residual, tokens, first = cases.masked(dtype, shape)
-    monkeypatch.setattr(masks, "_triton_works", True)
+    monkeypatch.setattr(dropout_masks, "_triton_works", True)
     for add, numbers, key, site in ((None, None, 1, 1), (residual, tokens, cases.KEY, 2**31 + 7)):
-        wanted = masks._run(x, add, numbers, 20_000, key, site, first)
+        wanted = dropout_masks._run(x, add, numbers, 20_000, key, site, first)
         moved = [None if t is None else t.cuda() for t in (add, numbers)]
         with monkeypatch.context() as patch:
             patch.setattr(library, "serves", lambda device: False)
-            found = masks._run(x.cuda(), *moved, 20_000, key, site, first)
-        assert masks._triton_works and torch.equal(found.cpu(), wanted)
+            found = dropout_masks._run(x.cuda(), *moved, 20_000, key, site, first)
+        assert dropout_masks._triton_works and torch.equal(found.cpu(), wanted)
 
 
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 600])

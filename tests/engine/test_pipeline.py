@@ -11,7 +11,7 @@ import torch
 
 import engine
 import modelcenter as mc
-from engine.parallel import neighbours, schedule
+from engine.parallel.pipeline import p2p, schedule
 from engine.testing import Pool, run
 from modelcenter.models.gpt2 import GPT2, GPT2Config
 from modelcenter.training import evaluation, metrics
@@ -404,7 +404,7 @@ def test_evaluation(four, sizes):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_stage_finds_what_it_waits_for(size, chunks):
     """Played through: each action has what it needs, and what goes one way comes in the order it was sent."""
-    microbatches, most = 4 * size, neighbours.most_on_their_way(size, chunks)
+    microbatches, most = 4 * size, p2p.most_on_their_way(size, chunks)
     left = [schedule.order(rank, size, chunks, microbatches) for rank in range(size)]
     assert all(len(set(actions)) == len(actions) == 2 * chunks * microbatches for actions in left)
     last, done, sent = size * chunks - 1, set(), {}
@@ -453,15 +453,15 @@ def test_what_was_sent_is_not_held_for_the_whole_step(monkeypatch):
 
     numbers = itertools.count()
     monkeypatch.setattr(torch.distributed, "isend", lambda x, **_: Work(next(numbers)))
-    monkeypatch.setattr(neighbours, "_groups", lambda *_: ["backward", "forward"])
-    between = neighbours.Neighbours({"pp": SimpleNamespace(get_local_rank=lambda: 0, size=lambda: 2)})
+    monkeypatch.setattr(p2p, "_groups", lambda *_: ["backward", "forward"])
+    between = p2p.Neighbours({"pp": SimpleNamespace(get_local_rank=lambda: 0, size=lambda: 2)})
     sent = []
     for _ in range(30):
         one, two = torch.ones(3), torch.ones(2)
         sent += [weakref.ref(one), weakref.ref(two)]
         between.send(one, torch.ones(0), two, forward=True)
         del one, two
-    assert sum(one() is not None for one in sent) == 2 * neighbours.most_on_their_way(2, 1) == 8
+    assert sum(one() is not None for one in sent) == 2 * p2p.most_on_their_way(2, 1) == 8
     between.flush()
     assert not any(one() is not None for one in sent) and waited == list(range(60))
 

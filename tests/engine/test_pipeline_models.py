@@ -7,7 +7,7 @@ import torch
 
 import engine
 import modelcenter as mc
-from engine.parallel import stages
+from engine.parallel.pipeline import stages
 from modelcenter.compare import pack_rows, pad_rows, rows_for
 from modelcenter.testing import randomize_
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 from engine import recompute as recompute_module
-from engine.ops import library, products
+from engine.ops import gemm, library
 from engine.precision import RECOMPUTE
 from engine.recompute import wrap_units_
 from engine.testing import Pool
@@ -152,8 +152,8 @@ def test_what_is_computed_again():
 
 def test_products_of_the_compiled_operator_are_kept(compiled, monkeypatch):
     assert library.serves(torch.device("cpu"))
-    monkeypatch.setattr(products, "onednn_linear", lambda: (True, ""))
-    monkeypatch.setattr(products, "compiled", lambda: True)
+    monkeypatch.setattr(gemm, "onednn_linear", lambda: (True, ""))
+    monkeypatch.setattr(gemm, "compiled", lambda: True)
     counts = {}
     for recompute in ("full", "selective"):
         unit = Linear(8, 8)

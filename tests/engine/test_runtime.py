@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nodes import free_port
 
 import engine
-from engine.parallel.neighbours import Neighbours
+from engine.parallel.pipeline.p2p import Neighbours
 from engine.testing import run
 
 ROOT = str(Path(__file__).parents[2])

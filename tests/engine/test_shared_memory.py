@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import engine
-from engine.parallel import shared_memory
-from engine.parallel.shared_memory import share_memory
+from engine.parallel.gloo import shared_memory
+from engine.parallel.gloo.shared_memory import share_memory
 
 MESSAGES, TAGS = 150, (11, 12)
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import triton_on_cpu
 
-from engine.ops import masks
+from engine.ops import dropout_masks
 
 
 @pytest.fixture(scope="module")
 def kernel():
     """The module, with numpy in the place of Triton."""
-    path = Path(masks.__file__).with_name("triton_dropout.py")
+    path = Path(dropout_masks.__file__).with_name("triton_dropout.py")
     spec = importlib.util.spec_from_file_location("triton_dropout_on_cpu", path)
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
@@ -35,7 +35,7 @@ def test_the_bits_are_the_references(dtype, shape, kernel):
     ):  # fmt: skip
         found, wanted = torch.full_like(x, 9.0), torch.full_like(x, 8.0)
         kernel.drop_(found, x, add, numbers, first, key, site, threshold)
-        masks._reference(wanted, x, add, numbers, first, key, site, threshold)
+        dropout_masks._reference(wanted, x, add, numbers, first, key, site, threshold)
         assert torch.equal(found, wanted)
 
 
@@ -46,8 +46,8 @@ def test_where_triton_fails_dropout_goes_on_and_says_so_once(monkeypatch):
     class Cuda:
         device, dtype = torch.device("cuda"), torch.float32
 
-    monkeypatch.setattr(masks, "_triton_works", True)
-    assert not masks._by_triton(x, x, None, None, 0, 1, 0, 9) and masks._triton_works  # a CPU's
+    monkeypatch.setattr(dropout_masks, "_triton_works", True)
+    assert not dropout_masks._by_triton(x, x, None, None, 0, 1, 0, 9) and dropout_masks._triton_works  # a CPU's
     with pytest.warns(UserWarning, match="Triton fails: "):
-        assert not masks._by_triton(Cuda, Cuda, None, None, 0, 1, 0, 9)
-    assert not masks._triton_works and not masks._by_triton(Cuda, Cuda, None, None, 0, 1, 0, 9)
+        assert not dropout_masks._by_triton(Cuda, Cuda, None, None, 0, 1, 0, 9)
+    assert not dropout_masks._triton_works and not dropout_masks._by_triton(Cuda, Cuda, None, None, 0, 1, 0, 9)

@@ -88,8 +88,9 @@ class Neighbours:
 
 
 def most_on_their_way(size: int, chunks: int) -> int:
-    """What was sent before so many others has been received by the order of the work (engine.parallel.schedule), or,
-    where a stage does all forwards first, will be without more from this rank."""
+    """How many messages may be under way: whatever was sent before the last so many has been received, by the order of
+    the work (``engine.parallel.pipeline.schedule``), or will be without more from this rank, where a stage does all
+    forwards first."""
     return 2 * size * chunks
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from engine.parallel.calls import reshard
+from engine.parallel.forward_hooks import reshard
 from engine.torch_compat import local_tensor, with_local
 
 

@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_leaves
 
 from engine import runtime
 from engine.init import clean_name
-from engine.parallel.neighbours import Neighbours, group_of
-from engine.parallel.schedule import order, parts
-from engine.parallel.stages import Stages, hollow, set_stages, stages_of, stored
+from engine.parallel.pipeline.p2p import Neighbours, group_of
+from engine.parallel.pipeline.schedule import order, parts
+from engine.parallel.pipeline.stages import Stages, hollow, set_stages, stages_of, stored
 from engine.parallel.tensor import digest
 from engine.torch_compat import all_gather_flat, local_tensor
 

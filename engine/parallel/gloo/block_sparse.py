@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from engine.ops.layout import WORDS
-from engine.parallel.rows import is_spread
+from engine.parallel.gloo.sharded_embedding import is_spread
 
 _BLOCK = 128  # elements
 _SAMPLE = 64  # blocks that are looked at first

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.ops.lookup import Embedding
-from engine.ops.once import once_differentiable
-from engine.parallel.parts import send_parts
+from engine.ops.autograd import once_differentiable
+from engine.ops.embeddings import Embedding
+from engine.parallel.gloo.point_to_point import send_parts
 from engine.torch_compat import shard_of
 
 TABLE_BYTES = 2**18  # of a part; a smaller one is gathered sooner than its rows are asked for

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 import engine
-from engine.parallel.rows import TABLE_BYTES
-from engine.parallel.tables import FewRows, reads_a_table
+from engine.parallel.gloo.block_sparse import FewRows, reads_a_table
+from engine.parallel.gloo.sharded_embedding import TABLE_BYTES
 
 SIZE = TABLE_BYTES // 2 + 37  # elements of a part, which leave some behind the last block
 TINY = 1e-44  # a square of it is 0

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from engine.optim.stale import mark_sharded
+from engine.optim.checks import mark_sharded
 from engine.parallel.checks import check_hooks
-from engine.parallel.exchange import Exchange
+from engine.parallel.gloo.collectives import Exchange
 from engine.torch_compat import (
     backward_was_left,
     before_backward,

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.init import clean_name
-from engine.parallel.neighbours import Neighbours
-from engine.parallel.schedule import parts
+from engine.parallel.pipeline.p2p import Neighbours
+from engine.parallel.pipeline.schedule import parts
 from engine.shards import STAGES, stages_of
 
 _ABSENT = "_engine_absent"

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import engine
-from engine.parallel import rows
+from engine.parallel.gloo import sharded_embedding
 
 WORDS, WIDTH, PADDING = 9, 6, 4  # on four ranks: 3, 3, 3 and no rows
 
@@ -42,7 +42,7 @@ def ids_of(rank: int, turn: int) -> torch.Tensor:
 
 def trained(level: int, precision: str, frozen: bool):
     """(the outputs of two batches, whole gradients, where the table is) of this rank."""
-    rows.TABLE_BYTES = 1
+    sharded_embedding.TABLE_BYTES = 1
     reader = Reader()
     reader.table.weight.requires_grad_(not frozen)
     model = engine.shard(reader, units=[reader.unit], policy=engine.Policy(precision=precision, zero_level=level))
@@ -84,7 +84,7 @@ def test_ranks_compute_what_one_process_does(pool, level, precision, frozen, req
 
 def travelled():
     """Shapes of what this rank sends: what it wants, rows and their gradients."""
-    rows.TABLE_BYTES = 1
+    sharded_embedding.TABLE_BYTES = 1
     reader, sent, send = Reader(), [], dist.isend
     model = engine.shard(reader, units=[reader.unit])
     dist.isend = lambda tensor, **how: (sent.append((how["tag"], tensor.shape)), send(tensor, **how))[1]
@@ -92,11 +92,11 @@ def travelled():
         model(torch.tensor([[0, 8, 8, 0]] if engine.rank() else [[5, 0]])).backward()
     finally:
         dist.isend = send
-    tags = (rows._WANTED_TAG, rows._ROWS_TAG, rows._GRADIENTS_TAG)
+    tags = (sharded_embedding._WANTED_TAG, sharded_embedding._ROWS_TAG, sharded_embedding._GRADIENTS_TAG)
     with pytest.raises(IndexError, match="the table has 9 rows"):
-        rows._Lookup(reader.table, None)(torch.tensor([WORDS]))
+        sharded_embedding._Lookup(reader.table, None)(torch.tensor([WORDS]))
     with pytest.raises(IndexError, match="the table has 9 rows"):
-        rows._Lookup(reader.table, None)(torch.tensor([-1]))
+        sharded_embedding._Lookup(reader.table, None)(torch.tensor([-1]))
     return [[tuple(shape) for tag, shape in sent if tag == wanted] for wanted in tags]
 
 
@@ -108,7 +108,7 @@ def test_what_is_read_travels_and_nothing_else(two):
 
 
 def gathered(kind: str) -> bool:
-    rows.TABLE_BYTES = 2**18 if kind == "small" else 1
+    sharded_embedding.TABLE_BYTES = 2**18 if kind == "small" else 1
     reader = Reader(tied=kind == "tied")
     if kind == "not said":
         reader.looked_up_tables = list  # type: ignore[method-assign, assignment]
@@ -117,7 +117,7 @@ def gathered(kind: str) -> bool:
     units = [reader.unit, reader.table] if kind == "a unit" else [reader.unit]
     model = engine.shard(reader, units=units, policy=engine.Policy(zero_level=0 if kind == "level 0" else 3))
     model(ids_of(0, 0)).backward()
-    return not rows.is_spread(reader.table)
+    return not sharded_embedding.is_spread(reader.table)
 
 
 @pytest.mark.parametrize("kind", ["small", "tied", "not said", "derived", "a unit", "level 0"])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.parallel.parts import send_parts
+from engine.parallel.gloo.point_to_point import send_parts
 from engine.torch_compat import all_gather_flat
 
 # For the messages of a model that are under way. The system gives a page when it is first used, and the first places

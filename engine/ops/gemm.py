@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import library
-from engine.ops.once import once_differentiable
+from engine.ops.autograd import once_differentiable
 
 _CPU = torch.device("cpu")
 _FEW = 32  # rows, below which packing the other matrix takes longer than oneDNN, whose code for them is there

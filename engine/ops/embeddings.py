@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.ops.once import once_differentiable
+from engine.ops.autograd import once_differentiable
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 

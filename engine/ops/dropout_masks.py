@@ -306,7 +306,7 @@ def _signed(x: int) -> int:
 def _left_to_eager() -> Any:
     from engine.ops import eager
 
-    return eager(_apply, "engine.ops.masks.drop")
+    return eager(_apply, "engine.ops.dropout_masks.drop")
 
 
 _eager_drop = _left_to_eager()

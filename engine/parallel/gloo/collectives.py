@@ -5,9 +5,9 @@ all parts travel at once, straight to where they are needed, and while they do t
 next unit come while this one works, in forward and backward, and the gradients of a unit go while the one before it
 works. Gradients are added in the order of the ranks, whenever the parts arrive.
 
-Ranks of one machine read the parts in each other's memory (``engine.parallel.shared_memory``). What is too large for
-that, and between machines everything, goes over gloo; then only those rows of the gradients of a table of embeddings
-that a batch read (``engine.parallel.tables``).
+Ranks of one machine read the parts in each other's memory (``engine.parallel.gloo.shared_memory``). What is too large
+for that, and between machines everything, goes over gloo; of the gradients of an embedding table then only the blocks
+that hold anything but zeros (``engine.parallel.gloo.block_sparse``).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from engine.parallel.parts import send_parts
-from engine.parallel.rows import TABLE_BYTES
-from engine.parallel.shared_memory import Message, SharedMemory, share_memory
-from engine.parallel.tables import FewRows, reads_a_table
+from engine.parallel.gloo.block_sparse import FewRows, reads_a_table
+from engine.parallel.gloo.point_to_point import send_parts
+from engine.parallel.gloo.sharded_embedding import TABLE_BYTES
+from engine.parallel.gloo.shared_memory import Message, SharedMemory, share_memory
 from engine.torch_compat import gather_ahead, in_backward, sums_are_only_viewed
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
-from engine.optim.checks import mark_averaged
-from engine.parallel.fp32_accumulation import sums_in_fp32
+from engine.optim.checks import mark_gradients_averaged
+from engine.parallel.fp32_accumulation import accumulate_in_fp32
 from engine.parallel.pipeline.execution import pipeline_of
 from engine.parallel.shard import sharded_roots, zero_level
 from engine.steps import watched
@@ -99,7 +99,7 @@ def accumulate(
         batches = list(_filled(microbatches, needed, empty))
         pipeline.check_same(batches)
         held = pipeline.set_aside(model)
-    with sums_in_fp32(model), _reduce_lazily(roots, unequal=fewest < needed) as set_last:
+    with accumulate_in_fp32(model), _reduce_lazily(roots, unequal=fewest < needed) as set_last:
         if pipeline is not None:
             total = pipeline.train(model, batches, loss_of, descend, set_last)
         else:
@@ -229,7 +229,7 @@ def _average_plain_gradients(model: nn.Module) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if not parameters:
         return
-    mark_averaged(parameters)
+    mark_gradients_averaged(parameters)
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=runtime.message_device())
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
     buckets: dict[torch.dtype, list[list[torch.Tensor]]] = {}

@@ -14,7 +14,7 @@ from engine import runtime
 from engine.init import clean_name
 from engine.memory import readable
 from engine.parallel.forward_hooks import reshard
-from engine.parallel.gloo.sharded_embedding import is_spread
+from engine.parallel.gloo.sharded_embedding import is_sharded_embedding
 from engine.parallel.pipeline.stages import stages_of
 from engine.parallel.shard import last_units, mixed_precision, policy_of, unit_parameters, zero_level
 from engine.torch_compat import local_tensor
@@ -116,7 +116,7 @@ def describe(model: nn.Module, show: bool = True) -> Description:
     mixed = None if policy is None else mixed_precision(policy, model)
     compute, wire = (None, None) if mixed is None else (mixed.param_dtype, mixed.reduce_dtype)
     seen: set[int] = set()
-    looked_up = {module.weight for module in model.modules() if is_spread(module)}
+    looked_up = {module.weight for module in model.modules() if is_sharded_embedding(module)}
     for module, members in unit_parameters(model, sharded).items():
         unit = Unit(names[module] or "(root)")
         for _, parameter in members:

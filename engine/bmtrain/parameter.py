@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from engine import runtime
-from engine.optim.checks import mark_unsharded
+from engine.optim.checks import mark_awaiting_sharding
 
 # What a parameter keeps when it is replaced by its shard.
 _MARKS = ("_is_distributed_parameter", "init_method", "group")
@@ -59,7 +59,7 @@ class DistributedParameter(nn.Parameter, metaclass=_ParameterMeta):
         parameter._is_distributed_parameter = True
         parameter.init_method, parameter.group = init_method, group
         if runtime.world_size() > 1:
-            mark_unsharded(parameter)
+            mark_awaiting_sharding(parameter)
         return parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:

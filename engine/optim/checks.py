@@ -23,20 +23,20 @@ _sharded: weakref.WeakKeyDictionary[torch.nn.Module, Callable[..., Iterable[torc
 _hook: Any = None
 
 
-def mark_stale(before: Mapping[str, torch.Tensor]) -> None:
+def mark_replaced(before: Mapping[str, torch.Tensor]) -> None:
     """Note that these parameters have been replaced by shards, and watch every optimizer's first step for them."""
     for name, parameter in before.items():
         setattr(parameter, _NAME, name)
     _watch()
 
 
-def mark_unsharded(parameter: torch.Tensor) -> None:
+def mark_awaiting_sharding(parameter: torch.Tensor) -> None:
     """Note that this parameter is to be sharded before it is trained: until then ranks train apart."""
     setattr(parameter, _WAITING, True)
     _watch()
 
 
-def mark_averaged(parameters: Iterable[torch.Tensor]) -> None:
+def mark_gradients_averaged(parameters: Iterable[torch.Tensor]) -> None:
     """Note that the gradients of these, which are not sharded, have been averaged over the ranks."""
     for parameter in parameters:
         setattr(parameter, _AVERAGED, True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine.parallel import functional as f
+from engine.parallel.rng import rng_streams
 
 
 class TokenSplit:
@@ -53,25 +54,25 @@ class TokenSplit:
     def to_heads(self, x: Tensor) -> Tensor:
         """(T / size, n, heads * d) -> (T, n, heads / size * d): all tokens of some heads, for some tokens of all."""
         parts = x.unflatten(2, (self.size, -1)).movedim(2, 0)
-        return f.exchange(parts.contiguous(), self._group).flatten(0, 1)
+        return f.all_to_all(parts.contiguous(), self._group).flatten(0, 1)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """(T, heads / size * d) -> (T / size, heads * d): the way back."""
-        parts = f.exchange(x.unflatten(0, (self.size, -1)), self._group)
+        parts = f.all_to_all(x.unflatten(0, (self.size, -1)), self._group)
         return parts.movedim(0, 1).flatten(1)
 
     def enter(self, training: bool) -> None:
         """From here on activations are this rank's tokens: random numbers differ between the ranks."""
         self._training = training
         if training and self.size > 1:
-            f.streams.enter("cp", self.rank)
+            rng_streams.enter("cp", self.rank)
 
     def to_units(self, x: Tensor) -> Tensor:
         """What the units are given: with ``sequence``, this rank's rows of x."""
         if self._tp is None:
             return x
         if self._training:
-            f.streams.enter("sp", self._tp_rank)
+            rng_streams.enter("sp", self._tp_rank)
         return f.split_rows(x, self._tp)
 
     def of_units(self, x: Tensor) -> Tensor:
@@ -86,12 +87,12 @@ class TokenSplit:
         if self._tp is None:
             return x
         if last:
-            f.streams.leave("sp")
+            rng_streams.leave("sp")
         return f.join_rows(x, self._tp)
 
     def leave(self) -> None:
         """From here on all ranks compute the same."""
-        f.streams.leave("cp")
+        rng_streams.leave("cp")
 
 
 def split_tokens(model: nn.Module, mesh: DeviceMesh, sequence: bool = False) -> None:

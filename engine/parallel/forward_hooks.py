@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from engine.optim.checks import mark_sharded
 from engine.parallel.checks import check_hooks
-from engine.parallel.gloo.collectives import Exchange
+from engine.parallel.gloo.collectives import GlooCollectives
 from engine.torch_compat import (
     backward_was_left,
     before_backward,
@@ -46,10 +46,10 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-class Calls:
+class ForwardHooks:
     """Counts the calls of a model that are under way, and frees gathered parameters after the last where need be."""
 
-    def __init__(self, model: nn.Module, exchange: Exchange | None) -> None:
+    def __init__(self, model: nn.Module, exchange: GlooCollectives | None) -> None:
         self._model, self._exchange = weakref.ref(model), exchange
         self._open = 0
         self._begun = False

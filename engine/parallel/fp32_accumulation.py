@@ -18,7 +18,7 @@ from engine.torch_compat import local_tensor, with_local
 
 
 @contextmanager
-def sums_in_fp32(model: nn.Module) -> Iterator[None]:
+def accumulate_in_fp32(model: nn.Module) -> Iterator[None]:
     """Let the gradients of 16-bit parameters, those from before included, be added up in fp32 inside; they have the
     parameter's dtype again afterwards. A parameter whose gradient comes once needs no memory for it."""
     if not _trained_in_16_bits(model):

@@ -92,7 +92,7 @@ gather_rows = _function("gather_rows", _gather, _scatter_sum, "All rows, of whic
 scatter_sum_rows = _function("scatter_sum_rows", _scatter_sum, _gather, "This rank's rows of the sum of each x.")
 
 
-def _exchange(x: Tensor, group: Group) -> Tensor:
+def _all_to_all(x: Tensor, group: Group) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():
@@ -100,7 +100,9 @@ def _exchange(x: Tensor, group: Group) -> Tensor:
     return out
 
 
-exchange = _function("exchange", _exchange, _exchange, "x (ranks, ...): part i goes to rank i; parts by their sender.")
+all_to_all = _function(
+    "all_to_all", _all_to_all, _all_to_all, "x (ranks, ...): part i goes to rank i; parts by their sender."
+)
 
 
 class _JoinColumns(torch.autograd.Function):
@@ -122,77 +124,3 @@ def join_columns(x: Tensor, group: Group, columns: int) -> Tensor:
     """(..., this rank's columns, as torch.chunk deals them) -> (..., columns), for what all ranks compute alike."""
     return _JoinColumns.apply(x, group, columns)
 
-
-class Once:
-    """Applies a collective once to each tensor that several layers take, such as the input of q, k and v (with low-rank
-    updates between them, whose inputs are others).
-
-    References are strong, up to ``forget``: when a tensor dies is not the same on all ranks (a collective may hold it a
-    little longer), and they must all make the same collectives.
-    """
-
-    _MOST = 8  # inputs that are held at once; a plan where no layer ends what "colwise" begins never forgets
-
-    def __init__(self) -> None:
-        self._made: list[tuple[Tensor, tuple[int, bool], Tensor]] = []
-
-    def __call__(self, function: Callable[[Tensor, Group], Tensor], x: Tensor, group: Group) -> Tensor:
-        # A tensor of inference mode does not count its changes: no layer changes its input.
-        key = (0 if x.is_inference() else x._version, torch.is_grad_enabled())
-        for given, its_key, out in self._made:
-            if given is x and its_key == key:
-                return out
-        out = function(x, group)
-        self._made.append((x, key, out))
-        del self._made[: -self._MOST]
-        return out
-
-    def forget(self) -> None:
-        """Let go of the tensors: no layer will take these inputs again."""
-        self._made.clear()
-
-
-class Streams:
-    """Random numbers for activations of which each rank holds a part: a stream of its own for each rank.
-
-    Elsewhere the ranks of a model-parallel group draw alike. A stream starts from a number of the common one, so a
-    recomputed block repeats it.
-    """
-
-    def __init__(self) -> None:
-        self._outer: list[tuple[str, Tensor, Tensor | None]] = []
-
-    def depth(self) -> int:
-        return len(self._outer)
-
-    def enter(self, kind: str, index: int) -> None:
-        """Start the stream of rank ``index``; nothing if one of this kind is the innermost already."""
-        if self._outer and self._outer[-1][0] == kind:
-            return
-        common = int(torch.randint(2**48, ()))
-        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self._outer.append((kind, torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None))
-        seed = (common + (index + 1) * 0x9E3779B97F4A7C15) % 2**63
-        torch.default_generator.manual_seed(seed)
-        if on_gpu:
-            torch.cuda.manual_seed(seed)
-
-    def leave(self, kind: str) -> None:
-        """Go on with the stream around; nothing if the innermost is of another kind."""
-        if self._outer and self._outer[-1][0] == kind:
-            self.unwind(len(self._outer) - 1)
-
-    def forget(self) -> None:
-        """Drop streams that nothing will leave, as a recomputation leaves them that stopped early."""
-        self._outer.clear()
-
-    def unwind(self, depth: int) -> None:
-        """Leave all streams but the outermost ``depth``."""
-        while len(self._outer) > depth:
-            _, cpu, gpu = self._outer.pop()
-            torch.set_rng_state(cpu)
-            if gpu is not None:
-                torch.cuda.set_rng_state(gpu)
-
-
-streams = Streams()

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.init import clean_name
-from engine.optim.checks import mark_stale
+from engine.optim.checks import mark_replaced
 from engine.optim.rounding import note_name, round_at_random
 from engine.parallel.checks import check_model, check_ranks, check_shards, check_units
 from engine.parallel.context import split_tokens
-from engine.parallel.forward_hooks import Calls, reshard
-from engine.parallel.gloo.collectives import exchange, over_gloo
-from engine.parallel.gloo.sharded_embedding import spread_tables
+from engine.parallel.forward_hooks import ForwardHooks, reshard
+from engine.parallel.gloo.collectives import over_gloo, use_gloo_collectives
+from engine.parallel.gloo.sharded_embedding import shard_embeddings
 from engine.parallel.mesh import data_mesh, storage_mesh
 from engine.parallel.pipeline.execution import pipeline_of, split
 from engine.parallel.pipeline.stages import absent_names, mark, split_lists
@@ -113,7 +113,7 @@ def lay_over_ranks(
     _shard_units(model, order, policy, level, lists, over_stages)
     shards = storage_mesh(runtime.mesh(), level, over_stages)["dp_shard"]
     # Of a pipeline, a stage that gathers ahead may wait for one that waits for this one.
-    calls = Calls(model, exchange(model, shards, order if settings.pp_size == 1 else ()))
+    calls = ForwardHooks(model, use_gloo_collectives(model, shards, order if settings.pp_size == 1 else ()))
     _levels[model] = level
     if (pipeline := pipeline_of(model)) is not None:
         pipeline.dtype = policy.compute_dtype or next(model.parameters()).dtype
@@ -124,7 +124,7 @@ def lay_over_ranks(
         setattr(model, method, calls.counted(getattr(model, method)))
     keep_notes(model, noted)
     still = set(model.parameters())
-    mark_stale({name: p for name, p in before.items() if p not in still})
+    mark_replaced({name: p for name, p in before.items() if p not in still})
     cut = functools.partial(_cut_whole_tensors, weakref.ref(model))
     for module in model.modules():
         module.register_load_state_dict_pre_hook(cut)
@@ -172,7 +172,7 @@ def _shard_units(
         last_units.add(order[-1])
     left = {p for p in model.parameters() if p.numel() == 0}  # FSDP's kernels refuse them; each rank has all of them
     if mesh.ndim == 1 and over_gloo(mesh) and settings.tp_size * settings.pp_size == 1:
-        left |= spread_tables(model, mesh, order, policy.compute_dtype)
+        left |= shard_embeddings(model, mesh, order, policy.compute_dtype)
     # Inner units first: each takes the parameters below it that no unit has taken.
     for unit in reversed(order):
         where = of_stage if unit in in_lists else mesh

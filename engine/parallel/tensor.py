@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from engine import runtime
 from engine.init import clean_name
 from engine.ops import embedding, linear
 from engine.parallel import functional as f
+from engine.parallel.rng import rng_streams
 from engine.torch_compat import all_gather_flat, assert_on_device, local_box, local_tensor
 
 # transformers' names for what there is here.
@@ -40,21 +41,50 @@ STYLES = {
 _HEAD_COUNTS = ("num_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head")
 
 
-class Tensors:
+class CollectiveCache:
+    """Applies a collective once to each tensor that several layers take, such as the input of q, k and v (with low-rank
+    updates between them, whose inputs are others).
+
+    References are strong, up to ``forget``: when a tensor dies is not the same on all ranks (a collective may hold it a
+    little longer), and they must all make the same collectives.
+    """
+
+    _MOST = 8  # inputs that are held at once; a plan where no layer ends what "colwise" begins never forgets
+
+    def __init__(self) -> None:
+        self._results: list[tuple[Tensor, tuple[int, bool], Tensor]] = []
+
+    def __call__(self, function: Callable[[Tensor, f.Group], Tensor], x: Tensor, group: f.Group) -> Tensor:
+        # A tensor of inference mode does not count its changes: no layer changes its input.
+        key = (0 if x.is_inference() else x._version, torch.is_grad_enabled())
+        for given, its_key, out in self._results:
+            if given is x and its_key == key:
+                return out
+        out = function(x, group)
+        self._results.append((x, key, out))
+        del self._results[: -self._MOST]
+        return out
+
+    def forget(self) -> None:
+        """Let go of the tensors: no layer will take these inputs again."""
+        self._results.clear()
+
+
+class TensorParallelGroup:
     """What the split layers of one model share: the group, and collectives made once for several layers."""
 
     def __init__(self, mesh: DeviceMesh, sequence: bool = False) -> None:
         self.mesh, self.group = mesh, mesh.get_group()
         self.size, self.rank, self.sequence = mesh.size(), mesh.get_local_rank(), sequence
-        self._once = f.Once()
+        self._inputs = CollectiveCache()
 
     def whole_input(self, x: Tensor) -> Tensor:
         """The input of layers that split their outputs."""
-        return self._once(f.gather_rows if self.sequence else f.copy_to, x, self.group)
+        return self._inputs(f.gather_rows if self.sequence else f.copy_to, x, self.group)
 
     def forget_input(self) -> None:
         """The layers that take the last inputs are through."""
-        self._once.forget()
+        self._inputs.forget()
 
     def summed_output(self, x: Tensor) -> Tensor:
         """The output of layers that split their inputs, from this rank's addend."""
@@ -64,7 +94,7 @@ class Tensors:
 class _Layer(nn.Module):
     """What stands before nn.Linear or nn.Embedding among the bases of a split layer."""
 
-    _tensors: Tensors
+    tp_group: TensorParallelGroup
     _first: int  # number of this rank's first row of the whole weight
     weight: Any
     bias: Any
@@ -81,13 +111,13 @@ class _Colwise(_Layer):
     _whole = False
 
     def forward(self, x: Tensor) -> Tensor:
-        t = self._tensors
+        t = self.tp_group
         out = linear(t.whole_input(x), local(self.weight), local(self.bias))
         if self._whole:
             t.forget_input()
             return f.join_columns(out, t.group, self.out_features)
         if self.training:
-            f.streams.enter("tp", t.rank)
+            rng_streams.enter("tp", t.rank)
         return out
 
 
@@ -97,8 +127,8 @@ class _ColwiseGather(_Colwise):
 
 class _Rowwise(_Layer):
     def forward(self, x: Tensor) -> Tensor:
-        f.streams.leave("tp")
-        t, bias = self._tensors, self.bias
+        rng_streams.leave("tp")
+        t, bias = self.tp_group, self.bias
         t.forget_input()
         out = t.summed_output(linear(x, local(self.weight)))
         if isinstance(bias, DTensor):  # each rank adds it to its rows
@@ -116,12 +146,12 @@ class _Vocab(_Layer):
         outside = (own < 0) | (own >= weight.shape[0])
         if not weight.shape[0]:  # more ranks than rows
             out = weight.sum() * weight.new_zeros(*ids.shape, weight.shape[1])
-            return f.reduce_from(out, self._tensors.group)
+            return f.reduce_from(out, self.tp_group.group)
         padding = None if self.padding_idx is None else self.padding_idx - self._first
         if padding is not None and not 0 <= padding < weight.shape[0]:
             padding = None
         out = embedding(own.masked_fill(outside, 0), weight, padding).masked_fill(outside[..., None], 0.0)
-        return f.reduce_from(out, self._tensors.group)
+        return f.reduce_from(out, self.tp_group.group)
 
 
 def _check_ids(ids: Tensor, rows: int) -> None:
@@ -207,7 +237,7 @@ def parallelize(
     given = plan is not None or callable(getattr(model, "tp_plan", None))
     styles = _assign(model, find_plan(model, plan), given, absent)
     _check_heads(model, styles, mesh.size())
-    shared = Tensors(mesh, sequence=sequence_units is not None)
+    shared = TensorParallelGroup(mesh, sequence=sequence_units is not None)
     placed: _Placed = {}
     split: set[nn.Module] = set()
     for name, (style, module, own_name) in styles.items():
@@ -233,7 +263,7 @@ def parallelize(
             _place(module, "bias", mesh, Shard(0), placed)
         module.__class__ = _made.setdefault((layer, type(module)), _subclass(layer, type(module)))
         assert isinstance(module, _Layer)
-        module._tensors, module._first = shared, first
+        module.tp_group, module._first = shared, first
         split.add(module)
     for module in [m for m in model.modules() if hasattr(m, "tp_split")]:
         for own, dim in module.tp_split.items():  # type: ignore[union-attr, operator]
@@ -374,8 +404,8 @@ def check_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         if not depths:
-            f.streams.forget()
-        depths.append(f.streams.depth())
+            rng_streams.forget()
+        depths.append(rng_streams.depth())
         mine = zlib.crc32(repr(sorted(kwargs)).encode(), digest((args, kwargs)))
         for name, group in groups.items():
             on = runtime.message_device(group)
@@ -390,7 +420,7 @@ def check_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
                 )
 
     def after(module: nn.Module, *_: Any) -> None:
-        f.streams.unwind(depths.pop() if depths else 0)
+        rng_streams.unwind(depths.pop() if depths else 0)
 
     model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
     model.register_forward_hook(after, always_call=True)

@@ -98,7 +98,7 @@ class LatentAttention(SelfAttention):
         q = self.q_up(self.q_norm(self.q_down(x))) if self.latent else self.q(x)
         kv, shared = self.kv_down(x).split((self.kv_down.out_features - self.turning, self.turning), 1)
         kv = self.kv_up(self.kv_norm(kv)).unflatten(1, (-1, still + self.value_dim))
-        if (split := getattr(inner(self.kv_up), "_tensors", None)) is not None:  # every rank's heads read it
+        if (split := getattr(inner(self.kv_up), "tp_group", None)) is not None:  # every rank's heads read it
             shared = split.whole_input(shared)
         shared = rotate(shared, ctx.rotary, self.turning)
         q_still, q_turning = q.unflatten(1, (-1, self.head_dim)).split((still, self.turning), 2)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import engine
-from engine.parallel.gloo.block_sparse import FewRows, reads_a_table
+from engine.parallel.gloo.block_sparse import BlockSparseParts, has_gathered_embedding
 from engine.parallel.gloo.sharded_embedding import TABLE_BYTES
 
 SIZE = TABLE_BYTES // 2 + 37  # elements of a part, which leave some behind the last block
@@ -44,7 +44,7 @@ def sums():
         try:
             parts = [gradient(me, kind)[r * SIZE : (r + 1) * SIZE] for r in range(ranks)]
             out = torch.full_like(parts[0], float("nan"))
-            FewRows(parts, dist.group.WORLD).add_into(out)
+            BlockSparseParts(parts, dist.group.WORLD).add_into(out)
         finally:
             dist.isend = send
         expected = gradient(0, kind)[me * SIZE : (me + 1) * SIZE].clone()
@@ -79,16 +79,16 @@ def read_by(rank: int) -> torch.Tensor:
 
 def backward(zero_level: int):
     """Exchanges of few rows, and the whole gradients, after two batches one after the other, on several machines."""
-    begin, asked = FewRows.__init__, []
+    begin, asked = BlockSparseParts.__init__, []
     reader = Reader()
     with toys.several_machines():
         model = engine.shard(reader, units=[reader.unit], policy=engine.Policy(zero_level=zero_level))
-    FewRows.__init__ = lambda self, *args: (asked.append(1), begin(self, *args))[0]  # type: ignore[method-assign]
+    BlockSparseParts.__init__ = lambda self, *args: (asked.append(1), begin(self, *args))[0]  # type: ignore[method-assign]
     try:
         for turn in range(2):
             model(read_by(2 * turn + engine.rank())).backward()
     finally:
-        FewRows.__init__ = begin
+        BlockSparseParts.__init__ = begin
     return len(asked), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
@@ -104,4 +104,4 @@ def test_gradients_of_a_model_with_a_table(two, zero_level):
 
 
 def test_which_units_read_a_table():
-    assert reads_a_table(Reader()) and not reads_a_table(Reader().unit)
+    assert has_gathered_embedding(Reader()) and not has_gathered_embedding(Reader().unit)

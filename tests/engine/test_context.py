@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import engine
-from engine.parallel import context, functional
+from engine.parallel import context, functional, rng
 from modelcenter.layers.mask import Mask
 from modelcenter.layers.packed_attention import packed_attention
 from modelcenter.layers.packing import Packed
@@ -156,7 +156,7 @@ def masks(task, heads):
     with bert.noted_masks() as drawn:
         model = engine.shard(bert.build(task, dropout=0.3, attention_dropout=0.4, num_heads=heads))
         loss = model(**bert.batch(task, 0, model.config)).loss.item()
-    return drawn, loss, torch.rand(4), functional.streams.depth()
+    return drawn, loss, torch.rand(4), rng.rng_streams.depth()
 
 
 @pytest.mark.parametrize("task", ["sequence-classification", "token-classification"])
@@ -222,7 +222,7 @@ def mutated(mutation, heads):
         split.local = lambda self, x: x.chunk(self.size)[1 - self.rank]
     elif mutation == "heads come back to the wrong ranks":
         split.to_tokens = lambda self, x: (
-            functional.exchange(x.unflatten(0, (self.size, -1)).flip(0), self._group).movedim(0, 1).flatten(1)
+            functional.all_to_all(x.unflatten(0, (self.size, -1)).flip(0), self._group).movedim(0, 1).flatten(1)
         )
     try:
         return bert.trained("masked-lm", bert.TWO_PLAN, {"cp_size": 2}, {"num_heads": heads})

@@ -117,7 +117,7 @@ def gathered(kind: str) -> bool:
     units = [reader.unit, reader.table] if kind == "a unit" else [reader.unit]
     model = engine.shard(reader, units=units, policy=engine.Policy(zero_level=0 if kind == "level 0" else 3))
     model(ids_of(0, 0)).backward()
-    return not sharded_embedding.is_spread(reader.table)
+    return not sharded_embedding.is_sharded_embedding(reader.table)
 
 
 @pytest.mark.parametrize("kind", ["small", "tied", "not said", "derived", "a unit", "level 0"])

@@ -17,7 +17,7 @@ import engine
 import modelcenter as mc
 from engine import torch_compat
 from engine.loss import linear_cross_entropy, vocabulary_logits
-from engine.parallel import functional, tensor
+from engine.parallel import functional, rng, tensor
 from engine.testing import Pool
 
 SEQUENCE = {"sequence_parallel": True}
@@ -79,7 +79,7 @@ def test_uneven_parts_and_an_untied_head(four):
 
 
 def test_the_input_of_several_layers_is_made_whole_once():
-    made, once = [], functional.Once()
+    made, once = [], tensor.CollectiveCache()
 
     def whole(x, group):
         made.append(x)
@@ -101,11 +101,11 @@ def test_the_input_of_several_layers_is_made_whole_once():
 
 
 def test_inputs_that_no_layer_ends_are_not_held_for_ever():
-    once = functional.Once()
+    once = tensor.CollectiveCache()
     for _ in range(20):
         x = torch.ones(1)
         assert once(lambda x, group: x.clone(), x, None) is once(None, x, None)
-    assert len(once._made) <= 8
+    assert len(once._results) <= 8
 
 
 def looked_up_in_a_split_table():
@@ -277,7 +277,7 @@ def masks(sizes, policy, task):
         batch = bert.batch(task, 0, model.config)
         losses = [model(**batch).loss.item() for _ in range(2)]
     after = torch.rand(4)
-    assert functional.streams.depth() == 0
+    assert rng.rng_streams.depth() == 0
     return drawn, losses, after
 
 
@@ -568,7 +568,7 @@ def mutated(mutation, task, plan, sizes, policy):
             functional.copy_to = lambda x, group: x
         elif mutation == "bias on every rank":
             tensor._Rowwise.forward = lambda self, x: functional.reduce_from(
-                linear(x, tensor.local(self.weight), self.bias), self._tensors.group
+                linear(x, tensor.local(self.weight), self.bias), self.tp_group.group
             )
         elif mutation == "every rank takes the target":
             engine.loss._within = lambda t, columns: (t.clamp(0, columns - 1), torch.ones_like(t, dtype=torch.bool))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from engine.ops.layout import WORDS
-from engine.parallel.gloo.sharded_embedding import is_spread
+from engine.parallel.gloo.sharded_embedding import is_sharded_embedding
 
 _BLOCK = 128  # elements
 _SAMPLE = 64  # blocks that are looked at first
@@ -25,15 +25,15 @@ _MOST = 0.5  # of the blocks: above it a part goes whole
 _WHICH_TAG, _BLOCKS_TAG = 0x7AB, 0x7AC
 
 
-def reads_a_table(unit: Any) -> bool:
+def has_gathered_embedding(unit: Any) -> bool:
     """Whether a table of embeddings is among the parameters of a unit, those of units within it apart."""
     if isinstance(unit, nn.Embedding):
-        return not is_spread(unit)
-    return any(reads_a_table(child) for child in unit.children() if not isinstance(child, FSDPModule))
+        return not is_sharded_embedding(unit)
+    return any(has_gathered_embedding(child) for child in unit.children() if not isinstance(child, FSDPModule))
 
 
-class FewRows:
-    """Parts of one tensor on their way: ``send[r]`` to each other rank r, and from it what it has for this one."""
+class BlockSparseParts:
+    """A reduce-scatter under way: ``send[r]`` goes to each other rank r, and its part for this rank comes back."""
 
     def __init__(self, send: Sequence[torch.Tensor], group: Any) -> None:
         ranks, me = group.size(), group.rank()

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from engine.parallel.gloo.block_sparse import FewRows, reads_a_table
+from engine.parallel.gloo.block_sparse import BlockSparseParts, has_gathered_embedding
 from engine.parallel.gloo.point_to_point import send_parts
 from engine.parallel.gloo.sharded_embedding import TABLE_BYTES
 from engine.parallel.gloo.shared_memory import Message, SharedMemory, share_memory
@@ -34,7 +34,7 @@ _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 GATHER_TAG, REDUCE_TAG = 0x9A7, 0x5ED
 
 
-class _OverGloo:
+class _GlooMessage:
     """What each rank sends to each other one, on its way over gloo; as ``Message`` is in memory."""
 
     def __init__(self, send: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None, group: Any, tag: int) -> None:
@@ -57,7 +57,7 @@ class _OverGloo:
 
 
 class _Memories:
-    """The memory that ranks share, of each group that has shards of a model."""
+    """The memory that the ranks of each group share, made when the group first exchanges something."""
 
     def __init__(self) -> None:
         self._of: dict[Any, SharedMemory | None] = {}
@@ -70,16 +70,16 @@ class _Memories:
         return memory.post(send, tag) if memory is not None and memory.fits(send) else None
 
 
-class _Gather(dist.Work):  # FSDP waits for nothing else
-    """Rows of a tensor on their way: this rank's to all others, and each other rank's from it."""
+class _AllGatherWork(dist.Work):  # FSDP waits for nothing else
+    """An all-gather under way: this rank's row goes to all others, and each of theirs comes from them."""
 
     def __init__(self, rows: Sequence[torch.Tensor], group: Any, memories: _Memories) -> None:
         super().__init__()
         send = [rows[group.rank()]] * len(rows)
         self._rows = rows
-        self._coming: Message | _OverGloo | None = memories.post(send, group, GATHER_TAG)
+        self._coming: Message | _GlooMessage | None = memories.post(send, group, GATHER_TAG)
         if self._coming is None:
-            self._coming = _OverGloo(send, rows, group, GATHER_TAG)
+            self._coming = _GlooMessage(send, rows, group, GATHER_TAG)
 
     @property
     def open(self) -> bool:
@@ -101,12 +101,12 @@ class _Allocates:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class ExchangeShards(_Allocates):
+class AllGather(_Allocates):
     """What FSDP calls in place of ``dist.all_gather_single`` for a unit (its ``AllGather`` protocol)."""
 
     def __init__(self, memories: _Memories) -> None:
         self._memories = memories
-        self._gather: _Gather | None = None
+        self._gather: _AllGatherWork | None = None
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
@@ -114,7 +114,7 @@ class ExchangeShards(_Allocates):
         rows, me = output_tensor.view(group.size(), -1).unbind(), group.rank()
         if input_tensor.data_ptr() != rows[me].data_ptr():
             rows[me].copy_(input_tensor)
-        gather = _Gather(rows, group, self._memories)
+        gather = _AllGatherWork(rows, group, self._memories)
         if not async_op:
             gather.wait()
             return None
@@ -127,10 +127,10 @@ class ExchangeShards(_Allocates):
         return self._gather is not None and self._gather.open
 
 
-class _Whole:
-    """Parts of one tensor on their way: ``send[r]`` to each other rank r, and from it what it has for this one."""
+class _DenseParts:
+    """A reduce-scatter under way: ``send[r]`` goes to each other rank r, and its part for this rank comes back."""
 
-    def __init__(self, coming: Message | _OverGloo) -> None:
+    def __init__(self, coming: Message | _GlooMessage) -> None:
         self._coming = coming
 
     def add_into(self, output: torch.Tensor) -> None:
@@ -142,41 +142,43 @@ class _Whole:
         self._coming.done()
 
 
-class ExchangeAndAdd(_Allocates):
+class ReduceScatter(_Allocates):
     """What FSDP calls in place of ``dist.reduce_scatter_single`` for a unit (its ``ReduceScatter`` protocol)."""
 
-    def __init__(self, unit: FSDPModule, sums: _Sums, memories: _Memories) -> None:
-        self._unit, self._sums, self._memories = weakref.ref(unit), sums, memories
-        self._reads_a_table = reads_a_table(unit)
+    def __init__(self, unit: FSDPModule, pending: _PendingSum, memories: _Memories) -> None:
+        self._unit, self._pending, self._memories = weakref.ref(unit), pending, memories
+        self._has_gathered_embedding = has_gathered_embedding(unit)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         if op not in _OPS:
             raise ValueError(f"reduce-scatter of gradients: got the operation {op}, expected a sum or an average")
-        self._sums.finish()
+        self._pending.finish()
         send = input_tensor.view(group.size(), -1).unbind()
-        parts: _Whole | FewRows
+        parts: _DenseParts | BlockSparseParts
         if (message := self._memories.post(send, group, REDUCE_TAG)) is not None:
-            parts = _Whole(message)
-        elif self._reads_a_table and send[0].nbytes >= TABLE_BYTES:
-            parts = FewRows(send, group)
+            parts = _DenseParts(message)
+        elif self._has_gathered_embedding and send[0].nbytes >= TABLE_BYTES:
+            parts = BlockSparseParts(send, group)
         else:
-            parts = _Whole(_OverGloo(send, None, group, REDUCE_TAG))
-        self._sums.begun(parts, input_tensor, output_tensor, len(send) if op == dist.ReduceOp.AVG else 1)
+            parts = _DenseParts(_GlooMessage(send, None, group, REDUCE_TAG))
+        self._pending.begin(parts, input_tensor, output_tensor, len(send) if op == dist.ReduceOp.AVG else 1)
         unit = self._unit()
         later = in_backward() and op == dist.ReduceOp.AVG
         if unit is None or not later or not sums_are_only_viewed(unit, output_tensor.dtype):
-            self._sums.finish()
+            self._pending.finish()
 
 
-class _Sums:
-    """The sums of gradients that a model's ranks have begun; at most one, for it holds a unit's whole gradients."""
+class _PendingSum:
+    """The sum of gradients that is under way between the ranks: at most one, for it holds a whole unit's."""
 
     def __init__(self) -> None:
         self._open: tuple[Any, ...] | None = None
 
-    def begun(self, parts: _Whole | FewRows, whole: torch.Tensor, output: torch.Tensor, divisor: int) -> None:
+    def begin(
+        self, parts: _DenseParts | BlockSparseParts, whole: torch.Tensor, output: torch.Tensor, divisor: int
+    ) -> None:
         """The parts of ``whole`` are under way; ``output`` has this rank's sum, divided, after ``finish``, which is
         called before the next and at the end of a backward."""
         self._open = parts, whole, output, divisor
@@ -193,8 +195,8 @@ class _Sums:
             output.div_(divisor)
 
 
-class Exchange:
-    """The exchanges of one sharded model on the CPU."""
+class GlooCollectives:
+    """The collectives of one sharded model on CPUs, and when its units are gathered ahead."""
 
     def __init__(self, model: nn.Module, order: Sequence[nn.Module]) -> None:
         """
@@ -202,12 +204,12 @@ class Exchange:
             order: the units as forward comes to them: each begins the gather of the next. One that forward does not
                 come to next is found out, and is not gathered ahead again. Empty: nothing is gathered ahead.
         """
-        sums, memories = _Sums(), _Memories()
+        pending, memories = _PendingSum(), _Memories()
         modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        self._gathers: dict[FSDPModule, ExchangeShards] = {module: ExchangeShards(memories) for module in modules}
+        self._gathers: dict[FSDPModule, AllGather] = {module: AllGather(memories) for module in modules}
         for module, gather in self._gathers.items():
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(ExchangeAndAdd(module, sums, memories))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(ReduceScatter(module, pending, memories))  # type: ignore[arg-type]
         self._before: dict[FSDPModule, FSDPModule] = {}
         if order:
             ordered = [m for m in (model, *order) if isinstance(m, FSDPModule)]
@@ -229,14 +231,14 @@ class Exchange:
                 module.reshard()
 
 
-def exchange(model: nn.Module, mesh: DeviceMesh, order: Sequence[nn.Module]) -> Exchange | None:
-    """Let a sharded model exchange its parameters and gradients so, where its shards are on several CPUs.
+def use_gloo_collectives(model: nn.Module, mesh: DeviceMesh, order: Sequence[nn.Module]) -> GlooCollectives | None:
+    """Let FSDP use these collectives for ``model`` where its shards are on several CPUs; None elsewhere.
 
     Args:
         mesh: the dimension that the shards are on.
-        order: see ``Exchange``.
+        order: see ``GlooCollectives``.
     """
-    return Exchange(model, order) if over_gloo(mesh) else None
+    return GlooCollectives(model, order) if over_gloo(mesh) else None
 
 
 def over_gloo(mesh: DeviceMesh) -> bool:

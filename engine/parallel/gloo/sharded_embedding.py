@@ -29,7 +29,7 @@ _WANTED_TAG, _ROWS_TAG, _GRADIENTS_TAG = 0x2E1, 0x2E2, 0x2E3
 _spread: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # tables
 
 
-def spread_tables(
+def shard_embeddings(
     model: nn.Module, mesh: DeviceMesh, units: Collection[nn.Module], dtype: torch.dtype | None
 ) -> set[nn.Parameter]:
     """Leave the rows of the tables that ``model`` only looks up where they are kept; the parameters, which are shards.
@@ -55,10 +55,10 @@ def spread_tables(
         table.weight = nn.Parameter(part, requires_grad=table.weight.requires_grad)
         table.forward = _Lookup(table, dtype)  # type: ignore[method-assign, assignment]
         _spread.add(table)
-    return {p for table in tables if is_spread(table) for p in table.parameters()}
+    return {p for table in tables if is_sharded_embedding(table) for p in table.parameters()}
 
 
-def is_spread(module: nn.Module) -> bool:
+def is_sharded_embedding(module: nn.Module) -> bool:
     """Whether the rows of this table stay on the ranks that keep them."""
     return module in _spread
 

@@ -11,7 +11,7 @@ from typing import Any
 
 # Public name -> module that holds it. A submodule is listed under its own name.
 _PUBLIC = {
-    "init_distributed": "engine.runtime",
+    "init_distributed": "engine.startup",
     "is_initialized": "engine.runtime",
     "rank": "engine.runtime",
     "world_size": "engine.runtime",
@@ -22,8 +22,8 @@ _PUBLIC = {
     "set_seed": "engine.runtime",
     "synchronize": "engine.runtime",
     "print_rank": "engine.runtime",
-    "sum_loss": "engine.runtime",
-    "gather_result": "engine.runtime",
+    "sum_loss": "engine.collectives",
+    "gather_result": "engine.collectives",
     "Policy": "engine.precision",
     "shard": "engine.parallel.shard",
     "materialize": "engine.shards",

@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor
 from engine import runtime
 from engine.optim.checks import mark_gradients_averaged
 from engine.parallel.fp32_accumulation import accumulate_in_fp32
+from engine.parallel.fsdp import drop_pass, set_reduce_unused
 from engine.parallel.pipeline.execution import pipeline_of
-from engine.parallel.shard import sharded_roots, zero_level
+from engine.parallel.shard import sharded_roots
+from engine.registry import zero_level
 from engine.steps import watched
-from engine.torch_compat import all_gather_flat, drop_pass, set_reduce_unused
+from engine.torch_compat import all_gather_flat
 
 _TERMS = 16  # room for this many loss terms in the one collective that agrees on the counts
 _BUCKET = 1 << 24  # elements of plain gradients that are reduced together

@@ -11,13 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
-from engine.init import clean_name
 from engine.memory import readable
-from engine.parallel.forward_hooks import reshard
+from engine.names import clean_name
+from engine.parallel.fsdp import reshard
 from engine.parallel.gloo.sharded_embedding import is_sharded_embedding
-from engine.parallel.pipeline.stages import stages_of
-from engine.parallel.shard import last_units, mixed_precision, policy_of, unit_parameters, zero_level
-from engine.torch_compat import local_tensor
+from engine.parallel.shard import mixed_precision, unit_parameters
+from engine.registry import STAYS_GATHERED, policy_of, stages_of, zero_level
+from engine.tensors import local_tensor
 
 
 @dataclass
@@ -126,7 +126,7 @@ def describe(model: nn.Module, show: bool = True) -> Description:
         if unit.tensors:
             found.append(unit)
     # Level 3 frees units after forward; the root and the last unit stay, for backward needs them first.
-    staying = {"(root)", *(names[module] for module in sharded if module in last_units)}
+    staying = {"(root)", *(names[module] for module in sharded if STAYS_GATHERED.get(module))}
     gathers = {unit.name: 0 if whole else 2 if level == 3 and unit.name not in staying else 1 for unit in found}
     ranks = runtime.world_size()
     how = "not sharded" if whole else f"ZeRO level {level}"

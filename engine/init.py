@@ -10,13 +10,14 @@ import hashlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from engine.names import clean_name
+from engine.registry import stages_of
+from engine.tensors import box_slices, is_shard, local_box, local_tensor
 
 Rule = tuple[str, *tuple[float, ...]]
 
@@ -27,30 +28,6 @@ _RULES: dict[str, tuple[int, Callable[..., object]]] = {
     "zeros": (0, lambda t, g: t.zero_()),
     "ones": (0, lambda t, g: t.fill_(1.0)),
 }
-
-
-def is_shard(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor; what is plain is seen without importing them."""
-    if type(tensor) in (torch.Tensor, nn.Parameter):
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """``torch_compat.local_tensor``, likewise."""
-    if not is_shard(tensor):
-        return tensor
-    from engine import torch_compat
-
-    return torch_compat.local_tensor(tensor)
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name without what wrappers put in: checkpointing's, compilation's, and peft's around a layer."""
-    plain = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-    return plain.replace(".base_layer.", ".")
 
 
 def init_parameters_(model: nn.Module, seed: int, names: Collection[str] | None = None) -> None:
@@ -75,10 +52,9 @@ def init_parameters_(model: nn.Module, seed: int, names: Collection[str] | None 
         raise ValueError(f"seed is {seed!r}, expected a whole number of at least 0")
     owners = dict(_owners(model))
     wanted = set(owners) if names is None else set(names)
-    if unknown := sorted(wanted - set(owners)):
-        from engine.parallel.pipeline.stages import elsewhere
-
-        unknown = [name for name in unknown if name not in elsewhere(model)]
+    unknown = sorted(wanted - set(owners))
+    if unknown and (stages := stages_of(model)) is not None:
+        unknown = [name for name in unknown if name not in stages.elsewhere(model)]
     if unknown:
         raise ValueError(f"not parameters of {type(model).__name__}: {', '.join(unknown[:5])}")
     rules = _declared_rules(model)
@@ -207,10 +183,7 @@ def _seeded(seed: int) -> Iterator[None]:
 def write_(parameter: torch.Tensor, full: torch.Tensor) -> None:
     """Copy a whole tensor, or this rank's slice of it, into ``parameter``; the dtype and device are the parameter's."""
     if is_shard(parameter):
-        from engine.torch_compat import local_box
-
-        size, offset = local_box(parameter.shape, parameter.device_mesh, parameter.placements)
-        full = full[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+        full = full[box_slices(*local_box(parameter.shape, parameter.device_mesh, parameter.placements))]
     local_tensor(parameter).copy_(full)
 
 

@@ -25,11 +25,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
-from engine.init import clean_name
-from engine.parallel.forward_hooks import reshard
-from engine.parallel.pipeline.stages import place_of, stages_of
+from engine.names import clean_name
+from engine.parallel.fsdp import reshard
+from engine.registry import STAGE_ROLE, stages_of
 from engine.shards import is_first_holder
-from engine.torch_compat import all_gather_flat, in_backward, local_tensor
+from engine.tensors import local_tensor
+from engine.torch_compat import all_gather_flat, in_backward
 
 _CHUNK = 1 << 22  # elements that are raised to fp64 at a time
 _NONE = (0.0, 0.0, 0.0, math.inf, -math.inf)  # count, mean, sum of squared deviations, min, max
@@ -60,7 +61,7 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> Summar
     rows = []
     for name, _ in chosen:
         own = held.get(name.removeprefix(prefix))  # or it is on another stage of a pipeline
-        if own is not None and place_of(own) == "copy":
+        if own is not None and STAGE_ROLE.get(own) == "copy":
             own = None
         for tensor in (own, None if own is None else own.grad):
             rows.append(_reduce(local_tensor(tensor)) if tensor is not None and _owned(tensor) else _count_zero())

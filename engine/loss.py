@@ -15,9 +15,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine import runtime
 from engine.ops import cross_entropy_, linear, matmul, matmul_nt
 from engine.ops.autograd import once_differentiable
 from engine.ops.cross_entropy import losses_
+from engine.parallel import functional
+from engine.parallel.mesh import device_mesh
+from engine.tensors import local_box
 
 IGNORE_INDEX = -100
 # Bytes of one chunk of logits. Larger gains nothing on a CPU once the matrix product is efficient.
@@ -86,9 +90,7 @@ def vocabulary_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     weight, bias, part = _own_vocabulary(weight, bias)
     if part is None:
         return linear(hidden, weight, bias)
-    from engine.parallel.functional import copy_to, join_columns
-
-    return join_columns(linear(copy_to(hidden, part.group), weight, bias), part.group, part.vocab)
+    return functional.join_columns(linear(functional.copy_to(hidden, part.group), weight, bias), part.group, part.vocab)
 
 
 @dataclass
@@ -115,8 +117,6 @@ def _own_vocabulary(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
     if not hasattr(weight, "to_local"):
         return weight, bias, None
     from torch.distributed.tensor import Shard
-
-    from engine.torch_compat import local_box
 
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tuple(getattr(tensor, "placements", ())) != (Shard(0),):
@@ -303,11 +303,9 @@ def _agree(logits: Tensor, t: Tensor, hit: Tensor, part: _Part) -> tuple[Tensor,
 
 def _equal_part(classes: int) -> _Part | None:
     """This rank's share of classes, as many as each of its tensor-parallel group has; None: it is alone."""
-    from engine import runtime
-
     if runtime.current().tp_size == 1:
         return None
-    group = runtime.mesh()["tp"].get_group()
+    group = device_mesh()["tp"].get_group()
     return _Part(group, classes * group.size(), classes * group.rank())
 
 

@@ -8,26 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from engine import runtime
-from engine.init import clean_name, init_parameters_, is_shard, local_tensor, module_rule, on_meta, stand_in
-
-if TYPE_CHECKING:
-    from engine.parallel.pipeline.stages import Stages
-
-
-STAGES = "_engine_stages"  # where a model that was left one stage says so
-
-
-def stages_of(model: nn.Module) -> Stages | None:
-    """What ``model`` was before one stage was left of it; None: it is whole."""
-    stages: Stages | None = model.__dict__.get(STAGES)
-    return stages
+from engine.init import init_parameters_, module_rule, on_meta, stand_in
+from engine.names import clean_name, stored_tensors
+from engine.parallel.mesh import device_mesh
+from engine.registry import note_parameters, stages_of
+from engine.tensors import detached, is_shard, local_box, local_tensor
 
 
 def _any_sharded() -> bool:
@@ -51,23 +43,10 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     stages, those of this rank's stage.
     """
     if _any_sharded():
-        from engine.parallel.forward_hooks import reshard
+        from engine.parallel.fsdp import reshard
 
         reshard(model)  # after an evaluation the model may still show gathered parameters
-    found = {clean_name(name): _detached(parameter) for name, parameter in model.named_parameters()}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[clean_name(f"{prefix}.{name}" if prefix else name)] = _detached(buffer)
-    return found
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    if not is_shard(tensor):
-        return tensor.detach()
-    from engine.torch_compat import detached
-
-    return detached(tensor)
+    return {name: detached(tensor) for name, tensor in stored_tensors(model)}
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -96,8 +75,6 @@ def local_slices(model: nn.Module, owned: bool = False) -> Iterator[tuple[str, t
         holders = ranks // (1 if stages is None or name not in stages.spread else stages.size)
         first = rank % holders == 0
         if is_shard(tensor):
-            from engine.torch_compat import local_box
-
             _, offset = local_box(tensor.shape, tensor.device_mesh, tensor.placements)
             first = is_first_holder(tensor)
         if local.numel() and (first or not owned):
@@ -109,21 +86,21 @@ def is_first_holder(shard: Any) -> bool:
     mesh = shard.device_mesh
     first = all(not p.is_replicate() or c == 0 for p, c in zip(shard.placements, mesh.get_coordinate(), strict=True))
     # What tensor parallelism does not split is on a mesh without its ranks, each of which has all of it.
-    return first and ("tp" in (mesh.mesh_dim_names or ()) or runtime.mesh()["tp"].get_local_rank() == 0)
+    return first and ("tp" in (mesh.mesh_dim_names or ()) or device_mesh()["tp"].get_local_rank() == 0)
 
 
-def notes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What users noted on the parameters, such as which ones have no weight decay: {name: attributes}."""
+def user_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What users have set on the parameters, such as which ones have no weight decay: {name: attributes}."""
     return {
         name: {k: v for k, v in vars(parameter).items() if not k.startswith(("_engine", "_fsdp"))}
         for name, parameter in model.named_parameters()
     }
 
 
-def keep_notes(model: nn.Module, noted: Mapping[str, dict[str, Any]]) -> None:
-    """Note it on the parameters that took their places."""
+def set_user_attributes(model: nn.Module, saved: Mapping[str, dict[str, Any]]) -> None:
+    """Set ``user_attributes`` on the parameters that took the places of those that had them."""
     for name, parameter in model.named_parameters():
-        vars(parameter).update({k: v for k, v in noted.get(name, {}).items() if k not in vars(parameter)})
+        vars(parameter).update({k: v for k, v in saved.get(name, {}).items() if k not in vars(parameter)})
 
 
 def materialize(model: nn.Module, seed: int = 0, init: bool | Collection[str] = False) -> nn.Module:
@@ -146,17 +123,14 @@ def materialize(model: nn.Module, seed: int = 0, init: bool | Collection[str] = 
     _restore_buffers(model, device)
     meta = [clean_name(name) for name, p in model.named_parameters() if p.is_meta]
     if meta:
-        ties, noted = _ties(model), notes(model)
+        ties, attributes = _ties(model), user_attributes(model)
         model._apply(lambda t: _empty(t, device) if t.is_meta else t)
         # _apply made one parameter per place; FSDP keeps the one at the first place.
         for (first, first_name), *others in ties:
             for module, name in others:
                 module._parameters[name] = first._parameters[first_name]
-        keep_notes(model, noted)
-    if _any_sharded():
-        from engine.parallel.shard import settle
-
-        settle(model)
+        set_user_attributes(model, attributes)
+    note_parameters(model)
     if init is not False:
         init_parameters_(model, seed, meta if init is True else init)
     return model

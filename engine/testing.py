@@ -42,6 +42,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine import runtime
+from engine.startup import init_distributed
+
 _LOST = re.compile(r"connection (closed|reset|was)|broken pipe|peer", re.IGNORECASE)
 _GRACE = 2.0  # seconds that ranks get to report after one of them failed
 
@@ -67,22 +70,19 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     Collectives return at once and move nothing, so shapes, placements and memory are right and values are not. Then
     ``engine.init_distributed(...)`` as usual. Not for a process that has a process group.
     """
-    from engine import runtime
-
     if dist.is_initialized():
         raise ValueError("fake_ranks needs a process without a process group")
     if not isinstance(world_size, int) or not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank} of world_size {world_size}, expected 0 to world_size - 1")
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    before = runtime._runtime
-    runtime._runtime = runtime.Runtime()
+    before = runtime.configure(runtime.Runtime())
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
     try:
-        runtime.init_distributed(device="cpu")
+        init_distributed(device="cpu")
         yield
     finally:
         dist.destroy_process_group()
-        runtime._runtime = before
+        runtime.configure(before)
 
 
 class Pool:
@@ -265,10 +265,8 @@ def _worker(
 
 
 def _join(timeout: float) -> None:
-    from engine import runtime
-
-    runtime._runtime = runtime.Runtime()  # as nobody has set it, in the parent or in an earlier call
-    runtime.init_distributed(device="cpu", timeout=timeout)
+    runtime.configure(runtime.Runtime())  # as nobody has set it, in the parent or in an earlier call
+    init_distributed(device="cpu", timeout=timeout)
 
 
 def _answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -11,7 +11,8 @@ from torch import nn
 from engine import runtime
 from engine.bmtrain.block import Block, settle
 from engine.bmtrain.parameter import DistributedParameter, marks_of, put_marks
-from engine.init import clean_name, draw_, init_parameters_
+from engine.init import draw_, init_parameters_
+from engine.names import clean_name
 from engine.parallel.checks import check_ranks
 from engine.parallel.shard import find_units, lay_over_ranks, sharded_roots
 from engine.precision import Policy

@@ -21,6 +21,7 @@ from engine.bmtrain.linear import Linear
 from engine.bmtrain.parameter import DistributedModule, DistributedParameter, ParameterInitializer
 from engine.ops import linear
 from engine.parallel import functional as f
+from engine.parallel.mesh import device_mesh
 
 
 class ReduceType(Enum):
@@ -82,7 +83,7 @@ class OpParallelLinear:
 
 def _group() -> Any:
     """The tensor-parallel group of this rank; None: it is alone."""
-    return runtime.mesh()["tp"].get_group() if runtime.current().tp_size > 1 else None
+    return device_mesh()["tp"].get_group() if runtime.current().tp_size > 1 else None
 
 
 def _check(name: str, size: int) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from engine import runtime
 from engine.bmtrain.block import Block, TransformerBlockList
+from engine.collectives import first_difference
+from engine.parallel.mesh import device_mesh
 from engine.parallel.pipeline.p2p import Neighbours
 from engine.parallel.pipeline.schedule import parts
 from engine.parallel.pipeline.stages import is_absent
@@ -77,7 +79,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
             isinstance(x, Tensor) and (i in batch_related if batch_related else x.dim() > 0 and len(x) == len(hidden))
             for i, x in enumerate(rest)
         ]
-        group = runtime.mesh()["pp"].get_group()
+        group = device_mesh()["pp"].get_group()
         _check_shapes([hidden, *rest], group)
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()  # so that every stage has a backward
@@ -106,18 +108,15 @@ class PipelineTransformerBlockList(TransformerBlockList):
 
     def _ring(self) -> Neighbours:
         if self._neighbours is None:
-            self._neighbours = Neighbours(runtime.mesh())
+            self._neighbours = Neighbours(device_mesh())
         self._neighbours.flush()
         return self._neighbours
 
 
 def _check_shapes(values: list[Any], group: dist.ProcessGroup) -> None:
     shapes = [(tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else None for x in values]
-    mine, on = zlib.crc32(repr(shapes).encode()), runtime.message_device(group)
-    table = torch.empty(group.size(), dtype=torch.int64, device=on)
-    all_gather_flat(table, torch.tensor([mine], device=on), group)
-    if not bool((table == mine).all()):
-        other = int((table != mine).nonzero()[0])
+    other = first_difference(zlib.crc32(repr(shapes).encode()), group)
+    if other is not None:
         raise ValueError(
             f"stage {group.rank()} of a pipeline gives its PipelineTransformerBlockList {shapes} but stage {other} "
             "gives other shapes: their batches must have the same size; pad them"

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from engine import runtime
+from engine.parallel.mesh import device_mesh
 
 # Attributes of BMTrain's topology: what they are, of which kind of group.
 _PLACES = {
@@ -73,7 +74,7 @@ def _world() -> Any:
 
 def _group(dimension: str) -> Any:
     """The ranks that split each layer ("tp"), or have its stages ("pp"); None: this one is alone."""
-    mesh = runtime.mesh() if dist.is_initialized() else None
+    mesh = device_mesh() if dist.is_initialized() else None
     return mesh[dimension].get_group() if mesh is not None and mesh[dimension].size() > 1 else None
 
 

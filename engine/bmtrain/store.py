@@ -14,11 +14,13 @@ from torch import nn
 
 from engine import runtime
 from engine.bmtrain.model import broadcast_, lay_out
-from engine.checkpoint.files import from_rank_0, together
+from engine.collectives import from_rank_0, together
 from engine.init import write_
-from engine.parallel.forward_hooks import reshard
-from engine.parallel.pipeline.stages import of_state_dict, stages_of, whole_tensor
+from engine.names import state_dict_tensors
+from engine.parallel.fsdp import reshard
+from engine.parallel.pipeline.stages import whole_tensor
 from engine.precision import Policy
+from engine.registry import stages_of
 
 
 class LoadResult(NamedTuple):
@@ -126,7 +128,7 @@ def load(
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What this rank holds of ``model.state_dict()``, tied ones under each of their names."""
     reshard(model)
-    return dict(of_state_dict(model))
+    return dict(state_dict_tensors(model))
 
 
 def _everything(model: nn.Module, held: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:

@@ -18,11 +18,10 @@ from engine.checkpoint.files import (
     MANIFEST,
     atomic_directory,
     check_manifest,
-    from_rank_0,
     hash_ranges,
     named_checkpoint,
-    together,
 )
+from engine.collectives import from_rank_0, together
 
 if TYPE_CHECKING:
     from engine.checkpoint.model import (

@@ -1,4 +1,4 @@
-"""Directories that are complete or absent, and what all ranks do together about errors."""
+"""Directories that are complete or absent, and their manifests."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch.distributed as dist
 
 from engine import runtime
+from engine.collectives import from_rank_0, gather_objects, together
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -61,42 +62,6 @@ def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup
             shutil.rmtree(path, ignore_errors=True)
 
 
-@contextmanager
-def together(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """If the body raises on one rank, every rank raises: the others an error that names the rank.
-
-    Collective. In a collective in the body the others would wait for a rank that fails before it. The error is a
-    ValueError or OSError where the rank's is one, as they are the user's to fix, else a RuntimeError.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    if runtime.world_size() > 1:
-        notes: list[tuple[type[Exception], str] | None] = [None] * runtime.world_size()
-        kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
-        dist.all_gather_object(notes, None if error is None else (kind, _said(error)), group=group)
-        for rank, note in enumerate(notes):
-            if note is not None and error is None:
-                raise note[0](f"rank {rank} failed while {doing}: {note[1]}")
-    if error is not None:
-        raise error
-
-
-def _said(error: Exception) -> str:
-    """An error as another rank passes it on; what is meant for users stays as it is."""
-    return str(error) if isinstance(error, ValueError) else repr(error)
-
-
-def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Rank 0's ``value`` on every rank, by pickle. Collective."""
-    box = [value]
-    if runtime.world_size() > 1:
-        dist.broadcast_object_list(box, src=0, group=group)
-    return box[0]
-
-
 def _hash_files(path: Path, target: Path, group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
     """{relative path: {size, sha256}} of what is to become ``target``; the ranks share the work. Collective."""
     names: list[str] = []
@@ -115,8 +80,7 @@ def _hash_files(path: Path, target: Path, group: dist.ProcessGroup | None) -> di
                 "that all ranks share"
             ) from error
     if runtime.world_size() > 1:
-        parts: list[Any] = [None] * runtime.world_size()
-        dist.all_gather_object(parts, found, group=group)
+        parts = gather_objects(found, group)
         found = {name: entry for part in parts for name, entry in part.items()}
     return {name: found[name] for name in sorted(found)}
 

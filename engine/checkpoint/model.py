@@ -12,7 +12,8 @@ from torch import nn
 
 from engine import runtime
 from engine.checkpoint.dcp_metadata import METADATA, stand_in, stored_metadata
-from engine.checkpoint.files import atomic_directory, check_manifest, together
+from engine.checkpoint.files import atomic_directory, check_manifest
+from engine.collectives import together
 from engine.shards import all_tensors, named_tensors
 
 MODEL = "model"

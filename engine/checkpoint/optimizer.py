@@ -10,13 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
-from engine.checkpoint.files import from_rank_0, together
 from engine.checkpoint.model import read_tensors, stored_tensors
-from engine.init import clean_name
+from engine.collectives import from_rank_0, together
+from engine.names import clean_name
 from engine.optim.base import FusedOptimizer
 from engine.optim.states import OwnStates
 from engine.parallel.pipeline.stages import elsewhere, of_all_stages
-from engine.torch_compat import detached, local_tensor, with_local
+from engine.tensors import detached, local_tensor, with_local
 
 OPTIM = "optim"
 

@@ -32,21 +32,14 @@ import torch.distributed as dist
 from torch import nn
 
 from engine import runtime
-from engine.checkpoint.files import (
-    MANIFEST,
-    STEP,
-    atomic_directory,
-    check_manifest,
-    check_place,
-    from_rank_0,
-    named_checkpoint,
-    together,
-)
+from engine.checkpoint.files import MANIFEST, STEP, atomic_directory, check_manifest, check_place, named_checkpoint
 from engine.checkpoint.model import MODEL, filled_tensors, load_model, write_tensors
 from engine.checkpoint.optimizer import OPTIM, join_state, joined, split_state
+from engine.collectives import from_rank_0, together
 from engine.optim.manager import OptimManager
+from engine.parallel.mesh import device_mesh
 from engine.parallel.pipeline.stages import of_all_stages
-from engine.torch_compat import local_tensor, with_local
+from engine.tensors import local_tensor, with_local
 
 STATE = "state"
 _COMMON = "common.pt"
@@ -440,7 +433,7 @@ def _rank_file(path: Path, rank: int) -> Path:
 
 
 def _mesh_sizes() -> list[int]:
-    return list(runtime.mesh().shape) if runtime.world_size() > 1 else [1]
+    return list(device_mesh().shape) if runtime.world_size() > 1 else [1]
 
 
 def _generators() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from engine.optim.states import check_gradients, check_group, check_states, checked_group, placed_gradient
-from engine.torch_compat import as_shard, local_box, local_tensor, shard_of
+from engine.tensors import as_shard, local_box, local_tensor, shard_of
 
 Groups = list[dist.ProcessGroup]
 # Elements of a parameter that are worked on at a time: fp64 and updates then take no memory that grows with it.

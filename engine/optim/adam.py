@@ -9,7 +9,8 @@ import torch
 
 from engine.ops import fused, library
 from engine.optim.base import Batch, FusedOptimizer
-from engine.optim.rounding import rounding_key, stochastic_round_
+from engine.optim.rounding import stochastic_round_
+from engine.registry import ROUNDING_KEY
 
 _CHUNK = 1 << 24  # elements of 16-bit gradients that are raised to fp32 at a time
 
@@ -141,5 +142,5 @@ def _torch_chunk(
         torch._foreach_copy_([batch.p[i] for i in kept], values)
     elif batch.mode == "random":
         for i, value in zip(kept, values, strict=True):
-            key = rounding_key(batch.whole[i])
+            key = ROUNDING_KEY.get(batch.whole[i])
             stochastic_round_(batch.whole[i], value, key, batch.steps[i])  # exact where the step was skipped

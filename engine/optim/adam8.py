@@ -14,7 +14,7 @@ from engine.ops.reference import BLOCK
 from engine.optim.adam import AdamOptimizer
 from engine.optim.base import Batch
 from engine.optim.states import laid_as
-from engine.torch_compat import as_shard, local_box, local_tensor
+from engine.tensors import as_shard, local_box, local_tensor
 
 _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 

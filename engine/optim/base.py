@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from engine.ops import fused
-from engine.optim.rounding import place_of, rounding_key, rounds_at_random
+from engine.optim.rounding import place_of
 from engine.optim.states import (
     OwnStates,
     adopted,
@@ -30,7 +31,8 @@ from engine.optim.states import (
     saved_states,
     sparse_gradient,
 )
-from engine.torch_compat import gradients_of, local_tensor, local_tensors, with_local
+from engine.registry import ROUNDING_KEY, ROUNDS_AT_RANDOM
+from engine.tensors import gradients_of, local_tensor, local_tensors, with_local
 
 _FUSED = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = ("fp32", "remainder")
@@ -101,6 +103,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     moments: tuple[str, ...]
+    manager: weakref.ref[Any] | None = None  # the OptimManager that steps this optimizer
     _settings: tuple[str, ...] = ("_hold_steps", "_master", "_moment_dtype")  # what a copy has too
 
     def __init__(
@@ -145,8 +148,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def scale(self) -> float:
         """The loss scale of the OptimManager that has this optimizer, 1 without one. Reads the device."""
-        manager = getattr(self, "_engine_manager", None)
-        return 1.0 if manager is None or manager() is None else manager().loss_scale
+        manager = None if self.manager is None else self.manager()
+        return 1.0 if manager is None else manager.loss_scale
 
     @checked_group
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -307,7 +310,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 batch.aux.append(aux)
             batch.steps.append(state["step"])
             if placed:
-                batch.places += (rounding_key(parameter), *(place or ()))
+                batch.places += (ROUNDING_KEY.get(parameter), *(place or ()))
                 batch.whole.append(parameter)
         for batch in batches.values():
             self.check(batch)
@@ -345,7 +348,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
             master = local_tensor(state.pop("master"))
             fused.split_master_([master], [shard], [local_tensor(state["remainder"])])
-        elif "master" not in state and "remainder" not in state and not rounds_at_random(parameter):
+        elif "master" not in state and "remainder" not in state and not ROUNDS_AT_RANDOM.get(parameter):
             if remainder:
                 state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
             else:

@@ -1,5 +1,5 @@
-"""Finds optimizers that would train nothing, built before their model was sharded; and those that may train each rank
-apart, given parameters that came to it afterwards."""
+"""Finds optimizers that train nothing, because they were built before their model was sharded, and warns of those that
+may let the ranks train apart, because they were given parameters that came to the model afterwards."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-_NAME = "_engine_sharded_as"
-_WAITING = "_engine_waits_for_sharding"
-_AVERAGED = "_engine_averaged"
+from engine.registry import AWAITS_SHARDING, GRADIENT_IS_AVERAGED, REPLACED_AS
+
+# Optimizers whose parameters have been looked at since a model was last sharded; and at their first step.
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _sharded: weakref.WeakKeyDictionary[torch.nn.Module, Callable[..., Iterable[torch.Tensor]]] = (
@@ -26,20 +26,20 @@ _hook: Any = None
 def mark_replaced(before: Mapping[str, torch.Tensor]) -> None:
     """Note that these parameters have been replaced by shards, and watch every optimizer's first step for them."""
     for name, parameter in before.items():
-        setattr(parameter, _NAME, name)
+        REPLACED_AS.set(parameter, name)
     _watch()
 
 
 def mark_awaiting_sharding(parameter: torch.Tensor) -> None:
     """Note that this parameter is to be sharded before it is trained: until then ranks train apart."""
-    setattr(parameter, _WAITING, True)
+    AWAITS_SHARDING.set(parameter, True)
     _watch()
 
 
 def mark_gradients_averaged(parameters: Iterable[torch.Tensor]) -> None:
     """Note that the gradients of these, which are not sharded, have been averaged over the ranks."""
     for parameter in parameters:
-        setattr(parameter, _AVERAGED, True)
+        GRADIENT_IS_AVERAGED.set(parameter, True)
 
 
 def mark_sharded(model: torch.nn.Module, gathered: Callable[[torch.nn.Module], Iterable[torch.Tensor]]) -> None:
@@ -60,7 +60,7 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
     members = [p for group in optimizer.param_groups for p in group["params"]]
     if any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in members):
         for parameter in members:
-            if isinstance(parameter, DTensor) or parameter.numel() == 0 or hasattr(parameter, _AVERAGED):
+            if isinstance(parameter, DTensor) or parameter.numel() == 0 or GRADIENT_IS_AVERAGED.get(parameter):
                 continue
             if parameter.grad is not None:
                 # Not an error: who adds such a parameter may have averaged its gradient, which is not seen from here.
@@ -82,7 +82,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     gathered = {id(p) for model, find in _sharded.items() for p in find(model)}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if (name := getattr(parameter, _NAME, None)) is not None:
+            if (name := REPLACED_AS.get(parameter)) is not None:
                 raise ValueError(
                     f"{type(optimizer).__name__} was built before engine.shard, which replaced parameter {name} by "
                     "its shard: it would train nothing. Build the optimizer after engine.shard(model)"
@@ -93,7 +93,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     f"its gathered parameters (one of shape {tuple(parameter.shape)}), not the shards: it would train "
                     "nothing. Build it right after engine.shard(model), or run that forward in torch.no_grad()"
                 )
-            if hasattr(parameter, _WAITING):
+            if AWAITS_SHARDING.get(parameter):
                 raise ValueError(
                     f"{type(optimizer).__name__} was given a DistributedParameter of shape {tuple(parameter.shape)} "
                     "that is not sharded, so the ranks would train apart. Call init_parameters(model), "

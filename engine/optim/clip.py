@@ -15,15 +15,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from engine import runtime
 from engine.ops import fused, library
 from engine.optim.states import number_on, placed_alike, placed_gradient, sparse_gradient
-from engine.parallel.pipeline.stages import place_of
-from engine.torch_compat import gradients_of, local_tensor, local_tensors
+from engine.parallel.mesh import device_mesh
+from engine.registry import NORM_LAYOUT, STAGE_ROLE
+from engine.tensors import gradients_of, local_tensor, local_tensors
 
 _EPS = 1e-6
 _FUSED = {torch.float32, torch.bfloat16, torch.float16}
-_dtype, _layout, _device = map(operator.attrgetter, ("dtype", "layout", "device"))
-_engine_kind = operator.attrgetter("_engine_kind")
-# The mesh dimensions over which the ranks hold different parts, and the place in a pipeline.
-_Kind = tuple[tuple[DeviceMesh | None, tuple[int, ...]], str | None]
+_dtype, _tensor_layout, _device = map(operator.attrgetter, ("dtype", "layout", "device"))
+_layout_of = operator.attrgetter(NORM_LAYOUT.name)
+# The mesh dimensions over which the ranks hold different parts, and the role of this stage of a pipeline.
+_Layout = tuple[tuple[DeviceMesh | None, tuple[int, ...]], str | None]
 
 
 @torch.no_grad()
@@ -42,34 +43,34 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
     if not p > 0:
         raise ValueError(f"norm_type is {norm_type!r}, expected a number above 0")
     # Groups come from the parameters, not from the gradients, so that all ranks make the same collectives.
-    groups: dict[int, tuple[_Kind, list[torch.Tensor]]] = {}
-    kinds = _kinds(params)
-    distinct = dict(zip(map(id, kinds), kinds, strict=True))
-    for key, kind in distinct.items():
-        members = params if len(distinct) == 1 else [p for p, k in zip(params, kinds, strict=True) if k is kind]
-        groups[key] = kind, _local_gradients(members)
+    groups: dict[int, tuple[_Layout, list[torch.Tensor]]] = {}
+    layouts = _layouts(params)
+    distinct = dict(zip(map(id, layouts), layouts, strict=True))
+    for key, layout in distinct.items():
+        members = params if len(distinct) == 1 else [p for p, k in zip(params, layouts, strict=True) if k is layout]
+        groups[key] = layout, _local_gradients(members)
     # A stage of a pipeline that has none of them meets the others, whose numbers are on their devices.
     home = params[0].device if params else runtime.device()
     largest, squares = p == float("inf"), p == 2.0
     total, of_stage = torch.zeros(2, dtype=torch.float64 if squares else torch.float32, device=home).unbind()
-    for ((mesh, dims), place), gradients in groups.values():
-        if place == "copy":  # counted where it belongs
+    for ((mesh, dims), role), gradients in groups.values():
+        if role == "copy":  # counted where it belongs
             continue
-        if set(map(_layout, gradients)) - {torch.strided}:
+        if set(map(_tensor_layout, gradients)) - {torch.strided}:
             raise sparse_gradient(next(g.shape for g in gradients if g.layout is not torch.strided))
         part = _local_part(gradients, p, gradients[0].device if gradients else home)
         for dim in dims:
             assert mesh is not None
             dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.get_group(dim))
         part = part.to(home)
-        if place == "own":
+        if role == "own":
             of_stage = torch.maximum(of_stage, part) if largest else of_stage + part
         else:
             total = torch.maximum(total, part) if largest else total + part
     if runtime.stages() > 1:  # whatever this stage has of the parameters
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         of_stage = of_stage.clone()
-        dist.all_reduce(of_stage, op=op, group=runtime.mesh()["pp"].get_group())
+        dist.all_reduce(of_stage, op=op, group=device_mesh()["pp"].get_group())
         total = torch.maximum(total, of_stage) if largest else total + of_stage
     if squares:
         return total.sqrt().float()
@@ -90,13 +91,13 @@ def _local_part(gradients: list[torch.Tensor], p: float, device: torch.device) -
     return part
 
 
-def _kinds(params: list[torch.Tensor]) -> list[_Kind]:
+def _layouts(params: list[torch.Tensor]) -> list[_Layout]:
     try:
-        return list(map(_engine_kind, params))
+        return list(map(_layout_of, params))
     except AttributeError:  # found once for each parameter: with many small ones it costs as much as the norm
         for parameter in params:
-            parameter._engine_kind = _kind(_sharded_over(parameter), place_of(parameter))  # type: ignore[attr-defined]
-        return list(map(_engine_kind, params))
+            NORM_LAYOUT.set(parameter, _shared_layout(_sharded_over(parameter), STAGE_ROLE.get(parameter)))
+        return list(map(_layout_of, params))
 
 
 def _local_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -111,9 +112,9 @@ def _local_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @functools.cache
-def _kind(over: tuple[DeviceMesh | None, tuple[int, ...]], place: str | None) -> _Kind:
+def _shared_layout(over: tuple[DeviceMesh | None, tuple[int, ...]], role: str | None) -> _Layout:
     """One object for all parameters that are laid out alike: its identity is compared, not what it holds."""
-    return over, place
+    return over, role
 
 
 def _fit(gradients: list[torch.Tensor]) -> bool:

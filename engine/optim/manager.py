@@ -91,7 +91,8 @@ class OptimManager:
         """
         self._check_new(optimizer, lr_scheduler)
         self.optimizers.append(optimizer)
-        optimizer._engine_manager = weakref.ref(self)  # type: ignore[attr-defined]
+        if isinstance(optimizer, FusedOptimizer):
+            optimizer.manager = weakref.ref(self)
         self.lr_schedulers.append(lr_scheduler)
         if self._skipped is None:
             device = next((p.device for g in optimizer.param_groups for p in g["params"]), runtime.device())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from engine.optim.states import check_gradients, check_group, check_states, checked_group, laid_as, placed_gradient
-from engine.torch_compat import local_box, local_tensor, with_local
+from engine.tensors import local_box, local_tensor, with_local
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7

@@ -12,7 +12,7 @@ from engine.ops import fused
 from engine.optim.adam import AdamOptimizer
 from engine.optim.base import Batch
 from engine.optim.states import check_gradients, checked_group, placed_gradient
-from engine.torch_compat import local_tensor, with_local
+from engine.tensors import local_tensor, with_local
 
 _ALIGN = 64  # bytes
 

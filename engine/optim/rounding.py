@@ -11,50 +11,27 @@ parameter round alike, any mesh rounds as one process does, and a resumed run as
 from __future__ import annotations
 
 import math
-import zlib
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from engine.ops.reference import at_random
 from engine.ops.rounding_bits import random_bits
-from engine.torch_compat import local_box, local_tensor
+from engine.registry import SHARD_PLACE
+from engine.tensors import local_box, local_tensor
 
 _CHUNK = 1 << 20  # elements hashed at a time: int64 temporaries
-_KEY, _AT_RANDOM = "_engine_rounding_key", "_engine_rounds_at_random"
-_PLACE = "_engine_place"
-
-
-def note_name(parameter: torch.Tensor, name: str) -> None:
-    """Let the name decide the random bits by which the parameter, or a state of it, is rounded."""
-    setattr(parameter, _KEY, zlib.crc32(name.encode()))
-
-
-def round_at_random(parameter: torch.Tensor, name: str) -> None:
-    """Let ``AdamOptimizer`` round its updates of ``parameter`` so, by the bits of this name."""
-    note_name(parameter, name)
-    setattr(parameter, _AT_RANDOM, parameter.dtype == torch.bfloat16)
-
-
-def rounds_at_random(parameter: torch.Tensor) -> bool:
-    """Whether updates of ``parameter`` are rounded at random."""
-    return getattr(parameter, _AT_RANDOM, False)
-
-
-def rounding_key(parameter: torch.Tensor) -> int:
-    """The number by which ``parameter``, or a state of it, is rounded at random; 0 for one without a name."""
-    return getattr(parameter, _KEY, 0)
 
 
 def place_of(parameter: torch.Tensor) -> tuple[int, int, int] | None:
-    """(inner, stride, base) of this rank's shard in the whole, as ``engine.ops.fused`` takes it; None: it has no such.
+    """(inner, stride, base) of this rank's shard in the whole, as ``engine.ops.fused`` takes it; None: there is none.
 
     It has one unless more than two dimensions are cut, or two of which neither is the first.
     """
-    found = getattr(parameter, _PLACE, None)
+    found = SHARD_PLACE.get(parameter)
     if found is None or found[0] != local_tensor(parameter).shape:
         found = (local_tensor(parameter).shape, _place(*_box(parameter), tuple(parameter.shape)))
-        setattr(parameter, _PLACE, found)
+        SHARD_PLACE.set(parameter, found)
     return found[1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
 from numbers import Real
 from typing import Any
@@ -11,9 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from engine.torch_compat import local_tensor, part_of, shard_of, with_local
+from engine.tensors import local_tensor, part_of, placements_of, shard_of, with_local
 
-_placements = operator.attrgetter("_spec.placements")
 _FLAGS = ("amsgrad", "maximize", "differentiable")  # torch's, which change what a step does
 
 
@@ -82,9 +80,9 @@ def placed_alike(params: list[torch.Tensor], gradients: list[torch.Tensor]) -> b
     """Whether each gradient is placed as its parameter is; quick, for many, where all are shards or none is."""
     kinds = set(map(type, gradients))
     if kinds == {DTensor}:
-        return list(map(_placements, gradients)) == list(map(_placements, params))
+        return list(map(placements_of, gradients)) == list(map(placements_of, params))
     pairs = zip(params, gradients, strict=True) if DTensor in kinds else ()
-    return all(_placements(p) == _placements(g) for p, g in pairs if type(g) is DTensor)
+    return all(placements_of(p) == placements_of(g) for p, g in pairs if type(g) is DTensor)
 
 
 def number_on(device: torch.device, number: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import UninitializedParameter
 
 from engine import runtime
-from engine.init import clean_name
+from engine.collectives import gather_objects
+from engine.names import clean_name
 
 _ON_SHARDS = (
     "after engine.shard give the parameters a register_post_accumulate_grad_hook, which is called with this rank's "
@@ -71,8 +72,7 @@ def check_ranks(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
     if bounds.sum() == 0:
         return
-    every: list[list[tuple[str, tuple[int, ...], str, bool]]] = [[]] * runtime.world_size()
-    dist.all_gather_object(every, mine)
+    every: list[list[tuple[str, tuple[int, ...], str, bool]]] = gather_objects(mine)
     rank = next(rank for rank, found in enumerate(every) if found != every[0])
     pairs = zip([*every[rank], None], [*every[0], None], strict=False)
     theirs, first = next((found, wanted) for found, wanted in pairs if found != wanted)

@@ -19,16 +19,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from engine.optim.checks import mark_sharded
 from engine.parallel.checks import check_hooks
-from engine.parallel.gloo.collectives import GlooCollectives
-from engine.torch_compat import (
+from engine.parallel.fsdp import (
     backward_was_left,
     before_backward,
     drop_pass,
     gathered_parameters,
-    in_backward,
     make_root,
     record_of_a_shard,
+    reshard,
 )
+from engine.parallel.gloo.collectives import GlooCollectives
+from engine.torch_compat import in_backward
 
 # Those whose last forward has left whole parameters shown: a step would not reach them, and the next forward uses them.
 _showing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -37,13 +38,6 @@ _MIXED_NOTE = (
     "engine.shard: a module used parameters of another, which are whole in that one's own forward only. Leave that one "
     "out of units=, so that its parameters are gathered with the model's, or call it."
 )
-
-
-def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters, so that ``model.parameters()`` are the shards that the optimizer updates."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 class ForwardHooks:

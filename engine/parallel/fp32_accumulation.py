@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from engine.parallel.forward_hooks import reshard
-from engine.torch_compat import local_tensor, with_local
+from engine.parallel.fsdp import reshard
+from engine.tensors import local_tensor, with_local
 
 
 @contextmanager

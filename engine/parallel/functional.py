@@ -123,4 +123,3 @@ class _JoinColumns(torch.autograd.Function):
 def join_columns(x: Tensor, group: Group, columns: int) -> Tensor:
     """(..., this rank's columns, as torch.chunk deals them) -> (..., columns), for what all ranks compute alike."""
     return _JoinColumns.apply(x, group, columns)
-

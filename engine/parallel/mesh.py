@@ -14,6 +14,14 @@ from engine.torch_compat import set_timeout
 DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
+def device_mesh() -> DeviceMesh:
+    """The mesh in force: five named dimensions, outermost first: pp, dp_replicate, dp_shard, cp, tp."""
+    runtime.ensure_group()
+    settings = runtime.current()
+    sizes = settings.dp_replicate, settings.cp_size, settings.tp_size, settings.pp_size
+    return build_mesh(runtime.device().type, runtime.world_size(), *sizes)
+
+
 def build_mesh(
     device_type: str, world_size: int, dp_replicate: int, cp_size: int = 1, tp_size: int = 1, pp_size: int = 1
 ) -> DeviceMesh:

@@ -13,26 +13,22 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
-from engine.init import clean_name
 from engine.optim.checks import mark_replaced
-from engine.optim.rounding import note_name, round_at_random
 from engine.parallel.checks import check_model, check_ranks, check_shards, check_units
 from engine.parallel.context import split_tokens
-from engine.parallel.forward_hooks import ForwardHooks, reshard
+from engine.parallel.forward_hooks import ForwardHooks
+from engine.parallel.fsdp import reshard
 from engine.parallel.gloo.collectives import over_gloo, use_gloo_collectives
 from engine.parallel.gloo.sharded_embedding import shard_embeddings
-from engine.parallel.mesh import data_mesh, storage_mesh
+from engine.parallel.mesh import data_mesh, device_mesh, storage_mesh
 from engine.parallel.pipeline.execution import pipeline_of, split
-from engine.parallel.pipeline.stages import absent_names, mark, split_lists
+from engine.parallel.pipeline.stages import absent_names, split_lists
 from engine.parallel.tensor import check_inputs, parallelize
 from engine.precision import Policy
 from engine.recompute import wrap_units_
-from engine.shards import is_sharded, keep_notes, notes, stages_of
-from engine.torch_compat import shard_of
-
-_levels: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-last_units: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that level 3 leaves gathered after forward
-_policies: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary()
+from engine.registry import STAYS_GATHERED, note_parameters, set_sharding, stages_of
+from engine.shards import is_sharded, set_user_attributes, user_attributes
+from engine.tensors import shard_of
 
 
 def shard(
@@ -96,25 +92,25 @@ def lay_over_ranks(
     if settings.pp_size > 1 and stages_of(model) is None:  # else a call that raised later has cut it
         _cut_into_stages(model, lists, over_stages)
         chosen = _choose_units(model, units)
-    _policies[model] = policy
+    set_sharding(model, policy)
     if wraps:
         wrap_units_((m for m in model.modules() if m in chosen), policy.recompute, policy.compile)
     if stays_plain:
         if settings.device is not None and not any(t.is_meta for t in _tensors(model)):
             model.to(settings.device)
-        _note_names(model)
+        note_parameters(model)
         return model
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    before, noted = dict(model.named_parameters()), notes(model)
+    before, attributes = dict(model.named_parameters()), user_attributes(model)
     _split_over_ranks(model, level, tp_plan, chosen if policy.sequence_parallel else None)
     order = [m for m in model.modules() if m in chosen]
     _shard_units(model, order, policy, level, lists, over_stages)
-    shards = storage_mesh(runtime.mesh(), level, over_stages)["dp_shard"]
+    shards = storage_mesh(device_mesh(), level, over_stages)["dp_shard"]
     # Of a pipeline, a stage that gathers ahead may wait for one that waits for this one.
     calls = ForwardHooks(model, use_gloo_collectives(model, shards, order if settings.pp_size == 1 else ()))
-    _levels[model] = level
+    set_sharding(model, policy, level)
     if (pipeline := pipeline_of(model)) is not None:
         pipeline.dtype = policy.compute_dtype or next(model.parameters()).dtype
         pipeline.watch(model)
@@ -122,14 +118,13 @@ def lay_over_ranks(
     for method in methods:
         register_fsdp_forward_method(model, method)
         setattr(model, method, calls.counted(getattr(model, method)))
-    keep_notes(model, noted)
+    set_user_attributes(model, attributes)
     still = set(model.parameters())
     mark_replaced({name: p for name, p in before.items() if p not in still})
     cut = functools.partial(_cut_whole_tensors, weakref.ref(model))
     for module in model.modules():
         module.register_load_state_dict_pre_hook(cut)
-    _note_names(model)
-    mark(model)
+    note_parameters(model)
     return model
 
 
@@ -149,9 +144,9 @@ def _cut_into_stages(model: nn.Module, lists: list[nn.ModuleList], over_stages: 
     """Leave this rank's stage of the model; ``lists`` pipeline their blocks themselves."""
     if over_stages:
         _check_stages(lists)
-        split_lists(model, lists, runtime.mesh())
+        split_lists(model, lists, device_mesh())
     else:
-        split(model, runtime.mesh(), runtime.current().pp_chunks)
+        split(model, device_mesh(), runtime.current().pp_chunks)
 
 
 def _shard_units(
@@ -164,19 +159,19 @@ def _shard_units(
 ) -> None:
     """``fully_shard`` of the units, in the order of ``model.modules()``, and of what is left, the root's."""
     settings = runtime.current()
-    of_stage, mesh = data_mesh(runtime.mesh(), level), data_mesh(runtime.mesh(), level, over_stages)
+    of_stage, mesh = data_mesh(device_mesh(), level), data_mesh(device_mesh(), level, over_stages)
     in_lists = {m for blocks in lists for m in blocks.modules()}
     mixed = mixed_precision(policy, model)
     # What is gathered last in forward stays, as the root's own parameters do (None): backward needs it first.
     if order and settings.pp_size == 1:
-        last_units.add(order[-1])
+        STAYS_GATHERED.set(order[-1], True)
     left = {p for p in model.parameters() if p.numel() == 0}  # FSDP's kernels refuse them; each rank has all of them
     if mesh.ndim == 1 and over_gloo(mesh) and settings.tp_size * settings.pp_size == 1:
         left |= shard_embeddings(model, mesh, order, policy.compute_dtype)
     # Inner units first: each takes the parameters below it that no unit has taken.
     for unit in reversed(order):
         where = of_stage if unit in in_lists else mesh
-        freed = level == 3 and unit not in last_units
+        freed = level == 3 and not STAYS_GATHERED.get(unit)
         fully_shard(unit, mesh=where, mp_policy=mixed, reshard_after_forward=freed, ignored_params=left)
         if unit in in_lists:
             # Gathering ahead what comes before the list would wait, on a CPU, for stages that wait for this one.
@@ -191,16 +186,6 @@ def mixed_precision(policy: Policy, model: nn.Module) -> MixedPrecisionPolicy:
     if policy.precision == "fp32" and any(p.itemsize < 4 for p in model.parameters() if p.requires_grad):
         return MixedPrecisionPolicy(reduce_dtype=torch.float32)  # a sum in 16 bits loses what the ranks agree on
     return policy.mixed_precision()
-
-
-def zero_level(model: nn.Module) -> int:
-    """The level at which ``engine.shard`` laid out ``model``; 3 for one that its user gave to ``fully_shard``."""
-    return _levels.get(model, 3)
-
-
-def policy_of(model: nn.Module) -> Policy | None:
-    """The policy that ``engine.shard`` was given for ``model``, if it was."""
-    return _policies.get(model)
 
 
 def sharded_roots(model: nn.Module) -> list[FSDPModule]:
@@ -253,7 +238,7 @@ def _split_over_ranks(
     model: nn.Module, level: int, tp_plan: Mapping[str, str] | None, sequence_units: Collection[nn.Module] | None
 ) -> None:
     """Tensor, sequence and context parallelism, as ``init_distributed`` and the policy say; after the pipeline's."""
-    mesh = runtime.mesh()
+    mesh = device_mesh()
     tensor, context = mesh["tp"].size() > 1, mesh["cp"].size() > 1
     sequence = tensor and sequence_units is not None
     if context or sequence:
@@ -328,17 +313,3 @@ def _cut_whole_tensors(
         if isinstance(parameter, DTensor) and torch.is_tensor(value) and not isinstance(value, DTensor):
             if value.shape == parameter.shape:
                 state[name] = shard_of(value, parameter.device_mesh, parameter.placements)
-
-
-def settle(model: nn.Module) -> None:
-    """Note on parameters that have just got their memory what this module knows of them."""
-    _note_names(model)
-    mark(model)
-
-
-def _note_names(model: nn.Module) -> None:
-    """Let parameters be rounded by their names, where an optimizer rounds at random."""
-    policy = policy_of(model)
-    note = round_at_random if policy is not None and policy.precision == "bf16-sr" else note_name
-    for name, parameter in model.named_parameters():
-        note(parameter, clean_name(name))

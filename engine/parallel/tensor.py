@@ -18,11 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from engine import runtime
-from engine.init import clean_name
+from engine.collectives import first_difference
+from engine.names import clean_name
 from engine.ops import embedding, linear
 from engine.parallel import functional as f
 from engine.parallel.rng import rng_streams
-from engine.torch_compat import all_gather_flat, assert_on_device, local_box, local_tensor
+from engine.tensors import as_shard, local_box, local_tensor, part_of
+from engine.torch_compat import assert_on_device
 
 # transformers' names for what there is here.
 _ALIASES = {
@@ -358,14 +360,10 @@ def _place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement,
     elif id(parameter) in placed:
         done = placed[id(parameter)][1]
     else:
-        size, offset = local_box(parameter.shape, mesh, [placement])
-        part = parameter.detach()[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
-        part = part.clone(memory_format=torch.contiguous_format)
+        part = part_of(parameter.detach(), mesh, [placement])
         if not part.is_meta:
             part = part.to(runtime.device())
-        stride = torch.empty(parameter.shape, device="meta").stride()
-        dtensor = DTensor.from_local(part, mesh, [placement], run_check=False, shape=parameter.shape, stride=stride)
-        done = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+        done = nn.Parameter(as_shard(part, parameter.shape, mesh, [placement]), requires_grad=parameter.requires_grad)
         placed[id(parameter)] = parameter, done
     if tuple(done.placements) != (placement,):
         raise ValueError(f"a parameter shared by several modules is split as {done.placements} and as {placement}")
@@ -408,11 +406,8 @@ def check_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
         depths.append(rng_streams.depth())
         mine = zlib.crc32(repr(sorted(kwargs)).encode(), digest((args, kwargs)))
         for name, group in groups.items():
-            on = runtime.message_device(group)
-            own, table = torch.tensor([mine], device=on), torch.empty(group.size(), dtype=torch.int64, device=on)
-            all_gather_flat(table, own, group)
-            if not bool((table == mine).all()):
-                other = int((table != mine).nonzero()[0])
+            other = first_difference(mine, group)
+            if other is not None:
                 raise ValueError(
                     f"rank {runtime.rank()} computes one batch together with {group.size() - 1} other(s) "
                     f"({name}_size={group.size()}), but its inputs differ from those of number {other} of them: split "

@@ -14,7 +14,7 @@ import engine
 from engine.checkpoint import named_tensors
 from engine.init import clean_name, init_parameters_
 from engine.shards import is_sharded
-from engine.torch_compat import local_box, local_tensor
+from engine.tensors import local_box, local_tensor
 from modelcenter.adapters.quantize import check_quantize, quantized
 from modelcenter.adapters.read import AdapterFile, open_adapter
 from modelcenter.adapters.state import (

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from engine.parallel.shard import policy_of, zero_level
-from engine.torch_compat import local_tensor
+from engine.registry import policy_of, zero_level
+from engine.tensors import local_tensor
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import CheckpointException
 import engine
 from engine.checkpoint import atomic_directory, check_manifest, dcp, files, load_model, save_model, stored_tensors
 from engine.checkpoint.dcp_metadata import pickled, stored_metadata
-from engine.parallel.forward_hooks import reshard
+from engine.parallel.fsdp import reshard
 
 
 def prepared(level, copies, kwargs, seed=None):

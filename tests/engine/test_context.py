@@ -107,7 +107,7 @@ def attended(lengths, heads, kind, split=None):
 
 def attend(lengths, heads, kind):
     engine.init_distributed(cp_size=engine.world_size())
-    return attended(lengths, heads, kind, context.TokenSplit(engine.runtime.mesh()))
+    return attended(lengths, heads, kind, context.TokenSplit(engine.parallel.mesh.device_mesh()))
 
 
 LENGTHS = [(13,), (1, 1, 1), (4, 4, 4, 4), (2, 0, 9, 0), (3, 5, 1, 1, 7, 2), (0, 21, 0)]

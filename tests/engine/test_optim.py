@@ -160,7 +160,7 @@ def norm_of_addends():
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     engine.init_distributed()
-    mesh = engine.runtime.mesh()["dp_shard"]
+    mesh = engine.parallel.mesh.device_mesh()["dp_shard"]
     plain, split = (torch.nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Replicate()])) for _ in range(2))
     plain.grad = DTensor.from_local(torch.full((3,), 2.0), mesh, [Replicate()])
     split.grad = DTensor.from_local(torch.full((3,), 1.0 + engine.rank()), mesh, [Partial()])
@@ -176,7 +176,7 @@ def stepped_by_addends():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     engine.init_distributed()
-    mesh = engine.runtime.mesh()["dp_shard"]
+    mesh = engine.parallel.mesh.device_mesh()["dp_shard"]
     found = {}
     for kind in ("AdamOptimizer", "AdamOffloadOptimizer", "AdamW8bit", "Lion", "Muon", "Adafactor"):
         whole = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()]))

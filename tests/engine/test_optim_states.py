@@ -402,7 +402,7 @@ def whole_states(kind):
     plain = matrices()
     saved = KINDS[kind](plain.parameters(), lr=0.1)
     steps(plain, saved, 0)
-    mesh = engine.runtime.mesh()["dp_shard"]
+    mesh = engine.parallel.mesh.device_mesh()["dp_shard"]
     shards = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in plain]
     optimizer = KINDS[kind](shards, lr=0.1)
     optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))

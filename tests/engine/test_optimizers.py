@@ -10,9 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
-import engine.torch_compat
+import engine.tensors
 from engine.optim import Adafactor, AdamOffloadOptimizer, AdamOptimizer, AdamW8bit, Lion, Muon, OptimManager, adafactor
-from engine.optim.rounding import note_name
+from engine.registry import note_name
 
 KINDS = {
     "adam": (AdamOptimizer, {"weight_decay": 0.1}),
@@ -40,7 +40,7 @@ def give_gradients(model, step):
         whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + index))
         parameter.grad = torch.zeros_like(parameter)
         if hasattr(parameter, "placements"):
-            size, offset = engine.torch_compat.local_box(parameter.shape, parameter.device_mesh, parameter.placements)
+            size, offset = engine.tensors.local_box(parameter.shape, parameter.device_mesh, parameter.placements)
             part = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
             parameter.grad._local_tensor.copy_(part)
         else:
@@ -532,7 +532,7 @@ def test_resident_bytes_are_those_of_the_documentation(make_it, precision, resid
     model = nn.Linear(256, 48, bias=False)
     engine.Policy(precision=precision).cast_parameters_(model)
     if precision == "bf16-sr":
-        engine.optim.rounding.round_at_random(model.weight, "weight")
+        engine.registry.round_at_random(model.weight, "weight")
     optimizer = make_it(model.parameters())
     give_gradients(model, 0)
     optimizer.step()

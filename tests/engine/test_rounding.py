@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import engine
-import engine.torch_compat
-from engine.optim.rounding import _places, rounds_at_random, stochastic_round_
+import engine.tensors
+from engine.optim.rounding import _places, stochastic_round_
+from engine.registry import ROUNDS_AT_RANDOM
 
 
 def rounded(values, key=5, step=1):
@@ -60,7 +61,7 @@ def given_gradients(level, copies, precision, steps=3):
     for step in range(steps):
         for index, parameter in enumerate(model.parameters()):
             whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + index)).bfloat16()
-            local, offset = engine.torch_compat.local_box(parameter.shape, parameter.device_mesh, parameter.placements)
+            local, offset = engine.tensors.local_box(parameter.shape, parameter.device_mesh, parameter.placements)
             parameter.grad = torch.zeros_like(parameter)
             part = whole[tuple(slice(o, o + n) for o, n in zip(offset, local, strict=True))]
             parameter.grad._local_tensor.copy_(part)
@@ -86,7 +87,7 @@ def test_small_updates_count_where_rounding_to_nearest_loses_them():
     for precision in ("bf16", "bf16-sr"):
         parameter = torch.nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))
         if precision == "bf16-sr":
-            engine.optim.rounding.round_at_random(parameter, "w")
+            engine.registry.round_at_random(parameter, "w")
         optimizer = engine.optim.AdamOptimizer([parameter], lr=2e-5)
         for _ in range(400):
             if precision == "bf16":
@@ -100,7 +101,7 @@ def test_small_updates_count_where_rounding_to_nearest_loses_them():
 
 def test_a_skipped_step_changes_nothing():
     parameter = torch.nn.Parameter(torch.randn(100).bfloat16())
-    engine.optim.rounding.round_at_random(parameter, "w")
+    engine.registry.round_at_random(parameter, "w")
     optimizer = engine.optim.AdamOptimizer([parameter], lr=1.0)
     before = parameter.detach().clone()
     parameter.grad = torch.ones_like(parameter)
@@ -114,7 +115,7 @@ def trained(level, copies):
         model = toys.Toy()
     engine.shard(model, policy=engine.Policy(precision="bf16-sr"))
     engine.materialize(model, seed=3, init=True)
-    assert all(rounds_at_random(p) for p in model.parameters())
+    assert all(ROUNDS_AT_RANDOM.get(p) for p in model.parameters())
     plan = [[[0], [1], [2], [3]]] * 3
     found = toys.train(model, plan)
     # Copies that round apart would stay apart for ever.

@@ -14,6 +14,7 @@ from nodes import free_port
 
 import engine
 from engine.parallel.pipeline.p2p import Neighbours
+from engine.process_group import launched_ranks
 from engine.testing import run
 
 ROOT = str(Path(__file__).parents[2])
@@ -101,7 +102,7 @@ def test_the_local_rank_of_a_group_that_its_user_made(monkeypatch, launchers, gp
         group.setattr(dist, "is_initialized", lambda: True)
         group.setattr(dist, "get_rank", lambda: 3)
         group.setattr(dist, "get_world_size", lambda: 4)
-        assert engine.runtime._ranks() == (3, 4, expected)
+        assert launched_ranks() == (3, 4, expected)
 
 
 def test_forgetting_init_distributed_under_a_launcher(monkeypatch):
@@ -167,14 +168,14 @@ def again():
     shapes = []
     for level, copies in ((3, 1), (0, 2), (3, 2)):
         engine.init_distributed(zero_level=level, dp_replicate=copies)
-        mesh = engine.runtime.mesh()
+        mesh = engine.parallel.mesh.device_mesh()
         shapes.append((mesh.mesh_dim_names, tuple(mesh.shape)))
     return shapes
 
 
 def limits(timeout, **sizes):
     engine.init_distributed(timeout=timeout, **sizes)
-    mesh = engine.runtime.mesh()
+    mesh = engine.parallel.mesh.device_mesh()
     groups = [dist.group.WORLD, *(mesh.get_group(name) for name in ("pp", "dp_replicate", "dp_shard", "tp"))]
     if sizes:
         groups += Neighbours(mesh)._channels
@@ -190,7 +191,7 @@ def test_each_group_has_the_timeout_of_the_last_call(two):
 
 def kept_limits():
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=50))  # as its user made it
-    engine.runtime._runtime = engine.runtime.Runtime()
+    engine.runtime.configure(engine.runtime.Runtime())
     found = [limits(None), limits(30), limits(None)]
     engine.init_distributed(zero_level=2, tp_size=2)
     return [*found, engine.runtime.current().timeout]
@@ -203,7 +204,7 @@ def test_without_a_timeout_each_group_keeps_its_own():
 
 def waits_for_a_stage():
     engine.init_distributed(timeout=2, pp_size=2)
-    channels = Neighbours(engine.runtime.mesh())
+    channels = Neighbours(engine.parallel.mesh.device_mesh())
     began = time.monotonic()
     if engine.rank() == 1:
         time.sleep(8)
@@ -231,7 +232,7 @@ def waits_for_a_part():
         time.sleep(8)
     if engine.rank() == 2:
         with pytest.raises(RuntimeError):
-            dist.all_reduce(torch.ones(1), group=engine.runtime.mesh().get_group("tp"))
+            dist.all_reduce(torch.ones(1), group=engine.parallel.mesh.device_mesh().get_group("tp"))
     return time.monotonic() - began
 
 

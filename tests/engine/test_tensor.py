@@ -209,7 +209,7 @@ def vocabulary_loss(vocab, smoothing, rows):
     with torch.no_grad():
         table.weight.copy_(weight)
         table.bias.copy_(bias)
-    tensor.parallelize(table, engine.runtime.mesh()["tp"], {"weight": "vocab", "bias": "vocab"})
+    tensor.parallelize(table, engine.parallel.mesh.device_mesh()["tp"], {"weight": "vocab", "bias": "vocab"})
     hidden.requires_grad_()
     with pytest.MonkeyPatch.context() as patch:  # the pool's ranks go on to other tests
         patch.setattr(engine.loss, "_CHUNK_BYTES", 4 * 3 * 3)  # several chunks
@@ -251,7 +251,7 @@ def vocabulary_gradients_in_fp16(count, scale):
     table = nn.Linear(hidden.shape[1], 11, bias=False).half()
     with torch.no_grad():
         table.weight.copy_(weight)
-    tensor.parallelize(table, engine.runtime.mesh()["tp"], {"weight": "vocab"})
+    tensor.parallelize(table, engine.parallel.mesh.device_mesh()["tp"], {"weight": "vocab"})
     (linear_cross_entropy(hidden, table.weight, None, targets, count) * scale).backward()
     return hidden.grad, toys.whole(table.weight.grad)
 

@@ -54,7 +54,7 @@ class Run:
         self.model.mean += index + 1
 
     def everything(self):
-        engine.parallel.shard.reshard(self.model)
+        engine.parallel.fsdp.reshard(self.model)
         found = {n: toys.whole(p) for n, p in self.model.named_parameters()} | {"mean": self.model.mean.clone()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():

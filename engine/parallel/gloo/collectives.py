@@ -23,11 +23,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from engine.parallel.fsdp import gather_ahead, sums_are_only_viewed
 from engine.parallel.gloo.block_sparse import BlockSparseParts, has_gathered_embedding
 from engine.parallel.gloo.point_to_point import send_parts
 from engine.parallel.gloo.sharded_embedding import TABLE_BYTES
 from engine.parallel.gloo.shared_memory import Message, SharedMemory, share_memory
-from engine.torch_compat import gather_ahead, in_backward, sums_are_only_viewed
+from engine.torch_compat import in_backward, when_backward_ends
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 # So that no message of the user's own between two ranks is taken for one of these.
@@ -183,7 +184,7 @@ class _PendingSum:
         called before the next and at the end of a backward."""
         self._open = parts, whole, output, divisor
         if in_backward():
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            when_backward_ends(self.finish)
 
     def finish(self) -> None:
         """Wait for the parts that are under way, and add them up."""

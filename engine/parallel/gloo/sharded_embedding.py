@@ -20,13 +20,11 @@ from torch.distributed.tensor import DTensor, Shard
 from engine.ops.autograd import once_differentiable
 from engine.ops.embeddings import Embedding
 from engine.parallel.gloo.point_to_point import send_parts
-from engine.torch_compat import shard_of
+from engine.tensors import shard_of
 
 TABLE_BYTES = 2**18  # of a part; a smaller one is gathered sooner than its rows are asked for
 # So that no message of the user's own between two ranks is taken for one of these.
 _WANTED_TAG, _ROWS_TAG, _GRADIENTS_TAG = 0x2E1, 0x2E2, 0x2E3
-
-_spread: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # tables
 
 
 def shard_embeddings(
@@ -54,13 +52,12 @@ def shard_embeddings(
         part = shard_of(table.weight.detach(), mesh, (Shard(0),))
         table.weight = nn.Parameter(part, requires_grad=table.weight.requires_grad)
         table.forward = _Lookup(table, dtype)  # type: ignore[method-assign, assignment]
-        _spread.add(table)
     return {p for table in tables if is_sharded_embedding(table) for p in table.parameters()}
 
 
 def is_sharded_embedding(module: nn.Module) -> bool:
     """Whether the rows of this table stay on the ranks that keep them."""
-    return module in _spread
+    return isinstance(vars(module).get("forward"), _Lookup)
 
 
 class _Lookup:

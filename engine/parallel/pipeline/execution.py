@@ -28,12 +28,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from engine import runtime
-from engine.init import clean_name
+from engine.collectives import first_difference
+from engine.names import clean_name, stored_tensors
 from engine.parallel.pipeline.p2p import Neighbours, group_of
 from engine.parallel.pipeline.schedule import order, parts
-from engine.parallel.pipeline.stages import Stages, hollow, set_stages, stages_of, stored
+from engine.parallel.pipeline.stages import Stages, hollow
 from engine.parallel.tensor import digest
-from engine.torch_compat import all_gather_flat, local_tensor
+from engine.registry import set_stages, stages_of
+from engine.tensors import local_tensor
 
 Shape = tuple[int, int]
 
@@ -77,7 +79,7 @@ class Pipeline(Stages):
         self._neighbours = Neighbours(mesh, chunks)
         # What several stages have, and the group of these. All ranks make the groups, in one order.
         self._shared: dict[str, dist.ProcessGroup] = {}
-        for name, _ in stored(model):
+        for name, _ in stored_tensors(model):
             at = next((at for module, at in self.homes.items() if name.startswith(f"{module}.")), [0])
             group = group_of(mesh, dist.group.WORLD, tuple(at)) if len(at) > 1 else None
             if group is not None and self.rank in at:
@@ -181,12 +183,8 @@ class Pipeline(Stages):
     def check_same(self, batches: Sequence[Any]) -> None:
         """Raises ValueError if a rank of this pipeline was given other microbatches."""
         mine = zlib.crc32(repr([digest(batch) for batch in batches]).encode())
-        group = self.mesh["pp"].get_group()
-        on = runtime.message_device(group)
-        table = torch.empty(self.size, dtype=torch.int64, device=on)
-        all_gather_flat(table, torch.tensor([mine], device=on), group)
-        if not bool((table == mine).all()):
-            other = int((table != mine).nonzero()[0])
+        other = first_difference(mine, self.mesh["pp"].get_group())
+        if other is not None:
             raise ValueError(
                 f"rank {runtime.rank()} and stage {other} of its pipeline (pp_size={self.size}) were given other "
                 "microbatches (to generate: other rows or settings): split the data by engine.data_rank() and "

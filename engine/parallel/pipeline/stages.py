@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,13 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
-from engine.init import clean_name
+from engine.collectives import gather_objects
+from engine.names import clean_name, state_dict_tensors, stored_tensors
 from engine.parallel.pipeline.p2p import Neighbours
 from engine.parallel.pipeline.schedule import parts
-from engine.shards import STAGES, stages_of
-
-_ABSENT = "_engine_absent"
-_PLACE = "_engine_stage"
+from engine.registry import ABSENT, set_stages, stages_of
 
 
 class Stages:
@@ -36,9 +34,9 @@ class Stages:
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.rank, self.size = mesh["pp"].get_local_rank(), mesh["pp"].size()
-        self.whole = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in stored(model)}
+        self.whole = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in stored_tensors(model)}
         first: dict[int, str] = {}
-        self.names = {name: first.setdefault(id(tensor), name) for name, tensor in of_state_dict(model)}
+        self.names = {name: first.setdefault(id(tensor), name) for name, tensor in state_dict_tensors(model)}
         self.parameters = [clean_name(name) for name, _ in model.named_parameters()]
         self.spread, self.copies = set(self.whole), set[str]()
         self._names: list[set[str]] = []
@@ -46,10 +44,12 @@ class Stages:
     def holders(self, names: Iterable[str]) -> list[set[str]]:
         """The names that each stage holds; asked once. Collective."""
         if not self._names:
-            found: list[Any] = [None] * self.size
-            dist.all_gather_object(found, set(names), group=self.mesh["pp"].get_group())
-            self._names = found
+            self._names = gather_objects(set(names), self.mesh["pp"].get_group())
         return self._names
+
+    def elsewhere(self, model: nn.Module) -> set[str]:
+        """Names of parameters and persistent buffers that other stages hold and ``model``, this one, does not."""
+        return set(self.whole) - {name for name, _ in stored_tensors(model)}
 
 
 def split_lists(model: nn.Module, lists: Iterable[nn.ModuleList], mesh: DeviceMesh) -> None:
@@ -68,14 +68,9 @@ def split_lists(model: nn.Module, lists: Iterable[nn.ModuleList], mesh: DeviceMe
     set_stages(model, stages)
 
 
-def set_stages(model: nn.Module, stages: Stages) -> None:
-    """Note that ``model`` has been left one stage of ``stages``."""
-    model.__dict__[STAGES] = stages
-
-
 def is_absent(module: nn.Module) -> bool:
     """Whether the module is on another stage."""
-    return getattr(module, _ABSENT, False)
+    return ABSENT.get(module)
 
 
 def absent_names(model: nn.Module) -> set[str]:
@@ -85,31 +80,13 @@ def absent_names(model: nn.Module) -> set[str]:
 
 def elsewhere(model: nn.Module) -> set[str]:
     """Names of parameters and persistent buffers that other stages hold and this one does not."""
-    if (stages := stages_of(model)) is None:
-        return set()
-    return set(stages.whole) - {name for name, _ in stored(model)}
-
-
-def mark(model: nn.Module) -> None:
-    """Note on each parameter that the stages have different ones, and which of them are copies: for ``grad_norm``."""
-    if (stages := stages_of(model)) is not None:
-        for name, parameter in model.named_parameters():
-            if clean_name(name) in stages.spread:
-                setattr(parameter, _PLACE, "copy" if clean_name(name) in stages.copies else "own")
-
-
-def place_of(parameter: Tensor) -> str | None:
-    """ "own": other stages do not have this parameter; "copy": this stage's copy of another's; None: all have it."""
-    return getattr(parameter, _PLACE, None)
+    return set() if (stages := stages_of(model)) is None else stages.elsewhere(model)
 
 
 def of_all_stages(model: nn.Module, value: Any) -> list[Any]:
     """``value`` of each stage, by pickle; collective where ``model`` is split. Without a split: [value]."""
-    if (stages := stages_of(model)) is None:
-        return [value]
-    found: list[Any] = [None] * stages.size
-    dist.all_gather_object(found, value, group=stages.mesh["pp"].get_group())
-    return found
+    stages = stages_of(model)
+    return [value] if stages is None else gather_objects(value, stages.mesh["pp"].get_group())
 
 
 @torch.no_grad()
@@ -136,28 +113,9 @@ def whole_tensor(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> 
     return full
 
 
-def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all parameters and persistent buffers."""
-    for name, parameter in model.named_parameters():
-        yield clean_name(name), parameter
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield clean_name(f"{prefix}.{name}" if prefix else name), buffer
-
-
-def of_state_dict(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The (name, tensor) pairs of ``model.state_dict()``, tied ones under each of their names."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for members, skipped in ((module._parameters, set()), (module._buffers, module._non_persistent_buffers_set)):
-            for name, tensor in members.items():
-                if tensor is not None and name not in skipped:
-                    yield clean_name(f"{prefix}.{name}" if prefix else name), tensor
-
-
 def hollow(module: nn.Module) -> None:
     """Take its parameters and buffers from a module that is on other stages."""
     for inner in module.modules():
         for tensors in (inner._parameters, inner._buffers):
             tensors.update(dict.fromkeys(tensors))
-        setattr(inner, _ABSENT, True)
+        ABSENT.set(inner, True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import engine
 import modelcenter
-from engine.parallel.shard import policy_of
+from engine.registry import policy_of
 from modelcenter.data.conversations import ChatColumns, find_chat_columns
 from modelcenter.data.preferences import find_preference_columns, preferences, questions
 from modelcenter.data.readers import Table

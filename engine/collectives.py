@@ -1,0 +1,112 @@
+"""Collectives over ranks: of losses, results, Python objects and errors. In one process each is the identity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine import runtime
+from engine.torch_compat import all_gather_flat
+
+
+def sum_loss(loss: torch.Tensor) -> torch.Tensor:
+    """The average of ``loss`` over all ranks (BMTrain's name for it), detached, equal on all ranks."""
+    loss = loss.detach().clone()
+    if runtime.world_size() > 1:
+        dist.all_reduce(loss)
+        loss /= runtime.world_size()
+    return loss
+
+
+def gather_result(tensor: torch.Tensor) -> torch.Tensor:
+    """Concatenate ``tensor`` (n_r, ...) of every rank along dim 0, in rank order, on every rank; n_r may differ.
+
+    Of ranks that differ in tp or cp only, the first one's counts. A 0-d tensor counts as (1,). Raises ValueError on
+    every rank when dtypes or other dimensions differ.
+    """
+    tensor = tensor.detach()
+    tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
+    size = runtime.world_size()
+    if size == 1:
+        return tensor.clone()
+    home = tensor.device
+    tensor = tensor.to(runtime.device()).contiguous()
+    dtypes = sorted({str(v) for v in vars(torch).values() if isinstance(v, torch.dtype)})
+    mine = [dtypes.index(str(tensor.dtype)), tensor.ndim, *tensor.shape]
+    if len(mine) > 10:
+        raise ValueError(f"gather_result takes at most 8 dimensions, got {tensor.ndim}")
+    # Sizes first: a mismatch inside a gloo collective would kill the process without a Python exception.
+    row = torch.tensor(mine + [0] * (10 - len(mine)), dtype=torch.int64, device=tensor.device)
+    table = torch.empty(size, 10, dtype=torch.int64, device=tensor.device)
+    all_gather_flat(table.view(-1), row)
+    rows = table.tolist()
+    for other, found in enumerate(rows):
+        if found[:2] != rows[0][:2] or found[3:] != rows[0][3:]:
+            theirs, first = (
+                f"{dtypes[r[0]]} with shape (n{''.join(f', {d}' for d in r[3 : 2 + r[1]])})" for r in (found, rows[0])
+            )
+            raise ValueError(f"gather_result: rank {other} has {theirs}, rank 0 has {first}; they must agree")
+    counts = [found[2] for found in rows]
+    padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
+    padded[: tensor.shape[0]] = tensor
+    out = tensor.new_empty(size * max(counts), *tensor.shape[1:])
+    wire = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
+    if padded.numel():
+        all_gather_flat(out.view(wire).view(-1), padded.view(wire).view(-1))
+    parts = out.view(size, max(counts), *tensor.shape[1:])
+    every = runtime.model_ranks()
+    return torch.cat([part[:n] for part, n in zip(parts[::every], counts[::every], strict=True)]).to(home)
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """``value`` of each rank of ``group``, by pickle; None: of all ranks."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def first_difference(number: int, group: dist.ProcessGroup) -> int | None:
+    """The first rank of ``group`` that gives another number (int64) than this one; None: all give the same."""
+    home = runtime.message_device(group)
+    table = torch.empty(group.size(), dtype=torch.int64, device=home)
+    all_gather_flat(table, torch.tensor([number], device=home), group)
+    return next((rank for rank, other in enumerate(table.tolist()) if other != number), None)
+
+
+def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's ``value`` on every rank, by pickle. Collective."""
+    box = [value]
+    if runtime.world_size() > 1:
+        dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]
+
+
+@contextmanager
+def together(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """If the body raises on one rank, every rank raises: the others an error that names the rank.
+
+    Collective. In a collective in the body the others would wait for a rank that fails before it. The error is a
+    ValueError or OSError where the rank's is one, as they are the user's to fix, else a RuntimeError.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if runtime.world_size() > 1:
+        kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
+        reports = gather_objects(None if error is None else (kind, _message(error)), group)
+        for rank, report in enumerate(reports):
+            if report is not None and error is None:
+                raise report[0](f"rank {rank} failed while {doing}: {report[1]}")
+    if error is not None:
+        raise error
+
+
+def _message(error: Exception) -> str:
+    """An error as another rank passes it on; what is meant for users stays as it is."""
+    return str(error) if isinstance(error, ValueError) else repr(error)

@@ -1,0 +1,137 @@
+"""FSDP2's internals, as far as the engine needs them: torch's private names of it are used here and nowhere else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from engine.torch_compat import in_backward
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Free the gathered parameters, so that ``model.parameters()`` are the shards that the optimizer updates."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def set_reduce_unused(root: FSDPModule, enabled: bool) -> None:
+    """Make parameters that got no gradient take part in the reduction with zeros."""
+    if hasattr(root, "set_reduce_scatter_unused_params"):  # torch 2.13
+        root.set_reduce_scatter_unused_params(enabled)
+        return
+    for unit in root.modules():  # type: ignore[attr-defined]
+        for group in _groups(unit) if isinstance(unit, FSDPModule) else ():
+            vars(group).pop("post_backward", None)
+            if enabled:
+                group.post_backward = functools.partial(_post_backward_with_zeros, group)
+
+
+def _post_backward_with_zeros(group: Any, *unused: Any) -> None:
+    """FSDP's own, after what torch 2.13 does in it."""
+    for p in group.fsdp_params if group.reduce_grads else ():
+        if hasattr(p, "_unsharded_param") and p.unsharded_accumulated_grad is None:  # it has been gathered before
+            whole = p.unsharded_param
+            if whole.requires_grad and whole.grad is None:
+                whole.grad = torch.zeros_like(whole)
+    type(group).post_backward(group, *unused)
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    """The groups of parameters that FSDP gathers together when this unit runs."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before there was one, or None
+    if groups is None:
+        groups = [group] if (group := state._fsdp_param_group) is not None else []
+    return groups
+
+
+def _records(model: torch.nn.Module) -> Iterator[Any]:
+    """What FSDP notes of each parameter that it shards."""
+    for unit in model.modules():
+        for group in _groups(unit) if isinstance(unit, FSDPModule) else ():
+            yield from group.fsdp_params
+
+
+def gathered_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The whole parameters that FSDP has made so far. It shows them, and uses the same ones again and again."""
+    return [record._unsharded_param for record in _records(model) if hasattr(record, "_unsharded_param")]
+
+
+def record_of_a_shard(model: torch.nn.Module) -> Any:
+    """FSDP's record of some parameter of ``model``, whose ``sharded_param`` is the shard; None if it shards none."""
+    return next(_records(model), None)
+
+
+def make_root(model: FSDPModule) -> None:
+    """Let FSDP take ``model`` for the outermost module, which otherwise is the first one to be called."""
+    model._get_fsdp_state()._lazy_init()
+
+
+def before_backward(unit: FSDPModule, check: Callable[[], None]) -> None:
+    """Call ``check`` whenever a backward comes to ``unit``, before FSDP does anything for it."""
+    state = unit._get_fsdp_state()
+    theirs = state._pre_backward
+
+    def pre_backward(gradient: torch.Tensor) -> torch.Tensor:
+        check()
+        return theirs(gradient)
+
+    vars(state)["_pre_backward"] = pre_backward
+
+
+def backward_was_left(root: FSDPModule) -> bool:
+    """Whether an exception ended a backward of ``root``: FSDP still waits for the end of one, and none is running."""
+    return root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued and not in_backward()
+
+
+def drop_pass(root: FSDPModule) -> None:
+    """Make FSDP forget the forward or backward that an exception ended, and all gradients it has not reduced yet."""
+    state = root._get_fsdp_state()
+    if state._is_root:  # else no forward has begun, or the root is further out, and recovers at its own next forward
+        if hasattr(root, "reset_iter_state"):  # torch 2.13
+            root.reset_iter_state()
+        else:
+            _reset_iter_state(root)
+    for record in _records(root):  # type: ignore[arg-type]
+        record.unsharded_accumulated_grad = None
+        if hasattr(record, "_unsharded_param"):
+            record._unsharded_param.grad = None
+
+
+def _reset_iter_state(root: FSDPModule) -> None:
+    """What torch 2.13 does."""
+    state = root._get_fsdp_state()
+    state._comm_ctx.post_forward_order.clear()
+    for unit in (m for m in root.modules() if isinstance(m, FSDPModule)):  # type: ignore[attr-defined]
+        unit._get_fsdp_state()._training_state = TrainingState.IDLE
+        for group in _groups(unit):
+            group.wait_for_unshard()
+            group._post_forward_indices.clear()
+            group._partial_reduce_output = None
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def gather_ahead(root: FSDPModule) -> None:
+    """Let the units of ``root`` gather their parameters in the background where they are asked to do so ahead."""
+    root._set_unshard_async_op(True)
+
+
+def sums_are_only_viewed(unit: FSDPModule, dtype: torch.dtype) -> bool:
+    """Whether FSDP, given the averages of this unit's gradients in ``dtype``, makes them the shards' gradients as they
+    are: it does not convert, accumulate or reduce them further, and no hook looks at them before backward is over."""
+    groups = _groups(unit)
+    shards = [p.sharded_param for group in groups for p in group.fsdp_params]  # also while whole ones are shown
+    return all(group._all_reduce_hook is None for group in groups) and all(
+        p.grad is None and p.dtype == dtype and p.device_mesh.ndim == 1 and not p._post_accumulate_grad_hooks
+        for p in shards
+        if p.requires_grad
+    )

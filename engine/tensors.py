@@ -1,0 +1,103 @@
+"""DTensors as the engine uses them: the local tensor of a shard, and shards made from local tensors.
+
+DTensor's private names are used here and nowhere else. Nothing here imports DTensor before a tensor is one: that takes
+longer than loading a model of a gigabyte into one process.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: The placements of a DTensor, for ``map``.
+placements_of = operator.attrgetter("_spec.placements")
+_local, _grad = operator.attrgetter("_local_tensor"), operator.attrgetter("grad")
+
+
+def is_shard(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor; plain tensors are recognised without importing that."""
+    if type(tensor) in _PLAIN:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a DTensor that this rank holds, sharing its memory; any other tensor as it is. No dispatch."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``local_tensor`` of each; without a line of Python for each where all are shards or none is."""
+    if set(map(type, tensors)) <= {*_PLAIN}:
+        return list(tensors)
+    try:
+        return list(map(_local, tensors))
+    except AttributeError:  # some are plain
+        return [local_tensor(tensor) for tensor in tensors]
+
+
+def gradients_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """``grad`` of each; without a line of Python for each."""
+    with torch._C.DisableTorchFunctionSubclass():  # a shard has no override of it, but would be asked each time
+        return list(map(_grad, parameters))
+
+
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` laid out as the DTensor ``tensor`` is, on whatever device it is; ``local`` itself if that is plain."""
+    if is_shard(tensor):
+        from torch.distributed.tensor import DTensor
+
+        return DTensor(local, tensor._spec, requires_grad=False)
+    return local
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.detach()``; of a shard without a dispatch."""
+    return with_local(tensor, local_tensor(tensor).detach())
+
+
+def as_shard(
+    local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> torch.Tensor:
+    """``local`` as this rank's shard of a tensor of ``shape`` placed so on ``mesh``."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(local, mesh, tuple(placements), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def shard_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """This rank's shard of ``whole``, which every rank has, on the mesh's device. No communication."""
+    return as_shard(part_of(whole, mesh, placements), whole.shape, mesh, placements)
+
+
+def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """A copy of this rank's part of ``whole``, which every rank has, on the device of ``whole``."""
+    size, offset = local_box(whole.shape, mesh, placements)
+    return whole[box_slices(size, offset)].clone(memory_format=torch.contiguous_format)
+
+
+def local_box(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(local shape, global offset) of this rank's shard of a tensor of ``shape`` placed so on ``mesh``."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, offset = compute_local_shape_and_global_offset(tuple(shape), mesh, tuple(placements))
+    return tuple(size), tuple(offset)
+
+
+def box_slices(size: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
+    """What indexes a whole tensor by a ``local_box``."""
+    return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from engine.ops import leave_to_eager
+
 _MARK = "_engine_recompute"
 
 Forward = Callable[..., Any]
@@ -75,8 +77,6 @@ def _ignoring_self(bound: Forward) -> Forward:
 
 
 def _compiled(forward: Forward, backend: bool | str) -> Forward:
-    from engine.ops import leave_to_eager
-
     leave_to_eager()
     return torch.compile(forward, backend=backend) if isinstance(backend, str) else torch.compile(forward)
 

@@ -5,7 +5,7 @@ has the same losses on any number of ranks. For that a training loop says which 
 rows of the data a batch holds (`dropout_rows`); a model then numbers its tokens by row and place (`Draws`). Without
 them each call takes a key from torch's generator: `torch.manual_seed` and a saved generator state reproduce the masks.
 
-The generator is Philox4x32-10 (csrc/core/random.h). 16 bits decide an element, so the keep probability is exact to
+The generator is Philox4x32-10 (`engine.ops.philox`). 16 bits decide an element, so the keep probability is exact to
 2^-16. The compiled operator, Triton's on GPUs without it, and their reference give the same bits, on CPUs and GPUs.
 """
 
@@ -22,8 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
-BLOCK, _LANES = 128, 16  # channels that 16 counters decide
+from engine.ops import library
+from engine.ops.compilation import eager
+from engine.ops.philox import random_bits, scale_of
+
+_MASK64 = (1 << 64) - 1
 # Elements that the reference works on at a time. On a GPU each time launches some 140 kernels.
 _CHUNK, _GPU_CHUNK = 1 << 18, 1 << 22
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -210,8 +213,6 @@ def _apply(
 def _run(
     x: Tensor, residual: Tensor | None, tokens: Tensor | None, threshold: int, key: int, site: int, first_channel: int
 ) -> Tensor:
-    from engine.ops import library
-
     rows = x.reshape(-1, x.shape[-1] if x.dim() else 1).contiguous()
     add = None if residual is None else residual.reshape(rows.shape).contiguous()
     numbers = None if tokens is None else tokens.to(x.device).reshape(-1).contiguous()
@@ -243,11 +244,6 @@ def _by_triton(out: Tensor, x: Tensor, *more: Any) -> bool:
     return True
 
 
-def scale_of(threshold: int) -> Tensor:
-    """What kept elements are multiplied by: 0-d fp32 on the host, divided in fp32 as csrc does."""
-    return torch.tensor(65536.0) / torch.tensor(float(65536 - threshold))
-
-
 def _reference(
     out: Tensor,
     x: Tensor,
@@ -273,24 +269,6 @@ def _reference(
             out[part] = y if residual is None else residual[part].to(work) + y
 
 
-def random_bits(tokens: Tensor, first_channel: int, channels: int, key: int, site: int) -> Tensor:
-    """(tokens, channels) int64 of 16 random bits each."""
-    blocks = range(first_channel // BLOCK, (first_channel + channels - 1) // BLOCK + 1)
-    a = torch.arange(blocks.start * _LANES, blocks.stop * _LANES, device=tokens.device)[None]
-    b: Any = site & _MASK32
-    c, d = (tokens & _MASK32)[:, None], (tokens >> 32 & _MASK32)[:, None]
-    low, high = key & _MASK32, key >> 32 & _MASK32
-    for _ in range(10):
-        x, y = a * 0xD2511F53, c * 0xCD9E8D57  # the lower 64 bits, with int64's sign
-        a, b = (y >> 32 & _MASK32) ^ b ^ low, y & _MASK32
-        c, d = (x >> 32 & _MASK32) ^ d ^ high, x & _MASK32
-        low, high = low + 0x9E3779B9 & _MASK32, high + 0xBB67AE85 & _MASK32
-    halves = [half for word in torch.broadcast_tensors(a, b, c, d) for half in (word & 0xFFFF, word >> 16)]
-    every = torch.stack([half.unflatten(1, (len(blocks), _LANES)) for half in halves], 2).flatten(1)
-    begin = first_channel - blocks.start * BLOCK
-    return every[:, begin : begin + channels]
-
-
 def _splitmix(x: int) -> int:
     """A bijection of 64-bit numbers that mixes all bits (Steele et al. 2014)."""
     x = x + 0x9E3779B97F4A7C15 & _MASK64
@@ -303,10 +281,4 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
-def _left_to_eager() -> Any:
-    from engine.ops import eager
-
-    return eager(_apply, "engine.ops.dropout_masks.drop")
-
-
-_eager_drop = _left_to_eager()
+_eager_drop = eager(_apply, "engine.ops.dropout_masks.drop")

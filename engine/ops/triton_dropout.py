@@ -1,7 +1,7 @@
-"""Dropout of ``masks`` by Triton, for GPUs without compiled operators: PyTorch for GPUs brings it, and seldom nvcc. The
-same bits as the compiled operator and the reference.
+"""The dropout of ``dropout_masks`` by Triton, for GPUs without compiled operators: PyTorch for GPUs comes with
+Triton and seldom with nvcc. The same bits as the compiled operator and the reference.
 
-A program has some rows and one block of 128 channels, which 16 counters decide, each 8 of them.
+A program works on some rows and one block of 128 channels, which 16 counters decide, each 8 of them.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, name-defined"
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.ops.dropout_masks import BLOCK, scale_of
+from engine.ops.philox import BLOCK, scale_of
 
 _ROWS = 16
 

@@ -5,7 +5,7 @@ import torch
 
 from engine.ops import attention, library
 from engine.ops.attention import Dropped, Heads
-from engine.ops.dropout_masks import random_bits
+from engine.ops.philox import random_bits
 from modelcenter.layers.packed_attention import packed_attention
 from modelcenter.layers.packing import Packed
 

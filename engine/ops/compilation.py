@@ -1,0 +1,27 @@
+"""Functions that torch.compile leaves out of its graphs."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_EAGER: dict[str, Callable[..., Any]] = {}
+
+
+def eager(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    """`function`, left out of compiled graphs: for one that takes the key of a step or plans in Python."""
+    key = name or f"{function.__module__}.{function.__qualname__}"
+    _EAGER[key] = function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _EAGER[key](*args, **kwargs)
+
+    return functools.update_wrapper(call, function)
+
+
+@functools.cache
+def leave_to_eager() -> None:
+    """Tell torch.compile about the functions marked `eager`; not at import, as it loads the compiler."""
+    for key, function in _EAGER.items():
+        _EAGER[key] = torch.compiler.disable(function)

@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import datetime
 import functools
-import hashlib
-import io
 import logging
 import os
-import pickle
-import random
 import shutil
 import threading
 import traceback
@@ -26,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,6 +30,8 @@ from engine import runtime
 from engine.checkpoint.files import MANIFEST, STEP, atomic_directory, check_manifest, check_place, named_checkpoint
 from engine.checkpoint.model import MODEL, filled_tensors, load_model, write_tensors
 from engine.checkpoint.optimizer import OPTIM, join_state, joined, split_state
+from engine.checkpoint.random_state import generator_states, reseed_generators, restore_generators
+from engine.checkpoint.safe_pickle import dump, load
 from engine.collectives import from_rank_0, together
 from engine.optim.manager import OptimManager
 from engine.parallel.mesh import device_mesh
@@ -44,41 +41,55 @@ from engine.tensors import local_tensor, with_local
 STATE = "state"
 _COMMON = "common.pt"
 _PATIENCE = 1800.0  # seconds
-_UNSAFE = (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError)
 _log = logging.getLogger("engine.checkpoint")
 
 
-@dataclass
-class _Job:
+@dataclass(frozen=True)
+class _Contents:
     """All that is written, in memory that training does not touch (asynchronous) or does not touch yet."""
 
-    path: Path
     tensors: dict[str, dict[str, torch.Tensor]]  # by directory
-    common: bytes
+    common: bytes  # the same for all ranks
     generators: bytes
+    ready: Sequence[torch.cuda.Event] = ()  # after which the copies are there
+
+    def release(self) -> None:
+        """Let go of the tensors, whoever still holds this."""
+        for tensors in self.tensors.values():
+            tensors.clear()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One checkpoint to write: what, where, and which others it makes superfluous."""
+
+    path: Path
+    contents: _Contents
     extra: Callable[[Path], None] | None
     step: int | None
     keep: int | None
     best: bool
-    ready: Sequence[torch.cuda.Event] = ()  # after which the copies are there
 
 
 class _Writer(threading.Thread):
     def __init__(self, job: _Job, group: dist.ProcessGroup | None) -> None:
         # Not a daemon: the interpreter waits for it before it ends.
         super().__init__(name=f"checkpoint {job.path.name}")
-        self.job, self.group = job, group
+        self.job: _Job | None = job
+        self.group = group
         self.error: Exception | None = None
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run(self) -> None:
+        job = self.job
+        assert job is not None
         try:
             if self._device is not None:
                 # A thread begins on GPU 0, and using that one takes some of its memory for each rank.
                 torch.cuda.set_device(self._device)
-            for event in self.job.ready:
+            for event in job.contents.ready:
                 event.synchronize()
-            _write(self.job, self.group)
+            _write(job, self.group)
         except Exception as error:  # raised again by wait_checkpoint
             self.error = error
             if self.group is not None and not dist.is_initialized():
@@ -88,12 +99,12 @@ class _Writer(threading.Thread):
                 )
                 self.error.__cause__ = error
             _forget_frames(self.error)
-            _log.error("checkpoint %s could not be written: %s", self.job.path, self.error)
+            _log.error("checkpoint %s could not be written: %s", job.path, self.error)
         finally:
             # The thread stays until the next save, and that is no reason to hold a second model until then.
-            for tensors in self.job.tensors.values():
-                tensors.clear()
-            self.job.extra = None
+            job.contents.release()
+            self.job = None
+            del job  # of which an error would keep hold, by this frame
 
 
 def _forget_frames(error: BaseException | None) -> None:
@@ -105,7 +116,7 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-_writer: _Writer | None = None
+_writer: _Writer | None = None  # the asynchronous save under way: at most one, as its collectives must come in order
 
 
 def save_checkpoint(
@@ -157,8 +168,8 @@ def save_checkpoint(
         raise ValueError(f"keep is {keep!r}, expected a whole number of at least 1")
     path = Path(directory).absolute()
     path = path if step is None else path / f"step-{step:08d}"
-    job = _collect(path, model, optim_manager, state, staged=asynchronous)
-    job.extra, job.step, job.keep, job.best = extra or getattr(model, "write_texts", None), step, keep, best
+    contents = _collect(path, model, optim_manager, state, staged=asynchronous)
+    job = _Job(path, contents, extra or getattr(model, "write_texts", None), step, keep, best)
     if not asynchronous:
         _write(job, None)
         return path
@@ -218,7 +229,7 @@ def load_checkpoint(
             raise ValueError(f"checkpoint {path} holds a model only, no optimizer: load it without optim_manager")
         return {}
     with together(f"reading {path}"):
-        common = _load(path / STATE / _COMMON)
+        common = load(path / STATE / _COMMON)
         if optim_manager is not None:
             _check_kind(path, optim_manager, common["optim"])
     if optim_manager is not None:
@@ -285,7 +296,7 @@ def _collect(
     optim_manager: OptimManager | torch.optim.Optimizer | None,
     state: Any,
     staged: bool,
-) -> _Job:
+) -> _Contents:
     """What is written; ``staged``: in host memory of its own. Collective."""
     doing = f"collecting the state for {path}"
     optim: dict[str, Any] | None = None
@@ -305,24 +316,27 @@ def _collect(
         if any(of_all_stages(model, bool(held))):  # none before the first step; a frozen stage has none at all
             tensors[OPTIM] = held
     with together(doing):
-        common = {"mesh": _mesh_sizes(), "optim": optim, "state": dict(state or {})}
-        job = _Job(path, tensors, _dump(common), _dump(_generators()), None, None, None, False)
+        common = dump({"mesh": _mesh_sizes(), "optim": optim, "state": dict(state or {})})
+        generators = dump(generator_states())
+        ready: Sequence[torch.cuda.Event] = ()
         if staged:
-            _stage(job)
-    return job
+            tensors, ready = _stage(tensors)
+        return _Contents(tensors, common, generators, ready)
 
 
 def _optimizers(given: OptimManager | torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return list(given.optimizers) if isinstance(given, OptimManager) else [given]
 
 
-def _stage(job: _Job) -> None:
-    """Let the job have copies in host memory."""
-    local = (local_tensor(t) for tensors in job.tensors.values() for t in tensors.values())
+def _stage(
+    tensors: dict[str, dict[str, torch.Tensor]],
+) -> tuple[dict[str, dict[str, torch.Tensor]], list[torch.cuda.Event]]:
+    """Copies in host memory, and the events after which they are there."""
+    local = (local_tensor(t) for members in tensors.values() for t in members.values())
     devices = {tensor.device for tensor in local if tensor.is_cuda}
-    job.tensors = {part: {name: _staged(t) for name, t in tensors.items()} for part, tensors in job.tensors.items()}
+    copies = {part: {name: _staged(t) for name, t in members.items()} for part, members in tensors.items()}
     # Later updates are later on the same streams, so they cannot overtake the copies.
-    job.ready = [torch.cuda.current_stream(device).record_event() for device in devices]
+    return copies, [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
 def _staged(tensor: torch.Tensor) -> torch.Tensor:
@@ -335,13 +349,13 @@ def _staged(tensor: torch.Tensor) -> torch.Tensor:
 
 def _write(job: _Job, group: dist.ProcessGroup | None) -> None:
     with atomic_directory(job.path, group) as path:
-        for part, tensors in job.tensors.items():
+        for part, tensors in job.contents.tensors.items():
             write_tensors(path / part, tensors, group)
         with together(f"writing to {job.path}", group):
             (path / STATE).mkdir(exist_ok=True)
-            _rank_file(path, runtime.rank()).write_bytes(job.generators)
+            _rank_file(path, runtime.rank()).write_bytes(job.contents.generators)
             if runtime.rank() == 0:
-                (path / STATE / _COMMON).write_bytes(job.common)
+                (path / STATE / _COMMON).write_bytes(job.contents.common)
                 if job.extra is not None:
                     job.extra(path)
     if job.step is not None:
@@ -396,38 +410,6 @@ def _group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
 
 
-def _dump(value: Any) -> bytes:
-    try:
-        return _pickled(value)
-    except _UNSAFE as error:
-        raise ValueError(
-            f"{_first_unsafe(value)} cannot be read back safely: give numbers, strings, tensors, lists, tuples and "
-            "dicts of Python and torch"
-        ) from error
-
-
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    torch.load(io.BytesIO(file.getvalue()), weights_only=True, map_location="cpu")
-    return file.getvalue()
-
-
-def _first_unsafe(value: Any, name: str = "") -> str:
-    """What in ``value`` it is that cannot be read back safely, and where."""
-    items = value.items() if type(value) is dict else enumerate(value) if type(value) in (list, tuple) else ()
-    for key, item in items:
-        try:
-            _pickled(item)
-        except _UNSAFE:
-            return _first_unsafe(item, f"{name}[{key!r}]" if name else str(key))
-    return f"{name}, a {type(value).__module__}.{type(value).__qualname__},"
-
-
-def _load(path: Path) -> Any:
-    return torch.load(path, weights_only=True, map_location="cpu")
-
-
 def _rank_file(path: Path, rank: int) -> Path:
     return path / STATE / f"rank-{rank:05d}.pt"
 
@@ -436,28 +418,8 @@ def _mesh_sizes() -> list[int]:
     return list(device_mesh().shape) if runtime.world_size() > 1 else [1]
 
 
-def _generators() -> dict[str, Any]:
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "python": random.getstate(),
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *map(float, rest)],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-    }
-
-
 def _restore_generators(path: Path, mesh: list[int]) -> None:
-    if mesh != _mesh_sizes():
-        first = _load(_rank_file(path, 0))["torch"]
-        seed = runtime.current().seed
-        digest = hashlib.sha256(first.numpy().tobytes()).digest()
-        runtime.set_seed(int.from_bytes(digest[:8], "little") % 2**63)  # which gives each rank its own
-        runtime.current().seed = seed
-        return
-    saved = _load(_rank_file(path, runtime.rank()))
-    random.setstate(saved["python"])
-    kind, keys, position, has_gauss, gauss = saved["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
-    torch.set_rng_state(saved["torch"])
-    if saved["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda"])
+    if mesh == _mesh_sizes():
+        restore_generators(load(_rank_file(path, runtime.rank())))
+    else:
+        reseed_generators(load(_rank_file(path, 0)))

@@ -353,7 +353,7 @@ def test_what_is_no_checkpoint_is_not_replaced(two, tmp_path):
 
 def test_a_writer_that_lost_its_group_says_what_to_call(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_write", mock.Mock(side_effect=ValueError("Group is not registered")))
-    writer = module._Writer(mock.Mock(path=tmp_path / "c", ready=(), tensors={}), group=mock.Mock())
+    writer = module._Writer(mock.Mock(path=tmp_path / "c", contents=mock.Mock(ready=())), group=mock.Mock())
     writer.run()
     assert "engine.wait_checkpoint() before destroy_process_group()" in str(writer.error)
 
@@ -381,7 +381,7 @@ def test_nothing_of_the_staged_copy_stays_when_it_is_written(tmp_path, monkeypat
     engine.save_checkpoint(tmp_path / "c", run.model, run.manager, asynchronous=True, extra=lambda path: None)
     module._writer.join()
     gc.collect()
-    assert known and not any(reference() is not None for reference in known) and module._writer.job.extra is None
+    assert known and not any(reference() is not None for reference in known) and module._writer.job is None
     engine.wait_checkpoint()
 
 
@@ -435,10 +435,9 @@ def test_the_copies_of_each_gpu_are_waited_for(monkeypatch):
     monkeypatch.setattr(module, "_staged", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     on = {f"on {d}": mock.Mock(is_cuda=d != "cpu", device=torch.device(d)) for d in ("cuda:1", "cpu", "cuda:0")}
-    job = mock.Mock(tensors={"model": on, "optim": {"also": on["on cuda:1"]}})
-    module._stage(job)
-    assert sorted(asked) == ["cuda:0", "cuda:1"] and sorted(job.ready) == ["event of cuda:0", "event of cuda:1"]
-    assert job.tensors["model"] == on
+    copies, ready = module._stage({"model": on, "optim": {"also": on["on cuda:1"]}})
+    assert sorted(asked) == ["cuda:0", "cuda:1"] and sorted(ready) == ["event of cuda:0", "event of cuda:1"]
+    assert copies["model"] == on
 
 
 def test_the_writer_works_on_its_ranks_gpu(monkeypatch, tmp_path):
@@ -448,7 +447,7 @@ def test_the_writer_works_on_its_ranks_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))
-    writer = module._Writer(mock.Mock(path=tmp_path / "c", ready=(), tensors={}), group=None)
+    writer = module._Writer(mock.Mock(path=tmp_path / "c", contents=mock.Mock(ready=())), group=None)
     writer.start()
     writer.join()
     assert chosen == [(3, writer), "written"] and writer.error is None

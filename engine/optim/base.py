@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from engine.ops import fused
 from engine.optim.rounding import place_of
@@ -67,13 +66,29 @@ class Batch:
     states: list[dict[str, Any]] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
 
+    def add(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], moments: tuple[str, ...]
+    ) -> None:
+        """Add the shard of a parameter and what the operator steps with it."""
+        self.parameters.append(parameter)
+        self.states.append(state)
+        self.values += state.values()
+        self.p.append(local_tensor(parameter))
+        self.g.append(gradient)
+        self.m.append(local_tensor(state[moments[0]]))
+        if len(moments) > 1:
+            self.v.append(local_tensor(state[moments[1]]))
+        if self.mode in ("master", "remainder"):
+            self.aux.append(local_tensor(state[self.mode]))
+        self.steps.append(state["step"])
+
 
 @dataclass
-class _Sorted:
-    """A group as a step has found it: its parameters, those without a gradient, and the rest in batches."""
+class _GroupPlan:
+    """How the last step took a group: its parameters, those without a gradient, and the rest in batches."""
 
     parameters: list[torch.Tensor]
-    without: list[torch.Tensor]
+    without_gradient: list[torch.Tensor]
     batches: list[tuple[torch.device, Batch]]
 
 
@@ -133,7 +148,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._forget()
 
     def _forget(self) -> None:
-        self._before: dict[int, _Sorted] = {}  # of each group, by the id of its parameters
+        self._plans: dict[int, _GroupPlan] = {}  # of each group, by the id of its parameters
         self._states: list[dict[str, Any]] = []  # all there were then
 
     def update(
@@ -198,12 +213,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         factor = None if grad_scale is None else grad_scale.reciprocal()
         if others := not same(self.state.values(), self._states):
-            self._before.clear()
+            self._plans.clear()
         # All are looked at before the first is stepped: an error leaves every parameter as it was.
         try:
             work = [(group, self._batches(group)) for group in self.param_groups]
         except BaseException:
-            self._before.clear()  # it holds gradients
+            self._plans.clear()  # it holds gradients
             raise
         for group, batches in work:
             for device, batch in batches:
@@ -222,13 +237,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         With many small parameters, sorting them is the step's cost.
         """
         parameters = group["params"]
-        before = self._before.get(id(parameters))
-        if before is not None and same(parameters, before.parameters) and all(p.grad is None for p in before.without):
-            if all(self._serves(batch) for _, batch in before.batches):
-                return before.batches
+        plan = self._plans.get(id(parameters))
+        if plan is not None and same(parameters, plan.parameters):
+            still_without = all(p.grad is None for p in plan.without_gradient)
+            if still_without and all(self._serves(batch) for _, batch in plan.batches):
+                return plan.batches
         without = [p for p in parameters if p.grad is None]
-        self._before[id(parameters)] = before = _Sorted([*parameters], without, self._sorted(parameters))
-        return before.batches
+        self._plans[id(parameters)] = plan = _GroupPlan([*parameters], without, self._by_operator(parameters))
+        return plan.batches
 
     def _serves(self, batch: Batch) -> bool:
         """Whether a batch of the step before holds what its parameters have; it then has their gradients."""
@@ -251,46 +267,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         batch.g = gradients
         return batch.fits
 
-    def _sorted(self, parameters: list[torch.Tensor]) -> list[tuple[torch.device, Batch]]:
-        """The shards that have gradients, by what one call of an operator takes."""
+    def _by_operator(self, parameters: list[torch.Tensor]) -> list[tuple[torch.device, Batch]]:
+        """The shards that have gradients, in batches that one call of an operator takes."""
         batches: dict[tuple[Any, ...], Batch] = {}
-        first, second = self.moments[0], self.moments[1] if len(self.moments) > 1 else None
-        states = self.state
         for parameter in parameters:
             if parameter.grad is None:
                 continue
             if parameter.grad.layout is not torch.strided:
                 raise sparse_gradient(parameter.shape)
-            gradient = placed_gradient(parameter)
-            state: dict[str, Any] = states[parameter] or self._init_state(parameter)
-            if (parameter.dtype == torch.float32) == ("master" in state or "remainder" in state):
-                self._settle_master(parameter, state)
-            if local_tensor(parameter).stride() != local_tensor(state[first]).stride():
-                self._settle_strides(parameter, state)
-            m = state[first]
-            v = state[second] if second is not None else None
-            aux = state.get("master")
-            mode = "plain" if aux is None else "master"
-            if aux is None and (aux := state.get("remainder")) is not None:
-                mode = "remainder"
-            shard = parameter
-            if type(parameter) is DTensor:
-                shard, m = parameter._local_tensor, m._local_tensor
-                v = v if v is None else v._local_tensor
-                aux = aux if aux is None else aux._local_tensor
-            if type(gradient) is DTensor:
-                gradient = gradient._local_tensor
-            place: tuple[int, int, int] | None = None
-            if aux is None and shard.dtype == torch.bfloat16:
-                mode, place = "random", place_of(parameter)
-            elif m.dtype == torch.uint8:
-                place = place_of(parameter)
+            gradient, state = local_tensor(placed_gradient(parameter)), self._ready_state(parameter)
+            shard, m = local_tensor(parameter), local_tensor(state[self.moments[0]])
+            mode = "master" if "master" in state else "remainder" if "remainder" in state else "plain"
+            if mode == "plain" and shard.dtype == torch.bfloat16:
+                mode = "random"
+            placed = mode == "random" or m.dtype == torch.uint8
+            place = place_of(parameter) if placed else None
             dense = shard.is_contiguous() and m.is_contiguous()
             if dense and not gradient.is_contiguous():
                 gradient = gradient.contiguous()
             elif not dense and gradient.stride() != shard.stride():  # kernels go through memory, not through indices
                 gradient = torch.empty_like(shard, dtype=gradient.dtype).copy_(gradient)
-            placed = mode == "random" or m.dtype == torch.uint8
             fits = dense and (not placed or place is not None)
             held = self._holds(state["step"])
             key = (shard.device, shard.dtype, gradient.dtype, m.dtype, mode, fits, held)
@@ -298,23 +294,22 @@ class FusedOptimizer(torch.optim.Optimizer):
             if batch is None:
                 fits = fits and shard.dtype in _FUSED and gradient.dtype in _FUSED
                 batch = batches[key] = Batch(mode, fits, held, gradient_dtype=gradient.dtype)
-            batch.parameters.append(parameter)
-            batch.states.append(state)
-            batch.values += state.values()
-            batch.p.append(shard)
-            batch.g.append(gradient)
-            batch.m.append(m)
-            if v is not None:
-                batch.v.append(v)
-            if aux is not None:
-                batch.aux.append(aux)
-            batch.steps.append(state["step"])
+            batch.add(parameter, gradient, state, self.moments)
             if placed:
                 batch.places += (ROUNDING_KEY.get(parameter), *(place or ()))
                 batch.whole.append(parameter)
         for batch in batches.values():
             self.check(batch)
         return [(key[0], batch) for key, batch in batches.items()]
+
+    def _ready_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The state of a parameter: made if there is none, and brought to the parameter's dtype and strides."""
+        state: dict[str, Any] = self.state[parameter] or self._init_state(parameter)
+        if (parameter.dtype == torch.float32) == ("master" in state or "remainder" in state):
+            self._settle_master(parameter, state)
+        if local_tensor(parameter).stride() != local_tensor(state[self.moments[0]]).stride():
+            self._settle_strides(parameter, state)
+        return state
 
     def _holds(self, step: torch.Tensor) -> bool:
         """Whether a parameter after so many steps is not to change yet. Reads the device, where there is hold_steps."""

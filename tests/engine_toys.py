@@ -16,6 +16,16 @@ from engine.parallel.gloo import collectives
 from engine.parallel.gloo.collectives import GATHER_TAG, REDUCE_TAG
 
 VOCAB, WIDTH = 11, 6  # 11 and 6 rows over 2 and 4 ranks: odd and empty shards
+TP_PLAN = {"embed": "vocab", "layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_gather"}  # of Toy
+LLAMA = {  # of transformers
+    "vocab_size": 35,
+    "hidden_size": 24,
+    "intermediate_size": 22,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+}
 
 
 class Block(nn.Module):

@@ -1,0 +1,74 @@
+"""Cross-entropy over a vocabulary that is split over the ranks: loss, gradients and logits of one process."""
+
+import engine_toys as toys
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import engine
+from engine.loss import linear_cross_entropy, vocabulary_logits
+from engine.parallel import tensor
+
+
+def vocabulary_loss(vocab, smoothing, rows):
+    engine.init_distributed(tp_size=engine.world_size())
+    hidden, weight, bias, targets = vocabulary_problem(vocab, rows)
+    table = nn.Linear(hidden.shape[1], vocab)
+    with torch.no_grad():
+        table.weight.copy_(weight)
+        table.bias.copy_(bias)
+    tensor.parallelize(table, engine.parallel.mesh.device_mesh()["tp"], {"weight": "vocab", "bias": "vocab"})
+    hidden.requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:  # the pool's ranks go on to other tests
+        patch.setattr(engine.loss, "_CHUNK_BYTES", 4 * 3 * 3)  # several chunks
+        loss = linear_cross_entropy(hidden, table.weight, table.bias, targets, 4, label_smoothing=smoothing)
+        (loss * 3).backward()
+    with torch.no_grad():
+        logits = vocabulary_logits(hidden, table.weight, table.bias)
+    return loss.item(), hidden.grad, toys.whole(table.weight.grad), toys.whole(table.bias.grad), logits
+
+
+def vocabulary_problem(vocab, rows):
+    rng = torch.Generator().manual_seed(1)
+    hidden, weight, bias = (torch.randn(*s, generator=rng) for s in ((rows, 6), (vocab, 6), (vocab,)))
+    targets = torch.randint(0, vocab, (rows,), generator=rng)
+    targets[::3] = -100
+    return hidden * 3, weight * 2, bias, targets
+
+
+@pytest.mark.parametrize("vocab", [11, 5, 3])  # over 4 ranks: 3 3 3 2, 2 2 1 0, 1 1 1 0
+@pytest.mark.parametrize(("smoothing", "rows"), [(0.0, 7), (0.1, 7), (0.1, 0)])
+def test_vocabulary_parallel_cross_entropy(four, vocab, smoothing, rows):
+    hidden, weight, bias, targets = (
+        x.requires_grad_() if x.is_floating_point() else x for x in vocabulary_problem(vocab, rows)
+    )
+    logits = hidden @ weight.T + bias
+    total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing) / 4
+    (total * 3).backward()
+    for loss, *grads, got in four.run(vocabulary_loss, vocab, smoothing, rows):
+        assert loss == pytest.approx(total.item(), abs=1e-5)
+        torch.testing.assert_close(got, logits.detach(), rtol=1e-5, atol=1e-5)
+        for mine, parameter in zip(grads, (hidden, weight, bias), strict=True):
+            torch.testing.assert_close(mine, parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+def vocabulary_gradients_in_fp16(count, scale):
+    engine.init_distributed(tp_size=engine.world_size())
+    hidden, weight, _, targets = vocabulary_problem(11, 7)
+    hidden = hidden.half().requires_grad_()
+    table = nn.Linear(hidden.shape[1], 11, bias=False).half()
+    with torch.no_grad():
+        table.weight.copy_(weight)
+    tensor.parallelize(table, engine.parallel.mesh.device_mesh()["tp"], {"weight": "vocab"})
+    (linear_cross_entropy(hidden, table.weight, None, targets, count) * scale).backward()
+    return hidden.grad, toys.whole(table.weight.grad)
+
+
+def test_vocabulary_parallel_gradients_are_scaled_before_they_are_fp16(four):
+    hidden, weight, _, targets = vocabulary_problem(11, 7)
+    hidden, weight = (x.half().double().requires_grad_() for x in (hidden, weight))
+    F.cross_entropy(hidden @ weight.T, targets, reduction="sum").div(2**22).backward()
+    for found in four.run(vocabulary_gradients_in_fp16, 2**22, 2.0**16):
+        for mine, parameter in zip(found, (hidden, weight), strict=True):
+            assert (mine.double() / 2**16 - parameter.grad).norm() < 0.01 * parameter.grad.norm()

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import importlib.metadata
 import os
 import re
@@ -154,6 +155,49 @@ def violation(item: Import) -> str | None:
 def test_nobody_imports_what_the_design_forbids():
     found = [problem for path in sources() for item in imports_in(path) if (problem := violation(item))]
     assert not found, "\n".join(found)
+
+
+# The layers of engine, from the lowest: a module imports those of its own layer and of lower ones, inside functions
+# too. The longest matching prefix decides. What is imported inside a function is there for the time its import takes.
+ENGINE_LAYERS = (
+    ("debug", "lr_scheduler", "memory", "names", "ops", "precision", "rendezvous", "tensors", "torch_compat"),
+    ("process_group", "registry", "runtime"),
+    ("collectives", "parallel.fsdp", "parallel.functional", "parallel.mesh", "parallel.rng"),
+    ("distributed", "init", "loss", "profiler", "recompute", "shards", "startup", "steps", "utils"),
+    ("optim",),
+    ("parallel",),
+    ("accumulation", "checkpoint", "description", "inspect"),
+    ("bmtrain", "nn", "testing"),
+)
+
+
+def engine_layer(module: str) -> int:
+    found = {p: i for i, names in enumerate(ENGINE_LAYERS) for p in names if under(module, f"engine.{p}")}
+    assert found, f"{module} has no layer: add it to ENGINE_LAYERS"
+    return found[max(found, key=len)]
+
+
+def engine_imports() -> dict[str, set[str]]:
+    """{module of engine: the modules of engine that it imports}."""
+    paths = {module_name(path): path for path in sources() if path.relative_to(ROOT).parts[0] == "engine"}
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names = {item.imported for item in imports_in(path) if under(item.imported, "engine")}
+        graph[module] = {name if name in paths else name.rpartition(".")[0] for name in names}
+    return graph
+
+
+def test_imports_inside_engine_go_one_way():
+    graph = engine_imports()
+    assert not graph.pop("engine")  # it imports lazily, by name
+    upwards = [
+        f"{module} imports {other}, of a higher layer"
+        for module, imported in graph.items()
+        for other in sorted(imported)
+        if engine_layer(other) > engine_layer(module)
+    ]
+    assert not upwards, "\n".join(upwards)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def imports_in_functions(path: Path) -> dict[str, int]:

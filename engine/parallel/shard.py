@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
@@ -107,23 +108,11 @@ def lay_over_ranks(
     _split_over_ranks(model, level, tp_plan, chosen if policy.sequence_parallel else None)
     order = [m for m in model.modules() if m in chosen]
     _shard_units(model, order, policy, level, lists, over_stages)
-    shards = storage_mesh(device_mesh(), level, over_stages)["dp_shard"]
-    # Of a pipeline, a stage that gathers ahead may wait for one that waits for this one.
-    calls = ForwardHooks(model, use_gloo_collectives(model, shards, order if settings.pp_size == 1 else ()))
     set_sharding(model, policy, level)
-    if (pipeline := pipeline_of(model)) is not None:
-        pipeline.dtype = policy.compute_dtype or next(model.parameters()).dtype
-        pipeline.watch(model)
-    calls.watch()
-    for method in methods:
-        register_fsdp_forward_method(model, method)
-        setattr(model, method, calls.counted(getattr(model, method)))
+    _install_hooks(model, order, policy, methods, storage_mesh(device_mesh(), level, over_stages)["dp_shard"])
     set_user_attributes(model, attributes)
     still = set(model.parameters())
     mark_replaced({name: p for name, p in before.items() if p not in still})
-    cut = functools.partial(_cut_whole_tensors, weakref.ref(model))
-    for module in model.modules():
-        module.register_load_state_dict_pre_hook(cut)
     note_parameters(model)
     return model
 
@@ -179,6 +168,25 @@ def _shard_units(
             unit.set_modules_to_backward_prefetch([unit])
     kept = None if level == 3 else False
     fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=kept, ignored_params=left)
+
+
+def _install_hooks(
+    model: nn.Module, order: Sequence[nn.Module], policy: Policy, methods: Iterable[str], shards: DeviceMesh
+) -> None:
+    """Put around a model that ``fully_shard`` has sharded what it needs besides; ``shards``: what the shards are on."""
+    # Of a pipeline, a stage that gathers ahead may wait for one that waits for this one.
+    ahead = order if runtime.current().pp_size == 1 else ()
+    hooks = ForwardHooks(model, use_gloo_collectives(model, shards, ahead))
+    if (pipeline := pipeline_of(model)) is not None:
+        pipeline.dtype = policy.compute_dtype or next(model.parameters()).dtype
+        pipeline.watch(model)
+    hooks.watch()
+    for method in methods:
+        register_fsdp_forward_method(model, method)
+        setattr(model, method, hooks.counted(getattr(model, method)))
+    cut = functools.partial(_cut_whole_tensors, weakref.ref(model))
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(cut)
 
 
 def mixed_precision(policy: Policy, model: nn.Module) -> MixedPrecisionPolicy:

@@ -170,7 +170,7 @@ _CLASSES: dict[str, tuple[type[nn.Module], type[_Layer]]] = {
     "rowwise": (nn.Linear, _Rowwise),
     "vocab": (nn.Embedding, _Vocab),
 }
-_made: dict[tuple[type, type], type] = {}
+_split_classes: dict[tuple[type, type], type] = {}  # made so far, by layer and class of the module
 
 
 def local(parameter: Any) -> Any:
@@ -239,7 +239,7 @@ def parallelize(
     given = plan is not None or callable(getattr(model, "tp_plan", None))
     styles = _assign(model, find_plan(model, plan), given, absent)
     _check_heads(model, styles, mesh.size())
-    shared = TensorParallelGroup(mesh, sequence=sequence_units is not None)
+    group = TensorParallelGroup(mesh, sequence=sequence_units is not None)
     placed: _Placed = {}
     split: set[nn.Module] = set()
     for name, (style, module, own_name) in styles.items():
@@ -249,23 +249,7 @@ def parallelize(
         if own_name is not None:
             _place(module, own_name, mesh, Shard(0), placed)
             continue
-        kind, layer = _CLASSES[style]
-        if not isinstance(module, kind):
-            raise ValueError(
-                f"tp_plan gives {name} the style {style!r}, which is for {kind.__name__}, but it is a "
-                f"{type(module).__name__}"
-            )
-        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
-            raise ValueError(f"embedding {name} has max_norm or scale_grad_by_freq, which style 'vocab' does not do")
-        assert isinstance(module.weight, Tensor)
-        placement = Shard(1) if style == "rowwise" else Shard(0)
-        first = local_box(module.weight.shape, mesh, [placement])[1][0]
-        _place(module, "weight", mesh, placement, placed)
-        if style in ("colwise", "colwise_gather") and module.bias is not None:
-            _place(module, "bias", mesh, Shard(0), placed)
-        module.__class__ = _made.setdefault((layer, type(module)), _subclass(layer, type(module)))
-        assert isinstance(module, _Layer)
-        module.tp_group, module._first = shared, first
+        _split_layer(name, module, style, group, placed)
         split.add(module)
     for module in [m for m in model.modules() if hasattr(m, "tp_split")]:
         for own, dim in module.tp_split.items():  # type: ignore[union-attr, operator]
@@ -282,6 +266,27 @@ def parallelize(
         for own, parameter in module._parameters.items():
             if id(parameter) in placed:
                 module._parameters[own] = placed[id(parameter)][1]
+
+
+def _split_layer(name: str, module: nn.Module, style: str, group: TensorParallelGroup, placed: _Placed) -> None:
+    """Leave this rank's part of a linear layer or an embedding, and let it compute with that."""
+    kind, layer = _CLASSES[style]
+    if not isinstance(module, kind):
+        raise ValueError(
+            f"tp_plan gives {name} the style {style!r}, which is for {kind.__name__}, but it is a "
+            f"{type(module).__name__}"
+        )
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+        raise ValueError(f"embedding {name} has max_norm or scale_grad_by_freq, which style 'vocab' does not do")
+    assert isinstance(module.weight, Tensor)
+    placement = Shard(1) if style == "rowwise" else Shard(0)
+    first = local_box(module.weight.shape, group.mesh, [placement])[1][0]
+    _place(module, "weight", group.mesh, placement, placed)
+    if style in ("colwise", "colwise_gather") and module.bias is not None:
+        _place(module, "bias", group.mesh, Shard(0), placed)
+    module.__class__ = _split_classes.setdefault((layer, type(module)), _subclass(layer, type(module)))
+    assert isinstance(module, _Layer)
+    module.tp_group, module._first = group, first
 
 
 def _subclass(layer: type[_Layer], kind: type[nn.Module]) -> type[nn.Module]:

@@ -23,7 +23,7 @@ from engine.registry import zero_level
 from engine.steps import watched
 from engine.torch_compat import all_gather_flat
 
-_TERMS = 16  # room for this many loss terms in the one collective that agrees on the counts
+_MAX_TERMS = 16  # room for this many loss terms in the one collective that agrees on the counts
 _BUCKET = 1 << 24  # elements of plain gradients that are reduced together
 
 
@@ -73,8 +73,8 @@ def accumulate(
             f"pp_size is {runtime.current().pp_size}, but this {type(model).__name__} is not split into stages: call "
             "engine.shard(model) first (a PipelineTransformerBlockList trains in a loop of its own, by loss.backward())"
         )
-    steps, fewest, totals = _agree(list(microbatches), counts, empty)
-    needed = steps if pipeline is None else pipeline.rounded(steps)
+    steps, fewest, totals = _agree_on_counts(list(microbatches), counts, empty)
+    needed = steps if pipeline is None else pipeline.round_up(steps)
     if needed > steps and empty is None:
         raise ValueError(
             f"the interleaved schedule (pp_chunks above 1) runs a multiple of pp_size={runtime.current().pp_size} "
@@ -92,30 +92,30 @@ def accumulate(
             )
         return loss
 
-    def descend(loss: torch.Tensor) -> None:
+    def run_backward(loss: torch.Tensor) -> None:
         # Reduction averages over the data; the loss is a part of a global mean already.
         (backward or torch.Tensor.backward)(loss * size if size > 1 else loss)
 
     summed = None
     if pipeline is not None:
-        batches = list(_filled(microbatches, needed, empty))
+        batches = list(_padded(microbatches, needed, empty))
         pipeline.check_same(batches)
-        held = pipeline.set_aside(model)
+        held = pipeline.take_shared_gradients(model)
     with accumulate_in_fp32(model), _reduce_lazily(roots, unequal=fewest < needed) as set_last:
         if pipeline is not None:
-            total = pipeline.train(model, batches, loss_of, descend, set_last)
+            total = pipeline.train(model, batches, loss_of, run_backward, set_last)
         else:
             total = torch.zeros(())
-            for step, microbatch in enumerate(_filled(microbatches, needed, empty)):
+            for step, microbatch in enumerate(_padded(microbatches, needed, empty)):
                 set_last(step == needed - 1)
                 loss = loss_of(microbatch, step)
                 part = loss.detach().to(torch.float32, copy=True)
                 total = total + part if step else part  # to copy the zero to a GPU would be to wait for it
                 if step == needed - 1:
                     summed = _begin_sum(total)  # which is there when backward is over
-                descend(loss)
+                run_backward(loss)
     if pipeline is not None:
-        pipeline.sum_shared(model, held)
+        pipeline.sum_shared_gradients(model, held)
     if runtime.world_size() > 1:
         _average_plain_gradients(model)
         (summed or _begin_sum(total)).wait()
@@ -128,14 +128,14 @@ def _begin_sum(total: torch.Tensor) -> Any:
     return dist.all_reduce(total, async_op=True) if runtime.world_size() > 1 else None
 
 
-def _filled(microbatches: Sequence[Any], needed: int, empty: Callable[[], Any] | None) -> Iterator[Any]:
+def _padded(microbatches: Sequence[Any], needed: int, empty: Callable[[], Any] | None) -> Iterator[Any]:
     yield from microbatches
     for _ in range(len(microbatches), needed):
         assert empty is not None
         yield empty()
 
 
-def _agree(
+def _agree_on_counts(
     microbatches: list[Any], counts: Callable[[Any], Mapping[str, int]], empty: Callable[[], Any] | None
 ) -> tuple[int, int, dict[str, int]]:
     """(most microbatches of a rank, fewest, {term: items in the global batch}), with one collective."""
@@ -148,8 +148,8 @@ def _agree(
                 own[term] = own.get(term, 0) + int(n)
         if not microbatches and empty is not None:
             own = {term: 0 for term in counts(empty())}
-        if len(own) > _TERMS:
-            raise ValueError(f"counts returns {len(own)} loss terms, at most {_TERMS} are supported")
+        if len(own) > _MAX_TERMS:
+            raise ValueError(f"counts returns {len(own)} loss terms, at most {_MAX_TERMS} are supported")
     except Exception as error:  # told to the other ranks below, then raised
         if size == 1:
             raise
@@ -160,7 +160,7 @@ def _agree(
             raise ValueError("accumulate was given no microbatches")
         return len(microbatches), len(microbatches), {term: max(1, own[term]) for term in terms}
     row = [int(failure is not None), len(microbatches), int(empty is not None), zlib.crc32("\n".join(terms).encode())]
-    row += [own[term] for term in terms] + [0] * (_TERMS - len(terms))
+    row += [own[term] for term in terms] + [0] * (_MAX_TERMS - len(terms))
     table = torch.empty(size, len(row), dtype=torch.int64, device=runtime.message_device())
     all_gather_flat(table.view(-1), torch.tensor(row, dtype=torch.int64, device=table.device))
     rows = table.tolist()

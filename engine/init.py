@@ -100,7 +100,7 @@ def _draw(rule: Rule, name: str, seed: int, like: torch.Tensor) -> torch.Tensor:
         known = ", ".join(f"{k} with {n} argument{'s' * (n != 1)}" for k, (n, _) in _RULES.items())
         raise ValueError(f"init_spec gives {rule!r} for parameter {name}, expected one of: {known}")
     full = torch.empty(like.shape, dtype=torch.float32)
-    _RULES[kind][1](full, torch.Generator().manual_seed(_mix(seed, name)), *arguments)
+    _RULES[kind][1](full, torch.Generator().manual_seed(_seed_of(seed, name)), *arguments)
     return full
 
 
@@ -116,7 +116,7 @@ def _draw_by_module_rule(model: nn.Module, prefix: str, module: nn.Module, membe
         own_name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False)
         for own_name, p in module._parameters.items()
     }
-    with _seeded(_mix(seed, prefix)):
+    with _seeded(_seed_of(seed, prefix)):
         rule(stand_in(module, fresh, on_meta(module._buffers)))
     for own_name in members:
         parameter, drawn = module._parameters[own_name], fresh[own_name]
@@ -165,7 +165,7 @@ def draw_(parameter: torch.Tensor, name: str, seed: int, fill: Callable[[torch.T
     """Give one parameter the values that ``fill`` writes into a tensor of its whole shape (fp32, on the CPU)."""
     dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
     full = torch.empty(parameter.shape, dtype=dtype, device="cpu")
-    with _seeded(_mix(seed, name)):
+    with _seeded(_seed_of(seed, name)):
         fill(full)
     write_(parameter, full)
 
@@ -187,5 +187,5 @@ def write_(parameter: torch.Tensor, full: torch.Tensor) -> None:
     local_tensor(parameter).copy_(full)
 
 
-def _mix(seed: int, name: str) -> int:
+def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") % 2**63

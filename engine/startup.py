@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from engine import runtime
-from engine.parallel.mesh import build_mesh, limit_waiting
+from engine.parallel.mesh import build_mesh, set_timeouts
 from engine.process_group import choose_device, init_process_group, launched_ranks
 
 
@@ -129,7 +129,7 @@ def init_distributed(
     )
     if dist.is_initialized():
         build_mesh(device.type, world_size, dp_replicate, cp_size, tp_size, sizes.pp_size)
-        limit_waiting(seconds, everyone=timeout is not None)
+        set_timeouts(seconds, everyone=timeout is not None)
     runtime.set_seed(seed)
 
 

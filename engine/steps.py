@@ -62,7 +62,7 @@ def in_step(batches: Iterable[Batch], uneven: str = "error") -> Iterator[Batch]:
             have = _ENDED
         except Exception as error:  # told to the other ranks, then raised
             have, failure = _FAILED, error
-        found = _exchange(have, loop, step)
+        found = _gather_flags(have, loop, step)
         if failure is not None:
             raise failure
         if failed := [rank for rank, other in enumerate(found) if other == _FAILED]:
@@ -81,7 +81,7 @@ def in_step(batches: Iterable[Batch], uneven: str = "error") -> Iterator[Batch]:
         step += 1
 
 
-def _exchange(have: int, loop: int, step: int) -> list[int]:
+def _gather_flags(have: int, loop: int, step: int) -> list[int]:
     """``have`` of every rank."""
     rank, size = runtime.rank(), runtime.world_size()
     store = default_store()

@@ -54,7 +54,7 @@ class Block(nn.Module):
         # Not the inner module's own __init__, which has run.
         self._recompute = use_checkpoint
         self._block_level = zero_level
-        settle(self)
+        apply_settings(self)
 
     @property
     def _module(self) -> nn.Module:
@@ -70,7 +70,7 @@ class Block(nn.Module):
 CheckpointBlock = Block  # the name before BMTrain 1.0
 
 
-def settle(block: Block) -> None:
+def apply_settings(block: Block) -> None:
     """Bring a block's settings to the parameters it has now, sharded or not."""
     for parameter in block.parameters():
         parameter._in_block = True  # type: ignore[attr-defined]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from engine import runtime
-from engine.bmtrain.block import Block, settle
-from engine.bmtrain.parameter import DistributedParameter, marks_of, put_marks
+from engine.bmtrain.block import Block, apply_settings
+from engine.bmtrain.parameter import DistributedParameter, declared_attributes, set_declared_attributes
 from engine.init import draw_, init_parameters_
 from engine.names import clean_name
 from engine.parallel.checks import check_ranks
@@ -34,9 +34,9 @@ def init_parameters(model: nn.Module, policy: Policy | None = None, forward_meth
     Raises:
         ValueError: as ``engine.shard`` and ``engine.init`` do.
     """
-    methods = {name: m["init_method"] for name, m in marks_of(model).items() if m["init_method"] is not None}
+    methods = {name: m["init_method"] for name, m in declared_attributes(model).items() if m["init_method"] is not None}
     lost = {name for name, p in model.named_parameters() if p.is_meta}
-    lay_out(model, policy, forward_methods, overwritten=methods)
+    shard_from_rank_0(model, policy, forward_methods, overwritten=methods)
     settings = runtime.current()
     prefix = f"{settings.draws}/" if settings.draws else ""  # two layers initialised apart must not be equal
     settings.draws += 1
@@ -49,7 +49,7 @@ def init_parameters(model: nn.Module, policy: Policy | None = None, forward_meth
         init_parameters_(model, settings.seed, [clean_name(name) for name in lost & held])
 
 
-def lay_out(
+def shard_from_rank_0(
     model: nn.Module,
     policy: Policy | None = None,
     forward_methods: Iterable[str] = (),
@@ -60,22 +60,22 @@ def lay_out(
 
     What was on meta has memory afterwards, and no values; nor need ``overwritten`` parameters have any.
     """
-    marks = marks_of(model)
+    marks = declared_attributes(model)
     skipped = {id(p) for name, p in model.named_parameters() if name in overwritten}
     for root in _roots(model):
         if runtime.world_size() > 1:
             check_ranks([*root.named_parameters(), *root.named_buffers()])  # else gloo would end the process
-        _same_values(root, skipped)
+        _broadcast_values(root, skipped)
         inside = set(root.modules())
         blocks = [m for m in inside if isinstance(m, Block)] if units is None else units
         chosen = [m for m in blocks if m in inside] or None
         methods = forward_methods if root is model else ()
         lay_over_ranks(root, units=chosen, policy=policy, forward_methods=methods, over_stages=True)
     materialize(model)
-    put_marks(model, marks)
+    set_declared_attributes(model, marks)
     for module in model.modules():
         if isinstance(module, Block):
-            settle(module)
+            apply_settings(module)
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
@@ -94,7 +94,7 @@ def _roots(model: nn.Module) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def _same_values(model: nn.Module, skipped: set[int]) -> None:
+def _broadcast_values(model: nn.Module, skipped: set[int]) -> None:
     """Rank 0's values on every rank: ranks draw different numbers, so a model built from them differs."""
     if runtime.world_size() == 1:
         return
@@ -142,7 +142,7 @@ def BMTrainModelWrapper(
     if lost := next((name for name, p in model.named_parameters() if p.is_meta), None):
         raise ValueError(f"parameter {lost} is on the meta device: call init_parameters or load, not the wrapper")
     if sharded_roots(model):
-        lay_out(model, policy, forward_methods)
+        shard_from_rank_0(model, policy, forward_methods)
         return model
     units = [unit for unit in find_units(model) if unit is not model and next(unit.parameters(), None) is not None]
     own_way = getattr(model, "supports_gradient_checkpointing", False) and use_checkpoint
@@ -151,5 +151,5 @@ def BMTrainModelWrapper(
     for unit in units:
         if not isinstance(unit, Block):  # a user's own Block keeps its settings
             Block(unit, use_checkpoint=use_checkpoint and not own_way)
-    lay_out(model, policy, forward_methods, units)
+    shard_from_rank_0(model, policy, forward_methods, units)
     return model

@@ -15,7 +15,7 @@ from engine import runtime
 from engine.optim.checks import mark_awaiting_sharding
 
 # What a parameter keeps when it is replaced by its shard.
-_MARKS = ("_is_distributed_parameter", "init_method", "group")
+_DECLARED = ("_is_distributed_parameter", "init_method", "group")
 
 
 class _ParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
@@ -78,17 +78,17 @@ class ParameterInitializer:
         self.func(param, *self._args, **self._kwargs)
 
 
-def marks_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+def declared_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
     """{name: what a DistributedParameter was declared with}."""
     return {
-        name: {mark: getattr(p, mark) for mark in _MARKS}
+        name: {mark: getattr(p, mark) for mark in _DECLARED}
         for name, p in model.named_parameters()
         if isinstance(p, DistributedParameter)
     }
 
 
-def put_marks(model: nn.Module, marks: Mapping[str, Mapping[str, Any]]) -> None:
-    """The reverse of ``marks_of``, after the parameters were replaced."""
+def set_declared_attributes(model: nn.Module, marks: Mapping[str, Mapping[str, Any]]) -> None:
+    """The reverse of ``declared_attributes``, after the parameters were replaced."""
     for name, parameter in model.named_parameters():
         for mark, value in marks.get(name, {}).items():
             setattr(parameter, mark, value)

@@ -15,7 +15,7 @@ from engine.bmtrain.block import Block, TransformerBlockList
 from engine.collectives import first_difference
 from engine.parallel.mesh import device_mesh
 from engine.parallel.pipeline.p2p import Neighbours
-from engine.parallel.pipeline.schedule import parts
+from engine.parallel.pipeline.schedule import split_units
 from engine.parallel.pipeline.stages import is_absent
 from engine.torch_compat import all_gather_flat
 
@@ -69,7 +69,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
             return super().forward(*args, return_hidden_states=return_hidden_states)
         if return_hidden_states:
             raise ValueError("return_hidden_states: under pipe_size they are on several ranks; leave it out")
-        mine = parts(len(self), runtime.stages())[runtime.stage()]
+        mine = split_units(len(self), runtime.stages())[runtime.stage()]
         if not all(is_absent(block) for i, block in enumerate(self) if i not in mine):
             raise ValueError(
                 "the list has all its blocks on this rank: call init_parameters, load or engine.shard first"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine import runtime
-from engine.bmtrain.model import broadcast_, lay_out
+from engine.bmtrain.model import broadcast_, shard_from_rank_0
 from engine.collectives import from_rank_0, together
 from engine.init import write_
 from engine.names import state_dict_tensors
@@ -110,7 +110,7 @@ def load(
     )
     with together(f"reading {file_name}"):
         sources, missing, unexpected = _match(model, shapes, file_name, strict)
-    lay_out(model, policy, overwritten=set(sources))
+    shard_from_rank_0(model, policy, overwritten=set(sources))
     stages, home = stages_of(model), runtime.device()
     # What blocks of several stages share has one source, under the first block's name.
     first_of = {} if stages is None else stages.names

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 
-from engine.checkpoint.dcp_metadata import DescriptionUnpickler
+from engine.checkpoint.dcp_metadata import MetadataUnpickler
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
@@ -70,9 +70,9 @@ class _Properties(TensorProperties):
         super().__setstate__(state[: len(fields(TensorProperties))])
 
 
-class _Unpickler(DescriptionUnpickler):
-    def found(self, module: str, name: str) -> Any:
-        found = super().found(module, name)
+class _Unpickler(MetadataUnpickler):
+    def resolve(self, module: str, name: str) -> Any:
+        found = super().resolve(module, name)
         return _Properties if found is TensorProperties else found
 
 

@@ -51,7 +51,7 @@ def stand_in(module: str, name: str) -> type[Described]:
     return type(name, (Described,), {"kind": (module, name)})
 
 
-class DescriptionUnpickler(pickle.Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
     """Reads a description with torch's own classes, and refuses everything that no description takes."""
 
     _ALLOWED: Mapping[str, set[str]] = {
@@ -70,16 +70,16 @@ class DescriptionUnpickler(pickle.Unpickler):
             or (module == METADATA and not name.startswith("__"))
             or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
         ):
-            return self.found(module, name)
+            return self.resolve(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours does")
 
-    def found(self, module: str, name: str) -> Any:
+    def resolve(self, module: str, name: str) -> Any:
         return super().find_class(module, name)
 
 
-class _PlainUnpickler(DescriptionUnpickler):
-    def found(self, module: str, name: str) -> Any:
-        return stand_in(module, name) if module in (METADATA, FILES) else super().found(module, name)
+class _PlainUnpickler(MetadataUnpickler):
+    def resolve(self, module: str, name: str) -> Any:
+        return stand_in(module, name) if module in (METADATA, FILES) else super().resolve(module, name)
 
 
 class _Pickler(pickle._Pickler):

@@ -43,7 +43,7 @@ def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup
         if runtime.rank() == 0:
             check_place(target)
             target.parent.mkdir(parents=True, exist_ok=True)
-            _clear_up(target)
+            _clean_up_after_killed_saves(target)
             place = str(target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
             Path(place).mkdir()
     path = Path(from_rank_0(place, group))
@@ -116,19 +116,19 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _clear_up(target: Path) -> None:
+def _clean_up_after_killed_saves(target: Path) -> None:
     """Remove what saves to ``target`` left that were killed, after giving its name back to what one was replacing."""
     name = glob.escape(target.name)
     for left in target.parent.glob(f".{name}.partial-*"):
         shutil.rmtree(left, ignore_errors=True)
     for old in target.parent.glob(f".{name}.old-*"):
-        if target.exists() or not _is_whole(old):
+        if target.exists() or not _is_complete(old):
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.rename(target)
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     try:
         check_manifest(path)
     except ValueError:
@@ -160,7 +160,7 @@ def _replace(path: Path, target: Path) -> None:
     """
     if not target.exists():
         path.rename(target)
-    elif not _exchange(path, target):
+    elif not _exchange_names(path, target):
         old = target.parent / f".{target.name}.old-{uuid.uuid4().hex[:8]}"
         target.rename(old)
         path.rename(target)
@@ -168,7 +168,7 @@ def _replace(path: Path, target: Path) -> None:
     _fsync(target.parent)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange_names(one: Path, other: Path) -> bool:
     """Let two directories exchange their names in one step; False if the system or the file system has no such step."""
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "renameat2"):  # Linux has it

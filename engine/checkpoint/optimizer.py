@@ -15,18 +15,19 @@ from engine.collectives import from_rank_0, together
 from engine.names import clean_name
 from engine.optim.base import FusedOptimizer
 from engine.optim.states import OwnStates
-from engine.parallel.pipeline.stages import elsewhere, of_all_stages
+from engine.parallel.pipeline.stages import elsewhere, gather_from_stages
 from engine.tensors import detached, local_tensor, with_local
 
 OPTIM = "optim"
 
 
-def split_state(
+def collect_states(
     model: nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """({"<optimizer>/<parameter>/<key>": tensor}, for each optimizer its groups and what is no tensor). Not collective.
 
-    Of a model that is split into stages: those of this stage; see ``joined``. The tensors share the optimizers' memory.
+    Of a model that is split into stages: those of this stage; see ``merge_stages``. The tensors share the memory of the
+    optimizers.
     Raises ValueError if an optimizer holds a parameter that is not the model's.
     """
     names = _names(model)
@@ -47,12 +48,12 @@ def split_state(
     return tensors, rest
 
 
-def joined(model: nn.Module, rest: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge_stages(model: nn.Module, rest: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One description of the optimizers from that of each stage; what two stages hold comes once. Collective.
 
     Raises ValueError if the stages have different numbers of optimizers or groups.
     """
-    first, *others = stages = of_all_stages(model, rest)
+    first, *others = stages = gather_from_stages(model, rest)
     _check_stages([[one["param_groups"] for one in stage] for stage in stages])
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
@@ -62,7 +63,7 @@ def joined(model: nn.Module, rest: list[dict[str, Any]]) -> list[dict[str, Any]]
     return first
 
 
-def join_state(
+def load_states(
     directory: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], rest: list[dict[str, Any]]
 ) -> list[OwnStates]:
     """The reverse: for each optimizer what its ``load_state_dict`` takes; each rank reads its slices. Collective.
@@ -74,7 +75,7 @@ def join_state(
         if len(rest) != len(optimizers):
             raise ValueError(f"checkpoint {directory} holds {len(rest)} optimizers, but {len(optimizers)} were given")
         members = [_members(names, optimizer, index) for index, optimizer in enumerate(optimizers)]
-    everywhere = of_all_stages(model, members)
+    everywhere = gather_from_stages(model, members)
     stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     tensors: dict[str, torch.Tensor] = {}
     states: list[OwnStates] = []

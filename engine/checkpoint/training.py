@@ -29,13 +29,13 @@ from torch import nn
 from engine import runtime
 from engine.checkpoint.files import MANIFEST, STEP, atomic_directory, check_manifest, check_place, named_checkpoint
 from engine.checkpoint.model import MODEL, filled_tensors, load_model, write_tensors
-from engine.checkpoint.optimizer import OPTIM, join_state, joined, split_state
+from engine.checkpoint.optimizer import OPTIM, collect_states, load_states, merge_stages
 from engine.checkpoint.random_state import generator_states, reseed_generators, restore_generators
 from engine.checkpoint.safe_pickle import dump, load
 from engine.collectives import from_rank_0, together
 from engine.optim.manager import OptimManager
 from engine.parallel.mesh import device_mesh
-from engine.parallel.pipeline.stages import of_all_stages
+from engine.parallel.pipeline.stages import gather_from_stages
 from engine.tensors import local_tensor, with_local
 
 STATE = "state"
@@ -233,7 +233,7 @@ def load_checkpoint(
         if optim_manager is not None:
             _check_kind(path, optim_manager, common["optim"])
     if optim_manager is not None:
-        states = join_state(path, model, _optimizers(optim_manager), common["optim"]["optimizers"])
+        states = load_states(path, model, _optimizers(optim_manager), common["optim"]["optimizers"])
         with together(f"loading the optimizer of {path}"):
             if isinstance(optim_manager, OptimManager):
                 optim_manager.load_state_dict({**common["optim"]["manager"], "optimizers": states})
@@ -307,13 +307,13 @@ def _collect(
         if not isinstance(state, Mapping | None):
             raise ValueError(f"state is a {type(state).__name__}, expected a dict")
         if optim_manager is not None:
-            held, optimizers = split_state(model, _optimizers(optim_manager))
+            held, optimizers = collect_states(model, _optimizers(optim_manager))
             manager = None
             if isinstance(optim_manager, OptimManager):
                 manager = {k: v for k, v in optim_manager.state_dict().items() if k != "optimizers"}
     if optim_manager is not None:
-        optim = {"manager": manager, "optimizers": joined(model, optimizers)}
-        if any(of_all_stages(model, bool(held))):  # none before the first step; a frozen stage has none at all
+        optim = {"manager": manager, "optimizers": merge_stages(model, optimizers)}
+        if any(gather_from_stages(model, bool(held))):  # none before the first step; a frozen stage has none at all
             tensors[OPTIM] = held
     with together(doing):
         common = dump({"mesh": _mesh_sizes(), "optim": optim, "state": dict(state or {})})

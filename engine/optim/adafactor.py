@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from engine.optim.states import check_gradients, check_group, check_states, checked_group, placed_gradient
+from engine.optim.states import check_gradients, check_group, check_states, placed_gradient, undone_on_error
 from engine.tensors import as_shard, local_box, local_tensor, shard_of
 
 Groups = list[dist.ProcessGroup]
@@ -76,7 +76,7 @@ class Adafactor(torch.optim.Optimizer):
         defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": tuple(eps), "d": d, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "maximize": maximize})
 
-    @checked_group
+    @undone_on_error
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; checks the group's values and parameters."""
         super().add_param_group(param_group)

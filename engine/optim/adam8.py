@@ -13,7 +13,7 @@ from engine.ops import fused
 from engine.ops.reference import BLOCK
 from engine.optim.adam import AdamOptimizer
 from engine.optim.base import Batch
-from engine.optim.states import laid_as
+from engine.optim.states import placed_as
 from engine.tensors import as_shard, local_box, local_tensor
 
 _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
@@ -125,7 +125,7 @@ class AdamW8bit(AdamOptimizer):
             for name in _SCALES:
                 if name in state:
                     _scales_of(parameter)
-                    state[name] = laid_as(state[name], parameter)
+                    state[name] = placed_as(state[name], parameter)
 
 
 def _scales_of(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

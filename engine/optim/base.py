@@ -18,24 +18,25 @@ from engine.ops import fused
 from engine.optim.rounding import place_of
 from engine.optim.states import (
     OwnStates,
-    adopted,
+    as_adamw_state,
     check_group,
     check_states,
-    checked_group,
-    laid_as,
-    lying_as,
-    number_on,
     placed_alike,
+    placed_as,
     placed_gradient,
     saved_states,
+    scalar_on,
     sparse_gradient,
+    undone_on_error,
+    with_strides_of,
 )
 from engine.registry import ROUNDING_KEY, ROUNDS_AT_RANDOM
 from engine.tensors import gradients_of, local_tensor, local_tensors, with_local
 
 _FUSED = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = ("fp32", "remainder")
-_BESIDE = ("master", "remainder", "exp_avg_scale", "exp_avg_sq_scale")  # what a state may have besides its moments
+# What a state may have besides its moments.
+_OPTIONAL_STATES = ("master", "remainder", "exp_avg_scale", "exp_avg_sq_scale")
 # With many small parameters, looking at them is a step's cost: these go through lists without a line of Python.
 _dtype = operator.attrgetter("dtype")
 _is_contiguous = torch.Tensor.is_contiguous
@@ -92,7 +93,7 @@ class _GroupPlan:
     batches: list[tuple[torch.device, Batch]]
 
 
-def same(these: Collection[Any], those: Collection[Any]) -> bool:
+def same_objects(these: Collection[Any], those: Collection[Any]) -> bool:
     """Whether these are those very objects, in the same order."""
     return len(these) == len(those) and all(map(operator.is_, these, those))
 
@@ -136,7 +137,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if moment_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"moment_dtype is {moment_dtype}, expected torch.float32 or torch.bfloat16")
         self._hold_steps, self._master, self._moment_dtype = hold_steps, master, moment_dtype
-        self._forget()
+        self._reset_caches()
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,9 +146,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # of a copy, and of load_state_dict
-        self._forget()
+        self._reset_caches()
 
-    def _forget(self) -> None:
+    def _reset_caches(self) -> None:
         self._plans: dict[int, _GroupPlan] = {}  # of each group, by the id of its parameters
         self._states: list[dict[str, Any]] = []  # all there were then
 
@@ -166,7 +167,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         manager = None if self.manager is None else self.manager()
         return 1.0 if manager is None else manager.loss_scale
 
-    @checked_group
+    @undone_on_error
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; checks the group's values and parameters."""
         _ADD_PARAM_GROUP(self, param_group)
@@ -212,7 +213,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         factor = None if grad_scale is None else grad_scale.reciprocal()
-        if others := not same(self.state.values(), self._states):
+        if others := not same_objects(self.state.values(), self._states):
             self._plans.clear()
         # All are looked at before the first is stepped: an error leaves every parameter as it was.
         try:
@@ -222,8 +223,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
         for group, batches in work:
             for device, batch in batches:
-                scale = None if factor is None else number_on(device, factor)
-                skip = None if found_inf is None else number_on(device, found_inf)
+                scale = None if factor is None else scalar_on(device, factor)
+                skip = None if found_inf is None else scalar_on(device, found_inf)
                 self.update({**group, "lr": 0.0} if batch.held else group, batch, scale, skip)
                 torch.autograd.graph.increment_version(batch.p)  # as torch's own in-place operators do
                 batch.g = []  # so that zero_grad frees them
@@ -238,15 +239,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         parameters = group["params"]
         plan = self._plans.get(id(parameters))
-        if plan is not None and same(parameters, plan.parameters):
+        if plan is not None and same_objects(parameters, plan.parameters):
             still_without = all(p.grad is None for p in plan.without_gradient)
-            if still_without and all(self._serves(batch) for _, batch in plan.batches):
+            if still_without and all(self._reuse(batch) for _, batch in plan.batches):
                 return plan.batches
         without = [p for p in parameters if p.grad is None]
         self._plans[id(parameters)] = plan = _GroupPlan([*parameters], without, self._by_operator(parameters))
         return plan.batches
 
-    def _serves(self, batch: Batch) -> bool:
+    def _reuse(self, batch: Batch) -> bool:
         """Whether a batch of the step before holds what its parameters have; it then has their gradients."""
         if batch.held:  # it may be over
             return False
@@ -256,9 +257,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not placed_alike(batch.parameters, gradients):  # to place them is collective: in the order of the group
             return False
         gradients = local_tensors(gradients)
-        if not same(local_tensors(batch.parameters), batch.p):
+        if not same_objects(local_tensors(batch.parameters), batch.p):
             return False
-        if not same(list(chain.from_iterable(map(dict.values, batch.states))), batch.values):
+        if not same_objects(list(chain.from_iterable(map(dict.values, batch.states))), batch.values):
             return False
         if set(map(_dtype, gradients)) != {batch.gradient_dtype}:
             return False
@@ -288,7 +289,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             elif not dense and gradient.stride() != shard.stride():  # kernels go through memory, not through indices
                 gradient = torch.empty_like(shard, dtype=gradient.dtype).copy_(gradient)
             fits = dense and (not placed or place is not None)
-            held = self._holds(state["step"])
+            held = self._is_held(state["step"])
             key = (shard.device, shard.dtype, gradient.dtype, m.dtype, mode, fits, held)
             batch = batches.get(key)
             if batch is None:
@@ -306,12 +307,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The state of a parameter: made if there is none, and brought to the parameter's dtype and strides."""
         state: dict[str, Any] = self.state[parameter] or self._init_state(parameter)
         if (parameter.dtype == torch.float32) == ("master" in state or "remainder" in state):
-            self._settle_master(parameter, state)
+            self._convert_master(parameter, state)
         if local_tensor(parameter).stride() != local_tensor(state[self.moments[0]]).stride():
-            self._settle_strides(parameter, state)
+            self._match_strides(parameter, state)
         return state
 
-    def _holds(self, step: torch.Tensor) -> bool:
+    def _is_held(self, step: torch.Tensor) -> bool:
         """Whether a parameter after so many steps is not to change yet. Reads the device, where there is hold_steps."""
         return self._hold_steps > 0 and step.item() < self._hold_steps
 
@@ -321,11 +322,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in self.moments:
             state[name] = torch.zeros_like(parameter, dtype=self._moment_dtype)
-        self._settle_master(parameter, state)
+        self._convert_master(parameter, state)
         return state
 
     @torch.no_grad()
-    def _settle_master(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    def _convert_master(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         """Bring what holds the fp32 value of a 16-bit parameter to the kind that this optimizer keeps; a parameter that
         is fp32 now takes the value itself."""
         shard, remainder = local_tensor(parameter.detach()), False
@@ -350,13 +351,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state["master"] = parameter.detach().to(torch.float32)
 
     @torch.no_grad()
-    def _settle_strides(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    def _match_strides(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         """Let states lie in memory as the parameter does, through which torch's kernels go, not through indices.
 
         Raises ValueError for a parameter with gaps in its memory, which no new tensor has.
         """
         for name, value in state.items():
-            state[name] = lying_as(parameter, value)
+            state[name] = with_strides_of(parameter, value)
         shard = local_tensor(parameter)
         if local_tensor(state[self.moments[0]]).stride() != shard.stride():
             raise ValueError(
@@ -382,7 +383,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, dict(state_dict)) or state_dict
-        own, state_dict = isinstance(state_dict, OwnStates), adopted(self, state_dict)
+        own, state_dict = isinstance(state_dict, OwnStates), as_adamw_state(self, state_dict)
         for parameter, saved in saved_states(self, state_dict):
             bits = "exp_avg_scale" in saved
             if "exp_avg" in saved and bits != self._quantised(parameter):
@@ -392,7 +393,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{type(self).__name__} keeps {kinds[1]} ones: load it with the optimizer and min_size it was "
                     "saved with"
                 )
-        check_states(self, state_dict, lambda p: {"step": (), **dict.fromkeys(self.moments, tuple(p.shape))}, _BESIDE)
+        shapes = lambda p: {"step": (), **dict.fromkeys(self.moments, tuple(p.shape))}  # noqa: E731
+        check_states(self, state_dict, shapes, _OPTIONAL_STATES)
         for group in state_dict["param_groups"]:
             self._check_group({**group, "params": []})
         # torch would bring all states to the parameters' dtypes and devices first, where there may be no room for them.
@@ -401,11 +403,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         for parameter, saved in saved_states(self, state_dict):
             if saved:
                 state = self.state[parameter] = {
-                    name: self._kept(name, value, parameter, own) if isinstance(value, torch.Tensor) else value
+                    name: self._loaded(name, value, parameter, own) if isinstance(value, torch.Tensor) else value
                     for name, value in saved.items()
                 }
                 if "step" in state:
-                    self._settle_master(parameter, state)
+                    self._convert_master(parameter, state)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -414,13 +416,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return parameter.device
 
     @torch.no_grad()
-    def _kept(self, name: str, value: torch.Tensor, parameter: torch.Tensor, own: bool) -> torch.Tensor:
+    def _loaded(self, name: str, value: torch.Tensor, parameter: torch.Tensor, own: bool) -> torch.Tensor:
         """A loaded state as this optimizer keeps it: as in torch ``value`` itself where it has the parameter's dtype
         and is in its place, of others a copy, unless the value is the optimizer's ``own``."""
         device = self.state_device(parameter)
         if name == "step":
             return value.to(device, torch.float32, copy=not own)
-        value = laid_as(value.detach(), parameter) if value.shape == parameter.shape else value.detach()
+        value = placed_as(value.detach(), parameter) if value.shape == parameter.shape else value.detach()
         dtype, here = self._dtype_of(name, parameter), local_tensor(value).device == device
         value = value.to(dtype=dtype, copy=here and not own and parameter.dtype != dtype)
-        return lying_as(parameter, value if here else with_local(value, local_tensor(value).to(device)))
+        return with_strides_of(parameter, value if here else with_local(value, local_tensor(value).to(device)))

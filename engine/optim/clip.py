@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from engine import runtime
 from engine.ops import fused, library
-from engine.optim.states import number_on, placed_alike, placed_gradient, sparse_gradient
+from engine.optim.states import placed_alike, placed_gradient, scalar_on, sparse_gradient
 from engine.parallel.mesh import device_mesh
 from engine.registry import NORM_LAYOUT, STAGE_ROLE
 from engine.tensors import gradients_of, local_tensor, local_tensors
@@ -155,7 +155,7 @@ def scale_gradients_(params: Iterable[torch.Tensor], factor: torch.Tensor) -> No
         if parameter.grad is not None:
             by_device.setdefault(parameter.device, []).append(local_tensor(parameter.grad))
     for device, gradients in by_device.items():
-        torch._foreach_mul_(gradients, number_on(device, factor))
+        torch._foreach_mul_(gradients, scalar_on(device, factor))
 
 
 def _sharded_over(parameter: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
-from engine.optim.base import FusedOptimizer, same
+from engine.optim.base import FusedOptimizer, same_objects
 from engine.optim.checks import check_optimizer
 from engine.optim.clip import clip_coefficient, grad_norm, scale_gradients_
 
@@ -179,7 +179,7 @@ class OptimManager:
         inside: set[int] = set()
         for index, optimizer in enumerate(self.optimizers):
             own = list(_parameters(optimizer.param_groups))
-            if not same(own, parameters):
+            if not same_objects(own, parameters):
                 # Made only here: with many small parameters, a set of them costs as much as their norm.
                 inside = inside or set(map(id, parameters))
                 if not inside.issuperset(map(id, own)):
@@ -333,7 +333,7 @@ def _parameters(param_groups: Iterable[Any]) -> Iterable[torch.Tensor]:
 
 
 def _without(these: list[torch.Tensor], those: list[torch.Tensor]) -> list[torch.Tensor]:
-    if same(these, those):
+    if same_objects(these, those):
         return []
     out = set(map(id, those))
     return [p for p in these if id(p) not in out]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.optim.states import check_gradients, check_group, check_states, checked_group, laid_as, placed_gradient
+from engine.optim.states import check_gradients, check_group, check_states, placed_as, placed_gradient, undone_on_error
 from engine.tensors import local_box, local_tensor, with_local
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -78,9 +78,9 @@ class Muon(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
             if "momentum_buffer" in state:
-                state["momentum_buffer"] = laid_as(state["momentum_buffer"], parameter)
+                state["momentum_buffer"] = placed_as(state["momentum_buffer"], parameter)
 
-    @checked_group
+    @undone_on_error
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; checks the group's values and parameters."""
         super().add_param_group(param_group)

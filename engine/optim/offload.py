@@ -11,7 +11,7 @@ import torch
 from engine.ops import fused
 from engine.optim.adam import AdamOptimizer
 from engine.optim.base import Batch
-from engine.optim.states import check_gradients, checked_group, placed_gradient
+from engine.optim.states import check_gradients, placed_gradient, undone_on_error
 from engine.tensors import local_tensor, with_local
 
 _ALIGN = 64  # bytes
@@ -109,13 +109,13 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self.record_delta = record_delta
         super().__init__(params, lr, betas, eps, weight_decay, hold_steps)
 
-    def _forget(self) -> None:
-        super()._forget()
+    def _reset_caches(self) -> None:
+        super()._reset_caches()
         self._deltas = torch.zeros(3, dtype=torch.float64)  # how many, their sum, the sum of their squares
         self._slots: dict[tuple[torch.device, int], _Slot] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    @checked_group
+    @undone_on_error
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``AdamOptimizer``."""
         super().add_param_group(param_group)
@@ -234,7 +234,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         back: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece, gradient in zip(slot.pieces, slot.gradients, strict=True):
             mode = "plain" if piece.shard.dtype == torch.float32 else "master"
-            held = self._holds(piece.step)
+            held = self._is_held(piece.step)
             key = (id(piece.group), piece.shard.dtype, gradient.dtype, held)
             _, batch = batches.setdefault(key, (piece.group, Batch(mode, True, held)))
             source = piece.master if mode == "plain" else slot.take(piece.shard)
@@ -287,15 +287,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
         """The host."""
         return torch.device("cpu")
 
-    def _kept(self, name: str, value: torch.Tensor, parameter: torch.Tensor, own: bool) -> torch.Tensor:
-        kept = super()._kept(name, value, parameter, own)
+    def _loaded(self, name: str, value: torch.Tensor, parameter: torch.Tensor, own: bool) -> torch.Tensor:
+        kept = super()._loaded(name, value, parameter, own)
         local = local_tensor(kept)
         if not own and name != "step" and local_tensor(value).device == local.device:
             local = local.clone()
         return with_local(kept, local.contiguous())  # as the step goes through views of it
 
     @torch.no_grad()
-    def _settle_master(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    def _convert_master(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         """Let a loaded state, which may be an ``AdamOptimizer``'s, have a master on the host."""
         master = shard = local_tensor(parameter.detach())
         if "remainder" in state:

@@ -35,7 +35,7 @@ def check_group(group: dict[str, Any], *names: str, flags: Collection[str] = ())
         raise ValueError("a parameter is on the meta device: call engine.materialize(model) before the optimizer")
 
 
-def checked_group(add: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], None]:
+def undone_on_error(add: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], None]:
     """For an ``add_param_group`` that checks what it has added: a group that is refused is not left there."""
 
     @functools.wraps(add)
@@ -85,7 +85,7 @@ def placed_alike(params: list[torch.Tensor], gradients: list[torch.Tensor]) -> b
     return all(placements_of(p) == placements_of(g) for p, g in pairs if type(g) is DTensor)
 
 
-def number_on(device: torch.device, number: torch.Tensor) -> torch.Tensor:
+def scalar_on(device: torch.device, number: torch.Tensor) -> torch.Tensor:
     """A 0-d tensor on a device that steps by it. Only a GPU's stream keeps the order of a copy and of what reads it: a
     copy to the host has to be waited for."""
     return number.to(device, non_blocking=device.type == "cuda")
@@ -110,7 +110,7 @@ def _check_form(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
         )
 
 
-def adopted(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def as_adamw_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state that may be another library's AdamW's, as ours are: a count of steps that is a number is a tensor.
 
     Raises ValueError for a state that has the names of AdamW's but is of torch's Adam with weight decay, or of RAdam or
@@ -181,7 +181,7 @@ def check_states(
                 )
 
 
-def laid_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def placed_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A state, whole or in shards, as this rank's shard of it, placed as the parameter is. Collective where it is in
     shards of another layout."""
     if not isinstance(parameter, DTensor):
@@ -195,7 +195,7 @@ def laid_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return shard_of(whole, mesh, placements)
 
 
-def lying_as(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def with_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """A state of a parameter's shape with the parameter's strides; other states as they are."""
     local, like = local_tensor(value), local_tensor(parameter)
     if local.shape != like.shape or local.stride() == like.stride():

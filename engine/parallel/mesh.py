@@ -62,25 +62,25 @@ def data_mesh(mesh: DeviceMesh, zero_level: int, over_stages: bool = False) -> D
 
 _meshes: dict[tuple[str, tuple[int, ...]], DeviceMesh] = {}
 _groups: list[dist.ProcessGroup] = []  # whose collectives raise after the timeout
-_made_in: dist.ProcessGroup | None = None
+_world: dist.ProcessGroup | None = None
 _inherited: list[object] = []
 
 
 def _build(device_type: str, sizes: tuple[int, ...], group: dist.ProcessGroup | None) -> DeviceMesh:
     # A mesh, and any group, lives as long as the process group it was made in.
-    global _made_in
-    if _made_in is not group:
+    global _world
+    if _world is not group:
         _meshes.clear()
         _groups.clear()
-        _made_in = group
+        _world = group
     if (device_type, sizes) not in _meshes:
         mesh = _meshes[device_type, sizes] = init_device_mesh(device_type, sizes, mesh_dim_names=DIMS)
         for name in DIMS:
-            limited(mesh.get_group(name))
+            with_timeout(mesh.get_group(name))
     return _meshes[device_type, sizes]
 
 
-def limit_waiting(seconds: float, everyone: bool) -> None:
+def set_timeouts(seconds: float, everyone: bool) -> None:
     """Let collectives of the groups made so far, and with ``everyone`` those of all ranks, raise after so many
     seconds."""
     for group in _groups:
@@ -89,7 +89,7 @@ def limit_waiting(seconds: float, everyone: bool) -> None:
         set_timeout(dist.group.WORLD, seconds)
 
 
-def limited(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def with_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """``group``, whose collectives raise after the timeout of ``init_distributed``, also of a later call."""
     if group is dist.group.WORLD:  # a dimension of all ranks: its timeout was given, or is its maker's
         return group
@@ -98,11 +98,11 @@ def limited(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
 
 
-def _set_aside() -> None:
+def _forget_after_fork() -> None:
     """A forked process has the groups of its parent without their threads, for which their end would wait for ever."""
-    global _meshes, _groups, _made_in
-    _inherited.append((_meshes, _groups, _made_in))
-    _meshes, _groups, _made_in = {}, [], None
+    global _meshes, _groups, _world
+    _inherited.append((_meshes, _groups, _world))
+    _meshes, _groups, _world = {}, [], None
 
 
-os.register_at_fork(after_in_child=_set_aside)
+os.register_at_fork(after_in_child=_forget_after_fork)

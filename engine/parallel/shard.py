@@ -22,8 +22,8 @@ from engine.parallel.fsdp import reshard
 from engine.parallel.gloo.collectives import over_gloo, use_gloo_collectives
 from engine.parallel.gloo.sharded_embedding import shard_embeddings
 from engine.parallel.mesh import data_mesh, device_mesh, storage_mesh
-from engine.parallel.pipeline.execution import pipeline_of, split
-from engine.parallel.pipeline.stages import absent_names, split_lists
+from engine.parallel.pipeline.execution import pipeline_of, split_into_stages
+from engine.parallel.pipeline.stages import absent_names, split_block_lists
 from engine.parallel.tensor import check_inputs, parallelize
 from engine.precision import Policy
 from engine.recompute import wrap_units_
@@ -133,9 +133,9 @@ def _cut_into_stages(model: nn.Module, lists: list[nn.ModuleList], over_stages: 
     """Leave this rank's stage of the model; ``lists`` pipeline their blocks themselves."""
     if over_stages:
         _check_stages(lists)
-        split_lists(model, lists, device_mesh())
+        split_block_lists(model, lists, device_mesh())
     else:
-        split(model, device_mesh(), runtime.current().pp_chunks)
+        split_into_stages(model, device_mesh(), runtime.current().pp_chunks)
 
 
 def _shard_units(

@@ -404,8 +404,8 @@ def test_evaluation(four, sizes):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_stage_finds_what_it_waits_for(size, chunks):
     """Played through: each action has what it needs, and what goes one way comes in the order it was sent."""
-    microbatches, most = 4 * size, p2p.most_on_their_way(size, chunks)
-    left = [schedule.order(rank, size, chunks, microbatches) for rank in range(size)]
+    microbatches, most = 4 * size, p2p.max_in_flight(size, chunks)
+    left = [schedule.stage_actions(rank, size, chunks, microbatches) for rank in range(size)]
     assert all(len(set(actions)) == len(actions) == 2 * chunks * microbatches for actions in left)
     last, done, sent = size * chunks - 1, set(), {}
     by = [[] for _ in left]  # what each has sent
@@ -432,7 +432,7 @@ def test_every_stage_finds_what_it_waits_for(size, chunks):
                 done.add((forward, stage, number))
         assert len(done) > before
     in_flight = 0
-    for forward, _, _ in schedule.order(0, size, 1, 4 * size):
+    for forward, _, _ in schedule.stage_actions(0, size, 1, 4 * size):
         in_flight += 1 if forward else -1
         assert in_flight <= size  # 1F1B holds no more activations than there are stages
 
@@ -461,7 +461,7 @@ def test_what_was_sent_is_not_held_for_the_whole_step(monkeypatch):
         sent += [weakref.ref(one), weakref.ref(two)]
         between.send(one, torch.ones(0), two, forward=True)
         del one, two
-    assert sum(one() is not None for one in sent) == 2 * p2p.most_on_their_way(2, 1) == 8
+    assert sum(one() is not None for one in sent) == 2 * p2p.max_in_flight(2, 1) == 8
     between.flush()
     assert not any(one() is not None for one in sent) and waited == list(range(60))
 

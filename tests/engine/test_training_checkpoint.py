@@ -513,7 +513,7 @@ def test_stages_with_other_numbers_of_groups_are_an_error(tmp_path, monkeypatch)
         fewer = {**first, "param_groups": first["param_groups"][:-1]} if isinstance(first, dict) else first[:-1]
         return [value, [fewer]]
 
-    monkeypatch.setattr("engine.checkpoint.optimizer.of_all_stages", of_two_stages)
+    monkeypatch.setattr("engine.checkpoint.optimizer.gather_from_stages", of_two_stages)
     for use in (engine.save_checkpoint, engine.load_checkpoint):
         with pytest.raises(ValueError, match=r"are \[1\] on stage 1 of the pipeline and \[2\] on stage 0: give every"):
             use(tmp_path / ("d" if use is engine.save_checkpoint else "c"), model, optimizer)

@@ -84,12 +84,12 @@ class _Lookup:
         if len(flat) and not (0 <= int(flat.min()) and int(flat.max()) < words):
             raise IndexError(f"index out of range: the table has {words} rows")
         group = table.weight.device_mesh.get_group()
-        travel = _Travel(flat, words, group, table.padding_idx)
-        found: torch.Tensor = _LookUp.apply(table.weight.to_local(), travel, self._dtype or table.weight.dtype)
+        exchange = _RowExchange(flat, words, group, table.padding_idx)
+        found: torch.Tensor = _LookUp.apply(table.weight.to_local(), exchange, self._dtype or table.weight.dtype)
         return found.view(*ids.shape, table.embedding_dim)
 
 
-class _Travel:
+class _RowExchange:
     """Which rows go where for one batch: ``read`` of each rank's are read here, and ``asked`` of this rank's there."""
 
     def __init__(self, ids: torch.Tensor, words: int, group: Any, padding: int | None) -> None:
@@ -119,29 +119,29 @@ class _LookUp(torch.autograd.Function):
     """(ids, width): rows of all ranks' parts of a table; the gradient is the average over the ranks of this part's."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, travel: _Travel, dtype: torch.dtype) -> torch.Tensor:
-        rows = part.new_empty(travel.count, part.shape[1], dtype=dtype)
-        into = rows.split(travel.read)
-        send = [part[asked].to(dtype) for asked in travel.asked]
-        into[travel.me].copy_(send[travel.me])
-        travel.swap(send, into, _ROWS_TAG)
-        ctx.travel, ctx.part = travel, part.detach()
-        return rows[travel.at]
+    def forward(ctx: Any, part: torch.Tensor, exchange: _RowExchange, dtype: torch.dtype) -> torch.Tensor:
+        rows = part.new_empty(exchange.count, part.shape[1], dtype=dtype)
+        into = rows.split(exchange.read)
+        send = [part[asked].to(dtype) for asked in exchange.asked]
+        into[exchange.me].copy_(send[exchange.me])
+        exchange.swap(send, into, _ROWS_TAG)
+        ctx.exchange, ctx.part = exchange, part.detach()
+        return rows[exchange.at]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        travel, part = ctx.travel, ctx.part
+        exchange, part = ctx.exchange, ctx.part
         # A row's own sum, and the ranks', in no fewer bits than a mean of gradients is reduced in.
         wide = torch.promote_types(part.dtype, torch.float32)
         sums = torch.ops.aten.embedding_dense_backward(
-            gradient.to(wide), travel.at, travel.count, travel.padding, False
+            gradient.to(wide), exchange.at, exchange.count, exchange.padding, False
         )
-        send = sums.split(travel.read)
-        into = [sums.new_empty(len(asked), part.shape[1]) for asked in travel.asked]
-        into[travel.me] = send[travel.me]
-        travel.swap(send, into, _GRADIENTS_TAG)
+        send = sums.split(exchange.read)
+        into = [sums.new_empty(len(asked), part.shape[1]) for asked in exchange.asked]
+        into[exchange.me] = send[exchange.me]
+        exchange.swap(send, into, _GRADIENTS_TAG)
         whole = torch.zeros_like(part, dtype=wide)
-        for asked, rows in zip(travel.asked, into, strict=True):  # in the order of the ranks
-            whole.index_add_(0, asked, rows.div_(travel.ranks))
+        for asked, rows in zip(exchange.asked, into, strict=True):  # in the order of the ranks
+            whole.index_add_(0, asked, rows.div_(exchange.ranks))
         return whole.to(part.dtype), None, None

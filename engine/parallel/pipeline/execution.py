@@ -31,8 +31,8 @@ from engine import runtime
 from engine.collectives import first_difference
 from engine.names import clean_name, stored_tensors
 from engine.parallel.pipeline.p2p import Neighbours, group_of
-from engine.parallel.pipeline.schedule import order, parts
-from engine.parallel.pipeline.stages import Stages, hollow
+from engine.parallel.pipeline.schedule import split_units, stage_actions
+from engine.parallel.pipeline.stages import Stages, remove_tensors
 from engine.parallel.tensor import digest
 from engine.registry import set_stages, stages_of
 from engine.tensors import local_tensor
@@ -40,12 +40,12 @@ from engine.tensors import local_tensor
 Shape = tuple[int, int]
 
 
-class _HandedOver(Exception):
+class _OutputHandedOver(Exception):
     """Ends a caller's code around a model whose output is with the next stage."""
 
 
 @dataclass
-class _Turn:
+class _PartialForward:
     """A forward of one part of the model that is under way."""
 
     chunk: int
@@ -67,7 +67,7 @@ class Pipeline(Stages):
         self.chunks = chunks
         self.dtype: torch.dtype | None = None  # of hidden states on the way
         units = len(model.units)  # type: ignore[arg-type]
-        self._parts = parts(units, self.size * chunks)
+        self._parts = split_units(units, self.size * chunks)
         stage = {unit: part % self.size for part, mine in enumerate(self._parts) for unit in mine}
         said = model.stage_homes()  # type: ignore[operator]
         #: The stages that have each module outside the units.
@@ -85,7 +85,7 @@ class Pipeline(Stages):
             if group is not None and self.rank in at:
                 self._shared[name] = group
                 self.copies |= {name} if self.rank != at[0] else set()
-        self._turn: _Turn | None = None
+        self._turn: _PartialForward | None = None
 
     # -- what a model asks in its forward ------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class Pipeline(Stages):
         self._now().output = list(states)
         return tuple(states)  # so that FSDP's hooks see them
 
-    def _now(self) -> _Turn:
+    def _now(self) -> _PartialForward:
         if self._turn is None:
             raise ValueError(
                 f"this model is split into {self.size * self.chunks} parts over the ranks of a pipeline (pp_size="
@@ -165,7 +165,7 @@ class Pipeline(Stages):
 
         def end(*_: Any) -> None:
             if not self._now().last:
-                raise _HandedOver
+                raise _OutputHandedOver
 
         model.register_forward_pre_hook(lambda *_: self._now() and None, prepend=True)
         model.register_forward_hook(end)
@@ -176,7 +176,7 @@ class Pipeline(Stages):
         """Elements of the parameters of the whole model."""
         return self._elements[only_trainable]
 
-    def rounded(self, microbatches: int) -> int:
+    def round_up(self, microbatches: int) -> int:
         """The number of microbatches that the schedule needs for so many."""
         return microbatches if self.chunks == 1 else -(-microbatches // self.size) * self.size
 
@@ -201,7 +201,7 @@ class Pipeline(Stages):
     ) -> Tensor:
         """Forward and backward of all microbatches; the sum of their losses, 0 except on the last stage.
 
-        Comes after ``set_aside`` and before ``sum_shared``.
+        Comes after ``take_shared_gradients`` and before ``sum_shared_gradients``.
 
         Args:
             forward: makes the loss of (microbatch, its number), by a call of ``model``.
@@ -214,7 +214,7 @@ class Pipeline(Stages):
         flight: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
         modules = [self._modules(model, chunk) for chunk in range(self.chunks)]
         with self._neighbours.step():
-            for is_forward, chunk, number in order(self.rank, self.size, self.chunks, len(batches)):
+            for is_forward, chunk, number in stage_actions(self.rank, self.size, self.chunks, len(batches)):
                 if is_forward:
                     turn, loss = self._forward(chunk, functools.partial(forward, batches[number], number))
                     if loss is not None:
@@ -226,7 +226,7 @@ class Pipeline(Stages):
                 if self._is_end(chunk):
                     backward(output[0])
                 else:
-                    self._descend(output)
+                    self._backward_from(output)
                 gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
                 self._neighbours.send(*gradients, forward=False)
             self.flush()
@@ -250,7 +250,7 @@ class Pipeline(Stages):
         """Wait until what was handed over has left."""
         self._neighbours.flush()
 
-    def _descend(self, output: list[Tensor]) -> None:
+    def _backward_from(self, output: list[Tensor]) -> None:
         """Backward from what was handed over, by the gradients that come back for it."""
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in output]
         for gradient in gradients:
@@ -259,11 +259,11 @@ class Pipeline(Stages):
         if any(used):
             torch.autograd.backward([*compress(output, used)], [*compress(gradients, used)])
 
-    def _forward(self, chunk: int, call: Callable[[], Any]) -> tuple[_Turn, Any]:
-        turn = self._turn = _Turn(chunk, chunk == 0 and self.rank == 0, self._is_end(chunk))
+    def _forward(self, chunk: int, call: Callable[[], Any]) -> tuple[_PartialForward, Any]:
+        turn = self._turn = _PartialForward(chunk, chunk == 0 and self.rank == 0, self._is_end(chunk))
         try:
             value = call()
-        except _HandedOver:
+        except _OutputHandedOver:
             value = None
         finally:
             self._turn = None
@@ -287,7 +287,7 @@ class Pipeline(Stages):
         named = [(p, self._shared.get(clean_name(n))) for n, p in model.named_parameters() if p.requires_grad]
         return [(p, group) for p, group in named if group is not None]
 
-    def set_aside(self, model: nn.Module) -> list[Tensor | None]:
+    def take_shared_gradients(self, model: nn.Module) -> list[Tensor | None]:
         """Take away the gradients from before of what several stages use: they are sums over the stages already."""
         held = []
         for parameter, _ in self._shared_parameters(model):
@@ -296,7 +296,7 @@ class Pipeline(Stages):
         return held
 
     @torch.no_grad()
-    def sum_shared(self, model: nn.Module, held: list[Tensor | None]) -> None:
+    def sum_shared_gradients(self, model: nn.Module, held: list[Tensor | None]) -> None:
         """Sum the gradients of parameters that several stages use, in the model's order, and add those from before."""
         for (parameter, group), before in zip(self._shared_parameters(model), held, strict=True):
             if parameter.grad is None:
@@ -339,7 +339,7 @@ def _depends(x: Tensor, leaves: Iterable[Tensor]) -> bool:
     return id(x) in looked_for
 
 
-def split(model: nn.Module, mesh: DeviceMesh, chunks: int) -> None:
+def split_into_stages(model: nn.Module, mesh: DeviceMesh, chunks: int) -> None:
     """Leave this rank's stage of ``model``, in place; on meta too.
 
     Modules of other stages stay in their places, without parameters and buffers, so that no name changes.
@@ -366,16 +366,16 @@ def split(model: nn.Module, mesh: DeviceMesh, chunks: int) -> None:
     mine = {i for chunk in range(chunks) for i in pipeline._parts[chunk * pipeline.size + pipeline.rank]}
     for index, unit in enumerate(units):
         if index not in mine:
-            hollow(unit)
+            remove_tensors(unit)
     for name, at in pipeline.homes.items():
         if pipeline.rank not in at:
-            hollow(model.get_submodule(name))
+            remove_tensors(model.get_submodule(name))
     model.pipeline = pipeline  # type: ignore[assignment]
     set_stages(model, pipeline)
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """What ``split`` gave the model, if it did."""
+    """What ``split_into_stages`` gave the model, if it did."""
     found = stages_of(model)
     return found if isinstance(found, Pipeline) else None
 

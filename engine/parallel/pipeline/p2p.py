@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine import runtime
-from engine.parallel.mesh import limited
+from engine.parallel.mesh import with_timeout
 
 # Channels in which an exception has left messages that nobody has received.
-_left: set[Any] = set()
+_broken: set[Any] = set()
 
 
 class Neighbours:
@@ -27,7 +27,7 @@ class Neighbours:
         self._rank, self._size = mesh["pp"].get_local_rank(), mesh["pp"].size()
         self._channels = _groups(mesh, dist.group.WORLD, chunks > 1)
         self._sends: deque[list[tuple[Any, Tensor]]] = deque()
-        self._most = most_on_their_way(self._size, chunks)
+        self._max_sends = max_in_flight(self._size, chunks)
         self._used = False
 
     @contextmanager
@@ -37,7 +37,7 @@ class Neighbours:
         Raises RuntimeError where an exception ended an earlier step in the middle: what was sent in it is still in the
         channel, and would be taken for what this step sends.
         """
-        if self._channels[0] in _left:
+        if self._channels[0] in _broken:
             raise RuntimeError(
                 "an exception ended an earlier step of this pipeline (pp_size) in the middle, and what its stages had "
                 "sent is still on its way: start the ranks again from a checkpoint"
@@ -47,13 +47,13 @@ class Neighbours:
             yield
         except BaseException:
             if self._used:  # else, where all stages raised alike, nothing was sent
-                _left.add(self._channels[0])
+                _broken.add(self._channels[0])
             raise
 
     def send(self, *tensors: Tensor, forward: bool) -> None:
         """Start to send what one microbatch hands over to the next stage, or back to the one before."""
         # Of what has left nothing is held. gloo does not say what has left, so the oldest is waited for.
-        while self._sends and (len(self._sends) >= self._most or all(w.is_completed() for w, _ in self._sends[0])):
+        while self._sends and (len(self._sends) >= self._max_sends or all(w.is_completed() for w, _ in self._sends[0])):
             self._wait_for_oldest()
         there = [x.contiguous() for x in tensors if x.numel()]
         if there:
@@ -87,14 +87,14 @@ class Neighbours:
         return self._channels[2 * wraps + forward]
 
 
-def most_on_their_way(size: int, chunks: int) -> int:
+def max_in_flight(size: int, chunks: int) -> int:
     """How many messages may be under way: whatever was sent before the last so many has been received, by the order of
     the work (``engine.parallel.pipeline.schedule``), or will be without more from this rank, where a stage does all
     forwards first."""
     return 2 * size * chunks
 
 
-def _lines(mesh: DeviceMesh) -> list[list[int]]:
+def _pipelines(mesh: DeviceMesh) -> list[list[int]]:
     """The ranks of each pipeline, from the first stage to the last."""
     return mesh.mesh.reshape(mesh["pp"].size(), -1).t().tolist()
 
@@ -102,7 +102,7 @@ def _lines(mesh: DeviceMesh) -> list[list[int]]:
 @functools.cache
 def _groups(mesh: DeviceMesh, world: dist.ProcessGroup, wraps: bool) -> list[dist.ProcessGroup]:
     """Groups of this rank's pipeline: backward, forward, and both for what goes around. Collective."""
-    return [_line_group(_lines(mesh)) for _ in range(4 if wraps else 2)]
+    return [_subgroup(_pipelines(mesh)) for _ in range(4 if wraps else 2)]
 
 
 @functools.cache
@@ -110,11 +110,11 @@ def group_of(mesh: DeviceMesh, world: dist.ProcessGroup, stages: tuple[int, ...]
     """These stages of this rank's pipeline; None on other ones. Collective."""
     if len(stages) == mesh["pp"].size():
         return mesh["pp"].get_group()
-    return _line_group([[ranks[stage] for stage in stages] for ranks in _lines(mesh)])
+    return _subgroup([[ranks[stage] for stage in stages] for ranks in _pipelines(mesh)])
 
 
-def _line_group(lines: list[list[int]]) -> Any:
-    # gloo's messages wait as long as is said here, whatever is said later; its collectives follow ``limited``.
+def _subgroup(lines: list[list[int]]) -> Any:
+    # gloo's messages wait as long as is said here, whatever is said later; its collectives follow ``with_timeout``.
     timeout = datetime.timedelta(seconds=runtime.current().timeout)
     mine, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
-    return None if mine is None else limited(mine)
+    return None if mine is None else with_timeout(mine)

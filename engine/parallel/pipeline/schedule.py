@@ -5,7 +5,7 @@ from __future__ import annotations
 Action = tuple[bool, int, int]  # forward, part of the model, microbatch
 
 
-def order(rank: int, size: int, chunks: int, microbatches: int) -> list[Action]:
+def stage_actions(rank: int, size: int, chunks: int, microbatches: int) -> list[Action]:
     """What stage ``rank`` of ``size`` does, one after the other, where each stage has ``chunks`` parts of the model.
 
     One part: 1F1B (Narayanan et al. 2019, arXiv:1806.03377). Several: interleaved 1F1B (Narayanan et al. 2021,
@@ -28,7 +28,7 @@ def order(rank: int, size: int, chunks: int, microbatches: int) -> list[Action]:
     return done + [action(False, k) for k in range(total - ahead, total)]
 
 
-def parts(units: int, stages: int) -> list[range]:
+def split_units(units: int, stages: int) -> list[range]:
     """The units of each stage: as equal as can be, the first ones longer."""
     short, longer = divmod(units, stages)
     ends = [0]

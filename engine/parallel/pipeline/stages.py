@@ -15,7 +15,7 @@ from engine import runtime
 from engine.collectives import gather_objects
 from engine.names import clean_name, state_dict_tensors, stored_tensors
 from engine.parallel.pipeline.p2p import Neighbours
-from engine.parallel.pipeline.schedule import parts
+from engine.parallel.pipeline.schedule import split_units
 from engine.registry import ABSENT, set_stages, stages_of
 
 
@@ -52,19 +52,19 @@ class Stages:
         return set(self.whole) - {name for name, _ in stored_tensors(model)}
 
 
-def split_lists(model: nn.Module, lists: Iterable[nn.ModuleList], mesh: DeviceMesh) -> None:
+def split_block_lists(model: nn.Module, lists: Iterable[nn.ModuleList], mesh: DeviceMesh) -> None:
     """Leave this rank's stage of each of ``lists``, and of the rest of ``model`` all, in place; on meta too."""
     stages = Stages(model, mesh)
     stages.spread = set()
     Neighbours(mesh)  # made here by all ranks at once, used in forward
     names = {module: name for name, module in model.named_modules()}
     for blocks in lists:
-        for stage, part in enumerate(parts(len(blocks), stages.size)):
+        for stage, part in enumerate(split_units(len(blocks), stages.size)):
             for index in part:
                 prefix = clean_name(names[blocks[index]]) + "."
                 stages.spread |= {name for name in stages.whole if name.startswith(prefix)}
                 if stage != stages.rank:
-                    hollow(blocks[index])
+                    remove_tensors(blocks[index])
     set_stages(model, stages)
 
 
@@ -83,7 +83,7 @@ def elsewhere(model: nn.Module) -> set[str]:
     return set() if (stages := stages_of(model)) is None else stages.elsewhere(model)
 
 
-def of_all_stages(model: nn.Module, value: Any) -> list[Any]:
+def gather_from_stages(model: nn.Module, value: Any) -> list[Any]:
     """``value`` of each stage, by pickle; collective where ``model`` is split. Without a split: [value]."""
     stages = stages_of(model)
     return [value] if stages is None else gather_objects(value, stages.mesh["pp"].get_group())
@@ -113,7 +113,7 @@ def whole_tensor(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> 
     return full
 
 
-def hollow(module: nn.Module) -> None:
+def remove_tensors(module: nn.Module) -> None:
     """Take its parameters and buffers from a module that is on other stages."""
     for inner in module.modules():
         for tensors in (inner._parameters, inner._buffers):

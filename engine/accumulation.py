@@ -124,7 +124,7 @@ def accumulate(
 
 
 def _begin_sum(total: torch.Tensor) -> Any:
-    """The work that sums ``total`` over the ranks, or None in one process."""
+    """Start to sum ``total`` over the ranks; returns the work to wait for, None in one process."""
     return dist.all_reduce(total, async_op=True) if runtime.world_size() > 1 else None
 
 

@@ -1,4 +1,4 @@
-"""A place for values of any depth of a model, by name: BMTrain's ``debug``."""
+"""A store of values by name, for debugging from any depth of a model: BMTrain's ``debug``."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _chunks(weight: Tensor, part: _Part | None) -> int:
-    """Rows whose logits are held at once: as many on every rank."""
+    """How many rows have their logits in memory at once; the same number on every rank."""
     held = weight.shape[0] if part is None else -(-part.vocab // part.group.size())
     if weight.device.type == "cuda":
         return max(_GPU_ROWS, _GPU_CHUNK_BYTES // (4 * held))
@@ -334,7 +334,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 
 
 class FusedCrossEntropy(torch.nn.Module):
-    """Cross-entropy with the words of BMTrain and ``torch.nn.CrossEntropyLoss``, in fp32 whatever the logits are.
+    """Cross-entropy with the arguments of BMTrain's and of ``torch.nn.CrossEntropyLoss``, in fp32 for all logits.
 
     "mean" is over this rank's labels (weighted, with ``weight``); without any label it is 0, where torch gives nan.
 

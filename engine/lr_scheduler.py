@@ -70,7 +70,7 @@ class WarmupLRScheduler:
         self._scales = [group["lr_scale"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the optimizer."""
+        """The settings and counts, without the optimizer."""
         return {
             "start_lr": self.start_lr,
             "warmup_iter": self.warmup_iter,
@@ -86,7 +86,7 @@ class WarmupLRScheduler:
         self.step(self.num_iter)
 
     def _progress(self, num_iter: int) -> float:
-        """0 at the end of the warm-up to 1 at ``end_iter`` and after it."""
+        """From 0 at the end of the warm-up to 1 at ``end_iter`` and after it."""
         return min(1.0, (num_iter - self.warmup_iter) / max(1, self.end_iter - self.warmup_iter))
 
 

@@ -1,4 +1,4 @@
-"""Memory: the C allocator's habits, and how a number of bytes is written."""
+"""Memory: settings of the C allocator and of torch's caches, and byte counts as text."""
 
 import ctypes
 import os

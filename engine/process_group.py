@@ -40,7 +40,7 @@ def launched_ranks() -> tuple[int, int, int] | None:
 
 
 def _local_rank(rank: int) -> int:
-    """That of a process whose group its user made: as a launcher set it, else the GPU it has chosen, or the next."""
+    """The local rank where the user made the process group: a launcher's, else the GPU that was chosen, or the next."""
     if text := os.environ.get("LOCAL_RANK"):
         return int(text)
     if torch.cuda.is_initialized() and (chosen := torch.cuda.current_device()):
@@ -127,6 +127,6 @@ def _leave() -> None:
 
 
 def init_group_of_one(device: torch.device) -> None:
-    """A process group of this process alone, which needs no network."""
+    """Make a process group of this process alone. Needs no network."""
     dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(_leave)

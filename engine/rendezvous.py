@@ -30,7 +30,7 @@ def launchers_store(rank: int, world_size: int, seconds: float) -> dist.Store | 
 
 
 def agree_on_round(store: dist.Store, rank: int, world_size: int, seconds: float) -> str:
-    """A name that all ranks of this start, and no others, have agreed on.
+    """A name on which all ranks of this start, and no others, have agreed.
 
     Each rank says that it is there, with a number of its own. Rank 0 proposes a round of the numbers it finds, some of
     which may be of ranks that are gone. Whoever finds its number in the proposal agrees, and rank 0 closes the round

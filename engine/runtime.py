@@ -53,7 +53,7 @@ def current() -> Runtime:
 
 
 def configure(settings: Runtime) -> Runtime:
-    """Put other settings in force; returns those that were."""
+    """Replace the settings in force. Returns the old ones."""
     global _runtime
     before, _runtime = _runtime, settings
     return before
@@ -65,7 +65,7 @@ def last_timeout() -> float:
 
 
 def ensure_group() -> None:
-    """A process group of one where none is: sharding at 16-bit precision needs one."""
+    """Make a process group of one if there is none: sharding at 16-bit precision needs one."""
     if not dist.is_initialized():
         settings = current()
         device_ = settings.device or choose_device(None, 0)

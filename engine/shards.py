@@ -23,7 +23,7 @@ from engine.tensors import detached, is_shard, local_box, local_tensor
 
 
 def _any_sharded() -> bool:
-    """Whether a model of this process may be sharded: what shards are made by was imported."""
+    """Whether a model of this process may be sharded: FSDP was imported."""
     return "torch.distributed.fsdp" in sys.modules
 
 
@@ -144,7 +144,7 @@ def _empty(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """For each parameter that is in several places, the places."""
+    """The places of each parameter that is in several."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

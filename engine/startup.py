@@ -16,7 +16,7 @@ from engine.process_group import choose_device, init_process_group, launched_ran
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Over how many ranks what is split. Raises ValueError for sizes that cannot be.
+    """Over how many ranks each kind of parallelism splits. Raises ValueError for sizes that make no sense.
 
     Attributes:
         see ``init_distributed``.

@@ -1,4 +1,4 @@
-"""A user's own loop over batches, kept in step over the ranks: whoever falls out is named."""
+"""Keeps a user's own loop over batches in step on all ranks, and names the rank that falls out."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def in_step(batches: Iterable[Batch], uneven: str = "error") -> Iterator[Batch]:
 
 
 def _gather_flags(have: int, loop: int, step: int) -> list[int]:
-    """``have`` of every rank."""
+    """The flag ``have`` of every rank."""
     rank, size = runtime.rank(), runtime.world_size()
     store = default_store()
     store.set(f"engine/in_step/{loop}/{rank}", str(step))
@@ -122,7 +122,7 @@ def _ranks(ranks: list[int]) -> str:
 
 @contextmanager
 def watched(what: str) -> Iterator[None]:
-    """Around collectives: where one does not complete, the error names the ranks that are not waiting in it.
+    """Wraps collectives: if one does not complete, the error names the ranks that are not waiting in it.
 
     Costs nothing until then. ``what``: the function that makes them, as its caller knows it.
 

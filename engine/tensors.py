@@ -99,5 +99,5 @@ def local_box(
 
 
 def box_slices(size: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
-    """What indexes a whole tensor by a ``local_box``."""
+    """The index of a ``local_box`` in the whole tensor."""
     return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))

@@ -65,7 +65,7 @@ def run(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0) -
 
 @contextmanager
 def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be one of ``world_size`` ranks that do not exist: a dry run of any mesh in one process.
+    """Pretend to be one of ``world_size`` ranks: a dry run of any mesh in one process.
 
     Collectives return at once and move nothing, so shapes, placements and memory are right and values are not. Then
     ``engine.init_distributed(...)`` as usual. Not for a process that has a process group.
@@ -214,7 +214,7 @@ class Pool:
         raise RuntimeError(text + stacks)
 
     def _stacks(self, waiting: set[int]) -> str:
-        """Where each of the ranks that still run is, in Python."""
+        """The Python stack of each rank that still runs."""
         assert self._scratch is not None
         for rank in waiting:
             if self._workers[rank].is_alive():
@@ -236,7 +236,7 @@ def _worker(
     timeout: float,
     call: tuple[Callable[..., Any], tuple[Any, ...]] | None,
 ) -> None:
-    """A rank's whole life. Leaves with ``os._exit``: what the parent registered to run at its exit is not ours."""
+    """The main function of a rank. Ends in ``os._exit``, because the parent's exit handlers are not the rank's."""
     gc.freeze()  # what the parent left to its collector may be process groups, whose threads are not here to be ended
     parent = os.getppid()
     os.environ.update(environment)

@@ -1,1 +1,1 @@
-"""BMTrain's words on this engine: parameters, modules, blocks, files and the read-only settings."""
+"""BMTrain's API on this engine: parameters, modules, blocks, files and the read-only settings."""

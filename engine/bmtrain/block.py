@@ -61,7 +61,7 @@ class Block(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own."""
+        """The inner module's forward, recomputed in backward if so set."""
         if self._recompute and torch.is_grad_enabled():
             return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
         return super().forward(*args, **kwargs)
@@ -71,7 +71,7 @@ CheckpointBlock = Block  # the name before BMTrain 1.0
 
 
 def apply_settings(block: Block) -> None:
-    """Bring a block's settings to the parameters it has now, sharded or not."""
+    """Apply a block's settings to the parameters it has now, sharded or not."""
     for parameter in block.parameters():
         parameter._in_block = True  # type: ignore[attr-defined]
     if block._block_level is not None and isinstance(block, FSDPModule):

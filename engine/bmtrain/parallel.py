@@ -25,7 +25,7 @@ from engine.parallel.mesh import device_mesh
 
 
 class ReduceType(Enum):
-    """What becomes of the addends that ranks with a part of the inputs each have."""
+    """How the partial outputs of ranks that have a part of the inputs each are summed."""
 
     ALL_REDUCE = 1
     REDUCE_SCATTER = 2
@@ -93,7 +93,7 @@ def _check(name: str, size: int) -> None:
 
 
 class _Parallel(DistributedModule):
-    """A layer that says itself how it is split: engine.parallel.tensor reads `tp_split` when the model is sharded.
+    """A layer that declares how it is split: engine.parallel.tensor reads `tp_split` when the model is sharded.
 
     Attributes:
         tp_split: {parameter: dimension that is split over the ranks; None: whole on each}.
@@ -102,7 +102,7 @@ class _Parallel(DistributedModule):
     tp_split: ClassVar[dict[str, int | None]]
 
     def local(self, name: str, partial: bool = False) -> Any:
-        """This rank's part of a parameter; with `partial`, of one that each rank uses for its rows alone."""
+        """This rank's part of a parameter. partial: the gradients of the ranks, each of its own rows, are summed."""
         parameter = self._parameters[name]  # the attribute would gather it
         if not isinstance(parameter, DTensor):
             return parameter

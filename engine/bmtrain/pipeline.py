@@ -124,7 +124,7 @@ def _check_shapes(values: list[Any], group: dist.ProcessGroup) -> None:
 
 
 class _Collect(torch.autograd.Function):
-    """The batches of all ranks of a pipeline; of what is no batch, this rank's."""
+    """Gather the batches of all ranks of a pipeline; arguments that are no batch stay as they are."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, cut: tuple[bool, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -199,7 +199,7 @@ class _ToNextStage(torch.autograd.Function):
 
 
 class _Deal(torch.autograd.Function):
-    """What the last stage has made, to each rank its own batch."""
+    """Scatter the output of the last stage: each rank gets its own batch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -64,7 +64,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Properties(TensorProperties):
-    """Takes what later versions of torch say more, as 2.15 does of strides, for which earlier ones have no room."""
+    """Ignores fields that later versions of torch add, such as 2.15's strides, which earlier ones do not know."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         super().__setstate__(state[: len(fields(TensorProperties))])

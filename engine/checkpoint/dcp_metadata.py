@@ -1,8 +1,8 @@
-"""What a checkpoint says of its tensors and where they lie, read and written as data.
+"""The metadata of torch.distributed.checkpoint (which tensors there are and where they lie), read and written as data.
 
-torch pickles it, and a pickle from the Hub could run anything: nothing in it is called here but what a description
-takes. torch's own classes are stood for by ones of their names, as importing torch.distributed.checkpoint takes longer
-than reading a large model's description.
+torch pickles it, and a pickle from the Hub could run anything, so only the names that metadata needs are resolved here.
+Classes of the same names stand in for torch's own, because importing torch.distributed.checkpoint takes longer than
+reading the metadata of a large model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def stand_in(module: str, name: str) -> type[Described]:
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads a description with torch's own classes, and refuses everything that no description takes."""
+    """Reads metadata with torch's own classes, and refuses every name that no metadata contains."""
 
     _ALLOWED: Mapping[str, set[str]] = {
         "builtins": {"set", "frozenset", "dict", "list", "tuple"},
@@ -101,14 +101,14 @@ class _Pickler(pickle._Pickler):
 
 
 def pickled(described: Described) -> bytes:
-    """What torch unpickles as its own objects."""
+    """The metadata as bytes that torch unpickles as its own objects."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(described)
     return buffer.getvalue()
 
 
 def stored_metadata(directory: str | os.PathLike[str], part: str) -> Described:
-    """What a checkpoint says of the tensors of a part, such as "model". ValueError if it cannot be read."""
+    """The metadata of the tensors in a part of a checkpoint, such as "model". ValueError if it cannot be read."""
     path = Path(directory) / part / ".metadata"
     try:
         found = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()

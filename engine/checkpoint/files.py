@@ -103,7 +103,7 @@ def named_checkpoint(path: Path) -> Path:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Ask the system to put all files and directories under ``path`` on the disk."""
+    """fsync all files and directories under ``path``."""
     for entry in [*path.rglob("*"), path]:
         _fsync(entry)
 
@@ -117,7 +117,7 @@ def _fsync(path: Path) -> None:
 
 
 def _clean_up_after_killed_saves(target: Path) -> None:
-    """Remove what saves to ``target`` left that were killed, after giving its name back to what one was replacing."""
+    """Remove what killed saves to ``target`` left; if ``target`` is gone, restore what one of them was replacing."""
     name = glob.escape(target.name)
     for left in target.parent.glob(f".{name}.partial-*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -137,7 +137,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def check_place(target: Path) -> None:
-    """Raises ValueError if a checkpoint at ``target`` would take the place of what is none. Not collective."""
+    """Raises ValueError if a checkpoint at ``target`` would replace something that is no checkpoint. Not collective."""
     if not target.exists():
         return
     if not target.is_dir():
@@ -154,7 +154,7 @@ def check_place(target: Path) -> None:
 
 
 def _replace(path: Path, target: Path) -> None:
-    """Give ``path`` the name ``target``, and what had it another one, if it is there still.
+    """Rename ``path`` to ``target``, and what was there to another name if it cannot be exchanged.
 
     At once where the system can, so that readers, and a run that is killed, always find a whole checkpoint.
     """

@@ -49,7 +49,7 @@ def collect_states(
 
 
 def merge_stages(model: nn.Module, rest: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One description of the optimizers from that of each stage; what two stages hold comes once. Collective.
+    """Merge the descriptions of the optimizers of all stages into one; what two stages hold comes once. Collective.
 
     Raises ValueError if the stages have different numbers of optimizers or groups.
     """
@@ -108,7 +108,7 @@ def load_states(
 
 
 def _check_stages(stages: list[list[list[Any]]]) -> None:
-    """Raises ValueError unless the groups of each optimizer, of each stage, are of one number."""
+    """Raises ValueError unless all stages have the same number of optimizers, with as many groups each."""
     numbers = [[len(groups) for groups in optimizers] for optimizers in stages]
     for stage, own in enumerate(numbers):
         if own != numbers[0]:
@@ -185,7 +185,7 @@ def _placed(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _empty(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Memory for a state, where the optimizer will have it."""
+    """Empty memory for a state, on the device where the optimizer keeps it."""
     device = optimizer.state_device(parameter) if isinstance(optimizer, FusedOptimizer) else parameter.device
     if shape == tuple(parameter.shape):
         return with_local(parameter, torch.empty_like(local_tensor(parameter), dtype=dtype, device=device))

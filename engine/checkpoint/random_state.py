@@ -13,7 +13,7 @@ from engine import runtime
 
 
 def generator_states() -> dict[str, Any]:
-    """Those of this rank."""
+    """The states of this rank's generators."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),

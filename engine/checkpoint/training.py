@@ -61,7 +61,7 @@ class _Contents:
 
 @dataclass(frozen=True)
 class _Job:
-    """One checkpoint to write: what, where, and which others it makes superfluous."""
+    """One checkpoint to write: its contents, its place, and how many earlier ones stay."""
 
     path: Path
     contents: _Contents
@@ -108,7 +108,7 @@ class _Writer(threading.Thread):
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drop what the frames of an error hold, its causes' too: those of a writer hold all that it had to write."""
+    """Clear the frames of an error and of its causes: those of a writer hold all that it had to write."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -297,7 +297,7 @@ def _collect(
     state: Any,
     staged: bool,
 ) -> _Contents:
-    """What is written; ``staged``: in host memory of its own. Collective."""
+    """Everything that a checkpoint holds; ``staged``: in host memory of its own. Collective."""
     doing = f"collecting the state for {path}"
     optim: dict[str, Any] | None = None
     with together(doing):
@@ -404,7 +404,7 @@ def _steps(root: Path) -> list[tuple[int, Path]]:
 
 @functools.lru_cache(maxsize=4)
 def _group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The ranks again, for a writer's thread: its collectives must not mix with those of training. Collective."""
+    """A second group of all ranks for the writer's thread: its collectives must not mix with training's. Collective."""
     # Training goes on while a rank's disk is slow, and to wait for it costs less than the checkpoint.
     seconds = max(runtime.current().timeout, _PATIENCE)
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))

@@ -36,7 +36,7 @@ class Dropped(NamedTuple):
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether the compiled operator takes these, and is fast."""
+    """Whether the compiled operator takes these tensors, and is fast on this CPU."""
     return (
         library.plain_fp32(q, k, v, bias)
         and not torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""For autograd functions whose backward is not made of operators that have derivatives."""
+"""A decorator for autograd functions that have no second derivative."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make it an error to ask for a second derivative, with ``create_graph``.
+    """Raise an error for a second derivative, as ``create_graph=True`` asks for.
 
     torch's decorator of this name notices it if the gradient that comes in has one, and only in ``backward``. But what
     comes out depends on the inputs of forward too: it would be taken for a constant, without a word.

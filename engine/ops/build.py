@@ -47,7 +47,7 @@ def sources() -> Path:
 
 @functools.cache
 def key() -> str:
-    """Names what the libraries are made of: a library of other sources or flags is not found, so never loaded."""
+    """A hash of the sources and flags: part of a library's file name, so that no outdated library is ever loaded."""
     digest = hashlib.sha256(repr((_CPU, _CUDA, _TORCH, _ISAS)).encode())
     for path in sorted(sources().rglob("*")):
         if path.suffix in (".h", ".cpp", ".cu"):
@@ -69,7 +69,7 @@ def folders() -> list[Path]:
 
 
 def _caches() -> list[Path]:
-    """The user's folder for what can be made again; none for a user without a home, as in some containers."""
+    """The user's cache folder; none for a user without a home, as in some containers."""
     if chosen := os.environ.get("XDG_CACHE_HOME"):
         return [Path(chosen)]
     try:

@@ -36,7 +36,7 @@ def losses_(
     classes: int,
     hit: Tensor | None = None,
 ) -> Tensor:
-    """(n,) what `cross_entropy_` gives, of logits (n, columns), which may be some of so many classes.
+    """The losses (n,) of `cross_entropy_`, from logits (n, columns) of some or all of the classes.
 
     Args:
         at: (n, 1) the column of the target. hit: (n, 1) whether it is among these; None: all are. sums: over all

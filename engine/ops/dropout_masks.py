@@ -227,7 +227,7 @@ def _run(
 
 
 def _by_triton(out: Tensor, x: Tensor, *more: Any) -> bool:
-    """Let Triton drop, where it is a GPU's turn and Triton can; says once why it cannot."""
+    """Run the dropout by Triton, on a GPU where that works. Warns once if it does not; returns whether it did."""
     global _triton_works
     if not _triton_works or x.device.type != "cuda" or x.dtype not in _DTYPES:
         return False

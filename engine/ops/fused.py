@@ -271,7 +271,7 @@ def _compiled(tensors: Tensors) -> tuple[int] | None:
 
 
 def _call(operator: Callable[..., None], check: Callable[[], None], *arguments: object) -> None:
-    """Call a compiled operator, which checks its arguments fast and in few words; if it refuses, say it in ours."""
+    """Call a compiled operator, whose own checks are terse: if it refuses, ``check`` raises the full message."""
     try:
         operator(*arguments)
     except RuntimeError:

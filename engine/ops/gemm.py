@@ -58,7 +58,7 @@ def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _product_nt(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same by what is faster here for so many rows."""
+    """The same product, by whatever is faster here for so many rows."""
     if a.shape[0] < _FEW or torch.compiler.is_compiling() or not compiled():
         return _onednn(a, b, bias)
     bias = None if bias is None else bias.contiguous()

@@ -1,4 +1,4 @@
-"""Bytes on their way between files and memory: transposes, and the checksum that zip archives want.
+"""Operators on bytes between files and memory: transposes, and the checksum of zip archives.
 
 The compiled operators (csrc/cpu/bytes.h) turn numbers in registers, at a quarter of the time of numpy's copy by tiles,
 and take a third of zlib's time for a checksum.

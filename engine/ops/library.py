@@ -1,4 +1,4 @@
-"""Finds and loads the compiled operators, once, and knows why there are none where there are none."""
+"""Finds and loads the compiled operators, once; says why there are none where there are none."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def plain_fp32(*tensors: torch.Tensor | None) -> bool:
 
 
 def stream(device: torch.device) -> int:
-    """The stream that a compiled operator is to run on; 0 on a CPU."""
+    """The CUDA stream on which a compiled operator runs; 0 on a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 

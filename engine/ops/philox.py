@@ -12,7 +12,7 @@ BLOCK, _LANES = 128, 16  # channels that 16 counters decide
 
 
 def scale_of(threshold: int) -> Tensor:
-    """What kept elements are multiplied by: 0-d fp32 on the host, divided in fp32 as csrc does."""
+    """The factor of elements that are kept: 0-d fp32 on the host, divided in fp32 as csrc does."""
     return torch.tensor(65536.0) / torch.tensor(float(65536 - threshold))
 
 

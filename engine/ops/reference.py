@@ -85,7 +85,7 @@ def step(
     places: Sequence[int],
     scales: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[int]] | None = None,
 ) -> None:
-    """What every optimizer's operator does around its update. scales: (of m, of v, widths) of moments in 8 bits."""
+    """The step of an optimizer, around its ``update``. scales: (of m, of v, widths) of moments in 8 bits."""
     if found_inf is not None and found_inf.item() != 0:
         return
     for i, target in enumerate(p):

@@ -42,7 +42,7 @@ class Sha256:
         self._kept, self._size = b"", 0
 
     def hexdigest(self) -> str:
-        """Of all pieces; the last call."""
+        """The hash of all pieces. Nothing may follow it."""
         if not two_at_once():
             return self.plain.hexdigest()
         bits, padding = struct.pack(">Q", 8 * self._size), -(len(self._kept) + 9) % _BLOCK
@@ -50,7 +50,7 @@ class Sha256:
         return self.state.numpy().astype(">i4").tobytes().hex()
 
     def blocks(self, data: torch.Tensor) -> torch.Tensor:
-        """The whole blocks of the next piece, which are left to `update`; what lies around them is dealt with."""
+        """The whole blocks of the next piece, which `update` hashes; the rest is hashed or kept here."""
         self._size += len(data)
         if self._kept:
             missing = _BLOCK - len(self._kept)

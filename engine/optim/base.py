@@ -94,7 +94,7 @@ class _GroupPlan:
 
 
 def same_objects(these: Collection[Any], those: Collection[Any]) -> bool:
-    """Whether these are those very objects, in the same order."""
+    """Whether both hold the same objects in the same order."""
     return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
@@ -233,7 +233,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _batches(self, group: dict[str, Any]) -> list[tuple[torch.device, Batch]]:
-        """The shards of a group that have gradients: as in the step before, if only the gradients are others.
+        """The shards of a group that have gradients: the batches of the step before, if only the gradients differ.
 
         With many small parameters, sorting them is the step's cost.
         """
@@ -248,7 +248,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return plan.batches
 
     def _reuse(self, batch: Batch) -> bool:
-        """Whether a batch of the step before holds what its parameters have; it then has their gradients."""
+        """Give a batch of the step before the new gradients. False if anything but these has changed."""
         if batch.held:  # it may be over
             return False
         gradients = gradients_of(batch.parameters)
@@ -313,7 +313,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return state
 
     def _is_held(self, step: torch.Tensor) -> bool:
-        """Whether a parameter after so many steps is not to change yet. Reads the device, where there is hold_steps."""
+        """Whether ``hold_steps`` still holds a parameter after so many steps. Reads the device if there are any."""
         return self._hold_steps > 0 and step.item() < self._hold_steps
 
     def _init_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -327,8 +327,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _convert_master(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        """Bring what holds the fp32 value of a 16-bit parameter to the kind that this optimizer keeps; a parameter that
-        is fp32 now takes the value itself."""
+        """Convert what holds the fp32 value of a 16-bit parameter to the kind that this optimizer keeps; a parameter
+        that is fp32 now takes the value itself."""
         shard, remainder = local_tensor(parameter.detach()), False
         if parameter.dtype == torch.bfloat16:
             remainder = self._master == "remainder"

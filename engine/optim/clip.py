@@ -78,7 +78,7 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
 
 
 def _local_part(gradients: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """What these gradients, all of one device or of several, add to the norm: 0-d, on this device."""
+    """The contribution of these gradients, on one device or several, to the norm: 0-d, on ``device``."""
     if len(devices := dict.fromkeys(map(_device, gradients))) > 1:
         each = [_local_part([g for g in gradients if g.device == there], p, there).to(device) for there in devices]
         return torch.stack(each).max() if p == float("inf") else torch.stack(each).sum()
@@ -101,7 +101,7 @@ def _layouts(params: list[torch.Tensor]) -> list[_Layout]:
 
 
 def _local_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of those that have one; a gradient of which each rank holds an addend is summed first."""
+    """The local gradients of those that have one; partial gradients are summed first."""
     gradients = gradients_of(params)
     if type(None) in map(type, gradients):
         params = [p for p, g in zip(params, gradients, strict=True) if g is not None]
@@ -124,7 +124,7 @@ def _fit(gradients: list[torch.Tensor]) -> bool:
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float, eps: float = _EPS) -> torch.Tensor:
-    """What gradients of this norm are multiplied by: at most 1; 0-d, on the device.
+    """The factor by which gradients of this norm are clipped: at most 1; 0-d, on the device.
 
     Raises ValueError for a ``max_norm`` below 0, which would turn the gradients round.
     """

@@ -117,7 +117,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _momentum(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """What is to be made orthogonal: this rank's part of it."""
+        """Update the momentum; returns this rank's part of the matrix to orthogonalise."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -155,7 +155,7 @@ class Muon(torch.optim.Optimizer):
     def _through_owners(
         self, parts: list[torch.Tensor], shapes: list[tuple[int, ...]], group: dist.ProcessGroup
     ) -> list[torch.Tensor]:
-        """Matrix i goes to rank i of the group, is made orthogonal there and comes back in parts."""
+        """Send matrix i to rank i of the group, which orthogonalises it and sends the parts back."""
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         mine = [part.numel() for part in parts] + [0] * (ranks - len(parts))
         own = shapes[rank] if rank < len(shapes) else (0, 0)

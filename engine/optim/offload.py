@@ -129,7 +129,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         grad_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """One step; waits for the gradients, as they have to come to the host. Arguments as in ``AdamOptimizer``."""
+        """One step. Waits until the gradients are on the host. Arguments as in ``AdamOptimizer``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -162,7 +162,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._step_on_host(waiting, scale)
 
     def get_avg_delta(self) -> float:
-        """By how much the last step changed a parameter, on average over this rank's shards; 0 where none is noted."""
+        """The mean change of a parameter in the last step, over this rank's shards; 0 if it was not recorded."""
         count, total, _ = self._deltas.tolist()
         return total / count if count else 0.0
 
@@ -214,7 +214,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return self._streams[device]
 
     def _fetch(self, slot: _Slot, pieces: list[_Piece]) -> None:
-        """Set the gradients on their way to the host."""
+        """Start to copy the gradients to the host."""
         slot.begin(pieces)
         slot.gradients = [slot.take(piece.gradient) for piece in pieces]
         stream = self._stream(pieces[0].shard.device)
@@ -227,7 +227,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             slot.arrived = stream.record_event()
 
     def _step_on_host(self, slot: _Slot, scale: torch.Tensor | None) -> None:
-        """Step the pieces of a slot and set their parameters on their way back."""
+        """Step the pieces of a slot and start to copy their parameters back."""
         if slot.arrived is not None:
             slot.arrived.synchronize()
         batches: dict[tuple[Any, ...], tuple[dict[str, Any], Batch]] = {}
@@ -284,7 +284,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return with_local(parameter, host.copy_(value))
 
     def state_device(self, parameter: torch.Tensor) -> torch.device:
-        """The host."""
+        """The CPU, whatever the parameter's device."""
         return torch.device("cpu")
 
     def _loaded(self, name: str, value: torch.Tensor, parameter: torch.Tensor, own: bool) -> torch.Tensor:

@@ -48,7 +48,7 @@ def _place(size: tuple[int, ...], offset: tuple[int, ...], whole: tuple[int, ...
 
 
 def _box(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(size, offset) of this rank's shard."""
+    """(size, offset) of this rank's shard in the whole."""
     if isinstance(parameter, DTensor):
         return local_box(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(parameter.shape), (0,) * parameter.ndim

@@ -16,7 +16,7 @@ _FLAGS = ("amsgrad", "maximize", "differentiable")  # torch's, which change what
 
 
 class OwnStates(dict[str, Any]):
-    """What ``load_state_dict`` takes, in tensors that nobody else has: they become the states without a copy."""
+    """A state dict in tensors that nobody else has: ``load_state_dict`` makes them the states without a copy."""
 
 
 def check_group(group: dict[str, Any], *names: str, flags: Collection[str] = ()) -> None:
@@ -67,7 +67,7 @@ def check_gradients(groups: Iterable[dict[str, Any]]) -> None:
 
 
 def placed_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's gradient, placed as the parameter is from now on; one of which each rank holds an addend is summed.
+    """A parameter's gradient, from now on placed as the parameter is; partial gradients are summed over the ranks.
     Collective where it was placed otherwise."""
     gradient = parameter.grad
     assert gradient is not None

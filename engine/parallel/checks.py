@@ -1,4 +1,4 @@
-"""What ``engine.shard`` refuses: what FSDP would lose without a word, or say in words of its own."""
+"""What ``engine.shard`` refuses: what FSDP would lose silently, or report in terms that users do not know."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ON_SHARDS = (
 
 
 def check_model(model: nn.Module, methods: Iterable[str]) -> None:
-    """Raises ValueError if a model cannot be laid over ranks as it is, or has not one of these methods."""
+    """Raises ValueError if a model cannot be sharded as it is, or lacks one of these methods."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ValueError(f"module {name} is already sharded but the model around it is not: shard the model whole")
@@ -38,7 +38,7 @@ def check_model(model: nn.Module, methods: Iterable[str]) -> None:
 
 
 def check_shards(model: nn.Module) -> None:
-    """Raises ValueError for what parameters or modules have that their shards could not take over."""
+    """Raises ValueError for gradient hooks and sparse gradients, which shards could not take over."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
@@ -62,7 +62,7 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def check_ranks(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises ValueError, on all ranks, if ranks have other named parameters (and buffers) than rank 0. Collective.
+    """Raises ValueError, on all ranks, if a rank's parameters (and buffers) differ from those of rank 0. Collective.
 
     Else they would wait for each other for ever, or take one parameter's bytes for another's.
     """

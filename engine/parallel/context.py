@@ -16,7 +16,7 @@ from engine.parallel.rng import rng_streams
 
 
 class TokenSplit:
-    """Which tokens are this rank's, and the collectives over the ranks that have the others.
+    """Which tokens this rank computes, and the collectives over the ranks that compute the others.
 
     With ``sequence``, the tokens of a rank are split once more, over the ranks of tensor parallelism, for the time of
     the units: ``to_units`` and ``from_units``.
@@ -35,11 +35,11 @@ class TokenSplit:
         self._training = False
 
     def padding(self, tokens: int) -> int:
-        """Tokens of the dummy sequence: an empty batch gets one too, so that no rank is without."""
+        """Length of the dummy sequence. An empty batch gets one too, so that every rank has tokens."""
         return -tokens % self.multiple if tokens else self.multiple
 
     def local(self, x: Tensor) -> Tensor:
-        """This rank's rows of x (T, ...), which every rank has and nobody differentiates."""
+        """This rank's rows of x (T, ...), which every rank has and which needs no gradient."""
         rows = x.shape[0] // self.size
         return x.narrow(0, self.rank * rows, rows)
 
@@ -76,7 +76,7 @@ class TokenSplit:
         return f.split_rows(x, self._tp)
 
     def of_units(self, x: Tensor) -> Tensor:
-        """As `to_units`, of numbers that nobody differentiates."""
+        """As `to_units`, for numbers that need no gradient."""
         if self._tp is None:
             return x
         rows = x.shape[0] * self.size // self.multiple

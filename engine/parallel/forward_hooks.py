@@ -1,4 +1,4 @@
-"""The calls of a sharded model, and which of its parameters it shows meanwhile.
+"""Hooks on the forward calls of a sharded model, which free its gathered parameters where FSDP would not.
 
 FSDP shows a unit's whole parameters from the time it gathers them until they are freed; the optimizer's are the shards.
 After a forward whose backward has not come, some are still shown: what is done with them then is lost.
@@ -41,7 +41,7 @@ _MIXED_NOTE = (
 
 
 class ForwardHooks:
-    """Counts the calls of a model that are under way, and frees gathered parameters after the last where need be."""
+    """Counts the calls of a model that are under way, and frees gathered parameters after the last where necessary."""
 
     def __init__(self, model: nn.Module, exchange: GlooCollectives | None) -> None:
         self._model, self._exchange = weakref.ref(model), exchange
@@ -51,7 +51,7 @@ class ForwardHooks:
         self._dtype: torch.dtype | None = None
 
     def watch(self) -> None:
-        """See the calls of the model, and those of its units."""
+        """Register the hooks on the model and on its units."""
         model = self._model()
         assert model is not None
         model.register_forward_pre_hook(self.enter, prepend=True)
@@ -117,7 +117,7 @@ class ForwardHooks:
             _showing.add(model)
 
     def _recover(self) -> None:
-        """After an exception in backward FSDP would reduce no gradients of the root's parameters any more."""
+        """Let FSDP forget a backward that an exception ended: else it would never reduce the root's gradients again."""
         model = self._model()
         if isinstance(model, FSDPModule) and backward_was_left(model):
             drop_pass(model)
@@ -160,7 +160,7 @@ def _reshard_at_steps() -> None:
 
 
 def _reshard_shown(*_: Any) -> None:
-    """Free what forwards without a backward have gathered, as the step to come changes the shards alone."""
+    """Free what forwards without a backward have gathered, because the coming step changes the shards alone."""
     if in_backward():  # an optimizer that steps there: what is gathered is in use
         return
     while _showing:

@@ -1,4 +1,4 @@
-"""Gradients of 16-bit parameters over the microbatches of one step: added up in fp32, rounded once.
+"""Gradients of 16-bit parameters, accumulated in fp32 over the microbatches of one step and rounded once.
 
 Autograd, and FSDP where it reduces each microbatch (levels 2 and 3), add a gradient to the one before in the
 parameter's dtype. In bf16 a sum stops growing once it is 256 times what is added, so a gradient would depend on how

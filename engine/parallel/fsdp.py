@@ -33,7 +33,7 @@ def set_reduce_unused(root: FSDPModule, enabled: bool) -> None:
 
 
 def _post_backward_with_zeros(group: Any, *unused: Any) -> None:
-    """FSDP's own, after what torch 2.13 does in it."""
+    """FSDP's own ``post_backward``, with the zeros that torch 2.13 puts in itself."""
     for p in group.fsdp_params if group.reduce_grads else ():
         if hasattr(p, "_unsharded_param") and p.unsharded_accumulated_grad is None:  # it has been gathered before
             whole = p.unsharded_param
@@ -52,14 +52,14 @@ def _groups(unit: FSDPModule) -> list[Any]:
 
 
 def _records(model: torch.nn.Module) -> Iterator[Any]:
-    """What FSDP notes of each parameter that it shards."""
+    """FSDP's record (``FSDPParam``) of each parameter that it shards."""
     for unit in model.modules():
         for group in _groups(unit) if isinstance(unit, FSDPModule) else ():
             yield from group.fsdp_params
 
 
 def gathered_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The whole parameters that FSDP has made so far. It shows them, and uses the same ones again and again."""
+    """The gathered parameters that FSDP has allocated so far; it uses the same ones again and again."""
     return [record._unsharded_param for record in _records(model) if hasattr(record, "_unsharded_param")]
 
 
@@ -69,12 +69,12 @@ def record_of_a_shard(model: torch.nn.Module) -> Any:
 
 
 def make_root(model: FSDPModule) -> None:
-    """Let FSDP take ``model`` for the outermost module, which otherwise is the first one to be called."""
+    """Make ``model`` the root for FSDP, which otherwise takes the first module that is called for it."""
     model._get_fsdp_state()._lazy_init()
 
 
 def before_backward(unit: FSDPModule, check: Callable[[], None]) -> None:
-    """Call ``check`` whenever a backward comes to ``unit``, before FSDP does anything for it."""
+    """Call ``check`` whenever a backward pass reaches ``unit``, before FSDP does anything for it."""
     state = unit._get_fsdp_state()
     theirs = state._pre_backward
 
@@ -105,7 +105,7 @@ def drop_pass(root: FSDPModule) -> None:
 
 
 def _reset_iter_state(root: FSDPModule) -> None:
-    """What torch 2.13 does."""
+    """``reset_iter_state`` as torch 2.13 has it."""
     state = root._get_fsdp_state()
     state._comm_ctx.post_forward_order.clear()
     for unit in (m for m in root.modules() if isinstance(m, FSDPModule)):  # type: ignore[attr-defined]

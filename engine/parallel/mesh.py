@@ -31,7 +31,7 @@ def build_mesh(
 
 
 def storage_mesh(mesh: DeviceMesh, zero_level: int, over_stages: bool = False) -> DeviceMesh:
-    """The mesh that parameters are laid over: the ranks of ``mesh`` in the same order.
+    """The mesh on which parameters are placed: the ranks of ``mesh`` in the same order.
 
     Ranks that share the tokens of a sequence (cp) share the parameters as those with other data do, so cp is a part of
     dp_shard here. At level 0 all of it is dp_replicate: hybrid sharding over shards of one rank. With ``over_stages``
@@ -99,7 +99,7 @@ def with_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _forget_after_fork() -> None:
-    """A forked process has the groups of its parent without their threads, for which their end would wait for ever."""
+    """Keep the parent's groups alive in a forked process: without their threads, their end would wait for ever."""
     global _meshes, _groups, _world
     _inherited.append((_meshes, _groups, _world))
     _meshes, _groups, _world = {}, [], None

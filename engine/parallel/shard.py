@@ -173,7 +173,7 @@ def _shard_units(
 def _install_hooks(
     model: nn.Module, order: Sequence[nn.Module], policy: Policy, methods: Iterable[str], shards: DeviceMesh
 ) -> None:
-    """Put around a model that ``fully_shard`` has sharded what it needs besides; ``shards``: what the shards are on."""
+    """Add the engine's hooks to a model that ``fully_shard`` has sharded; ``shards``: the mesh of the shards."""
     # Of a pipeline, a stage that gathers ahead may wait for one that waits for this one.
     ahead = order if runtime.current().pp_size == 1 else ()
     hooks = ForwardHooks(model, use_gloo_collectives(model, shards, ahead))
@@ -190,7 +190,7 @@ def _install_hooks(
 
 
 def mixed_precision(policy: Policy, model: nn.Module) -> MixedPrecisionPolicy:
-    """What FSDP is told of the dtypes of ``model``."""
+    """FSDP's policy for the dtypes of ``model``."""
     if policy.precision == "fp32" and any(p.itemsize < 4 for p in model.parameters() if p.requires_grad):
         return MixedPrecisionPolicy(reduce_dtype=torch.float32)  # a sum in 16 bits loses what the ranks agree on
     return policy.mixed_precision()
@@ -204,7 +204,7 @@ def sharded_roots(model: nn.Module) -> list[FSDPModule]:
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
-    """The blocks of any module: what it says itself, what ``transformers`` says, or the items of its ModuleLists."""
+    """The blocks of any module: those it declares, those ``transformers`` declares, or the items of its ModuleLists."""
     if callable(say := getattr(model, "shard_units", None)):
         return list(say())
     if names := set(getattr(model, "_no_split_modules", None) or ()):

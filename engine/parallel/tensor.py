@@ -85,16 +85,16 @@ class TensorParallelGroup:
         return self._inputs(f.gather_rows if self.sequence else f.copy_to, x, self.group)
 
     def forget_input(self) -> None:
-        """The layers that take the last inputs are through."""
+        """Forget the inputs: the layers that share them have all run."""
         self._inputs.forget()
 
     def summed_output(self, x: Tensor) -> Tensor:
-        """The output of layers that split their inputs, from this rank's addend."""
+        """The output of layers that split their inputs: the sum of each rank's x."""
         return (f.scatter_sum_rows if self.sequence else f.reduce_from)(x, self.group)
 
 
 class _Layer(nn.Module):
-    """What stands before nn.Linear or nn.Embedding among the bases of a split layer."""
+    """First base class of a split layer, before nn.Linear or nn.Embedding."""
 
     tp_group: TensorParallelGroup
     _first: int  # number of this rank's first row of the whole weight
@@ -157,7 +157,7 @@ class _Vocab(_Layer):
 
 
 def _check_ids(ids: Tensor, rows: int) -> None:
-    """As nn.Embedding does: an id that no rank has would count as zeros on all of them."""
+    """Raises IndexError as nn.Embedding does: without it, an id that no rank has would become zeros."""
     if ids.device.type != "cpu":
         assert_on_device(((ids >= 0) & (ids < rows)).all(), "index out of range of a table that tp_size splits")
     elif ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < rows):
@@ -209,7 +209,7 @@ def find_plan(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str
 
 
 def _self_split(model: nn.Module) -> set[int]:
-    """Ids of the parameters of layers that say themselves how they are split (``tp_split``, BMTrain's)."""
+    """Ids of the parameters of layers that declare how they are split (``tp_split``, BMTrain's layers)."""
     layers = [module for module in model.modules() if hasattr(module, "tp_split")]
     return {id(p) for module in layers for p in module.parameters(recurse=False)}
 
@@ -269,7 +269,7 @@ def parallelize(
 
 
 def _split_layer(name: str, module: nn.Module, style: str, group: TensorParallelGroup, placed: _Placed) -> None:
-    """Leave this rank's part of a linear layer or an embedding, and let it compute with that."""
+    """Keep this rank's part of a linear layer or an embedding, and give the module the class that computes with it."""
     kind, layer = _CLASSES[style]
     if not isinstance(module, kind):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Gradients of tables of embeddings between ranks over gloo: the blocks of a part that are all zero are not sent.
+"""A reduce-scatter that does not send blocks of zeros, for the gradients of embedding tables over gloo.
 
 A batch reads a few hundred rows of a table that may be most of a model, and the gradients of all others are zero. What
 a rank sends of a part is which of its blocks hold anything, and these. Where that is most of them, as for a table that
@@ -26,7 +26,7 @@ _WHICH_TAG, _BLOCKS_TAG = 0x7AB, 0x7AC
 
 
 def has_gathered_embedding(unit: Any) -> bool:
-    """Whether a table of embeddings is among the parameters of a unit, those of units within it apart."""
+    """Whether a unit gathers an embedding table, apart from those of units within it."""
     if isinstance(unit, nn.Embedding):
         return not is_sharded_embedding(unit)
     return any(has_gathered_embedding(child) for child in unit.children() if not isinstance(child, FSDPModule))
@@ -72,7 +72,7 @@ class BlockSparseParts:
 
 
 def _filled(part: torch.Tensor) -> torch.Tensor:
-    """bool (blocks,): which blocks hold anything but zeros; all, where most of those that are looked at do."""
+    """bool (blocks,): which blocks hold anything but zeros; all are True where most of a sample do."""
     blocks = _blocks(part)
     everything = torch.ones(len(blocks), dtype=torch.bool)
     if _holding(blocks[:: max(1, len(blocks) // _SAMPLE)]).float().mean() > _MOST:
@@ -88,7 +88,7 @@ def _holding(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(part: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-    """The blocks of a part that hold something, and what is left behind the last block."""
+    """The blocks of a part that hold anything but zeros, and the remainder behind the last block."""
     if bool(which.all()):
         return part
     blocks = _blocks(part)

@@ -1,4 +1,4 @@
-"""Parameters and gradients between ranks on CPUs: each rank sends its parts to the others, and adds up what it got.
+"""FSDP's all-gather and reduce-scatter on CPUs: each rank sends its parts to the others directly.
 
 gloo's own all-gather and reduce-scatter move the same bytes in turns around a ring and take about twice as long. Here
 all parts travel at once, straight to where they are needed, and while they do the rank computes: the parameters of the
@@ -36,7 +36,7 @@ GATHER_TAG, REDUCE_TAG = 0x9A7, 0x5ED
 
 
 class _GlooMessage:
-    """What each rank sends to each other one, on its way over gloo; as ``Message`` is in memory."""
+    """An exchange of parts over gloo, with the interface of ``shared_memory.Message``."""
 
     def __init__(self, send: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None, group: Any, tag: int) -> None:
         """
@@ -124,7 +124,7 @@ class AllGather(_Allocates):
 
     @property
     def unused(self) -> bool:
-        """Whether parameters were asked for that no forward or backward has waited for."""
+        """Whether parameters were gathered ahead that no forward or backward has waited for."""
         return self._gather is not None and self._gather.open
 
 
@@ -220,7 +220,7 @@ class GlooCollectives:
             gather_ahead(modules[0])
 
     def after_forward(self) -> None:
-        """Stop gathering ahead what this forward did not come to."""
+        """Stop gathering ahead the units that this forward did not reach."""
         for unit in [u for u in self._before if self._gathers[u].unused]:
             self._before.pop(unit).set_modules_to_forward_prefetch([])
 

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a group, each of which sends a part to every other."""
+"""Point-to-point messages in which each rank of a group sends a part to every other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of embeddings whose rows stay on the rank that keeps them, over gloo: what travels is the rows of a batch.
+"""Embedding tables that are never gathered, over gloo: ranks send each other the rows that a batch reads.
 
 A table may be most of a small model, and a batch reads a few hundred of its rows. Where a model says that it does
 nothing else with a table (``model.looked_up_tables()``), no rank gathers it and none has a gradient of all of it: each
@@ -30,7 +30,7 @@ _WANTED_TAG, _ROWS_TAG, _GRADIENTS_TAG = 0x2E1, 0x2E2, 0x2E3
 def shard_embeddings(
     model: nn.Module, mesh: DeviceMesh, units: Collection[nn.Module], dtype: torch.dtype | None
 ) -> set[nn.Parameter]:
-    """Leave the rows of the tables that ``model`` only looks up where they are kept; the parameters, which are shards.
+    """Shard the tables that ``model`` only looks up, so that no rank gathers them. Returns their parameters.
 
     Args:
         mesh: one dimension, over whose ranks the rows are split.
@@ -56,12 +56,12 @@ def shard_embeddings(
 
 
 def is_sharded_embedding(module: nn.Module) -> bool:
-    """Whether the rows of this table stay on the ranks that keep them."""
+    """Whether this table is looked up by messages instead of being gathered."""
     return isinstance(vars(module).get("forward"), _Lookup)
 
 
 class _Lookup:
-    """The forward of a table whose rows are spread."""
+    """The forward of a table whose rows are on several ranks."""
 
     def __init__(self, table: nn.Embedding, dtype: torch.dtype | None) -> None:
         self._table, self._dtype = weakref.ref(table), dtype
@@ -90,7 +90,7 @@ class _Lookup:
 
 
 class _RowExchange:
-    """Which rows go where for one batch: ``read`` of each rank's are read here, and ``asked`` of this rank's there."""
+    """Which rows travel for a batch: ``read[r]`` of rank r's come here, ``asked[r]`` of this rank's go to rank r."""
 
     def __init__(self, ids: torch.Tensor, words: int, group: Any, padding: int | None) -> None:
         self.group, self.ranks, self.me = group, group.size(), group.rank()

@@ -1,4 +1,4 @@
-"""Messages between ranks of one machine through memory that they share, where gloo would send every byte by TCP.
+"""Messages between ranks of one machine through shared memory, where gloo would send every byte by TCP.
 
 Each rank writes what it has for the others into memory of its own, which they read in place; over gloo goes only a word
 that it is there, and where. That word is also what makes a rank that fails or hangs known to the others, as in any
@@ -108,7 +108,7 @@ class SharedMemory:
 
 
 class Message:
-    """What each rank of a group sends to each other one, on its way."""
+    """One exchange under way: a part from each rank of a group to each other one."""
 
     def __init__(
         self,

@@ -41,12 +41,12 @@ Shape = tuple[int, int]
 
 
 class _OutputHandedOver(Exception):
-    """Ends a caller's code around a model whose output is with the next stage."""
+    """Ends the caller's code on a stage whose output goes to the next stage."""
 
 
 @dataclass
 class _PartialForward:
-    """A forward of one part of the model that is under way."""
+    """The forward of one part of the model, while it runs."""
 
     chunk: int
     first: bool
@@ -56,7 +56,7 @@ class _PartialForward:
 
 
 class Pipeline(Stages):
-    """This rank's part of a model that follows the protocol, and the way to its neighbours.
+    """This rank's part of a model that follows the protocol, and its links to the neighbouring stages.
 
     Attributes:
         chunks: parts of the model that each stage has.
@@ -141,7 +141,7 @@ class Pipeline(Stages):
         return given
 
     def hand_over(self, states: Sequence[Tensor], shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
-        """Leave hidden states of these shapes to the next stage; what the model's forward returns."""
+        """Hand hidden states of these shapes to the next stage. Returns what the model's forward returns."""
         for x, shape in zip(states, shapes, strict=True):
             if tuple(x.shape) != shape or x.dtype != self.dtype:
                 raise RuntimeError(
@@ -161,7 +161,7 @@ class Pipeline(Stages):
         return self._turn
 
     def watch(self, model: nn.Module) -> None:
-        """Refuse calls from outside, and end the caller's code where the output is not here. After FSDP's hooks."""
+        """Refuse calls from outside, and end the caller's code where the output is elsewhere. After FSDP's hooks."""
 
         def end(*_: Any) -> None:
             if not self._now().last:
@@ -177,7 +177,7 @@ class Pipeline(Stages):
         return self._elements[only_trainable]
 
     def round_up(self, microbatches: int) -> int:
-        """The number of microbatches that the schedule needs for so many."""
+        """``microbatches`` rounded up to a number that the schedule can run."""
         return microbatches if self.chunks == 1 else -(-microbatches // self.size) * self.size
 
     def check_same(self, batches: Sequence[Any]) -> None:
@@ -247,11 +247,11 @@ class Pipeline(Stages):
         return x
 
     def flush(self) -> None:
-        """Wait until what was handed over has left."""
+        """Wait until everything handed over has been sent."""
         self._neighbours.flush()
 
     def _backward_from(self, output: list[Tensor]) -> None:
-        """Backward from what was handed over, by the gradients that come back for it."""
+        """Backward from the tensors handed over, with the gradients that come back for them."""
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in output]
         for gradient in gradients:
             self._neighbours.receive(gradient, forward=False)
@@ -288,7 +288,7 @@ class Pipeline(Stages):
         return [(p, group) for p, group in named if group is not None]
 
     def take_shared_gradients(self, model: nn.Module) -> list[Tensor | None]:
-        """Take away the gradients from before of what several stages use: they are sums over the stages already."""
+        """Remove the earlier gradients of shared parameters, which are sums over the stages already; returns them."""
         held = []
         for parameter, _ in self._shared_parameters(model):
             held.append(parameter.grad)
@@ -311,7 +311,7 @@ class Pipeline(Stages):
 
 
 class _Blank(nn.Module):
-    """In place of an embedding, or of what is done to one."""
+    """Stands in for an embedding, or for a module applied to one, that this stage lacks."""
 
     def __init__(self, zeros: list[Tensor]) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ def split_into_stages(model: nn.Module, mesh: DeviceMesh, chunks: int) -> None:
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """What ``split_into_stages`` gave the model, if it did."""
+    """The ``Pipeline`` that ``split_into_stages`` gave the model, if any."""
     found = stages_of(model)
     return found if isinstance(found, Pipeline) else None
 

@@ -1,4 +1,4 @@
-"""The way from a stage of a pipeline to those before and after it."""
+"""Point-to-point messages between neighbouring stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Neighbours:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around all that the stages hand over in one step.
+        """Around all messages of one step.
 
         Raises RuntimeError where an exception ended an earlier step in the middle: what was sent in it is still in the
         channel, and would be taken for what this step sends.
@@ -51,7 +51,7 @@ class Neighbours:
             raise
 
     def send(self, *tensors: Tensor, forward: bool) -> None:
-        """Start to send what one microbatch hands over to the next stage, or back to the one before."""
+        """Start to send the tensors of one microbatch to the next stage, or back to the one before."""
         # Of what has left nothing is held. gloo does not say what has left, so the oldest is waited for.
         while self._sends and (len(self._sends) >= self._max_sends or all(w.is_completed() for w, _ in self._sends[0])):
             self._wait_for_oldest()
@@ -73,7 +73,7 @@ class Neighbours:
             work.wait()
 
     def flush(self) -> None:
-        """Wait until everything has left."""
+        """Wait until everything has been sent."""
         while self._sends:
             self._wait_for_oldest()
 

@@ -1,4 +1,4 @@
-"""The order of work in a pipeline, and which units each stage has."""
+"""Pipeline schedules: in which order a stage works, and which units it has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ Action = tuple[bool, int, int]  # forward, part of the model, microbatch
 
 
 def stage_actions(rank: int, size: int, chunks: int, microbatches: int) -> list[Action]:
-    """What stage ``rank`` of ``size`` does, one after the other, where each stage has ``chunks`` parts of the model.
+    """The actions of stage ``rank`` of ``size`` in order, where each stage has ``chunks`` parts of the model.
 
     One part: 1F1B (Narayanan et al. 2019, arXiv:1806.03377). Several: interleaved 1F1B (Narayanan et al. 2021,
     arXiv:2104.04473), for which ``microbatches`` is a multiple of ``size``.
@@ -29,7 +29,7 @@ def stage_actions(rank: int, size: int, chunks: int, microbatches: int) -> list[
 
 
 def split_units(units: int, stages: int) -> list[range]:
-    """The units of each stage: as equal as can be, the first ones longer."""
+    """The units of each stage: as equal in number as can be, the first stages with one more."""
     short, longer = divmod(units, stages)
     ends = [0]
     for stage in range(stages):

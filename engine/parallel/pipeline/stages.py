@@ -1,4 +1,4 @@
-"""What a model was before one stage of it was left on this rank, and what the stages have together."""
+"""Which tensors of a model each stage of a pipeline holds: the whole model as it was, and this rank's part of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.registry import ABSENT, set_stages, stages_of
 
 
 class Stages:
-    """What a model was before this rank's stage was left of it.
+    """A model as it was before it was cut down to this rank's stage.
 
     Attributes:
         rank, size: of the stage.
@@ -53,7 +53,7 @@ class Stages:
 
 
 def split_block_lists(model: nn.Module, lists: Iterable[nn.ModuleList], mesh: DeviceMesh) -> None:
-    """Leave this rank's stage of each of ``lists``, and of the rest of ``model`` all, in place; on meta too."""
+    """Keep this rank's stage of each of ``lists``, and all of the rest of ``model``, in place; on meta too."""
     stages = Stages(model, mesh)
     stages.spread = set()
     Neighbours(mesh)  # made here by all ranks at once, used in forward
@@ -91,7 +91,7 @@ def gather_from_stages(model: nn.Module, value: Any) -> list[Any]:
 
 @torch.no_grad()
 def whole_tensor(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """One tensor of ``model``, whole, on rank 0 at least; collective, None where it did not come by.
+    """One tensor of ``model``, whole, on rank 0 at least; None on ranks that do not need it. Collective.
 
     Args:
         tensors: what this rank holds of the model, by name.
@@ -114,7 +114,7 @@ def whole_tensor(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> 
 
 
 def remove_tensors(module: nn.Module) -> None:
-    """Take its parameters and buffers from a module that is on other stages."""
+    """Remove the parameters and buffers of a module that other stages have."""
     for inner in module.modules():
         for tensors in (inner._parameters, inner._buffers):
             tensors.update(dict.fromkeys(tensors))

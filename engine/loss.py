@@ -65,8 +65,8 @@ def linear_cross_entropy(
         labelled = (targets != IGNORE_INDEX).nonzero().flatten()
         if labelled.numel() != targets.numel():
             hidden, targets = hidden.index_select(0, labelled), targets.index_select(0, labelled)
-    weight, bias, part = _own_vocabulary(weight, bias)
-    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, _at_least_one(count), label_smoothing, part)
+    weight, bias, shard = _local_vocabulary(weight, bias)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, _at_least_one(count), label_smoothing, shard)
 
 
 def linear_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
@@ -81,20 +81,22 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, target
     Returns:
         (n,) fp32.
     """
-    weight, bias, part = _own_vocabulary(weight, bias)
-    return _LinearLogProbs.apply(hidden, weight, bias, targets, part)
+    weight, bias, shard = _local_vocabulary(weight, bias)
+    return _LinearLogProbs.apply(hidden, weight, bias, targets, shard)
 
 
 def vocabulary_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """hidden (..., hidden_size) @ weight.T + bias, whole on every rank however weight and bias are split."""
-    weight, bias, part = _own_vocabulary(weight, bias)
-    if part is None:
+    weight, bias, shard = _local_vocabulary(weight, bias)
+    if shard is None:
         return linear(hidden, weight, bias)
-    return functional.join_columns(linear(functional.copy_to(hidden, part.group), weight, bias), part.group, part.vocab)
+    return functional.join_columns(
+        linear(functional.copy_to(hidden, shard.group), weight, bias), shard.group, shard.vocab
+    )
 
 
 @dataclass
-class _Part:
+class _VocabularyShard:
     """Rows of the vocabulary that this rank of a tensor-parallel group has, from number `first` on."""
 
     group: Any
@@ -112,7 +114,7 @@ class _Part:
         return x
 
 
-def _own_vocabulary(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, _Part | None]:
+def _local_vocabulary(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, _VocabularyShard | None]:
     """(this rank's rows of weight, of bias, which they are), in the graph; plain tensors are whole: (..., None)."""
     if not hasattr(weight, "to_local"):
         return weight, bias, None
@@ -126,8 +128,8 @@ def _own_vocabulary(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
             )
     mesh = weight.device_mesh  # type: ignore[attr-defined]
     first = local_box(weight.shape, mesh, (Shard(0),))[1][0]
-    part = _Part(mesh.get_group(), weight.shape[0], first)
-    return weight.to_local(), None if bias is None else bias.to_local(), part  # type: ignore[attr-defined]
+    shard = _VocabularyShard(mesh.get_group(), weight.shape[0], first)
+    return weight.to_local(), None if bias is None else bias.to_local(), shard  # type: ignore[attr-defined]
 
 
 def _at_least_one(count: Tensor | float) -> Tensor | float:
@@ -148,34 +150,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         count: Tensor | float,
         smoothing: float,
-        part: _Part | None,
+        shard: _VocabularyShard | None,
     ) -> Tensor:
         wanted = ctx.needs_input_grad[:3]
         train = any(wanted)
-        ctx.late = train and hidden.dtype == torch.float16
+        ctx.recompute = train and hidden.dtype == torch.float16
         total, *grads = _losses_and_gradients(
-            hidden, weight, bias, targets, count, smoothing, part, _NONE if ctx.late else wanted
+            hidden, weight, bias, targets, count, smoothing, shard, _NONE if ctx.recompute else wanted
         )
-        ctx.count, ctx.smoothing, ctx.part = count, smoothing, part
+        ctx.count, ctx.smoothing, ctx.shard = count, smoothing, shard
         if train:
-            ctx.save_for_backward(*((hidden, weight, bias, targets) if ctx.late else grads))
+            ctx.save_for_backward(*((hidden, weight, bias, targets) if ctx.recompute else grads))
         return total / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.late:
+        if ctx.recompute:
             hidden, weight, bias, targets = ctx.saved_tensors
             scaled = ctx.count / grad  # what the gradient in fp32 is divided by, before it is fp16
             _, dhidden, dweight, dbias = _losses_and_gradients(
-                hidden, weight, bias, targets, scaled, ctx.smoothing, ctx.part, ctx.needs_input_grad[:3]
+                hidden, weight, bias, targets, scaled, ctx.smoothing, ctx.shard, ctx.needs_input_grad[:3]
             )
-            if ctx.part is not None and dhidden is not None:
-                dhidden = ctx.part.sum(dhidden)
+            if ctx.shard is not None and dhidden is not None:
+                dhidden = ctx.shard.sum(dhidden)
             return dhidden, dweight, dbias, None, None, None, None
         dhidden, dweight, dbias = ctx.saved_tensors
-        if ctx.part is not None and dhidden is not None:
-            dhidden = ctx.part.sum(dhidden.clone())
+        if ctx.shard is not None and dhidden is not None:
+            dhidden = ctx.shard.sum(dhidden.clone())
         if grad.device.type != "cpu" or grad.item() != 1.0:  # reading a scalar costs nothing on a CPU
             dhidden, dweight, dbias = (None if g is None else g * grad.to(g.dtype) for g in (dhidden, dweight, dbias))
         return dhidden, dweight, dbias, None, None, None, None
@@ -188,13 +190,13 @@ def _losses_and_gradients(
     targets: Tensor,
     count: Tensor | float,
     smoothing: float,
-    part: _Part | None,
+    shard: _VocabularyShard | None,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(sum of the losses in fp32; where `wanted` the gradients of the sum / count by hidden, which is this rank's part
     of it under tensor parallelism, by weight and by bias): a head that is frozen beside an adapter has none."""
     train = any(wanted)
-    rows = _chunks(weight, part)
+    rows = _rows_per_chunk(weight, shard)
     total = hidden.new_zeros((), dtype=torch.float32)
     dhidden = torch.empty_like(hidden) if wanted[0] else None
     # No rows: the gradient is zero, but weight still takes part (another rank may have rows).
@@ -203,12 +205,12 @@ def _losses_and_gradients(
     for start in range(0, hidden.shape[0], rows):
         h, t = hidden[start : start + rows], targets[start : start + rows]
         logits = matmul_nt(h, weight, bias).float()  # later their gradient
-        if part is None:
+        if shard is None:
             total += cross_entropy_(logits, t, count, smoothing, train).sum()
         else:
-            at, hit = _within(t[:, None] - part.first, logits.shape[1])
-            sums = _agree(logits, at, hit, part)
-            total += losses_(logits, at, sums, count, smoothing, train, part.vocab, hit).sum()
+            at, hit = _within(t[:, None] - shard.first, logits.shape[1])
+            sums = _reduce_over_vocabulary(logits, at, hit, shard)
+            total += losses_(logits, at, sums, count, smoothing, train, shard.vocab, hit).sum()
         if not train:
             continue
         grad = logits.to(hidden.dtype)
@@ -224,20 +226,20 @@ def _losses_and_gradients(
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, part: _Part | None
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shard: _VocabularyShard | None
     ) -> Tensor:
-        rows = _chunks(weight, part)
+        rows = _rows_per_chunk(weight, shard)
         sums = hidden.new_empty((hidden.shape[0], 1), dtype=torch.float32)
         found = torch.empty_like(sums)
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
             logits, t = matmul_nt(hidden[chunk], weight, bias).float(), targets[chunk, None]
-            if part is None:
+            if shard is None:
                 sums[chunk], found[chunk] = torch.logsumexp(logits, -1, keepdim=True), logits.gather(1, t)
             else:
-                t, hit = _within(t - part.first, logits.shape[1])
-                sums[chunk], found[chunk], _ = _agree(logits, t, hit, part)
-        ctx.part = part
+                t, hit = _within(t - shard.first, logits.shape[1])
+                sums[chunk], found[chunk], _ = _reduce_over_vocabulary(logits, t, hit, shard)
+        ctx.shard = shard
         ctx.save_for_backward(hidden, weight, bias, targets, sums)
         return (found - sums).squeeze(1)
 
@@ -245,8 +247,8 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, sums = ctx.saved_tensors
-        part = ctx.part
-        rows = _chunks(weight, part)
+        shard = ctx.shard
+        rows = _rows_per_chunk(weight, shard)
         dhidden, dweight, dbias = (
             torch.zeros_like(x) if wanted else None
             for x, wanted in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
@@ -255,8 +257,8 @@ class _LinearLogProbs(torch.autograd.Function):
             chunk = slice(start, start + rows)
             h, t, g = hidden[chunk], targets[chunk, None], grad[chunk, None].float()
             d = matmul_nt(h, weight, bias).float().sub_(sums[chunk]).exp_().mul_(-g)
-            if part is not None:
-                t, hit = _within(t - part.first, d.shape[1])
+            if shard is not None:
+                t, hit = _within(t - shard.first, d.shape[1])
                 g = g * hit
             if d.shape[1]:
                 d.scatter_add_(1, t, g)
@@ -267,14 +269,14 @@ class _LinearLogProbs(torch.autograd.Function):
                 dweight = matmul(d.t(), h, add_to=dweight)
             if dbias is not None:
                 dbias += d.sum(0)
-        if part is not None and dhidden is not None:
-            dhidden = part.sum(dhidden)
+        if shard is not None and dhidden is not None:
+            dhidden = shard.sum(dhidden)
         return dhidden, dweight, dbias, None, None
 
 
-def _chunks(weight: Tensor, part: _Part | None) -> int:
+def _rows_per_chunk(weight: Tensor, shard: _VocabularyShard | None) -> int:
     """How many rows have their logits in memory at once; the same number on every rank."""
-    held = weight.shape[0] if part is None else -(-part.vocab // part.group.size())
+    held = weight.shape[0] if shard is None else -(-shard.vocab // shard.group.size())
     if weight.device.type == "cuda":
         return max(_GPU_ROWS, _GPU_CHUNK_BYTES // (4 * held))
     return max(1, _CHUNK_BYTES // (4 * held))
@@ -286,39 +288,41 @@ def _within(t: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return t.masked_fill(~hit, 0), hit
 
 
-def _agree(logits: Tensor, t: Tensor, hit: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
+def _reduce_over_vocabulary(
+    logits: Tensor, t: Tensor, hit: Tensor, shard: _VocabularyShard
+) -> tuple[Tensor, Tensor, Tensor]:
     """(logsumexp (n, 1), logit at the target (n, 1), mean (n,)) over the vocabulary, of logits (n, own columns)."""
     top = logits.new_full((logits.shape[0], 1), -torch.inf)
     sums = logits.new_zeros(logits.shape[0], 3)
     if logits.shape[1]:
         top = logits.amax(1, keepdim=True)
-    part.largest(top)
+    shard.largest(top)
     if logits.shape[1]:
         sums[:, 0] = (logits - top).exp_().sum(1)
         sums[:, 1] = (logits.gather(1, t) * hit).squeeze(1)
         sums[:, 2] = logits.sum(1)
-    part.sum(sums)
-    return sums[:, :1].log() + top, sums[:, 1:2], sums[:, 2] / part.vocab
+    shard.sum(sums)
+    return sums[:, :1].log() + top, sums[:, 1:2], sums[:, 2] / shard.vocab
 
 
-def _equal_part(classes: int) -> _Part | None:
+def _equal_shard(classes: int) -> _VocabularyShard | None:
     """This rank's share of classes, as many as each of its tensor-parallel group has; None: it is alone."""
     if runtime.current().tp_size == 1:
         return None
     group = device_mesh()["tp"].get_group()
-    return _Part(group, classes * group.size(), classes * group.rank())
+    return _VocabularyShard(group, classes * group.size(), classes * group.rank())
 
 
 class _ParallelCrossEntropy(torch.autograd.Function):
     """Logits (n, this rank's classes), targets (n,) among all classes -> (n,) fp32, the same on all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float, part: _Part) -> Tensor:
-        t, hit = _within(targets[:, None] - part.first, logits.shape[1])
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float, shard: _VocabularyShard) -> Tensor:
+        t, hit = _within(targets[:, None] - shard.first, logits.shape[1])
         values = logits.float()
-        lse, at_target, mean = _agree(values, t, hit, part)
+        lse, at_target, mean = _reduce_over_vocabulary(values, t, hit, shard)
         ctx.save_for_backward(logits, lse, t, hit)
-        ctx.smoothing, ctx.vocab = smoothing, part.vocab
+        ctx.smoothing, ctx.vocab = smoothing, shard.vocab
         return (lse - (1 - smoothing) * at_target).squeeze(1) - smoothing * mean
 
     @staticmethod
@@ -380,11 +384,11 @@ class FusedCrossEntropy(torch.nn.Module):
         weight = None if self.weight is None else self.weight.to(input.device, torch.float32)
         target = target.long()
         labelled = target != self.ignore_index
-        if self.parallel and (part := _equal_part(input.shape[1])) is not None:
-            loss = _ParallelCrossEntropy.apply(input, target, self.label_smoothing, part) * labelled
+        if self.parallel and (shard := _equal_shard(input.shape[1])) is not None:
+            loss = _ParallelCrossEntropy.apply(input, target, self.label_smoothing, shard) * labelled
             if weight is not None:
-                if weight.shape[0] != part.vocab:
-                    raise ValueError(f"weight has {weight.shape[0]} classes, the ranks together have {part.vocab}")
+                if weight.shape[0] != shard.vocab:
+                    raise ValueError(f"weight has {weight.shape[0]} classes, the ranks together have {shard.vocab}")
                 loss = loss * weight[torch.where(labelled, target, 0)]
             loss = loss if self.reduction == "none" else loss.sum()
         else:

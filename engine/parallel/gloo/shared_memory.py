@@ -1,8 +1,8 @@
 """Messages between ranks of one machine through shared memory, where gloo would send every byte by TCP.
 
-Each rank writes what it has for the others into memory of its own, which they read in place; over gloo goes only a word
-that it is there, and where. That word is also what makes a rank that fails or hangs known to the others, as in any
-exchange over gloo. The memory has no name (``memfd_create``): it is gone with the processes, however they end.
+Each rank writes what it has for the others into its own memory, where they read it in place. Only a header with the
+place goes over gloo, which also tells the others of a rank that fails or hangs, as in any exchange over gloo. The memory
+has no name (``memfd_create``): it is gone with the processes, however they end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.torch_compat import all_gather_flat
 # are used again and again, so a small model takes little of it.
 ROOM_BYTES = 2**26
 _LINE = 64  # bytes, of the caches
-_NOWHERE = -1
+_NO_PLACE = -1
 _GLOO_TAGS = 2**30  # from here on, so that no message of the user's own is taken for one of these
 _serials = itertools.count()
 
@@ -32,8 +32,8 @@ _serials = itertools.count()
 class SharedMemory:
     """Memory of each rank of a group that the other ranks read.
 
-    Messages have numbers, which are the same on all ranks. With each word a rank says up to which number it has read,
-    so the others know which places they may use again; nobody waits for that. A message for which there is no place,
+    Messages have numbers, which are the same on all ranks. Each header says up to which number its sender has read, so
+    that the others know which places they may use again; nobody waits for that. A message for which there is no place,
     because many before it are not read yet, goes over gloo.
     """
 
@@ -57,7 +57,7 @@ class SharedMemory:
         """Begin to send ``send[r]`` to each other rank r; all are of one size and dtype. Several may be one tensor.
 
         Args:
-            tag: of the words. The messages of a tag are begun in the same order on all ranks.
+            tag: of the headers. The messages of a tag are begun in the same order on all ranks.
         """
         number = next(self._numbers)
         self._unread.add(number)
@@ -122,13 +122,13 @@ class Message:
         """
         Args:
             send: what goes to each rank; this rank's own stays.
-            written: where in the memory it is; of none: it goes over gloo, by ``gloo_tag``.
+            written: for each other rank the place of its part; empty: the parts go over gloo, by ``gloo_tag``.
         """
         self._memory, self._number, self._send, self._gloo_tag = memory, number, send, gloo_tag
         ranks = range(memory.group.size())
-        self._heard = [torch.empty(2, dtype=torch.int64) for _ in ranks]
-        self._said = [torch.tensor([written.get(rank, _NOWHERE), memory.read_to()]) for rank in ranks]
-        self._works = send_parts(self._said, self._heard, memory.group, tag)
+        self._received = [torch.empty(2, dtype=torch.int64) for _ in ranks]
+        self._headers = [torch.tensor([written.get(rank, _NO_PLACE), memory.read_to()]) for rank in ranks]
+        self._works = send_parts(self._headers, self._received, memory.group, tag)
         if not written:
             for rank in memory.others:
                 self._works.append(dist.isend(send[rank], group=memory.group, group_dst=rank, tag=gloo_tag))
@@ -138,18 +138,18 @@ class Message:
         ``done``, and must not be written."""
         memory, own = self._memory, self._send[self._memory.group.rank()]
         found = {memory.group.rank(): own}
-        words = len(memory.others)
-        for work in self._works[:words]:
+        others = len(memory.others)
+        for work in self._works[:others]:
             work.wait()
-        memory.read_by_all(min(int(self._heard[rank][1]) for rank in memory.others))
+        memory.read_by_all(min(int(self._received[rank][1]) for rank in memory.others))
         for rank in memory.others:
-            place = int(self._heard[rank][0])
-            if place == _NOWHERE:
+            place = int(self._received[rank][0])
+            if place == _NO_PLACE:
                 found[rank] = torch.empty_like(own)
                 dist.recv(found[rank], group=memory.group, group_src=rank, tag=self._gloo_tag)
             else:
                 found[rank] = at(memory.others[rank], place, own)
-        for work in self._works[words:]:
+        for work in self._works[others:]:
             work.wait()
         return [found[rank] for rank in range(len(found))]
 
@@ -174,7 +174,7 @@ def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
         None, on all ranks, if they are on several machines, or if the system has no such memory (it is Linux's) or
         forbids it.
     """
-    identity, file, own = secrets.randbits(63), _NOWHERE, None
+    identity, file, own = secrets.randbits(63), _NO_PLACE, None
     try:
         file = os.memfd_create("modelcenter")
         os.ftruncate(file, ROOM_BYTES)
@@ -193,7 +193,7 @@ def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
         own = None
     agreed = torch.empty(group.size(), dtype=torch.uint8)
     all_gather_flat(agreed, torch.tensor([own is not None], dtype=torch.uint8), group)  # nobody opens a file after it
-    if file != _NOWHERE:
+    if file != _NO_PLACE:
         os.close(file)
     return SharedMemory(group, serial, own, others) if own is not None and bool(agreed.all()) else None
 

@@ -31,8 +31,8 @@ from engine.parallel.fsdp import (
 from engine.parallel.gloo.collectives import GlooCollectives
 from engine.torch_compat import in_backward
 
-# Those whose last forward has left whole parameters shown: a step would not reach them, and the next forward uses them.
-_showing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Models whose last forward has left parameters gathered: a step would not reach them, and the next forward uses them.
+_with_gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _MIXED = "mixed torch.Tensor and DTensor"
 _MIXED_NOTE = (
     "engine.shard: a module used parameters of another, which are whole in that one's own forward only. Leave that one "
@@ -43,10 +43,10 @@ _MIXED_NOTE = (
 class ForwardHooks:
     """Counts the calls of a model that are under way, and frees gathered parameters after the last where necessary."""
 
-    def __init__(self, model: nn.Module, exchange: GlooCollectives | None) -> None:
-        self._model, self._exchange = weakref.ref(model), exchange
-        self._open = 0
-        self._begun = False
+    def __init__(self, model: nn.Module, collectives: GlooCollectives | None) -> None:
+        self._model, self._collectives = weakref.ref(model), collectives
+        self._depth = 0  # calls of the model under way, one within another
+        self._started = False
         self._record: Any = None  # FSDP's of one parameter
         self._dtype: torch.dtype | None = None
 
@@ -65,36 +65,36 @@ class ForwardHooks:
         _reshard_at_steps()
 
     def enter(self, *_: Any) -> None:
-        if not self._begun:
-            self._begin()
+        if not self._started:
+            self._start()
         if self._record is not None and self._record.sharded_param.dtype != self._dtype:
             raise ValueError(
                 f"the parameters were {self._dtype} at the model's first forward and are "
                 f"{self._record.sharded_param.dtype} now, which FSDP does not follow: convert the model before "
                 "engine.shard, or let Policy(precision=...) say in what it computes"
             )
-        if self._open == 0:
+        if self._depth == 0:
             self._recover()
-            if self._exchange is not None:
-                self._exchange.before_forward()
-        self._open += 1
+            if self._collectives is not None:
+                self._collectives.before_forward()
+        self._depth += 1
 
     def leave(self, *_: Any) -> None:
         # Without a backward nothing frees the gathered parameters, and an optimizer built now would be given them.
-        self._open = max(0, self._open - 1)
+        self._depth = max(0, self._depth - 1)
         if (error := sys.exception()) is not None and _MIXED in str(error):
             if _MIXED_NOTE not in getattr(error, "__notes__", ()):
                 error.add_note(_MIXED_NOTE)
-        if self._open:
+        if self._depth:
             return
-        if self._exchange is not None:
-            self._exchange.after_forward()
+        if self._collectives is not None:
+            self._collectives.after_forward()
         if (model := self._model()) is None:
             return
         if not torch.is_grad_enabled():
             reshard(model)
             return
-        _showing.add(model)
+        _with_gathered.add(model)
 
     def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """``method``, counted as a call of the model, so that a forward inside it does not free what it still uses."""
@@ -110,11 +110,11 @@ class ForwardHooks:
         return call
 
     def _enter_unit(self, *_: Any) -> None:
-        if self._open == 0 and (model := self._model()) is not None:  # called by itself
-            if not self._begun:
-                self._begin()
+        if self._depth == 0 and (model := self._model()) is not None:  # called by itself
+            if not self._started:
+                self._start()
             self._recover()
-            _showing.add(model)
+            _with_gathered.add(model)
 
     def _recover(self) -> None:
         """Let FSDP forget a backward that an exception ended: else it would never reduce the root's gradients again."""
@@ -122,9 +122,9 @@ class ForwardHooks:
         if isinstance(model, FSDPModule) and backward_was_left(model):
             drop_pass(model)
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         """Before the first call of the model or of a unit."""
-        self._begun = True
+        self._started = True
         if (model := self._model()) is None:
             return
         check_hooks(model)
@@ -163,5 +163,5 @@ def _reshard_shown(*_: Any) -> None:
     """Free what forwards without a backward have gathered, because the coming step changes the shards alone."""
     if in_backward():  # an optimizer that steps there: what is gathered is in use
         return
-    while _showing:
-        reshard(_showing.pop())
+    while _with_gathered:
+        reshard(_with_gathered.pop())

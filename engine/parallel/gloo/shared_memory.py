@@ -1,8 +1,8 @@
 """Messages between ranks of one machine through shared memory, where gloo would send every byte by TCP.
 
 Each rank writes what it has for the others into its own memory, where they read it in place. Only a header with the
-place goes over gloo, which also tells the others of a rank that fails or hangs, as in any exchange over gloo. The memory
-has no name (``memfd_create``): it is gone with the processes, however they end.
+place goes over gloo, which also tells the others of a rank that fails or hangs, as in any exchange over gloo. The
+memory has no name (``memfd_create``): it is gone with the processes, however they end.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _PUBLIC = {
     "shard": "engine.parallel.shard",
     "materialize": "engine.shards",
     "accumulate": "engine.accumulation",
-    "in_step": "engine.steps",
+    "in_step": "engine.lockstep",
     "describe": "engine.description",
     "profile": "engine.profiler",
     "local_slices": "engine.shards",

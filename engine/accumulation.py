@@ -14,13 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
+from engine.lockstep import watched
 from engine.optim.checks import mark_gradients_averaged
 from engine.parallel.fp32_accumulation import accumulate_in_fp32
 from engine.parallel.fsdp import drop_pass, set_reduce_unused
 from engine.parallel.pipeline.execution import pipeline_of
 from engine.parallel.shard import sharded_roots
 from engine.registry import zero_level
-from engine.steps import watched
 from engine.torch_compat import all_gather_flat
 
 _MAX_TERMS = 16  # room for this many loss terms in the one collective that agrees on the counts

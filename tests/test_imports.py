@@ -163,7 +163,7 @@ ENGINE_LAYERS = (
     ("debug", "lr_scheduler", "memory", "names", "ops", "precision", "rendezvous", "tensors", "torch_compat"),
     ("process_group", "registry", "runtime"),
     ("collectives", "parallel.fsdp", "parallel.functional", "parallel.mesh", "parallel.rng"),
-    ("distributed", "init", "loss", "profiler", "recompute", "shards", "startup", "steps", "utils"),
+    ("distributed", "init", "lockstep", "loss", "profiler", "recompute", "shards", "startup", "utils"),
     ("optim",),
     ("parallel",),
     ("accumulation", "checkpoint", "description", "inspect"),

@@ -21,7 +21,7 @@ def compiled() -> str:
 @pytest.fixture(autouse=True)
 def _short_grace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No waiting for what other ranks say of one that failed, where no test reads it."""
-    if request.path.name != "test_steps.py":
+    if request.path.name != "test_lockstep.py":
         monkeypatch.setattr(testing, "_GRACE", 0.3)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import engine
-from engine import steps
+from engine import lockstep
 from engine.testing import Pool
 
 
@@ -161,10 +161,10 @@ def noted(how):
 
 @pytest.fixture
 def first_of_two(monkeypatch):
-    monkeypatch.setattr(steps, "_PATIENCE", 0.0)
-    monkeypatch.setattr(steps.runtime, "world_size", lambda: 2)
+    monkeypatch.setattr(lockstep, "_PATIENCE", 0.0)
+    monkeypatch.setattr(lockstep.runtime, "world_size", lambda: 2)
     store = dist.HashStore()
-    monkeypatch.setattr(steps, "default_store", lambda: store)
+    monkeypatch.setattr(lockstep, "default_store", lambda: store)
     return monkeypatch
 
 
@@ -172,9 +172,9 @@ def test_a_second_failure_does_not_take_the_first_for_its_own(first_of_two):
     calls = [defaultdict(itertools.count), defaultdict(itertools.count)]
 
     def lost(rank):
-        first_of_two.setattr(steps, "_calls", calls[rank])
-        first_of_two.setattr(steps.runtime, "rank", lambda: rank)
-        with pytest.raises(RuntimeError) as error, steps.watched("f"):
+        first_of_two.setattr(lockstep, "_calls", calls[rank])
+        first_of_two.setattr(lockstep.runtime, "rank", lambda: rank)
+        with pytest.raises(RuntimeError) as error, lockstep.watched("f"):
             raise RuntimeError("connection closed")
         return str(error.value)
 
@@ -184,14 +184,14 @@ def test_a_second_failure_does_not_take_the_first_for_its_own(first_of_two):
 
 
 def test_the_number_of_a_step_travels_where_the_group_can_send_it(first_of_two):
-    first_of_two.setattr(steps.runtime, "message_device", lambda: torch.device("meta"))
+    first_of_two.setattr(lockstep.runtime, "message_device", lambda: torch.device("meta"))
     sent = []
 
     def all_gather(found, mine):
         sent.extend([*found, mine])
         raise RuntimeError("tensors must be dense")
 
-    first_of_two.setattr(steps.dist, "all_gather", all_gather)
+    first_of_two.setattr(lockstep.dist, "all_gather", all_gather)
     with pytest.raises(RuntimeError, match="^tensors must be dense"):  # which no other rank is the cause of
-        next(steps.in_step([1]))
+        next(lockstep.in_step([1]))
     assert {x.device.type for x in sent} == {"meta"}

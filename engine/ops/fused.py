@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import library, reference
+from engine.ops.reference import StepArguments
 
 Tensors = Sequence[Tensor]
 
@@ -59,16 +60,14 @@ def adamw_(
     places: Sequence[int] = (),
 ) -> None:
     """One step of AdamW with decoupled decay; in place. See the module for the arguments."""
-    number = _mode(mode)
+    arguments = StepArguments(p, g, m, v, aux, step, gscale, found_inf, _mode(mode), places)
     numbers = (lr, betas[0], betas[1], eps, weight_decay)
-    tensors = (p, g, m, v, aux, step)
     if compiled := _compiled(p):
-        call = torch.ops.modelcenter.adamw_
-        _call(call, lambda: _check(*tensors, gscale, found_inf, number, places, 2), *tensors, gscale, found_inf,
-              *numbers, number, places, compiled[0])  # fmt: skip
+        _call(torch.ops.modelcenter.adamw_, lambda: _check(arguments), p, g, m, v, aux, step, gscale, found_inf,
+              *numbers, arguments.mode, places, compiled[0])  # fmt: skip
         return
-    _check(*tensors, gscale, found_inf, number, places, 2)
-    reference.step(reference.adamw(*numbers), *tensors, gscale, found_inf, number, places)
+    _check(arguments)
+    reference.step(reference.adamw(*numbers), arguments)
 
 
 def adamw8_(
@@ -98,20 +97,15 @@ def adamw8_(
         widths: for each parameter, the length of its rows, across whose end no block goes.
         places: as in mode "random", in each mode: the second moments are rounded at random.
     """
-    number = _mode(mode)
-    numbers = (lr, betas[0], betas[1], eps, weight_decay)
-
-    def check() -> None:
-        _check(p, g, m, v, aux, step, gscale, found_inf, number, places, 2, (m_scale, v_scale, widths))
-
-    if compiled := _compiled(p):
-        call = torch.ops.modelcenter.adamw8_
-        _call(call, check, p, g, m, v, m_scale, v_scale, aux, step, gscale, found_inf, *numbers, widths, number,
-              places, compiled[0])  # fmt: skip
-        return
-    check()
     scales = (m_scale, v_scale, widths)
-    reference.step(reference.adamw(*numbers), p, g, m, v, aux, step, gscale, found_inf, number, places, scales)
+    arguments = StepArguments(p, g, m, v, aux, step, gscale, found_inf, _mode(mode), places, scales)
+    numbers = (lr, betas[0], betas[1], eps, weight_decay)
+    if compiled := _compiled(p):
+        _call(torch.ops.modelcenter.adamw8_, lambda: _check(arguments), p, g, m, v, m_scale, v_scale, aux, step,
+              gscale, found_inf, *numbers, widths, arguments.mode, places, compiled[0])  # fmt: skip
+        return
+    _check(arguments)
+    reference.step(reference.adamw(*numbers), arguments)
 
 
 def lion_(
@@ -130,15 +124,14 @@ def lion_(
     places: Sequence[int] = (),
 ) -> None:
     """One step of Lion (Chen et al. 2023) with decoupled decay; in place. See the module for the arguments."""
-    number = _mode(mode)
+    arguments = StepArguments(p, g, m, None, aux, step, gscale, found_inf, _mode(mode), places)
     numbers = (lr, betas[0], betas[1], weight_decay)
     if compiled := _compiled(p):
-        call = torch.ops.modelcenter.lion_
-        _call(call, lambda: _check(p, g, m, (), aux, step, gscale, found_inf, number, places, 1), p, g, m, aux, step,
-              gscale, found_inf, *numbers, number, places, compiled[0])  # fmt: skip
+        _call(torch.ops.modelcenter.lion_, lambda: _check(arguments), p, g, m, aux, step, gscale, found_inf, *numbers,
+              arguments.mode, places, compiled[0])  # fmt: skip
         return
-    _check(p, g, m, (), aux, step, gscale, found_inf, number, places, 1)
-    reference.step(reference.lion(*numbers), p, g, m, (), aux, step, gscale, found_inf, number, places)
+    _check(arguments)
+    reference.step(reference.lion(*numbers), arguments)
 
 
 def sgdm_(
@@ -158,15 +151,14 @@ def sgdm_(
     places: Sequence[int] = (),
 ) -> None:
     """One step of torch.optim.SGD with momentum; the decay is added to the gradient. See the module."""
-    number = _mode(mode)
+    arguments = StepArguments(p, g, m, None, aux, step, gscale, found_inf, _mode(mode), places)
     numbers = (lr, momentum, weight_decay, nesterov)
     if compiled := _compiled(p):
-        call = torch.ops.modelcenter.sgdm_
-        _call(call, lambda: _check(p, g, m, (), aux, step, gscale, found_inf, number, places, 1), p, g, m, aux, step,
-              gscale, found_inf, *numbers, number, places, compiled[0])  # fmt: skip
+        _call(torch.ops.modelcenter.sgdm_, lambda: _check(arguments), p, g, m, aux, step, gscale, found_inf, *numbers,
+              arguments.mode, places, compiled[0])  # fmt: skip
         return
-    _check(p, g, m, (), aux, step, gscale, found_inf, number, places, 1)
-    reference.step(reference.sgdm(*numbers), p, g, m, (), aux, step, gscale, found_inf, number, places)
+    _check(arguments)
+    reference.step(reference.sgdm(*numbers), arguments)
 
 
 def grad_norm_sq(g: Tensors, out: Tensor) -> None:
@@ -285,63 +277,60 @@ def _mode(mode: str) -> int:
     return MODES[mode]
 
 
-def _check(
-    p: Tensors,
-    g: Tensors,
-    m: Tensors,
-    v: Tensors,
-    aux: Tensors,
-    step: Tensors,
-    gscale: Tensor | None,
-    found_inf: Tensor | None,
-    mode: int,
-    places: Sequence[int],
-    moments: int,
-    scales: tuple[Tensors, Tensors, Sequence[int]] | None = None,
-) -> None:
-    lists = {"p": p, "g": g, "m": m}
-    if moments == 2:
-        lists["v"] = v
-    if mode in (1, 2):
-        lists["aux"] = aux
-    elif len(aux):
-        raise ValueError(f"aux has {len(aux)} tensors, this mode takes none")
-    for name, tensors in {**lists, "step": step}.items():
-        if len(tensors) != len(p):
-            raise ValueError(f"the lists differ in length: {name} has {len(tensors)} tensors, p has {len(p)}")
-    if len(places) != (4 * len(p) if mode == 3 or scales else 0):
-        raise ValueError(f"places has {len(places)} numbers, expected 4 for each parameter in mode random, else none")
-    if any(inner < 1 and tensor.numel() for inner, tensor in zip(places[1::4], p, strict=False)):
-        raise ValueError(f"places has an inner size below 1: {list(places[1::4])}")
-    if scales is not None and not len(scales[0]) == len(scales[1]) == len(scales[2]) == len(p):
-        raise ValueError(f"the lists differ in length: {[len(x) for x in scales]} scales and widths, {len(p)} in p")
-    if not len(p):
+def _check(a: StepArguments) -> None:
+    _check_lengths(a)
+    if not len(a.p):
         return
-    device = p[0].device
-    for name in ("p", "g", "m"):
-        if name != "m" or scales is None:
-            _floats(name, lists[name], device)
-        if len({t.dtype for t in lists[name]}) > 1:
+    device = a.p[0].device
+    for name, tensors in (("p", a.p), ("g", a.g), ("m", a.m)):
+        if name != "m" or a.scales is None:
+            _floats(name, tensors, device)
+        if len({t.dtype for t in tensors}) > 1:
             raise ValueError(f"{name} holds several dtypes: call once for each")
-    wanted = {0: (torch.float32,), 1: _FLOATS}.get(mode, (torch.bfloat16,))
-    _dtypes("p", p, wanted)
-    _dtypes("m", m, (torch.float32, torch.bfloat16) if scales is None else (torch.uint8,))
-    if scales is not None:
-        _check_scales(p, *scales)
-    elif moments == 2:
-        _floats("v", v, device)
-    if moments == 2:
-        _dtypes("v", v, (m[0].dtype,))
-    if mode in (1, 2):
-        _dtypes("aux", aux, (torch.float32 if mode == 1 else torch.int16,))
-    for name, tensors in lists.items():
-        _pairs(tensors, p, name, "p")
-    for one in step:
+    wanted = {0: (torch.float32,), 1: _FLOATS}.get(a.mode, (torch.bfloat16,))
+    _dtypes("p", a.p, wanted)
+    _dtypes("m", a.m, (torch.float32, torch.bfloat16) if a.scales is None else (torch.uint8,))
+    if a.scales is not None:
+        _check_scales(a.p, *a.scales)
+    elif a.v is not None:
+        _floats("v", a.v, device)
+    if a.v is not None:
+        _dtypes("v", a.v, (a.m[0].dtype,))
+    if a.mode in (1, 2):
+        _dtypes("aux", a.aux, (torch.float32 if a.mode == 1 else torch.int16,))
+    for name, tensors in _lists(a).items():
+        _pairs(tensors, a.p, name, "p")
+    for one in a.step:
         _one("step", one, torch.float32, device)
-    for name, tensor in (("gscale", gscale), ("found_inf", found_inf)):
+    for name, tensor in (("gscale", a.gscale), ("found_inf", a.found_inf)):
         if tensor is not None:
             _one(name, tensor, torch.float32, device)
-    _overlap([*p, *m, *v, *aux, *step, *(scales[0] if scales else ()), *(scales[1] if scales else ())], g)
+    scales = (*a.scales[0], *a.scales[1]) if a.scales else ()
+    _overlap([*a.p, *a.m, *(a.v or ()), *a.aux, *a.step, *scales], a.g)
+
+
+def _lists(a: StepArguments) -> dict[str, Tensors]:
+    """The lists of a step that have a tensor for each parameter, of its size."""
+    lists = {"p": a.p, "g": a.g, "m": a.m}
+    if a.v is not None:
+        lists["v"] = a.v
+    if a.mode in (1, 2):
+        lists["aux"] = a.aux
+    return lists
+
+
+def _check_lengths(a: StepArguments) -> None:
+    if a.mode not in (1, 2) and len(a.aux):
+        raise ValueError(f"aux has {len(a.aux)} tensors, this mode takes none")
+    for name, tensors in {**_lists(a), "step": a.step}.items():
+        if len(tensors) != len(a.p):
+            raise ValueError(f"the lists differ in length: {name} has {len(tensors)} tensors, p has {len(a.p)}")
+    if len(a.places) != (4 * len(a.p) if a.mode == 3 or a.scales else 0):
+        raise ValueError(f"places has {len(a.places)} numbers, expected 4 for each parameter in mode random, else none")
+    if any(inner < 1 and tensor.numel() for inner, tensor in zip(a.places[1::4], a.p, strict=False)):
+        raise ValueError(f"places has an inner size below 1: {list(a.places[1::4])}")
+    if a.scales is not None and {len(scales) for scales in a.scales} != {len(a.p)}:
+        raise ValueError(f"the lists differ in length: {[len(x) for x in a.scales]} scales and widths, {len(a.p)} in p")
 
 
 def _check_scales(p: Tensors, m_scale: Tensors, v_scale: Tensors, widths: Sequence[int]) -> None:

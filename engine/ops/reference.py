@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,24 @@ from engine.ops.rounding_bits import places_of, random_bits
 BLOCK = 128  # numbers that share a scale, where moments have 8 bits
 _TOP = 1.875
 _FIRST, _SECOND = (127 - 15) << 3, (127 - 31) << 3
+
+
+class StepArguments(NamedTuple):
+    """What the steps of all optimizers share, see `engine.ops.fused`. v: None for optimizers with one moment. mode: a
+    number of `fused.MODES`. scales: of m, of v, and the widths, of moments in 8 bits."""
+
+    p: Sequence[Tensor]
+    g: Sequence[Tensor]
+    m: Sequence[Tensor]
+    v: Sequence[Tensor] | None
+    aux: Sequence[Tensor]
+    step: Sequence[Tensor]
+    gscale: Tensor | None
+    found_inf: Tensor | None
+    mode: int
+    places: Sequence[int]
+    scales: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[int]] | None = None
+
 
 Update = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -71,61 +90,49 @@ def sgdm(lr: float, momentum: float, weight_decay: float, nesterov: bool) -> Upd
 
 
 @torch.no_grad()
-def step(
-    update: Update,
-    p: Sequence[Tensor],
-    g: Sequence[Tensor],
-    m: Sequence[Tensor],
-    v: Sequence[Tensor],
-    aux: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    gscale: Tensor | None,
-    found_inf: Tensor | None,
-    mode: int,
-    places: Sequence[int],
-    scales: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[int]] | None = None,
-) -> None:
-    """The step of an optimizer, around its ``update``. scales: (of m, of v, widths) of moments in 8 bits."""
-    if found_inf is not None and found_inf.item() != 0:
+def step(update: Update, a: StepArguments) -> None:
+    """The step of an optimizer, around its ``update``."""
+    if a.found_inf is not None and a.found_inf.item() != 0:
         return
-    for i, target in enumerate(p):
-        steps[i].add_(1.0)
-        count = int(steps[i].item())
-        gradient = g[i].float()
-        if gscale is not None:
-            gradient = gradient * gscale
-        if mode == 1:
-            before = aux[i]
-        elif mode == 2:
-            before = merged(target, aux[i])
+    for i, target in enumerate(a.p):
+        a.step[i].add_(1.0)
+        count = int(a.step[i].item())
+        gradient = a.g[i].float()
+        if a.gscale is not None:
+            gradient = gradient * a.gscale
+        if a.mode == 1:
+            before = a.aux[i]
+        elif a.mode == 2:
+            before = merged(target, a.aux[i])
         else:
             before = target.float()
-        if scales is None:
-            first, second = m[i].float(), v[i].float() if v else None
+        if a.scales is None:
+            first, second = a.m[i].float(), a.v[i].float() if a.v else None
         else:
+            assert a.v is not None
             first, second = (
-                from_codes(m[i], scales[0][i], scales[2][i], _FIRST),
-                from_codes(v[i], scales[1][i], scales[2][i], _SECOND),
+                from_codes(a.m[i], a.scales[0][i], a.scales[2][i], _FIRST),
+                from_codes(a.v[i], a.scales[1][i], a.scales[2][i], _SECOND),
             )
         after = update(count, gradient, before, first, second)
-        if scales is not None and target.numel():
-            assert second is not None
-            key, *place = places[4 * i : 4 * i + 4]
-            bits = random_bits(places_of(target.numel(), *place, device=target.device), key, steps[i])
-            into_codes(first, m[i], scales[0][i], scales[2][i], None)
-            into_codes(second, v[i], scales[1][i], scales[2][i], bits)
-        elif scales is None:
-            m[i].copy_(first)
-            if second is not None:
-                v[i].copy_(second)
-        if mode == 1:
-            aux[i].copy_(after)
-        if mode == 2:
-            split_into(after, target, aux[i])
-        elif mode == 3:
-            key, *place = places[4 * i : 4 * i + 4]
+        if a.scales is not None and target.numel():
+            assert a.v is not None and second is not None
+            key, *place = a.places[4 * i : 4 * i + 4]
+            bits = random_bits(places_of(target.numel(), *place, device=target.device), key, a.step[i])
+            into_codes(first, a.m[i], a.scales[0][i], a.scales[2][i], None)
+            into_codes(second, a.v[i], a.scales[1][i], a.scales[2][i], bits)
+        elif a.scales is None:
+            a.m[i].copy_(first)
+            if a.v is not None and second is not None:
+                a.v[i].copy_(second)
+        if a.mode == 1:
+            a.aux[i].copy_(after)
+        if a.mode == 2:
+            split_into(after, target, a.aux[i])
+        elif a.mode == 3:
+            key, *place = a.places[4 * i : 4 * i + 4]
             where = places_of(target.numel(), *place, device=target.device)
-            bits = random_bits(where, key, steps[i])
+            bits = random_bits(where, key, a.step[i])
             target.copy_(at_random(after.reshape(-1), bits).view(target.shape))
         else:
             target.copy_(after)

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 from unittest import mock
 
 import engine_toys as toys
@@ -434,7 +435,7 @@ def test_the_copies_of_each_gpu_are_waited_for(monkeypatch):
 
     monkeypatch.setattr(module, "_staged", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
-    on = {f"on {d}": mock.Mock(is_cuda=d != "cpu", device=torch.device(d)) for d in ("cuda:1", "cpu", "cuda:0")}
+    on = {f"on {d}": SimpleNamespace(is_cuda=d != "cpu", device=torch.device(d)) for d in ("cuda:1", "cpu", "cuda:0")}
     copies, ready = module._stage({"model": on, "optim": {"also": on["on cuda:1"]}})
     assert sorted(asked) == ["cuda:0", "cuda:1"] and sorted(ready) == ["event of cuda:0", "event of cuda:1"]
     assert copies["model"] == on

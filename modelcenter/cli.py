@@ -97,8 +97,8 @@ def _info(argv: Sequence[str]) -> None:
 
     about = "What is known of a model without loading it, and what training and inference of it take."
     cfg = InfoConfig.from_args(argv, "modelcenter info", about)
-    from modelcenter.hub.download import HubOptions
     from modelcenter.hub.info import as_json, model_info, render
+    from modelcenter.hub.remote.download import HubOptions
 
     found = model_info(str(cfg.name), HubOptions(cfg.revision, cfg.token, cfg.cache_dir), cfg.gpus)
     print(as_json(found) if cfg.json else render(found))
@@ -110,8 +110,8 @@ def _download(argv: Sequence[str]) -> None:
 
     about = "Download what loading a model takes: config, weights in one format, tokenizer. Run again, it goes on."
     cfg = DownloadConfig.from_args(argv, "modelcenter download", about)
-    from modelcenter.hub.download import HubOptions
-    from modelcenter.hub.fetch import as_json, fetch
+    from modelcenter.hub.remote.download import HubOptions
+    from modelcenter.hub.remote.snapshot import as_json, fetch
 
     options = HubOptions(cfg.revision, cfg.token, cfg.cache_dir)
     found = fetch(str(cfg.name), options, local_dir=cfg.local_dir, everything=cfg.all, say=_to_stderr)
@@ -124,7 +124,7 @@ def _push(argv: Sequence[str]) -> None:
 
     about = "Check that a directory is a whole Hugging Face checkpoint without pickles, and upload it. Run again, it "
     cfg = PushConfig.from_args(argv, "modelcenter push", about + "goes on where it broke off.")
-    from modelcenter.hub.push import push_directory
+    from modelcenter.hub.remote.push import push_directory
 
     done = push_directory(
         str(cfg.dir),
@@ -158,21 +158,21 @@ def _preprocess(argv: Sequence[str]) -> None:
 
 def _convert(argv: Sequence[str]) -> None:
     """SRC DST --to hf|distributed [flags]: convert a checkpoint, tensor by tensor, with all its heads"""
-    from modelcenter.hub.verbs import convert_main
+    from modelcenter.hub.commands import convert_main
 
     raise SystemExit(convert_main(argv))
 
 
 def _verify(argv: Sequence[str]) -> None:
     """A B: compare two checkpoints of any form, exactly; exit status 1 if they differ"""
-    from modelcenter.hub.verbs import verify_main
+    from modelcenter.hub.commands import verify_main
 
     raise SystemExit(verify_main(argv))
 
 
 def _export(argv: Sequence[str]) -> None:
     """RUN_OR_CKPT DST [--step N|best|last]: write a run's model as a Hugging Face directory"""
-    from modelcenter.hub.verbs import export_main
+    from modelcenter.hub.commands import export_main
 
     raise SystemExit(export_main(argv, _export_adapter))
 

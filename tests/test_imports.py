@@ -218,7 +218,7 @@ def test_models_only_hand_over_to_hub_and_generation():
 
 # What there is one of: the names that a second one would use, and the files that may.
 ONLY_IN: dict[tuple[str, ...], set[str]] = {
-    ("save_file", "save_model", "serialize_file", "serialize"): set(),  # hub.writer writes the format itself
+    ("save_file", "save_model", "serialize_file", "serialize"): set(),  # hub.files.safetensors writes the format itself
     ("cross_entropy", "CrossEntropyLoss", "nll_loss", "NLLLoss"): {
         "engine/loss.py",
         "modelcenter/testing.py",  # what others are held against

@@ -16,7 +16,7 @@ from modelcenter.adapters.read import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from modelcenter.adapters.state import NAME, check_modules, layout_of, saved_modules
 from modelcenter.convert.rules import Layout
 from modelcenter.convert.stream import export_tensor
-from modelcenter.hub.writer import Entry, SafetensorsWriter, new_directory, write_json
+from modelcenter.hub.files.atomic_directory import Entry, SafetensorsWriter, new_directory, write_json
 from modelcenter.models.base import Model
 
 TASK_TYPES = {

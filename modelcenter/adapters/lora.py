@@ -30,7 +30,7 @@ from modelcenter.adapters.state import (
     trained_whole,
 )
 from modelcenter.convert.rules import Layout
-from modelcenter.hub.download import HubOptions
+from modelcenter.hub.remote.download import HubOptions
 from modelcenter.models.base import Model
 from modelcenter.registry import nearest
 

@@ -25,7 +25,7 @@ from modelcenter.adapters.state import (
     take_over,
     trained_whole,
 )
-from modelcenter.hub.download import HubOptions
+from modelcenter.hub.remote.download import HubOptions
 from modelcenter.models.base import Model
 
 

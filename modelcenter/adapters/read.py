@@ -17,9 +17,9 @@ from modelcenter.adapters.state import NAME, check_modules, embedding_width, lay
 from modelcenter.convert.match import to_key
 from modelcenter.convert.pieces import HUB, NATIVE, view
 from modelcenter.convert.rules import ArchMap, Layout
-from modelcenter.hub.download import HubOptions, download_file, from_hub_or_cache, is_offline
-from modelcenter.hub.names import ADAPTER_CONFIG_FILE
-from modelcenter.hub.readers import open_checkpoint
+from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE
+from modelcenter.hub.files.reader import open_checkpoint
+from modelcenter.hub.remote.download import HubOptions, download_file, from_hub_or_cache, is_offline
 from modelcenter.hub.resolve import is_hub_id
 from modelcenter.models.base import Model
 
@@ -251,7 +251,7 @@ def open_adapter(path: Any, kind: str = "LORA", options: HubOptions | None = Non
     """Read an adapter's directory, or one of the Hub.
 
     Raises:
-        ValueError: it is not there, incomplete, malformed or of another kind; as hub.download.
+        ValueError: it is not there, incomplete, malformed or of another kind; as hub.remote.download.
     """
     directory = Path(path).expanduser()
     if is_hub_id(str(path)):

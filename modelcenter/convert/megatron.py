@@ -1,6 +1,6 @@
 """CPM-2 as TsinghuaAI published it: files of Megatron's tensor parallelism, `mp_rank_00_model_states.pt` and so on.
 
-hub.readers puts the number of the file before each name ("2:word_embeds.weight"). Each holds a part of every matrix:
+hub.files puts the number of the file before each name ("2:word_embeds.weight"). Each holds a part of every matrix:
 rows of the embeddings and of what reads the hidden states, columns of what writes them, heads of the position bias, and
 a copy of each norm. Queries, keys and values are one matrix in which those of each rank stand together.
 """

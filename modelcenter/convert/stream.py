@@ -35,7 +35,7 @@ Target = tuple[str, Sequence[int], torch.Tensor]  # native name, offset of the l
 
 
 class Source(Protocol):
-    """A checkpoint's tensors, read by boxes (hub.readers has them)."""
+    """A checkpoint's tensors, read by boxes (hub.files has them)."""
 
     def position(self, name: str) -> tuple[str, int]:
         """(file, offset in it) of a tensor, for reading in order."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.memory import readable
-from modelcenter.hub.names import CARD_FILE, CURVES_FILE
-from modelcenter.hub.push import without_tokens
+from modelcenter.hub.files.names import CARD_FILE, CURVES_FILE
+from modelcenter.hub.remote.push import without_tokens
 from modelcenter.registry import get
 
 PIPELINES = {

@@ -15,7 +15,7 @@ from modelcenter.convert.legacy import LEGACY, add_legacy, looks_legacy, recogni
 from modelcenter.convert.legacy_form import Made, compile_legacy, hf_config, name_of
 from modelcenter.convert.megatron import is_megatron, merge
 from modelcenter.convert.pieces import HUB, NATIVE, Box, bounds, restrict, view, whole
-from modelcenter.hub.readers import FileSource, TensorInfo, open_checkpoint
+from modelcenter.hub.files.reader import FileSource, TensorInfo, open_checkpoint
 from modelcenter.hub.resolve import Resolved
 from modelcenter.registry import ARCHITECTURES, get
 

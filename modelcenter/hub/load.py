@@ -16,13 +16,13 @@ from modelcenter.config import ModelConfig
 from modelcenter.convert.match import Match, match_names, shape_errors, to_key, unknown_message
 from modelcenter.convert.rules import ArchMap, Layout, compile_layout
 from modelcenter.convert.stream import fill_targets
-from modelcenter.hub.beside import Beside
-from modelcenter.hub.distributed import StoredModel
-from modelcenter.hub.download import HubOptions
+from modelcenter.hub.files.names import GENERATION_FILE
+from modelcenter.hub.files.reader import FileSource, reading_threads, refuse_quantised
 from modelcenter.hub.legacy import in_hf_form, open_source
-from modelcenter.hub.names import GENERATION_FILE
-from modelcenter.hub.readers import FileSource, reading_threads, refuse_quantised
+from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import Resolved, read_json, resolve
+from modelcenter.hub.sidecar import Beside
+from modelcenter.hub.weights import StoredModel
 from modelcenter.registry import ARCHITECTURES, ArchSpec, get, model_type_of, nearest
 
 log = logging.getLogger("modelcenter")

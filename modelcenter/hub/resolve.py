@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from modelcenter.convert.legacy_form import Legacy
-from modelcenter.hub.download import (
+from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
+from modelcenter.hub.remote.download import (
     HubOptions,
     download_config,
     download_file,
     download_weights,
     from_hub_or_cache,
 )
-from modelcenter.hub.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
 from modelcenter.registry import model_type_of, nearest, preset
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
@@ -34,7 +34,7 @@ class Resolved:
         distributed: `directory` is a distributed checkpoint.
         prefix: what to take off the names of the weight file. ignore: patterns (of fnmatch) of tensors to pass over.
         legacy: the network of ModelCenter that the weights are of (hub.legacy.in_hf_form).
-        opened: the weight file, where it could only be read whole and was (hub.readers.FileSource).
+        opened: the weight file, where it could only be read whole and was (hub.files.reader.FileSource).
     """
 
     name: str
@@ -204,7 +204,7 @@ def resolve(
     if weights and path.is_file() and path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
         return resolve_file(path, config, options)
     if config is not None and path.is_dir():
-        from modelcenter.hub.readers import find_weights  # torch comes with it
+        from modelcenter.hub.files.reader import find_weights  # torch comes with it
 
         return Resolved(name, read_config(config, options), path, weights=find_weights(path))
     if config is not None:
@@ -216,7 +216,7 @@ def resolve(
             raise ValueError(f"{directory} is a distributed checkpoint without {CONFIG_FILE}")
         found = None
         if weights and not distributed:
-            from modelcenter.hub.readers import find_weights
+            from modelcenter.hub.files.reader import find_weights
 
             found = find_weights(directory)
         return Resolved(

@@ -16,11 +16,7 @@ from engine.checkpoint import all_tensors, from_rank_0, named_tensors, save_mode
 from modelcenter.convert.rules import ArchMap, compile_layout
 from modelcenter.convert.stream import export_tensor
 from modelcenter.hub.card import make_card
-from modelcenter.hub.load import parse_dtype
-from modelcenter.hub.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATES_FOLDER, TOKENIZER_FILES
-from modelcenter.hub.push import read_card, upload, without_tokens
-from modelcenter.hub.slices import SlicedFiles
-from modelcenter.hub.writer import (
+from modelcenter.hub.files.atomic_directory import (
     Entry,
     SafetensorsWriter,
     new_directory,
@@ -30,6 +26,10 @@ from modelcenter.hub.writer import (
     write_index,
     write_json,
 )
+from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATES_FOLDER, TOKENIZER_FILES
+from modelcenter.hub.files.sharded_writer import SlicedFiles
+from modelcenter.hub.load import parse_dtype
+from modelcenter.hub.remote.push import read_card, upload, without_tokens
 from modelcenter.registry import ARCHITECTURES, get, shipped_file
 
 log = logging.getLogger("modelcenter")

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from modelcenter.hub.download import HubOptions, download_file, is_reachable
-from modelcenter.hub.names import CONFIG_FILE, SETTINGS_FILE, TOKENIZER_FILES
+from modelcenter.hub.files.names import CONFIG_FILE, SETTINGS_FILE, TOKENIZER_FILES
+from modelcenter.hub.remote.download import HubOptions, download_file, is_reachable
 from modelcenter.hub.resolve import WEIGHT_SUFFIXES, local_directory, read_json, repo_of
 from modelcenter.registry import ARCHITECTURES, get, model_type_of
 
@@ -37,7 +37,7 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from modelcenter.hub.readers import refuse_pointer
+    from modelcenter.hub.files.reader import refuse_pointer
 
     folder = Path(str(name_or_path)).expanduser()
     if folder.is_file() and folder.name.endswith(WEIGHT_SUFFIXES):

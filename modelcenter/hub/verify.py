@@ -8,10 +8,10 @@ import torch
 
 from engine.memory import readable
 from modelcenter.convert.pieces import HUB, whole
-from modelcenter.hub.blocks import Blocks
-from modelcenter.hub.opened import Opened, Request, open_any
-from modelcenter.hub.readers import as_bytes
-from modelcenter.hub.workers import Progress
+from modelcenter.hub.conversion.blocks import Blocks
+from modelcenter.hub.conversion.checkpoint import Opened, Request, open_any
+from modelcenter.hub.conversion.workers import Progress
+from modelcenter.hub.files.reader import as_bytes
 
 
 @dataclass

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from modelcenter.hub.locks import free, is_at
+from modelcenter.hub.files.locks import free, is_at
 
 try:
     import fcntl

@@ -15,8 +15,8 @@ from engine.ops import dropout_key
 from modelcenter.adapters import merge_lora, save_adapter, trainable_parameters
 from modelcenter.data.prefetch import Prefetch
 from modelcenter.hub.card import complete_card
-from modelcenter.hub.names import RUN_FILE
-from modelcenter.hub.push import push_directory
+from modelcenter.hub.files.names import RUN_FILE
+from modelcenter.hub.remote.push import push_directory
 from modelcenter.hub.save import write_texts
 from modelcenter.models.base import Model
 from modelcenter.training import resume

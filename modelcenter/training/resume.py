@@ -10,7 +10,7 @@ import engine
 from engine.checkpoint import from_rank_0, latest_checkpoint, load_checkpoint, together
 from engine.optim import OptimManager
 from modelcenter.data.examples import Examples
-from modelcenter.hub.names import RUN_FILE
+from modelcenter.hub.files.names import RUN_FILE
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.config.common import PLACES

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from modelcenter import registry
-from modelcenter.hub.download import HubOptions
-from modelcenter.hub.names import CONFIG_FILE
+from modelcenter.hub.files.names import CONFIG_FILE
+from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import read_config, resolve, resolve_file
 from modelcenter.registry import model_type_of
 from modelcenter.training.config import TrainConfig

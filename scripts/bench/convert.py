@@ -33,7 +33,7 @@ import sys, torch, modelcenter as mc
 import modelcenter.hub.conversion
 from modelcenter.convert.rules import compile_layout
 from modelcenter.hub.load import on_meta
-from modelcenter.hub.writer import SafetensorsWriter, plan_files, write_json
+from modelcenter.hub.files.atomic_directory import SafetensorsWriter, plan_files, write_json
 from modelcenter.registry import get
 from pathlib import Path
 target, layers = Path(sys.argv[1]), int(sys.argv[2])

@@ -14,9 +14,8 @@ import modelcenter as mc
 from engine import testing
 from modelcenter import registry
 from modelcenter.convert.stream import copy_values
-from modelcenter.hub import targets
-from modelcenter.hub.conversion import CONVERSION_FILE, convert, export
-from modelcenter.hub.opened import Request, open_any
+from modelcenter.hub.conversion import CONVERSION_FILE, convert, export, plan
+from modelcenter.hub.conversion.checkpoint import Request, open_any
 from modelcenter.hub.verify import verify
 
 
@@ -281,11 +280,11 @@ def test_presets_by_name_as_config(tmp_path):
 @pytest.mark.parametrize("held", [500, pytest.param(2**20, marks=pytest.mark.full)])
 def test_in_small_parts(kind, workers, held, tmp_path, monkeypatch):
     """Tensors that are cut into many boxes, parts and files: the sizes of large ones, scaled down."""
-    for name, size in (("targets._PART_BYTES", 1000), ("targets._SHARDS_BYTES", 9000), ("blocks._BLOCK_BYTES", 300),
-                       ("blocks._HELD_BYTES", held), ("targets._UNIT_BYTES", 1)):  # fmt: skip
-        monkeypatch.setattr(f"modelcenter.hub.{name}", size)
+    for name, size in (("plan._PART_BYTES", 1000), ("plan._SHARDS_BYTES", 9000), ("blocks._BLOCK_BYTES", 300),
+                       ("blocks._HELD_BYTES", held), ("plan._UNIT_BYTES", 1)):  # fmt: skip
+        monkeypatch.setattr(f"modelcenter.hub.conversion.{name}", size)
     monkeypatch.setattr("modelcenter.convert.stream.CHUNK_BYTES", 400)
-    monkeypatch.setattr("modelcenter.hub.readers._GAP", 16)
+    monkeypatch.setattr("modelcenter.hub.files.reader._GAP", 16)
     model = mc.from_config(f"tiny/{kind}", "causal-lm", seed=1)
     model.save_pretrained(tmp_path / "hub", max_shard_size="40KB")
     done = convert(tmp_path / "hub", tmp_path / "shards", "distributed", workers=workers, verify=True)
@@ -315,8 +314,8 @@ def test_a_transpose_into_a_part(dtype, width, turned, monkeypatch):
 def test_parts_of_a_manifest(damaged, saved, tmp_path, monkeypatch):
     """Every byte of a converted file is in one hash of its manifest; those of tensors are conversion.json's. Each
     tensor is written once, of whichever two that are hashed together."""
-    written, kept = [], targets.Filler._write
-    monkeypatch.setattr(targets.Filler, "_write", lambda f, job, *rest: written.append(job.name) or kept(f, job, *rest))
+    written, kept = [], plan.Filler._write
+    monkeypatch.setattr(plan.Filler, "_write", lambda f, job, *rest: written.append(job.name) or kept(f, job, *rest))
     convert(saved("base"), tmp_path / "out", "distributed", workers=1)
     said = json.loads((tmp_path / "out" / "manifest.json").read_text())
     tensors = json.loads((tmp_path / "out" / CONVERSION_FILE).read_text())["tensors"]

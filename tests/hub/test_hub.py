@@ -268,7 +268,7 @@ out = None
     load = """
 import pathlib, time
 time.sleep = None  # nothing waits, to try again
-from modelcenter.hub.verbs import convert_main
+from modelcenter.hub.commands import convert_main
 from modelcenter.adapters import load_lora
 from modelcenter.hub.tokenizer import load_tokenizer
 out = {name: attempt(lambda: digest(mc.from_pretrained(f"me/{name}"))) for name in ("tiny", "pickled", "partial")}
@@ -294,7 +294,7 @@ def test_verbs_take_names(hub, saved, home, tmp_path):
     hub.add("me/tiny", one, private=True)
     second = hub.add("me/tiny", two, branch="sharded", private=True)
     code = """
-from modelcenter.hub.verbs import convert_main, export_main, verify_main
+from modelcenter.hub.commands import convert_main, export_main, verify_main
 one, two, token, second = ARGS
 asked = ["--token", token, "--cache_dir", "cache"]
 convert_main(["me/tiny", "shards", "--to", "distributed", *asked])

@@ -13,9 +13,10 @@ import engine
 import modelcenter as mc
 from engine import testing
 from modelcenter import cli
-from modelcenter.hub.download import HubOptions
-from modelcenter.hub.info import model_info, render, stored
-from modelcenter.hub.sizes import body_sizes, component, components_of_file, task_sizes, training_bytes
+from modelcenter.hub.info import model_info, render
+from modelcenter.hub.info.parameter_counts import body_sizes, component, components_of_file, task_sizes, training_bytes
+from modelcenter.hub.info.report import stored
+from modelcenter.hub.remote.download import HubOptions
 from modelcenter.registry import ARCHITECTURES, get, preset, preset_names
 
 TINY = [name for name in preset_names() if name.startswith("tiny/")]
@@ -146,7 +147,7 @@ def test_presets_say_where_they_are_from(monkeypatch):
     nothing = "preset of no weights and no sizes; a directory with a config.json of its own loads; UNCONFIRMED"
     assert nothing in render(model_info("cpm1-large"))
     entry = {**preset("tiny/bert"), "confirmed": False}
-    monkeypatch.setattr("modelcenter.hub.info.preset", lambda name: entry)
+    monkeypatch.setattr("modelcenter.hub.info.report.preset", lambda name: entry)
     assert "UNCONFIRMED" in render(model_info("anything"))
 
 

@@ -16,8 +16,8 @@ import modelcenter as mc
 from modelcenter.convert.bert import ARCH
 from modelcenter.convert.stream import in_threads
 from modelcenter.hub.conversion import convert
+from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.load import build_model
-from modelcenter.hub.readers import FileSource
 from modelcenter.hub.resolve import Resolved
 
 TASKS = list(ARCH.tasks)
@@ -453,7 +453,7 @@ def test_quantised_weights_are_refused(dtype, saved, tmp_path, monkeypatch):
         mc.from_pretrained(path)
     with pytest.raises(ValueError, match=f"{name}' has the dtype {dtype}; quantised"):
         convert(path, tmp_path / "out", "distributed")
-    monkeypatch.setattr("modelcenter.hub.opened.refuse_quantised", lambda dtypes: None)
+    monkeypatch.setattr("modelcenter.hub.conversion.checkpoint.refuse_quantised", lambda dtypes: None)
     convert(path, tmp_path / "out", "distributed")  # as it was before it was refused
     with pytest.raises(ValueError, match=f"layers.0.mlp.down.weight' has the dtype {dtype}; quantised"):
         mc.from_pretrained(tmp_path / "out")
@@ -572,7 +572,7 @@ def test_several_threads(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "hub")
     model.save_pretrained(tmp_path / "shards", format="distributed")
     size = sum(tensor.nbytes for tensor in load_file(tmp_path / "hub" / "model.safetensors").values())
-    for module in ("load", "distributed"):
+    for module in ("load", "weights"):
         monkeypatch.setattr(f"modelcenter.hub.{module}.reading_threads", lambda: 4)
     used = set()
     read = FileSource.read

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
 from modelcenter.hub.card import complete_card, make_card
-from modelcenter.hub.push import (
+from modelcenter.hub.remote.push import (
     check_card,
     check_directory,
     model_directory,

@@ -98,17 +98,18 @@ def test_distributed_from_two_ranks_to_one_and_back(saved, tmp_path, pool):
 
 def export_whole(source, target, kwargs, alone=()):
     """Without a whole tensor on any rank. alone: ranks that do not see the directory of rank 0."""
-    from modelcenter.hub import save, slices
+    from modelcenter.hub import save
+    from modelcenter.hub.files import sharded_writer
 
     model = mc.from_pretrained(source, policy=engine.Policy(zero_level=3))
-    kept = save.whole_tensor, slices.SlicedFiles.seen
+    kept = save.whole_tensor, sharded_writer.SlicedFiles.seen
     gathered = []
     save.whole_tensor = lambda *arguments: gathered.append(1) or kept[0](*arguments)
-    slices.SlicedFiles.seen = lambda files: engine.rank() not in alone and kept[1](files)
+    sharded_writer.SlicedFiles.seen = lambda files: engine.rank() not in alone and kept[1](files)
     try:
         model.save_pretrained(target, **kwargs)
     finally:
-        save.whole_tensor, slices.SlicedFiles.seen = kept
+        save.whole_tensor, sharded_writer.SlicedFiles.seen = kept
     return len(gathered)
 
 
@@ -167,9 +168,9 @@ def test_memory_of_an_export(tmp_path, pool):
 def failing_save(target, where):
     model = mc.from_config("tiny/bert")
     if where.startswith("midway"):
-        from modelcenter.hub import slices
+        from modelcenter.hub.files import sharded_writer
 
-        kept, count = slices.write_at, []
+        kept, count = sharded_writer.write_at, []
 
         def write(*arguments):
             count.append(1)
@@ -177,7 +178,7 @@ def failing_save(target, where):
                 raise OSError(28, "No space left on device")
             kept(*arguments)
 
-        slices.write_at = write
+        sharded_writer.write_at = write
     try:
         model.save_pretrained(target)
     except Exception as error:

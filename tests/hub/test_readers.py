@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
-from modelcenter.hub.blocks import read_blocks
 from modelcenter.hub.conversion import convert
-from modelcenter.hub.opened import Request
-from modelcenter.hub.push import check_directory
-from modelcenter.hub.readers import find_weights, open_checkpoint, safetensors_header
+from modelcenter.hub.conversion.blocks import read_blocks
+from modelcenter.hub.conversion.checkpoint import Request
+from modelcenter.hub.files.reader import find_weights, open_checkpoint, safetensors_header
+from modelcenter.hub.remote.push import check_directory
 from modelcenter.hub.verify import verify
 
 
@@ -354,8 +354,8 @@ def test_state_dict_inside(tmp_path):
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "strided"])
 def test_any_box(kind, gap, tmp_path, monkeypatch):
     """Boxes equal slices, whichever way rows with holes are read."""
-    monkeypatch.setattr("modelcenter.hub.readers._GAP", gap)
-    monkeypatch.setattr("modelcenter.hub.readers._BATCH", 200)
+    monkeypatch.setattr("modelcenter.hub.files.reader._GAP", gap)
+    monkeypatch.setattr("modelcenter.hub.files.reader._BATCH", 200)
     tensors = {"m": torch.randn(9, 11).bfloat16(), "t": torch.randn(4, 5, 6), "v": torch.randn(13)}
     if kind == "safetensors":
         save_file(tensors, path := tmp_path / "model.safetensors")
@@ -376,8 +376,8 @@ def test_any_box(kind, gap, tmp_path, monkeypatch):
 
 def test_a_transposed_tensor_is_converted_by_reading_it_once(saved, tmp_path, monkeypatch):
     """As in files that were made from TensorFlow's; in blocks, of which each spans nearly all of it there."""
-    monkeypatch.setattr("modelcenter.hub.blocks._BLOCK_BYTES", 1024)
-    monkeypatch.setattr("modelcenter.hub.readers._GAP", 64)
+    monkeypatch.setattr("modelcenter.hub.conversion.blocks._BLOCK_BYTES", 1024)
+    monkeypatch.setattr("modelcenter.hub.files.reader._GAP", 64)
     path = saved("base")
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()

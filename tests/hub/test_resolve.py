@@ -10,7 +10,7 @@ import transformers
 
 import modelcenter as mc
 from modelcenter import registry
-from modelcenter.hub.download import HubOptions
+from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import resolve
 from modelcenter.registry import list_models, preset, preset_names
 
@@ -145,7 +145,7 @@ def test_a_dead_network_is_not_a_missing_file(monkeypatch):
     """The config was cached, the weights were not, and nobody set HF_HUB_OFFLINE."""
     import huggingface_hub
 
-    from modelcenter.hub import download
+    from modelcenter.hub.remote import download
 
     def dead(*args, **kwargs):
         raise huggingface_hub.errors.HTTPError("no connection")
@@ -164,7 +164,7 @@ def test_a_dead_network_is_not_a_missing_file(monkeypatch):
 def test_a_cache_that_cannot_be_written(monkeypatch):
     import huggingface_hub
 
-    from modelcenter.hub import download
+    from modelcenter.hub.remote import download
 
     monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
 
@@ -230,7 +230,7 @@ def test_what_is_cached_loads_without_the_token_that_it_was_downloaded_with(kind
 def test_a_download_that_breaks_says_what_to_do(error, says, monkeypatch):
     import huggingface_hub
 
-    from modelcenter.hub import download
+    from modelcenter.hub.remote import download
 
     def broken(*args, **kwargs):
         raise error
@@ -249,8 +249,8 @@ def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch):
 
     from huggingface_hub import constants
 
-    from modelcenter.hub import download
-    from modelcenter.hub.beside import Beside
+    from modelcenter.hub.remote import download
+    from modelcenter.hub.sidecar import Beside
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -265,7 +265,8 @@ def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch):
 def test_what_the_hub_has_listed_is_not_asked_for_before_it_is_downloaded(monkeypatch, tmp_path):
     import huggingface_hub
 
-    from modelcenter.hub import beside, download
+    from modelcenter.hub import sidecar
+    from modelcenter.hub.remote import download
 
     def asked(*args, **kwargs):
         raise AssertionError("asked")
@@ -274,10 +275,10 @@ def test_what_the_hub_has_listed_is_not_asked_for_before_it_is_downloaded(monkey
     folder = "additional_chat_templates"
     dishonest = [f"{folder}/../../x.jinja", f"{folder}/a/b.jinja", "../tokenizer.json"]  # no paths to write to
     listed = ["vocab.txt", "config.json", f"{folder}/rag.jinja", *dishonest]
-    monkeypatch.setattr(beside, "list_files", lambda *args: listed)
+    monkeypatch.setattr(sidecar, "list_files", lambda *args: listed)
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", asked)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, name, **_: str(tmp_path / name))
-    found = beside.Beside(None, "me/tiny", download.HubOptions("0" * 40, cache_dir=tmp_path)).tokenizer()
+    found = sidecar.Beside(None, "me/tiny", download.HubOptions("0" * 40, cache_dir=tmp_path)).tokenizer()
     assert found == {name: tmp_path / name for name in ("vocab.txt", f"{folder}/rag.jinja")}
 
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 import modelcenter as mc
 from modelcenter.convert.bert import ARCH
 from modelcenter.hub.conversion import convert
-from modelcenter.hub.readers import safetensors_header
-from modelcenter.hub.writer import SafetensorsWriter, new_directory, parse_size, plan_files, write_json
+from modelcenter.hub.files.atomic_directory import SafetensorsWriter, new_directory, parse_size, plan_files, write_json
+from modelcenter.hub.files.reader import safetensors_header
 
 
 def tree(path: Path) -> dict[str, bytes]:
@@ -228,7 +228,7 @@ def test_a_failure_changes_nothing(at, exists, model, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     if at == "write":
-        monkeypatch.setattr("modelcenter.hub.slices.write_at", fail)
+        monkeypatch.setattr("modelcenter.hub.files.sharded_writer.write_at", fail)
     elif at == "rename":
         rename = Path.rename
         monkeypatch.setattr(Path, "rename", lambda a, b: fail() if "saving" in a.name else rename(a, b))

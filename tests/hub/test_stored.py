@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from engine.checkpoint.dcp import _Reader
 from modelcenter.convert.pieces import whole
-from modelcenter.hub import stored
-from modelcenter.hub.blobs import frame, locate
-from modelcenter.hub.stored import StoredInfo, StoredSource, write_metadata
-from modelcenter.hub.targets import Job, Plan, Segment
-from modelcenter.hub.writer import SafetensorsWriter, file_head
+from modelcenter.hub.conversion.plan import Job, Plan, Segment
+from modelcenter.hub.files import dcp as dcp_files
+from modelcenter.hub.files.atomic_directory import SafetensorsWriter, file_head
+from modelcenter.hub.files.dcp import StoredInfo, StoredSource, write_metadata
+from modelcenter.hub.files.torch_archive import frame, locate
 
 TENSORS = {
     "half": torch.randn(3, 4).bfloat16(),
@@ -98,17 +98,17 @@ def test_parts_that_share_elements():
         boxes = [tuple(tuple(sorted(rng.choices(range(7), k=2))) for _ in range(rng.choice((1, 2)))) for _ in range(2)]
         boxes = [box for box in boxes if len(box) == len(boxes[0])] * rng.choice((1, 1, 1, 2))
         pairs = itertools.combinations(boxes, 2)
-        assert stored._are_disjoint(boxes) is all(stored._overlap(a, b) is None for a, b in pairs), boxes
+        assert dcp_files._are_disjoint(boxes) is all(dcp_files._overlap(a, b) is None for a, b in pairs), boxes
 
 
 @pytest.mark.parametrize("rows, columns", [(600, 1), (1, 600), (30, 20)])
 def test_parts_of_many_ranks(rows, columns, monkeypatch):
     """Whether they share elements is found without a look at every pair."""
     boxes = [((3 * i, 3 * i + 3), (5 * j, 5 * j + 5)) for i in range(rows) for j in range(columns)]
-    looked, overlap = [], stored._overlap
-    monkeypatch.setattr(stored, "_overlap", lambda a, b: looked.append(1) or overlap(a, b))
-    assert stored._are_disjoint(boxes) and len(looked) < 25 * len(boxes)
-    assert not stored._are_disjoint([*boxes, ((3 * rows - 1, 3 * rows), (0, 1))])
+    looked, overlap = [], dcp_files._overlap
+    monkeypatch.setattr(dcp_files, "_overlap", lambda a, b: looked.append(1) or overlap(a, b))
+    assert dcp_files._are_disjoint(boxes) and len(looked) < 25 * len(boxes)
+    assert not dcp_files._are_disjoint([*boxes, ((3 * rows - 1, 3 * rows), (0, 1))])
 
 
 def test_more_than_four_gigabytes(tmp_path):

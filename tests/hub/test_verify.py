@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelcenter.hub import verbs
+from modelcenter.hub import commands
 from modelcenter.hub import verify as verify_module
 from modelcenter.hub.conversion import convert
 from modelcenter.hub.verify import verify
@@ -65,7 +65,7 @@ def test_a_head_that_one_lacks(pair, saved):
 
 def test_a_large_tensor_is_read_in_parts(pair, monkeypatch):
     """A difference in the last part, with its place in the whole tensor."""
-    monkeypatch.setattr("modelcenter.hub.blocks._BLOCK_BYTES", 1000)
+    monkeypatch.setattr("modelcenter.hub.conversion.blocks._BLOCK_BYTES", 1000)
     name = "bert.embeddings.word_embeddings.weight"
     change(pair[0], lambda held: held[name].__setitem__((130, 47), 9.0))
     assert "1 of 6288 elements, first at (130, 47)" in verify(*pair).different[name]
@@ -81,13 +81,13 @@ def test_other_architectures(pair, tmp_path):
 
 def test_the_verbs(pair, tmp_path, capsys):
     path, shards = map(str, pair)
-    assert verbs.verify_main([path, shards, "--json"]) == 0
+    assert commands.verify_main([path, shards, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["same"] is True
-    assert verbs.convert_main([shards, str(tmp_path / "half"), "--to", "hf", "--dtype", "bf16", "--json"]) == 0
+    assert commands.convert_main([shards, str(tmp_path / "half"), "--to", "hf", "--dtype", "bf16", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tensors"] > 10
-    assert verbs.verify_main([path, str(tmp_path / "half")]) == 1
+    assert commands.verify_main([path, str(tmp_path / "half")]) == 1
     assert "dtype float32 and bfloat16" in capsys.readouterr().out
-    assert verbs.export_main([shards, str(tmp_path / "out"), "--verify"]) == 0
+    assert commands.export_main([shards, str(tmp_path / "out"), "--verify"]) == 0
     assert "read again, all as written" in capsys.readouterr().out
     held, out = load_file(pair[0] / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert held.keys() == out.keys() and all(torch.equal(held[n], out[n]) for n in held)
@@ -101,7 +101,7 @@ def test_revisions(pair, monkeypatch):
         verify_module, "open_any", lambda path, request: seen.append(request.options.revision) or opening(path, request)
     )
     for flags in (["--revision", "a"], ["--revision", "a", "--target_revision", "b"], ["--target_revision", "b"]):
-        assert verbs.verify_main([*map(str, pair), "--json", *flags]) == 0
+        assert commands.verify_main([*map(str, pair), "--json", *flags]) == 0
     assert seen == ["a", "a", "a", "b", None, "b"]
 
 

@@ -13,7 +13,7 @@ from toyruns import assert_same_end, curve, die_at, weights, went_on_after
 import modelcenter as mc
 from engine.testing import run as on_ranks
 from modelcenter.adapters import load_lora, merge_lora
-from modelcenter.hub.push import model_directory
+from modelcenter.hub.remote.push import model_directory
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.trained import Trained
 from scripts.finetune_classification import main

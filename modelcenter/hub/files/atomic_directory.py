@@ -18,9 +18,9 @@ from types import TracebackType
 import torch
 
 from engine.checkpoint.files import sync_to_disk
-from modelcenter.hub.locks import free, is_at
-from modelcenter.hub.names import ADAPTER_CONFIG_FILE, MANIFEST_FILE, is_replaced
-from modelcenter.hub.readers import DTYPE_NAMES
+from modelcenter.hub.files.locks import free, is_at
+from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, MANIFEST_FILE, is_replaced
+from modelcenter.hub.files.reader import DTYPE_NAMES
 
 _AT_ONCE = 2**18  # bytes; for larger writes the kernel looks for memory in large pieces, which may cost ten times more
 

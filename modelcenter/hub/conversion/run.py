@@ -24,12 +24,8 @@ from engine.memory import readable
 from modelcenter._version import __version__
 from modelcenter.convert.pieces import HUB, NATIVE, whole
 from modelcenter.convert.stream import CHUNK_BYTES, chunks
-from modelcenter.hub.load import parse_dtype
-from modelcenter.hub.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
-from modelcenter.hub.opened import SIDES, Opened, Request, find_step, open_any
-from modelcenter.hub.readers import find_weights, open_checkpoint
-from modelcenter.hub.stored import StoredSource
-from modelcenter.hub.targets import (
+from modelcenter.hub.conversion.checkpoint import SIDES, Opened, Request, find_step, open_any
+from modelcenter.hub.conversion.plan import (
     Filler,
     Job,
     Unit,
@@ -40,8 +36,8 @@ from modelcenter.hub.targets import (
     units_of,
     write_hub_index,
 )
-from modelcenter.hub.workers import Progress, Report, can_fork, flushing, make_lock, run_all
-from modelcenter.hub.writer import (
+from modelcenter.hub.conversion.workers import Progress, Report, can_fork, flushing, make_lock, run_all
+from modelcenter.hub.files.atomic_directory import (
     FilePlan,
     checked_target,
     finish_replacing,
@@ -51,6 +47,10 @@ from modelcenter.hub.writer import (
     refuse_adapter_at,
     write_json,
 )
+from modelcenter.hub.files.dcp import StoredSource
+from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
+from modelcenter.hub.files.reader import find_weights, open_checkpoint
+from modelcenter.hub.load import parse_dtype
 from modelcenter.registry import shipped_file
 
 FORMATS = {name: side for side, name in SIDES.items()}

@@ -11,9 +11,9 @@ import torch
 
 from engine.checkpoint.dcp_metadata import FILES, METADATA, Described, pickled, stand_in, stored_metadata
 from modelcenter.convert.pieces import Box, whole
-from modelcenter.hub.blobs import locate
-from modelcenter.hub.names import RUN_FILE
-from modelcenter.hub.readers import FileSource
+from modelcenter.hub.files.names import RUN_FILE
+from modelcenter.hub.files.reader import FileSource
+from modelcenter.hub.files.torch_archive import locate
 
 MODEL = "model"  # where engine.checkpoint puts the parameters
 

@@ -6,8 +6,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from modelcenter.hub.download import HubOptions, UnreachableError, download_file, is_offline, list_files
-from modelcenter.hub.names import TEMPLATES_FOLDER, TOKENIZER_FILES
+from modelcenter.hub.files.names import TEMPLATES_FOLDER, TOKENIZER_FILES
+from modelcenter.hub.remote.download import HubOptions, UnreachableError, download_file, is_offline, list_files
 
 log = logging.getLogger("modelcenter")
 

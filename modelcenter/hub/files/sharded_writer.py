@@ -16,8 +16,8 @@ import engine
 from modelcenter.convert.pieces import HUB, NATIVE, Box, Piece, bounds, box_numel, is_plain_copy, restrict, split, view
 from modelcenter.convert.rules import Layout
 from modelcenter.convert.stream import Space, chunks, copy_values
-from modelcenter.hub.readers import as_bytes
-from modelcenter.hub.writer import FilePlan, file_head, make_file, write_at
+from modelcenter.hub.files.atomic_directory import FilePlan, file_head, make_file, write_at
+from modelcenter.hub.files.reader import as_bytes
 
 _BLOCK_BYTES = 2**20  # of elements that change their order, so that they stay in the cache while they are written
 

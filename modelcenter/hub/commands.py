@@ -57,8 +57,8 @@ def _work_flags(parser: Parser) -> None:
 
 
 def _request(args: argparse.Namespace) -> Any:
-    from modelcenter.hub.download import HubOptions
-    from modelcenter.hub.opened import Request
+    from modelcenter.hub.conversion.checkpoint import Request
+    from modelcenter.hub.remote.download import HubOptions
 
     options = HubOptions(args.revision, args.token, args.cache_dir, args.local_files_only)
     return Request(args.config, getattr(args, "prefix", ""), tuple(getattr(args, "ignore", ())), options)
@@ -110,7 +110,7 @@ def export_main(argv: Sequence[str], with_adapter: Callable[..., str | None] | N
     how.add_argument("--keep_adapter", action="store_true", help="of a run with an adapter: that alone, for peft")
     args = parser.read(list(argv))
     export = _conversion().export
-    from modelcenter.hub.opened import find_step
+    from modelcenter.hub.conversion.checkpoint import find_step
 
     path = Path(find_step(args.source, args.step)).expanduser()
     if with_adapter is not None and path.is_dir():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import engine
-from modelcenter.hub.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, WEIGHT_FILES
+from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, WEIGHT_FILES
 from modelcenter.registry import list_models, nearest, preset_names
 
 log = logging.getLogger("modelcenter")
@@ -274,7 +274,7 @@ def download_weights(repo: str, options: HubOptions) -> Path:
     Raises:
         ValueError: as download_file; or the repository holds no weights that can be read.
     """
-    from modelcenter.hub.readers import index_files
+    from modelcenter.hub.files.reader import index_files
 
     for name in WEIGHT_FILES:
         path = download_file(repo, name, options)

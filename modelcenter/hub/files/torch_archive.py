@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from modelcenter.hub.readers import TensorInfo
+from modelcenter.hub.files.reader import TensorInfo
 
 _MOST_PICKLE = 2**20  # a description takes some 200 bytes
 _ALIGNMENT = 64

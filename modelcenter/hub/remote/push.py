@@ -12,8 +12,7 @@ from typing import Any
 from engine.memory import readable
 from modelcenter.convert.match import match_names
 from modelcenter.convert.rules import compile_layout
-from modelcenter.hub.download import XET_ADVICE
-from modelcenter.hub.names import (
+from modelcenter.hub.files.names import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILES,
     CARD_FILE,
@@ -22,6 +21,7 @@ from modelcenter.hub.names import (
     WEIGHT_FILES,
     is_replaced,
 )
+from modelcenter.hub.remote.download import XET_ADVICE
 from modelcenter.hub.resolve import read_json
 from modelcenter.registry import ARCHITECTURES
 
@@ -117,7 +117,7 @@ def _code_of(directory: Path) -> set[str]:
 def _check_tensors(directory: Path, say: Callable[[str], None]) -> None:
     """Compare headers with config.json: every tensor there, and known, and of its shape. Reads no weights."""
     from modelcenter.hub import load
-    from modelcenter.hub.readers import find_weights, open_checkpoint
+    from modelcenter.hub.files.reader import find_weights, open_checkpoint
     from modelcenter.hub.resolve import resolve
 
     with open_checkpoint(find_weights(directory)) as source:

@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from engine.memory import readable
-from modelcenter.hub.download import (
-    HubOptions,
-    download_config,
-    download_file,
-    download_weights,
-    explained,
-    is_offline,
-)
-from modelcenter.hub.names import (
+from modelcenter.hub.files.names import (
     CONFIG_FILE,
     GENERATION_FILE,
     SETTINGS_FILE,
     TEMPLATES_FOLDER,
     TOKENIZER_FILES,
     WEIGHT_FILES,
+)
+from modelcenter.hub.remote.download import (
+    HubOptions,
+    download_config,
+    download_file,
+    download_weights,
+    explained,
+    is_offline,
 )
 from modelcenter.hub.resolve import local_directory, repo_of
 
@@ -54,7 +54,7 @@ def fetch(
         say: told what is about to happen.
 
     Raises:
-        ValueError: as hub.download; the name is a directory already; offline, something is not in the cache.
+        ValueError: as hub.remote.download; the name is a directory already; offline, something is not in the cache.
     """
     if local_directory(name) is not None:
         raise ValueError(f"{name} is a directory already: nothing to download")
@@ -97,7 +97,7 @@ def needed_files(repo: str, names: Iterable[str], options: HubOptions) -> list[s
     Raises:
         ValueError: it has no config.json, or no weights that can be read.
     """
-    from modelcenter.hub.readers import index_files
+    from modelcenter.hub.files.reader import index_files
 
     held = set(names)
     if CONFIG_FILE not in held:

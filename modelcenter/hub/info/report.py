@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.memory import readable
-from modelcenter.hub.download import HubOptions, download_config, is_offline
-from modelcenter.hub.names import CONFIG_FILE, MANIFEST_FILE, WEIGHT_FILES
-from modelcenter.hub.resolve import local_directory, read_json, read_model_config, repo_of
-from modelcenter.hub.sizes import (
+from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE, WEIGHT_FILES
+from modelcenter.hub.info.parameter_counts import (
     COMPONENTS,
     PRECISIONS,
     body_sizes,
@@ -22,6 +20,8 @@ from modelcenter.hub.sizes import (
     task_sizes,
     training_bytes,
 )
+from modelcenter.hub.remote.download import HubOptions, download_config, is_offline
+from modelcenter.hub.resolve import local_directory, read_json, read_model_config, repo_of
 from modelcenter.registry import ARCHITECTURES, get, preset
 
 _WIDE = ("fp32", "fp16", "bf16")

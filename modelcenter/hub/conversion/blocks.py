@@ -10,7 +10,7 @@ import torch
 
 from modelcenter.convert.pieces import HUB, NATIVE, Axis, Box, Piece, box_numel, restrict, view, whole
 from modelcenter.convert.stream import Space, chunks, copy_values, fill_box, zero_pads
-from modelcenter.hub.opened import Opened, WeightSource
+from modelcenter.hub.conversion.checkpoint import Opened, WeightSource
 
 _BLOCK_BYTES = 4 * 2**20
 _HELD_BYTES = 128 * 2**20  # most that is held of a tensor whose elements change their order

@@ -20,7 +20,7 @@ import torch
 
 from modelcenter.convert.pieces import Box, whole
 from modelcenter.convert.stream import copy_values
-from modelcenter.hub.names import WEIGHT_FILES
+from modelcenter.hub.files.names import WEIGHT_FILES
 
 DTYPES = {
     "F64": torch.float64,

@@ -19,14 +19,14 @@ from modelcenter.convert.match import Match, names_of_part, to_key, unknown_mess
 from modelcenter.convert.pieces import HUB, NATIVE, Box, Piece
 from modelcenter.convert.rules import ArchMap, Layout, compile_layout
 from modelcenter.convert.whole import Compile, Whole, ignored_names, missing_keys, whole_of_hub, whole_of_native
-from modelcenter.hub.beside import Beside
-from modelcenter.hub.download import HubOptions
+from modelcenter.hub.files.dcp import StoredSource, refuse_adapter
+from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
+from modelcenter.hub.files.reader import open_checkpoint, refuse_quantised
 from modelcenter.hub.legacy import in_hf_form, open_source
 from modelcenter.hub.load import find_spec, needed_key, on_meta, read_config
-from modelcenter.hub.names import CONFIG_FILE, MANIFEST_FILE
-from modelcenter.hub.readers import open_checkpoint, refuse_quantised
+from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import read_json, resolve
-from modelcenter.hub.stored import StoredSource, refuse_adapter
+from modelcenter.hub.sidecar import Beside
 
 SIDES = {HUB: "hf", NATIVE: "distributed"}
 

@@ -20,13 +20,21 @@ from engine.ops.layout import crc32
 from engine.ops.sha256 import Sha256, two_at_once, update
 from modelcenter.convert.pieces import HUB, NATIVE, Box, box_numel, whole
 from modelcenter.convert.stream import chunks
-from modelcenter.hub.blobs import frame
-from modelcenter.hub.blocks import Blocks, read_blocks
-from modelcenter.hub.opened import Opened
-from modelcenter.hub.readers import as_bytes, flat_bytes
-from modelcenter.hub.stored import MODEL, StoredInfo, write_metadata
-from modelcenter.hub.workers import Report
-from modelcenter.hub.writer import Entry, FilePlan, file_head, make_file, plan_files, write_at, write_index
+from modelcenter.hub.conversion.blocks import Blocks, read_blocks
+from modelcenter.hub.conversion.checkpoint import Opened
+from modelcenter.hub.conversion.workers import Report
+from modelcenter.hub.files.atomic_directory import (
+    Entry,
+    FilePlan,
+    file_head,
+    make_file,
+    plan_files,
+    write_at,
+    write_index,
+)
+from modelcenter.hub.files.dcp import MODEL, StoredInfo, write_metadata
+from modelcenter.hub.files.reader import as_bytes, flat_bytes
+from modelcenter.hub.files.torch_archive import frame
 
 _PART_BYTES = 256 * 2**20  # of a tensor in a distributed checkpoint; torch reads a part whole
 _SHARDS_BYTES = 256 * 2**20  # about, of one file of a distributed checkpoint, the work of one process at a time

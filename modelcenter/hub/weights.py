@@ -11,9 +11,9 @@ from engine import checkpoint
 from modelcenter.convert.rules import ArchMap, Layout, template_regex
 from modelcenter.convert.stream import Space, Target, in_threads, read_into
 from modelcenter.convert.whole import OTHER_HEADS, native_prefix
-from modelcenter.hub.readers import reading_threads, refuse_quantised
+from modelcenter.hub.files.dcp import StoredSource, refuse_adapter
+from modelcenter.hub.files.reader import reading_threads, refuse_quantised
 from modelcenter.hub.resolve import Resolved
-from modelcenter.hub.stored import StoredSource, refuse_adapter
 
 
 class StoredModel:

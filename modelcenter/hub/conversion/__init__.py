@@ -1,0 +1,5 @@
+"""Conversion between Hugging Face's form and the distributed one, tensor by tensor and without building a model."""
+
+from modelcenter.hub.conversion.run import CONVERSION_FILE, Conversion, convert, export
+
+__all__ = ["CONVERSION_FILE", "Conversion", "convert", "export"]

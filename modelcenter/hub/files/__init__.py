@@ -1,0 +1,1 @@
+"""The files of a checkpoint: their names and formats, reading and writing tensors, and replacing a directory safely."""

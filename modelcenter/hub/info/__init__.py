@@ -1,0 +1,5 @@
+"""`modelcenter info`: what is known of a model without loading it, and what it takes. Imports no torch."""
+
+from modelcenter.hub.info.report import as_json, model_info, render
+
+__all__ = ["as_json", "model_info", "render"]

@@ -459,7 +459,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest difference (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.read(list(argv))
-    from modelcenter.hub.conversion.checkpoint import find_step
+    from modelcenter.hub.run_folder import find_step
 
     first, second = (None if name is None else str(find_step(name, None)) for name in (args.first, args.second))
     result = compare_checkpoints(first, second, data=args.data, task=args.task, tolerance=args.tolerance)

@@ -16,7 +16,9 @@ from modelcenter.adapters.read import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from modelcenter.adapters.state import NAME, check_modules, layout_of, saved_modules
 from modelcenter.convert.rules import Layout
 from modelcenter.convert.stream import export_tensor
-from modelcenter.hub.files.atomic_directory import Entry, SafetensorsWriter, new_directory, write_json
+from modelcenter.hub.files.atomic_directory import new_directory
+from modelcenter.hub.files.json_files import write_json
+from modelcenter.hub.files.safetensors import Entry, SafetensorsWriter
 from modelcenter.models.base import Model
 
 TASK_TYPES = {

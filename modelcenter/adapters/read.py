@@ -18,7 +18,7 @@ from modelcenter.convert.match import to_key
 from modelcenter.convert.pieces import HUB, NATIVE, view
 from modelcenter.convert.rules import ArchMap, Layout
 from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE
-from modelcenter.hub.files.reader import open_checkpoint
+from modelcenter.hub.files.weight_files import open_weight_files
 from modelcenter.hub.remote.download import HubOptions, download_file, from_hub_or_cache, is_offline
 from modelcenter.hub.resolve import is_hub_id
 from modelcenter.models.base import Model
@@ -271,7 +271,7 @@ def open_adapter(path: Any, kind: str = "LORA", options: HubOptions | None = Non
     weights = next((w for w in (directory / WEIGHTS_FILE, directory / PICKLE_FILE) if w.is_file()), None)
     if weights is None:
         raise ValueError(f"adapter {directory}: {WEIGHTS_FILE} is missing")
-    with open_checkpoint(weights) as source:
+    with open_weight_files(weights) as source:
         tensors = {name: source.read(name) for name in source.tensors}
     return AdapterFile(directory, config, tensors)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 from engine.memory import readable
 from modelcenter.hub.files.names import CARD_FILE, CURVES_FILE
-from modelcenter.hub.remote.push import without_tokens
 from modelcenter.registry import get
 
 PIPELINES = {
@@ -32,6 +32,8 @@ _SUBTASKS = {"seq2seq-lm": ["text2text-generation"]}
 _PLAIN = ("language", "license", "license_name", "license_link", "datasets", "tags", "metrics")
 _DATASET = ("dataset", "dataset_name", "dataset_config", "dataset_split", "dataset_revision")
 _RUN = "## How it was made"
+# Names of models may begin with hf_ too. Tokens of OAuth hold dots, dashes and underscores.
+_TOKEN = re.compile(r"\bhf_(?:oauth|jwt)_[\w.-]{20,}|\b(?:hf|api_org)_[A-Za-z0-9]{30,}\b")
 
 
 def make_card(model: Any, hf_class: str, details: Mapping[str, Any] | None = None) -> str:
@@ -135,6 +137,46 @@ def _results(given: Mapping[str, Any], metrics: Mapping[str, Any], task_type: st
 
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+# -- reading and checking cards --------------------------------------------------------------------------------------
+
+
+def read_card(path: Path) -> str:
+    """The text of a README.md. Raises ValueError: it is not in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not in UTF-8 ({error}); save it so, as the Hub expects") from None
+
+
+def check_card(text: str, where: Any) -> None:
+    """Have the Hub validate the front matter of a README.md.
+
+    Raises:
+        ValueError: the YAML does not parse, or the Hub finds it wrong.
+    """
+    from huggingface_hub import ModelCard, constants
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+    from huggingface_hub.utils import get_session
+
+    try:
+        asked = {"repoType": "model", "content": str(ModelCard(text, ignore_metadata_errors=False))}
+        # Not by ModelCard.validate(), which in huggingface_hub 1 asks huggingface.co whatever HF_ENDPOINT says.
+        address, headers = f"{constants.ENDPOINT}/api/validate-yaml", {"Accept": "text/plain"}
+        # Without a limit it would wait for ever where a network drops what is sent.
+        answer = get_session().post(address, json=asked, headers=headers, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        if answer.status_code == 400:
+            raise ValueError(answer.text)
+    except (HfHubHTTPError, HTTPError, OSError):
+        return  # not reached or not answered: the upload that follows says why
+    except Exception as error:  # yaml.YAMLError and ValueError
+        raise ValueError(f"{where}: its front matter is not valid: {' '.join(str(error).split())[:500]}") from None
+
+
+def without_tokens(text: str) -> str:
+    """A text with the Hub's tokens blotted out."""
+    return _TOKEN.sub("hf_...", text)
 
 
 # -- what a run says of itself ---------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def export_main(argv: Sequence[str], with_adapter: Callable[..., str | None] | N
     how.add_argument("--keep_adapter", action="store_true", help="of a run with an adapter: that alone, for peft")
     args = parser.read(list(argv))
     export = _conversion().export
-    from modelcenter.hub.conversion.checkpoint import find_step
+    from modelcenter.hub.run_folder import find_step
 
     path = Path(find_step(args.source, args.step)).expanduser()
     if with_adapter is not None and path.is_dir():

@@ -15,8 +15,9 @@ from modelcenter.convert.legacy import LEGACY, add_legacy, looks_legacy, recogni
 from modelcenter.convert.legacy_form import Made, compile_legacy, hf_config, name_of
 from modelcenter.convert.megatron import is_megatron, merge
 from modelcenter.convert.pieces import HUB, NATIVE, Box, bounds, restrict, view, whole
-from modelcenter.hub.files.reader import FileSource, TensorInfo, open_checkpoint
-from modelcenter.hub.resolve import Resolved
+from modelcenter.hub.files.reader import FileSource, TensorInfo
+from modelcenter.hub.files.weight_files import open_weight_files
+from modelcenter.hub.resolve import ModelFiles
 from modelcenter.registry import ARCHITECTURES, get
 
 for _entry in CPM:
@@ -65,19 +66,19 @@ class LegacySource(FileSource):
         return out
 
 
-def open_source(found: Resolved) -> FileSource:
+def open_source(files: ModelFiles) -> FileSource:
     """Open a checkpoint's weights, with names in Hugging Face's form (`in_hf_form` says what that is); reads headers.
 
     Raises:
         ValueError: as open_checkpoint; or a ModelCenter checkpoint that transformers' architecture cannot express.
     """
-    base = _open(found)
-    entry = found.legacy
+    base = _open(files)
+    entry = files.legacy
     if entry is None:
         return base
     try:
         shapes = {name: info.shape for name, info in base.tensors.items()}
-        made, repeated = merge(shapes) if is_megatron(shapes) else compile_legacy(entry, found.config, shapes)
+        made, repeated = merge(shapes) if is_megatron(shapes) else compile_legacy(entry, files.config, shapes)
         for name, other in repeated:
             if not torch.equal(base.read(name), base.read(other)):
                 raise ValueError(
@@ -86,11 +87,11 @@ def open_source(found: Resolved) -> FileSource:
                 )
     except ValueError as error:
         base.close()
-        raise ValueError(f"{found.origin}: {error}") from error
+        raise ValueError(f"{files.origin}: {error}") from error
     return LegacySource(base, made)
 
 
-def in_hf_form(found: Resolved, model_type: str | None = None) -> Resolved:
+def in_hf_form(files: ModelFiles, model_type: str | None = None) -> ModelFiles:
     """The same files with their config.json in Hugging Face's form, `legacy` set if they are ModelCenter's.
 
     Args:
@@ -99,43 +100,43 @@ def in_hf_form(found: Resolved, model_type: str | None = None) -> Resolved:
     Raises:
         ValueError: a ModelCenter checkpoint whose network or config is not understood.
     """
-    kind = found.config.get("model_type")
+    kind = files.config.get("model_type")
     if not isinstance(kind, str | None):
-        return found  # load.find_spec says it
+        return files  # load.find_spec says it
     if kind in ARCHITECTURES:  # two may share a model_type
-        kind = get(kind, found.config.get("architectures")).model_type
+        kind = get(kind, files.config.get("architectures")).model_type
     readable = {name for entry in LEGACY for name in entry.model_types}
-    if found.weights is None or (kind is not None and kind not in readable):
-        return found
-    if kind is not None and found.weights.suffix in (
+    if files.weights is None or (kind is not None and kind not in readable):
+        return files
+    if kind is not None and files.weights.suffix in (
         ".safetensors",
         ".json",
     ):  # no need to open what transformers wrote
-        return found
-    with _open(found) as source:
+        return files
+    with _open(files) as source:
         shapes = {name: info.shape for name, info in source.tensors.items()}
         if source.is_loaded:
-            found = replace(found, opened=source)
+            files = replace(files, opened=source)
         if not (looks_legacy(shapes) or is_megatron(shapes)):
-            return found
+            return files
     try:
-        entry = recognise(found.config, shapes, kind or model_type)
+        entry = recognise(files.config, shapes, kind or model_type)
         # A config.json that names an architecture is in Hugging Face's form already, unless it says "dim_model".
-        if kind is None or "dim_model" in found.config:
-            return replace(found, legacy=entry, config=hf_config(entry, found.config, kind or model_type))
+        if kind is None or "dim_model" in files.config:
+            return replace(files, legacy=entry, config=hf_config(entry, files.config, kind or model_type))
     except ValueError as error:
-        raise ValueError(f"{found.origin}: {error}") from error
-    return replace(found, legacy=entry)
+        raise ValueError(f"{files.origin}: {error}") from error
+    return replace(files, legacy=entry)
 
 
-def _open(found: Resolved) -> FileSource:
+def _open(files: ModelFiles) -> FileSource:
     """The files with the names they hold, less those the caller ignores and the prefix that the caller names."""
-    assert found.weights is not None
-    if found.opened is not None:
-        return found.opened
-    source = open_checkpoint(found.weights)
-    if found.prefix or found.ignore:
-        source.rename(_names([*source.tensors, *source.absent], found.prefix, found.ignore))
+    assert files.weights is not None
+    if files.opened is not None:
+        return files.opened
+    source = open_weight_files(files.weights)
+    if files.prefix or files.ignore:
+        source.rename(_names([*source.tensors, *source.absent], files.prefix, files.ignore))
     return source
 
 

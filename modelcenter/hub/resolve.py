@@ -2,14 +2,16 @@
 
 import functools
 import glob
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from modelcenter.convert.legacy_form import Legacy
+from modelcenter.hub.files.adapter_files import describe_adapter
+from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
+from modelcenter.hub.files.weight_index import find_weights
 from modelcenter.hub.remote.download import (
     HubOptions,
     download_config,
@@ -23,7 +25,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ModelFiles:
     """A model's files.
 
     Attributes:
@@ -53,21 +55,6 @@ class Resolved:
     def origin(self) -> str:
         """The repository with its commit, or the directory."""
         return str(self.directory or self.name) if self.repo is None else f"{self.repo}@{self.revision or 'main'}"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        ValueError: not readable, not JSON, not an object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, expected an object")
-    return value
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
@@ -114,19 +101,6 @@ def is_hub_id(name: str) -> bool:
     return not Path(name).exists() and not name.startswith((".", "/", "~")) and name.count("/") <= 1
 
 
-def about_adapter(config: Path) -> str:
-    """What an adapter_config.json says of the adapter, and how a model comes of it."""
-    base = read_json(config).get("base_model_name_or_path") or "BASE"
-    adapter = config.parent
-    made = adapter.parent / "model"
-    if (made / CONFIG_FILE).is_file() and adapter.name == "adapter":
-        return f"an adapter for {base}; {made} is the model with it merged"
-    return (
-        f"an adapter for {base}, no model by itself. modelcenter.adapters.load_lora(ADAPTER, "
-        f"modelcenter.from_pretrained({base!r})) puts it into its base; merge_lora and save_pretrained make a model"
-    )
-
-
 def local_directory(name: str) -> Path | None:
     """The checkpoint directory that `name` is, if it is one.
 
@@ -140,7 +114,7 @@ def local_directory(name: str) -> Path | None:
         if _named(name) is not None:
             return None
         if (path / ADAPTER_CONFIG_FILE).is_file():
-            raise ValueError(f"{path} is {about_adapter(path / ADAPTER_CONFIG_FILE)}")
+            raise ValueError(f"{path} is {describe_adapter(path / ADAPTER_CONFIG_FILE)}")
         inner = next((p.parent for p in sorted(path.glob("*/" + CONFIG_FILE))), None)
         hint = f" Did you mean {str(inner)!r}?" if inner is not None else ""
         raise ValueError(f"{path} is a directory without {CONFIG_FILE}, so not a checkpoint.{hint}")
@@ -171,7 +145,7 @@ def read_config(config: Any, options: HubOptions | None = None) -> dict[str, Any
     return read_model_config(path) if path.is_file() else resolve(config, options, weights=False).config
 
 
-def resolve_file(path: Path, config: Any = None, options: HubOptions | None = None) -> Resolved:
+def resolve_file(path: Path, config: Any = None, options: HubOptions | None = None) -> ModelFiles:
     """A weight file by itself, or an index of shards, with the config the caller gives or the config.json beside it.
 
     Raises:
@@ -183,12 +157,12 @@ def resolve_file(path: Path, config: Any = None, options: HubOptions | None = No
             f"{path} is a file without a {CONFIG_FILE} beside it; pass config=, the name of a model or a JSON file"
         )
     values = read_model_config(beside) if config is None else read_config(config, options)
-    return Resolved(str(path), values, path.parent, weights=path)
+    return ModelFiles(str(path), values, path.parent, weights=path)
 
 
 def resolve(
     name_or_path: Any, options: HubOptions | None = None, *, weights: bool = True, config: Any = None
-) -> Resolved:
+) -> ModelFiles:
     """Find a model's files, downloading what is needed and not cached.
 
     Args:
@@ -204,9 +178,7 @@ def resolve(
     if weights and path.is_file() and path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
         return resolve_file(path, config, options)
     if config is not None and path.is_dir():
-        from modelcenter.hub.files.reader import find_weights  # torch comes with it
-
-        return Resolved(name, read_config(config, options), path, weights=find_weights(path))
+        return ModelFiles(name, read_config(config, options), path, weights=find_weights(path))
     if config is not None:
         raise ValueError(f"config: {name!r} is no local file or directory, so its config comes with it; leave it out")
     directory = local_directory(name)
@@ -214,26 +186,24 @@ def resolve(
         distributed = (directory / MANIFEST_FILE).is_file()
         if not (directory / CONFIG_FILE).is_file():
             raise ValueError(f"{directory} is a distributed checkpoint without {CONFIG_FILE}")
-        found = None
+        weight_file = None
         if weights and not distributed:
-            from modelcenter.hub.files.reader import find_weights
-
-            found = find_weights(directory)
-        return Resolved(
-            name, read_model_config(directory / CONFIG_FILE), directory, weights=found, distributed=distributed
+            weight_file = find_weights(directory)
+        return ModelFiles(
+            name, read_model_config(directory / CONFIG_FILE), directory, weights=weight_file, distributed=distributed
         )
     if not weights and (entry := _named(name)) is not None:
-        return Resolved(name, entry["config"], repo=entry.get("hub"))
+        return ModelFiles(name, entry["config"], repo=entry.get("hub"))
     repo, pinned = repo_of(name)
     options = replace(options, revision=options.revision or pinned)
     return from_hub_or_cache(repo, functools.partial(_resolve_repo, name, repo, weights), options)
 
 
-def _resolve_repo(name: str, repo: str, weights: bool, options: HubOptions) -> Resolved:
+def _resolve_repo(name: str, repo: str, weights: bool, options: HubOptions) -> ModelFiles:
     file = download_config(repo, options)
     commit = file.parent.name  # snapshots/<commit>/config.json: all files come from one commit
     options = replace(options, revision=commit)
     held = download_weights(repo, options) if weights else None
     if weights:
         download_file(repo, GENERATION_FILE, options)  # many have none
-    return Resolved(name, read_model_config(file), file.parent, repo, commit, held)
+    return ModelFiles(name, read_model_config(file), file.parent, repo, commit, held)

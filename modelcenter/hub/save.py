@@ -15,21 +15,15 @@ import engine
 from engine.checkpoint import all_tensors, from_rank_0, named_tensors, save_model, together, whole_tensor
 from modelcenter.convert.rules import ArchMap, compile_layout
 from modelcenter.convert.stream import export_tensor
-from modelcenter.hub.card import make_card
-from modelcenter.hub.files.atomic_directory import (
-    Entry,
-    SafetensorsWriter,
-    new_directory,
-    parse_size,
-    plan_files,
-    refuse_adapter_at,
-    write_index,
-    write_json,
-)
+from modelcenter.hub.card import make_card, read_card, without_tokens
+from modelcenter.hub.dtypes import parse_dtype
+from modelcenter.hub.files.adapter_files import refuse_adapter_at
+from modelcenter.hub.files.atomic_directory import new_directory
+from modelcenter.hub.files.json_files import write_json
 from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATES_FOLDER, TOKENIZER_FILES
-from modelcenter.hub.files.sharded_writer import SlicedFiles
-from modelcenter.hub.load import parse_dtype
-from modelcenter.hub.remote.push import read_card, upload, without_tokens
+from modelcenter.hub.files.safetensors import Entry, SafetensorsWriter, parse_size, plan_files, write_index
+from modelcenter.hub.files.sharded_writer import ShardedWriter
+from modelcenter.hub.remote.push import upload
 from modelcenter.registry import ARCHITECTURES, get, shipped_file
 
 log = logging.getLogger("modelcenter")
@@ -178,22 +172,22 @@ class _Export:
     def write(self, directory: Path, doing: str) -> None:
         """Write the files; collective. Each rank writes its slices, unless some do not see the directory of rank 0."""
         first = engine.rank() == 0
-        sliced = SlicedFiles(directory, self.files, self.layout, self.key_of)
+        writer = ShardedWriter(directory, self.files, self.layout, self.key_of)
         with together(doing):
             if first:
-                sliced.make()
-        if not all(_from_all(sliced.seen())):
+                writer.allocate()
+        if not all(_from_all(writer.is_visible())):
             log.info("%s is on no file system that all ranks share: rank 0 gathers and writes the model", directory)
             with together(doing):
                 self._write_gathered(directory) if first else deque(self._gathered(), maxlen=0)
         else:
             with together(doing):
                 try:
-                    done = sliced.write(self.model)
+                    done = writer.write(self.model)
                 except OSError as error:
                     why = error.strerror or error
                     raise ValueError(f"{doing} failed: {why}; nothing was changed there") from error
-            assert sum(_from_all(done)) == sliced.numel, "some element is written by no rank or by two"
+            assert sum(_from_all(done)) == writer.numel, "some element is written by no rank or by two"
         with together(doing):
             if first and len(self.files) > 1:
                 write_index(directory, self.files)
@@ -242,7 +236,7 @@ def write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any,
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     elif not held and (report := getattr(model, "load_report", None)) is not None:
-        report.beside.copy_tokenizer(directory)
+        report.sidecar.copy_tokenizer(directory)
 
 
 def write_own_texts(model: Any, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""The small files that lie beside a model's weights: its tokenizer, its generation config, its card."""
+"""Sidecar files: what lies beside the weights of a model, such as its tokenizer, generation config and card."""
 
 import logging
 import re
@@ -12,7 +12,7 @@ from modelcenter.hub.remote.download import HubOptions, UnreachableError, downlo
 log = logging.getLogger("modelcenter")
 
 
-class Beside:
+class SidecarFiles:
     """The files beside the weights, in a directory or in a repository of the Hub.
 
     What the Hub does not give, for want of a network or of a right, is left out, and a warning says so: what they are

@@ -5,9 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from modelcenter.hub.files.git_lfs import refuse_lfs_pointer
+from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, SETTINGS_FILE, TOKENIZER_FILES
 from modelcenter.hub.remote.download import HubOptions, download_file, is_reachable
-from modelcenter.hub.resolve import WEIGHT_SUFFIXES, local_directory, read_json, repo_of
+from modelcenter.hub.resolve import WEIGHT_SUFFIXES, local_directory, repo_of
 from modelcenter.registry import ARCHITECTURES, get, model_type_of
 
 VOCABULARY_FILE = "vocab.txt"
@@ -37,8 +39,6 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from modelcenter.hub.files.reader import refuse_pointer
-
     folder = Path(str(name_or_path)).expanduser()
     if folder.is_file() and folder.name.endswith(WEIGHT_SUFFIXES):
         name_or_path = folder = folder.parent
@@ -56,7 +56,7 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
             "tokenizer.save_pretrained"
         )
     for path in held:
-        refuse_pointer(path)
+        refuse_lfs_pointer(path)
     kwargs.setdefault("trust_remote_code", False)  # transformers would ask on the terminal about the code of a model
     if directory is None and _is_cached(source, kwargs) and not is_reachable(source, SETTINGS_FILE, _options(kwargs)):
         # transformers would look half a minute for each file that is not there

@@ -8,10 +8,10 @@ import torch
 
 from engine.memory import readable
 from modelcenter.convert.pieces import HUB, whole
-from modelcenter.hub.conversion.blocks import Blocks
-from modelcenter.hub.conversion.checkpoint import Opened, Request, open_any
-from modelcenter.hub.conversion.workers import Progress
-from modelcenter.hub.files.reader import as_bytes
+from modelcenter.hub.conversion.blocks import BlockReader
+from modelcenter.hub.conversion.checkpoint import Checkpoint, Request, open_checkpoint
+from modelcenter.hub.conversion.progress import Progress
+from modelcenter.hub.files.raw_io import as_bytes
 
 
 @dataclass
@@ -72,21 +72,21 @@ def verify(
     Raises:
         ValueError: one of them cannot be read, or they are of different architectures.
     """
-    with open_any(first, request) as a, open_any(second, second_request or request) as b:
+    with open_checkpoint(first, request) as a, open_checkpoint(second, second_request or request) as b:
         if a.arch.model_type != b.arch.model_type:
             raise ValueError(
                 f"{a.origin} has the model_type {a.arch.model_type!r} and {b.origin} has {b.arch.model_type!r}: there "
                 "is nothing to compare"
             )
         result = Verification(a.origin, b.origin, dropped={o.origin: _dropped(o) for o in (a, b)})
-        ours, theirs = a.keys(), set(b.keys())
+        ours, theirs = a.hub_keys(), set(b.hub_keys())
         result.only_first = [a.layout.written[key] for key in ours if key not in theirs]
-        result.only_second = [b.layout.written[key] for key in b.keys() if key not in set(ours)]
+        result.only_second = [b.layout.written[key] for key in b.hub_keys() if key not in set(ours)]
         both = [key for key in ours if key in theirs]
         bar = Progress("comparing", sum(_bytes(a, key) for key in both), progress)
-        readers = Blocks(a), Blocks(b)
+        readers = BlockReader(a), BlockReader(b)
         for key in both:
-            names = tuple(" + ".join(o.stored_as(HUB, key)) for o in (a, b))
+            names = tuple(" + ".join(o.source_names(HUB, key)) for o in (a, b))
             if names[0] != names[1]:
                 result.renamed.append((names[0], names[1]))
             why = _difference(a, b, key, bar, readers)
@@ -99,21 +99,23 @@ def verify(
         return result
 
 
-def _dropped(opened: Opened) -> list[str]:
-    return [*opened.whole.dropped, *opened.left_out, *(name for name, _ in opened.whole.repeats)]
+def _dropped(checkpoint: Checkpoint) -> list[str]:
+    return [*checkpoint.whole.dropped, *checkpoint.ignored, *(name for name, _ in checkpoint.whole.repeats)]
 
 
-def _dtype(opened: Opened, key: str) -> torch.dtype | None:
-    dtypes = {opened.source.dtype(name) for name in opened.stored_as(HUB, key)}
+def _dtype(checkpoint: Checkpoint, key: str) -> torch.dtype | None:
+    dtypes = {checkpoint.source.dtype(name) for name in checkpoint.source_names(HUB, key)}
     return next(iter(dtypes)) if len(dtypes) == 1 else None
 
 
-def _bytes(opened: Opened, key: str) -> int:
-    dtype = _dtype(opened, key) or torch.float32
-    return prod(opened.layout.shapes[key]) * dtype.itemsize
+def _bytes(checkpoint: Checkpoint, key: str) -> int:
+    dtype = _dtype(checkpoint, key) or torch.float32
+    return prod(checkpoint.layout.shapes[key]) * dtype.itemsize
 
 
-def _difference(a: Opened, b: Opened, key: str, bar: Progress, readers: tuple[Blocks, Blocks]) -> str | None:
+def _difference(
+    a: Checkpoint, b: Checkpoint, key: str, bar: Progress, readers: tuple[BlockReader, BlockReader]
+) -> str | None:
     """What differs in one tensor, or None."""
     shapes = a.layout.shapes[key], b.layout.shapes[key]
     if shapes[0] != shapes[1]:
@@ -125,7 +127,7 @@ def _difference(a: Opened, b: Opened, key: str, bar: Progress, readers: tuple[Bl
         return f"dtype {shown[0]} and {shown[1]}"
     count, most = 0, 0.0
     at: tuple[int, ...] = ()
-    first, second = (reader.of(HUB, key, whole(shapes[0]), dtype) for reader in readers)
+    first, second = (reader.read(HUB, key, whole(shapes[0]), dtype) for reader in readers)
     for (box, left), (_, right) in zip(first, second, strict=True):
         bar.add(left.nbytes)
         if as_bytes(left) == as_bytes(right):

@@ -1,107 +1,306 @@
-"""Load a distributed checkpoint: parameters under our names, saved by any task on any number of ranks."""
+"""Where the weights of a model come from: files in Hugging Face's form, or a distributed checkpoint of any task."""
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
 import engine
-from engine import checkpoint
+from modelcenter.convert.match import match_names, shape_errors, to_key, unknown_message
 from modelcenter.convert.rules import ArchMap, Layout, template_regex
-from modelcenter.convert.stream import Space, Target, in_threads, read_into
+from modelcenter.convert.stream import Space, Target, fill_targets, in_threads, read_into
 from modelcenter.convert.whole import OTHER_HEADS, native_prefix
-from modelcenter.hub.files.dcp import StoredSource, refuse_adapter
-from modelcenter.hub.files.reader import reading_threads, refuse_quantised
-from modelcenter.hub.resolve import Resolved
+from modelcenter.hub.architecture import Blueprint, choose_task, find_spec, make_blueprint
+from modelcenter.hub.dtypes import refuse_quantised
+from modelcenter.hub.files.dcp import DCPSource, open_model
+from modelcenter.hub.files.reader import FileSource, reading_threads
+from modelcenter.hub.legacy import open_source
+from modelcenter.hub.resolve import ModelFiles
 
 
-class StoredModel:
-    """A distributed checkpoint against a model that may have another head than the one it was saved with.
+class Weights(Protocol):
+    """The tensors of an open checkpoint against the model that they are to fill.
 
-    Attributes:
-        fresh: parameters of the model that the checkpoint does not fill.
-        skipped: stored tensors of other heads. unknown: stored tensors of no part of the architecture.
+    `fresh` is final once `check` has returned: it may set aside misshapen heads.
     """
 
-    def __init__(self, arch: ArchMap, layout: Layout, found: Resolved, task: str):
-        """Raises ValueError: not a complete checkpoint, or its config declares no task of the architecture."""
-        assert found.directory is not None
-        self.directory, self._layout = found.directory, layout
-        checkpoint.check_manifest(found.directory)
-        self._source = StoredSource(found.directory)
-        refuse_adapter(self._source.tensors, found.directory)
-        self._stored = {name: (info.shape, info.dtype) for name, info in self._source.tensors.items()}
-        saved_as = arch.declared_task(found.config.get("architectures"))
-        if saved_as is None:
-            raise ValueError(f"{found.directory}: its architectures name no head of {arch.model_type} that exists here")
-        here, there = arch.tasks[task].parts, arch.tasks[saved_as].parts
-        self._name_of: dict[str, str] = {}
-        for name, part in layout.part.items():
-            if not part:
-                self._name_of[name] = name
-            else:
-                self._name_of[name] = native_prefix(arch, saved_as, part) + name.removeprefix(here[part])
-        used = set(self._name_of.values())
-        rest = [name for name in self._stored if name not in used]
-        # By whole names: what a body may have beside its own (CROSS) lies at no prefix.
-        rules = ((place, rule) for part, place in there.items() for rule in arch.parts[part].rules)
-        heads = [template_regex(place + t) for place, rule in rules for t in rule.native_templates()]
-        known = (*heads, re.compile(layout.without or ""))
-        self.skipped = [name for name in rest if name.startswith(OTHER_HEADS) or any(p.fullmatch(name) for p in known)]
-        self.unknown = [name for name in rest if name not in self.skipped]
-        self.fresh = [name for name in layout.native_shapes if self._name_of.get(name) not in self._stored]
+    @property
+    def fresh(self) -> list[str]:
+        """Parameters of the model that the checkpoint does not fill."""
 
-    def check(self, strict: bool, ignore_mismatched_sizes: bool, named: bool) -> None:
-        """Raise for tensors that are missing, unknown, misshapen or quantised, as for a Hugging Face directory.
+    @property
+    def skipped(self) -> list[str]:
+        """Tensors of other heads."""
+
+    @property
+    def ignored(self) -> list[str]:
+        """Tensors without content."""
+
+    @property
+    def unknown(self) -> list[str]:
+        """Tensors of no part of the architecture."""
+
+    @property
+    def bytes_read(self) -> int:
+        """By this rank."""
+
+    def check(self, strict: bool, ignore_mismatched_sizes: bool, head_requested: bool) -> None:
+        """Raise ValueError for tensors that are missing, unknown, misshapen or quantised.
 
         Args:
-            named: the caller named the task, so a head that is not there may be initialised.
+            strict: refuse unknown tensors. ignore_mismatched_sizes: initialise heads whose shape differs.
+            head_requested: the caller named the task, so a head that is not there may be initialised.
         """
+
+    def dtypes(self) -> set[torch.dtype]:
+        """Of the tensors that fill the model."""
+
+    def fill(self, model: Any) -> None:
+        """Fill a model that has its memory, plain or sharded, with the slices of this rank."""
+
+
+def blueprint_of(
+    files: ModelFiles,
+    task: str | None = None,
+    architecture: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Blueprint:
+    """The model that a checkpoint holds, with the head of `task` or the one that its config declares.
+
+    Args:
+        architecture: the model_type that the checkpoint must have. overrides: fields of the config.
+
+    Raises:
+        ValueError: the config names no architecture or head that is known here, or a field is not understood.
+    """
+    spec = find_spec(files.config, architecture, files.origin)
+    arch: ArchMap = spec.arch_map()
+    chosen = choose_task(arch, task, files.config, files.origin)
+    overrides = overrides or {}
+    if arch.settle is not None and files.weights is not None:
+        with open_source(files) as source:
+            overrides = {**arch.settle(files.config, source.tensors), **overrides}
+    return make_blueprint(spec, chosen, files.config, overrides, files.origin)
+
+
+@contextmanager
+def open_weights(files: ModelFiles, blueprint: Blueprint) -> Iterator[Weights]:
+    """Open the weights of a checkpoint for the model of a blueprint; they are closed when the block ends.
+
+    Raises:
+        ValueError: a file is missing, damaged or incomplete; two tensors of a file mean the same one; a distributed
+            checkpoint is one of a model with an adapter, or its config declares no task of the architecture.
+    """
+    if files.distributed:
+        assert files.directory is not None
+        with open_model(files.directory) as stored:
+            yield DistributedWeights(stored, blueprint, files)
+    else:
+        with open_source(files) as source:
+            yield FileWeights(source, blueprint, files)
+
+
+class FileWeights:
+    """Weights in files of Hugging Face's form, read through the conversion rules."""
+
+    def __init__(self, source: FileSource, blueprint: Blueprint, files: ModelFiles):
+        """Raises ValueError: two tensors of the file mean the same one."""
+        self._source, self._blueprint, self._files = source, blueprint, files
+        self._arch, self._layout = blueprint.arch, blueprint.layout
+        self._match = match_names(self._arch, self._layout, source.tensors, files.config.get("architectures"))
+
+    @property
+    def fresh(self) -> list[str]:
+        absent = {name for key in (*self._match.missing, *self._match.resized) for name in self._layout.natives(key)}
+        return [name for name in self._layout.native_shapes if name in absent]
+
+    @property
+    def skipped(self) -> list[str]:
+        return self._match.skipped
+
+    @property
+    def ignored(self) -> list[str]:
+        return self._match.ignored
+
+    @property
+    def unknown(self) -> list[str]:
+        return self._match.unknown
+
+    @property
+    def bytes_read(self) -> int:
+        return self._source.bytes_read
+
+    def check(self, strict: bool, ignore_mismatched_sizes: bool, head_requested: bool) -> None:
+        for name, error in self._source.absent.items():
+            if represented_key(self._arch, self._layout, name) in self._match.missing:
+                raise ValueError(error)
+        origin, source = self._files.origin, self._source
         if self.unknown and strict:
-            raise ValueError(f"{self.directory}: unexpected tensors (strict=False tolerates them): {self.unknown[:10]}")
+            file_names = {name: info.file.name for name, info in source.tensors.items()}
+            raise ValueError(f"{origin}: {unknown_message(self._arch, self._layout, self._match, file_names)}")
+        self._check_shapes(ignore_mismatched_sizes)
+        try:
+            refuse_quantised((name, source.dtype(name)) for name in self._match.found.values())
+        except ValueError as error:
+            raise ValueError(f"{origin}: {error}") from None
+        self._check_missing(head_requested)
+
+    def _check_shapes(self, ignore_heads: bool) -> None:
+        """Raise for misshapen tensors; those of heads are set aside instead with `ignore_heads`."""
+        match, layout, tensors = self._match, self._layout, self._source.tensors
+        wrong = shape_errors(layout, match, {name: info.shape for name, info in tensors.items()})
+        heads = [key for key in wrong if layout.key_part[key]]
+        if ignore_heads:
+            for key in heads:
+                match.resized.append(key)
+                match.skipped.append(match.found.pop(key))
+                del wrong[key]
+        if wrong:
+            lines = [
+                f"  {match.found[key]!r} in {tensors[match.found[key]].file.name} has shape {shape}, expected "
+                f"{expected} ({', '.join(layout.natives(key))})"
+                for key, (shape, expected) in wrong.items()
+            ]
+            fix = ""
+            if len(heads) == len(wrong):
+                how = "change num_labels, or pass ignore_mismatched_sizes=True to initialise it"
+                fix = f"\nThey belong to the head: {how}"
+            raise ValueError(f"{self._files.origin}: {len(wrong)} of the wrong shape:\n" + "\n".join(lines[:20]) + fix)
+
+    def _check_missing(self, head_requested: bool) -> None:
+        """Raise for parameters that may not be initialised: of the body, of a head that the caller did not name, or of
+        a head of which the files hold a part."""
+        layout, match, files = self._layout, self._match, self._files
+        absent = [key for key in match.missing if key not in layout.optional]
+        held = {layout.key_part[key] for key in match.found}
+        errors = []
+        for key in absent:
+            if layout.key_part[key] in held | {""} or not head_requested:
+                natives = ", ".join(layout.natives(key))
+                errors.append(f"  {layout.written[key]!r} of shape {layout.shapes[key]} ({natives})")
+        if not errors:
+            return
+        more = f"\n  and {len(errors) - 20} more" if len(errors) > 20 else ""
+        fix = ""
+        if not head_requested and all(layout.key_part[key] for key in absent):
+            fix = f"\nThey belong to the head: pass task={self._blueprint.task!r} to initialise it at random"
+            tasks = self._arch.tasks
+            if "base" in tasks and not {layout.key_part[key] for key in absent} & set(tasks["base"].parts):
+                fix += ", or task='base' for the model without it"
+        elif not any(not layout.key_part[key] for key in match.found):
+            fix = "\nNo tensor of the body is there: are these the weights of another architecture?"
+        place = files.weights.name if files.weights is not None else files.origin
+        raise ValueError(f"{files.origin}: {len(errors)} missing in {place}:\n" + "\n".join(errors[:20]) + more + fix)
+
+    def dtypes(self) -> set[torch.dtype]:
+        return {self._source.dtype(name) for name in self._match.found.values()}
+
+    def fill(self, model: Any) -> None:
+        fill_targets(self._layout, self._match, self._source, engine.local_slices(model), reading_threads())
+
+
+def represented_key(arch: ArchMap, layout: Layout, name: str) -> str:
+    """The key of the tensor that a name in a file stands for; a repetition stands for the tensor that it repeats."""
+    key = to_key(arch, name)
+    key = layout.aliases.get(key, key)
+    return layout.ties[key].to if key in layout.ties else key
+
+
+class DistributedWeights:
+    """The parameters of a distributed checkpoint, for a model that may have another head than it was saved with."""
+
+    def __init__(self, source: DCPSource, blueprint: Blueprint, files: ModelFiles):
+        """Raises ValueError: the config of the checkpoint declares no task of the architecture."""
+        arch = blueprint.arch
+        self._source, self._layout, self._origin = source, blueprint.layout, files.directory
+        saved_as = arch.declared_task(files.config.get("architectures"))
+        if saved_as is None:
+            raise ValueError(f"{files.directory}: its architectures name no head of {arch.model_type} that exists here")
+        self._stored_name = _stored_names(arch, self._layout, blueprint.task, saved_as)
+        used = set(self._stored_name.values())
+        rest = [name for name in source.tensors if name not in used]
+        heads = _head_patterns(arch, saved_as)
+        known = (*heads, re.compile(self._layout.without or ""))
+        self.skipped = [name for name in rest if name.startswith(OTHER_HEADS) or any(p.fullmatch(name) for p in known)]
+        self.unknown = [name for name in rest if name not in self.skipped]
+        self.ignored: list[str] = []
+        self.fresh = [name for name in self._layout.native_shapes if self._stored_name.get(name) not in source.tensors]
+
+    @property
+    def bytes_read(self) -> int:
+        return self._source.bytes_read
+
+    def check(self, strict: bool, ignore_mismatched_sizes: bool, head_requested: bool) -> None:
+        if self.unknown and strict:
+            raise ValueError(f"{self._origin}: unexpected tensors (strict=False tolerates them): {self.unknown[:10]}")
+        self._check_missing(head_requested)
+        self._check_shapes(ignore_mismatched_sizes)
+        stored = self._source.tensors
+        try:
+            refuse_quantised((name, stored[name].dtype) for name in self._stored_name.values() if name in stored)
+        except ValueError as error:
+            raise ValueError(f"{self._origin}: {error}") from None
+
+    def _check_missing(self, head_requested: bool) -> None:
+        """Raise for parameters that may not be initialised, as FileWeights does."""
         parts = self._layout.part
         optional = {name for key in self._layout.optional for name in self._layout.natives(key)}
         held = {parts[name] for name in parts if name not in self.fresh}
-        wanted = [name for name in self.fresh if name not in optional]
-        missing = [name for name in wanted if not named or parts[name] in held | {""}]
+        absent = [name for name in self.fresh if name not in optional]
+        missing = [name for name in absent if not head_requested or parts[name] in held | {""}]
         if missing:
-            raise ValueError(f"{self.directory}: {len(missing)} missing: {', '.join(missing[:20])}")
-        wrong = list(self._misshapen())
-        if ignore_mismatched_sizes:
+            raise ValueError(f"{self._origin}: {len(missing)} missing: {', '.join(missing[:20])}")
+
+    def _check_shapes(self, ignore_heads: bool) -> None:
+        """Raise for misshapen tensors; those of heads become fresh instead with `ignore_heads`."""
+        parts, expected = self._layout.part, self._layout.native_shapes
+        shapes = {name: self._source.tensors[self._stored_name[name]].shape for name in self._filled()}
+        wrong = [name for name, shape in shapes.items() if shape != expected[name]]
+        if ignore_heads:
             self.fresh += [name for name in wrong if parts[name]]
             wrong = [name for name in wrong if not parts[name]]
         if wrong:
-            stored = {name: self._stored[self._name_of[name]][0] for name in wrong[:20]}
-            lines = [f"  {n!r} has shape {stored[n]}, expected {self._layout.native_shapes[n]}" for n in stored]
+            lines = [f"  {n!r} has shape {shapes[n]}, expected {expected[n]}" for n in wrong[:20]]
             fix = (
                 "\nPass ignore_mismatched_sizes=True to initialise the head anew" if all(map(parts.get, wrong)) else ""
             )
-            raise ValueError(f"{self.directory}: {len(wrong)} of the wrong shape:\n" + "\n".join(lines) + fix)
+            raise ValueError(f"{self._origin}: {len(wrong)} of the wrong shape:\n" + "\n".join(lines) + fix)
 
-        try:
-            refuse_quantised((name, self._stored[name][1]) for name in self._name_of.values() if name in self._stored)
-        except ValueError as error:
-            raise ValueError(f"{self.directory}: {error}") from None
-
-    def _misshapen(self) -> Iterator[str]:
-        for name, stored in self._name_of.items():
-            if name not in self.fresh and self._stored[stored][0] != self._layout.native_shapes[name]:
-                yield name
+    def _filled(self) -> list[str]:
+        fresh = set(self.fresh)
+        return [name for name in self._stored_name if name not in fresh]
 
     def dtypes(self) -> set[torch.dtype]:
-        return {self._stored[stored][1] for name, stored in self._name_of.items() if name not in self.fresh}
+        return {self._source.dtype(self._stored_name[name]) for name in self._filled()}
 
-    def fill(self, model: Any) -> int:
-        """Fill a model that has its memory, plain or sharded, with this rank's slices; returns the bytes it read."""
-        with self._source as source:
-            # In the order of the files. What is not here is on another stage of a pipeline.
-            mine = [slot for slot in engine.local_slices(model) if slot[0] not in self.fresh]
-            mine = [slot for slot in mine if slot[0] in self._name_of]
-            mine.sort(key=lambda slot: source.position(self._name_of[slot[0]]))
+    def fill(self, model: Any) -> None:
+        source, stored_name, filled = self._source, self._stored_name, set(self._filled())
+        # In the order of the files. What is not here is on another stage of a pipeline.
+        targets = [target for target in engine.local_slices(model) if target[0] in filled]
+        targets.sort(key=lambda target: source.position(stored_name[target[0]]))
 
-            def read(slot: Target, space: Space) -> None:
-                read_into(source, self._name_of[slot[0]], slot[1], slot[2], space)
+        def read(target: Target, space: Space) -> None:
+            name, offsets, local = target
+            read_into(source, stored_name[name], offsets, local, space)
 
-            in_threads(read, mine, reading_threads())
-            return source.bytes_read
+        in_threads(read, targets, reading_threads())
+
+
+def _stored_names(arch: ArchMap, layout: Layout, task: str, saved_as: str) -> dict[str, str]:
+    """{parameter of a model of `task`: its name in a checkpoint that names the task `saved_as`}."""
+    places = arch.tasks[task].parts
+    return {
+        name: native_prefix(arch, saved_as, part) + name.removeprefix(places[part]) if part else name
+        for name, part in layout.part.items()
+    }
+
+
+def _head_patterns(arch: ArchMap, task: str) -> list[re.Pattern[str]]:
+    """What the parameters of the heads of a task are called.
+
+    By whole names: what a body may have beside its own (CROSS) lies at no prefix.
+    """
+    rules = ((place, rule) for part, place in arch.tasks[task].parts.items() for rule in arch.parts[part].rules)
+    return [template_regex(place + template) for place, rule in rules for template in rule.native_templates()]

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from modelcenter.hub.files.locks import free, is_at
+from modelcenter.hub.files.locks import is_same_file, try_lock
 
 try:
     import fcntl
@@ -32,7 +32,7 @@ def alone_in(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
     while True:
         file = path.open("a+b", buffering=0)
         locked = _lock(file)
-        if locked and is_at(path, file.fileno()):
+        if locked and is_same_file(path, file.fileno()):
             break
         file.seek(0)
         holder = file.read().decode("utf-8", "replace") or "another process"
@@ -56,4 +56,4 @@ def alone_in(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
 
 def _lock(file: BinaryIO) -> bool:
     """Whether nobody else has the file. The lock is of this process alone: children that outlive it do not keep it."""
-    return fcntl is None or free(lambda: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB))
+    return fcntl is None or try_lock(lambda: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB))

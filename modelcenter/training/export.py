@@ -12,8 +12,9 @@ from engine.checkpoint import load_model
 from modelcenter import registry
 from modelcenter.adapters import merge_lora, save_adapter
 from modelcenter.hub.files.atomic_directory import new_directory
+from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, GENERATION_FILE, RUN_FILE, TOKENIZER_FILES
-from modelcenter.hub.resolve import read_json, repo_of
+from modelcenter.hub.resolve import repo_of
 from modelcenter.hub.tokenizer import load_tokenizer
 from modelcenter.training.setup import make_adapters
 from modelcenter.training.tasks import TASKS

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import engine
 from engine.init import clean_name
 from modelcenter.config import ModelConfig
-from modelcenter.hub.load import find_spec, on_meta
+from modelcenter.hub.architecture import find_spec, on_meta
 from modelcenter.layers.attention import CrossAttention, SelfAttention
 from modelcenter.layers.heads import ExtractiveQA, TokenClassifier, VocabularyHead
 from modelcenter.models.base import Model

@@ -34,7 +34,7 @@ from modelcenter.data.sources import is_hub_name
 from modelcenter.data.streaming import StreamBatches
 from modelcenter.data.text_rows import StreamRows
 from modelcenter.data.token_files import is_tokens
-from modelcenter.hub.load import same_commits
+from modelcenter.hub.load import check_same_commit
 from modelcenter.hub.tokenizer import add_tokens
 from modelcenter.models.base import Model
 from modelcenter.training import trackers
@@ -221,7 +221,7 @@ def _load_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
         return modelcenter.from_pretrained(name, task.head, **found, **options)
     # New rows are made before anything is sharded.
     model = modelcenter.from_pretrained(name, task.head, **found, **{**options, "policy": False, "adapter": None})
-    same_commits(cfg.model or "", model.base_revision)
+    check_same_commit(cfg.model or "", model.base_revision)
     add_tokens(tokenizer, model, cfg.add_tokens)
     for adapter in adapters:
         adapter.attach(model)

@@ -32,8 +32,9 @@ MAKE = """
 import sys, torch, modelcenter as mc
 import modelcenter.hub.conversion
 from modelcenter.convert.rules import compile_layout
-from modelcenter.hub.load import on_meta
-from modelcenter.hub.files.atomic_directory import SafetensorsWriter, plan_files, write_json
+from modelcenter.hub.architecture import on_meta
+from modelcenter.hub.files.json_files import write_json
+from modelcenter.hub.files.safetensors import SafetensorsWriter, plan_files
 from modelcenter.registry import get
 from pathlib import Path
 target, layers = Path(sys.argv[1]), int(sys.argv[2])

@@ -8,7 +8,7 @@ import transformers
 
 import modelcenter as mc
 from modelcenter import registry
-from modelcenter.hub import load
+from modelcenter.hub import architecture
 from modelcenter.hub.info import model_info
 from modelcenter.hub.resolve import read_config, resolve
 
@@ -58,12 +58,12 @@ def test_every_file_is_read():
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_published_config_makes_the_published_model(name):
     values = json.loads((FILES / f"{name}.json").read_text())
-    spec = load.find_spec(values, None, name)
+    spec = architecture.find_spec(values, None, name)
     arch = spec.arch_map()
-    head = load.task_of(arch, None if "architectures" in values else "base", values, name)
+    head = architecture.choose_task(arch, None if "architectures" in values else "base", values, name)
     task = head if head == "text-encoding" else "base"
-    config = load.read_config(spec, arch, values, task, {}, name)
-    count = sum(p.numel() for p in load.on_meta(spec, config, task).parameters())
+    config = architecture.parse_config(spec, task, values, {}, name)
+    count = sum(p.numel() for p in architecture.on_meta(spec, config, task).parameters())
     assert PARAMETERS[name] in (None, count)
 
 

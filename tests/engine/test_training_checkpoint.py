@@ -21,7 +21,7 @@ import torch
 import engine
 from engine.checkpoint import check_manifest
 from engine.checkpoint import training as module
-from modelcenter.hub.conversion.checkpoint import find_step
+from modelcenter.hub.run_folder import find_step
 
 LAYOUTS = {"one": (1, 3, 1), "two": (2, 2, 1), "two-0": (2, 0, 1), "four": (4, 3, 1), "2x2": (4, 3, 2)}
 

@@ -14,8 +14,8 @@ import modelcenter as mc
 from engine import testing
 from modelcenter import registry
 from modelcenter.convert.stream import copy_values
-from modelcenter.hub.conversion import CONVERSION_FILE, convert, export, plan
-from modelcenter.hub.conversion.checkpoint import Request, open_any
+from modelcenter.hub.conversion import CONVERSION_FILE, convert, export, fill
+from modelcenter.hub.conversion.checkpoint import Request, open_checkpoint
 from modelcenter.hub.verify import verify
 
 
@@ -271,8 +271,8 @@ def test_training_checkpoints(tmp_path):
 def test_presets_by_name_as_config(tmp_path):
     mc.from_config("tiny/gpt2", "causal-lm", seed=2).save_pretrained(tmp_path / "hub")
     (tmp_path / "hub" / "config.json").unlink()
-    with open_any(tmp_path / "hub", Request(config="tiny/gpt2")) as opened:
-        assert opened.whole.task == "base"
+    with open_checkpoint(tmp_path / "hub", Request(config="tiny/gpt2")) as checkpoint:
+        assert checkpoint.whole.task == "base"
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.full)])
@@ -281,7 +281,7 @@ def test_presets_by_name_as_config(tmp_path):
 def test_in_small_parts(kind, workers, held, tmp_path, monkeypatch):
     """Tensors that are cut into many boxes, parts and files: the sizes of large ones, scaled down."""
     for name, size in (("plan._PART_BYTES", 1000), ("plan._SHARDS_BYTES", 9000), ("blocks._BLOCK_BYTES", 300),
-                       ("blocks._HELD_BYTES", held), ("plan._UNIT_BYTES", 1)):  # fmt: skip
+                       ("blocks._HELD_BYTES", held), ("fill._UNIT_BYTES", 1)):  # fmt: skip
         monkeypatch.setattr(f"modelcenter.hub.conversion.{name}", size)
     monkeypatch.setattr("modelcenter.convert.stream.CHUNK_BYTES", 400)
     monkeypatch.setattr("modelcenter.hub.files.reader._GAP", 16)
@@ -314,8 +314,8 @@ def test_a_transpose_into_a_part(dtype, width, turned, monkeypatch):
 def test_parts_of_a_manifest(damaged, saved, tmp_path, monkeypatch):
     """Every byte of a converted file is in one hash of its manifest; those of tensors are conversion.json's. Each
     tensor is written once, of whichever two that are hashed together."""
-    written, kept = [], plan.Filler._write
-    monkeypatch.setattr(plan.Filler, "_write", lambda f, job, *rest: written.append(job.name) or kept(f, job, *rest))
+    written, kept = [], fill.Filler._write
+    monkeypatch.setattr(fill.Filler, "_write", lambda f, job, *rest: written.append(job.name) or kept(f, job, *rest))
     convert(saved("base"), tmp_path / "out", "distributed", workers=1)
     said = json.loads((tmp_path / "out" / "manifest.json").read_text())
     tensors = json.loads((tmp_path / "out" / CONVERSION_FILE).read_text())["tensors"]

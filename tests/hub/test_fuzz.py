@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
-from modelcenter.hub.conversion import convert, plan
+from modelcenter.hub.conversion import convert, fill
 from modelcenter.hub.conversion import run as conversion_run
 from modelcenter.hub.verify import verify
 
@@ -254,7 +254,7 @@ def test_a_legacy_pickle_that_is_too_large(copy, tmp_path, monkeypatch):
     path = copy("bin")
     held = torch.load(path / "pytorch_model.bin")
     torch.save(held, path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    monkeypatch.setattr("modelcenter.hub.files.reader._LEGACY_LIMIT", 1000)
+    monkeypatch.setattr("modelcenter.hub.files.torch_pickle._LEGACY_LIMIT", 1000)
     assert "Convert it once on a large machine" in refused(path, tmp_path, "pytorch_model.bin")
 
 
@@ -325,8 +325,8 @@ def test_a_full_disk_in_a_worker(good, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plan.Filler, "write", full)
-    monkeypatch.setattr(plan, "_UNIT_BYTES", 1)
+    monkeypatch.setattr(fill.Filler, "write", full)
+    monkeypatch.setattr(fill, "_UNIT_BYTES", 1)
     with pytest.raises(ValueError, match="No space left on device.*; nothing was changed"):
         convert(good / "hub", tmp_path / "out", "hf", workers=2)
     assert not list(tmp_path.iterdir())
@@ -379,14 +379,14 @@ def convert_slowly(source, target, to, workers):
     """In a process of its own, which prints a line for each tensor and takes its time after it."""
     code = f"""
         import os, time
-        from modelcenter.hub.conversion import plan
+        from modelcenter.hub.conversion import fill
         from modelcenter.hub.conversion import convert
-        kept = plan.Filler._write
+        kept = fill.Filler._write
         def slow(filler, job, *rest):
             yield from kept(filler, job, *rest)
             os.write(1, f"{{job.name}}\\n".encode())  # a line of one piece, whoever else writes
             time.sleep(0.05)
-        plan.Filler._write, plan._UNIT_BYTES = slow, 1
+        fill.Filler._write, fill._UNIT_BYTES = slow, 1
         convert({str(source)!r}, {str(target)!r}, {to!r}, workers={workers})
         print("finished", flush=True)
     """
@@ -507,7 +507,7 @@ def test_another_source_starts_again(good, tmp_path, monkeypatch):
 
 
 def test_a_worker_that_is_killed(good, tmp_path, monkeypatch):
-    kept, here = plan.Filler._write, os.getpid()
+    kept, here = fill.Filler._write, os.getpid()
 
     def die(filler, job, *rest):
         if job.name == "transformer.ln_f.bias" and os.getpid() != here:
@@ -515,8 +515,8 @@ def test_a_worker_that_is_killed(good, tmp_path, monkeypatch):
         return kept(filler, job, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(plan.Filler, "_write", die)
-        patch.setattr(plan, "_UNIT_BYTES", 1)
+        patch.setattr(fill.Filler, "_write", die)
+        patch.setattr(fill, "_UNIT_BYTES", 1)
         with pytest.raises(ChildProcessError, match="a worker process was killed, perhaps for want of memory"):
             convert(good / "hub", tmp_path / "out", "hf", workers=2)
     assert not (tmp_path / "out").exists()
@@ -526,12 +526,12 @@ def test_a_worker_that_is_killed(good, tmp_path, monkeypatch):
 
 def test_a_file_that_reads_back_otherwise(good, tmp_path, monkeypatch):
     """--verify notices what the disk did not keep."""
-    kept = plan.write_at
+    kept = fill.write_at
 
     def lossy(handle, data, start):
         kept(handle, memoryview(bytes(len(data))) if len(data) == 192 else data, start)
 
-    monkeypatch.setattr(plan, "write_at", lossy)
+    monkeypatch.setattr(fill, "write_at", lossy)
     with pytest.raises(ValueError, match="does not read back as it was written"):
         convert(good / "hub", tmp_path / "out", "hf", workers=1, verify=True)
     assert not list(tmp_path.iterdir())

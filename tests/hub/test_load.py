@@ -18,7 +18,7 @@ from modelcenter.convert.stream import in_threads
 from modelcenter.hub.conversion import convert
 from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.load import build_model
-from modelcenter.hub.resolve import Resolved
+from modelcenter.hub.resolve import ModelFiles
 
 TASKS = list(ARCH.tasks)
 
@@ -620,7 +620,7 @@ def test_ranks_that_found_other_commits_do_not_load_a_mixture(monkeypatch):
     monkeypatch.setattr(load.engine, "is_initialized", lambda: True)
     monkeypatch.setattr(load.engine, "world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    monkeypatch.setattr(load, "resolve", lambda *_, **__: Resolved("me/m", {}, repo="me/m", revision=commits[0]))
+    monkeypatch.setattr(load, "resolve", lambda *_, **__: ModelFiles("me/m", {}, repo="me/m", revision=commits[0]))
     with pytest.raises(ValueError, match="me/m: rank 0 found the commit aaa.* and rank 1 bbb.*revision"):
         mc.from_pretrained("me/m")
 

@@ -15,14 +15,12 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
-from modelcenter.hub.card import complete_card, make_card
+from modelcenter.hub.card import check_card, complete_card, make_card, without_tokens
 from modelcenter.hub.remote.push import (
-    check_card,
     check_directory,
     model_directory,
     push_directory,
     upload,
-    without_tokens,
 )
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -102,14 +102,14 @@ def export_whole(source, target, kwargs, alone=()):
     from modelcenter.hub.files import sharded_writer
 
     model = mc.from_pretrained(source, policy=engine.Policy(zero_level=3))
-    kept = save.whole_tensor, sharded_writer.SlicedFiles.seen
+    kept = save.whole_tensor, sharded_writer.ShardedWriter.is_visible
     gathered = []
     save.whole_tensor = lambda *arguments: gathered.append(1) or kept[0](*arguments)
-    sharded_writer.SlicedFiles.seen = lambda files: engine.rank() not in alone and kept[1](files)
+    sharded_writer.ShardedWriter.is_visible = lambda files: engine.rank() not in alone and kept[1](files)
     try:
         model.save_pretrained(target, **kwargs)
     finally:
-        save.whole_tensor, sharded_writer.SlicedFiles.seen = kept
+        save.whole_tensor, sharded_writer.ShardedWriter.is_visible = kept
     return len(gathered)
 
 

@@ -15,7 +15,9 @@ import modelcenter as mc
 from modelcenter.hub.conversion import convert
 from modelcenter.hub.conversion.blocks import read_blocks
 from modelcenter.hub.conversion.checkpoint import Request
-from modelcenter.hub.files.reader import find_weights, open_checkpoint, safetensors_header
+from modelcenter.hub.files.safetensors import safetensors_header
+from modelcenter.hub.files.weight_files import open_weight_files
+from modelcenter.hub.files.weight_index import find_weights
 from modelcenter.hub.remote.push import check_directory
 from modelcenter.hub.verify import verify
 
@@ -48,7 +50,7 @@ def test_header_and_values(file):
         "b": ((5,), torch.int64),
         "c": ((), torch.float32),
     }
-    with open_checkpoint(file) as source:
+    with open_weight_files(file) as source:
         for name, tensor in load_file(file).items():
             assert torch.equal(source.read(name), tensor)
 
@@ -122,7 +124,7 @@ def test_random_damage(file):
             bad[rng.randrange(end)] = rng.randrange(256)
         file.write_bytes(bytes(bad))
         try:
-            with open_checkpoint(file) as source:
+            with open_weight_files(file) as source:
                 for name in source.tensors:
                     source.read(name)
         except ValueError as error:
@@ -315,7 +317,7 @@ def test_code_in_a_pickle_is_not_run(new, saved, tmp_path):
 def test_pickles_of_other_things(content, message, tmp_path):
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=message):
-        open_checkpoint(tmp_path / "pytorch_model.bin")
+        open_weight_files(tmp_path / "pytorch_model.bin")
 
 
 def test_damaged_pickles(tmp_path):
@@ -325,10 +327,10 @@ def test_damaged_pickles(tmp_path):
     for bad in (data[:-50], data[: len(data) // 2], b"", b"garbage", data[:2000] + bytes(500) + data[2500:-600]):
         path.write_bytes(bad)
         with pytest.raises(ValueError, match=str(path)):
-            open_checkpoint(path)
+            open_weight_files(path)
     path.write_bytes(pickle.dumps({"a": 1}, protocol=2))
     with pytest.raises(ValueError, match=str(path)):
-        open_checkpoint(path)
+        open_weight_files(path)
 
 
 def test_a_compressed_archive_is_not_unpacked(tmp_path):
@@ -338,12 +340,12 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path):
         for entry in old.infolist():
             new.writestr(entry.filename, old.read(entry))
     with pytest.raises(ValueError, match="is compressed, which torch.save never does"):
-        open_checkpoint(packed)
+        open_weight_files(packed)
 
 
 def test_state_dict_inside(tmp_path):
     torch.save({"state_dict": {"a": torch.ones(2)}}, tmp_path / "pytorch_model.bin")
-    with open_checkpoint(tmp_path / "pytorch_model.bin") as source:
+    with open_weight_files(tmp_path / "pytorch_model.bin") as source:
         assert torch.equal(source.read("a"), torch.ones(2))
 
 
@@ -364,7 +366,7 @@ def test_any_box(kind, gap, tmp_path, monkeypatch):
             tensors = {n: t.permute(*reversed(range(t.dim()))) for n, t in tensors.items()}
         torch.save(tensors, path := tmp_path / "pytorch_model.bin")
     rng = random.Random(0)
-    with open_checkpoint(path) as source:
+    with open_weight_files(path) as source:
         for name, tensor in tensors.items():
             for _ in range(40):
                 box = tuple(tuple(sorted(rng.sample(range(n + 1), 2))) for n in tensor.shape)
@@ -384,7 +386,7 @@ def test_a_transposed_tensor_is_converted_by_reading_it_once(saved, tmp_path, mo
     turned = {n: t.t().contiguous().t() if t.dim() == 2 else t for n, t in tensors.items()}
     torch.save(turned, path / "pytorch_model.bin")
     name = "embeddings.word_embeddings.weight"
-    with open_checkpoint(path / "pytorch_model.bin") as source:
+    with open_weight_files(path / "pytorch_model.bin") as source:
         values = torch.cat([block.clone() for block in read_blocks(source, name)])
         assert torch.equal(values, tensors[name]) and source.bytes_read == values.nbytes
 
@@ -392,7 +394,7 @@ def test_a_transposed_tensor_is_converted_by_reading_it_once(saved, tmp_path, mo
 def test_elements_that_overlap(tmp_path):
     """An expanded tensor: each element is read from where it lies."""
     torch.save({"e": torch.randn(1, 6).expand(5, 6)}, path := tmp_path / "pytorch_model.bin")
-    with open_checkpoint(path) as source:
+    with open_weight_files(path) as source:
         assert torch.equal(source.read("e", ((1, 3), (2, 6))), torch.load(path)["e"][1:3, 2:])
 
 
@@ -400,7 +402,7 @@ def test_a_file_system_that_gives_less_than_was_asked_for(tmp_path, monkeypatch)
     save_file(tensors := {"m": torch.randn(8, 4096)}, path := tmp_path / "model.safetensors")
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda handle, buffers, at: preadv(handle, [buffers[0][:1000]], at))
-    with open_checkpoint(path) as source:
+    with open_weight_files(path) as source:
         for box in (((0, 8), (0, 4096)), ((1, 7), (100, 2000))):
             assert torch.equal(source.read("m", box), tensors["m"][tuple(slice(*b) for b in box)])
 
@@ -408,6 +410,6 @@ def test_a_file_system_that_gives_less_than_was_asked_for(tmp_path, monkeypatch)
 def test_a_slice_reads_only_itself(tmp_path):
     save_file({"m": torch.randn(64, 4096)}, path := tmp_path / "model.safetensors")
     for box, share in (((16, 32), (0, 4096)), 1 / 4), (((0, 64), (1024, 2048)), 1 / 4):
-        with open_checkpoint(path) as source:
+        with open_weight_files(path) as source:
             source.read("m", box)
             assert source.bytes_read == 64 * 4096 * 4 * share

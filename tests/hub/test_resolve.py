@@ -250,7 +250,7 @@ def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch):
     from huggingface_hub import constants
 
     from modelcenter.hub.remote import download
-    from modelcenter.hub.sidecar import Beside
+    from modelcenter.hub.sidecar import SidecarFiles
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -259,7 +259,7 @@ def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch):
         monkeypatch.setattr(constants, "is_offline_mode", lambda: False)
         with pytest.raises(download.UnreachableError, match="cannot be reached"):
             download.list_files("me/tiny", download.HubOptions())
-        assert Beside(None, "me/tiny").tokenizer() == {}
+        assert SidecarFiles(None, "me/tiny").tokenizer() == {}
 
 
 def test_what_the_hub_has_listed_is_not_asked_for_before_it_is_downloaded(monkeypatch, tmp_path):
@@ -278,7 +278,7 @@ def test_what_the_hub_has_listed_is_not_asked_for_before_it_is_downloaded(monkey
     monkeypatch.setattr(sidecar, "list_files", lambda *args: listed)
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", asked)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, name, **_: str(tmp_path / name))
-    found = sidecar.Beside(None, "me/tiny", download.HubOptions("0" * 40, cache_dir=tmp_path)).tokenizer()
+    found = sidecar.SidecarFiles(None, "me/tiny", download.HubOptions("0" * 40, cache_dir=tmp_path)).tokenizer()
     assert found == {name: tmp_path / name for name in ("vocab.txt", f"{folder}/rag.jinja")}
 
 

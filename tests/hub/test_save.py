@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 import modelcenter as mc
 from modelcenter.convert.bert import ARCH
 from modelcenter.hub.conversion import convert
-from modelcenter.hub.files.atomic_directory import SafetensorsWriter, new_directory, parse_size, plan_files, write_json
-from modelcenter.hub.files.reader import safetensors_header
+from modelcenter.hub.files.atomic_directory import new_directory
+from modelcenter.hub.files.json_files import write_json
+from modelcenter.hub.files.safetensors import SafetensorsWriter, parse_size, plan_files, safetensors_header
 
 
 def tree(path: Path) -> dict[str, bytes]:

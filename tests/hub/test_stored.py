@@ -16,9 +16,9 @@ from engine.checkpoint.dcp import _Reader
 from modelcenter.convert.pieces import whole
 from modelcenter.hub.conversion.plan import Job, Plan, Segment
 from modelcenter.hub.files import dcp as dcp_files
-from modelcenter.hub.files.atomic_directory import SafetensorsWriter, file_head
-from modelcenter.hub.files.dcp import StoredInfo, StoredSource, write_metadata
-from modelcenter.hub.files.torch_archive import frame, locate
+from modelcenter.hub.files.dcp import DCPSource, DCPTensorInfo, write_metadata
+from modelcenter.hub.files.safetensors import SafetensorsWriter, file_head
+from modelcenter.hub.files.torch_archive import archive_frame, locate_tensor
 
 TENSORS = {
     "half": torch.randn(3, 4).bfloat16(),
@@ -54,7 +54,7 @@ def theirs(tmp_path):
 @pytest.mark.parametrize("name", TENSORS)
 def test_what_torch_writes(name, theirs):
     tensor = TENSORS[name]
-    with StoredSource(theirs) as source:
+    with DCPSource(theirs) as source:
         assert same(source.read(name), tensor)
         rng = random.Random(0)
         for _ in range(10):
@@ -75,18 +75,18 @@ def test_what_torch_reads(parts, tmp_path):
             for low, high in cuts:
                 box = ((low, high), *whole(tensor.shape[1:])) if rows else whole(tensor.shape)
                 part = tensor[low:high] if rows else tensor
-                before, after = frame(part.dtype, tuple(part.shape), zlib.crc32(raw(part)))
+                before, after = archive_frame(part.dtype, tuple(part.shape), zlib.crc32(raw(part)))
                 places.append((box, "__0_0.distcp", file.tell(), len(before) + part.nbytes + len(after)))
                 assert file.write(before) % 64 == 0
                 file.write(raw(part) + after)
                 whole_file = before + raw(part) + after
                 assert zipfile.ZipFile(io.BytesIO(whole_file)).testzip() is None
                 assert same(torch.load(io.BytesIO(whole_file), weights_only=True), part)
-            infos[name] = StoredInfo(tuple(tensor.shape), tensor.dtype, tuple(places))
+            infos[name] = DCPTensorInfo(tuple(tensor.shape), tensor.dtype, tuple(places))
     write_metadata(tmp_path / "model", infos)
     found = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     dcp.load(found, storage_reader=_Reader(tmp_path / "model"), no_dist=True)
-    with StoredSource(tmp_path) as source:
+    with DCPSource(tmp_path) as source:
         for name, tensor in TENSORS.items():
             assert same(found[name], tensor) and same(source.read(name), tensor), name
 
@@ -114,14 +114,14 @@ def test_parts_of_many_ranks(rows, columns, monkeypatch):
 def test_more_than_four_gigabytes(tmp_path):
     """The archive around a large tensor has the long form of its numbers. (The file is sparse.)"""
     count, path = 2**30 + 5, tmp_path / "large"
-    before, after = frame(torch.float32, (count,))
+    before, after = archive_frame(torch.float32, (count,))
     with open(path, "wb") as file:
         file.write(before)
         file.seek(len(before) + 4 * (count - 1))
         file.write(torch.tensor([7.0]).numpy().tobytes() + after)
         length = file.tell()
     with open(path, "rb") as file:
-        info = locate(path, file, 0, length)
+        info = locate_tensor(path, file, 0, length)
     assert (info.offset, info.shape, info.dtype) == (len(before), (count,), torch.float32)
     found = torch.load(path, weights_only=True, mmap=True)
     assert found.shape == (count,) and found[-1] == 7.0

@@ -96,9 +96,11 @@ def test_the_verbs(pair, tmp_path, capsys):
 def test_revisions(pair, monkeypatch):
     """--revision is of both, --target_revision of the second alone."""
     seen = []
-    opening = verify_module.open_any
+    opening = verify_module.open_checkpoint
     monkeypatch.setattr(
-        verify_module, "open_any", lambda path, request: seen.append(request.options.revision) or opening(path, request)
+        verify_module,
+        "open_checkpoint",
+        lambda path, request: seen.append(request.options.revision) or opening(path, request),
     )
     for flags in (["--revision", "a"], ["--revision", "a", "--target_revision", "b"], ["--target_revision", "b"]):
         assert commands.verify_main([*map(str, pair), "--json", *flags]) == 0

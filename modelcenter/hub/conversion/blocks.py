@@ -10,7 +10,7 @@ import torch
 
 from modelcenter.convert.pieces import HUB, NATIVE, Axis, Box, Piece, box_numel, restrict, view, whole
 from modelcenter.convert.stream import Space, chunks, copy_values, fill_box, zero_pads
-from modelcenter.hub.conversion.checkpoint import Opened, WeightSource
+from modelcenter.hub.conversion.checkpoint import Checkpoint, TensorSource
 
 _BLOCK_BYTES = 4 * 2**20
 _HELD_BYTES = 128 * 2**20  # most that is held of a tensor whose elements change their order
@@ -30,37 +30,37 @@ def _cut(box: Box, dtype: torch.dtype, size: int) -> Iterator[Box]:
     return chunks(box, max(1, size // dtype.itemsize))
 
 
-def read_blocks(source: WeightSource, name: str) -> Iterator[torch.Tensor]:
+def read_blocks(source: TensorSource, name: str) -> Iterator[torch.Tensor]:
     """A tensor of a source in blocks, each valid until the next one is asked for."""
     info, space = source.tensors[name], Space()
     for block in _cut(whole(info.shape), info.dtype, _BLOCK_BYTES):
         yield source.read(name, block, space.of(block, info.dtype))
 
 
-class Blocks:
+class BlockReader:
     """Reads blocks of one checkpoint. A block is valid until the next one is asked for."""
 
-    def __init__(self, opened: Opened):
-        self._opened = opened
+    def __init__(self, checkpoint: Checkpoint):
+        self._checkpoint = checkpoint
         self._space, self._read_space = Space(), Space()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._held: dict[str, torch.Tensor] = {}  # whole tensors of the source, in `_memory`
 
-    def of(self, side: int, key: str, box: Box, dtype: torch.dtype) -> Iterator[tuple[Box, torch.Tensor]]:
+    def read(self, side: int, key: str, box: Box, dtype: torch.dtype) -> Iterator[tuple[Box, torch.Tensor]]:
         """(block, its values: contiguous, on the CPU) for the blocks that make up `box` of a tensor.
 
         The blocks follow from `box` and `dtype` alone, whatever the checkpoint.
         """
-        opened = self._opened
-        turned = side != opened.side and not all(keeps_order(piece) for piece in opened.pieces(side, key))
-        names = opened.stored_as(side, key) if turned else []
-        held = turned and self._hold(names)
+        checkpoint = self._checkpoint
+        reordered = side != checkpoint.side and not all(keeps_order(piece) for piece in checkpoint.pieces(side, key))
+        names = checkpoint.source_names(side, key) if reordered else []
+        held = reordered and self._hold(names)
         for part in _cut(box, dtype, _HELD_BYTES):
             blocks = _cut(part, dtype, _BLOCK_BYTES)
             if held:
                 for block in blocks:
-                    yield block, self._move(side, key, block, dtype)
-            elif turned:
+                    yield block, self._take_from_held(side, key, block, dtype)
+            elif reordered:
                 values, start = torch.empty([high - low for low, high in part], dtype=dtype), part
                 self._fill(side, key, part, values)
                 for block in blocks:
@@ -68,42 +68,42 @@ class Blocks:
                     yield block, values[inside]
             else:
                 for block in blocks:
-                    yield block, self._read(side, key, block, dtype)
+                    yield block, self._read_block(side, key, block, dtype)
 
-    def _read(self, side: int, key: str, block: Box, dtype: torch.dtype) -> torch.Tensor:
-        opened = self._opened
-        if side == opened.side:
-            name = opened.names[key]
-            return opened.source.read(name, block, self._space.of(block, opened.source.dtype(name))).to(dtype)
+    def _read_block(self, side: int, key: str, block: Box, dtype: torch.dtype) -> torch.Tensor:
+        checkpoint = self._checkpoint
+        if side == checkpoint.side:
+            name = checkpoint.names[key]
+            return checkpoint.source.read(name, block, self._space.of(block, checkpoint.source.dtype(name))).to(dtype)
         out = self._space.of(block, dtype)
         self._fill(side, key, block, out)
         return out
 
     def _fill(self, side: int, key: str, box: Box, out: torch.Tensor) -> None:
-        opened = self._opened
-        pieces, pads = opened.pieces(side, key), self._pads(side, key)
-        fill_box(pieces, side, box, out, opened.source, opened.names, pads, self._read_space)
+        checkpoint = self._checkpoint
+        pieces, pads = checkpoint.pieces(side, key), self._pads(side, key)
+        fill_box(pieces, side, box, out, checkpoint.source, checkpoint.names, pads, self._read_space)
 
     @torch.no_grad()
-    def _move(self, side: int, key: str, block: Box, dtype: torch.dtype) -> torch.Tensor:
+    def _take_from_held(self, side: int, key: str, block: Box, dtype: torch.dtype) -> torch.Tensor:
         """A block made of held tensors."""
         out, origin = self._space.of(block, dtype), [low for low, _ in block]
         zero_pads(out, block, self._pads(side, key))
-        for piece in self._opened.pieces(side, key):
+        for piece in self._checkpoint.pieces(side, key):
             for part in restrict(piece, side, block):
-                values = self._held[self._opened.names[part.names[1 - side]]]
+                values = self._held[self._checkpoint.names[part.names[1 - side]]]
                 copy_values(view(out, part, side, origin), view(values, part, 1 - side))
         return out
 
     def _pads(self, side: int, key: str) -> Sequence[Box]:
-        return self._opened.layout.pads.get(key, ()) if side == NATIVE else ()
+        return self._checkpoint.layout.pads.get(key, ()) if side == NATIVE else ()
 
     def _hold(self, names: Sequence[str]) -> bool:
         """Have these tensors of the source in memory; False if they are too large. Those of the tensor before stay if
         they are the same, as for the parts of a fused one."""
         if all(name in self._held for name in names):
             return True
-        source, at, places = self._opened.source, 0, []
+        source, at, places = self._checkpoint.source, 0, []
         for name in names:
             info = source.tensors[name]
             size = box_numel(whole(info.shape)) * info.dtype.itemsize

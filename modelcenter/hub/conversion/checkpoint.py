@@ -1,58 +1,47 @@
-"""A checkpoint of any kind, opened for conversion: named tensors that are read by boxes, and what they mean.
-
-`OPENERS` is the list of kinds. Each opener is given the path and the request, and returns an `Opened` for what it
-knows, None for anything else; the first that answers is taken.
-"""
+"""A checkpoint of any kind, open for conversion: named tensors that are read by boxes, and what they mean."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-import torch
-
-from engine import checkpoint
 from modelcenter.config import ModelConfig
 from modelcenter.convert.match import Match, names_of_part, to_key, unknown_message
-from modelcenter.convert.pieces import HUB, NATIVE, Box, Piece
-from modelcenter.convert.rules import ArchMap, Layout, compile_layout
+from modelcenter.convert.pieces import HUB, NATIVE, Piece
+from modelcenter.convert.rules import ArchMap, Layout
+from modelcenter.convert.stream import Source
 from modelcenter.convert.whole import Compile, Whole, ignored_names, missing_keys, whole_of_hub, whole_of_native
-from modelcenter.hub.files.dcp import StoredSource, refuse_adapter
+from modelcenter.hub.architecture import Blueprint, find_spec, make_blueprint
+from modelcenter.hub.dtypes import refuse_quantised
+from modelcenter.hub.files.dcp import open_model
+from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
-from modelcenter.hub.files.reader import open_checkpoint, refuse_quantised
+from modelcenter.hub.files.weight_files import open_weight_files
 from modelcenter.hub.legacy import in_hf_form, open_source
-from modelcenter.hub.load import find_spec, needed_key, on_meta, read_config
 from modelcenter.hub.remote.download import HubOptions
-from modelcenter.hub.resolve import read_json, resolve
-from modelcenter.hub.sidecar import Beside
+from modelcenter.hub.resolve import ModelFiles, resolve
+from modelcenter.hub.run_folder import find_step
+from modelcenter.hub.sidecar import SidecarFiles
+from modelcenter.hub.weights import represented_key
 
 SIDES = {HUB: "hf", NATIVE: "distributed"}
 
 
-class TensorInfo(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
-class WeightSource(Protocol):
-    """A convert.stream.Source that says what it holds. Reading must be safe in a forked process."""
+class TensorSource(Source, Protocol):
+    """A source that lists its tensors. Reading must be safe in a forked process."""
 
     @property
-    def tensors(self) -> Mapping[str, Any]: ...
-    def position(self, name: str) -> tuple[str, int]: ...
-    def dtype(self, name: str) -> torch.dtype: ...
-    def cost(self, name: str, box: Box) -> int: ...
-    def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor: ...
+    def tensors(self) -> Mapping[str, Any]:
+        """Name -> its shape and dtype."""
+
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user said about a source.
+    """How the user wants a checkpoint to be read.
 
     Attributes:
         config: a name, directory or JSON file whose config.json to take in place of the checkpoint's.
@@ -67,32 +56,27 @@ class Request:
 
 
 @dataclass
-class Opened:
-    """A checkpoint: its tensors and their meaning. A context manager.
+class Checkpoint:
+    """An open checkpoint: its tensors and their meaning. A context manager.
 
     Attributes:
         source: its tensors under the names it has.
         side: whose names those are after `names`: HUB or NATIVE. names: layout name -> name in `source`.
-        origin, repo, revision: where it comes from. directory: of its other files, if it has one.
-        values: its config.json. arch, config, whole: see ArchMap, ModelConfig and Whole.
-        left_out: tensors that the user ignored.
+        files: where it lies, and its config.json. arch, config, whole: see ArchMap, ModelConfig and Whole.
+        ignored: tensors that the user left out.
     """
 
-    source: Any
+    source: TensorSource
     side: int
-    origin: str
-    values: dict[str, Any]
+    files: ModelFiles
     arch: ArchMap
-    whole: Whole
     config: ModelConfig
+    whole: Whole
     names: dict[str, str]
-    directory: Path | None = None
-    repo: str | None = None
-    revision: str | None = None
-    left_out: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     options: HubOptions = field(default_factory=HubOptions)
 
-    def __enter__(self) -> "Opened":
+    def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(
@@ -100,126 +84,151 @@ class Opened:
     ) -> None:
         self.source.close()
 
-    @functools.cached_property
-    def beside(self) -> Beside:
-        """The files that lie beside the weights, such as the tokenizer's."""
-        return Beside(self.directory, self.repo, replace(self.options, revision=self.revision))
+    @property
+    def origin(self) -> str:
+        return self.files.origin
 
     @property
     def layout(self) -> Layout:
         return self.whole.layout
 
-    def keys(self) -> list[str]:
+    @functools.cached_property
+    def sidecar(self) -> SidecarFiles:
+        """The files that lie beside the weights, such as the tokenizer's."""
+        options = replace(self.options, revision=self.files.revision)
+        return SidecarFiles(self.files.directory, self.files.repo, options)
+
+    def hub_keys(self) -> list[str]:
         """The hub keys that this checkpoint fills."""
         if self.side == HUB:
             return [key for key in self.layout.shapes if key in self.names]
         return [key for key in self.layout.shapes if all(n in self.names for n in self.layout.natives(key))]
 
-    def natives(self) -> list[str]:
+    def native_names(self) -> list[str]:
         """The parameters that this checkpoint fills."""
         if self.side == NATIVE:
             return [name for name in self.layout.native_shapes if name in self.names]
-        filled = {name for key in self.keys() for name in self.layout.natives(key)}
-        lacks = {n for key in self.layout.shapes if key not in self.names for n in self.layout.natives(key)}
-        return [name for name in self.layout.native_shapes if name in filled and name not in lacks]
+        filled = {name for key in self.hub_keys() for name in self.layout.natives(key)}
+        lacking = {n for key in self.layout.shapes if key not in self.names for n in self.layout.natives(key)}
+        return [name for name in self.layout.native_shapes if name in filled and name not in lacking]
 
     def pieces(self, side: int, name: str) -> list[Piece]:
         """The pieces of a tensor of either side."""
-        return self.layout.pieces[name] if side == HUB else self._by_native[name]
+        return self.layout.pieces[name] if side == HUB else self._pieces_by_native_name[name]
 
     @functools.cached_property
-    def _by_native(self) -> dict[str, list[Piece]]:
-        found: dict[str, list[Piece]] = {name: [] for name in self.layout.native_shapes}
+    def _pieces_by_native_name(self) -> dict[str, list[Piece]]:
+        pieces: dict[str, list[Piece]] = {name: [] for name in self.layout.native_shapes}
         for piece in self.layout.all_pieces():
-            found[piece.names[NATIVE]].append(piece)
-        return found
+            pieces[piece.names[NATIVE]].append(piece)
+        return pieces
 
-    def stored_as(self, side: int, name: str) -> list[str]:
-        """The names in `source` of what a tensor of either side consists of."""
+    def source_names(self, side: int, name: str) -> list[str]:
+        """The names in `source` of the tensors that a tensor of either side consists of."""
         if side == self.side:
             return [self.names[name]]
         return list(dict.fromkeys(self.names[piece.names[1 - side]] for piece in self.pieces(side, name)))
 
 
-Opener = Callable[[str, Request], Opened | None]
+def open_checkpoint(path: Any, request: Request | None = None) -> Checkpoint:
+    """Open a checkpoint of any kind, or the last one of a training run.
+
+    Raises:
+        ValueError: there is nothing that can be read; it is damaged; tensors are missing, unknown or misshapen.
+    """
+    request = request or Request()
+    place = str(find_step(path, None))
+    directory = Path(place).expanduser()
+    if (directory / MANIFEST_FILE).is_file():
+        return _open_distributed(directory, request)
+    return _open_hf(place, request)
 
 
-def interpret(
-    source: Any,
-    side: int,
-    values: Mapping[str, Any],
-    origin: str,
-    request: Request,
-    *,
-    arch: ArchMap | None = None,
-    directory: Path | None = None,
-    repo: str | None = None,
-    revision: str | None = None,
-) -> Opened:
+def _open_distributed(directory: Path, request: Request) -> Checkpoint:
+    """A distributed checkpoint, of a model or of training."""
+    source = open_model(directory)
+    values = _requested_config(request)
+    if values is None:
+        if not (directory / CONFIG_FILE).is_file():
+            raise ValueError(f"{directory} has no {CONFIG_FILE}; say with --config NAME|FILE of which model it is")
+        values = read_json(directory / CONFIG_FILE)
+    return _interpret(source, NATIVE, ModelFiles(str(directory), values, directory, distributed=True), request)
+
+
+def _open_hf(path: str, request: Request) -> Checkpoint:
+    """A Hugging Face directory, a model of `modelcenter list` or a Hub id; ModelCenter's and Megatron's files."""
+    files = resolve(path, request.options, config=request.config)
+    renamed = in_hf_form(replace(files, prefix=request.prefix, ignore=request.ignore))
+    if renamed.legacy is not None:  # its names are taken apart already
+        return _interpret(open_source(renamed), HUB, renamed, replace(request, prefix="", ignore=()))
+    if request.prefix or request.ignore:  # interpreted with the names it has
+        assert files.weights is not None
+        del renamed  # a file that can only be read whole is not held twice
+        return _interpret(open_weight_files(files.weights), HUB, files, request)
+    return _interpret(open_source(renamed), HUB, files, request)
+
+
+def _requested_config(request: Request) -> dict[str, Any] | None:
+    """The config.json that the user named."""
+    if request.config is None:
+        return None
+    path = Path(request.config).expanduser()
+    if path.is_file():
+        return read_json(path)
+    return resolve(request.config, request.options, weights=False).config
+
+
+# -- what the tensors mean -------------------------------------------------------------------------------------------
+
+
+def _interpret(source: TensorSource, side: int, files: ModelFiles, request: Request) -> Checkpoint:
     """Find what the tensors of a source mean, and check that they are all there with the right shapes.
-
-    Args:
-        values: config.json. arch: rules in place of the architecture's own, for files of another tool.
 
     Raises:
         ValueError: tensors are missing, unknown, misshapen or quantised; the config is not understood. All are listed.
     """
     try:
-        return _interpret(source, side, dict(values), origin, request, arch, directory, repo, revision)
+        return _match_source(source, side, files, request)
     except ValueError as error:
         source.close()
+        origin = files.origin
         raise ValueError(str(error) if str(error).startswith(origin) else f"{origin}: {error}") from error
     except BaseException:
         source.close()
         raise
 
 
-def _interpret(
-    source: Any,
-    side: int,
-    values: dict[str, Any],
-    origin: str,
-    request: Request,
-    arch: ArchMap | None,
-    directory: Path | None,
-    repo: str | None,
-    revision: str | None,
-) -> Opened:
-    spec = find_spec(values, None, origin)
-    arch = arch or spec.arch_map()
-    absent: dict[str, str] = getattr(source, "absent", {})  # the kinds that openers add need not have an index
-    left_out = ignored_names(request.ignore, [*source.tensors, *absent])
-    there = _unprefixed([name for name in source.tensors if name not in set(left_out)], request.prefix)
-    shapes = {short: tuple(source.tensors[name].shape) for short, name in there.items()}
-    overrides = dict(arch.settle(values, shapes)) if arch.settle is not None and side == HUB else {}
-    configs: dict[str, ModelConfig] = {}
+def _match_source(source: TensorSource, side: int, files: ModelFiles, request: Request) -> Checkpoint:
+    spec = find_spec(files.config, None, files.origin)
+    arch: ArchMap = spec.arch_map()
+    absent: dict[str, str] = getattr(source, "absent", {})  # of files with an index
+    ignored = ignored_names(request.ignore, [*source.tensors, *absent])
+    kept = _without_prefix([name for name in source.tensors if name not in set(ignored)], request.prefix)
+    shapes = {short: tuple(source.tensors[name].shape) for short, name in kept.items()}
+    overrides = dict(arch.settle(files.config, shapes)) if arch.settle is not None and side == HUB else {}
 
     @functools.cache
-    def compile_task(task: str) -> Layout:
-        configs[task] = read_config(spec, arch, values, task, overrides, origin)
-        model = on_meta(spec, configs[task], task)
-        return compile_layout(arch, task, configs[task], {n: tuple(p.shape) for n, p in model.named_parameters()})
+    def blueprint(task: str) -> Blueprint:
+        return make_blueprint(spec, task, files.config, overrides, files.origin)
 
-    architectures = values.get("architectures")
-    if side == HUB:
-        whole = whole_of_hub(arch, compile_task, shapes, architectures)
-    else:
-        whole = whole_of_native(arch, compile_task, shapes, architectures)
+    def compile_task(task: str) -> Layout:
+        return blueprint(task).layout
+
+    compile_whole = whole_of_hub if side == HUB else whole_of_native
+    whole = compile_whole(arch, compile_task, shapes, files.config.get("architectures"))
     for name in absent:
-        if name not in left_out and _is_needed(arch, compile_task, whole, name.removeprefix(request.prefix)):
+        if name not in ignored and _is_needed(arch, compile_task, whole, name.removeprefix(request.prefix)):
             raise ValueError(absent[name])
     _check(arch, whole, side, shapes)
-    refuse_quantised((there[short], source.tensors[there[short]].dtype) for short in whole.found.values())
-    names = {name: there[short] for name, short in whole.found.items()}
-    whole.repeats = [(there[short], key) for short, key in whole.repeats]
-    whole.dropped = [there[short] for short in whole.dropped]
-    return Opened(
-        source, side, origin, values, arch, whole, configs[whole.task], names, directory, repo, revision, left_out,
-        request.options,
-    )  # fmt: skip
+    refuse_quantised((kept[short], source.tensors[kept[short]].dtype) for short in whole.found.values())
+    names = {name: kept[short] for name, short in whole.found.items()}
+    whole.repeats = [(kept[short], key) for short, key in whole.repeats]
+    whole.dropped = [kept[short] for short in whole.dropped]
+    config = blueprint(whole.task).config
+    return Checkpoint(source, side, files, arch, config, whole, names, ignored, request.options)
 
 
-def _unprefixed(names: Sequence[str], prefix: str) -> dict[str, str]:
+def _without_prefix(names: Sequence[str], prefix: str) -> dict[str, str]:
     """Name without the prefix -> name."""
     if prefix and not any(name.startswith(prefix) for name in names):
         raise ValueError(f"--prefix: no tensor begins with {prefix!r}; they are {', '.join(names[:5])}, ...")
@@ -233,7 +242,7 @@ def _is_needed(arch: ArchMap, compile_task: Compile, whole: Whole, name: str) ->
     """Whether a tensor of this name, which is not there, would be one that nothing else in the checkpoint holds."""
     for task, entry in arch.tasks.items():
         if task == whole.task or any(names_of_part(arch, part, to_key(arch, name)) for part in entry.parts):
-            key = needed_key(arch, layout := compile_task(task), name)
+            key = represented_key(arch, layout := compile_task(task), name)
             if key in layout.shapes:
                 return key not in whole.found
     return False
@@ -255,107 +264,3 @@ def _check(arch: ArchMap, whole: Whole, side: int, shapes: Mapping[str, tuple[in
     if wrong:
         lines = [f"  {short!r} has shape {shapes[short]}, expected {expected[n]}" for n, short in wrong[:20]]
         raise ValueError(f"{len(wrong)} tensors of the wrong shape:\n" + "\n".join(lines))
-
-
-# -- kinds of checkpoints --------------------------------------------------------------------------------------------
-
-
-def _config_of(request: Request) -> dict[str, Any] | None:
-    """The config.json that the user named."""
-    if request.config is None:
-        return None
-    path = Path(request.config).expanduser()
-    if path.is_file():
-        return read_json(path)
-    return resolve(request.config, request.options, weights=False).config
-
-
-def open_distributed(path: str, request: Request) -> Opened | None:
-    """A distributed checkpoint, of a model or of training."""
-    directory = Path(path).expanduser()
-    if not (directory / MANIFEST_FILE).is_file():
-        return None
-    checkpoint.check_manifest(directory)
-    values = _config_of(request)
-    if values is None:
-        if not (directory / CONFIG_FILE).is_file():
-            raise ValueError(f"{directory} has no {CONFIG_FILE}; say with --config NAME|FILE of which model it is")
-        values = read_json(directory / CONFIG_FILE)
-    source = StoredSource(directory)
-    refuse_adapter(source.tensors, directory)
-    return interpret(source, NATIVE, values, str(directory), request, directory=directory)
-
-
-def open_hub(path: str, request: Request) -> Opened | None:
-    """A Hugging Face directory, a model of `modelcenter list` or a Hub id; ModelCenter's and Megatron's files."""
-    found = resolve(path, request.options, config=request.config)
-    old = in_hf_form(replace(found, prefix=request.prefix, ignore=request.ignore))
-    if old.legacy is not None:  # its names are taken apart already
-        found, source, request = old, open_source(old), replace(request, prefix="", ignore=())
-    elif request.prefix or request.ignore:  # interpreted with the names it has
-        assert found.weights is not None
-        del old  # a file that can only be read whole is not held twice
-        source = open_checkpoint(found.weights)
-    else:
-        source = open_source(old)
-    return interpret(
-        source, HUB, found.config, found.origin, request,
-        directory=found.directory, repo=found.repo, revision=found.revision,
-    )  # fmt: skip
-
-
-OPENERS: list[Opener] = [open_distributed, open_hub]
-
-
-def open_any(path: Any, request: Request | None = None) -> Opened:
-    """Open a checkpoint of any kind, or the last one of a training run.
-
-    Raises:
-        ValueError: there is nothing that can be read; it is damaged; tensors are missing, unknown or misshapen.
-    """
-    request = request or Request()
-    place = str(find_step(path, None))
-    for opener in OPENERS:
-        found = opener(place, request)
-        if found is not None:
-            return found
-    raise AssertionError("open_hub answers or raises")
-
-
-def find_step(path: Any, step: str | None) -> Any:
-    """What to read of a training run's folder: its final model, else its last checkpoint; or the step that is named.
-
-    Args:
-        step: a number, "best" or "last"; None: as above. A path that is no run is returned as it is.
-
-    Raises:
-        ValueError: there is no such step.
-    """
-    folder = Path(str(path)).expanduser()
-    if (other := checkpoint.named_checkpoint(folder)) != folder:
-        path = folder = other
-    steps = next((p for p in (folder / "checkpoints", folder) if _is_steps(p)), None)
-    if step is None:
-        if (folder / MANIFEST_FILE).is_file() or (folder / CONFIG_FILE).is_file():
-            return path
-        if (folder / "model" / CONFIG_FILE).is_file():
-            return folder / "model"
-        if steps is None:
-            return path
-        step = "last"
-    if steps is None:
-        raise ValueError(f"--step {step}: {folder} holds no checkpoints/step-...")
-    name = f"step-{int(step):08d}" if step.isdigit() else step
-    found = checkpoint.named_checkpoint(steps / name)
-    if not (found / MANIFEST_FILE).is_file():
-        if name == "last":
-            latest = checkpoint.latest_checkpoint(steps)
-            if latest is not None:
-                return latest
-        held = ", ".join(sorted(p.name for p in steps.iterdir() if not p.name.startswith("."))) or "nothing"
-        raise ValueError(f"--step {step}: {steps} holds no complete checkpoint of that name; it holds {held}")
-    return found.resolve()
-
-
-def _is_steps(folder: Path) -> bool:
-    return folder.is_dir() and any(p.is_dir() for p in folder.glob("step-*"))

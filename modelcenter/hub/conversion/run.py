@@ -1,8 +1,8 @@
 """Convert a checkpoint between Hugging Face's form and the distributed one, tensor by tensor.
 
 No module with memory is built and no tensor is held whole. Everything is written to a directory beside the target,
-which is named after what is converted and how: a conversion that was interrupted finds it and goes on, after it has
-read again what is there and compared the hashes. The target appears when all is complete.
+whose name follows from what is converted and how. An interrupted conversion finds that directory, reads again what is
+there, compares the hashes, and continues. The target appears when all is complete.
 """
 
 import contextlib
@@ -12,50 +12,35 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine import checkpoint
 from engine.memory import readable
 from modelcenter._version import __version__
 from modelcenter.convert.pieces import HUB, NATIVE, whole
 from modelcenter.convert.stream import CHUNK_BYTES, chunks
-from modelcenter.hub.conversion.checkpoint import SIDES, Opened, Request, find_step, open_any
-from modelcenter.hub.conversion.plan import (
-    Filler,
-    Job,
-    Unit,
-    file_parts,
-    hash_tensor,
-    plan_distributed,
-    plan_hub,
-    units_of,
-    write_hub_index,
-)
-from modelcenter.hub.conversion.workers import Progress, Report, can_fork, flushing, make_lock, run_all
-from modelcenter.hub.files.atomic_directory import (
-    FilePlan,
-    checked_target,
-    finish_replacing,
-    locked,
-    parse_size,
-    put_in_place,
-    refuse_adapter_at,
-    write_json,
-)
-from modelcenter.hub.files.dcp import StoredSource
-from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
-from modelcenter.hub.files.reader import find_weights, open_checkpoint
-from modelcenter.hub.load import parse_dtype
-from modelcenter.registry import shipped_file
+from modelcenter.hub.conversion.checkpoint import SIDES, Checkpoint, Request, open_checkpoint
+from modelcenter.hub.conversion.fill import Filler, WorkUnit, hash_tensor, work_units
+from modelcenter.hub.conversion.metadata import write_conversion_record, write_manifest, write_model_files
+from modelcenter.hub.conversion.plan import Job, plan_distributed, plan_hub, write_hub_index
+from modelcenter.hub.conversion.progress import Progress, Report
+from modelcenter.hub.conversion.workers import can_fork, flushing, make_lock, run_all
+from modelcenter.hub.dtypes import parse_dtype
+from modelcenter.hub.files.adapter_files import refuse_adapter_at
+from modelcenter.hub.files.atomic_directory import checked_target, finish_replacing, put_in_place
+from modelcenter.hub.files.dcp import DCPSource
+from modelcenter.hub.files.locks import locked
+from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE
+from modelcenter.hub.files.safetensors import FilePlan, parse_size
+from modelcenter.hub.files.weight_files import open_weight_files
+from modelcenter.hub.files.weight_index import find_weights
+from modelcenter.hub.run_folder import find_step
 
 FORMATS = {name: side for side, name in SIDES.items()}
-CONVERSION_FILE = "conversion.json"
-_JOURNAL = ".journal"  # within the scratch directory: what each process has written
 
 
 @dataclass
@@ -133,35 +118,57 @@ def convert(
         raise ValueError(f"--to: got {to!r}, expected {' or '.join(FORMATS)}")
     if workers is not None and workers < 1:
         raise ValueError(f"--workers: got {workers}, expected at least 1")
-    wanted, size = parse_dtype(dtype), parse_size(max_shard_size)
+    target_dtype, shard_bytes = parse_dtype(dtype), parse_size(max_shard_size)
     place = checked_target(Path(target))
     refuse_adapter_at(place)
-    with open_any(source, request) as opened:
-        if opened.directory is not None and opened.directory.resolve() == place:
+    with open_checkpoint(source, request) as checkpoint:
+        directory = checkpoint.files.directory
+        if directory is not None and directory.resolve() == place:
             raise ValueError(f"{place} is the source itself; name another target")
         count = workers or min(os.cpu_count() or 1, 8)
-        return _Run(opened, place, FORMATS[to], wanted, size, count, verify, progress).run()
+        return _Run(checkpoint, place, FORMATS[to], target_dtype, shard_bytes, count, verify, progress).run()
+
+
+def export(source: Any, target: Any, *, step: str | None = None, **options: Any) -> Conversion:
+    """Convert a checkpoint, or a run's final model or one of its steps, to a Hugging Face directory; see `convert`."""
+    return convert(find_step(source, step), target, "hf", **options)
 
 
 class _Run:
+    """One conversion: what is to be written, in how many processes, and what became of it."""
+
     def __init__(
-        self, opened: Opened, target: Path, side: int, wanted: torch.dtype | None, max_bytes: int, workers: int,
-        verify: bool, shown: bool,
-    ):  # fmt: skip
-        self.opened, self.target, self.side, self.wanted = opened, target, side, wanted
+        self,
+        checkpoint: Checkpoint,
+        target: Path,
+        side: int,
+        dtype: torch.dtype | None,
+        shard_bytes: int,
+        workers: int,
+        verify: bool,
+        show_progress: bool,
+    ):
+        self.checkpoint, self.target, self.side, self.dtype = checkpoint, target, side, dtype
         self.workers = workers if can_fork() else 1
-        self.verify, self.shown = verify, shown
+        self.verify, self.show_progress = verify, show_progress
         self.files: Sequence[FilePlan] = ()
         if side == HUB:
-            self.plan, self.files = plan_hub(opened, wanted, max_bytes)
+            self.plan, self.files = plan_hub(checkpoint, dtype, shard_bytes)
         else:
-            self.plan = plan_distributed(opened, wanted)
-        held = opened.whole
-        self.done = Conversion(
-            opened.origin, str(target), SIDES[side], opened.arch.model_type, held.task, workers=self.workers,
-            further_heads=held.further, dropped=held.dropped, ignored=opened.left_out,
-            tied=[name for name, _ in held.repeats],
-        )  # fmt: skip
+            self.plan = plan_distributed(checkpoint, dtype)
+        content = checkpoint.whole
+        self.result = Conversion(
+            checkpoint.origin,
+            str(target),
+            SIDES[side],
+            checkpoint.arch.model_type,
+            content.task,
+            workers=self.workers,
+            further_heads=content.further,
+            dropped=content.dropped,
+            ignored=checkpoint.ignored,
+            tied=[name for name, _ in content.repeats],
+        )
         self.peaks: list[int] = []
 
     def run(self) -> Conversion:
@@ -183,60 +190,53 @@ class _Run:
         except OSError as error:
             why = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
             raise ValueError(f"converting to {self.target} failed: {why}; nothing was changed there") from error
-        self.done.seconds = round(time.perf_counter() - began, 3)
-        self.done.peak_bytes = max(self.peaks, default=0)
-        return self.done
+        self.result.seconds = round(time.perf_counter() - began, 3)
+        self.result.peak_bytes = max(self.peaks, default=0)
+        return self.result
 
     def _fingerprint(self) -> str:
         """Names what is converted and how, so that only the same conversion continues what is there."""
-        source = self.opened.source
+        source, location = self.checkpoint.source, self.checkpoint.files
         files = sorted({source.position(name)[0] for name in source.tensors})
-        root = self.opened.directory
-        seen = [(f, s.st_size, s.st_mtime_ns) for f in files for s in [_stat(root, f)] if s is not None]
-        said = [__version__, self.side, seen, [asdict(job) for job in self.plan.jobs], self.opened.values]
-        return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+        stats = [(f, s.st_size, s.st_mtime_ns) for f in files for s in [_stat(location.directory, f)] if s is not None]
+        content = [__version__, self.side, stats, [asdict(job) for job in self.plan.jobs], location.config]
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     def _fill(self, scratch: Path) -> None:
         for path in scratch.iterdir():  # texts of a run that was killed at its end: a manifest would name itself
             if path.is_file() and path.name not in self.plan.sizes:
                 path.unlink()
         self.plan.prepare(scratch)
-        written = self._continued(scratch)
-        self.done.continued = len(written)
+        journal = _Journal(scratch)
+        hashes = self._intact(scratch, journal.read())
+        self.result.continued = len(hashes)
         self._compare_repeats()
-        filler = Filler(self.opened, self.side, scratch, make_lock())
+        filler = Filler(self.checkpoint, self.side, scratch, make_lock())
 
-        def write(unit: Unit, report: Report) -> dict[str, str]:
-            made: dict[str, str] = {}
-            with open(scratch / _JOURNAL / str(os.getpid()), "a", buffering=1) as journal:
+        def write(unit: WorkUnit, report: Report) -> dict[str, str]:
+            written: dict[str, str] = {}
+            with journal.entries() as record:
 
-                def wrote(name: str, found: str) -> None:
-                    made[name] = found
-                    journal.write(json.dumps([name, found]) + "\n")
+                def on_written(name: str, sha256: str) -> None:
+                    written[name] = sha256
+                    record(name, sha256)
 
-                filler.write(unit, report, wrote)
-            return made
+                filler.write(unit, report, on_written)
+            return written
 
         with flushing([scratch / name for name in self.plan.sizes]):
-            for _, made in self._each("converting", write, units_of(self.plan, written)):
-                written.update(made)
-        self._finish(scratch, written)
+            for _, written in self._each("converting", write, work_units(self.plan, hashes)):
+                hashes.update(written)
+        self._finish(scratch, journal, hashes)
 
     def _each(self, what: str, work: Any, jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        progress = Progress(what, sum(job.nbytes for job in jobs), self.shown)
+        progress = Progress(what, sum(job.nbytes for job in jobs), self.show_progress)
         yield from run_all(work, jobs, self.workers, progress, self.peaks)
         progress.close()
 
-    def _continued(self, scratch: Path) -> dict[str, str]:
-        """Tensors that an interrupted run wrote and that are there as it wrote them: name -> sha256."""
-        (scratch / _JOURNAL).mkdir(exist_ok=True)
-        said: dict[str, str] = {}
-        for journal in (scratch / _JOURNAL).iterdir():
-            for line in journal.read_text().splitlines():
-                with contextlib.suppress(ValueError):  # the last line of a process that was killed
-                    name, found = json.loads(line)
-                    said[name] = found
-        jobs = [job for job in self.plan.jobs if job.name in said]
+    def _intact(self, scratch: Path, recorded: dict[str, str]) -> dict[str, str]:
+        """The tensors that an interrupted run wrote and that are there as it wrote them: name -> sha256."""
+        jobs = [job for job in self.plan.jobs if job.name in recorded]
         if not jobs:
             return {}
         with self._reader(scratch) as reader:
@@ -247,117 +247,91 @@ class _Run:
                 except ValueError:
                     return ""  # the archive around it was not finished
 
-            found = {jobs[index].name: value for index, value in self._each("looking at what is there", look, jobs)}
-        return {name: value for name, value in found.items() if value == said[name]}
+            hashes = {jobs[index].name: value for index, value in self._each("looking at what is there", look, jobs)}
+        return {name: value for name, value in hashes.items() if value == recorded[name]}
 
     def _reader(self, scratch: Path) -> Any:
         """The written files, by the reader that users' programs have."""
         if self.side == NATIVE:
-            return StoredSource(scratch)
+            return DCPSource(scratch)
         write_hub_index(scratch, self.files)
-        return open_checkpoint(find_weights(scratch))
+        return open_weight_files(find_weights(scratch))
 
     def _compare_repeats(self) -> None:
         """Raise for a tensor of the source that should repeat another, and differs."""
-        opened = self.opened
-        for name, key in opened.whole.repeats:
-            first = opened.names[key]
-            if not same_values(opened.source, name, opened.source, first):
+        checkpoint = self.checkpoint
+        for name, key in checkpoint.whole.repeats:
+            first = checkpoint.names[key]
+            if not _same_values(checkpoint.source, name, first):
                 raise ValueError(
-                    f"{opened.origin}: tensor {name!r} should repeat {first!r} (they are tied), but its values differ. "
-                    "If the checkpoint is meant to be untied, say so in its config.json: tie_word_embeddings false"
+                    f"{checkpoint.origin}: tensor {name!r} should repeat {first!r} (they are tied), but its values "
+                    "differ. If the checkpoint is meant to be untied, say so in its config.json: tie_word_embeddings "
+                    "false"
                 )
 
-    def _finish(self, scratch: Path, written: Mapping[str, str]) -> None:
+    def _finish(self, scratch: Path, journal: "_Journal", hashes: dict[str, str]) -> None:
         if self.verify:
-            with self._reader(scratch) as reader:
-
-                def look(job: Job, report: Report) -> str:
-                    return hash_tensor(reader, job.name, report)
-
-                for index, found in self._each("reading again", look, self.plan.jobs):
-                    name = self.plan.jobs[index].name
-                    if found != written[name]:
-                        raise ValueError(f"{self.target}: tensor {name!r} does not read back as it was written")
-                    self.done.verified += 1
-        shutil.rmtree(scratch / _JOURNAL)
-        self._write_texts(scratch)
-        self._write_conversion(scratch, written)
+            self._verify(scratch, hashes)
+        journal.remove()
+        # A README.md where no checkpoint was is somebody's: it stays.
+        keep_card = (self.target / CARD_FILE).is_file() and not (self.target / CONFIG_FILE).is_file()
+        write_model_files(self.checkpoint, self.plan, scratch, keep_card)
+        write_conversion_record(self.checkpoint, self.plan, scratch, self.dtype, hashes)
         if self.side == HUB:
             write_hub_index(scratch, self.files)
         else:
-            self._write_manifest(scratch, written)
+            write_manifest(self.plan, scratch, hashes)
         jobs = self.plan.jobs
-        self.done.tensors, self.done.bytes = len(jobs), sum(job.nbytes for job in jobs)
-        self.done.parameters = sum(job.nbytes // job.dtype.itemsize for job in jobs)
+        self.result.tensors, self.result.bytes = len(jobs), sum(job.nbytes for job in jobs)
+        self.result.parameters = sum(job.nbytes // job.dtype.itemsize for job in jobs)
         put_in_place(scratch, self.target)
 
-    def _write_texts(self, scratch: Path) -> None:
-        opened = self.opened
-        counts: dict[torch.dtype, int] = {}
-        for job in self.plan.jobs:
-            counts[job.dtype] = counts.get(job.dtype, 0) + job.nbytes
-        main = str(max(counts, key=lambda d: counts[d])).removeprefix("torch.") if counts else "float32"
-        hf_class = opened.arch.tasks[opened.whole.task].hf_class
-        write_json(scratch / CONFIG_FILE, opened.arch.config.write(opened.config, hf_class, main))
-        for name in opened.arch.files:
-            shutil.copyfile(shipped_file(name), scratch / Path(name).name)
-        # A README.md where no checkpoint was is somebody's: it stays.
-        taken = (self.target / CARD_FILE).is_file() and not (self.target / CONFIG_FILE).is_file()
-        for name in (GENERATION_FILE, *(() if taken else (CARD_FILE,))):
-            if (path := opened.beside.file(name)) is not None:
-                shutil.copyfile(path, scratch / name)
-        opened.beside.copy_tokenizer(scratch)
+    def _verify(self, scratch: Path, hashes: dict[str, str]) -> None:
+        """Read all files again; raises ValueError for a tensor that is not there as it was written."""
+        with self._reader(scratch) as reader:
 
-    def _write_conversion(self, scratch: Path, written: Mapping[str, str]) -> None:
-        opened, done = self.opened, self.done
-        write_json(
-            scratch / CONVERSION_FILE,
-            {
-                "format_version": 1,
-                "tool": {"name": "modelcenter", "version": __version__, "torch": torch.__version__},
-                "source": {
-                    "origin": opened.origin,
-                    "repository": opened.repo,
-                    "revision": opened.revision,
-                    "format": SIDES[opened.side],
-                    "architectures": opened.values.get("architectures"),
-                },
-                "format": done.format,
-                "model_type": done.model_type,
-                "task": done.task,
-                "dtype": None if self.wanted is None else str(self.wanted).removeprefix("torch."),
-                "further_heads": done.further_heads,
-                "dropped": done.dropped,
-                "ignored": done.ignored,
-                "tied": dict(opened.whole.repeats),
-                "tensors": {
-                    job.name: {
-                        "shape": list(job.shape),
-                        "dtype": str(job.dtype).removeprefix("torch."),
-                        "sha256": written[job.name],
-                        "file": job.file,
-                    }
-                    for job in self.plan.jobs
-                },
-            },
-        )
+            def look(job: Job, report: Report) -> str:
+                return hash_tensor(reader, job.name, report)
 
-    def _write_manifest(self, scratch: Path, written: Mapping[str, str]) -> None:
-        """manifest.json, of what is known by now and of small files; no tensor is hashed again."""
-        files: dict[str, Any] = {}
-        inside: dict[str, list[Job]] = {name: [] for name in self.plan.sizes}
-        for job in self.plan.jobs:
-            inside[job.file].append(job)
-        for path in sorted(p for p in scratch.rglob("*") if p.is_file()):
-            name, size = str(path.relative_to(scratch)), path.stat().st_size
-            files[name] = {"size": size}
-            if name in inside:
-                files[name]["parts"] = file_parts(path, size, inside[name], written)
-            else:
-                with open(path, "rb", buffering=0) as file:
-                    files[name]["sha256"] = checkpoint.hash_ranges(file, [(0, size)])
-        write_json(scratch / MANIFEST_FILE, {"format_version": checkpoint.FORMAT_VERSION, "files": files})
+            for index, sha256 in self._each("reading again", look, self.plan.jobs):
+                name = self.plan.jobs[index].name
+                if sha256 != hashes[name]:
+                    raise ValueError(f"{self.target}: tensor {name!r} does not read back as it was written")
+                self.result.verified += 1
+
+
+class _Journal:
+    """The tensors that each process of a conversion has written, so that an interrupted one can continue.
+
+    Each process appends lines to a file of its own: the name of a tensor and the sha256 of its elements.
+    """
+
+    def __init__(self, scratch: Path):
+        self._folder = scratch / ".journal"
+        self._folder.mkdir(exist_ok=True)
+
+    def read(self) -> dict[str, str]:
+        """All entries: name -> sha256."""
+        recorded: dict[str, str] = {}
+        for journal in self._folder.iterdir():
+            for line in journal.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # the last line of a process that was killed
+                    name, sha256 = json.loads(line)
+                    recorded[name] = sha256
+        return recorded
+
+    @contextlib.contextmanager
+    def entries(self) -> Iterator[Callable[[str, str], None]]:
+        """Gives what appends an entry of this process."""
+        with open(self._folder / str(os.getpid()), "a", buffering=1) as file:
+
+            def record(name: str, sha256: str) -> None:
+                file.write(json.dumps([name, sha256]) + "\n")
+
+            yield record
+
+    def remove(self) -> None:
+        shutil.rmtree(self._folder)
 
 
 def _stat(root: Path | None, file: str) -> os.stat_result | None:
@@ -384,18 +358,13 @@ def _claimed(target: Path, scratch: Path) -> Iterator[None]:
         yield
 
 
-def same_values(first: Any, a: str, second: Any, b: str) -> bool:
+def _same_values(source: Any, first: str, second: str) -> bool:
     """Whether two tensors are equal in shape, and in value (NaN equals NaN; -0 equals 0), read in chunks."""
-    x, y = first.tensors[a], second.tensors[b]
+    x, y = source.tensors[first], source.tensors[second]
     if tuple(x.shape) != tuple(y.shape):
         return False
     for box in chunks(whole(tuple(x.shape)), CHUNK_BYTES // x.dtype.itemsize):
-        left, right = first.read(a, box), second.read(b, box)
+        left, right = source.read(first, box), source.read(second, box)
         if not torch.allclose(left, right.to(left.dtype), rtol=0, atol=0, equal_nan=True):
             return False
     return True
-
-
-def export(source: Any, target: Any, *, step: str | None = None, **options: Any) -> Conversion:
-    """Convert a checkpoint, or a run's final model or one of its steps, to a Hugging Face directory; see `convert`."""
-    return convert(find_step(source, step), target, "hf", **options)

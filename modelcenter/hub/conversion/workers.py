@@ -17,52 +17,9 @@ from typing import Any
 
 import torch
 
-Report = Callable[[int], None]  # bytes that were done since the last report
+from modelcenter.hub.conversion.progress import Progress, Report
+
 Work = Callable[[Any, Report], Any]
-
-
-class Progress:
-    """Bytes done of a known number: throughput and the time that is left, on stderr."""
-
-    def __init__(self, what: str, total: int, shown: bool = True):
-        self.what, self.total, self.done, self.shown = what, total, 0, shown
-        self._began = self._last = time.monotonic()
-        self._terminal = sys.stderr.isatty()
-        self._printed = False
-
-    def add(self, count: int) -> None:
-        self.done += count
-        now = time.monotonic()
-        if now - self._last >= (0.5 if self._terminal else 10):
-            self._last = now
-            self._print(now)
-
-    def close(self) -> None:
-        if self._printed or (self.shown and self.total >= 2**30):
-            self._print(time.monotonic())
-            if self._terminal and self.shown:
-                print(file=sys.stderr)
-
-    def _print(self, now: float) -> None:
-        if self.shown:
-            self._printed = True
-            print(self.text(now - self._began), end="" if self._terminal else "\n", file=sys.stderr, flush=True)
-
-    def text(self, seconds: float) -> str:
-        """The line after so many seconds."""
-        rate = self.done / max(seconds, 1e-9)
-        left = f", {_duration((self.total - self.done) / rate)} left" if rate and self.done < self.total else ""
-        line = f"{self.what}: {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s{left}"
-        return f"\r{line:<78}" if self._terminal else line
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return (
-        f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    )
 
 
 def can_fork() -> bool:

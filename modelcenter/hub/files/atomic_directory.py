@@ -1,181 +1,18 @@
-"""Writing checkpoints: the only safetensors writer, and directories that are whole or absent."""
+"""Directories that are whole or absent: filled beside their place, and renamed when complete."""
 
-import fcntl
 import glob
-import json
 import os
-import re
 import secrets
 import shutil
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from types import TracebackType
-
-import torch
 
 from engine.checkpoint.files import sync_to_disk
-from modelcenter.hub.files.locks import free, is_at
-from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, MANIFEST_FILE, is_replaced
-from modelcenter.hub.files.reader import DTYPE_NAMES
+from modelcenter.hub.files.locks import locked
+from modelcenter.hub.files.names import MANIFEST_FILE, is_replaced
 
-_AT_ONCE = 2**18  # bytes; for larger writes the kernel looks for memory in large pieces, which may cost ten times more
-
-Entry = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape of a tensor to write
-
-
-def file_head(entries: Sequence[Entry]) -> tuple[bytes, list[int]]:
-    """What a safetensors file of these tensors starts with, and the byte at which each, then the file, ends or starts.
-
-    Returns:
-        (length and header, padded to a multiple of 8 bytes; first byte of each tensor, then the size of the file).
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    places = [0]
-    for name, dtype, shape in entries:
-        end = places[-1] + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [places[-1], end]}
-        places.append(end)
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text, [8 + len(text) + place for place in places]
-
-
-def write_at(handle: int, data: memoryview, start: int) -> None:
-    """Write bytes to their place in a file.
-
-    No more at once than the kernel takes in without looking for memory in one large piece, which costs it many times
-    what the copy does.
-    """
-    while len(data):
-        count = os.pwrite(handle, data[:_AT_ONCE], start)
-        data, start = data[count:], start + count
-
-
-def make_file(path: Path, size: int, head: bytes = b"") -> None:
-    """Make a file at its full size, with what it starts with. Raises OSError where the disk is too full for it.
-
-    A file that has its size begins right: an interruption falls behind the allocation, which may take minutes.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        write_at(handle, memoryview(head), 0)
-        if size and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, 0, size)
-        elif size:  # macOS
-            os.ftruncate(handle, size)
-    finally:
-        os.close(handle)
-
-
-class SafetensorsWriter:
-    """Writes a file of known entries, one tensor at a time, in the order given. A context manager.
-
-    The header comes first, from the shapes alone, padded so that data starts at a multiple of 8 bytes.
-    """
-
-    def __init__(self, path: Path, entries: Sequence[Entry]):
-        self._start, _ = file_head(entries)
-        self._path, self._left = path, list(reversed(entries))
-
-    def __enter__(self) -> "SafetensorsWriter":
-        self._file = open(self._path, "wb", buffering=0)
-        self._write(memoryview(self._start))
-        return self
-
-    def write(self, tensor: torch.Tensor) -> None:
-        """Write the next tensor; it has the dtype and shape announced."""
-        name, dtype, shape = self._left.pop()
-        assert tensor.dtype == dtype and tuple(tensor.shape) == shape, (name, tensor.dtype, tuple(tensor.shape))
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        self._write(flat.view(torch.uint8).numpy().data)
-
-    def _write(self, data: memoryview) -> None:
-        while len(data):
-            data = data[self._file.write(data[:_AT_ONCE]) :]
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            assert not self._left, f"{len(self._left)} tensors were announced and not written"
-            os.fsync(self._file.fileno())
-        self._file.close()
-
-
-@dataclass(frozen=True)
-class FilePlan:
-    """A file to write and the tensors in it."""
-
-    name: str
-    entries: tuple[Entry, ...]
-
-
-def plan_files(entries: Sequence[Entry], max_bytes: int, stem: str = "model") -> list[FilePlan]:
-    """Deal tensors, in their order, to files of at most `max_bytes` each; a larger tensor has a file of its own.
-
-    Within a file wider dtypes come first, which keeps every tensor aligned to its element size.
-    """
-    groups: list[list[Entry]] = [[]]
-    filled = 0
-    for entry in entries:
-        size = prod(entry[2]) * entry[1].itemsize
-        if groups[-1] and filled + size > max_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(entry)
-        filled += size
-    for group in groups:
-        group.sort(key=lambda entry: -entry[1].itemsize)
-    if len(groups) == 1:
-        return [FilePlan(f"{stem}.safetensors", tuple(groups[0]))]
-    count = len(groups)
-    return [FilePlan(f"{stem}-{i:05d}-of-{count:05d}.safetensors", tuple(g)) for i, g in enumerate(groups, 1)]
-
-
-def write_index(directory: Path, plans: Sequence[FilePlan], stem: str = "model") -> None:
-    """Write the index of a checkpoint of several files."""
-    entries = [entry for plan in plans for entry in plan.entries]
-    total = {
-        "total_parameters": sum(prod(shape) for _, _, shape in entries),
-        "total_size": sum(prod(shape) * dtype.itemsize for _, dtype, shape in entries),
-    }
-    names = {entry[0]: plan.name for plan in plans for entry in plan.entries}
-    write_json(
-        directory / f"{stem}.safetensors.index.json", {"metadata": total, "weight_map": dict(sorted(names.items()))}
-    )
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a value as JSON. What of a path is not UTF-8 becomes escapes, which read back as it was."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", errors="backslashreplace")
-
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes of "5GB", "200MB", "1.5GiB" or a number.
-
-    Raises:
-        ValueError: not a positive size.
-    """
-    match = re.fullmatch(r"([\d.]+)\s*([KMGT]I?B)?", str(size).strip().upper())
-    try:
-        value = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-    except (ValueError, KeyError):
-        value = 0
-    if value <= 0:
-        raise ValueError(f"max_shard_size: got {size!r}, expected bytes such as 500000000, '500MB' or '5GB'")
-    return value
-
-
-# -- directories that are whole or absent ----------------------------------------------------------------------------
-
-_PARTS = ("model", "optim", "state")  # directories of a distributed checkpoint
+_TENSOR_FOLDERS = ("model", "optim", "state")  # of a distributed checkpoint
 
 
 @contextmanager
@@ -212,29 +49,6 @@ def new_directory(target: Path) -> Iterator[Path]:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-@contextmanager
-def locked(path: Path, message: str) -> Iterator[None]:
-    """Keep other processes out while inside, by a lock on a file that is there meanwhile.
-
-    The system lets go of it when the process and all that it forked meanwhile have ended, however they end.
-
-    Raises:
-        ValueError: another process has it; says `message`.
-    """
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except PermissionError:  # another user's, who may be at it or was killed
-        handle = os.open(path, os.O_RDONLY)
-    if not (free(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)) and is_at(path, handle)):
-        os.close(handle)
-        raise ValueError(message)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
-
-
 def checked_target(target: Path) -> Path:
     """The absolute path of a directory to make or replace.
 
@@ -252,15 +66,6 @@ def checked_target(target: Path) -> Path:
             f"cannot save to {target}: it is the current directory, one above it, or a mount point; name one inside"
         )
     return target
-
-
-def refuse_adapter_at(target: Path) -> None:
-    """Raise ValueError for a place where an adapter lies, which transformers would add to a model saved there."""
-    if (target / ADAPTER_CONFIG_FILE).is_file():
-        raise ValueError(
-            f"cannot save a model to {target}: an adapter lies there ({ADAPTER_CONFIG_FILE}), and transformers would "
-            "add it to the model, into which it may be merged already; name another directory or move the adapter away"
-        )
 
 
 def put_in_place(scratch: Path, target: Path) -> None:
@@ -309,7 +114,7 @@ def _carry_over(old: Path, target: Path) -> None:
     """Move to `target` the files of the directory that it replaced, but those of its checkpoint; remove the rest."""
     new = {path.name for path in target.iterdir()}
     # The folders go with the manifest, and both stay beside an adapter.
-    parts = _PARTS if (old / MANIFEST_FILE).is_file() and is_replaced(MANIFEST_FILE, new) else ()
+    parts = _TENSOR_FOLDERS if (old / MANIFEST_FILE).is_file() and is_replaced(MANIFEST_FILE, new) else ()
     for path in old.iterdir():
         if path.name not in new and path.name not in parts and not is_replaced(path.name, new):
             path.rename(target / path.name)

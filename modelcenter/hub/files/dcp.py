@@ -9,32 +9,18 @@ from typing import Any
 
 import torch
 
+from engine.checkpoint import check_manifest
 from engine.checkpoint.dcp_metadata import FILES, METADATA, Described, pickled, stand_in, stored_metadata
 from modelcenter.convert.pieces import Box, whole
-from modelcenter.hub.files.names import RUN_FILE
+from modelcenter.hub.files.adapter_files import refuse_adapter_tensors
 from modelcenter.hub.files.reader import FileSource
-from modelcenter.hub.files.torch_archive import locate
+from modelcenter.hub.files.torch_archive import locate_tensor
 
 MODEL = "model"  # where engine.checkpoint puts the parameters
 
 
-def refuse_adapter(names: Iterable[str], directory: Path) -> None:
-    """Raise ValueError for the tensors of a model with an adapter: they make no model as they are."""
-    if not any(".lora_A." in name for name in names):
-        return
-    if not (directory / RUN_FILE).is_file():
-        raise ValueError(
-            f"{directory} is a checkpoint of a model with an adapter: load it into that (engine.load_checkpoint), then "
-            "merge_lora and save_pretrained make a model of it, or save_adapter an adapter"
-        )
-    raise ValueError(
-        f"{directory} is a checkpoint of a run with an adapter (--lora_rank); `modelcenter export {directory} DST` "
-        "merges it into a model, and with --keep_adapter writes the adapter alone"
-    )
-
-
 @dataclass(frozen=True)
-class StoredInfo:
+class DCPTensorInfo:
     """A tensor: its shape and dtype, and (box, file, first byte, length) of the parts it is stored in."""
 
     shape: tuple[int, ...]
@@ -42,7 +28,7 @@ class StoredInfo:
     parts: tuple[tuple[Box, str, int, int], ...]
 
 
-class StoredSource:
+class DCPSource:
     """The model in a distributed checkpoint, saved on any mesh (convert.stream.Source)."""
 
     def __init__(self, directory: Path, part: str = MODEL):
@@ -52,7 +38,7 @@ class StoredSource:
         self._located: dict[str, list[tuple[Box, str]]] = {}
         self._parts = FileSource({})
 
-    def __enter__(self) -> "StoredSource":
+    def __enter__(self) -> "DCPSource":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,7 +93,7 @@ class StoredSource:
             for number, (box, file, start, length) in enumerate(info.parts):
                 key, path = f"{name}/{number}", self._root / file
                 with open(path, "rb") as stream:
-                    part = locate(path, stream, start, length)
+                    part = locate_tensor(path, stream, start, length)
                 shape = tuple(high - low for low, high in box)
                 if part.shape != shape or part.dtype != info.dtype:
                     raise ValueError(
@@ -120,13 +106,25 @@ class StoredSource:
         return self._located[name]
 
 
+def open_model(directory: Path) -> DCPSource:
+    """The model in a distributed checkpoint.
+
+    Raises:
+        ValueError: the checkpoint is incomplete or damaged, or is of a model with an adapter.
+    """
+    check_manifest(directory)
+    source = DCPSource(directory)
+    refuse_adapter_tensors(source.tensors, directory)
+    return source
+
+
 def _overlap(own: Box, box: Box) -> Box | None:
     """What `box` of a tensor takes of the part that is its box `own`, counted from the part's beginning."""
     inside = tuple((max(a, c) - a, min(b, d) - a) for (a, b), (c, d) in zip(own, box, strict=True))
     return inside if all(low < high for low, high in inside) else None
 
 
-def _read_infos(metadata: Any, where: Path) -> dict[str, StoredInfo]:
+def _read_infos(metadata: Any, where: Path) -> dict[str, DCPTensorInfo]:
     infos = {}
     storage = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
     try:
@@ -143,7 +141,7 @@ def _read_infos(metadata: Any, where: Path) -> dict[str, StoredInfo]:
     return infos
 
 
-def _read_info(name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> StoredInfo:
+def _read_info(name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> DCPTensorInfo:
     shape, dtype, parts = tuple(entry.size), entry.properties.state[0], []
     for chunk in entry.chunks:
         place = places[name, tuple(chunk.offsets)]
@@ -155,7 +153,7 @@ def _read_info(name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]
         raise ValueError(f"its parts do not make up its shape {shape} once")
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
         raise ValueError(f"it has the name {name!r} and the dtype {dtype!r}")
-    return StoredInfo(shape, dtype, tuple(part for part in parts if _numel(part[0])))
+    return DCPTensorInfo(shape, dtype, tuple(part for part in parts if _numel(part[0])))
 
 
 def _are_disjoint(boxes: Iterable[Box]) -> bool:
@@ -187,7 +185,7 @@ def _plain_name(name: Any) -> str:
     return name
 
 
-def write_metadata(directory: Path, infos: Mapping[str, StoredInfo]) -> None:
+def write_metadata(directory: Path, infos: Mapping[str, DCPTensorInfo]) -> None:
     """Write the description of tensors whose files lie in `directory`, for torch.distributed.checkpoint to read."""
 
     def told(name: str, **attributes: Any) -> Described:

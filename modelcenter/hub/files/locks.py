@@ -1,13 +1,15 @@
 """Locks on files, by which processes keep each other out of a place. The system lets go of them when a process ends."""
 
 import errno
+import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def free(take: Callable[[], None]) -> bool:
-    """Whether nobody else has the file that `take` locks. Where the file system has no locks, nobody is kept out."""
+def try_lock(take: Callable[[], None]) -> bool:
+    """Call `take`, which locks a file; False if another process holds it. Without locks in the file system: True."""
     try:
         take()
     except OSError as error:
@@ -15,9 +17,32 @@ def free(take: Callable[[], None]) -> bool:
     return True
 
 
-def is_at(path: Path, handle: int) -> bool:
+def is_same_file(path: Path, handle: int) -> bool:
     """Whether a file that was opened is still the one there: the process that had it may have removed it since."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
         return False
+
+
+@contextmanager
+def locked(path: Path, message: str) -> Iterator[None]:
+    """Keep other processes out while inside, by a lock on a file that is there meanwhile.
+
+    The system lets go of it when the process and all that it forked meanwhile have ended, however they end.
+
+    Raises:
+        ValueError: another process has it; says `message`.
+    """
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:  # another user's, who may be at it or was killed
+        handle = os.open(path, os.O_RDONLY)
+    if not (try_lock(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)) and is_same_file(path, handle)):
+        os.close(handle)
+        raise ValueError(message)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)

@@ -8,6 +8,7 @@ RUN_FILE = "run.json"  # in the checkpoints of a run: its flags and its data
 # Of peft.
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILES = (ADAPTER_CONFIG_FILE, "adapter_model.safetensors", "adapter_model.bin")
+CONVERSION_FILE = "conversion.json"
 CARD_FILE, CURVES_FILE = "README.md", "curves.png"
 SETTINGS_FILE = "tokenizer_config.json"
 # Each also as <name>.index.json with shards; the last is ModelCenter's.

@@ -16,13 +16,13 @@ import engine
 from modelcenter.convert.pieces import HUB, NATIVE, Box, Piece, bounds, box_numel, is_plain_copy, restrict, split, view
 from modelcenter.convert.rules import Layout
 from modelcenter.convert.stream import Space, chunks, copy_values
-from modelcenter.hub.files.atomic_directory import FilePlan, file_head, make_file, write_at
-from modelcenter.hub.files.reader import as_bytes
+from modelcenter.hub.files.raw_io import as_bytes, make_file, write_at
+from modelcenter.hub.files.safetensors import FilePlan, file_head
 
 _BLOCK_BYTES = 2**20  # of elements that change their order, so that they stay in the cache while they are written
 
 
-class SlicedFiles:
+class ShardedWriter:
     """The files of an export and where each tensor lies in them; every rank makes the same.
 
     Args:
@@ -39,13 +39,13 @@ class SlicedFiles:
                 for piece in layout.pieces[key_of[name]]:
                     self._places.setdefault(piece.names[NATIVE], []).append((piece, file.name, start, shape, dtype))
 
-    def make(self) -> None:
+    def allocate(self) -> None:
         """Make the files at their full size, with their headers; on one rank, before any writes."""
         for file in self._files:
             head, places = file_head(file.entries)
             make_file(self._directory / file.name, places[-1], head)
 
-    def seen(self) -> bool:
+    def is_visible(self) -> bool:
         """Whether this rank sees the files that rank 0 made."""
         return all((self._directory / file.name).is_file() for file in self._files)
 

@@ -1,8 +1,8 @@
 """Tensors inside the files of a distributed checkpoint: each is what `torch.save` writes, a zip archive of its own.
 
-`locate` finds where the elements lie, so that any part of them can be read without unpickling anything but a
-description. `frame` gives the bytes around the elements of a tensor that is to be written, from its dtype and shape
-alone, so that elements can be streamed between them.
+`locate_tensor` finds where the elements lie, so that any part of them can be read without unpickling anything but a
+description. `archive_frame` gives the bytes around the elements of a tensor to write, from its dtype and shape alone,
+so that elements can be streamed between them.
 """
 
 import functools
@@ -21,16 +21,16 @@ import torch
 
 from modelcenter.hub.files.reader import TensorInfo
 
-_MOST_PICKLE = 2**20  # a description takes some 200 bytes
+_PICKLE_LIMIT = 2**20  # a description takes some 200 bytes
 _ALIGNMENT = 64
 _DATA = "archive/data/0"
 _ENTRIES = 4  # of an archive: the elements, and three that describe them
 # dtype -> the name of its storage's class, by which descriptions give the older dtypes.
-_CLASSES = {t: n for t, n in torch.storage._dtype_to_storage_type_map().items() if not n.startswith("Q")}
-_TYPED = {name: dtype for dtype, name in _CLASSES.items()}
+_STORAGE_CLASSES = {t: n for t, n in torch.storage._dtype_to_storage_type_map().items() if not n.startswith("Q")}
+_DTYPE_OF_CLASS = {name: dtype for dtype, name in _STORAGE_CLASSES.items()}
 
 
-class _Slice(io.RawIOBase):
+class _FileSlice(io.RawIOBase):
     """A part of a file, as a file of its own."""
 
     def __init__(self, file: Any, start: int, length: int):
@@ -58,7 +58,7 @@ class _Slice(io.RawIOBase):
         return len(data)
 
 
-class _Description(pickle.Unpickler):
+class _TensorUnpickler(pickle.Unpickler):
     """Reads what torch.save says of one tensor; calls nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -71,8 +71,8 @@ class _Description(pickle.Unpickler):
         found = getattr(torch, name, None) if module in ("torch", "torch.storage") else None
         if name == "UntypedStorage" or isinstance(found, torch.dtype):
             return found or name
-        if module == "torch" and name in _TYPED:
-            return _TYPED[name]
+        if module == "torch" and name in _DTYPE_OF_CLASS:
+            return _DTYPE_OF_CLASS[name]
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no tensor needs")
 
     def persistent_load(self, pid: Any) -> Any:
@@ -82,22 +82,22 @@ class _Description(pickle.Unpickler):
         return storage, key, count
 
 
-def locate(path: Path, file: Any, start: int, length: int) -> TensorInfo:
+def locate_tensor(path: Path, file: Any, start: int, length: int) -> TensorInfo:
     """Where the elements of the tensor lie that `torch.save` wrote to these bytes of an open file.
 
     Raises:
         ValueError: they are not such a tensor, or are damaged.
     """
     try:
-        with zipfile.ZipFile(io.BufferedReader(_Slice(file, start, length))) as archive:
+        with zipfile.ZipFile(io.BufferedReader(_FileSlice(file, start, length))) as archive:
             entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
             text = entries["data.pkl"]
-            if text.file_size > _MOST_PICKLE or any(e.compress_type != zipfile.ZIP_STORED for e in entries.values()):
+            if text.file_size > _PICKLE_LIMIT or any(e.compress_type != zipfile.ZIP_STORED for e in entries.values()):
                 raise ValueError("it is compressed, or describes more than a tensor")
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
                 raise ValueError("its numbers are big-endian")
-            said = _Description(io.BytesIO(archive.read(text))).load()
-            (storage, key, count), first, shape, strides, *rest = said
+            description = _TensorUnpickler(io.BytesIO(archive.read(text))).load()
+            (storage, key, count), first, shape, strides, *rest = description
             dtype = storage if isinstance(storage, torch.dtype) else rest[2]
             shape, strides = tuple(shape), tuple(strides)
             numbers = (first, count, *shape, *strides)
@@ -122,28 +122,28 @@ def locate(path: Path, file: Any, start: int, length: int) -> TensorInfo:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-class _Storage:
+class _StorageReference:
     """Stands for the elements in the description."""
 
 
-class _Describe(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO, kind: Any, count: int):
         super().__init__(buffer, protocol=2)
         self._kind, self._count = kind, count
 
     def persistent_id(self, item: Any) -> Any:
-        return ("storage", self._kind, "0", "cpu", self._count) if isinstance(item, _Storage) else None
+        return ("storage", self._kind, "0", "cpu", self._count) if isinstance(item, _StorageReference) else None
 
 
-class _Tensor:
+class _RebuiltTensor:
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]):
-        self._said = (function, arguments)
+        self._state = (function, arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._said
+        return self._state
 
 
-def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+def _pickle_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """The description of a row-major tensor, as torch.save writes it."""
     count = math.prod(shape)
     strides: list[int] = []
@@ -151,19 +151,19 @@ def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     for size in reversed(shape):
         strides.insert(0, step)
         step *= max(size, 1)
-    arguments: tuple[Any, ...] = (_Storage(), 0, shape, tuple(strides), False, OrderedDict())
-    typed = _CLASSES.get(dtype)
+    arguments: tuple[Any, ...] = (_StorageReference(), 0, shape, tuple(strides), False, OrderedDict())
+    typed = _STORAGE_CLASSES.get(dtype)
     buffer = io.BytesIO()
     if typed is not None:
         kind = getattr(torch, typed)
-        _Describe(buffer, kind, count).dump(_Tensor(torch._utils._rebuild_tensor_v2, arguments))
+        _TensorPickler(buffer, kind, count).dump(_RebuiltTensor(torch._utils._rebuild_tensor_v2, arguments))
     else:
         function, size = torch._utils._rebuild_tensor_v3, count * dtype.itemsize
-        _Describe(buffer, torch.UntypedStorage, size).dump(_Tensor(function, (*arguments, dtype)))
+        _TensorPickler(buffer, torch.UntypedStorage, size).dump(_RebuiltTensor(function, (*arguments, dtype)))
     return buffer.getvalue()
 
 
-def _record(name: str, crc: int, size: int, at: int) -> bytes:
+def _local_header(name: str, crc: int, size: int, at: int) -> bytes:
     """The header in front of a stored entry of a zip archive. That of the elements leaves their CRC-32 to what follows
     them, as torch.save does, so that nothing in front of them depends on them."""
     large, late = size >= 2**32 - 1, name == _DATA
@@ -177,7 +177,7 @@ def _record(name: str, crc: int, size: int, at: int) -> bytes:
     return b"PK\3\4" + head + name.encode() + extra
 
 
-def _listing(name: str, crc: int, size: int, at: int) -> bytes:
+def _central_header(name: str, crc: int, size: int, at: int) -> bytes:
     """The entry of the directory at the end of a zip archive."""
     large = size >= 2**32 - 1 or at >= 2**32 - 1
     extra = struct.pack("<HHQQQ", 1, 24, size, size, at) if large else b""
@@ -190,24 +190,28 @@ def _listing(name: str, crc: int, size: int, at: int) -> bytes:
 
 
 @functools.lru_cache(1024)  # a model has many tensors of few shapes
-def _front(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int, bytes]:
+def _archive_start(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int, bytes]:
     """(what precedes the elements, where their entry begins, the listing of the entries before theirs)."""
     before, directory = b"", b""
-    small = {"archive/data.pkl": _describe(dtype, shape), "archive/byteorder": b"little", "archive/version": b"3\n"}
+    small = {
+        "archive/data.pkl": _pickle_tensor(dtype, shape),
+        "archive/byteorder": b"little",
+        "archive/version": b"3\n",
+    }
     for name, content in small.items():
         check = zlib.crc32(content)
-        directory += _listing(name, check, len(content), len(before))
-        before += _record(name, check, len(content), len(before)) + content
-    return before + _record(_DATA, 0, math.prod(shape) * dtype.itemsize, len(before)), len(before), directory
+        directory += _central_header(name, check, len(content), len(before))
+        before += _local_header(name, check, len(content), len(before)) + content
+    return before + _local_header(_DATA, 0, math.prod(shape) * dtype.itemsize, len(before)), len(before), directory
 
 
-def frame(dtype: torch.dtype, shape: tuple[int, ...], crc: int = 0) -> tuple[bytes, bytes]:
+def archive_frame(dtype: torch.dtype, shape: tuple[int, ...], crc: int = 0) -> tuple[bytes, bytes]:
     """The bytes before and after the elements of a row-major tensor, whose CRC-32 is `crc`.
 
     It changes nothing before them, and no length.
     """
-    size, (before, entries, directory) = math.prod(shape) * dtype.itemsize, _front(dtype, shape)
-    directory += _listing(_DATA, crc, size, entries)
+    size, (before, entries, directory) = math.prod(shape) * dtype.itemsize, _archive_start(dtype, shape)
+    directory += _central_header(_DATA, crc, size, entries)
     after = b"PK\7\x08" + struct.pack("<IQQ" if size >= 2**32 - 1 else "<III", crc, size, size)
     at, count = len(before) + size + len(after), _ENTRIES
     after += directory

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.memory import readable
+from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE, WEIGHT_FILES
 from modelcenter.hub.info.parameter_counts import (
     COMPONENTS,
@@ -21,7 +22,7 @@ from modelcenter.hub.info.parameter_counts import (
     training_bytes,
 )
 from modelcenter.hub.remote.download import HubOptions, download_config, is_offline
-from modelcenter.hub.resolve import local_directory, read_json, read_model_config, repo_of
+from modelcenter.hub.resolve import local_directory, read_model_config, repo_of
 from modelcenter.registry import ARCHITECTURES, get, preset
 
 _WIDE = ("fp32", "fp16", "bf16")

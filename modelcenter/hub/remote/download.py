@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import engine
+from modelcenter.hub.files.adapter_files import describe_adapter
 from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, WEIGHT_FILES
+from modelcenter.hub.files.weight_index import index_files
 from modelcenter.registry import list_models, nearest, preset_names
 
 log = logging.getLogger("modelcenter")
@@ -262,9 +264,7 @@ def download_config(repo: str, options: HubOptions) -> Path:
         )
     adapter = download_file(repo, ADAPTER_CONFIG_FILE, options)
     if adapter is not None:
-        from modelcenter.hub.resolve import about_adapter
-
-        raise ValueError(f"{constants.ENDPOINT}/{repo} is {about_adapter(adapter)}")
+        raise ValueError(f"{constants.ENDPOINT}/{repo} is {describe_adapter(adapter)}")
     raise ValueError(f"{constants.ENDPOINT}/{repo} has no config.json, so it is not a transformers model")
 
 
@@ -274,8 +274,6 @@ def download_weights(repo: str, options: HubOptions) -> Path:
     Raises:
         ValueError: as download_file; or the repository holds no weights that can be read.
     """
-    from modelcenter.hub.files.reader import index_files
-
     for name in WEIGHT_FILES:
         path = download_file(repo, name, options)
         if path is not None:

@@ -3,15 +3,13 @@
 import fnmatch
 import glob
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.memory import readable
-from modelcenter.convert.match import match_names
-from modelcenter.convert.rules import compile_layout
+from modelcenter.hub.card import check_card, read_card, without_tokens
+from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILES,
@@ -21,14 +19,15 @@ from modelcenter.hub.files.names import (
     WEIGHT_FILES,
     is_replaced,
 )
+from modelcenter.hub.files.weight_files import open_weight_files
+from modelcenter.hub.files.weight_index import find_weights
 from modelcenter.hub.remote.download import XET_ADVICE
-from modelcenter.hub.resolve import read_json
+from modelcenter.hub.resolve import resolve
+from modelcenter.hub.weights import FileWeights, blueprint_of
 from modelcenter.registry import ARCHITECTURES
 
 # What executes code when it is loaded, or may.
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npz", ".npy", ".dill", ".h5", ".keras")
-# Names of models may begin with hf_ too. Tokens of OAuth hold dots, dashes and underscores.
-_TOKEN = re.compile(r"\bhf_(?:oauth|jwt)_[\w.-]{20,}|\b(?:hf|api_org)_[A-Za-z0-9]{30,}\b")
 
 
 @dataclass(frozen=True)
@@ -116,28 +115,16 @@ def _code_of(directory: Path) -> set[str]:
 
 def _check_tensors(directory: Path, say: Callable[[str], None]) -> None:
     """Compare headers with config.json: every tensor there, and known, and of its shape. Reads no weights."""
-    from modelcenter.hub import load
-    from modelcenter.hub.files.reader import find_weights, open_checkpoint
-    from modelcenter.hub.resolve import resolve
-
-    with open_checkpoint(find_weights(directory)) as source:
-        found = resolve(directory)
-        if str(found.config.get("model_type")) not in ARCHITECTURES:
+    with open_weight_files(find_weights(directory)) as source:
+        files = resolve(directory)
+        if str(files.config.get("model_type")) not in ARCHITECTURES:
             # transformers' or somebody's own: the files are whole, what must be in them is not known here.
             return say(
-                f"{directory}: {found.config.get('model_type')!r} is not known here; its tensors' names and "
+                f"{directory}: {files.config.get('model_type')!r} is not known here; its tensors' names and "
                 "shapes are not checked"
             )
-        spec = load.find_spec(found.config, None, found.origin)
-        arch = spec.arch_map()
-        task = load.task_of(arch, None, found.config, found.origin)
-        settled = {} if arch.settle is None else dict(arch.settle(found.config, source.tensors))
-        config = load.read_config(spec, arch, found.config, task, settled, found.origin)
-        shapes = {name: tuple(p.shape) for name, p in load.on_meta(spec, config, task).named_parameters()}
-        layout = compile_layout(arch, task, config, shapes)
-        match = match_names(arch, layout, source.tensors, found.config.get("architectures"))
-        load.check_match(arch, layout, match, source, found, strict=True, ignore_sizes=False)
-        load.fresh_tensors(arch, layout, match, found, None, task)
+        weights = FileWeights(source, blueprint_of(files), files)
+        weights.check(strict=True, ignore_mismatched_sizes=False, head_requested=False)
 
 
 def _files(directory: Path) -> dict[str, int]:
@@ -189,38 +176,6 @@ def push_directory(
     say(f"uploading {len(files)} files, {readable(sum(files.values()))}, of {directory} to {repo_id}")
     commit = upload(directory, repo_id, token, private, revision, message)
     return Pushed(commit["repo"], commit["commit"], commit["address"], files)
-
-
-def read_card(path: Path) -> str:
-    """The text of a README.md. Raises ValueError: it is not in UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not in UTF-8 ({error}); save it so, as the Hub expects") from None
-
-
-def check_card(text: str, where: Any) -> None:
-    """Have the Hub validate the front matter of a README.md.
-
-    Raises:
-        ValueError: the YAML does not parse, or the Hub finds it wrong.
-    """
-    from huggingface_hub import ModelCard, constants
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
-    from huggingface_hub.utils import get_session
-
-    try:
-        asked = {"repoType": "model", "content": str(ModelCard(text, ignore_metadata_errors=False))}
-        # Not by ModelCard.validate(), which in huggingface_hub 1 asks huggingface.co whatever HF_ENDPOINT says.
-        address, headers = f"{constants.ENDPOINT}/api/validate-yaml", {"Accept": "text/plain"}
-        # Without a limit it would wait for ever where a network drops what is sent.
-        answer = get_session().post(address, json=asked, headers=headers, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        if answer.status_code == 400:
-            raise ValueError(answer.text)
-    except (HfHubHTTPError, HTTPError, OSError):
-        return  # not reached or not answered: the upload that follows says why
-    except Exception as error:  # yaml.YAMLError and ValueError
-        raise ValueError(f"{where}: its front matter is not valid: {' '.join(str(error).split())[:500]}") from None
 
 
 def upload(
@@ -293,8 +248,3 @@ def _advice(error: BaseException) -> str:
         return f"{said}. What was uploaded stays: the same command goes on from there"
     xet = XET_ADVICE if isinstance(error, RuntimeError) else ""
     return f"{said}. Check the network, HF_ENDPOINT and proxies; the same command goes on from there{xet}"
-
-
-def without_tokens(text: str) -> str:
-    """A text with the Hub's tokens blotted out."""
-    return _TOKEN.sub("hf_...", text)

@@ -16,6 +16,7 @@ from modelcenter.hub.files.names import (
     TOKENIZER_FILES,
     WEIGHT_FILES,
 )
+from modelcenter.hub.files.weight_index import index_files
 from modelcenter.hub.remote.download import (
     HubOptions,
     download_config,
@@ -97,8 +98,6 @@ def needed_files(repo: str, names: Iterable[str], options: HubOptions) -> list[s
     Raises:
         ValueError: it has no config.json, or no weights that can be read.
     """
-    from modelcenter.hub.files.reader import index_files
-
     held = set(names)
     if CONFIG_FILE not in held:
         raise ValueError(f"{repo} has no {CONFIG_FILE}, so it is not a transformers model; --all downloads it anyway")

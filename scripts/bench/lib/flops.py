@@ -24,12 +24,12 @@ def training(config: Any, rows: Iterable[Row], head: str) -> float:
     layer of its own in front), "class" (with BERT's pooler) or "span"."""
     import torch
 
-    from modelcenter.hub.load import find_spec, read_config
+    from modelcenter.hub.architecture import find_spec, parse_config
     from modelcenter.training.flops import Arithmetic, Sizes
 
     task = _TASKS.get(head) or ("seq2seq-lm" if config.is_encoder_decoder else "causal-lm")
     tokens, target, labelled = (torch.tensor(sizes) for sizes in zip(*rows, strict=True))
     sizes = Sizes(tokens, target if config.is_encoder_decoder else target[:0], int(labelled.sum()))
     spec = find_spec(config.to_dict(), None, "the config")
-    ours = read_config(spec, spec.arch_map(), config.to_dict(), task, {}, "the config")
+    ours = parse_config(spec, task, config.to_dict(), {}, "the config")
     return Arithmetic.of(ours, task).operations(sizes)

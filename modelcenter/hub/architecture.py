@@ -1,0 +1,119 @@
+"""From a config.json to a model without memory: its architecture, its task, its config and its modules on meta."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from modelcenter.config import ModelConfig
+from modelcenter.convert.pieces import Shape
+from modelcenter.convert.rules import ArchMap, Layout, compile_layout
+from modelcenter.registry import ARCHITECTURES, ArchSpec, get, model_type_of, nearest
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model of one task before it has memory or weights.
+
+    Attributes:
+        arch: the rules that convert it. config: in our names. model: on meta.
+        shapes: of the model's own parameters, without those that adapters add.
+    """
+
+    arch: ArchMap
+    task: str
+    config: ModelConfig
+    model: Any
+    shapes: dict[str, Shape]
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return compile_layout(self.arch, self.task, self.config, self.shapes)
+
+
+def make_blueprint(
+    spec: ArchSpec, task: str, values: Mapping[str, Any], overrides: Mapping[str, Any], origin: str
+) -> Blueprint:
+    """The model that a config.json describes, with the head of a task.
+
+    Args:
+        values: the contents of config.json. overrides: of its fields, in our names or Hugging Face's.
+        origin: where they come from, for messages.
+
+    Raises:
+        ValueError: a field is not understood, or the sizes make no model.
+    """
+    config = parse_config(spec, task, values, overrides, origin)
+    model = on_meta(spec, config, task)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return Blueprint(spec.arch_map(), task, config, model, shapes)
+
+
+def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) -> ArchSpec:
+    """The architecture that a config.json names. Raises ValueError: none, an unknown one, or not `architecture`."""
+    kind = model_type_of(config) or architecture
+    if kind is None:
+        raise ValueError(
+            f"{origin}: config.json names no model_type, and no class in its architectures that is known here; say it: "
+            "model_type='bert' in from_pretrained, --model_config model_type=bert in training, or in config.json. "
+            f"Known: {', '.join(ARCHITECTURES)}"
+        )
+    spec = (
+        None if architecture is not None and str(kind) not in ARCHITECTURES else get(kind, config.get("architectures"))
+    )
+    if spec is None:
+        raise ValueError(f"{origin} has the model_type {kind!r}, expected {architecture!r}; load it with its own class")
+    if architecture not in (None, spec.model_type):
+        held = repr(kind) if kind == spec.model_type else f"{kind!r} and is of {spec.model_type!r}"
+        raise ValueError(f"{origin} has the model_type {held}, expected {architecture!r}; load it with its own class")
+    return spec
+
+
+def choose_task(arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str) -> str:
+    if task is not None:
+        if task not in arch.tasks:
+            close = nearest(task, arch.tasks)
+            raise ValueError(f"task: got {task!r}, {arch.model_type} has {', '.join(arch.tasks)}.{close}")
+        return task
+    declared = arch.declared_task(config.get("architectures"))
+    if declared is None:
+        raise ValueError(
+            f"{origin}: its architectures, {config.get('architectures')}, name no head that {arch.model_type} has "
+            f"here; pass task=, one of {', '.join(arch.tasks)}, or name its class in the architectures of config.json"
+        )
+    return declared
+
+
+def parse_config(
+    spec: ArchSpec, task: str, values: Mapping[str, Any], overrides: Mapping[str, Any], origin: str
+) -> ModelConfig:
+    """Our config of a config.json for a task. Raises ValueError: a field is not understood."""
+    arch: ArchMap = spec.arch_map()
+    fixed = arch.tasks[task].labels
+    if fixed is not None:
+        overrides = {"num_labels": fixed, **overrides}
+    try:
+        return arch.config.read(values, spec.config_class(), overrides)
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from error
+
+
+class _NoInit(TorchFunctionMode):
+    """Skips torch.nn.init: on meta it does nothing, but imports torch's compiler, which takes a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def on_meta(spec: ArchSpec, config: ModelConfig, task: str) -> Any:
+    """A model without memory: names and shapes. Raises ValueError: sizes beyond what a tensor can have."""
+    try:
+        with torch.device("meta"), _NoInit():
+            return spec.model_class()(config, task)
+    except RuntimeError as error:
+        raise ValueError(f"the sizes in the config make no {config.model_type}: {error}") from error

@@ -1,0 +1,53 @@
+"""Floating dtypes of parameters: their names, which of several a model gets, and which are refused."""
+
+import functools
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A floating dtype from torch's or its short name; None and "auto" are None.
+
+    Raises:
+        ValueError: no floating dtype of that name.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(str(dtype).removeprefix("torch."))
+    if found not in _DTYPES.values():
+        raise ValueError(f"dtype: got {dtype!r}, expected one of {', '.join(_DTYPES)}, or None: as the file says")
+    return found
+
+
+def common_dtype(dtypes: Collection[torch.dtype], config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype for "as the files hold them": their one dtype; of several, the one in config.json, else the widest."""
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    named = parse_dtype(config.get("dtype") or config.get("torch_dtype"))
+    if named in dtypes:
+        return named
+    return functools.reduce(torch.promote_types, dtypes, torch.float16) if dtypes else torch.float32
+
+
+def refuse_quantised(dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
+    """Raise ValueError for (name, dtype) of a tensor whose numbers mean nothing without a scale."""
+    for name, dtype in dtypes:
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ValueError(
+                f"tensor {name!r} has the dtype {dtype}; quantised and integer weights are not supported, load a "
+                "float16, bfloat16 or float32 checkpoint"
+            )

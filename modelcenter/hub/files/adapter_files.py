@@ -1,0 +1,44 @@
+"""Adapters that lie where a model is expected: what they are, and refusing them. Imports no torch."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from modelcenter.hub.files.json_files import read_json
+from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, RUN_FILE
+
+
+def describe_adapter(config: Path) -> str:
+    """What an adapter_config.json says of the adapter, and how a model comes of it."""
+    base = read_json(config).get("base_model_name_or_path") or "BASE"
+    adapter = config.parent
+    made = adapter.parent / "model"
+    if (made / CONFIG_FILE).is_file() and adapter.name == "adapter":
+        return f"an adapter for {base}; {made} is the model with it merged"
+    return (
+        f"an adapter for {base}, no model by itself. modelcenter.adapters.load_lora(ADAPTER, "
+        f"modelcenter.from_pretrained({base!r})) puts it into its base; merge_lora and save_pretrained make a model"
+    )
+
+
+def refuse_adapter_at(target: Path) -> None:
+    """Raise ValueError for a place where an adapter lies, which transformers would add to a model saved there."""
+    if (target / ADAPTER_CONFIG_FILE).is_file():
+        raise ValueError(
+            f"cannot save a model to {target}: an adapter lies there ({ADAPTER_CONFIG_FILE}), and transformers would "
+            "add it to the model, into which it may be merged already; name another directory or move the adapter away"
+        )
+
+
+def refuse_adapter_tensors(names: Iterable[str], directory: Path) -> None:
+    """Raise ValueError for the tensors of a model with an adapter: they make no model as they are."""
+    if not any(".lora_A." in name for name in names):
+        return
+    if not (directory / RUN_FILE).is_file():
+        raise ValueError(
+            f"{directory} is a checkpoint of a model with an adapter: load it into that (engine.load_checkpoint), then "
+            "merge_lora and save_pretrained make a model of it, or save_adapter an adapter"
+        )
+    raise ValueError(
+        f"{directory} is a checkpoint of a run with an adapter (--lora_rank); `modelcenter export {directory} DST` "
+        "merges it into a model, and with --keep_adapter writes the adapter alone"
+    )

@@ -1,0 +1,99 @@
+"""PyTorch's pickles of weights (`.bin`, `.pt`): tensors are located in the file where it allows, else loaded whole.
+
+Files are opened with `weights_only`, so no code in them runs.
+"""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelcenter.hub.files.git_lfs import refuse_lfs_pointer
+from modelcenter.hub.files.reader import TensorInfo
+
+_LEGACY_LIMIT = 4 * 10**9  # largest pickle without random access that is read whole
+
+
+def pickle_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, torch.Tensor]]:
+    """The tensors of a `.bin` file, and those of them that are in memory because the file cannot be read in part.
+
+    Raises:
+        ValueError: not a file of tensors, damaged, or too large to be loaded whole.
+    """
+    refuse_lfs_pointer(path)
+    if not zipfile.is_zipfile(path):
+        loaded = _load_whole(path)
+        return {n: TensorInfo(path, 0, t.dtype, tuple(t.shape), tuple(t.stride())) for n, t in loaded.items()}, loaded
+    _refuse_compressed(path)
+    return _locate_tensors(path), {}
+
+
+def _load_whole(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a pickle that PyTorch before 1.6 wrote, which is no zip archive."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        if file.read(4) == b"PK\x03\x04":
+            raise ValueError(f"{path} is truncated: a zip archive without its end (it has {size} bytes)")
+    if size > _LEGACY_LIMIT:
+        raise ValueError(
+            f"{path} is a pickle of PyTorch before 1.6, which can only be loaded whole ({size} bytes). Convert it "
+            "once on a large machine: torch.save(torch.load(path, weights_only=True), path)"
+        )
+    return _state_dict(_torch_load(path), path)
+
+
+def _refuse_compressed(path: Path) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as weights: {error}") from error
+    if packed:
+        raise ValueError(
+            f"{path}: {packed[0]} inside is compressed, which torch.save never does; refusing to unpack it"
+        )
+
+
+def _locate_tensors(path: Path) -> dict[str, TensorInfo]:
+    """Where the tensors of a zip archive of torch.save lie in the file."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # half a second to import, needed here only
+
+    with FakeTensorMode():  # tensors without data, whose storages know where in the file they lie
+        fakes = _state_dict(_torch_load(path), path)
+    tensors, size = {}, path.stat().st_size
+    for name, fake in fakes.items():
+        item = fake.dtype.itemsize
+        storage = fake.untyped_storage()._checkpoint_offset
+        if storage is None:
+            raise ValueError(f"{path}: tensor {name!r} has no data of its own in the file")
+        begin = storage + int(fake.storage_offset()) * item
+        end = begin + item * (1 + sum((n - 1) * s for n, s in zip(fake.shape, fake.stride(), strict=True)))
+        if end > size and fake.numel():
+            raise ValueError(f"{path} is truncated: tensor {name!r} ends at byte {end}, the file has {size}")
+        tensors[name] = TensorInfo(path, begin, fake.dtype, tuple(fake.shape), tuple(fake.stride()))
+    return tensors
+
+
+def _torch_load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for a bad file; each is reported with its cause
+        raise ValueError(
+            f"{path} cannot be read as weights: {str(error).splitlines()[0] if str(error) else type(error).__name__}. "
+            "Only tensors are read from a pickle, nothing in it is executed; a file that holds other objects, or is "
+            "damaged, must be converted to safetensors by someone who trusts it"
+        ) from error
+
+
+def _state_dict(loaded: Any, path: Path) -> dict[str, torch.Tensor]:
+    for wrapper in ("state_dict", "module"):  # a trainer's; DeepSpeed's
+        if isinstance(loaded, dict) and isinstance(loaded.get(wrapper), dict):
+            loaded = loaded[wrapper]
+    if not isinstance(loaded, dict) or not all(isinstance(k, str) for k in loaded):
+        raise ValueError(f"{path} holds a {type(loaded).__name__}, expected a dictionary of tensors by name")
+    tensors = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+    others = [name for name in loaded if name not in tensors]
+    if others or not tensors:
+        raise ValueError(f"{path}: expected a dictionary of tensors by name, but {others[:3] or 'it'} holds none")
+    return tensors

@@ -1,0 +1,73 @@
+"""Opening the weights of a checkpoint: one file, the shards of an index, or the parts that ranks of Megatron left."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from modelcenter.hub.files.reader import FileSource, TensorInfo
+from modelcenter.hub.files.safetensors import safetensors_header
+from modelcenter.hub.files.torch_pickle import pickle_tensors
+from modelcenter.hub.files.weight_index import MEGATRON_FIRST_PART, MEGATRON_PARTS, index_files
+
+
+def open_weight_files(weights: Path) -> FileSource:
+    """Open a weight file, or the files an index lists (find_weights), and check them; reads headers only.
+
+    Raises:
+        ValueError: a file is missing, truncated or malformed; two hold a tensor that the index does not list.
+    """
+    if weights.name == MEGATRON_FIRST_PART:
+        return _open_megatron_parts(sorted(weights.parent.glob(MEGATRON_PARTS)))
+    if weights.suffix == ".json":
+        return _open_shards(weights)
+    tensors, loaded = _read_headers([weights])
+    return FileSource(tensors[weights], loaded)
+
+
+def _open_shards(index: Path) -> FileSource:
+    entries = index_files(index)
+    files = [index.parent / name for name in sorted(set(entries.values()))]
+    absent = [path.name for path in files if not path.is_file()]
+    if absent:
+        raise ValueError(f"{index} lists {len(files)} files, of which {len(absent)} are missing: {', '.join(absent)}")
+    shards, loaded = _read_headers(files)
+    tensors, lacking = {}, {}
+    for name, file in entries.items():
+        shard = shards[index.parent / file]
+        if name in shard:
+            tensors[name] = shard[name]
+        else:  # the Hub's own converter copied indices, and left repetitions of tied tensors out of the shards
+            lacking[name] = f"{index} says that {file} holds tensor {name!r}, but it does not"
+    for path, shard in shards.items():  # transformers takes only file names from an index, and all tensors of the files
+        for name in sorted(shard.keys() - entries.keys()):
+            if name in tensors:
+                raise ValueError(
+                    f"{index} does not list tensor {name!r}, which {tensors[name].file.name} and {path.name} hold; "
+                    "add it with the file to read it from"
+                )
+            tensors[name] = shard[name]
+    return FileSource(tensors, loaded, lacking)
+
+
+def _open_megatron_parts(files: Sequence[Path]) -> FileSource:
+    """Files of ranks, with the rank before each name: "2:word_embeds.weight" (convert.megatron puts them together)."""
+    tensors: dict[str, TensorInfo] = {}
+    loaded: dict[str, torch.Tensor] = {}
+    for path in files:
+        rank = int(path.name.split("_")[2])
+        found, whole_tensors = pickle_tensors(path)
+        tensors |= {f"{rank}:{name}": info for name, info in found.items()}
+        loaded |= {f"{rank}:{name}": tensor for name, tensor in whole_tensors.items()}
+    return FileSource(tensors, loaded)
+
+
+def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, dict[str, TensorInfo]], dict[str, torch.Tensor]]:
+    found, loaded = {}, {}
+    for path in files:
+        if path.suffix == ".safetensors":
+            found[path] = safetensors_header(path)[0]
+        else:
+            found[path], whole_tensors = pickle_tensors(path)
+            loaded.update(whole_tensors)
+    return found, loaded

@@ -1,0 +1,46 @@
+"""Which files of a directory hold the weights: one file, or the shards that an index lists. Imports no torch."""
+
+import json
+from pathlib import Path
+
+from modelcenter.hub.files.json_files import unique_keys
+from modelcenter.hub.files.names import WEIGHT_FILES
+
+# Megatron's tensor parallelism leaves a file of each rank.
+MEGATRON_FIRST_PART, MEGATRON_PARTS = "mp_rank_00_model_states.pt", "mp_rank_*_model_states.pt"
+
+
+def index_files(path: Path) -> dict[str, str]:
+    """The weight map of an index: tensor -> name of the file beside it that holds it.
+
+    Raises:
+        ValueError: not an index, or an entry that is not a plain file name (it could leave the directory).
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)["weight_map"]
+        pairs = list(entries.items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not an index of weight files: {error!r}") from None
+    for name, file in pairs:
+        if not isinstance(file, str) or not file or file in (".", "..") or any(c in file for c in "/\\\0:"):
+            raise ValueError(f"{path}: the entry of tensor {name!r} is {file!r}, expected the name of a file beside it")
+    return entries
+
+
+def find_weights(directory: Path) -> Path:
+    """The weight file, or the index of weight files, of a Hugging Face directory.
+
+    Raises:
+        ValueError: the directory holds none that can be read; lists what it holds.
+    """
+    for name in WEIGHT_FILES:
+        for candidate in (directory / name, directory / f"{name}.index.json"):
+            if candidate.is_file():
+                return candidate
+    if (directory / MEGATRON_FIRST_PART).is_file():
+        return directory / MEGATRON_FIRST_PART
+    held = ", ".join(sorted(p.name for p in directory.iterdir())[:20]) or "nothing"
+    raise ValueError(
+        f"no weights in {directory}: expected {' or '.join(WEIGHT_FILES)}, or an index of shards "
+        f"(<name>.index.json). It holds: {held}"
+    )

@@ -1,0 +1,46 @@
+"""The folder of a training run, where a checkpoint is expected."""
+
+from pathlib import Path
+from typing import Any
+
+from engine import checkpoint
+from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
+
+
+def find_step(path: Any, step: str | None) -> Any:
+    """What to read of a training run's folder: its final model, else its last checkpoint; or the step that is named.
+
+    Args:
+        step: a number, "best" or "last"; None: as above. A path that is no run is returned as it is.
+
+    Raises:
+        ValueError: there is no such step.
+    """
+    folder = Path(str(path)).expanduser()
+    if (other := checkpoint.named_checkpoint(folder)) != folder:
+        path = folder = other
+    steps = next((p for p in (folder / "checkpoints", folder) if _is_steps(p)), None)
+    if step is None:
+        if (folder / MANIFEST_FILE).is_file() or (folder / CONFIG_FILE).is_file():
+            return path
+        if (folder / "model" / CONFIG_FILE).is_file():
+            return folder / "model"
+        if steps is None:
+            return path
+        step = "last"
+    if steps is None:
+        raise ValueError(f"--step {step}: {folder} holds no checkpoints/step-...")
+    name = f"step-{int(step):08d}" if step.isdigit() else step
+    found = checkpoint.named_checkpoint(steps / name)
+    if not (found / MANIFEST_FILE).is_file():
+        if name == "last":
+            latest = checkpoint.latest_checkpoint(steps)
+            if latest is not None:
+                return latest
+        held = ", ".join(sorted(p.name for p in steps.iterdir() if not p.name.startswith("."))) or "nothing"
+        raise ValueError(f"--step {step}: {steps} holds no complete checkpoint of that name; it holds {held}")
+    return found.resolve()
+
+
+def _is_steps(folder: Path) -> bool:
+    return folder.is_dir() and any(p.is_dir() for p in folder.glob("step-*"))

@@ -14,8 +14,10 @@ import modelcenter as mc
 from engine import testing
 from modelcenter import cli
 from modelcenter.hub.info import model_info, render
-from modelcenter.hub.info.parameter_counts import body_sizes, component, components_of_file, task_sizes, training_bytes
-from modelcenter.hub.info.report import stored
+from modelcenter.hub.info.components import component, components_of_file
+from modelcenter.hub.info.memory import training_bytes
+from modelcenter.hub.info.parameter_counts import body_sizes, task_sizes
+from modelcenter.hub.info.stored_files import describe_files
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.registry import ARCHITECTURES, get, preset, preset_names
 
@@ -123,7 +125,7 @@ def test_directories(tmp_path, capsys):
     model.save_pretrained(tmp_path / "pickled")
     torch.save(load_file(tmp_path / "pickled/model.safetensors"), tmp_path / "pickled/pytorch_model.bin")
     (tmp_path / "pickled/model.safetensors").unlink()
-    assert stored(tmp_path / "pickled", {})["format"] == "pickle"
+    assert describe_files(tmp_path / "pickled", {})["format"] == "pickle"
     (tmp_path / "pickled/pytorch_model.bin").unlink()
     assert "no weights" in render(model_info(str(tmp_path / "pickled")))
 

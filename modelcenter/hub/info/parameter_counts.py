@@ -1,16 +1,13 @@
-"""How large a model is, from its config alone, and what training and inference of it take. Imports no torch."""
+"""How many parameters a model has, by component, from its config alone. Imports no torch."""
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from modelcenter.convert.rules import CROSS, ArchMap, Tied, fill, template_regex
+from modelcenter.convert.rules import ArchMap
 from modelcenter.registry import get
 
-COMPOSED, _SIDES = "encoder-decoder", ("encoder", "decoder")  # a config that holds two
+COMPOSED, SIDES = "encoder-decoder", ("encoder", "decoder")  # a config that holds two
 COMPONENTS = ("embeddings", "attention", "mlp", "norms", "pooler", "head", "other")
-PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
-_SIXTEEN_BITS_KEPT = ("bf16-params", "bf16-sr")
 # Defaults of the fields that published configs leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "bert": {"max_positions": 512, "type_vocab_size": 2},
@@ -42,7 +39,7 @@ def our_names(config: Mapping[str, Any], arch: ArchMap) -> dict[str, Any]:
         given.setdefault("is_gated_act", str(kind).startswith("gated-"))
     ours = {arch.config.fields.get(key, key): value for key, value in given.items()}
     if arch.model_type == COMPOSED:
-        one, other = (_side(config, name)[0] for name in _SIDES)
+        one, other = (_side(config, name)[0] for name in SIDES)
         ours = one | ours | {"num_decoder_layers": other.get("num_layers"), "vocab_size": other.get("vocab_size")}
     return ours
 
@@ -57,6 +54,37 @@ def _side(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[st
     if not isinstance(side, Mapping):
         raise ValueError(f"config.json of an {COMPOSED} lacks {name}, so its size is not known")
     return our_names(side, get(str(side.get("model_type"))).arch_map()), dict(side)
+
+
+class _Fields:
+    """Our names as attributes, with what follows from others: head_dim, num_kv_heads, intermediate_size."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if (value := self._values.get(name)) is not None:
+            return config_fields(value) if name in SIDES else value
+        if name == "head_dim":
+            return self.hidden_size // self.num_heads
+        derived = {
+            "num_kv_heads": "num_heads",
+            "num_decoder_layers": "num_layers",
+            "embedding_size": "hidden_size",
+        }
+        if name in derived:
+            return getattr(self, derived[name])
+        if name in ("cross_attention", "attention_bias", "mlp_bias", "gated", "remove_final_norm", "q_lora_rank"):
+            return False
+        raise KeyError(name)
+
+
+def config_fields(config: Mapping[str, Any], arch: ArchMap | None = None) -> _Fields:
+    """What the conditions of rules look at, from a config.json."""
+    arch = arch or get(str(config.get("model_type"))).arch_map()
+    usual = _DEFAULTS.get(arch.model_type, {})
+    tied = config.get("tie_word_embeddings", usual.get("tie_embeddings", True))
+    return _Fields(usual | our_names(config, arch) | {"tie_embeddings": tied})
 
 
 def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
@@ -120,29 +148,6 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
 
 def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: sizes[name] for name in COMPONENTS if sizes.get(name)}
-
-
-class _Fields:
-    """Our names as attributes, with what follows from others: head_dim, num_kv_heads, intermediate_size."""
-
-    def __init__(self, values: Mapping[str, Any]):
-        self._values = values
-
-    def __getattr__(self, name: str) -> Any:
-        if (value := self._values.get(name)) is not None:
-            return _fields(value) if name in _SIDES else value
-        if name == "head_dim":
-            return self.hidden_size // self.num_heads
-        derived = {
-            "num_kv_heads": "num_heads",
-            "num_decoder_layers": "num_layers",
-            "embedding_size": "hidden_size",
-        }
-        if name in derived:
-            return getattr(self, derived[name])
-        if name in ("cross_attention", "attention_bias", "mlp_bias", "gated", "remove_final_norm", "q_lora_rank"):
-            return False
-        raise KeyError(name)
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> int:
@@ -251,7 +256,7 @@ def _cpm(c: _Fields, kind: str) -> dict[str, int]:
 def _composed(config: Mapping[str, Any]) -> dict[str, int]:
     """The body of one and the language model of the other, which are never apart, and what maps one's width to the
     other's."""
-    (one, reader), (other, writer) = (_side(config, name) for name in _SIDES)
+    (one, reader), (other, writer) = (_side(config, name) for name in SIDES)
     found = body_sizes(reader) or {}
     for name, size in (task_sizes(writer, "causal-lm") or {}).items():
         found[name] = found.get(name, 0) + size
@@ -267,101 +272,3 @@ _COUNTS: dict[str, Callable[[_Fields, str], dict[str, int]]] = {
     "opt": _opt,
     **dict.fromkeys(("cpm1", "cpm3", "cpmant", "cpmbee"), _cpm),
 }
-
-
-# -- components by name ----------------------------------------------------------------------------------------------
-
-
-def component(native: str) -> str:
-    """The component of a parameter of ours, by its name, which says it in every architecture."""
-    words = native.split(".")
-    if words[0] in _SIDES:
-        words = words[1:]
-    if words[0] in ("head", "pooler"):
-        return words[0]
-    if words[0] == "bridge":
-        return "other"
-    if "attn" in words or "cross" in words:
-        return "attention"
-    if "mlp" in words:
-        return "mlp"
-    return "norms" if any(word.endswith("norm") for word in words) else "embeddings"
-
-
-def components_of_file(names: Iterable[str], config: Mapping[str, Any], arch: ArchMap) -> dict[str, str | None]:
-    """{tensor of a Hugging Face file: its component}, through the rules.
-
-    None: it holds no parameter (a buffer, a second copy of a tied tensor). What no rule knows is "other".
-    """
-    given = _fields(config, arch)
-    prefixes = {arch.prefix, *(task.prefix for task in arch.tasks.values() if task.prefix)}
-    return {name: _of_file(name, given, arch, prefixes) for name in names}
-
-
-def _fields(config: Mapping[str, Any], arch: ArchMap | None = None) -> _Fields:
-    """What the conditions of rules look at, from a config.json."""
-    arch = arch or get(str(config.get("model_type"))).arch_map()
-    usual = _DEFAULTS.get(arch.model_type, {})
-    tied = config.get("tie_word_embeddings", usual.get("tie_embeddings", True))
-    return _Fields(usual | our_names(config, arch) | {"tie_embeddings": tied})
-
-
-def _of_file(name: str, config: Any, arch: ArchMap, prefixes: set[str]) -> str | None:
-    for pattern, replacement in arch.legacy:
-        name = re.sub(pattern, replacement, name)
-    short = name.removeprefix(next((prefix for prefix in prefixes if name.startswith(prefix)), ""))
-    if any(re.fullmatch(pattern, short) for pattern in arch.ignore):
-        return None
-    groups = [("", arch.body), *((part, entry.rules) for part, entry in arch.parts.items())]
-    for part, rules in groups:
-        for rule in rules:
-            if rule.when is not None and not rule.when(config):
-                continue
-            for template in (*rule.hub_templates(), *rule.aliases):
-                for candidate in (short, name) if part else (short,):
-                    if (match := template_regex(template).fullmatch(candidate)) is None:
-                        continue
-                    if isinstance(rule, Tied):
-                        return None
-                    if part not in ("", CROSS):
-                        return "pooler" if part == "pooler" else "head"
-                    return component(fill(rule.native_templates()[0], match.groupdict()))
-    return "other"
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def training_bytes(sizes: Mapping[str, int], layers: int, precision: str, zero: int, ranks: int) -> dict[str, int]:
-    """Bytes that each rank needs for training with AdamW, activations apart.
-
-    Args:
-        sizes: parameters by component. layers: in which those of attention, mlp and norms are; a unit is one of them.
-        precision, zero: as engine.Policy. ranks: over which the model is sharded.
-
-    Returns:
-        kept: parameters, gradients and the optimizer's state between steps, as engine.describe counts them. working:
-        gathered parameters and gradients that are not reduced yet, at most.
-    """
-    total = sum(sizes.values())
-    root = sum(sizes.get(name, 0) for name in ("embeddings", "pooler", "head", "other"))
-    unit = -(-(total - root) // max(layers, 1))
-    stored = 2 if precision in _SIXTEEN_BITS_KEPT else 4
-    state = {"bf16-params": 12, "bf16-sr": 8}.get(precision, 8)  # two moments, and an fp32 master of 16-bit parameters
-    computed = 4 if precision == "fp32" else 2
-    shard = -(-total // ranks) if zero else total
-    kept = shard * (stored + stored + state)
-    if ranks == 1 and precision == "fp32":
-        return {"kept": kept, "working": 0}  # a plain module
-    if zero == 3:  # the root stays gathered until backward has passed it; two units are there at once
-        working = (root + 2 * unit) * computed + max(root, unit) * computed
-    else:
-        copies = 0 if zero == 0 and stored == computed else total * computed
-        whole = {0: 0, 1: total * 4, 2: max(root, unit) * computed}[zero]  # level 1 reduces once a step, from fp32
-        working = copies + whole
-    return {"kept": kept, "working": working}
-
-
-def inference_bytes(total: int, width: int, ranks: int = 1) -> int:
-    """Bytes that each of `ranks` ranks keeps of the weights; keys, values and activations apart."""
-    return -(-total // ranks) * width

@@ -1,0 +1,57 @@
+"""The component of a model, such as attention or mlp, that a tensor belongs to, by its name. Imports no torch."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from modelcenter.convert.rules import CROSS, ArchMap, Tied, fill, template_regex
+from modelcenter.hub.info.parameter_counts import SIDES, config_fields
+
+
+def component(native: str) -> str:
+    """The component of a parameter of ours, by its name, which says it in every architecture."""
+    words = native.split(".")
+    if words[0] in SIDES:
+        words = words[1:]
+    if words[0] in ("head", "pooler"):
+        return words[0]
+    if words[0] == "bridge":
+        return "other"
+    if "attn" in words or "cross" in words:
+        return "attention"
+    if "mlp" in words:
+        return "mlp"
+    return "norms" if any(word.endswith("norm") for word in words) else "embeddings"
+
+
+def components_of_file(names: Iterable[str], config: Mapping[str, Any], arch: ArchMap) -> dict[str, str | None]:
+    """{tensor of a Hugging Face file: its component}, through the rules.
+
+    None: it holds no parameter (a buffer, a second copy of a tied tensor). What no rule knows is "other".
+    """
+    given = config_fields(config, arch)
+    prefixes = {arch.prefix, *(task.prefix for task in arch.tasks.values() if task.prefix)}
+    return {name: _of_file(name, given, arch, prefixes) for name in names}
+
+
+def _of_file(name: str, config: Any, arch: ArchMap, prefixes: set[str]) -> str | None:
+    for pattern, replacement in arch.legacy:
+        name = re.sub(pattern, replacement, name)
+    short = name.removeprefix(next((prefix for prefix in prefixes if name.startswith(prefix)), ""))
+    if any(re.fullmatch(pattern, short) for pattern in arch.ignore):
+        return None
+    groups = [("", arch.body), *((part, entry.rules) for part, entry in arch.parts.items())]
+    for part, rules in groups:
+        for rule in rules:
+            if rule.when is not None and not rule.when(config):
+                continue
+            for template in (*rule.hub_templates(), *rule.aliases):
+                for candidate in (short, name) if part else (short,):
+                    if (match := template_regex(template).fullmatch(candidate)) is None:
+                        continue
+                    if isinstance(rule, Tied):
+                        return None
+                    if part not in ("", CROSS):
+                        return "pooler" if part == "pooler" else "head"
+                    return component(fill(rule.native_templates()[0], match.groupdict()))
+    return "other"

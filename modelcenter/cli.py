@@ -111,10 +111,10 @@ def _download(argv: Sequence[str]) -> None:
     about = "Download what loading a model takes: config, weights in one format, tokenizer. Run again, it goes on."
     cfg = DownloadConfig.from_args(argv, "modelcenter download", about)
     from modelcenter.hub.remote.download import HubOptions
-    from modelcenter.hub.remote.snapshot import as_json, fetch
+    from modelcenter.hub.remote.snapshot import as_json, download_snapshot
 
     options = HubOptions(cfg.revision, cfg.token, cfg.cache_dir)
-    found = fetch(str(cfg.name), options, local_dir=cfg.local_dir, everything=cfg.all, say=_to_stderr)
+    found = download_snapshot(str(cfg.name), options, local_dir=cfg.local_dir, everything=cfg.all, say=_to_stderr)
     print(json.dumps(as_json(found), indent=2) if cfg.json else found.path)
 
 

@@ -1,6 +1,6 @@
 """Checkpoints of ModelCenter as files of Hugging Face's form: names, shapes, dtypes and boxes that are read lazily.
 
-`open_source` is the one way to a checkpoint's weight files: what it gives has Hugging Face's names whatever the files
+`open_hf_source` is the one way to a checkpoint's weight files: what it gives has Hugging Face's names whatever the files
 hold. Only the boxes that are asked for are read, and nothing in a pickle is executed.
 """
 
@@ -66,7 +66,7 @@ class LegacySource(FileSource):
         return out
 
 
-def open_source(files: ModelFiles) -> FileSource:
+def open_hf_source(files: ModelFiles) -> FileSource:
     """Open a checkpoint's weights, with names in Hugging Face's form (`in_hf_form` says what that is); reads headers.
 
     Raises:

@@ -4,7 +4,7 @@ import logging
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -59,37 +59,41 @@ def save_pretrained(
     """
     if format not in FORMATS:
         raise ValueError(f"format: got {format!r}, expected {' or '.join(FORMATS)}")
-    wanted, size = parse_dtype(dtype), parse_size(max_shard_size)
-    if format == "distributed" and wanted is not None:
+    weight_dtype, shard_bytes = parse_dtype(dtype), parse_size(max_shard_size)
+    if format == "distributed" and weight_dtype is not None:
         raise ValueError("dtype: a distributed checkpoint holds the parameters as they are; export with format='hf'")
-    first, doing, held = engine.rank() == 0, f"saving to {path}", False
-    place = Path(path).expanduser()
-    _check_adapter(model)
-    if format == "distributed" and getattr(model, "adapter", None) is not None:
-        raise ValueError("format: a sharded model whose adapter was merged saves with format='hf' only")
-    export = _Export(model, wanted, size)
+    _check_adapter(model, format)
+    place, activity = Path(path).expanduser(), f"saving to {path}"
+    export = _Export(model, weight_dtype, shard_bytes)
     # Outermost, for what can fail on rank 0 alone at the very end: giving the directory its name.
-    with together(doing), ExitStack() as stack:
-        directory = Path()
-        with together(doing):
-            if first:
+    with together(activity), ExitStack() as stack:
+        directory, has_tokenizer = Path(), False
+        with together(activity):
+            if engine.rank() == 0:
                 refuse_adapter_at(place)
                 directory = stack.enter_context(new_directory(place))
                 if card is None and (place / CARD_FILE).is_file():
                     card = read_card(place / CARD_FILE)
-                held = any((place / name).is_file() for name in TOKENIZER_FILES)
+                has_tokenizer = any((place / name).is_file() for name in TOKENIZER_FILES)
                 if format == "hf":
-                    write_texts(model, directory, export.dtype, tokenizer, card, held)
+                    write_texts(model, directory, export.dtype, tokenizer, card, has_tokenizer)
         directory = from_rank_0(directory)
         if format == "hf":
-            export.write(directory, doing)
-            return
-        inner = directory / "checkpoint"
-        save_model(inner, model, lambda place: write_texts(model, place, export.dtype, tokenizer, card, held))
-        if first:
-            for item in inner.iterdir():
-                item.rename(directory / item.name)
-            inner.rmdir()
+            export.write(directory, activity)
+        else:
+            _write_distributed(
+                model, directory, lambda inner: write_texts(model, inner, export.dtype, tokenizer, card, has_tokenizer)
+            )
+
+
+def _write_distributed(model: Any, directory: Path, write_files: Callable[[Path], None]) -> None:
+    """Fill a directory with a distributed checkpoint, which is made in a folder of its own; collective."""
+    inner = directory / "checkpoint"
+    save_model(inner, model, write_files)
+    if engine.rank() == 0:
+        for item in inner.iterdir():
+            item.rename(directory / item.name)
+        inner.rmdir()
 
 
 def push_to_hub(
@@ -131,14 +135,16 @@ def push_to_hub(
         return from_rank_0(address)
 
 
-def _check_adapter(model: Any) -> None:
-    """Raise ValueError for a model that is none without its adapter."""
+def _check_adapter(model: Any, format: str) -> None:
+    """Raise ValueError for a model that is none without its adapter, or whose form does not hold what is merged."""
     adapter = getattr(model, "adapter", None)
     if adapter is not None and not adapter.merged:
         merge = ", or merge it with merge_lora first" if adapter.kind == "lora" else "; it cannot be merged"
         raise ValueError(
             f"the model has an adapter ({adapter.kind}): save that with modelcenter.adapters.save_adapter{merge}"
         )
+    if format == "distributed" and adapter is not None:
+        raise ValueError("format: a sharded model whose adapter was merged saves with format='hf' only")
 
 
 def _from_all(value: Any) -> list[Any]:
@@ -169,26 +175,26 @@ class _Export:
             entries.append((name, dtype or held, layout.shapes[key]))
         self.files = plan_files(entries, max_bytes)
 
-    def write(self, directory: Path, doing: str) -> None:
+    def write(self, directory: Path, activity: str) -> None:
         """Write the files; collective. Each rank writes its slices, unless some do not see the directory of rank 0."""
         first = engine.rank() == 0
         writer = ShardedWriter(directory, self.files, self.layout, self.key_of)
-        with together(doing):
+        with together(activity):
             if first:
                 writer.allocate()
         if not all(_from_all(writer.is_visible())):
             log.info("%s is on no file system that all ranks share: rank 0 gathers and writes the model", directory)
-            with together(doing):
+            with together(activity):
                 self._write_gathered(directory) if first else deque(self._gathered(), maxlen=0)
         else:
-            with together(doing):
+            with together(activity):
                 try:
                     done = writer.write(self.model)
                 except OSError as error:
                     why = error.strerror or error
-                    raise ValueError(f"{doing} failed: {why}; nothing was changed there") from error
+                    raise ValueError(f"{activity} failed: {why}; nothing was changed there") from error
             assert sum(_from_all(done)) == writer.numel, "some element is written by no rank or by two"
-        with together(doing):
+        with together(activity):
             if first and len(self.files) > 1:
                 write_index(directory, self.files)
 
@@ -219,10 +225,12 @@ class _Export:
         return self.parameters[name] if full is None else full.detach().cpu()  # on other stages nobody reads it
 
 
-def write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any, card: Any, held: bool = False) -> None:
-    """Everything but the weights: config.json, README.md, the tokenizer (if None, the model's own unless one is held).
+def write_texts(
+    model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any, card: Any, has_tokenizer: bool = False
+) -> None:
+    """Everything but the weights: config.json, README.md, the tokenizer (if None, the model's own unless one is there).
 
-    held: what `directory` replaces has a tokenizer, perhaps with words that the model's own lacks.
+    has_tokenizer: what `directory` replaces has one, perhaps with words that the model's own lacks.
     """
     arch: ArchMap = get(model.config.model_type).arch_map()
     hf_class = arch.tasks[model.task].hf_class
@@ -235,7 +243,7 @@ def write_texts(model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any,
     (directory / CARD_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-    elif not held and (report := getattr(model, "load_report", None)) is not None:
+    elif not has_tokenizer and (report := getattr(model, "load_report", None)) is not None:
         report.sidecar.copy_tokenizer(directory)
 
 

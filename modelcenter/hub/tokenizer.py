@@ -7,21 +7,21 @@ from typing import Any
 
 from modelcenter.hub.files.git_lfs import refuse_lfs_pointer
 from modelcenter.hub.files.json_files import read_json
-from modelcenter.hub.files.names import CONFIG_FILE, SETTINGS_FILE, TOKENIZER_FILES
+from modelcenter.hub.files.names import CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILES
 from modelcenter.hub.remote.download import HubOptions, download_file, is_reachable
 from modelcenter.hub.resolve import WEIGHT_SUFFIXES, local_directory, repo_of
 from modelcenter.registry import ARCHITECTURES, get, model_type_of
 
 VOCABULARY_FILE = "vocab.txt"
 # What reads the vocab.txt of a model that no file names a tokenizer for; CpmAntTokenizer is transformers' own.
-_OF_MODEL = {
+_CPM_CLASSES = {
     "cpm1": "CPM1Tokenizer",
     "cpm2": "CPM2Tokenizer",
     "cpm3": "CpmAntTokenizer",
     "cpmbee": "CPMBeeTokenizer",
 }
 # Spellings in tokenizer_config.json -> class. The last is of the code published with CPM-Bee.
-_OURS = {name: name for name in _OF_MODEL.values() if name != "CpmAntTokenizer"} | {
+_OWN_CLASSES = {name: name for name in _CPM_CLASSES.values() if name != "CpmAntTokenizer"} | {
     "CpmBeeTokenizer": "CPMBeeTokenizer"
 }
 
@@ -43,7 +43,7 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
     if folder.is_file() and folder.name.endswith(WEIGHT_SUFFIXES):
         name_or_path = folder = folder.parent
     directory: Path | None = folder
-    if not (folder / SETTINGS_FILE).is_file():  # else a tokenizer, perhaps without a model beside it
+    if not (folder / TOKENIZER_CONFIG_FILE).is_file():  # else a tokenizer, perhaps without a model beside it
         directory = local_directory(str(name_or_path))
     source, pinned = (str(directory), None) if directory is not None else repo_of(str(name_or_path))
     if pinned is not None:
@@ -58,15 +58,19 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
     for path in held:
         refuse_lfs_pointer(path)
     kwargs.setdefault("trust_remote_code", False)  # transformers would ask on the terminal about the code of a model
-    if directory is None and _is_cached(source, kwargs) and not is_reachable(source, SETTINGS_FILE, _options(kwargs)):
+    if (
+        directory is None
+        and _is_cached(source, kwargs)
+        and not is_reachable(source, TOKENIZER_CONFIG_FILE, _options(kwargs))
+    ):
         # transformers would look half a minute for each file that is not there
         kwargs["local_files_only"] = True
-    of_cpm = _class_of_cpm(directory, source, kwargs)
+    cpm_class = _cpm_class(directory, source, kwargs)
     try:
-        if of_cpm is not None:
+        if cpm_class is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "use_fast")}
-            return of_cpm.from_pretrained(source, **kwargs)
-        return _with_end(AutoTokenizer.from_pretrained(source, **kwargs), directory, source, kwargs)
+            return cpm_class.from_pretrained(source, **kwargs)
+        return _with_eos(AutoTokenizer.from_pretrained(source, **kwargs), directory, source, kwargs)
     except Exception as error:  # the tokenizers library raises that and no other; transformers KeyErrors and more
         why = " ".join(str(error).split())
         raise ValueError(
@@ -76,36 +80,36 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
         ) from error
 
 
-def _with_end(tokenizer: Any, directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Any:
+def _with_eos(tokenizer: Any, directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Any:
     """The tokenizer; beside an encoder and a decoder that were made apart, what begins and separates texts (BERT's
-    tokenizers name no more) begins and ends those that are written, too. Arguments: as of _class_of_cpm."""
+    tokenizers name no more) begins and ends those that are written, too. Arguments: as of _cpm_class."""
     if tokenizer.eos_token is not None or tokenizer.sep_token is None:
         return tokenizer
-    config = _file_beside(CONFIG_FILE, directory, source, kwargs)
+    config = _find_file(CONFIG_FILE, directory, source, kwargs)
     if config is not None and model_type_of(read_json(config)) == "encoder-decoder":
         tokenizer.eos_token = tokenizer.sep_token
         tokenizer.bos_token = tokenizer.bos_token or tokenizer.cls_token
     return tokenizer
 
 
-def _class_of_cpm(directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Any:
+def _cpm_class(directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Any:
     """The class that reads the vocabulary of a CPM, None where transformers' AutoTokenizer knows it.
 
     Args:
         directory: where the files are, None: on the Hub, as `source`. kwargs: of load_tokenizer.
     """
     # Also tells at once of a name that is not there, or of no network.
-    path = _file_beside(SETTINGS_FILE, directory, source, kwargs)
+    path = _find_file(TOKENIZER_CONFIG_FILE, directory, source, kwargs)
     settings = read_json(path) if path is not None else {}
-    name = _OURS.get(settings.get("tokenizer_class", ""))
+    name = _OWN_CLASSES.get(settings.get("tokenizer_class", ""))
     if name is None and not settings and directory is not None:
         bare = (directory / VOCABULARY_FILE).is_file() and (directory / CONFIG_FILE).is_file()
         config = read_json(directory / CONFIG_FILE) if bare else {}
         if str(config.get("model_type")) in ARCHITECTURES:
-            name = _OF_MODEL.get(get(config["model_type"], config.get("architectures")).model_type)
+            name = _CPM_CLASSES.get(get(config["model_type"], config.get("architectures")).model_type)
     if name is None:
         return None
-    if name not in _OURS:
+    if name not in _OWN_CLASSES:
         import transformers
 
         return getattr(transformers, name)
@@ -116,7 +120,7 @@ def _class_of_cpm(directory: Path | None, source: str, kwargs: Mapping[str, Any]
     return found
 
 
-def _file_beside(name: str, directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Path | None:
+def _find_file(name: str, directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Path | None:
     """A file of the directory, or of the Hub's repository where there is none; None if it is not there."""
     if directory is None:
         return download_file(source, name, _options(kwargs))

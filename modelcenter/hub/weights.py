@@ -16,7 +16,7 @@ from modelcenter.hub.architecture import Blueprint, choose_task, find_spec, make
 from modelcenter.hub.dtypes import refuse_quantised
 from modelcenter.hub.files.dcp import DCPSource, open_model
 from modelcenter.hub.files.reader import FileSource, reading_threads
-from modelcenter.hub.legacy import open_source
+from modelcenter.hub.legacy import open_hf_source
 from modelcenter.hub.resolve import ModelFiles
 
 
@@ -80,7 +80,7 @@ def blueprint_of(
     chosen = choose_task(arch, task, files.config, files.origin)
     overrides = overrides or {}
     if arch.settle is not None and files.weights is not None:
-        with open_source(files) as source:
+        with open_hf_source(files) as source:
             overrides = {**arch.settle(files.config, source.tensors), **overrides}
     return make_blueprint(spec, chosen, files.config, overrides, files.origin)
 
@@ -98,7 +98,7 @@ def open_weights(files: ModelFiles, blueprint: Blueprint) -> Iterator[Weights]:
         with open_model(files.directory) as stored:
             yield DistributedWeights(stored, blueprint, files)
     else:
-        with open_source(files) as source:
+        with open_hf_source(files) as source:
             yield FileWeights(source, blueprint, files)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import engine
 import modelcenter as mc
 from engine import testing
-from modelcenter.hub.legacy import in_hf_form, open_source
+from modelcenter.hub.legacy import in_hf_form, open_hf_source
 from modelcenter.hub.resolve import resolve
 from modelcenter.testing import randomize_
 from modelcenter.training.trained import Trained
@@ -279,7 +279,7 @@ def test_boxes_are_read_alone(name, tmp_path):
     theirs, config, tensors = make(name)
     found = in_hf_form(resolve(save(tmp_path / "old", config, tensors)))
     reference = theirs.state_dict()
-    with open_source(found) as source:
+    with open_hf_source(found) as source:
         for key in source.tensors:
             if key in reference:
                 torch.testing.assert_close(source.read(key), reference[key], rtol=2e-7, atol=0)

@@ -19,7 +19,7 @@ from modelcenter.hub.files.dcp import open_model
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.files.weight_files import open_weight_files
-from modelcenter.hub.legacy import in_hf_form, open_source
+from modelcenter.hub.legacy import in_hf_form, open_hf_source
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import ModelFiles, resolve
 from modelcenter.hub.run_folder import find_step
@@ -160,12 +160,12 @@ def _open_hf(path: str, request: Request) -> Checkpoint:
     files = resolve(path, request.options, config=request.config)
     renamed = in_hf_form(replace(files, prefix=request.prefix, ignore=request.ignore))
     if renamed.legacy is not None:  # its names are taken apart already
-        return _interpret(open_source(renamed), HUB, renamed, replace(request, prefix="", ignore=()))
+        return _interpret(open_hf_source(renamed), HUB, renamed, replace(request, prefix="", ignore=()))
     if request.prefix or request.ignore:  # interpreted with the names it has
         assert files.weights is not None
         del renamed  # a file that can only be read whole is not held twice
         return _interpret(open_weight_files(files.weights), HUB, files, request)
-    return _interpret(open_source(renamed), HUB, files, request)
+    return _interpret(open_hf_source(renamed), HUB, files, request)
 
 
 def _requested_config(request: Request) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILES = (ADAPTER_CONFIG_FILE, "adapter_model.safetensors", "adapter_model.bin")
 CONVERSION_FILE = "conversion.json"
 CARD_FILE, CURVES_FILE = "README.md", "curves.png"
-SETTINGS_FILE = "tokenizer_config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 # Each also as <name>.index.json with shards; the last is ModelCenter's.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
 TEMPLATES_FOLDER = "additional_chat_templates"

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 XET_ADVICE = "; HF_HUB_DISABLE_XET=1 transfers without hf_xet"
-_PASSING = (408, 429, 500, 502, 503, 504)  # statuses after which hf_hub_download tries again
+_TRANSIENT_STATUSES = (408, 429, 500, 502, 503, 504)  # statuses after which hf_hub_download tries again
 
 
 class UnreachableError(ValueError):
@@ -62,14 +62,14 @@ def download_file(repo: str, name: str, options: HubOptions, listed: bool = Fals
     """
     from huggingface_hub import _CACHED_NO_EXIST
 
-    with explained(repo, options, name):
+    with explain_errors(repo, options, name):
         cached = _in_cache(repo, name, options)
     lacked = cached is _CACHED_NO_EXIST  # when it was last asked
     if lacked and _COMMIT.fullmatch(options.revision or ""):
         return None  # what a commit lacks it will not have
     try:
         asked = not listed and not isinstance(cached, str) and not is_offline(options)
-        if asked and not _reach(repo, name, options):
+        if asked and not _exists(repo, name, options):
             with suppress(ValueError):  # of a cache that cannot be written
                 _download(repo, name, options)  # notes there that the repository has no such file
             return None
@@ -80,7 +80,7 @@ def download_file(repo: str, name: str, options: HubOptions, listed: bool = Fals
         raise
 
 
-def _reach(repo: str, name: str, options: HubOptions) -> bool:
+def _exists(repo: str, name: str, options: HubOptions) -> bool:
     """Whether a repository has a file, as far as one request tells.
 
     It raises at once where there is no network or no such repository; hf_hub_download retries for half a minute.
@@ -88,13 +88,13 @@ def _reach(repo: str, name: str, options: HubOptions) -> bool:
     from huggingface_hub import errors as hub
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    with explained(repo, options, name):
+    with explain_errors(repo, options, name):
         try:
             get_hf_file_metadata(hf_hub_url(repo, name, revision=options.revision), token=options.token)
         except hub.EntryNotFoundError:
             return False
         except hub.HfHubHTTPError as error:
-            if error.response.status_code not in _PASSING:
+            if error.response.status_code not in _TRANSIENT_STATUSES:
                 raise
     return True
 
@@ -104,7 +104,7 @@ def is_reachable(repo: str, name: str, options: HubOptions) -> bool:
     if is_offline(options):
         return False
     try:
-        _reach(repo, name, options)
+        _exists(repo, name, options)
     except UnreachableError:
         return False
     except ValueError:
@@ -117,7 +117,7 @@ def _download(repo: str, name: str, options: HubOptions) -> Path | None:
     from huggingface_hub import errors as hub
     from huggingface_hub import hf_hub_download
 
-    with explained(repo, options, name):
+    with explain_errors(repo, options, name):
         try:
             path = hf_hub_download(
                 repo,
@@ -140,7 +140,7 @@ def list_files(repo: str, options: HubOptions) -> list[str]:
     """Names of all files of a repository, asked of the Hub. Raises as download_file."""
     from huggingface_hub import HfApi, constants
 
-    with explained(repo, options, "list of files"):
+    with explain_errors(repo, options, "list of files"):
         # Without a limit it would wait for ever where a network drops what is sent.
         limit = constants.HF_HUB_ETAG_TIMEOUT
         about = HfApi().model_info(repo, revision=options.revision, token=options.token, timeout=limit)
@@ -175,7 +175,7 @@ def is_offline(options: HubOptions) -> bool:
 
 
 @contextmanager
-def explained(repo: str, options: HubOptions, name: str = "files") -> Iterator[None]:
+def explain_errors(repo: str, options: HubOptions, name: str = "files") -> Iterator[None]:
     """Turn what huggingface_hub raises while it reads `name` of a repository into ValueErrors that say what to do."""
     from huggingface_hub import constants
     from huggingface_hub import errors as hub

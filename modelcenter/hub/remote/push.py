@@ -31,7 +31,7 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npz",
 
 
 @dataclass(frozen=True)
-class Pushed:
+class PushResult:
     """What a push did. `files`: bytes by name."""
 
     repo: str
@@ -156,7 +156,7 @@ def push_directory(
     revision: str | None = None,
     message: str = "Upload model",
     say: Callable[[str], None] = lambda text: None,
-) -> Pushed:
+) -> PushResult:
     """Check a directory, or the model of a run's folder, and upload it; once more after a failure goes on from there.
 
     Args:
@@ -175,7 +175,7 @@ def push_directory(
         say(f"{directory} has no {CARD_FILE}: the repository will have no model card")
     say(f"uploading {len(files)} files, {readable(sum(files.values()))}, of {directory} to {repo_id}")
     commit = upload(directory, repo_id, token, private, revision, message)
-    return Pushed(commit["repo"], commit["commit"], commit["address"], files)
+    return PushResult(commit["repo"], commit["commit"], commit["address"], files)
 
 
 def upload(

@@ -11,8 +11,8 @@ from engine.memory import readable
 from modelcenter.hub.files.names import (
     CONFIG_FILE,
     GENERATION_FILE,
-    SETTINGS_FILE,
     TEMPLATES_FOLDER,
+    TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILES,
     WEIGHT_FILES,
 )
@@ -22,14 +22,14 @@ from modelcenter.hub.remote.download import (
     download_config,
     download_file,
     download_weights,
-    explained,
+    explain_errors,
     is_offline,
 )
 from modelcenter.hub.resolve import local_directory, repo_of
 
 
 @dataclass(frozen=True)
-class Fetched:
+class Snapshot:
     """Where a model lies. `revision`: its commit. `files`: bytes by name, those that were there already too."""
 
     repo: str
@@ -38,14 +38,14 @@ class Fetched:
     files: dict[str, int]
 
 
-def fetch(
+def download_snapshot(
     name: str,
     options: HubOptions,
     *,
     local_dir: str | Path | None = None,
     everything: bool = False,
     say: Callable[[str], None] = lambda text: None,
-) -> Fetched:
+) -> Snapshot:
     """Download a model into the cache, or into a directory of its own.
 
     Args:
@@ -68,7 +68,7 @@ def fetch(
     if local_dir is None:  # the config first, which notes in the cache what commit the branch is at
         config = download_file(repo, CONFIG_FILE, options) if everything else download_config(repo, options)
         options = options if config is None else replace(options, revision=config.parent.name)
-    with explained(repo, options):
+    with explain_errors(repo, options):
         limit = constants.HF_HUB_ETAG_TIMEOUT
         about = HfApi().model_info(
             repo, revision=options.revision, files_metadata=True, token=options.token, timeout=limit
@@ -78,7 +78,7 @@ def fetch(
     wanted = list(sizes) if everything else needed_files(repo, sizes, options)
     total = sum(sizes[file] for file in wanted)
     say(f"{repo}@{about.sha}: {len(wanted)} of {len(sizes)} files, {readable(total)}, into {local_dir or 'the cache'}")
-    with explained(repo, options):
+    with explain_errors(repo, options):
         path = snapshot_download(
             repo,
             revision=about.sha,
@@ -89,7 +89,7 @@ def fetch(
         )
     if local_dir is None:
         _note_absent(repo, sizes, options)
-    return Fetched(repo, str(about.sha), Path(path), {file: sizes[file] for file in wanted})
+    return Snapshot(repo, str(about.sha), Path(path), {file: sizes[file] for file in wanted})
 
 
 def needed_files(repo: str, names: Iterable[str], options: HubOptions) -> list[str]:
@@ -123,7 +123,7 @@ def needed_files(repo: str, names: Iterable[str], options: HubOptions) -> list[s
 
 def _note_absent(repo: str, names: Container[str], options: HubOptions) -> None:
     """Have the cache say which of the files that loading looks for the commit lacks, for when there is no network."""
-    looked_for = [GENERATION_FILE, SETTINGS_FILE]
+    looked_for = [GENERATION_FILE, TOKENIZER_CONFIG_FILE]
     for weights in WEIGHT_FILES:
         if weights in names:
             break
@@ -134,7 +134,7 @@ def _note_absent(repo: str, names: Container[str], options: HubOptions) -> None:
                 download_file(repo, name, options)
 
 
-def _cached(repo: str, options: HubOptions, local_dir: Any, everything: bool, say: Callable[[str], None]) -> Fetched:
+def _cached(repo: str, options: HubOptions, local_dir: Any, everything: bool, say: Callable[[str], None]) -> Snapshot:
     """What the cache has of a model while offline, if it is whole."""
     for flag, given in (("--local_dir", local_dir is not None), ("--all", everything)):
         if given:
@@ -146,15 +146,15 @@ def _cached(repo: str, options: HubOptions, local_dir: Any, everything: bool, sa
     tokenizer = "" if any(name in files for name in TOKENIZER_FILES) else ", none of a tokenizer"
     size = readable(sum(files.values()))
     say(f"{repo}@{options.revision}: offline; {len(files)} files in the cache, {size}{tokenizer}")
-    return Fetched(repo, config.parent.name, config.parent, files)
+    return Snapshot(repo, config.parent.name, config.parent, files)
 
 
-def as_json(fetched: Fetched) -> Mapping[str, Any]:
+def as_json(snapshot: Snapshot) -> Mapping[str, Any]:
     """What --json prints."""
     return {
-        "repo": fetched.repo,
-        "revision": fetched.revision,
-        "path": str(fetched.path),
-        "bytes": sum(fetched.files.values()),
-        "files": fetched.files,
+        "repo": snapshot.repo,
+        "revision": snapshot.revision,
+        "path": str(snapshot.path),
+        "bytes": sum(snapshot.files.values()),
+        "files": snapshot.files,
     }

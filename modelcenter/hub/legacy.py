@@ -1,7 +1,7 @@
 """Checkpoints of ModelCenter as files of Hugging Face's form: names, shapes, dtypes and boxes that are read lazily.
 
-`open_hf_source` is the one way to a checkpoint's weight files: what it gives has Hugging Face's names whatever the files
-hold. Only the boxes that are asked for are read, and nothing in a pickle is executed.
+`open_hf_source` is the one way to the weight files of a checkpoint: what it gives has the names of Hugging Face, whatever
+the files hold. Only the boxes that are requested are read, and nothing in a pickle is executed.
 """
 
 import fnmatch

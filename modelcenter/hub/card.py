@@ -175,11 +175,11 @@ def check_card(text: str, where: Any) -> None:
 
 
 def without_tokens(text: str) -> str:
-    """A text with the Hub's tokens blotted out."""
+    """A text with access tokens of the Hub masked."""
     return _TOKEN.sub("hf_...", text)
 
 
-# -- what a run says of itself ---------------------------------------------------------------------------------------
+# -- the training run behind a model ---------------------------------------------------------------------------------
 
 
 def describe_run(summary: Mapping[str, Any], curve: str | None = None) -> str:
@@ -238,7 +238,7 @@ def _cell(text: str) -> str:
 
 
 def _data(fingerprint: Any) -> str:
-    """What summary.json says of data (rows, and a hash for each file or data set) as one line, without folders."""
+    """The data of summary.json (rows, and a hash for each file or data set) as one line, without folders."""
     if not isinstance(fingerprint, Mapping):
         return str(fingerprint or "")
     said = [f"{fingerprint['rows']:,} rows"] if fingerprint.get("rows") is not None else []
@@ -250,7 +250,7 @@ def _data(fingerprint: Any) -> str:
 
 
 def complete_card(run: str | Path) -> None:
-    """Add to the card of a finished run's model how it was made, and lay the curve beside it; again replaces it.
+    """Add to the card of a finished run's model how it was trained, with the curve; a second call replaces the first.
 
     Args:
         run: the folder, with summary.json, metrics.jsonl and model/; curves.png if it was drawn.

@@ -38,8 +38,8 @@ def _source_flags(parser: Parser) -> None:
 
 @functools.cache
 def _conversion() -> Any:
-    """The module that converts. What its import brings stays: to look for garbage in it, then, in each worker and at
-    the end, would take half as long as the import."""
+    """The package that converts. Garbage collection leaves its objects alone, which in each worker and at the end would
+    take half as long as the import."""
     gc.disable()
     try:
         from modelcenter.hub import conversion
@@ -92,9 +92,14 @@ def convert_main(argv: Sequence[str]) -> int:
     return 0
 
 
-def export_main(argv: Sequence[str], with_adapter: Callable[..., str | None] | None = None) -> int:
-    """with_adapter: `with_adapter(path, target, keep, idle, **options)` exports what runs that trained an adapter left,
-    and returns what it wrote, None for all else. idle: flags given that only a conversion takes."""
+def export_main(argv: Sequence[str], export_adapter: Callable[..., str | None] | None = None) -> int:
+    """Run the verb `export`.
+
+    Args:
+        export_adapter: `export_adapter(path, target, keep, unused, **options)` exports a run or checkpoint that trained
+            an adapter and returns what to print, None for anything else. unused: flags given that only a conversion
+            takes.
+    """
     about = (
         "Write the model of a run or of a checkpoint as a Hugging Face directory.\n\n"
         "Of a run: its final model, or its last checkpoint while it has none, or the one that --step names."
@@ -113,20 +118,26 @@ def export_main(argv: Sequence[str], with_adapter: Callable[..., str | None] | N
     from modelcenter.hub.run_folder import find_step
 
     path = Path(find_step(args.source, args.step)).expanduser()
-    if with_adapter is not None and path.is_dir():
+    if export_adapter is not None and path.is_dir():
         options = {} if args.keep_adapter else {"dtype": args.dtype, "max_shard_size": args.max_shard_size}
-        names = "config prefix ignore verify workers revision token cache_dir local_files_only".split()
-        names += ["dtype", "max_shard_size"] if args.keep_adapter else []
-        idle = [f"--{name}" for name in names if getattr(args, name) != parser.get_default(name)]
-        said = with_adapter(path, Path(args.target).expanduser(), args.keep_adapter, idle, **options)
-        if said is not None:
+        message = export_adapter(
+            path, Path(args.target).expanduser(), args.keep_adapter, _conversion_flags(parser, args), **options
+        )
+        if message is not None:
             done = {"source": args.source, "target": args.target, "format": "adapter" if args.keep_adapter else "hf"}
-            print(json.dumps(done) if args.json else said)
+            print(json.dumps(done) if args.json else message)
             return 0
     if args.keep_adapter:
         raise ValueError(f"keep_adapter: {args.source} is of no run with an adapter (--lora_rank)")
     _show(args, export(args.source, args.target, step=args.step, **_work(args)))
     return 0
+
+
+def _conversion_flags(parser: Parser, args: argparse.Namespace) -> list[str]:
+    """The flags given to `export` that the export of an adapter does not use."""
+    names = "config prefix ignore verify workers revision token cache_dir local_files_only".split()
+    names += ["dtype", "max_shard_size"] if args.keep_adapter else []
+    return [f"--{name}" for name in names if getattr(args, name) != parser.get_default(name)]
 
 
 def verify_main(argv: Sequence[str]) -> int:

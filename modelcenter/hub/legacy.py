@@ -1,7 +1,7 @@
 """Checkpoints of ModelCenter as files of Hugging Face's form: names, shapes, dtypes and boxes that are read lazily.
 
-`open_hf_source` is the one way to the weight files of a checkpoint: what it gives has the names of Hugging Face, whatever
-the files hold. Only the boxes that are requested are read, and nothing in a pickle is executed.
+`open_hf_source` is the one way to the weight files of a checkpoint. Tensors get their Hugging Face names, whatever the
+files hold. Only the boxes that are requested are read, and nothing in a pickle is executed.
 """
 
 import fnmatch
@@ -67,10 +67,10 @@ class LegacySource(FileSource):
 
 
 def open_hf_source(files: ModelFiles) -> FileSource:
-    """Open a checkpoint's weights, with names in Hugging Face's form (`in_hf_form` says what that is); reads headers.
+    """Open a checkpoint's weights, with names in Hugging Face's form (see `in_hf_form`); reads headers.
 
     Raises:
-        ValueError: as open_checkpoint; or a ModelCenter checkpoint that transformers' architecture cannot express.
+        ValueError: as open_weight_files; or a ModelCenter checkpoint that transformers' architecture cannot express.
     """
     base = _open(files)
     entry = files.legacy
@@ -102,7 +102,7 @@ def in_hf_form(files: ModelFiles, model_type: str | None = None) -> ModelFiles:
     """
     kind = files.config.get("model_type")
     if not isinstance(kind, str | None):
-        return files  # load.find_spec says it
+        return files  # architecture.find_spec refuses it
     if kind in ARCHITECTURES:  # two may share a model_type
         kind = get(kind, files.config.get("architectures")).model_type
     readable = {name for entry in LEGACY for name in entry.model_types}

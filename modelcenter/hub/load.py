@@ -26,7 +26,7 @@ log = logging.getLogger("modelcenter")
 
 @dataclass
 class LoadReport:
-    """What became of every tensor; `str()` is one line.
+    """What happened to every tensor of a checkpoint; `str()` is one line.
 
     Attributes:
         source: repository and commit, or directory. directory: where its files lie. repo: the Hub id, if it has one.
@@ -83,7 +83,7 @@ def load_model(
     adapter: Any = None,
     **config_overrides: Any,
 ) -> Any:
-    """Load a pretrained model, in eval mode. `model.load_report` says what became of every tensor.
+    """Load a pretrained model, in eval mode. `model.load_report` lists what happened to every tensor.
 
     Args:
         name_or_path: a name of `list_models`, a Hub id, a Hugging Face directory, a distributed checkpoint, a directory
@@ -99,7 +99,7 @@ def load_model(
         config: of a weight file that has no config.json beside it: a name, a JSON file or a dictionary.
         prefix: what to take off the names in the weight file ("bert." of a wrapped model).
         ignore: patterns of names in it to pass over ("dense.*").
-        adapter: what to put in before the model is sharded (modelcenter.adapters: Lora, Freeze, ...), or a list.
+        adapter: what to attach before the model is sharded (modelcenter.adapters: Lora, Freeze, ...), or a list.
         config_overrides: fields of the config, in our names or Hugging Face's; None drops a field of the file that is
             not understood, model_type says what a file is that does not.
 

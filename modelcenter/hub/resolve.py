@@ -1,4 +1,4 @@
-"""From what a user writes to files: a directory, a name of ours, or a Hub id."""
+"""The files of a model, from what a user writes: a directory, a name of ours, or a Hub id."""
 
 import functools
 import glob
@@ -58,7 +58,7 @@ class ModelFiles:
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """A config.json, with the model_type that its `architectures` tell where it names none (as MiniCPM's do not)."""
+    """A config.json. Where it names no model_type, as MiniCPM's do not, that of its `architectures` is added."""
     values = read_json(path)
     kind = model_type_of(values)
     return values if kind is None else values | {"model_type": kind}
@@ -97,7 +97,7 @@ def _named(name: str) -> dict[str, Any] | None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name may be one of the Hub: nothing local has it, and it is not written as a path."""
+    """Whether a name may be a Hub id: there is no such file here, and it is not written as a path."""
     return not Path(name).exists() and not name.startswith((".", "/", "~")) and name.count("/") <= 1
 
 
@@ -124,7 +124,7 @@ def local_directory(name: str) -> Path | None:
             f"({', '.join(WEIGHT_SUFFIXES)})"
         )
     if not path.exists():
-        # Between two renames of writer.put_in_place nothing has the name.
+        # Between the two renames of put_in_place nothing has the name.
         for old in path.parent.glob(f".{glob.escape(path.name)}.replaced-*"):
             raise ValueError(
                 f"no such directory: {path}. A save that was killed was replacing it; {old} is it: rename it, or save "

@@ -136,7 +136,7 @@ def push_to_hub(
 
 
 def _check_adapter(model: Any, format: str) -> None:
-    """Raise ValueError for a model that is none without its adapter, or whose form does not hold what is merged."""
+    """Raise ValueError for a model with an adapter that is not merged, or that was merged and cannot be saved so."""
     adapter = getattr(model, "adapter", None)
     if adapter is not None and not adapter.merged:
         merge = ", or merge it with merge_lora first" if adapter.kind == "lora" else "; it cannot be merged"
@@ -148,7 +148,7 @@ def _check_adapter(model: Any, format: str) -> None:
 
 
 def _from_all(value: Any) -> list[Any]:
-    """Every rank's value, on every rank."""
+    """The values of all ranks, on every rank."""
     found = [value] * engine.world_size()
     if engine.world_size() > 1:
         torch.distributed.all_gather_object(found, value)
@@ -248,7 +248,7 @@ def write_texts(
 
 
 def write_own_texts(model: Any, directory: Path) -> None:
-    """What a checkpoint needs to be exported alone: the texts of a model with its own tokenizer.
+    """Write what a checkpoint needs to be exported by itself: the texts of a model with its own tokenizer.
 
     There are none for an architecture or a task that is not registered, which has no export.
     """

@@ -25,7 +25,7 @@ class SidecarFiles:
 
     def __init__(self, directory: Path | None, repo: str | None = None, options: HubOptions | None = None):
         self._directory, self._repo, self._options = directory, repo, options or HubOptions()
-        self._listed: set[str] | None = None  # of the repository, once it was asked
+        self._listed: set[str] | None = None  # names of the files of the repository, once it has been asked
 
     def file(self, name: str) -> Path | None:
         """A file, downloaded if need be; None if there is none."""
@@ -42,7 +42,7 @@ class SidecarFiles:
     def tokenizer(self) -> dict[str, Path]:
         """The files of the tokenizer: name in a model's directory -> where it lies."""
         held = self._names()
-        # No deeper, and nothing with "..": what a mirror lists becomes paths here.
+        # No subfolders and nothing with "..": what a mirror lists becomes paths here.
         templates = sorted(name for name in held if re.fullmatch(rf"{TEMPLATES_FOLDER}/[^/]+\.jinja", name))
         found = {name: self.file(name) for name in (*TOKENIZER_FILES, *templates) if name in held}
         return {name: path for name, path in found.items() if path is not None}
@@ -70,7 +70,7 @@ class SidecarFiles:
         return {path.relative_to(self._directory).as_posix() for path in paths if path.is_file()}
 
     def _do_without(self, error: ValueError) -> None:
-        """Take what is left from the cache."""
+        """Say why the Hub gives nothing more, and use the cache alone from here on."""
         why = "the Hub cannot be reached" if isinstance(error, UnreachableError) else error
         log.warning("%s: of its tokenizer, card and other texts only what is cached is taken: %s", self._repo, why)
         self._options = replace(self._options, local_files_only=True)

@@ -93,12 +93,12 @@ def _with_eos(tokenizer: Any, directory: Path | None, source: str, kwargs: Mappi
 
 
 def _cpm_class(directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Any:
-    """The class that reads the vocabulary of a CPM, None where transformers' AutoTokenizer knows it.
+    """The tokenizer class of a CPM model; None where transformers' AutoTokenizer knows it.
 
     Args:
         directory: where the files are, None: on the Hub, as `source`. kwargs: of load_tokenizer.
     """
-    # Also tells at once of a name that is not there, or of no network.
+    # Fails at once for a name that is not there, or without a network.
     path = _find_file(TOKENIZER_CONFIG_FILE, directory, source, kwargs)
     settings = read_json(path) if path is not None else {}
     name = _OWN_CLASSES.get(settings.get("tokenizer_class", ""))

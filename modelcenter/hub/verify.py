@@ -1,4 +1,4 @@
-"""Are two checkpoints the same? Both are read as Hugging Face's tensors, through the rules, whatever form they have."""
+"""Compare two checkpoints of any form: both are read as Hugging Face's tensors, through the conversion rules."""
 
 from dataclasses import dataclass, field
 from math import prod
@@ -16,7 +16,7 @@ from modelcenter.hub.files.raw_io import as_bytes
 
 @dataclass
 class Verification:
-    """What `verify` found. Names are Hugging Face's.
+    """The result of `verify`. Names are Hugging Face's.
 
     Attributes:
         equal: tensors that both have, with the same shape, dtype and bits.

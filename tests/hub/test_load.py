@@ -572,8 +572,7 @@ def test_several_threads(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "hub")
     model.save_pretrained(tmp_path / "shards", format="distributed")
     size = sum(tensor.nbytes for tensor in load_file(tmp_path / "hub" / "model.safetensors").values())
-    for module in ("load", "weights"):
-        monkeypatch.setattr(f"modelcenter.hub.{module}.reading_threads", lambda: 4)
+    monkeypatch.setattr("modelcenter.hub.weights.reading_threads", lambda: 4)
     used = set()
     read = FileSource.read
 

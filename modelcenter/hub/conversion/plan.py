@@ -11,7 +11,7 @@ from modelcenter.convert.pieces import HUB, NATIVE, Box, box_numel, whole
 from modelcenter.convert.stream import chunks
 from modelcenter.hub.conversion.checkpoint import Checkpoint
 from modelcenter.hub.files.dcp import MODEL, DCPTensorInfo, write_metadata
-from modelcenter.hub.files.raw_io import make_file
+from modelcenter.hub.files.raw_io import allocate_file
 from modelcenter.hub.files.safetensors import Entry, FilePlan, file_head, plan_files, write_index
 from modelcenter.hub.files.torch_archive import archive_frame
 
@@ -65,7 +65,7 @@ class Plan:
             head = self.heads.get(name, b"")
             path.parent.mkdir(parents=True, exist_ok=True)
             if not _is_made(path, size, head):
-                make_file(path, size, head)
+                allocate_file(path, size, head)
         if self.side == NATIVE:
             write_metadata(directory / MODEL, {job.name: _stored(job) for job in self.jobs})
 

@@ -29,7 +29,7 @@ def write_at(handle: int, data: memoryview, start: int) -> None:
         data, start = data[count:], start + count
 
 
-def make_file(path: Path, size: int, head: bytes = b"") -> None:
+def allocate_file(path: Path, size: int, head: bytes = b"") -> None:
     """Make a file at its full size, with what it starts with. Raises OSError where the disk is too full for it.
 
     A file that has its size begins right: an interruption falls behind the allocation, which may take minutes.

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,14 +17,24 @@ import engine
 from modelcenter.convert.pieces import HUB, NATIVE, Box, Piece, bounds, box_numel, is_plain_copy, restrict, split, view
 from modelcenter.convert.rules import Layout
 from modelcenter.convert.stream import Space, chunks, copy_values
-from modelcenter.hub.files.raw_io import as_bytes, make_file, write_at
+from modelcenter.hub.files.raw_io import allocate_file, as_bytes, write_at
 from modelcenter.hub.files.safetensors import FilePlan, file_head
 
 _BLOCK_BYTES = 2**20  # of elements that change their order, so that they stay in the cache while they are written
 
 
+class _Place(NamedTuple):
+    """Where a piece of one of our parameters goes: which tensor of which file it is a part of."""
+
+    piece: Piece
+    file: str
+    start: int  # byte of the tensor's first element
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class ShardedWriter:
-    """The files of an export and where each tensor lies in them; every rank makes the same.
+    """Writes the files of an export from all ranks; every rank makes the same.
 
     Args:
         key_of: name in the files -> key of the layout.
@@ -31,19 +42,20 @@ class ShardedWriter:
 
     def __init__(self, directory: Path, files: Sequence[FilePlan], layout: Layout, key_of: Mapping[str, str]):
         self._directory, self._files = directory, files
-        self._places: dict[str, list[tuple[Piece, str, int, tuple[int, ...], torch.dtype]]] = {}
+        self._places: dict[str, list[_Place]] = {}
         self.numel = 0
         for file in files:
             for (name, dtype, shape), start in zip(file.entries, file_head(file.entries)[1], strict=False):
                 self.numel += prod(shape)
                 for piece in layout.pieces[key_of[name]]:
-                    self._places.setdefault(piece.names[NATIVE], []).append((piece, file.name, start, shape, dtype))
+                    place = _Place(piece, file.name, start, shape, dtype)
+                    self._places.setdefault(piece.names[NATIVE], []).append(place)
 
     def allocate(self) -> None:
         """Make the files at their full size, with their headers; on one rank, before any writes."""
         for file in self._files:
             head, places = file_head(file.entries)
-            make_file(self._directory / file.name, places[-1], head)
+            allocate_file(self._directory / file.name, places[-1], head)
 
     def is_visible(self) -> bool:
         """Whether this rank sees the files that rank 0 made."""
@@ -58,19 +70,26 @@ class ShardedWriter:
             for name, offsets, held in engine.local_slices(model, owned=True):
                 places = self._places.get(name, ())
                 local = held.detach().cpu() if places else held
-                box = tuple((low, low + size) for low, size in zip(offsets, local.shape, strict=True))
-                for piece, file, start, shape, dtype in places:
-                    if file not in handles:
-                        handles[file] = os.open(self._directory / file, os.O_WRONLY)
-                        stack.callback(os.close, handles[file])
-                    for part in restrict(piece, NATIVE, box):
-                        for dense in split(part, HUB):
-                            for block, data in _blocks(dense, local, offsets, dtype, space):
-                                _put(handles[file], data, start, block, shape, dtype.itemsize)
-                        done += part.numel
+                for place in places:
+                    if place.file not in handles:
+                        handles[place.file] = os.open(self._directory / place.file, os.O_WRONLY)
+                        stack.callback(os.close, handles[place.file])
+                    done += _write_slice(handles[place.file], place, local, offsets, space)
             for handle in handles.values():
                 os.fsync(handle)
         return done
+
+
+def _write_slice(handle: int, place: _Place, local: torch.Tensor, offsets: Sequence[int], space: Space) -> int:
+    """Write the elements of a local slice that belong to one place; returns their number."""
+    done = 0
+    box = tuple((low, low + size) for low, size in zip(offsets, local.shape, strict=True))
+    for part in restrict(place.piece, NATIVE, box):
+        for dense in split(part, HUB):
+            for block, data in _blocks(dense, local, offsets, place.dtype, space):
+                _put(handle, data, place.start, block, place.shape, place.dtype.itemsize)
+        done += part.numel
+    return done
 
 
 def _blocks(

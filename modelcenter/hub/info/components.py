@@ -9,7 +9,7 @@ from modelcenter.hub.info.parameter_counts import SIDES, config_fields
 
 
 def component(native: str) -> str:
-    """The component of a parameter of ours, by its name, which says it in every architecture."""
+    """The component of one of our parameters, by its name, which is alike in every architecture."""
     words = native.split(".")
     if words[0] in SIDES:
         words = words[1:]

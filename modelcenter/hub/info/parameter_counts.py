@@ -80,7 +80,7 @@ class _Fields:
 
 
 def config_fields(config: Mapping[str, Any], arch: ArchMap | None = None) -> _Fields:
-    """What the conditions of rules look at, from a config.json."""
+    """The fields of a config.json that the conditions of conversion rules look at."""
     arch = arch or get(str(config.get("model_type"))).arch_map()
     usual = _DEFAULTS.get(arch.model_type, {})
     tied = config.get("tie_word_embeddings", usual.get("tie_embeddings", True))

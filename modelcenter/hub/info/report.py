@@ -45,7 +45,7 @@ def model_info(name: str, options: HubOptions | None = None, gpus: int = 8) -> d
 
 
 def _locate(name: str, options: HubOptions) -> tuple[dict[str, Any], dict[str, Any], Path | None]:
-    """Where a model is: as the report says it, its config.json, and the directory of its weights if they are here."""
+    """Where a model is, as reported; its config.json; and the directory of its weights, if they are here."""
     directory = local_directory(name)
     if directory is not None:
         distributed = (directory / MANIFEST_FILE).is_file()

@@ -1,4 +1,4 @@
-"""What is on the disk of a model: the files of a directory, and the commits in huggingface_hub's cache.
+"""The files of a model on the disk: those of a directory, and the commits in huggingface_hub's cache.
 
 Imports no torch.
 """

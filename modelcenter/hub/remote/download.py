@@ -66,7 +66,7 @@ def download_file(repo: str, name: str, options: HubOptions, listed: bool = Fals
         cached = _in_cache(repo, name, options)
     lacked = cached is _CACHED_NO_EXIST  # when it was last asked
     if lacked and _COMMIT.fullmatch(options.revision or ""):
-        return None  # what a commit lacks it will not have
+        return None  # a commit does not change
     try:
         asked = not listed and not isinstance(cached, str) and not is_offline(options)
         if asked and not _exists(repo, name, options):
@@ -81,7 +81,7 @@ def download_file(repo: str, name: str, options: HubOptions, listed: bool = Fals
 
 
 def _exists(repo: str, name: str, options: HubOptions) -> bool:
-    """Whether a repository has a file, as far as one request tells.
+    """Ask the Hub once whether a repository has a file.
 
     It raises at once where there is no network or no such repository; hf_hub_download retries for half a minute.
     """
@@ -113,7 +113,7 @@ def is_reachable(repo: str, name: str, options: HubOptions) -> bool:
 
 
 def _download(repo: str, name: str, options: HubOptions) -> Path | None:
-    """download_file without a look at whether the Hub is there."""
+    """As download_file, without asking first whether the Hub can be reached."""
     from huggingface_hub import errors as hub
     from huggingface_hub import hf_hub_download
 
@@ -148,7 +148,7 @@ def list_files(repo: str, options: HubOptions) -> list[str]:
 
 
 def from_hub_or_cache(repo: str, work: Callable[[HubOptions], T], options: HubOptions) -> T:
-    """What `work` gives; where the Hub cannot be reached or refuses, what it gives of the cache alone.
+    """The result of `work`; where the Hub cannot be reached or refuses, its result with the cache alone.
 
     A model that is whole in the cache often lacks files that are looked for because other models have them.
 

@@ -118,7 +118,7 @@ def _check_tensors(directory: Path, say: Callable[[str], None]) -> None:
     with open_weight_files(find_weights(directory)) as source:
         files = resolve(directory)
         if str(files.config.get("model_type")) not in ARCHITECTURES:
-            # transformers' or somebody's own: the files are whole, what must be in them is not known here.
+            # Of transformers or the user's own: the files are complete, what must be in them is not known here.
             return say(
                 f"{directory}: {files.config.get('model_type')!r} is not known here; its tensors' names and "
                 "shapes are not checked"
@@ -157,7 +157,7 @@ def push_directory(
     message: str = "Upload model",
     say: Callable[[str], None] = lambda text: None,
 ) -> PushResult:
-    """Check a directory, or the model of a run's folder, and upload it; once more after a failure goes on from there.
+    """Check a directory, or the model of a run's folder, and upload it; after a failure a second call continues.
 
     Args:
         repo_id: "owner/name"; made if there is none. private: for a new repository; True is refused where it is public.
@@ -187,7 +187,7 @@ def upload(
     message: str = "Upload model",
     keep: tuple[tuple[str, ...], ...] = (),
 ) -> Mapping[str, str]:
-    """Upload a model's directory; what an earlier model left in the repository goes, as where one is saved.
+    """Upload a model's directory; files of an earlier model in the repository are deleted, as when saving over one.
 
     Args:
         keep: groups of patterns; of a group of which the repository has a file already, none is uploaded.

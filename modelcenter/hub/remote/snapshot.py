@@ -1,4 +1,4 @@
-"""`modelcenter download`: the files of a model that are needed; huggingface_hub resumes what broke off."""
+"""`modelcenter download`: a snapshot of the files that a model needs; huggingface_hub resumes interrupted downloads."""
 
 import glob
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -122,7 +122,7 @@ def needed_files(repo: str, names: Iterable[str], options: HubOptions) -> list[s
 
 
 def _note_absent(repo: str, names: Container[str], options: HubOptions) -> None:
-    """Have the cache say which of the files that loading looks for the commit lacks, for when there is no network."""
+    """Note in the cache which of the files that loading looks for are not in the commit, for use without a network."""
     looked_for = [GENERATION_FILE, TOKENIZER_CONFIG_FILE]
     for weights in WEIGHT_FILES:
         if weights in names:
@@ -135,7 +135,7 @@ def _note_absent(repo: str, names: Container[str], options: HubOptions) -> None:
 
 
 def _cached(repo: str, options: HubOptions, local_dir: Any, everything: bool, say: Callable[[str], None]) -> Snapshot:
-    """What the cache has of a model while offline, if it is whole."""
+    """The files of a model in the cache, if it is complete; used while offline."""
     for flag, given in (("--local_dir", local_dir is not None), ("--all", everything)):
         if given:
             raise ValueError(f"{flag} needs the Hub, but HF_HUB_OFFLINE (or local_files_only) is set")

@@ -1,6 +1,6 @@
 """What a conversion writes: files in which every byte has its place before the first is written."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -78,23 +78,23 @@ def _is_made(path: Path, size: int, head: bytes) -> bool:
         return file.read(len(head)) == head
 
 
-def target_dtype(checkpoint: Checkpoint, side: int, key: str, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype of a tensor of the target: that of what it is made of, or `wanted` if it is a number with a fraction.
+def target_dtype(checkpoint: Checkpoint, side: int, key: str, requested: torch.dtype | None) -> torch.dtype:
+    """The dtype of a tensor of the target: `requested` for floating tensors, else that of the tensors it is made of.
 
     Raises:
-        ValueError: it is made of tensors of several dtypes, and none is wanted.
+        ValueError: it is made of tensors of several dtypes, and none is requested.
     """
     parts = checkpoint.source_names(side, key)
     dtypes = {checkpoint.source.dtype(name) for name in parts}
-    if wanted is not None and all(dtype.is_floating_point for dtype in dtypes):
-        return wanted
+    if requested is not None and all(dtype.is_floating_point for dtype in dtypes):
+        return requested
     if len(dtypes) > 1:
         held = ", ".join(f"{name} is {checkpoint.source.dtype(name)}" for name in parts)
         raise ValueError(f"{checkpoint.origin}: {key!r} is one tensor, but {held}; choose one with --dtype")
     return next(iter(dtypes))
 
 
-def plan_hub(checkpoint: Checkpoint, wanted: torch.dtype | None, max_bytes: int) -> tuple[Plan, list[FilePlan]]:
+def plan_hub(checkpoint: Checkpoint, dtype: torch.dtype | None, shard_bytes: int) -> tuple[Plan, list[FilePlan]]:
     """A Hugging Face directory of everything that `checkpoint` holds; also its FilePlans, for the index."""
     layout = checkpoint.layout
     keys = {layout.written[key]: key for key in checkpoint.hub_keys()}
@@ -102,16 +102,16 @@ def plan_hub(checkpoint: Checkpoint, wanted: torch.dtype | None, max_bytes: int)
     ties = [tie for tie in layout.ties.values() if tie.write and tie.to in held]
     keys.update({layout.written[tie.key]: tie.to for tie in ties})
     entries: list[Entry] = [
-        (name, target_dtype(checkpoint, HUB, key, wanted), layout.shapes[key]) for name, key in keys.items()
+        (name, target_dtype(checkpoint, HUB, key, dtype), layout.shapes[key]) for name, key in keys.items()
     ]
-    files = plan_files(entries, max_bytes)
-    plan = Plan(HUB, {}, {}, [])
+    files = plan_files(entries, shard_bytes)
+    sizes, heads, jobs = {}, {}, []
     for file in files:
-        plan.heads[file.name], places = file_head(file.entries)
-        plan.sizes[file.name] = places[-1]
-        for (name, dtype, shape), start in zip(file.entries, places, strict=False):
-            plan.jobs.append(Job(name, keys[name], dtype, shape, file.name, (Segment(whole(shape), start),), False))
-    return plan, files
+        heads[file.name], starts = file_head(file.entries)
+        sizes[file.name] = starts[-1]
+        for (name, kind, shape), start in zip(file.entries, starts, strict=False):
+            jobs.append(Job(name, keys[name], kind, shape, file.name, (Segment(whole(shape), start),), False))
+    return Plan(HUB, sizes, heads, jobs), files
 
 
 def write_hub_index(directory: Path, files: Sequence[FilePlan]) -> None:
@@ -119,28 +119,44 @@ def write_hub_index(directory: Path, files: Sequence[FilePlan]) -> None:
         write_index(directory, files)
 
 
-def plan_distributed(checkpoint: Checkpoint, wanted: torch.dtype | None) -> Plan:
+def plan_distributed(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Plan:
     """A distributed checkpoint of everything that `checkpoint` holds."""
-    dtypes = {name: target_dtype(checkpoint, NATIVE, name, wanted) for name in checkpoint.native_names()}
-    sizes = {name: prod(checkpoint.layout.native_shapes[name]) * dtype.itemsize for name, dtype in dtypes.items()}
-    # Files of about one size, so that processes that take one each end together.
+    shapes = checkpoint.layout.native_shapes
+    dtypes = {name: target_dtype(checkpoint, NATIVE, name, dtype) for name in checkpoint.native_names()}
+    jobs, sizes = [], {}
+    for number, names in enumerate(_even_groups({name: prod(shapes[name]) * d.itemsize for name, d in dtypes.items()})):
+        file, end = f"{MODEL}/__{number}_0.distcp", 0
+        for name in names:
+            segments, end = _archive_segments(dtypes[name], shapes[name], end)
+            jobs.append(Job(name, name, dtypes[name], shapes[name], file, segments, True))
+        sizes[file] = end
+    return Plan(NATIVE, sizes, {}, jobs)
+
+
+def _even_groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Tensors, in their order, in groups of about one size, so that processes that take one each end together."""
     total = sum(sizes.values())
     share = max(1, total // max(1, round(total / _SHARDS_BYTES)))
-    plan, number, at, seen, end = Plan(NATIVE, {}, {}, []), 0, 0, 0, share
-    for name, dtype in dtypes.items():
-        shape = checkpoint.layout.native_shapes[name]
-        if at and seen >= end:
-            number, at, end = number + 1, 0, (seen // share + 1) * share
-        seen += sizes[name]
-        file = f"{MODEL}/__{number}_0.distcp"
-        segments = []
-        for box in chunks(whole(shape), max(1, _PART_BYTES // dtype.itemsize)):
-            before, after = archive_frame(dtype, tuple(high - low for low, high in box), 0)
-            segments.append(Segment(box, at + len(before)))
-            at += len(before) + box_numel(box) * dtype.itemsize + len(after)
-        plan.jobs.append(Job(name, name, dtype, shape, file, tuple(segments), True))
-        plan.sizes[file] = at
-    return plan
+    group: list[str] = []
+    seen, end = 0, share
+    for name, size in sizes.items():
+        if group and seen >= end:
+            yield group
+            group, end = [], (seen // share + 1) * share
+        seen += size
+        group.append(name)
+    if group:
+        yield group
+
+
+def _archive_segments(dtype: torch.dtype, shape: tuple[int, ...], at: int) -> tuple[tuple[Segment, ...], int]:
+    """The archives of a tensor, one after the other from byte `at` of a file on; also where they end."""
+    segments = []
+    for box in chunks(whole(shape), max(1, _PART_BYTES // dtype.itemsize)):
+        before, after = archive_frame(dtype, tuple(high - low for low, high in box), 0)
+        segments.append(Segment(box, at + len(before)))
+        at += len(before) + box_numel(box) * dtype.itemsize + len(after)
+    return tuple(segments), at
 
 
 def _stored(job: Job) -> DCPTensorInfo:

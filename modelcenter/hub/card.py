@@ -50,8 +50,6 @@ def make_card(model: Any, hf_class: str, details: Mapping[str, Any] | None = Non
     Raises:
         ValueError: a key of `details` is unknown, or a value is none that the Hub's front matter may have.
     """
-    from huggingface_hub import ModelCardData
-
     given = dict(details or {})
     known = (*_PLAIN, *_DATASET, "title", "base_model", "run", "text")
     unknown = [key for key in given if key not in known]
@@ -60,16 +58,40 @@ def make_card(model: Any, hf_class: str, details: Mapping[str, Any] | None = Non
     report = getattr(model, "load_report", None)
     base = given.get("base_model", report.repo if report is not None else None)
     title = given.get("title") or f"{hf_class} fine-tuned with ModelCenter"
+    values = _metric_values(given.get("metrics"))
+    lines = ["---", _front_matter(model, given, values, title, base), "---", "", f"# {title}", ""]
+    if base:
+        at = "" if report is None or report.repo != base else f" at commit `{report.source.rpartition('@')[2]}`"
+        lines += [f"Started from `{base}`{at}.", ""]
+    if values:
+        lines += ["| metric | value |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in values.items()), ""]
+    lines += ["```python", *_loading(model, hf_class), "```", ""]
+    if given.get("text"):
+        lines += [str(given["text"]).strip(), ""]
+    if given.get("run"):
+        lines += [describe_run(given["run"]), ""]
+    return without_tokens("\n".join(lines))
+
+
+def _metric_values(metrics: Any) -> dict[str, Any]:
+    """The finite values of metrics that are given as {name: value}."""
+    if not isinstance(metrics, Mapping):
+        return {}
+    return {name: value for name, value in metrics.items() if _finite(name, value)}
+
+
+def _front_matter(model: Any, given: Mapping[str, Any], values: Mapping[str, Any], title: str, base: str | None) -> str:
+    """The YAML of a card. Raises ValueError for a value that the Hub's front matter may not have."""
+    from huggingface_hub import ModelCardData
+
     front: dict[str, Any] = {key: given[key] for key in _PLAIN if given.get(key)}
     tags = ["modelcenter", model.config.model_type, *_SUBTASKS.get(model.task, ()), *front.get("tags", ())]
     front["tags"] = list(dict.fromkeys(tags))
-    metrics = front.get("metrics")
-    if isinstance(metrics, Mapping):
-        metrics = {name: value for name, value in metrics.items() if _finite(name, value)}
-        front["metrics"] = list(metrics) or None
-    if isinstance(metrics, Mapping) and metrics:
+    if isinstance(front.get("metrics"), Mapping):
+        front["metrics"] = list(values) or None
+    if values:
         front["model_name"] = title
-        front["eval_results"] = _results(given, metrics, PIPELINES[model.task])
+        front["eval_results"] = _results(given, values, PIPELINES[model.task])
     if base:
         front["base_model_relation"] = "finetune"
     data = ModelCardData(
@@ -79,23 +101,7 @@ def make_card(model: Any, hf_class: str, details: Mapping[str, Any] | None = Non
         ignore_metadata_errors=False,
         **front,
     )
-    lines = ["---", data.to_yaml().strip(), "---", "", f"# {title}", ""]
-    if base:
-        at = "" if report is None or report.repo != base else f" at commit `{report.source.rpartition('@')[2]}`"
-        lines += [f"Started from `{base}`{at}.", ""]
-    if isinstance(metrics, Mapping) and metrics:
-        lines += ["| metric | value |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in metrics.items()), ""]
-    lines += [
-        "```python",
-        *_loading(model, hf_class),
-        "```",
-        "",
-    ]
-    if given.get("text"):
-        lines += [str(given["text"]).strip(), ""]
-    if given.get("run"):
-        lines += [describe_run(given["run"]), ""]
-    return without_tokens("\n".join(lines))
+    return data.to_yaml().strip()
 
 
 def _loading(model: Any, hf_class: str) -> list[str]:

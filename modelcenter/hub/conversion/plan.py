@@ -10,7 +10,7 @@ import torch
 from modelcenter.convert.pieces import HUB, NATIVE, Box, box_numel, whole
 from modelcenter.convert.stream import chunks
 from modelcenter.hub.conversion.checkpoint import Checkpoint
-from modelcenter.hub.files.dcp import MODEL, DCPTensorInfo, write_metadata
+from modelcenter.hub.files.dcp import MODEL_FOLDER, DCPTensorInfo, write_metadata
 from modelcenter.hub.files.raw_io import allocate_file
 from modelcenter.hub.files.safetensors import Entry, FilePlan, file_head, plan_files, write_index
 from modelcenter.hub.files.torch_archive import archive_frame
@@ -67,7 +67,7 @@ class Plan:
             if not _is_made(path, size, head):
                 allocate_file(path, size, head)
         if self.side == NATIVE:
-            write_metadata(directory / MODEL, {job.name: _stored(job) for job in self.jobs})
+            write_metadata(directory / MODEL_FOLDER, {job.name: _stored(job) for job in self.jobs})
 
 
 def _is_made(path: Path, size: int, head: bytes) -> bool:
@@ -125,7 +125,7 @@ def plan_distributed(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Plan:
     dtypes = {name: target_dtype(checkpoint, NATIVE, name, dtype) for name in checkpoint.native_names()}
     jobs, sizes = [], {}
     for number, names in enumerate(_even_groups({name: prod(shapes[name]) * d.itemsize for name, d in dtypes.items()})):
-        file, end = f"{MODEL}/__{number}_0.distcp", 0
+        file, end = f"{MODEL_FOLDER}/__{number}_0.distcp", 0
         for name in names:
             segments, end = _archive_segments(dtypes[name], shapes[name], end)
             jobs.append(Job(name, name, dtypes[name], shapes[name], file, segments, True))

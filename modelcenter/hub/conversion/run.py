@@ -28,7 +28,7 @@ from modelcenter.hub.conversion.fill import Filler, WorkUnit, hash_tensor, work_
 from modelcenter.hub.conversion.metadata import write_conversion_record, write_manifest, write_model_files
 from modelcenter.hub.conversion.plan import Job, plan_distributed, plan_hub, write_hub_index
 from modelcenter.hub.conversion.progress import Progress, Report
-from modelcenter.hub.conversion.workers import can_fork, flushing, make_lock, run_all
+from modelcenter.hub.conversion.workers import can_fork, flushing, imap_unordered, make_lock
 from modelcenter.hub.dtypes import parse_dtype
 from modelcenter.hub.files.adapter_files import refuse_adapter_at
 from modelcenter.hub.files.atomic_directory import checked_target, finish_replacing, put_in_place
@@ -231,7 +231,7 @@ class _Run:
 
     def _each(self, what: str, work: Any, jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         progress = Progress(what, sum(job.nbytes for job in jobs), self.show_progress)
-        yield from run_all(work, jobs, self.workers, progress, self.peaks)
+        yield from imap_unordered(work, jobs, self.workers, progress, self.peaks)
         progress.close()
 
     def _intact(self, scratch: Path, recorded: dict[str, str]) -> dict[str, str]:

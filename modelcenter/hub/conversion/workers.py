@@ -28,7 +28,7 @@ def can_fork() -> bool:
     return not others and not torch.cuda.is_initialized()
 
 
-def run_all(
+def imap_unordered(
     work: Work, items: Sequence[Any], workers: int, progress: Progress, peaks: list[int] | None = None
 ) -> Iterator[tuple[int, Any]]:
     """Do `work(item, report)` for every item; yields (index, result) as they come.

@@ -11,12 +11,12 @@ import torch
 
 from engine.checkpoint import check_manifest
 from engine.checkpoint.dcp_metadata import FILES, METADATA, Described, pickled, stand_in, stored_metadata
-from modelcenter.convert.pieces import Box, whole
+from modelcenter.convert.pieces import Box, box_numel, whole
 from modelcenter.hub.files.adapter_files import refuse_adapter_tensors
 from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.files.torch_archive import locate_tensor
 
-MODEL = "model"  # where engine.checkpoint puts the parameters
+MODEL_FOLDER = "model"  # where engine.checkpoint puts the parameters
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DCPTensorInfo:
 class DCPSource:
     """The model in a distributed checkpoint, saved on any mesh (convert.stream.Source)."""
 
-    def __init__(self, directory: Path, part: str = MODEL):
+    def __init__(self, directory: Path, part: str = MODEL_FOLDER):
         """Reads the descriptions, no tensor. Raises ValueError: damaged, or the parts of a tensor do not make it up."""
         self._root = (directory / part).resolve()
         self.tensors = _read_infos(stored_metadata(directory, part), directory / part)
@@ -149,11 +149,11 @@ def _read_info(name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]
         parts.append((box, _plain_name(place.relative_path), int(place.offset), int(place.length)))
     boxes = [box for box, *_ in parts]
     inside = all(0 <= a <= b <= n for box in boxes for (a, b), n in zip(box, shape, strict=True))
-    if not inside or not _are_disjoint(boxes) or sum(_numel(box) for box in boxes) != prod(shape):
+    if not inside or not _are_disjoint(boxes) or sum(box_numel(box) for box in boxes) != prod(shape):
         raise ValueError(f"its parts do not make up its shape {shape} once")
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
         raise ValueError(f"it has the name {name!r} and the dtype {dtype!r}")
-    return DCPTensorInfo(shape, dtype, tuple(part for part in parts if _numel(part[0])))
+    return DCPTensorInfo(shape, dtype, tuple(part for part in parts if box_numel(part[0])))
 
 
 def _are_disjoint(boxes: Iterable[Box]) -> bool:
@@ -162,7 +162,7 @@ def _are_disjoint(boxes: Iterable[Box]) -> bool:
     They are gone through along the dimension in which they are cut most, and each is compared with those alone that
     reach as far: of a tensor in one part on each of many ranks, looking at all pairs would take longer than reading it.
     """
-    held = [box for box in boxes if box and _numel(box)]
+    held = [box for box in boxes if box and box_numel(box)]
     if not held:
         return True
     along = max(range(len(held[0])), key=lambda d: len({box[d] for box in held}))
@@ -175,10 +175,6 @@ def _are_disjoint(boxes: Iterable[Box]) -> bool:
     return True
 
 
-def _numel(box: Box) -> int:
-    return prod(high - low for low, high in box)
-
-
 def _plain_name(name: Any) -> str:
     if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\\0"):
         raise ValueError(f"it names the file {name!r}, expected one beside it")
@@ -188,7 +184,7 @@ def _plain_name(name: Any) -> str:
 def write_metadata(directory: Path, infos: Mapping[str, DCPTensorInfo]) -> None:
     """Write the description of tensors whose files lie in `directory`, for torch.distributed.checkpoint to read."""
 
-    def told(name: str, **attributes: Any) -> Described:
+    def describe(name: str, **attributes: Any) -> Described:
         return stand_in(METADATA, name)(state=attributes)
 
     entries: dict[str, Any] = {}
@@ -198,21 +194,21 @@ def write_metadata(directory: Path, infos: Mapping[str, DCPTensorInfo]) -> None:
         for number, (box, file, start, length) in enumerate(info.parts):
             offsets = torch.Size(low for low, _ in box)
             sizes = torch.Size(high - low for low, high in box)
-            chunks.append(told("ChunkStorageMetadata", offsets=offsets, sizes=sizes))
+            chunks.append(describe("ChunkStorageMetadata", offsets=offsets, sizes=sizes))
             place = {"relative_path": file, "offset": start, "length": length}
-            index = told("MetadataIndex", fqn=name, offset=offsets, index=number)
+            index = describe("MetadataIndex", fqn=name, offset=offsets, index=number)
             places[index] = stand_in(FILES, "_StorageInfo")(state=place)
         # As TensorProperties gives its state: dtype, layout, requires_grad, memory format (0: contiguous), pinned.
         kind = (info.dtype, torch.strided, False, stand_in(METADATA, "_MEM_FORMAT_ENCODING")(0), False)
         properties = stand_in(METADATA, "TensorProperties")(state=kind)
         size = torch.Size(info.shape)
-        entries[name] = told("TensorStorageMetadata", properties=properties, size=size, chunks=chunks)
-    metadata = told(
+        entries[name] = describe("TensorStorageMetadata", properties=properties, size=size, chunks=chunks)
+    metadata = describe(
         "Metadata",
         state_dict_metadata=entries,
         planner_data={name: (name,) for name in entries},
         storage_data=places,
-        storage_meta=told("StorageMeta", checkpoint_id=None, save_id=str(uuid.uuid4()), load_id=None, modules=[]),
+        storage_meta=describe("StorageMeta", checkpoint_id=None, save_id=str(uuid.uuid4()), load_id=None, modules=[]),
         version=None,
     )
     (directory / ".metadata").write_bytes(pickled(metadata))

@@ -150,7 +150,7 @@ def model_type_of(config: Mapping[str, Any]) -> Any:
     if kind is not None or not isinstance(named, list):
         return "encoder-decoder" if kind == "encoder_decoder" else kind  # transformers 3 wrote the latter
     for spec in ARCHITECTURES.values():
-        # Those that are told by their classes are so in `get`, beside the model_type that they share.
+        # Architectures that share a model_type, and that `get` tells apart by their classes, are left out.
         if not spec.architectures and spec.arch_map().declared_task(named) is not None:
             return spec.model_type
     return None

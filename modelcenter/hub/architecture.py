@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from modelcenter import registry
 from modelcenter.config import ModelConfig
 from modelcenter.convert.pieces import Shape
 from modelcenter.convert.rules import ArchMap, Layout, compile_layout
-from modelcenter.registry import ARCHITECTURES, ArchSpec, get, model_type_of, nearest
+from modelcenter.registry import ARCHITECTURES, ArchSpec, model_type_of, nearest
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
             f"Known: {', '.join(ARCHITECTURES)}"
         )
     spec = (
-        None if architecture is not None and str(kind) not in ARCHITECTURES else get(kind, config.get("architectures"))
+        None
+        if architecture is not None and str(kind) not in ARCHITECTURES
+        else registry.get(kind, config.get("architectures"))
     )
     if spec is None:
         raise ValueError(f"{origin} has the model_type {kind!r}, expected {architecture!r}; load it with its own class")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.memory import readable
+from modelcenter import registry
 from modelcenter.hub.files.names import CARD_FILE, CURVES_FILE
-from modelcenter.registry import get
 
 PIPELINES = {
     "base": "feature-extraction",
@@ -106,7 +106,7 @@ def _front_matter(model: Any, given: Mapping[str, Any], values: Mapping[str, Any
 
 def _loading(model: Any, hf_class: str) -> list[str]:
     """Lines of Python that load it: with transformers' own class, or the code that `auto_map` of config.json names."""
-    written = get(model.config.model_type).arch_map().config.write(model.config, hf_class, "float32")
+    written = registry.get(model.config.model_type).arch_map().config.write(model.config, hf_class, "float32")
     places = {str(place).rpartition(".")[2]: auto for auto, place in (written.get("auto_map") or {}).items()}
     name, more = (places[hf_class], ", trust_remote_code=True") if hf_class in places else (hf_class, "")
     return [

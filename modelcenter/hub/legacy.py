@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from modelcenter import registry
 from modelcenter.convert.cpm_legacy import CPM
 from modelcenter.convert.legacy import LEGACY, add_legacy, looks_legacy, recognise
 from modelcenter.convert.legacy_form import Made, compile_legacy, hf_config, name_of
@@ -18,7 +19,7 @@ from modelcenter.convert.pieces import HUB, NATIVE, Box, bounds, restrict, view,
 from modelcenter.hub.files.reader import FileSource, TensorInfo
 from modelcenter.hub.files.weight_files import open_weight_files
 from modelcenter.hub.resolve import ModelFiles
-from modelcenter.registry import ARCHITECTURES, get
+from modelcenter.registry import ARCHITECTURES
 
 for _entry in CPM:
     add_legacy(_entry)
@@ -104,7 +105,7 @@ def in_hf_form(files: ModelFiles, model_type: str | None = None) -> ModelFiles:
     if not isinstance(kind, str | None):
         return files  # architecture.find_spec refuses it
     if kind in ARCHITECTURES:  # two may share a model_type
-        kind = get(kind, files.config.get("architectures")).model_type
+        kind = registry.get(kind, files.config.get("architectures")).model_type
     readable = {name for entry in LEGACY for name in entry.model_types}
     if files.weights is None or (kind is not None and kind not in readable):
         return files

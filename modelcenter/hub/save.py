@@ -13,6 +13,7 @@ import torch
 
 import engine
 from engine.checkpoint import all_tensors, from_rank_0, named_tensors, save_model, together, whole_tensor
+from modelcenter import registry
 from modelcenter.convert.rules import ArchMap, compile_layout
 from modelcenter.convert.stream import export_tensor
 from modelcenter.hub.card import make_card, read_card, without_tokens
@@ -24,7 +25,7 @@ from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE,
 from modelcenter.hub.files.safetensors import Entry, SafetensorsWriter, parse_size, plan_files, write_index
 from modelcenter.hub.files.sharded_writer import ShardedWriter
 from modelcenter.hub.remote.push import upload
-from modelcenter.registry import ARCHITECTURES, get, shipped_file
+from modelcenter.registry import ARCHITECTURES, shipped_file
 
 log = logging.getLogger("modelcenter")
 
@@ -159,7 +160,7 @@ class _Export:
     """A model as the hub tensors it consists of, in the order of the files to write. Every rank makes the same."""
 
     def __init__(self, model: Any, dtype: torch.dtype | None, max_bytes: int):
-        arch: ArchMap = get(model.config.model_type).arch_map()
+        arch: ArchMap = registry.get(model.config.model_type).arch_map()
         self.model, self.held, self.parameters = model, named_tensors(model), all_tensors(model)
         if (adapter := getattr(model, "adapter", None)) is not None:
             names = adapter.layout.native_shapes  # what is beside them adds nothing once merged
@@ -232,7 +233,7 @@ def write_texts(
 
     has_tokenizer: what `directory` replaces has one, perhaps with words that the model's own lacks.
     """
-    arch: ArchMap = get(model.config.model_type).arch_map()
+    arch: ArchMap = registry.get(model.config.model_type).arch_map()
     hf_class = arch.tasks[model.task].hf_class
     write_json(directory / CONFIG_FILE, arch.config.write(model.config, hf_class, str(dtype).removeprefix("torch.")))
     for name in arch.files:

@@ -5,12 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from modelcenter import registry
 from modelcenter.hub.files.git_lfs import refuse_lfs_pointer
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILES
 from modelcenter.hub.remote.download import HubOptions, download_file, is_reachable
 from modelcenter.hub.resolve import WEIGHT_SUFFIXES, local_directory, repo_of
-from modelcenter.registry import ARCHITECTURES, get, model_type_of
+from modelcenter.registry import ARCHITECTURES, model_type_of
 
 VOCABULARY_FILE = "vocab.txt"
 # What reads the vocab.txt of a model that no file names a tokenizer for; CpmAntTokenizer is transformers' own.
@@ -106,7 +107,7 @@ def _cpm_class(directory: Path | None, source: str, kwargs: Mapping[str, Any]) -
         bare = (directory / VOCABULARY_FILE).is_file() and (directory / CONFIG_FILE).is_file()
         config = read_json(directory / CONFIG_FILE) if bare else {}
         if str(config.get("model_type")) in ARCHITECTURES:
-            name = _CPM_CLASSES.get(get(config["model_type"], config.get("architectures")).model_type)
+            name = _CPM_CLASSES.get(registry.get(config["model_type"], config.get("architectures")).model_type)
     if name is None:
         return None
     if name not in _OWN_CLASSES:

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from modelcenter import registry
 from modelcenter.convert.rules import ArchMap
-from modelcenter.registry import get
 
 COMPOSED, SIDES = "encoder-decoder", ("encoder", "decoder")  # a config that holds two
 COMPONENTS = ("embeddings", "attention", "mlp", "norms", "pooler", "head", "other")
@@ -53,7 +53,7 @@ def _side(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[st
     side = config.get(name)
     if not isinstance(side, Mapping):
         raise ValueError(f"config.json of an {COMPOSED} lacks {name}, so its size is not known")
-    return our_names(side, get(str(side.get("model_type"))).arch_map()), dict(side)
+    return our_names(side, registry.get(str(side.get("model_type"))).arch_map()), dict(side)
 
 
 class _Fields:
@@ -81,7 +81,7 @@ class _Fields:
 
 def config_fields(config: Mapping[str, Any], arch: ArchMap | None = None) -> _Fields:
     """The fields of a config.json that the conditions of conversion rules look at."""
-    arch = arch or get(str(config.get("model_type"))).arch_map()
+    arch = arch or registry.get(str(config.get("model_type"))).arch_map()
     usual = _DEFAULTS.get(arch.model_type, {})
     tied = config.get("tie_word_embeddings", usual.get("tie_embeddings", True))
     return _Fields(usual | our_names(config, arch) | {"tie_embeddings": tied})
@@ -102,7 +102,7 @@ def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
     count = _COUNTS.get(kind)
     if count is None:
         return None
-    fields = _DEFAULTS.get(kind, {}) | our_names(config, get(kind).arch_map())
+    fields = _DEFAULTS.get(kind, {}) | our_names(config, registry.get(kind).arch_map())
     try:
         found = count(_Fields(fields), kind)
     except KeyError as error:
@@ -123,7 +123,7 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
     sizes, kind = body_sizes(config), str(config.get("model_type"))
     if sizes is None or task not in ("base", "masked-lm", "pretraining", "causal-lm", "seq2seq-lm"):
         return None
-    arch = get(kind).arch_map()
+    arch = registry.get(kind).arch_map()
     if task not in arch.tasks:
         return None
     if kind == COMPOSED:

@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from modelcenter import registry
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.info.memory import PRECISIONS, inference_bytes, training_bytes
 from modelcenter.hub.info.parameter_counts import body_sizes, our_names, task_sizes
 from modelcenter.hub.info.stored_files import cached_files, describe_files, newest_snapshot
 from modelcenter.hub.remote.download import HubOptions, download_config, is_offline
 from modelcenter.hub.resolve import local_directory, read_model_config, repo_of
-from modelcenter.registry import ARCHITECTURES, get, preset
+from modelcenter.registry import ARCHITECTURES, preset
 
 _WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of a parameter in inference
 _SHOWN = ("hidden_size", "num_layers", "num_decoder_layers", "num_heads", "num_kv_heads", "vocab_size", "max_positions")
@@ -88,7 +89,7 @@ def _describe_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "unknown").removeprefix("torch."),
     }
     if str(kind) in ARCHITECTURES:
-        arch = get(str(kind), config.get("architectures")).arch_map()
+        arch = registry.get(str(kind), config.get("architectures")).arch_map()
         ours = our_names(config, arch)
         described["task"] = arch.declared_task(config.get("architectures"))
         described["tasks"] = list(arch.tasks)

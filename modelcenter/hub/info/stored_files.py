@@ -9,12 +9,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from modelcenter import registry
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import MANIFEST_FILE, WEIGHT_FILES
 from modelcenter.hub.info.components import components_of_file
 from modelcenter.hub.info.parameter_counts import COMPONENTS
 from modelcenter.hub.remote.download import HubOptions
-from modelcenter.registry import ARCHITECTURES, get
+from modelcenter.registry import ARCHITECTURES
 
 
 def describe_files(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def _read_headers(paths: list[Path], config: Mapping[str, Any]) -> tuple[dict[st
             raise ValueError(f"{path} is not a valid safetensors file: {error}") from None
     kind = config.get("model_type")
     known = str(kind) in ARCHITECTURES
-    arch = get(str(kind), config.get("architectures")).arch_map() if known else None
+    arch = registry.get(str(kind), config.get("architectures")).arch_map() if known else None
     where: dict[str, str | None] = dict.fromkeys(shapes, "other")
     if arch is not None:
         where = components_of_file(shapes, config, arch)

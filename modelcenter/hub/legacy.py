@@ -109,10 +109,8 @@ def in_hf_form(files: ModelFiles, model_type: str | None = None) -> ModelFiles:
     readable = {name for entry in LEGACY for name in entry.model_types}
     if files.weights is None or (kind is not None and kind not in readable):
         return files
-    if kind is not None and files.weights.suffix in (
-        ".safetensors",
-        ".json",
-    ):  # no need to open what transformers wrote
+    of_transformers = files.weights.suffix in (".safetensors", ".json")
+    if kind is not None and of_transformers:  # no need to open it
         return files
     with _open(files) as source:
         shapes = {name: info.shape for name, info in source.tensors.items()}

@@ -124,8 +124,6 @@ def load_model(
         weights.fill(model)
     _initialise(model, seed, adapters, weights.fresh)
     report = _report(files, options, blueprint, weights, time.perf_counter() - began)
-    if parse_dtype(dtype) is not None:
-        report.file_dtypes = []
     model.load_report = report
     if files.directory is not None and (files.directory / GENERATION_FILE).is_file():
         model.generation_config = read_json(files.directory / GENERATION_FILE)

@@ -175,7 +175,7 @@ def test_dtypes(dtype, saved, tmp_path):
     assert_same_file(path, tmp_path / "ours")
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     wide = mc.from_pretrained(path, dtype="fp32")
-    assert wide.dtype == torch.float32
+    assert wide.dtype == torch.float32 and wide.load_report.file_dtypes == model.load_report.file_dtypes
     for (name, a), (_, b) in zip(wide.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(a, b.float()), name
     wide.save_pretrained(tmp_path / "narrow", dtype=dtype)

@@ -21,7 +21,7 @@ from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.files.weight_files import open_weight_files
 from modelcenter.hub.legacy import in_hf_form, open_hf_source
 from modelcenter.hub.remote.download import HubOptions
-from modelcenter.hub.resolve import ModelFiles, resolve
+from modelcenter.hub.resolve import ModelFiles, read_config, resolve
 from modelcenter.hub.run_folder import find_step
 from modelcenter.hub.sidecar import SidecarFiles
 from modelcenter.hub.weights import represented_key
@@ -147,7 +147,7 @@ def open_checkpoint(path: Any, request: Request | None = None) -> Checkpoint:
 def _open_distributed(directory: Path, request: Request) -> Checkpoint:
     """A distributed checkpoint, of a model or of training."""
     source = open_model(directory)
-    values = _requested_config(request)
+    values = None if request.config is None else read_config(request.config, request.options)
     if values is None:
         if not (directory / CONFIG_FILE).is_file():
             raise ValueError(f"{directory} has no {CONFIG_FILE}; say with --config NAME|FILE of which model it is")
@@ -166,16 +166,6 @@ def _open_hf(path: str, request: Request) -> Checkpoint:
         del renamed  # a file that can only be read whole is not held twice
         return _interpret(open_weight_files(files.weights), HUB, files, request)
     return _interpret(open_hf_source(renamed), HUB, files, request)
-
-
-def _requested_config(request: Request) -> dict[str, Any] | None:
-    """The config.json that the user named."""
-    if request.config is None:
-        return None
-    path = Path(request.config).expanduser()
-    if path.is_file():
-        return read_json(path)
-    return resolve(request.config, request.options, weights=False).config
 
 
 # -- what the tensors mean -------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Floating dtypes of parameters: their names, which of several a model gets, and which are refused."""
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return found
 
 
-def common_dtype(dtypes: Collection[torch.dtype], config: Mapping[str, Any]) -> torch.dtype:
+def common_dtype(dtypes: set[torch.dtype], config: Mapping[str, Any]) -> torch.dtype:
     """The dtype for "as the files hold them": their one dtype; of several, the one in config.json, else the widest."""
     if len(dtypes) == 1:
         return next(iter(dtypes))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
     "modelcenter.adapters.lora": ("Lora", "add_lora", "load_lora", "merge_lora"),
-    "modelcenter.adapters.files": ("save_adapter",),
+    "modelcenter.adapters.save": ("save_adapter",),
     "modelcenter.adapters.freezing": ("Freeze", "freeze", "trainable_parameters"),
     "modelcenter.adapters.prompt": ("PromptTuning", "load_prompt"),
     "modelcenter.adapters.quantize": ("check_quantize",),
@@ -23,7 +23,6 @@ _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
-    from modelcenter.adapters.files import save_adapter as save_adapter
     from modelcenter.adapters.freezing import Freeze as Freeze
     from modelcenter.adapters.freezing import freeze as freeze
     from modelcenter.adapters.freezing import trainable_parameters as trainable_parameters
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from modelcenter.adapters.prompt import PromptTuning as PromptTuning
     from modelcenter.adapters.prompt import load_prompt as load_prompt
     from modelcenter.adapters.quantize import check_quantize as check_quantize
+    from modelcenter.adapters.save import save_adapter as save_adapter
 
 
 def __getattr__(name: str) -> Any:

@@ -4,50 +4,33 @@ import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
 
 import engine
 from engine.checkpoint import named_tensors
 from engine.init import clean_name, init_parameters_
 from engine.shards import is_sharded
-from engine.tensors import local_box, local_tensor
+from engine.tensors import local_tensor
+from modelcenter.adapters.load import AdapterFile, open_adapter, write_values
+from modelcenter.adapters.lora_layers import lora_layers, merged_weight, reset_magnitude
+from modelcenter.adapters.modules_to_save import choose_parameters
+from modelcenter.adapters.peft_format import ADAPTER_NAME, import_peft
 from modelcenter.adapters.quantize import check_quantize, quantized
-from modelcenter.adapters.read import AdapterFile, open_adapter
 from modelcenter.adapters.state import (
-    NAME,
-    Attached,
+    AdapterState,
     adapter_parameters,
-    base_name,
     check_free,
+    install,
     layout_of,
-    let_go,
-    materialize_own,
-    take_over,
-    trained_whole,
+    make_state,
+    materialize_adapter,
+    uninstall,
 )
-from modelcenter.convert.rules import Layout
+from modelcenter.adapters.targets import choose_layers
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.models.base import Model
-from modelcenter.registry import nearest
-
-ALL_LINEAR = "all-linear"
-
-
-def import_peft() -> Any:
-    """The package peft.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    try:
-        import peft
-    except ImportError as error:
-        raise ValueError(f"LoRA needs the package peft ({error}): pip install 'modelcenter[lora]'") from error
-    return peft
 
 
 @dataclass
@@ -93,65 +76,90 @@ class Lora:
         Raises:
             ValueError: a target or module that the model lacks or that cannot be adapted; peft is missing.
         """
-        peft = import_peft()
+        import_peft()
         check_free(model, "adapter")
         check_quantize(self.quantize)
         if self.quantize is not None and self.use_dora:
             raise ValueError("quantize: not with use_dora, which needs the norms of the weights; leave one out")
-        _, layout = layout_of(model)
-        if self.saved is None:
-            trained = trained_whole(model, self.modules_to_save, fresh)
-            ranks = dict.fromkeys(_targets(model, layout, self.targets, trained), self.rank)
-            alpha = 2 * self.rank if self.alpha is None else self.alpha
-            scales = dict.fromkeys(ranks, alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank))
-        else:
-            ranks, scales, trained = self.saved.match(model, layout)
-            alpha = self.saved.alpha
-        state = Attached("lora", layout, base_name(model), ranks, scales, self.rank, alpha, self.dropout)
-        state.dora, state.rslora, state.trained = self.use_dora, self.use_rslora, trained
-        state.required = {clean_name(n): p.requires_grad for n, p in model.named_parameters()}
+        state = self._make_state(model, fresh)
         if engine.runtime.current().tp_size > 1:
-            if self.use_dora or (self.dropout and self.saved is None):
-                what = "use_dora" if self.use_dora else "lora_dropout"
-                raise ValueError(f"{what}: not with tp_size above 1; leave it out, or use tp_size=1")
-            if self.dropout:
-                model.register_forward_pre_hook(_refuse_training)
-        spec = model.init_spec()
-        config = peft.LoraConfig(
-            r=self.rank,
-            lora_alpha=alpha,
-            lora_dropout=self.dropout,
-            target_modules=list(ranks),
-            rank_pattern={re.escape(name): rank for name, rank in ranks.items() if rank != self.rank},
-            use_dora=self.use_dora,
-            use_rslora=self.use_rslora,
-        )
-        peft.inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)
-        for name, layer in _layers(model).items():
-            layer.scaling[NAME] = scales[name]
+            self._guard_tensor_parallel(model)
+        init_spec = model.init_spec()
+        self._inject(model, state)
         for raw, parameter in model.named_parameters():
             name = clean_name(raw)
-            if name in trained:
+            if name in state.trained:
                 parameter.requires_grad_(state.required[name])
             elif parameter.requires_grad and parameter.itemsize < 4:
                 parameter.data = parameter.data.float()  # small steps would vanish in 16 bits
-        take_over(model, state, spec)
+        install(model, state, init_spec)
+
+    def _make_state(self, model: Model, fresh: Collection[str]) -> AdapterState:
+        """Which layers are adapted how, and what is trained whole: as the file has it, or as this was asked for."""
+        _, layout = layout_of(model)
+        if self.saved is None:
+            trained = choose_parameters(model, self.modules_to_save, fresh)
+            ranks = dict.fromkeys(choose_layers(model, layout, self.targets, trained), self.rank)
+            scales = dict.fromkeys(ranks, self._alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank))
+        else:
+            values = self.saved.lora_values(model, layout)
+            trained = list(values.saved)
+            ranks = {name: update.rank for name, update in values.updates.items()}
+            scales = {name: update.scale for name, update in values.updates.items()}
+        return make_state(
+            model,
+            "lora",
+            layout,
+            trained,
+            ranks=ranks,
+            scales=scales,
+            dropout=self.dropout,
+            dora=self.use_dora,
+            rslora=self.use_rslora,
+        )
+
+    @property
+    def _alpha(self) -> float:
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+    def _guard_tensor_parallel(self, model: Model) -> None:
+        """Refuse what cannot be trained on a part of the outputs: DoRA and dropout."""
+        if self.use_dora or (self.dropout and self.saved is None):
+            what = "use_dora" if self.use_dora else "lora_dropout"
+            raise ValueError(f"{what}: not with tp_size above 1; leave it out, or use tp_size=1")
+        if self.dropout:
+            model.register_forward_pre_hook(_refuse_training)
+
+    def _inject(self, model: Model, state: AdapterState) -> None:
+        """Put peft's layers around the linear layers, with the ranks and scales of each."""
+        config = import_peft().LoraConfig(
+            r=self.rank,
+            lora_alpha=self._alpha,
+            lora_dropout=self.dropout,
+            target_modules=list(state.ranks),
+            rank_pattern={re.escape(name): rank for name, rank in state.ranks.items() if rank != self.rank},
+            use_dora=self.use_dora,
+            use_rslora=self.use_rslora,
+        )
+        import_peft().inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=True)
+        for name, layer in lora_layers(model).items():
+            layer.scaling[ADAPTER_NAME] = state.scales[name]
 
     def start(self, model: Model, seed: int = 0) -> None:
         """Give the updates their first values: those of a file, or A by `seed` and B zero. The same on any mesh."""
         if self.quantize is not None:
             if is_sharded(model):
                 raise ValueError("quantize: the model is sharded; pass policy=False, or Policy(precision='fp32')")
-            for layer in _layers(model).values():
+            for layer in lora_layers(model).values():
                 layer.base_layer = quantized(layer.base_layer, self.quantize)
             model.adapter.quantized = self.quantize
         if self.saved is not None:
-            self.saved.fill(model)
+            write_values(model, self.saved.lora_values(model, model.adapter.layout))
             return
         init_parameters_(model, seed, adapter_parameters(model))
         if model.adapter.dora:
-            for layer in _layers(model).values():
-                _own_magnitude(layer.lora_magnitude_vector[NAME].weight, _rows(layer))
+            for layer in lora_layers(model).values():
+                reset_magnitude(layer)
 
 
 def add_lora(
@@ -208,7 +216,7 @@ def _put_in(lora: Lora, model: Model, seed: int = 0, fresh: Collection[str] = ()
     if on_meta:
         raise ValueError("the model is on the meta device: load it with from_pretrained(adapter=...) instead")
     lora.attach(model, fresh)
-    materialize_own(model)
+    materialize_adapter(model)
     lora.start(model, seed)
     return model
 
@@ -235,27 +243,19 @@ def merge_lora(model: Model) -> Model:
             "update; save the adapter, load the base without quantize, then load_lora and merge"
         )
     named_tensors(model)  # shows the shards, not what an evaluation gathered
-    for layer in _layers(model).values():
-        weight = layer.base_layer.weight
-        merged = _rows(layer)
-        if state.dora:
-            magnitude = _whole(layer.lora_magnitude_vector[NAME].weight).to(merged)
-            if hasattr(weight, "placements"):
-                size, offset = local_box(weight.shape, weight.device_mesh, weight.placements)
-                magnitude = magnitude[offset[0] : offset[0] + size[0]]
-            merged *= (magnitude / merged.norm(dim=1))[:, None]
-        local_tensor(weight).copy_(merged)
+    for layer in lora_layers(model).values():
+        local_tensor(layer.base_layer.weight).copy_(merged_weight(layer, state.dora))
     if not is_sharded(model) and model.pipeline is None:
-        for name, layer in _layers(model).items():
+        for name, layer in lora_layers(model).items():
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, layer.base_layer)
         model.__dict__.pop("peft_config", None)
-        let_go(model)
+        uninstall(model)
         return model
-    for layer in _layers(model).values():
-        local_tensor(layer.lora_B[NAME].weight).zero_()
+    for layer in lora_layers(model).values():
+        local_tensor(layer.lora_B[ADAPTER_NAME].weight).zero_()
         if state.dora:
-            _own_magnitude(layer.lora_magnitude_vector[NAME].weight, _rows(layer))
+            reset_magnitude(layer)
     state.merged = True
     return model
 
@@ -267,77 +267,3 @@ def _refuse_training(model: Any, *_: Any) -> None:
             "lora_dropout: this adapter has dropout, and cannot be trained with tp_size above 1. To use it, call "
             "model.eval(); to train it, use tp_size=1 or adapter=dataclasses.replace(load_lora(path), dropout=0.0)"
         )
-
-
-# -- parts -----------------------------------------------------------------------------------------------------------
-
-
-def _layers(model: nn.Module) -> dict[str, Any]:
-    """{name of a linear layer of ours: peft's layer around it}; of a pipeline, those of this rank's stage."""
-    named: Any = model.named_modules()
-    adapted = {clean_name(name): module for name, module in named if hasattr(module, "lora_A")}
-    return {name: layer for name, layer in adapted.items() if layer.base_layer.weight is not None}
-
-
-def _targets(
-    model: Model, layout: Layout, wanted: str | Sequence[str] | None, trained: Collection[str] = ()
-) -> list[str]:
-    """Names of the linear layers to adapt, in the model's order; not those of the parameters `trained` whole.
-
-    Raises:
-        ValueError: a target that no linear layer has, or one that is trained whole.
-    """
-    linears = [
-        clean_name(n) for n, m in model.named_modules() if isinstance(m, nn.Linear) and not model.is_head(f"{n}.")
-    ]
-    if wanted is None or wanted == ALL_LINEAR or list(wanted) == [ALL_LINEAR]:
-        return [name for name in linears if f"{name}.weight" not in trained]
-    if not wanted:
-        raise ValueError("lora_targets: got none; name layers, or leave it out for every linear layer outside heads")
-    hub_of: dict[str, list[str]] = {}
-    for key in layout.shapes:
-        for native in layout.natives(key):
-            module = native.rpartition(".")[0]
-            if module in linears:
-                hub_of.setdefault(module, []).append(layout.written[key].rpartition(".")[0])
-    found: set[str] = set()
-    for target in [wanted] if isinstance(wanted, str) else wanted:
-        patterns = (target, f"*.{target}")
-        hits = [n for n in linears if any(fnmatchcase(x, p) for x in (n, *hub_of.get(n, ())) for p in patterns)]
-        if not hits:
-            leaves = {n.rpartition(".")[2] for n in (*linears, *(h for hub in hub_of.values() for h in hub))}
-            raise ValueError(
-                f"lora_targets: {target!r} matches no linear layer.{nearest(target, leaves)} This model has "
-                f"{', '.join(sorted({n.rpartition('.')[2] for n in linears}))} (and Hugging Face's names of these), or "
-                f"{ALL_LINEAR!r}"
-            )
-        found.update(hits)
-    chosen = [name for name in linears if name in found]
-    if both := [name for name in chosen if f"{name}.weight" in trained]:
-        raise ValueError(f"modules_to_save: {', '.join(both)} would be trained whole and adapted; leave it out of one")
-    return chosen
-
-
-def _whole(parameter: Any) -> torch.Tensor:
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
-
-
-def _rows(layer: Any) -> torch.Tensor:
-    """This rank's part of the updated weight of a layer, in fp32 or wider."""
-    weight = layer.base_layer.weight
-    local = local_tensor(weight).detach()
-    wide = local.to(torch.promote_types(local.dtype, torch.float32), copy=True)
-    a, b = _whole(layer.lora_A[NAME].weight).to(wide), _whole(layer.lora_B[NAME].weight).to(wide)
-    if hasattr(weight, "placements"):
-        size, offset = local_box(weight.shape, weight.device_mesh, weight.placements)
-        b, a = b[offset[0] : offset[0] + size[0]], a[:, offset[1] : offset[1] + size[1]]
-    return wide.addmm_(b, a, alpha=layer.scaling[NAME])
-
-
-@torch.no_grad()
-def _own_magnitude(parameter: Any, rows: torch.Tensor) -> None:
-    """Set DoRA's magnitudes to the norms of the rows, which are split over the ranks as the magnitudes are."""
-    own = local_tensor(parameter)
-    if own.shape[0] != rows.shape[0]:
-        raise ValueError("use_dora: the rows of a weight and their norms are on different ranks; use tp_size=1")
-    own.copy_(rows.norm(dim=1))

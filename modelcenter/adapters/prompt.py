@@ -13,17 +13,17 @@ from torch import nn
 
 import engine
 from engine.init import clean_name, init_parameters_
-from modelcenter.adapters.read import AdapterFile, open_adapter
+from modelcenter.adapters.load import AdapterFile, open_adapter, write_values
+from modelcenter.adapters.modules_to_save import choose_parameters
+from modelcenter.adapters.peft_format import PROMPT_TENSOR
 from modelcenter.adapters.state import (
-    Attached,
     adapter_parameters,
-    base_name,
     check_free,
     embedding_width,
+    install,
     layout_of,
-    materialize_own,
-    take_over,
-    trained_whole,
+    make_state,
+    materialize_adapter,
 )
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.models.base import Model
@@ -65,7 +65,7 @@ class PromptTuning:
         """Put the prompt into a plain model that has its weights, in place, and return it."""
         report = getattr(model, "load_report", None)
         self.attach(model, () if report is None else report.initialised)
-        materialize_own(model)
+        materialize_adapter(model)
         self.start(model, seed)
         return model
 
@@ -83,23 +83,23 @@ class PromptTuning:
         if settings.cp_size * settings.pp_size * settings.tp_size > 1:
             raise ValueError("prompt tuning: not with tp_size, cp_size or pp_size above 1; shard by zero_level")
         _, layout = layout_of(model)
-        trained = list(self.saved.whole_of(model, layout)) if self.saved else None
-        if trained is None:
-            trained = trained_whole(model, self.modules_to_save, fresh)
-        state = Attached("prompt", layout, base_name(model), trained=trained)
-        state.required = {clean_name(n): p.requires_grad for n, p in model.named_parameters()}
-        spec = model.init_spec()
+        if self.saved is None:
+            trained = choose_parameters(model, self.modules_to_save, fresh)
+        else:
+            trained = list(self.saved.prompt_values(model, layout).saved)
+        state = make_state(model, "prompt", layout, trained)
+        init_spec = model.init_spec()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(state.required[clean_name(name)] and clean_name(name) in trained)
         with torch.device("meta"):
             model.tuned_prompt = Prompt(self.count, embedding_width(model))
         model.prefix_tokens = self.count
-        take_over(model, state, spec)
+        install(model, state, init_spec)
 
     def start(self, model: Model, seed: int = 0) -> None:
         """Give the prompt its first values: those of a file, or drawn by `seed`."""
         if self.saved is not None:
-            self.saved.fill(model)
+            write_values(model, self.saved.prompt_values(model, model.adapter.layout))
         else:
             init_parameters_(model, seed, adapter_parameters(model))
 
@@ -132,7 +132,7 @@ def load_prompt(path: Any, model: Model | None = None, **hub: Any) -> Any:
         ValueError: a file is missing or malformed, or does not fit the model; the Hub refuses.
     """
     saved = open_adapter(path, "PROMPT_TUNING", HubOptions(**hub))
-    prompt = saved.tensors.get("prompt_embeddings")
+    prompt = saved.tensors.get(PROMPT_TENSOR)
     if prompt is None or prompt.dim() != 2:
         raise ValueError(f"adapter {path}: it holds no prompt_embeddings")
     # peft keeps a second prompt for the decoder of an encoder-decoder, which prompt tuning never reads.

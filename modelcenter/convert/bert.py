@@ -8,7 +8,18 @@ hold the buffer `position_ids`. The decoder of the masked-LM head is the word em
 """
 
 from modelcenter.convert.config_map import ConfigMap
-from modelcenter.convert.rules import CROSS, ArchMap, Part, Rename, Rule, Task, Tied, crossing, tied, untied
+from modelcenter.convert.rules import (
+    CROSS_ATTENTION,
+    ArchMap,
+    Part,
+    Rename,
+    Rule,
+    Task,
+    Tied,
+    tied,
+    untied,
+    with_cross_attention,
+)
 
 BODY: tuple[Rule, ...] = (
     Rename("embeddings.word_embeddings.weight", "embed.weight"),
@@ -44,7 +55,7 @@ def masked_lm(head: str, dense: str, norm: str) -> Part:
 
 _CROSS = "encoder.layer.{i}.crossattention"
 PARTS = {
-    CROSS: Part(
+    CROSS_ATTENTION: Part(
         (
             Rename(f"{_CROSS}.self.query.*", "layers.{i}.cross.q.*"),
             Rename(f"{_CROSS}.self.key.*", "layers.{i}.cross.k.*"),
@@ -104,15 +115,15 @@ CONFIG = ConfigMap(
 )
 
 IGNORE = (r"embeddings\.position_ids", r"embeddings\.token_type_ids")
-LEGACY = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
+OLD_SPELLINGS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 
 ARCH = ArchMap(
     model_type="bert",
     prefix="bert.",
     body=BODY,
     parts=PARTS,
-    tasks=crossing(TASKS),
+    tasks=with_cross_attention(TASKS),
     config=CONFIG,
     ignore=IGNORE,
-    legacy=LEGACY,
+    old_spellings=OLD_SPELLINGS,
 )

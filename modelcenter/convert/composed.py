@@ -11,47 +11,47 @@ from typing import Any
 from modelcenter.config import ModelConfig
 from modelcenter.convert import bert, gpt2, roberta
 from modelcenter.convert.config_map import COMMON, ConfigMap
-from modelcenter.convert.rules import CROSS, ArchMap, Rename, Rule, Task, Tied
+from modelcenter.convert.rules import CROSS_ATTENTION, ArchMap, Rename, Rule, Task, Tied
 
 SIDES = {arch.model_type: arch for arch in (bert.ARCH, roberta.ARCH, roberta.XLM_ROBERTA, gpt2.ARCH)}
-_FORMS = {"bert": (bert.ARCH,), "roberta": (roberta.ARCH, roberta.XLM_ROBERTA), "gpt2": (gpt2.ARCH,)}
+_DECODERS = ((bert.ARCH,), (roberta.ARCH, roberta.XLM_ROBERTA), (gpt2.ARCH,))
 
 
-def _moved(rule: Rule, hub: Callable[[str], str], native: str, kinds: tuple[str, ...]) -> Rule:
+def _decoder_rule(rule: Rule, hub: Callable[[str], str], place: str, kinds: tuple[str, ...]) -> Rule:
     """A rule of a decoder of these kinds, under the names it has here."""
 
     def applies(config: Any) -> bool:
         return config.decoder.model_type in kinds and (rule.when is None or rule.when(config.decoder))
 
-    def named(templates: str | tuple[str, ...], how: Callable[[str], str]) -> Any:
+    def renamed(templates: str | tuple[str, ...], how: Callable[[str], str]) -> Any:
         return how(templates) if isinstance(templates, str) else tuple(map(how, templates))
 
-    names: dict[str, Any] = {"hub": named(rule.hub, hub), "when": applies}  # type: ignore[attr-defined]
+    changes: dict[str, Any] = {"hub": renamed(rule.hub, hub), "when": applies}  # type: ignore[attr-defined]
     if isinstance(rule, Tied):
-        names["to"] = hub(rule.to)
+        changes["to"] = hub(rule.to)
     else:
-        names["native"] = named(rule.native, lambda name: native + name)  # type: ignore[attr-defined]
-    return replace(rule, **names)
+        changes["native"] = renamed(rule.native, lambda name: place + name)  # type: ignore[attr-defined]
+    return replace(rule, **changes)
 
 
-def _decoder(archs: tuple[ArchMap, ...]) -> list[Rule]:
-    """The rules of a decoder that has these forms, which differ in nothing but the model_type."""
+def _decoder_rules(archs: tuple[ArchMap, ...]) -> list[Rule]:
+    """The rules of a decoder of these architectures, which differ in nothing but the model_type."""
     arch, kinds = archs[0], tuple(arch.model_type for arch in archs)
-    own = (*arch.body, *arch.parts[CROSS].rules)
-    of_body = {template for rule in own for template in rule.hub_templates()}
+    body = (*arch.body, *arch.parts[CROSS_ATTENTION].rules)
+    of_body = {template for rule in body for template in rule.hub_templates()}
 
     def hub(name: str) -> str:
         return f"decoder.{arch.prefix}{name}" if name in of_body else f"decoder.{name}"
 
     return [
-        _moved(rule, hub, place, kinds)
-        for place, rules in (("decoder.", own), ("head.", arch.parts["lm"].rules))
+        _decoder_rule(rule, hub, place, kinds)
+        for place, rules in (("decoder.", body), ("head.", arch.parts["lm"].rules))
         for rule in rules
     ]
 
 
-def _encoder() -> list[Rule]:
-    """Those of BERT's body, which RoBERTa shares, with its pooler, which nothing reads and some files lack."""
+def _encoder_rules() -> list[Rule]:
+    """The rules of BERT's body, which RoBERTa shares, and of its pooler, which nothing reads and some files lack."""
     rules: list[Rule] = []
     for place, part in (("", bert.BODY), ("pooler.", bert.PARTS["pooler"].rules)):
         for rule in part:
@@ -129,22 +129,22 @@ CONFIG = ComposedMap(
 )
 
 # transformers 3 gave decoders a pooler, too.
-_UNREAD = [rf"encoder\.{pattern}" for pattern in bert.ARCH.ignore]
-_UNREAD += [rf"decoder\.{arch.prefix}pooler\.dense\..*" for arch in (bert.ARCH, roberta.ARCH)]
+_IGNORED = [rf"encoder\.{pattern}" for pattern in bert.ARCH.ignore]
+_IGNORED += [rf"decoder\.{arch.prefix}pooler\.dense\..*" for arch in (bert.ARCH, roberta.ARCH)]
 for _arch in SIDES.values():
-    _UNREAD += [rf"decoder\.{_arch.prefix}{pattern}" for pattern in _arch.ignore]
+    _IGNORED += [rf"decoder\.{_arch.prefix}{pattern}" for pattern in _arch.ignore]
 
 ARCH = ArchMap(
     model_type="encoder-decoder",
     prefix="",
     body=(
-        *_encoder(),
-        *(rule for archs in _FORMS.values() for rule in _decoder(archs)),
+        *_encoder_rules(),
+        *(rule for archs in _DECODERS for rule in _decoder_rules(archs)),
         Rename("enc_to_dec_proj.*", "bridge.*"),
     ),
     parts={},
     tasks={"seq2seq-lm": Task("EncoderDecoderModel")},
     config=CONFIG,
-    ignore=tuple(_UNREAD),
-    legacy=bert.LEGACY,
+    ignore=tuple(_IGNORED),
+    old_spellings=bert.OLD_SPELLINGS,
 )

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from modelcenter.config import ModelConfig, nearest
 
 # What a tokenizer, a pipeline, a program or a publisher noted in a config.json for itself.
-_NOTES = frozenset(
+_METADATA = frozenset(
     """adapters antemplate author badwordsids created_date custom_pipeline custom_pipelines head_dtype language
     license max_sequence_length model_max_length name newlinemode sbert_ce_default_activation_function
     sentence_transformers transformers.js_config unsloth_fixed unsloth_version welcome""".split()
@@ -21,7 +21,7 @@ _NOTES = frozenset(
 
 # Fields of every transformers config that do not change what our models compute. Names that begin with "_" are
 # transformers' own notes, and need no entry.
-IGNORED = _NOTES | frozenset(
+IGNORED = _METADATA | frozenset(
     """attn_implementation bos_token_id cls_token_id decoder_start_token_id eos_token_id eos_token_ids finetuning_task
     gradient_checkpointing mask_token_id output_attentions output_hidden_states output_past return_dict sep_token_id
     task_specific_params tokenizer_class torchscript transformers_version unk_token_id use_bfloat16 use_cache
@@ -35,8 +35,8 @@ IGNORED = _NOTES | frozenset(
     suppress_tokens temperature tf_legacy_loss top_k top_p typical_p""".split()
 )
 
-# What transformers would do with an override that has no effect here, and what does it instead.
-_INSTEAD = {
+# Overrides that transformers knows and that have no effect here, with what to do instead.
+_HINTS = {
     "attn_implementation": "the kernel of attention is chosen by what is installed and by the inputs",
     "device_map": "engine.init_distributed shards a model; one process puts it where .to(device) says",
     "gradient_checkpointing": "engine.Policy(recompute=...), or --recompute in training, computes activations again",
@@ -71,8 +71,8 @@ _QUANTISED = (
 
 # Spelled alike in every architecture.
 COMMON = {"tie_word_embeddings": "tie_embeddings", "problem_type": "problem_type", "architectures": "architectures"}
-# Ours that matter to heads, random starts and generation alone: null in a file leaves them as they are by themselves.
-_UNSAID = (
+# Fields of ours that only heads, random starts and generation read; null in a file means our default.
+_NULL_IS_DEFAULT = (
     "choice_dropout",
     "classifier_dropout",
     "decoder_start_token_id",
@@ -81,15 +81,15 @@ _UNSAID = (
     "initializer_range",
 )
 # Fields that an architecture ignores, but which generation, heads and tasks read in `config.extra`.
-_READ = re.compile("_token_id$|^summary_")
+_KEPT_ON_OVERRIDE = re.compile("_token_id$|^summary_")
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {}, ())
 _HANDLED = ("model_type", "dtype", "torch_dtype", "id2label", "label2id", "num_labels", "extra")
 
 
-class Form(Protocol):
-    """Another form in which a file may say the same: `read` brings it to the one of `fields`, `write` adds it.
+class FieldTranslation(Protocol):
+    """Another way in which a file may say the same: `read` brings it to the names of `fields`, `write` adds it.
 
-    handles: names of that form, which `read` takes out.
+    handles: names that `read` takes out.
     """
 
     @property
@@ -108,13 +108,13 @@ class ConfigMap:
         fields: Hugging Face's name -> ours.
         required: Hugging Face's name -> values that our model implements.
         ignored: Hugging Face's names without effect here.
-        form: for fields that files nest in another (convert.rope).
+        translation: of fields that files nest in another (convert.rope).
     """
 
     fields: Mapping[str, str]
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
-    form: Form | None = None
+    translation: FieldTranslation | None = None
 
     def read(
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
@@ -132,17 +132,14 @@ class ConfigMap:
                 unknown or has no effect here (ids of tokens and settings of generation are kept all the same); it names
                 the field and the nearest known ones.
         """
-        ours: dict[str, Any] = {}
-        extra: dict[str, Any] = {}
-        given, overrides = self._dropped(values, config_class, overrides or {})
+        given, changes = self._without_dropped(values, config_class, overrides or {})
         model_type = given.pop("model_type", None) or config_class.model_type
         if model_type != config_class.model_type:
             raise ValueError(f"model_type: got {model_type!r}, expected {config_class.model_type!r}")
-        self._sort(given, config_class, ours, extra, "config field")
+        ours, extra = self._to_ours(given, config_class, "config field")
         if ours.get("id2label") is not None:
             ours.pop("num_labels", None)  # as transformers: the names of the labels decide how many there are
-        changed: dict[str, Any] = {}
-        self._sort(overrides, config_class, changed, extra, "override")
+        changed, changed_extra = self._to_ours(changes, config_class, "override")
         count, names = changed.get("num_labels"), changed.get("id2label")
         if names is not None:
             names = changed["id2label"] = _as_labels(names)
@@ -151,9 +148,9 @@ class ConfigMap:
             ours.pop("num_labels", None)
         elif count is not None and ours.get("id2label") is not None and len(ours["id2label"]) != count:
             ours["id2label"] = None
-        return config_class.from_dict({**ours, **changed, "extra": extra})
+        return config_class.from_dict({**ours, **changed, "extra": {**extra, **changed_extra}})
 
-    def _dropped(
+    def _without_dropped(
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """The file without what the overrides drop, or replace where it could not be understood; and the others."""
@@ -161,7 +158,7 @@ class ConfigMap:
         given["extra"] = dict(given.get("extra") or {})
         required = {**REQUIRED, **self.required}
         understood = {*COMMON, *self.fields, *config_class.field_names(), *_HANDLED}
-        understood |= set() if self.form is None else set(self.form.handles)
+        understood |= set() if self.translation is None else set(self.translation.handles)
         for name, value in overrides.items():
             if name in understood or (value is not None and name not in required):
                 continue
@@ -172,20 +169,14 @@ class ConfigMap:
                 del changes[name]
         return given, changes
 
-    def _sort(
-        self,
-        given: dict[str, Any],
-        config_class: type[ModelConfig],
-        ours: dict[str, Any],
-        extra: dict[str, Any],
-        what: str,
-    ) -> None:
-        mapped = {**COMMON, **self.fields}
-        names = config_class.field_names()
-        required, ignored = {**REQUIRED, **self.required}, IGNORED | self.ignored
-        extra.update(given.pop("extra", None) or {})
-        given = given if self.form is None else self.form.read(given)
-        for key, value in given.items():
+    def _to_ours(
+        self, given: dict[str, Any], config_class: type[ModelConfig], what: str
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(fields of our config, fields to keep in `extra`) of a file or of overrides; `what` names these in errors."""
+        mapped, names = {**COMMON, **self.fields}, config_class.field_names()
+        ours: dict[str, Any] = {}
+        extra: dict[str, Any] = dict(given.pop("extra", None) or {})
+        for key, value in (given if self.translation is None else self.translation.read(given)).items():
             if key in ("dtype", "torch_dtype"):
                 key, value = "dtype", None if value is None else str(value).removeprefix("torch.")
                 if ours.get("dtype") is not None:
@@ -197,28 +188,35 @@ class ConfigMap:
             elif key in mapped:
                 key = mapped[key]
             elif key not in names:
-                if key in required:
-                    if value not in required[key]:
-                        expected = " or ".join(repr(v) for v in required[key])
-                        raise ValueError(
-                            f"{what} {key!r}: got {value!r}, but this {config_class.model_type} implements {expected}"
-                        )
-                elif what == "override" and key in _INSTEAD and not _usual(key, value):
-                    raise ValueError(f"override {key!r}: it has no effect here, leave it out: {_INSTEAD[key]}")
-                elif what == "override" and key in _NOTES | self.ignored and not _READ.search(key):
-                    close = nearest(key, (*mapped, *names))
-                    raise ValueError(f"override {key!r}: it has no effect in {config_class.model_type}.{close}")
-                elif key not in ignored and (what == "override" or not (value in _EMPTY or key.startswith("_"))):
-                    known = (*mapped, *names, *required, *ignored, *_HANDLED)
-                    has = f"{config_class.model_type} has {', '.join(sorted({*mapped, *names}))}"
-                    raise ValueError(f"{what} {_not_understood(key, value, known, has, what != 'override')}")
+                self._check_unmapped(key, value, config_class, what)
                 extra[key] = value
                 continue
-            if value is None and key in _UNSAID and what != "override":
+            if value is None and key in _NULL_IS_DEFAULT and what != "override":
                 continue
             if key in ours and ours[key] != value and what != "override":
                 raise ValueError(f"{what} {key!r} is given twice, as {ours[key]!r} and as {value!r}")
             ours[key] = value
+        return ours, extra
+
+    def _check_unmapped(self, key: str, value: Any, config_class: type[ModelConfig], what: str) -> None:
+        """Raise ValueError for a field that is none of ours and may change the computation, or an idle override."""
+        mapped, names = {**COMMON, **self.fields}, config_class.field_names()
+        required, ignored = {**REQUIRED, **self.required}, IGNORED | self.ignored
+        if key in required:
+            if value not in required[key]:
+                expected = " or ".join(repr(v) for v in required[key])
+                raise ValueError(
+                    f"{what} {key!r}: got {value!r}, but this {config_class.model_type} implements {expected}"
+                )
+        elif what == "override" and key in _HINTS and not _changes_nothing(key, value):
+            raise ValueError(f"override {key!r}: it has no effect here, leave it out: {_HINTS[key]}")
+        elif what == "override" and key in _METADATA | self.ignored and not _KEPT_ON_OVERRIDE.search(key):
+            close = nearest(key, (*mapped, *names))
+            raise ValueError(f"override {key!r}: it has no effect in {config_class.model_type}.{close}")
+        elif key not in ignored and (what == "override" or not (value in _EMPTY or key.startswith("_"))):
+            known = (*mapped, *names, *required, *ignored, *_HANDLED)
+            has = f"{config_class.model_type} has {', '.join(sorted({*mapped, *names}))}"
+            raise ValueError(f"{what} {_not_understood(key, value, known, has, what != 'override')}")
 
     def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
         """The config.json of a model, in Hugging Face's names of version 5.
@@ -238,11 +236,11 @@ class ConfigMap:
             out["id2label"] = {str(i): name for i, name in names.items()}
             out["label2id"] = {name: i for i, name in names.items()}
         out |= {"model_type": config.model_type, "architectures": [hf_class], "dtype": dtype}
-        out = out if self.form is None else self.form.write(out)
+        out = out if self.translation is None else self.translation.write(out)
         return dict(sorted(out.items()))
 
 
-def _usual(name: str, value: Any) -> bool:
+def _changes_nothing(name: str, value: Any) -> bool:
     """Whether an override of an ignored field asks for nothing but what is done anyway."""
     return name in IGNORED and (value is None or value is (name == "return_dict"))
 

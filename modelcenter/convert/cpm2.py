@@ -1,7 +1,7 @@
 """CPM-2's checkpoints: T5's form, which transformers loads, marked by a second class in `architectures`.
 
 A directory that transformers saved again has T5's class alone, and loads as T5: the same network. The published files
-are Megatron's, one for each rank (convert.megatron).
+are Megatron's, one for each rank (convert.legacy.megatron).
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class CPM2ConfigMap(T5ConfigMap):
 ARCH = replace(
     T5,
     model_type="cpm2",
-    tasks={name: replace(task, also=(_mark(task.hf_class),)) for name, task in T5.tasks.items()},
+    tasks={name: replace(task, class_aliases=(_mark(task.hf_class),)) for name, task in T5.tasks.items()},
     config=CPM2ConfigMap(
         fields=T5.config.fields,
         required=T5.config.required,

@@ -22,7 +22,7 @@ ARCH = ArchMap(
     parts={"lm": Part((Rename("lm_head.weight", "weight"),))},
     tasks={
         "base": Task("CpmAntModel", prefix=""),
-        "causal-lm": Task("CpmAntForCausalLM", {"lm": "head."}, also=("CPMAntForCausalLM",)),
+        "causal-lm": Task("CpmAntForCausalLM", {"lm": "head."}, class_aliases=("CPMAntForCausalLM",)),
     },
     config=ConfigMap(fields=FIELDS | PROMPTS, ignored=frozenset({"pad_token_id"})),
 )

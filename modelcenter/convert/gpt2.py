@@ -6,7 +6,7 @@ causal masks `attn.bias` and `attn.masked_bias`, which hold nothing to learn.
 
 from modelcenter.convert.config_map import ConfigMap
 from modelcenter.convert.rules import (
-    CROSS,
+    CROSS_ATTENTION,
     ArchMap,
     Part,
     Rename,
@@ -15,9 +15,9 @@ from modelcenter.convert.rules import (
     Task,
     Tied,
     Transpose,
-    crossing,
     tied,
     untied,
+    with_cross_attention,
 )
 
 BODY: tuple[Rule, ...] = (
@@ -37,7 +37,7 @@ BODY: tuple[Rule, ...] = (
 )
 
 PARTS = {
-    CROSS: Part(
+    CROSS_ATTENTION: Part(
         (
             Rename("h.{i}.ln_cross_attn.*", "layers.{i}.cross_norm.*"),
             Transpose("h.{i}.crossattention.q_attn.*", "layers.{i}.cross.q.*"),
@@ -101,7 +101,7 @@ ARCH = ArchMap(
     prefix="transformer.",
     body=BODY,
     parts=PARTS,
-    tasks=crossing(TASKS),
+    tasks=with_cross_attention(TASKS),
     config=CONFIG,
     ignore=(r"h\.\d+\.(attn|crossattention)\.(masked_)?bias",),
 )

@@ -69,7 +69,7 @@ CONFIG = ConfigMap(
     ignored=frozenset(
         "pad_token_id attention_probs_dropout_prob hidden_dropout_prob type_vocab_size num_steps".split()
     ),
-    form=RopeFields({"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}),
+    translation=RopeFields({"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}),
 )
 
 ARCH = ArchMap(

@@ -42,10 +42,10 @@ PARTS = {
 
 
 def tasks(name: str, qa_prefix: str = "transformer.") -> dict[str, Task]:
-    also = ("LLaMAForCausalLM",) if name == "Llama" else ()  # of the first weights converted
+    aliases = ("LLaMAForCausalLM",) if name == "Llama" else ()  # of the first weights converted
     return {
         "base": Task(f"{name}Model", prefix=""),
-        "causal-lm": Task(f"{name}ForCausalLM", {"lm": "head."}, also=also),
+        "causal-lm": Task(f"{name}ForCausalLM", {"lm": "head."}, class_aliases=aliases),
         "sequence-classification": Task(f"{name}ForSequenceClassification", {"score": "head."}),
         "token-classification": Task(f"{name}ForTokenClassification", {"token score": "head."}),
         "question-answering": Task(f"{name}ForQuestionAnswering", {"qa": "head."}, prefix=qa_prefix, labels=2),
@@ -75,7 +75,7 @@ WINDOWS = {name: name for name in ("use_sliding_window", "sliding_window", "max_
 
 
 class LlamaFields(RopeFields):
-    """And no dropout where a file says null, as transformers' config may."""
+    """Rotary fields; and a null `attention_dropout` is none, as in transformers."""
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
         values = super().read(values)
@@ -104,7 +104,7 @@ def llama_arch(model_type: str, name: str, fields: Mapping[str, str], qa_prefix:
         body=BODY,
         parts=PARTS,
         tasks=tasks(name, qa_prefix),
-        config=ConfigMap({**FIELDS, **fields}, required=REQUIRED, ignored=IGNORED, form=ROPE),
+        config=ConfigMap({**FIELDS, **fields}, required=REQUIRED, ignored=IGNORED, translation=ROPE),
         ignore=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|(cos|sin)_cached)",),
     )
 

@@ -1,12 +1,13 @@
-"""What the names in a file mean to a model: wanted, another head's, ignored, or unknown."""
+"""What the names in a file mean to a model: to load, of another head, ignored, or unknown."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from modelcenter.config import nearest
+from modelcenter.convert.layout import Layout
 from modelcenter.convert.pieces import Shape
-from modelcenter.convert.rules import ArchMap, Layout, template_regex
+from modelcenter.convert.rules import ArchMap, template_regex
 
 
 @dataclass
@@ -15,13 +16,13 @@ class Match:
 
     Attributes:
         found: key -> name in the file, for the tensors to load.
-        compare: (name in the file, key): repetitions that must equal the tensor loaded for `key`.
+        repeats: (name in the file, key): repetitions that must equal the tensor loaded for `key`.
         skipped: tensors of heads that this task has not. ignored: tensors without content. unknown: all others.
         missing: keys that the file lacks. resized: keys of heads whose tensor was set aside for its shape.
     """
 
     found: dict[str, str] = field(default_factory=dict)
-    compare: list[tuple[str, str]] = field(default_factory=list)
+    repeats: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -30,8 +31,8 @@ class Match:
 
 
 def to_key(arch: ArchMap, name: str) -> str:
-    """The key of a name in a file: legacy spellings translated, the base model's prefix taken off."""
-    for pattern, replacement in arch.legacy:
+    """The key of a name in a file: old spellings translated, the base model's prefix taken off."""
+    for pattern, replacement in arch.old_spellings:
         name = re.sub(pattern, replacement, name)
     for prefix in {arch.prefix, *(task.prefix or "" for task in arch.tasks.values())} - {""}:
         if name.startswith(prefix):
@@ -39,7 +40,7 @@ def to_key(arch: ArchMap, name: str) -> str:
     return name
 
 
-def names_of_part(arch: ArchMap, part: str, key: str) -> bool:
+def belongs_to_part(arch: ArchMap, part: str, key: str) -> bool:
     """Whether a key is a tensor of the part, in any form of it."""
     templates = (t for rule in arch.parts[part].rules for t in (*rule.hub_templates(), *rule.aliases))
     return any(template_regex(t).fullmatch(key) for t in templates)
@@ -65,7 +66,7 @@ def match_names(
         if any(re.fullmatch(pattern, key) for pattern in arch.ignore):
             match.ignored.append(name)
         elif key in layout.shapes:
-            if _is_foreign(arch, layout.key_part[key], key, declared):
+            if _is_foreign(arch, layout.key_parts[key], key, declared):
                 match.skipped.append(name)
             elif key in match.found:
                 raise ValueError(f"the tensors {match.found[key]!r} and {name!r} of the file mean the same: {key!r}")
@@ -73,7 +74,7 @@ def match_names(
                 match.found[key] = name
         elif key in layout.ties:
             ties[key] = name
-        elif any(names_of_part(arch, part, key) for part in arch.parts) or re.fullmatch(layout.without or "", key):
+        elif any(belongs_to_part(arch, part, key) for part in arch.parts) or re.fullmatch(layout.without or "", key):
             match.skipped.append(name)
         else:
             match.unknown.append(name)
@@ -82,7 +83,7 @@ def match_names(
         if tie.to not in match.found:
             match.found[tie.to] = name
         elif tie.compare:
-            match.compare.append((name, tie.to))
+            match.repeats.append((name, tie.to))
         else:
             match.ignored.append(name)
     match.missing = [key for key in layout.shapes if key not in match.found]
@@ -93,7 +94,7 @@ def _is_foreign(arch: ArchMap, part: str, key: str, declared: tuple[str, ...] | 
     """Whether a declared head of another kind owns this tensor."""
     if not part or declared is None or part in declared:
         return False
-    return any(names_of_part(arch, other, key) for other in declared)
+    return any(belongs_to_part(arch, other, key) for other in declared)
 
 
 def unknown_message(arch: ArchMap, layout: Layout, match: Match, where: Mapping[str, str]) -> str:

@@ -76,5 +76,5 @@ ARCH = ArchMap(
     tasks=TASKS,
     config=CONFIG,
     ignore=(r"decoder\.version",),
-    legacy=((r"^((?:model\.)?decoder\.)layer_norm\.", r"\1final_layer_norm."),),
+    old_spellings=((r"^((?:model\.)?decoder\.)layer_norm\.", r"\1final_layer_norm."),),
 )

@@ -55,7 +55,7 @@ class Piece:
         return tuple(axis.size for axis in self.axes)
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     """The box of a whole tensor."""
     return tuple((0, size) for size in shape)
 
@@ -81,31 +81,34 @@ def restrict(piece: Piece, side: int, box: Box) -> list[Piece]:
     return parts
 
 
-def _restrict_dim(piece: Piece, side: int, dim: int, low: int, high: int) -> list[Piece]:
-    order = [k for k, axis in enumerate(piece.axes) if axis.dims[side] == dim]
-    order.sort(key=lambda k: -piece.axes[k].strides[side])
-
-    def descend(part: Piece, order: list[int], low: int, high: int) -> list[Piece]:
-        # low and high are relative to the first element of `part`; axes in `order` are still unrestricted.
-        if not order:
-            return [part] if low <= 0 < high else []
-        k, inner_axes = order[0], order[1:]
-        size, step = part.axes[k].size, part.axes[k].strides[side]
-        inner = sum((part.axes[j].size - 1) * part.axes[j].strides[side] for j in inner_axes)
-        first, last = max(0, low // step), min(size - 1, (high - 1) // step)  # blocks that may touch
-        full_first, full_last = max(first, -(-low // step)), min(last, (high - 1 - inner) // step)  # wholly inside
-        runs = [(first, last + 1)] if full_first > full_last else [(first, full_first), (full_last + 1, last + 1)]
-        found = [q for start, stop in runs for i in range(start, stop) for q in cut(part, k, i, inner_axes, low, high)]
-        if full_first <= full_last:
-            found.append(_take(part, k, full_first, full_last + 1))
-        return found
-
-    def cut(part: Piece, k: int, i: int, inner_axes: list[int], low: int, high: int) -> list[Piece]:
-        step = part.axes[k].strides[side]
-        return descend(_take(part, k, i, i + 1), inner_axes, low - i * step, high - i * step)
-
+def _restrict_dim(piece: Piece, side: int, dim: int, low: int, high: int) -> Iterator[Piece]:
+    axes = [k for k, axis in enumerate(piece.axes) if axis.dims[side] == dim]
+    axes.sort(key=lambda k: -piece.axes[k].strides[side])
     origin = piece.offsets[side][dim]
-    return descend(piece, order, low - origin, high - origin)
+    return _restrict_axes(piece, side, axes, low - origin, high - origin)
+
+
+def _restrict_axes(piece: Piece, side: int, axes: list[int], low: int, high: int) -> Iterator[Piece]:
+    """The parts of `piece` in [low, high) along the dimension of some of its axes, the widest stride first.
+
+    `low` and `high` are relative to the first element of the piece.
+    """
+    if not axes:
+        if low <= 0 < high:
+            yield piece
+        return
+    k, inner_axes = axes[0], axes[1:]
+    size, step = piece.axes[k].size, piece.axes[k].strides[side]
+    inner = sum((piece.axes[j].size - 1) * piece.axes[j].strides[side] for j in inner_axes)
+    first, last = max(0, low // step), min(size - 1, (high - 1) // step)  # blocks that may touch
+    full_first, full_last = max(first, -(-low // step)), min(last, (high - 1 - inner) // step)  # wholly inside
+    partial: Iterable[int] = range(first, last + 1)
+    if full_first <= full_last:
+        partial = (*range(first, full_first), *range(full_last + 1, last + 1))
+    for i in partial:
+        yield from _restrict_axes(_take(piece, k, i, i + 1), side, inner_axes, low - i * step, high - i * step)
+    if full_first <= full_last:
+        yield _take(piece, k, full_first, full_last + 1)
 
 
 def _take(piece: Piece, k: int, start: int, stop: int) -> Piece:
@@ -203,8 +206,8 @@ def prove(
             if name not in by_name:
                 raise CoverageError(f"{('hub', 'native')[side]} tensor {name!r} of a piece does not exist")
             by_name[name].append(piece)
-        for name, found in by_name.items():
-            regions = [_index_sets(piece, side, shapes[name]) for piece in found]
+        for name, covering in by_name.items():
+            regions = [_index_sets(piece, side, shapes[name]) for piece in covering]
             if side == NATIVE:
                 regions += [_box_sets(box, shapes[name]) for box in (pads or {}).get(name, ())]
             _prove_tensor(

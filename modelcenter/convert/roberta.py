@@ -7,11 +7,11 @@ head reads, and repeat the tied decoder under `lm_head.decoder`.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from modelcenter.convert.bert import BODY, CONFIG, IGNORE, LEGACY, PARTS, masked_lm
-from modelcenter.convert.rules import CROSS, ArchMap, Part, Rename, Task, crossing
+from modelcenter.convert.bert import BODY, CONFIG, IGNORE, OLD_SPELLINGS, PARTS, masked_lm
+from modelcenter.convert.rules import CROSS_ATTENTION, ArchMap, Part, Rename, Task, with_cross_attention
 
 HEADS: Mapping[str, Part] = {
-    **{name: PARTS[name] for name in (CROSS, "pooler", "token classifier", "choice", "qa")},
+    **{name: PARTS[name] for name in (CROSS_ATTENTION, "pooler", "token classifier", "choice", "qa")},
     "lm": masked_lm("lm_head", "dense", "layer_norm"),
     "classifier": Part((Rename("classifier.dense.*", "dense.*"), Rename("classifier.out_proj.*", "*"))),
 }
@@ -34,14 +34,14 @@ ARCH = ArchMap(
     prefix="roberta.",
     body=BODY,
     parts=HEADS,
-    tasks=crossing(_tasks("Roberta")),
+    tasks=with_cross_attention(_tasks("Roberta")),
     config=replace(CONFIG, ignored=frozenset()),
     ignore=IGNORE,
-    legacy=LEGACY,
+    old_spellings=OLD_SPELLINGS,
 )
 
 XLM_ROBERTA = replace(
     ARCH,
     model_type="xlm-roberta",
-    tasks=crossing(_tasks("XLMRoberta")),
+    tasks=with_cross_attention(_tasks("XLMRoberta")),
 )

@@ -10,8 +10,8 @@ class RopeFields:
     """The names that version 4 gave to fields which version 5 keeps inside `rope_parameters`.
 
     Attributes:
-        names: name inside `rope_parameters` -> name beside it. What has no name here is of `rope_scaling`. Late files
-            of version 4 have both names beside it.
+        names: name inside `rope_parameters` -> version 4's name in config.json itself. What has no name here is of
+            `rope_scaling`. Late files of version 4 have both names there.
     """
 
     names: Mapping[str, str]
@@ -27,21 +27,21 @@ class RopeFields:
             ValueError: a field is there under both names, and they differ, or scales what no model here scales.
         """
         values = dict(values)
-        for name, beside in self.names.items():
-            if name != beside and name in values:
+        for name, flat_name in self.names.items():
+            if name != flat_name and name in values:
                 value = values.pop(name)
-                if values.setdefault(beside, value) != value:
-                    raise ValueError(f"config field {name!r} is given twice, as {value!r} and as {values[beside]!r}")
-        inside = values.pop("rope_parameters", None) or values.get("rope_scaling")
-        if not inside:
+                if values.setdefault(flat_name, value) != value:
+                    raise ValueError(f"config field {name!r} is given twice, as {value!r} and as {values[flat_name]!r}")
+        parameters = values.pop("rope_parameters", None) or values.get("rope_scaling")
+        if not parameters:
             return values
-        if not isinstance(inside, Mapping):
-            raise ValueError(f"rope_scaling: got {inside!r:.80}, expected an object with a rope_type, or none")
-        scaling = _one_spelling({key: value for key, value in inside.items() if key not in self.names})
-        values |= {self.names[key]: value for key, value in inside.items() if key in self.names}
-        part = scaling.pop("partial_rotary_factor", None)
-        if part not in (None, 1) and scaling["rope_type"] != "default":  # which, in transformers too, turns all
-            raise ValueError(f"rope_scaling: partial_rotary_factor is {part!r}, but here every channel is turned")
+        if not isinstance(parameters, Mapping):
+            raise ValueError(f"rope_scaling: got {parameters!r:.80}, expected an object with a rope_type, or none")
+        scaling = _one_spelling({key: value for key, value in parameters.items() if key not in self.names})
+        values |= {self.names[key]: value for key, value in parameters.items() if key in self.names}
+        factor = scaling.pop("partial_rotary_factor", None)
+        if factor not in (None, 1) and scaling["rope_type"] != "default":  # which, in transformers too, turns all
+            raise ValueError(f"rope_scaling: partial_rotary_factor is {factor!r}, but here every channel is turned")
         values["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
         return values
 
@@ -49,11 +49,11 @@ class RopeFields:
         """The same fields in both forms and spellings, so that either version reads them."""
         values = dict(values)
         scaling = values.get("rope_scaling")
-        inside = {"rope_type": "default", **(scaling or {})}
-        inside |= {key: values[name] for key, name in self.names.items()}
+        parameters = {"rope_type": "default", **(scaling or {})}
+        parameters |= {name: values[flat_name] for name, flat_name in self.names.items()}
         if scaling:
             values["rope_scaling"] = {**scaling, "type": scaling["rope_type"]}
-        return values | {"rope_parameters": inside}
+        return values | {"rope_parameters": parameters}
 
 
 def _one_spelling(scaling: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ parameters that a model has: a rule whose native template matches none does noth
 bias needs no condition.
 
 An `ArchMap` holds the rules of an architecture: its body, the parts that heads are made of, and the tasks that combine
-them. `compile_layout` turns it into pieces for one model.
+them. `layout.compile_layout` turns it into pieces for one model.
 """
 
 import re
@@ -16,17 +16,17 @@ from functools import cache
 from typing import Any
 
 from modelcenter.convert.config_map import ConfigMap
-from modelcenter.convert.pieces import HUB, NATIVE, Axis, Box, Piece, Shape
+from modelcenter.convert.pieces import NATIVE, Axis, Box, Piece, Shape
 
 Config = Any
 
 
-def tied(config: "Config") -> bool:
+def tied(config: Config) -> bool:
     """A rule's condition: the vocabulary's matrix is the word embedding."""
     return bool(config.tie_embeddings)
 
 
-def untied(config: "Config") -> bool:
+def untied(config: Config) -> bool:
     """A rule's condition: the vocabulary has a matrix of its own."""
     return not config.tie_embeddings
 
@@ -34,7 +34,7 @@ def untied(config: "Config") -> bool:
 Size = int | Callable[[Config], int]
 
 
-def _number(size: Size, config: Config) -> int:
+def _resolve(size: Size, config: Config) -> int:
     return size if isinstance(size, int) else int(size(config))
 
 
@@ -64,8 +64,12 @@ def fill(template: str, values: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Built:
-    """What one rule yields for one match: hub tensors with their shapes, pieces, and boxes that nothing fills."""
+class Expansion:
+    """What a rule gives for the parameters of one match.
+
+    Attributes:
+        shapes: hub tensor -> shape. pieces: of all of them. pads: native name -> boxes that no hub tensor fills.
+    """
 
     shapes: dict[str, Shape]
     pieces: list[Piece]
@@ -108,10 +112,20 @@ class Rule:
     def native_templates(self) -> tuple[str, ...]:
         return _as_tuple(getattr(self, "native", ()))
 
-    def build(
+    def expand(
         self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
-    ) -> Built:
-        raise AssertionError(f"{type(self).__name__} cannot be built")
+    ) -> Expansion:
+        """The hub tensors and pieces for one match.
+
+        Args:
+            names: the parameters, in the order of `native_templates`.
+            values: of the variables in the templates; `leaf` is what `*` stands for.
+            shapes: of all parameters of the model.
+
+        Raises:
+            ValueError: the parameters cannot be laid out so.
+        """
+        raise AssertionError(f"{type(self).__name__} cannot be expanded")
 
 
 @dataclass(frozen=True)
@@ -124,14 +138,14 @@ class Rename(Rule):
     def _dims(self, rank: int) -> list[int]:
         return list(range(rank))
 
-    def build(
+    def expand(
         self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
-    ) -> Built:
+    ) -> Expansion:
         hub, shape = fill(self.hub, values), shapes[names[0]]
         rank = len(shape)
         dims = self._dims(rank)
         piece = _block(hub, names[0], shape, dims, range(rank), (rank, rank))
-        return Built({hub: tuple(shape[d] for d in dims)}, [piece])
+        return Expansion({hub: tuple(shape[d] for d in dims)}, [piece])
 
 
 @dataclass(frozen=True)
@@ -159,10 +173,10 @@ class Split(Rule):
     groups: Size = 1
     transpose: bool = False
 
-    def build(
+    def expand(
         self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
-    ) -> Built:
-        hub, groups = fill(self.hub, values), _number(self.groups, config)
+    ) -> Expansion:
+        hub, groups = fill(self.hub, values), _resolve(self.groups, config)
         shape = list(shapes[names[0]])
         rank = len(shape)
         place = {d: rank - 1 - d if self.transpose else d for d in range(rank)}
@@ -191,7 +205,7 @@ class Split(Rule):
             pieces.append(Piece((hub, name), tuple(axes), (offset, (0,) * rank)))
             start += rows
         fused = [total * groups if d == self.dim else n for d, n in enumerate(shape)]
-        return Built({hub: tuple(reversed(fused) if self.transpose else fused)}, pieces)
+        return Expansion({hub: tuple(reversed(fused) if self.transpose else fused)}, pieces)
 
 
 @dataclass(frozen=True)
@@ -207,12 +221,12 @@ class Concat(Rule):
     sizes: tuple[Size | None, ...]
     dim: int = 0
 
-    def build(
+    def expand(
         self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
-    ) -> Built:
+    ) -> Expansion:
         native, shape = names[0], shapes[names[0]]
         rank = len(shape)
-        known = [None if size is None else _number(size, config) for size in self.sizes]
+        known = [None if size is None else _resolve(size, config) for size in self.sizes]
         rest = shape[self.dim] - sum(n for n in known if n is not None)
         lengths = [rest if n is None else n for n in known]
         if (
@@ -222,15 +236,15 @@ class Concat(Rule):
             or min(lengths) < 0
         ):
             raise ValueError(f"{native}: {shape[self.dim]} rows cannot be cut into {len(self.hub)} parts of {known}")
-        built, start = Built({}, []), 0
+        expansion, start = Expansion({}, []), 0
         for template, length in zip(self.hub, lengths, strict=True):
             hub = fill(template, values)
             part = tuple(length if d == self.dim else n for d, n in enumerate(shape))
-            built.shapes[hub] = part
+            expansion.shapes[hub] = part
             at = {(NATIVE, self.dim): start}
-            built.pieces.append(_block(hub, native, part, range(rank), range(rank), (rank, rank), at))
+            expansion.pieces.append(_block(hub, native, part, range(rank), range(rank), (rank, rank), at))
             start += length
-        return built
+        return expansion
 
 
 @dataclass(frozen=True)
@@ -242,20 +256,20 @@ class Stack(Rule):
     dim: int = 0
     transpose: bool = False
 
-    def build(
+    def expand(
         self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
-    ) -> Built:
+    ) -> Expansion:
         native, shape = names[0], shapes[names[0]]
         rank = len(shape)
         rest = [d for d in range(rank) if d != self.dim]
         places = list(reversed(range(rank - 1))) if self.transpose else list(range(rank - 1))
         sizes = [shape[d] for d in rest]
-        built = Built({}, [])
+        expansion = Expansion({}, [])
         for j in range(shape[self.dim]):
             hub = fill(self.hub, {**values, "j": str(j)})
-            built.shapes[hub] = tuple(sizes[p] for p in places)
-            built.pieces.append(_block(hub, native, sizes, places, rest, (rank - 1, rank), {(NATIVE, self.dim): j}))
-        return built
+            expansion.shapes[hub] = tuple(sizes[p] for p in places)
+            expansion.pieces.append(_block(hub, native, sizes, places, rest, (rank - 1, rank), {(NATIVE, self.dim): j}))
+        return expansion
 
 
 @dataclass(frozen=True)
@@ -271,17 +285,17 @@ class Pad(Rule):
     size: Size
     dim: int = 0
 
-    def build(
+    def expand(
         self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
-    ) -> Built:
+    ) -> Expansion:
         hub, native, shape = fill(self.hub, values), names[0], shapes[names[0]]
-        size, rank = _number(self.size, config), len(shapes[names[0]])
+        size, rank = _resolve(self.size, config), len(shapes[names[0]])
         if size > shape[self.dim]:
             raise ValueError(f"{native}: {shape[self.dim]} rows are fewer than the {size} of {hub}")
         short = tuple(size if d == self.dim else n for d, n in enumerate(shape))
         pad = tuple((size, n) if d == self.dim else (0, n) for d, n in enumerate(shape))
         pads = {native: [pad]} if size < shape[self.dim] else {}
-        return Built({hub: short}, [_block(hub, native, short, range(rank), range(rank), (rank, rank))], pads)
+        return Expansion({hub: short}, [_block(hub, native, short, range(rank), range(rank), (rank, rank))], pads)
 
 
 @dataclass(frozen=True)
@@ -319,7 +333,7 @@ class Task:
         parts: name of the part -> prefix of its parameters in our model.
         prefix: what precedes body names in a file of this class; None: the architecture's.
         labels: the number of outputs that the task fixes, whatever labels a checkpoint had; None: the config's.
-        also: other spellings of the class that published configs have.
+        class_aliases: other spellings of the class that published configs have.
         without: a pattern of the tensors of the body, the hub's and ours, that a model of this task lacks (a decoder);
             skipped when loaded.
     """
@@ -328,16 +342,16 @@ class Task:
     parts: Mapping[str, str] = field(default_factory=dict)
     prefix: str | None = None
     labels: int | None = None
-    also: tuple[str, ...] = ()
+    class_aliases: tuple[str, ...] = ()
     without: str | None = None
 
 
-CROSS = "attention to an encoder"  # the part of a body that a checkpoint without it can be given
+CROSS_ATTENTION = "attention to an encoder"  # the part of a body that a checkpoint without it can be given
 
 
-def crossing(tasks: Mapping[str, Task]) -> dict[str, Task]:
+def with_cross_attention(tasks: Mapping[str, Task]) -> dict[str, Task]:
     """The tasks of bodies that may attend to an encoder."""
-    return {name: replace(task, parts={CROSS: "", **task.parts}) for name, task in tasks.items()}
+    return {name: replace(task, parts={CROSS_ATTENTION: "", **task.parts}) for name, task in tasks.items()}
 
 
 @dataclass(frozen=True)
@@ -350,8 +364,8 @@ class ArchMap:
         parts, tasks: see Part and Task.
         config: the two-way map of config.json.
         ignore: patterns of hub tensors that hold nothing to learn; dropped when loaded, never written.
-        legacy: (pattern, replacement) applied to the names of a file before anything else.
-        settle: (config.json, names of the tensors beside it) -> what these say of the config that it does not.
+        old_spellings: (pattern, replacement) applied to the names of a file before anything else.
+        infer_config: (config.json, names of the tensors beside it) -> what these say of the config that it does not.
         files: in model_configs, written beside a checkpoint: code for transformers, which its `auto_map` names.
     """
 
@@ -362,15 +376,15 @@ class ArchMap:
     tasks: Mapping[str, Task]
     config: ConfigMap
     ignore: tuple[str, ...] = ()
-    legacy: tuple[tuple[str, str], ...] = ()
-    settle: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
+    old_spellings: tuple[tuple[str, str], ...] = ()
+    infer_config: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
     files: tuple[str, ...] = ()
 
     def declared_task(self, architectures: Sequence[str] | None) -> str | None:
         """The task of the class a checkpoint declares, or None where it declares none of ours."""
         for name in architectures or ():
             for task, entry in self.tasks.items():
-                if name in (entry.hf_class, *entry.also):
+                if name in (entry.hf_class, *entry.class_aliases):
                     return task
         return None
 
@@ -378,112 +392,3 @@ class ArchMap:
         """The parts that a file of the declared class holds; None: it declares nothing known."""
         task = self.declared_task(architectures)
         return None if task is None else tuple(self.tasks[task].parts)
-
-
-@dataclass
-class Tie:
-    """A tied hub name, resolved: `key` holds the same values as `to`."""
-
-    key: str
-    to: str
-    compare: bool
-    write: bool
-
-
-@dataclass
-class Layout:
-    """The compiled rules of one model. Hub tensors go by *keys*: their names without the body's prefix.
-
-    Attributes:
-        shapes: key -> shape; the tensors that a file of this model holds, ties apart.
-        pieces: key -> its pieces (`names[HUB]` is the key).
-        written: key -> the name in a file that we write (ties that are written included).
-        part: native name -> part it belongs to, "" for the body.
-        aliases: key under which a file may hold a tensor -> its key here.
-        optional: keys that a file may lack.
-        pads: native name -> boxes that are zero.
-        native_shapes: native name -> shape.
-        without: see Task.
-    """
-
-    shapes: dict[str, Shape] = field(default_factory=dict)
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
-    written: dict[str, str] = field(default_factory=dict)
-    part: dict[str, str] = field(default_factory=dict)
-    key_part: dict[str, str] = field(default_factory=dict)
-    ties: dict[str, Tie] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    optional: set[str] = field(default_factory=set)
-    pads: dict[str, list[Box]] = field(default_factory=dict)
-    native_shapes: dict[str, Shape] = field(default_factory=dict)
-    without: str | None = None
-
-    def all_pieces(self) -> list[Piece]:
-        return [piece for found in self.pieces.values() for piece in found]
-
-    def natives(self, key: str) -> list[str]:
-        """The parameters that a hub tensor fills."""
-        return list(dict.fromkeys(piece.names[NATIVE] for piece in self.pieces[key]))
-
-
-def compile_layout(arch: ArchMap, task: str, config: Config, native_shapes: Mapping[str, Sequence[int]]) -> Layout:
-    """Apply the rules of an architecture to one model.
-
-    Args:
-        native_shapes: name -> shape of every parameter of the model (built on meta is enough).
-
-    Raises:
-        ValueError: the architecture has no such task; a parameter has no rule, or more than one.
-    """
-    if task not in arch.tasks:
-        raise ValueError(f"{arch.model_type} has no task {task!r}; it has {', '.join(arch.tasks)}")
-    entry = arch.tasks[task]
-    prefix = arch.prefix if entry.prefix is None else entry.prefix
-    layout = Layout(native_shapes={name: tuple(shape) for name, shape in native_shapes.items()}, without=entry.without)
-    _compile_rules(layout, arch.body, "", "", prefix, config)
-    for name, place in entry.parts.items():
-        part = arch.parts[name]
-        _compile_rules(layout, part.rules, name, place, prefix if part.prefixed else "", config)
-    for tie in layout.ties.values():
-        if tie.to not in layout.shapes:
-            raise ValueError(f"{arch.model_type}: {tie.key} is tied to {tie.to}, which no rule names")
-    missing = [name for name in layout.native_shapes if name not in layout.part]
-    if missing:
-        raise ValueError(f"{arch.model_type}, task {task}: no rule for the parameters {', '.join(missing)}")
-    return layout
-
-
-def _compile_rules(layout: Layout, rules: Sequence[Rule], part: str, place: str, prefix: str, config: Config) -> None:
-    for rule in rules:
-        if rule.when is not None and not rule.when(config):
-            continue
-        if isinstance(rule, Tied):
-            layout.ties[rule.hub] = Tie(rule.hub, rule.to, rule.compare, rule.write)
-            if rule.write:
-                layout.written[rule.hub] = prefix + rule.hub
-            continue
-        templates = [place + template for template in rule.native_templates()]
-        for match in map(template_regex(templates[0]).fullmatch, list(layout.native_shapes)):
-            if match is None:
-                continue
-            names = [fill(template, match.groupdict()) for template in templates]
-            for name in names:
-                if name not in layout.native_shapes:
-                    raise ValueError(f"rule {rule} needs the parameter {name}, which the model lacks")
-                if name in layout.part:
-                    raise ValueError(f"two rules claim the parameter {name}; one is {rule}")
-                layout.part[name] = part
-            built = rule.build(names, match.groupdict(), layout.native_shapes, config)
-            for key, shape in built.shapes.items():
-                if key in layout.shapes:
-                    raise ValueError(f"two rules claim the hub tensor {key}; one is {rule}")
-                layout.shapes[key] = shape
-                layout.key_part[key] = part
-                layout.written[key] = prefix + key
-                layout.pieces[key] = [piece for piece in built.pieces if piece.names[HUB] == key]
-                if rule.optional:
-                    layout.optional.add(key)
-            layout.pads.update(built.pads)
-            if rule.aliases:
-                (key,) = built.shapes
-                layout.aliases.update({fill(alias, match.groupdict()): key for alias in rule.aliases})

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from engine.ops.layout import transpose_
+from modelcenter.convert.layout import Layout
 from modelcenter.convert.match import Match
 from modelcenter.convert.pieces import (
     NATIVE,
@@ -20,12 +21,11 @@ from modelcenter.convert.pieces import (
     bounds,
     box_numel,
     export_box,
+    full_box,
     is_plain_copy,
     restrict,
     view,
-    whole,
 )
-from modelcenter.convert.rules import Layout
 
 CHUNK_BYTES = 8 * 2**20  # most that is held of one hub tensor on its way, so that it stays in the cache meanwhile
 _LINES = 32  # rows of a chunk are a multiple of it, the 2-byte numbers of a cache line, which transposes go by
@@ -49,14 +49,30 @@ class Source(Protocol):
         """That box of a tensor, on the CPU; into `out`, contiguous and of the same shape and dtype, if given."""
 
 
+class ReadBuffer:
+    """Memory for one box after the other, so that pages are not fetched anew for each."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def tensor(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of the shape of `box`, in the memory of the one before."""
+        size = box_numel(box) * dtype.itemsize
+        if size > len(self._bytes):
+            self._bytes = torch.empty(max(size, 2**20), dtype=torch.uint8)
+        return self._bytes[:size].view(dtype).view([high - low for low, high in box])
+
+
 @dataclass(frozen=True)
-class _Part:
+class _Destination:
+    """Where values of a checkpoint go: the part of a piece that lies in a local slice."""
+
     piece: Piece  # restricted to the target
     local: torch.Tensor
-    origin: tuple[int, ...]
+    origin: tuple[int, ...]  # of the local slice in its tensor
     side: int = NATIVE  # of the target; the source is read on the other
 
-    def destination(self, piece: Piece) -> torch.Tensor:
+    def view_of(self, piece: Piece) -> torch.Tensor:
         return view(self.local, piece, self.side, self.origin)
 
 
@@ -82,9 +98,9 @@ def fill_targets(layout: Layout, match: Match, source: Source, targets: Iterable
         for box, local in by_name.get(name, ()):
             zero_pads(local, box, boxes)
 
-    def parts_of(key: str) -> list[_Part]:
+    def destinations_of(key: str) -> list[_Destination]:
         return [
-            _Part(part, local, tuple(low for low, _ in box))
+            _Destination(part, local, tuple(low for low, _ in box))
             for piece in layout.pieces[key]
             for box, local in by_name.get(piece.names[NATIVE], ())
             for part in restrict(piece, NATIVE, box)
@@ -92,28 +108,30 @@ def fill_targets(layout: Layout, match: Match, source: Source, targets: Iterable
 
     jobs = [(name, key) for key, name in match.found.items()]
     jobs.sort(key=lambda job: source.position(job[0]))
-    in_threads(lambda job, space: _load(source, job[0], parts_of(job[1]), space), jobs, threads)
-    for name, key in match.compare:  # now that what they repeat is there
-        _compare(source, name, key, match.found[key], parts_of(key))
+    run_in_threads(lambda job, buffer: _load(source, job[0], destinations_of(job[1]), buffer), jobs, threads)
+    for name, key in match.repeats:  # now that what they repeat is there
+        _compare(source, name, key, match.found[key], destinations_of(key))
 
 
-def in_threads(work: Callable[[Job, "Space"], None], jobs: Iterable[Job], threads: int) -> None:
-    """Do `work(job, space)` for each job, begun in their order, in threads with a `Space` each; raises the first error.
+def run_in_threads(work: Callable[[Job, ReadBuffer], None], jobs: Iterable[Job], threads: int) -> None:
+    """Do `work(job, buffer)` for each job, begun in their order, in threads with a `ReadBuffer` each.
+
+    Raises the first error of a job.
 
     Reading from files and `copy_values` run at the same time in several.
     """
     if threads == 1:
-        space = Space()
+        buffer = ReadBuffer()
         for job in jobs:
-            work(job, space)
+            work(job, buffer)
         return
     own = threading.local()
 
     def start() -> None:
-        own.space = Space()
+        own.buffer = ReadBuffer()
 
     with ThreadPoolExecutor(threads, initializer=start) as pool:
-        for _ in pool.map(lambda job: work(job, own.space), jobs):
+        for _ in pool.map(lambda job: work(job, own.buffer), jobs):
             pass
 
 
@@ -125,21 +143,25 @@ def zero_pads(local: torch.Tensor, box: Box, pads: Iterable[Box]) -> None:
             local[tuple(slice(low, high) for low, high in both)] = 0
 
 
-def _load(source: Source, name: str, parts: list[_Part], space: "Space") -> None:
+def _load(source: Source, name: str, destinations: list[_Destination], buffer: ReadBuffer) -> None:
     dtype, others = source.dtype(name), []
-    for part in parts:
-        local, side = part.local, part.side
-        if local.dtype == dtype and local.device.type == "cpu" and is_plain_copy(part.piece, local, part.origin, side):
-            source.read(name, bounds(part.piece, 1 - side), part.destination(part.piece))
+    for destination in destinations:
+        local, side = destination.local, destination.side
+        if (
+            local.dtype == dtype
+            and local.device.type == "cpu"
+            and is_plain_copy(destination.piece, local, destination.origin, side)
+        ):
+            source.read(name, bounds(destination.piece, 1 - side), destination.view_of(destination.piece))
         else:
-            others.append(part)
-    for part, piece, values in _stream(source, name, others, space):
-        copy_values(part.destination(piece), values)
+            others.append(destination)
+    for destination, piece, values in _stream(source, name, others, buffer):
+        copy_values(destination.view_of(piece), values)
 
 
-def _compare(source: Source, name: str, key: str, loaded: str, parts: list[_Part]) -> None:
-    for part, piece, values in _stream(source, name, parts, Space()):
-        here = part.destination(piece)
+def _compare(source: Source, name: str, key: str, loaded: str, destinations: list[_Destination]) -> None:
+    for destination, piece, values in _stream(source, name, destinations, ReadBuffer()):
+        here = destination.view_of(piece)
         if not torch.allclose(here, values.to(here.dtype).to(here.device), rtol=0, atol=0, equal_nan=True):
             raise ValueError(
                 f"tensor {name!r} should repeat {loaded!r} (they are tied), but its values differ. If the checkpoint "
@@ -148,20 +170,22 @@ def _compare(source: Source, name: str, key: str, loaded: str, parts: list[_Part
 
 
 def _stream(
-    source: Source, name: str, parts: list[_Part], space: "Space"
-) -> Iterator[tuple[_Part, Piece, torch.Tensor]]:
-    """Read the hub tensor in chunks; yield for each part its piece of the chunk and the values there, in `space`."""
-    if not parts:
+    source: Source, name: str, destinations: list[_Destination], buffer: ReadBuffer
+) -> Iterator[tuple[_Destination, Piece, torch.Tensor]]:
+    """Read the hub tensor in chunks, into `buffer`; yield (destination, its piece of the chunk, the values there)."""
+    if not destinations:
         return
-    side, dtype = 1 - parts[0].side, source.dtype(name)
-    region = _union([bounds(part.piece, side) for part in parts])
+    side, dtype = 1 - destinations[0].side, source.dtype(name)
+    region = _union([bounds(destination.piece, side) for destination in destinations])
     for chunk in chunks(region, CHUNK_BYTES // dtype.itemsize):
-        inside = [(part, piece) for part in parts for piece in restrict(part.piece, side, chunk)]
+        inside = [
+            (destination, piece) for destination in destinations for piece in restrict(destination.piece, side, chunk)
+        ]
         for group in _groups(source, name, inside, side):
             box = _union([bounds(piece, side) for _, piece in group])
-            values = source.read(name, box, space.of(box, dtype))
-            for part, piece in group:
-                yield part, piece, view(values, piece, side, [low for low, _ in box])
+            values = source.read(name, box, buffer.tensor(box, dtype))
+            for destination, piece in group:
+                yield destination, piece, view(values, piece, side, [low for low, _ in box])
 
 
 def _union(boxes: Sequence[Box]) -> Box:
@@ -183,9 +207,11 @@ def chunks(box: Box, limit: int) -> Iterator[Box]:
             yield from (((start, start + 1), *inner) for inner in chunks(rest, limit))
 
 
-def _groups(source: Source, name: str, items: list[tuple[_Part, Piece]], side: int) -> list[list[tuple[_Part, Piece]]]:
+def _groups(
+    source: Source, name: str, items: list[tuple[_Destination, Piece]], side: int
+) -> list[list[tuple[_Destination, Piece]]]:
     """Group what one read serves without reading more than separate reads would."""
-    groups: list[list[tuple[_Part, Piece]]] = []
+    groups: list[list[tuple[_Destination, Piece]]] = []
     boxes: list[Box] = []
     for item in items:
         box = bounds(item[1], side)
@@ -210,7 +236,7 @@ def fill_box(
     source: Source,
     names: Mapping[str, str],
     pads: Sequence[Box],
-    space: "Space",
+    buffer: ReadBuffer,
 ) -> None:
     """Fill `out`, a box of one tensor of either side, from a source that holds the other side.
 
@@ -218,20 +244,20 @@ def fill_box(
         pieces: all pieces of that tensor. side: which of their sides it is on.
         names: name on the other side -> name in the source.
         pads: boxes of the tensor that nothing fills; they become zero.
-        space: for what is read on the way; not that of `out`.
+        buffer: for what is read on the way; not that of `out`.
     """
     zero_pads(out, box, pads)
-    by_name: dict[str, list[_Part]] = {}
+    by_name: dict[str, list[_Destination]] = {}
     for piece in pieces:
         for part in restrict(piece, side, box):
-            found = _Part(part, out, tuple(low for low, _ in box), side)
+            found = _Destination(part, out, tuple(low for low, _ in box), side)
             by_name.setdefault(names[piece.names[1 - side]], []).append(found)
-    for name, parts in by_name.items():
-        _load(source, name, parts, space)
+    for name, destinations in by_name.items():
+        _load(source, name, destinations, buffer)
 
 
 @torch.no_grad()
-def read_into(source: Source, name: str, offsets: Sequence[int], local: torch.Tensor, space: "Space") -> None:
+def read_into(source: Source, name: str, offsets: Sequence[int], local: torch.Tensor, buffer: ReadBuffer) -> None:
     """Fill a local slice, which starts at `offsets`, from the tensor of the same layout, in chunks if need be."""
     local = local.detach()
     box = tuple((start, start + size) for start, size in zip(offsets, local.shape, strict=True))
@@ -240,21 +266,7 @@ def read_into(source: Source, name: str, offsets: Sequence[int], local: torch.Te
         return
     for part in chunks(box, CHUNK_BYTES // source.dtype(name).itemsize):
         place = tuple(slice(low - start, high - start) for (low, high), start in zip(part, offsets, strict=True))
-        local[place].copy_(source.read(name, part, space.of(part, source.dtype(name))))
-
-
-class Space:
-    """Memory for one box after the other, so that pages are not fetched anew for each."""
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def of(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor of the shape of `box`, in the memory of the one before."""
-        size = box_numel(box) * dtype.itemsize
-        if size > len(self._bytes):
-            self._bytes = torch.empty(max(size, 2**20), dtype=torch.uint8)
-        return self._bytes[:size].view(dtype).view([high - low for low, high in box])
+        local[place].copy_(source.read(name, part, buffer.tensor(part, source.dtype(name))))
 
 
 def copy_values(target: torch.Tensor, values: torch.Tensor) -> None:
@@ -278,4 +290,4 @@ def export_tensor(layout: Layout, key: str, natives: Mapping[str, torch.Tensor])
         if is_plain_copy(pieces[0], native, [0] * native.dim()) and moved.numel() == native.numel():
             return moved.reshape(layout.shapes[key])
     out = next(iter(natives.values())).new_empty(layout.shapes[key])
-    return export_box(pieces, whole(layout.shapes[key]), natives.__getitem__, out)
+    return export_box(pieces, full_box(layout.shapes[key]), natives.__getitem__, out)

@@ -74,11 +74,11 @@ PARTS = {
 }
 
 
-def _tasks(family: str, also: tuple[str, ...] = ()) -> dict[str, Task]:
+def _tasks(family: str, aliases: tuple[str, ...] = ()) -> dict[str, Task]:
     return {
         "base": Task(f"{family}Model", prefix=""),
         "text-encoding": Task(f"{family}EncoderModel", prefix="", without=r"decoder\..*"),
-        "seq2seq-lm": Task(f"{family}ForConditionalGeneration", {"lm": "head."}, prefix="", also=also),
+        "seq2seq-lm": Task(f"{family}ForConditionalGeneration", {"lm": "head."}, prefix="", class_aliases=aliases),
         "sequence-classification": Task(f"{family}ForSequenceClassification", {"classifier": "head."}),
         "token-classification": Task(
             f"{family}ForTokenClassification", {"token classifier": "head."}, without=r"decoder\..*"
@@ -152,7 +152,7 @@ CONFIG = T5ConfigMap(
 )
 
 
-def _settle(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _infer_tie(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """An own lm_head in a file of version 5, whose config.json says that embeddings are tied whatever they are."""
     forced = config.get("tie_word_embeddings") is True and config.get("scale_decoder_outputs") is not True
     if config.get("model_type") == "t5" and config.get("scale_decoder_outputs") is None:
@@ -165,10 +165,10 @@ ARCH = ArchMap(
     prefix="transformer.",
     body=_body(per_layer=False),
     parts=PARTS,
-    tasks=_tasks("T5", also=("T5WithLMHeadModel",)),  # its first name
+    tasks=_tasks("T5", aliases=("T5WithLMHeadModel",)),  # its first name
     config=CONFIG,
     ignore=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
-    settle=_settle,
+    infer_config=_infer_tie,
 )
 # mT5 is never scaled. umT5 always is, as transformers 5 computes it whatever the file says; version 4 went by what it
 # says of tying, so that it did not scale the published ones.

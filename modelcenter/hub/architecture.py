@@ -10,8 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 from modelcenter import registry
 from modelcenter.config import ModelConfig
+from modelcenter.convert.layout import Layout, compile_layout
 from modelcenter.convert.pieces import Shape
-from modelcenter.convert.rules import ArchMap, Layout, compile_layout
+from modelcenter.convert.rules import ArchMap
 from modelcenter.registry import ARCHITECTURES, ArchSpec, model_type_of, nearest
 
 

@@ -11,30 +11,26 @@ from dataclasses import replace
 import torch
 
 from modelcenter import registry
-from modelcenter.convert.cpm_legacy import CPM
-from modelcenter.convert.legacy import LEGACY, add_legacy, looks_legacy, recognise
-from modelcenter.convert.legacy_form import Made, compile_legacy, hf_config, name_of
-from modelcenter.convert.megatron import is_megatron, merge
-from modelcenter.convert.pieces import HUB, NATIVE, Box, bounds, restrict, view, whole
+from modelcenter.convert.legacy.megatron import is_megatron, merge_ranks
+from modelcenter.convert.legacy.recognise import NETWORKS, find_network, has_legacy_names
+from modelcenter.convert.legacy.translation import TranslatedTensor, hf_config, translate_tensors
+from modelcenter.convert.pieces import HUB, NATIVE, Box, bounds, full_box, restrict, view
 from modelcenter.hub.files.reader import FileSource, TensorInfo
 from modelcenter.hub.files.weight_files import open_weight_files
 from modelcenter.hub.resolve import ModelFiles
 from modelcenter.registry import ARCHITECTURES
 
-for _entry in CPM:
-    add_legacy(_entry)
-
 
 class LegacySource(FileSource):
     """The tensors of a ModelCenter checkpoint in Hugging Face's form (convert.stream.Source)."""
 
-    def __init__(self, base: FileSource, made: Mapping[str, Made]):
+    def __init__(self, base: FileSource, translated: Mapping[str, TranslatedTensor]):
         tensors = {}
-        for name, entry in made.items():
+        for name, entry in translated.items():
             first = base.tensors[entry.pieces[0].names[HUB]]
             tensors[name] = TensorInfo(first.file, first.offset, first.dtype, entry.shape, ())
         super().__init__(tensors)
-        self._base, self._made = base, made
+        self._base, self._translated = base, translated
 
     def close(self) -> None:
         self._base.close()
@@ -45,15 +41,15 @@ class LegacySource(FileSource):
 
     def cost(self, name: str, box: Box) -> int:
         """Bytes of the file that reading the box takes."""
-        parts = [part for piece in self._made[name].pieces for part in restrict(piece, NATIVE, box)]
+        parts = [part for piece in self._translated[name].pieces for part in restrict(piece, NATIVE, box)]
         return sum(self._base.cost(part.names[HUB], bounds(part, HUB)) for part in parts)
 
     def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """A box of a tensor (all of it by default) as a contiguous CPU tensor; into `out` if given."""
-        entry = self._made[name]
-        box = whole(entry.shape) if box is None else box
-        if entry.renamed is not None:
-            return self._base.read(entry.renamed, box, out)
+        entry = self._translated[name]
+        box = full_box(entry.shape) if box is None else box
+        if entry.plain_source is not None:
+            return self._base.read(entry.plain_source, box, out)
         if out is None:
             out = torch.empty([high - low for low, high in box], dtype=self.dtype(name))
         shaped, origin = out.view([high - low for low, high in box]), [low for low, _ in box]
@@ -79,17 +75,20 @@ def open_hf_source(files: ModelFiles) -> FileSource:
         return base
     try:
         shapes = {name: info.shape for name, info in base.tensors.items()}
-        made, repeated = merge(shapes) if is_megatron(shapes) else compile_legacy(entry, files.config, shapes)
-        for name, other in repeated:
+        if is_megatron(shapes):
+            translated, duplicates = merge_ranks(shapes)
+        else:
+            translated, duplicates = translate_tensors(entry, files.config, shapes)
+        for name, other in duplicates:
             if not torch.equal(base.read(name), base.read(other)):
                 raise ValueError(
-                    f"{name!r} and {other!r} differ: training separated them, and {name_of(entry)} has one "
+                    f"{name!r} and {other!r} differ: training separated them, and {entry.model_type} has one "
                     "tensor for both, so this checkpoint cannot be expressed"
                 )
     except ValueError as error:
         base.close()
         raise ValueError(f"{files.origin}: {error}") from error
-    return LegacySource(base, made)
+    return LegacySource(base, translated)
 
 
 def in_hf_form(files: ModelFiles, model_type: str | None = None) -> ModelFiles:
@@ -106,7 +105,7 @@ def in_hf_form(files: ModelFiles, model_type: str | None = None) -> ModelFiles:
         return files  # architecture.find_spec refuses it
     if kind in ARCHITECTURES:  # two may share a model_type
         kind = registry.get(kind, files.config.get("architectures")).model_type
-    readable = {name for entry in LEGACY for name in entry.model_types}
+    readable = {name for entry in NETWORKS for name in entry.model_types}
     if files.weights is None or (kind is not None and kind not in readable):
         return files
     of_transformers = files.weights.suffix in (".safetensors", ".json")
@@ -116,10 +115,10 @@ def in_hf_form(files: ModelFiles, model_type: str | None = None) -> ModelFiles:
         shapes = {name: info.shape for name, info in source.tensors.items()}
         if source.is_loaded:
             files = replace(files, opened=source)
-        if not (looks_legacy(shapes) or is_megatron(shapes)):
+        if not (has_legacy_names(shapes) or is_megatron(shapes)):
             return files
     try:
-        entry = recognise(files.config, shapes, kind or model_type)
+        entry = find_network(files.config, shapes, kind or model_type)
         # A config.json that names an architecture is in Hugging Face's form already, unless it says "dim_model".
         if kind is None or "dim_model" in files.config:
             return replace(files, legacy=entry, config=hf_config(entry, files.config, kind or model_type))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelcenter.convert.legacy_form import Legacy
+from modelcenter.convert.legacy.translation import LegacyNetwork
 from modelcenter.hub.files.adapter_files import describe_adapter
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
@@ -48,7 +48,7 @@ class ModelFiles:
     distributed: bool = False
     prefix: str = ""
     ignore: tuple[str, ...] = ()
-    legacy: Legacy | None = None
+    legacy: LegacyNetwork | None = None
     opened: Any = None
 
     @property

@@ -14,7 +14,8 @@ import torch
 import engine
 from engine.checkpoint import all_tensors, from_rank_0, named_tensors, save_model, together, whole_tensor
 from modelcenter import registry
-from modelcenter.convert.rules import ArchMap, compile_layout
+from modelcenter.convert.layout import compile_layout
+from modelcenter.convert.rules import ArchMap
 from modelcenter.convert.stream import export_tensor
 from modelcenter.hub.card import make_card, read_card, without_tokens
 from modelcenter.hub.dtypes import parse_dtype
@@ -168,7 +169,7 @@ class _Export:
         self.dtype = dtype or next(iter(self.parameters.values())).dtype
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.layout = layout = compile_layout(arch, model.task, model.config, shapes)
-        keys = {key: key for key in layout.shapes} | {tie.key: tie.to for tie in layout.ties.values() if tie.write}
+        keys = {key: key for key in layout.shapes} | {tie.hub: tie.to for tie in layout.ties.values() if tie.write}
         self.key_of = {layout.written[name]: key for name, key in keys.items()}
         entries: list[Entry] = []
         for name, key in self.key_of.items():

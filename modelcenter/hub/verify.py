@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from engine.memory import readable
-from modelcenter.convert.pieces import HUB, whole
+from modelcenter.convert.pieces import HUB, full_box
 from modelcenter.hub.conversion.blocks import BlockReader
 from modelcenter.hub.conversion.checkpoint import Checkpoint, Request, open_checkpoint
 from modelcenter.hub.conversion.progress import Progress
@@ -127,7 +127,7 @@ def _difference(
         return f"dtype {shown[0]} and {shown[1]}"
     count, most = 0, 0.0
     at: tuple[int, ...] = ()
-    first, second = (reader.read(HUB, key, whole(shapes[0]), dtype) for reader in readers)
+    first, second = (reader.read(HUB, key, full_box(shapes[0]), dtype) for reader in readers)
     for (box, left), (_, right) in zip(first, second, strict=True):
         bar.add(left.nbytes)
         if as_bytes(left) == as_bytes(right):

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 import torch
 
 import engine
+from modelcenter.convert.contents import OTHER_HEADS, native_prefix
+from modelcenter.convert.layout import Layout
 from modelcenter.convert.match import match_names, shape_errors, to_key, unknown_message
-from modelcenter.convert.rules import ArchMap, Layout, template_regex
-from modelcenter.convert.stream import Space, Target, fill_targets, in_threads, read_into
-from modelcenter.convert.whole import OTHER_HEADS, native_prefix
+from modelcenter.convert.rules import ArchMap, template_regex
+from modelcenter.convert.stream import ReadBuffer, Target, fill_targets, read_into, run_in_threads
 from modelcenter.hub.architecture import Blueprint, choose_task, find_spec, make_blueprint
 from modelcenter.hub.dtypes import refuse_quantised
 from modelcenter.hub.files.dcp import DCPSource, open_model
@@ -79,9 +80,9 @@ def blueprint_of(
     arch: ArchMap = spec.arch_map()
     chosen = choose_task(arch, task, files.config, files.origin)
     overrides = overrides or {}
-    if arch.settle is not None and files.weights is not None:
+    if arch.infer_config is not None and files.weights is not None:
         with open_hf_source(files) as source:
-            overrides = {**arch.settle(files.config, source.tensors), **overrides}
+            overrides = {**arch.infer_config(files.config, source.tensors), **overrides}
     return make_blueprint(spec, chosen, files.config, overrides, files.origin)
 
 
@@ -151,7 +152,7 @@ class FileWeights:
         """Raise for misshapen tensors; those of heads are set aside instead with `ignore_heads`."""
         match, layout, tensors = self._match, self._layout, self._source.tensors
         wrong = shape_errors(layout, match, {name: info.shape for name, info in tensors.items()})
-        heads = [key for key in wrong if layout.key_part[key]]
+        heads = [key for key in wrong if layout.key_parts[key]]
         if ignore_heads:
             for key in heads:
                 match.resized.append(key)
@@ -174,22 +175,22 @@ class FileWeights:
         a head of which the files hold a part."""
         layout, match, files = self._layout, self._match, self._files
         absent = [key for key in match.missing if key not in layout.optional]
-        held = {layout.key_part[key] for key in match.found}
+        held = {layout.key_parts[key] for key in match.found}
         errors = []
         for key in absent:
-            if layout.key_part[key] in held | {""} or not head_requested:
+            if layout.key_parts[key] in held | {""} or not head_requested:
                 natives = ", ".join(layout.natives(key))
                 errors.append(f"  {layout.written[key]!r} of shape {layout.shapes[key]} ({natives})")
         if not errors:
             return
         more = f"\n  and {len(errors) - 20} more" if len(errors) > 20 else ""
         fix = ""
-        if not head_requested and all(layout.key_part[key] for key in absent):
+        if not head_requested and all(layout.key_parts[key] for key in absent):
             fix = f"\nThey belong to the head: pass task={self._blueprint.task!r} to initialise it at random"
             tasks = self._arch.tasks
-            if "base" in tasks and not {layout.key_part[key] for key in absent} & set(tasks["base"].parts):
+            if "base" in tasks and not {layout.key_parts[key] for key in absent} & set(tasks["base"].parts):
                 fix += ", or task='base' for the model without it"
-        elif not any(not layout.key_part[key] for key in match.found):
+        elif not any(not layout.key_parts[key] for key in match.found):
             fix = "\nNo tensor of the body is there: are these the weights of another architecture?"
         place = files.weights.name if files.weights is not None else files.origin
         raise ValueError(f"{files.origin}: {len(errors)} missing in {place}:\n" + "\n".join(errors[:20]) + more + fix)
@@ -245,7 +246,7 @@ class DistributedWeights:
 
     def _check_missing(self, head_requested: bool) -> None:
         """Raise for parameters that may not be initialised, as FileWeights does."""
-        parts = self._layout.part
+        parts = self._layout.native_parts
         optional = {name for key in self._layout.optional for name in self._layout.natives(key)}
         held = {parts[name] for name in parts if name not in self.fresh}
         absent = [name for name in self.fresh if name not in optional]
@@ -255,7 +256,7 @@ class DistributedWeights:
 
     def _check_shapes(self, ignore_heads: bool) -> None:
         """Raise for misshapen tensors; those of heads become fresh instead with `ignore_heads`."""
-        parts, expected = self._layout.part, self._layout.native_shapes
+        parts, expected = self._layout.native_parts, self._layout.native_shapes
         shapes = {name: self._source.tensors[self._stored_name[name]].shape for name in self._filled()}
         wrong = [name for name, shape in shapes.items() if shape != expected[name]]
         if ignore_heads:
@@ -281,11 +282,11 @@ class DistributedWeights:
         targets = [target for target in engine.local_slices(model) if target[0] in filled]
         targets.sort(key=lambda target: source.position(stored_name[target[0]]))
 
-        def read(target: Target, space: Space) -> None:
+        def read(target: Target, buffer: ReadBuffer) -> None:
             name, offsets, local = target
-            read_into(source, stored_name[name], offsets, local, space)
+            read_into(source, stored_name[name], offsets, local, buffer)
 
-        in_threads(read, targets, reading_threads())
+        run_in_threads(read, targets, reading_threads())
 
 
 def _stored_names(arch: ArchMap, layout: Layout, task: str, saved_as: str) -> dict[str, str]:
@@ -293,14 +294,14 @@ def _stored_names(arch: ArchMap, layout: Layout, task: str, saved_as: str) -> di
     places = arch.tasks[task].parts
     return {
         name: native_prefix(arch, saved_as, part) + name.removeprefix(places[part]) if part else name
-        for name, part in layout.part.items()
+        for name, part in layout.native_parts.items()
     }
 
 
 def _head_patterns(arch: ArchMap, task: str) -> list[re.Pattern[str]]:
     """What the parameters of the heads of a task are called.
 
-    By whole names: what a body may have beside its own (CROSS) lies at no prefix.
+    By whole names: what a body may have beside its own (CROSS_ATTENTION) lies at no prefix.
     """
     rules = ((place, rule) for part, place in arch.tasks[task].parts.items() for rule in arch.parts[part].rules)
     return [template_regex(place + template) for place, rule in rules for template in rule.native_templates()]

@@ -57,7 +57,7 @@ class Model(nn.Module):
     exceeds_fp16: ClassVar[bool] = False
     # Tokens that the model puts before each sequence.
     prefix_tokens: int = 0
-    # What modelcenter.adapters put in (adapters.state.Attached).
+    # What modelcenter.adapters put in (adapters.state.AdapterState).
     adapter: Any = None
     _sites_named = False
 

@@ -31,7 +31,7 @@ LARGEST = VOCABULARY * HIDDEN * 2
 MAKE = """
 import sys, torch, modelcenter as mc
 import modelcenter.hub.conversion
-from modelcenter.convert.rules import compile_layout
+from modelcenter.convert.layout import compile_layout
 from modelcenter.hub.architecture import on_meta
 from modelcenter.hub.files.json_files import write_json
 from modelcenter.hub.files.safetensors import SafetensorsWriter, plan_files

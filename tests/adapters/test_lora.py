@@ -18,7 +18,7 @@ from engine.ops import dropout_key
 from engine.parallel.tensor import parallelize
 from modelcenter import registry
 from modelcenter.adapters import Lora, add_lora, load_lora, merge_lora, save_adapter, trainable_parameters
-from modelcenter.adapters.layout import short_names
+from modelcenter.adapters.save import short_names
 from modelcenter.adapters.state import adapter_parameters
 
 CASES = [

@@ -7,9 +7,10 @@ import torch
 import transformers
 
 from modelcenter.convert.bert import ARCH
+from modelcenter.convert.layout import compile_layout
 from modelcenter.convert.match import match_names
 from modelcenter.convert.pieces import prove
-from modelcenter.convert.rules import CROSS, Rename, compile_layout
+from modelcenter.convert.rules import CROSS_ATTENTION, Rename
 from modelcenter.models.bert import Bert, BertConfig
 
 SIZES = {
@@ -67,7 +68,7 @@ def test_every_head_is_known_to_every_other(held, wanted):
     assert found.unknown == []
     here, there = set(ARCH.tasks[wanted].parts), set(ARCH.tasks[held].parts)
     layout = layout_of(wanted)
-    assert {layout.key_part[key] for key in found.missing} == here - there
+    assert {layout.key_parts[key] for key in found.missing} == here - there
     assert bool(found.skipped) == bool(there - here)
 
 
@@ -109,7 +110,7 @@ def test_untied_files_without_a_decoder_bias():
         "cls.predictions.decoder.bias": "cls.predictions.bias"
     }
     both = match_names(ARCH, layout, ["cls.predictions.bias", "cls.predictions.decoder.bias"])
-    assert both.found == {"cls.predictions.decoder.bias": "cls.predictions.decoder.bias"} and not both.compare
+    assert both.found == {"cls.predictions.decoder.bias": "cls.predictions.decoder.bias"} and not both.repeats
 
 
 def test_old_files_that_repeat_the_decoder():
@@ -117,7 +118,7 @@ def test_old_files_that_repeat_the_decoder():
     layout = layout_of("masked-lm")
     names = ["cls.predictions.bias", "cls.predictions.decoder.bias", "cls.predictions.decoder.weight"]
     found = match_names(ARCH, layout, [*names, "bert.embeddings.word_embeddings.weight"])
-    assert found.compare == [(names[1], "cls.predictions.bias"), (names[2], "embeddings.word_embeddings.weight")]
+    assert found.repeats == [(names[1], "cls.predictions.bias"), (names[2], "embeddings.word_embeddings.weight")]
     alone = match_names(ARCH, layout, names[1:]).found
     assert alone == {"cls.predictions.bias": names[1], "embeddings.word_embeddings.weight": names[2]}
 
@@ -125,5 +126,5 @@ def test_old_files_that_repeat_the_decoder():
 def test_declared_classes():
     assert ARCH.declared_task(["BertForMaskedLM"]) == "masked-lm"
     assert ARCH.declared_task(["SomethingElse"]) is None and ARCH.declared_task(None) is None
-    assert ARCH.declared_parts(["BertForNextSentencePrediction"]) == (CROSS, "pooler", "nsp")
+    assert ARCH.declared_parts(["BertForNextSentencePrediction"]) == (CROSS_ATTENTION, "pooler", "nsp")
     assert ARCH.declared_parts(["SomethingElse"]) is None

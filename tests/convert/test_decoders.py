@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
 from modelcenter import registry
+from modelcenter.convert.layout import compile_layout
 from modelcenter.convert.match import match_names
 from modelcenter.convert.pieces import prove
-from modelcenter.convert.rules import compile_layout
 from modelcenter.testing import randomize_
 
 KINDS = ("gpt2", "gpt_neox", "gptj", "opt", "cpmant")
@@ -66,7 +66,7 @@ def test_every_head_is_known_to_every_other(kind, task, tmp_path):
         found = match_names(arch, layout, names, [arch.tasks[task].hf_class])
         here, there = set(entry.parts), set(arch.tasks[task].parts)
         assert found.unknown == []
-        assert {layout.key_part[key] for key in found.missing} <= here - there
+        assert {layout.key_parts[key] for key in found.missing} <= here - there
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
 from modelcenter import registry
+from modelcenter.convert.layout import compile_layout
 from modelcenter.convert.match import match_names
 from modelcenter.convert.pieces import prove
-from modelcenter.convert.rules import compile_layout
 from modelcenter.layers.rotary import Rotary
 
 KINDS = ("llama", "qwen2", "qwen3", "mistral")

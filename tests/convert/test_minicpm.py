@@ -8,9 +8,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
+from modelcenter.convert.layout import compile_layout
 from modelcenter.convert.minicpm import ARCH, MINICPM3
 from modelcenter.convert.pieces import prove
-from modelcenter.convert.rules import compile_layout
 from modelcenter.models.minicpm import MiniCPMConfig
 from modelcenter.models.minicpm3 import MiniCPM3, MiniCPM3Config
 

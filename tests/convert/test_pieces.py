@@ -14,11 +14,11 @@ from modelcenter.convert.pieces import (
     Piece,
     bounds,
     export_box,
+    full_box,
     is_plain_copy,
     prove,
     restrict,
     view,
-    whole,
 )
 
 HEADS, DIM, WIDTH = 5, 3, 7
@@ -79,13 +79,13 @@ def test_restriction_keeps_the_correspondence():
 def test_number_of_parts_stays_small():
     """A box cuts a mixed-radix dimension of two axes into at most three parts."""
     assert len(restrict(INTERLEAVED[0], NATIVE, ((1, 14), (0, WIDTH)))) == 3
-    assert restrict(INTERLEAVED[0], NATIVE, whole((HEADS * DIM, WIDTH))) == [INTERLEAVED[0]]
+    assert restrict(INTERLEAVED[0], NATIVE, full_box((HEADS * DIM, WIDTH))) == [INTERLEAVED[0]]
     assert restrict(INTERLEAVED[0], HUB, ((DIM, 3 * DIM), (0, WIDTH))) == []  # the rows of k and v alone
 
 
 def test_export_of_a_box():
     native = {name: torch.randn(HEADS * DIM, WIDTH) for name in "qkv"}
-    every = export_box(INTERLEAVED, whole((45, 7)), native.__getitem__, torch.empty(45, 7))
+    every = export_box(INTERLEAVED, full_box((45, 7)), native.__getitem__, torch.empty(45, 7))
     expected = torch.stack([native[n].view(HEADS, DIM, WIDTH) for n in "qkv"], 1).reshape(45, 7)
     assert torch.equal(every, expected)
     box = ((4, 23), (2, 5))

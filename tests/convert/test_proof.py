@@ -11,9 +11,9 @@ import torch
 
 import modelcenter as mc
 from modelcenter import registry
+from modelcenter.convert.contents import contents_of_hub, contents_of_native, native_prefix
+from modelcenter.convert.layout import Layout, compile_layout
 from modelcenter.convert.pieces import CoverageError, prove
-from modelcenter.convert.rules import Layout, compile_layout
-from modelcenter.convert.whole import native_prefix, whole_of_hub, whole_of_native
 
 CASES = [
     (kind, task) for kind in sorted(registry.ARCHITECTURES) for task in registry.ARCHITECTURES[kind].arch_map().tasks
@@ -31,8 +31,8 @@ def check(layout: Layout) -> None:
     prove(layout.all_pieces(), layout.shapes, layout.native_shapes, layout.pads)
     assert {piece.names[1] for piece in layout.all_pieces()} == set(layout.native_shapes)
     for tie in layout.ties.values():
-        assert tie.to in layout.shapes and tie.key not in layout.shapes
-    assert set(layout.written) == set(layout.shapes) | {tie.key for tie in layout.ties.values() if tie.write}
+        assert tie.to in layout.shapes and tie.hub not in layout.shapes
+    assert set(layout.written) == set(layout.shapes) | {tie.hub for tie in layout.ties.values() if tie.write}
     assert len(set(layout.written.values())) == len(layout.written)
 
 
@@ -59,22 +59,22 @@ def test_all_heads_at_once(kind):
         keys = set(layouts[named].shapes)
         for other in layouts.values():
             roots = {key.split(".")[0] for key in keys}
-            more = {k: s for k, s in other.shapes.items() if other.key_part[k] and k not in keys}
+            more = {k: s for k, s in other.shapes.items() if other.key_parts[k] and k not in keys}
             more = {k: s for k, s in more.items() if k.split(".")[0] not in roots or k.startswith("cls.")}
             more = {k: s for k, s in more.items() if k not in layouts[named].ties}
-            if all(k in more or k in keys for k in other.shapes if other.key_part[k]):
+            if all(k in more or k in keys for k in other.shapes if other.key_parts[k]):
                 keys |= set(more)
                 prefix = arch.prefix if arch.tasks[named].prefix is None else arch.tasks[named].prefix
                 for k, shape in more.items():
-                    shapes[(prefix if arch.parts[other.key_part[k]].prefixed else "") + k] = shape
-        whole = whole_of_hub(arch, layouts.__getitem__, shapes, [arch.tasks[named].hf_class])
+                    shapes[(prefix if arch.parts[other.key_parts[k]].prefixed else "") + k] = shape
+        whole = contents_of_hub(arch, layouts.__getitem__, shapes, [arch.tasks[named].hf_class])
         assert not whole.unknown and set(whole.found) == keys, (named, whole.unknown)
         check(whole.layout)
         names = set(whole.layout.native_shapes)
-        again = whole_of_native(arch, layouts.__getitem__, names, [arch.tasks[named].hf_class])
+        again = contents_of_native(arch, layouts.__getitem__, names, [arch.tasks[named].hf_class])
         assert again.layout.native_shapes == whole.layout.native_shapes and not again.unknown
         assert again.layout.written == whole.layout.written
-        for part in whole.further:
+        for part in whole.further_heads:
             assert any(name.startswith(native_prefix(arch, named, part)) for name in names)
 
 
@@ -106,7 +106,7 @@ def test_transformers_saves_these_tensors(kind, task, tmp_path):
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     layout = compile_layout(arch, task, ours.config, {n: tuple(p.shape) for n, p in ours.named_parameters()})
-    whole = whole_of_hub(arch, lambda _: layout, saved, [arch.tasks[task].hf_class])
+    whole = contents_of_hub(arch, lambda _: layout, saved, [arch.tasks[task].hf_class])
     assert not whole.unknown and {key: saved[name] for key, name in whole.found.items()} == layout.shapes
 
 

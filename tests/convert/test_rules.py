@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.layout import compile_layout
 from modelcenter.convert.match import match_names, to_key, unknown_message
 from modelcenter.convert.pieces import box_numel, prove
 from modelcenter.convert.rules import (
@@ -20,7 +21,6 @@ from modelcenter.convert.rules import (
     Task,
     Tied,
     Transpose,
-    compile_layout,
     fill,
     template_regex,
 )
@@ -258,7 +258,7 @@ TOY = ArchMap(
     },
     ConfigMap({}),
     ignore=(r"attn\.bias",),
-    legacy=((r"gamma$", "weight"),),
+    old_spellings=((r"gamma$", "weight"),),
 )
 
 
@@ -298,7 +298,7 @@ def test_unknown_tensors_name_the_nearest():
 
 def test_ties():
     layout = toy_layout("causal-lm")
-    assert match_names(TOY, layout, ["wte", "lm.weight", "lm.bias", "lm.unused"]).compare == [("lm.weight", "wte")]
+    assert match_names(TOY, layout, ["wte", "lm.weight", "lm.bias", "lm.unused"]).repeats == [("lm.weight", "wte")]
     assert match_names(TOY, layout, ["wte", "lm.weight", "lm.bias", "lm.unused"]).ignored == ["lm.unused"]
     assert match_names(TOY, layout, ["lm.weight", "lm.bias"]).found["wte"] == "lm.weight"  # it stands in
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from engine.checkpoint.dcp import _Reader
-from modelcenter.convert.pieces import whole
+from modelcenter.convert.pieces import full_box
 from modelcenter.hub.conversion.plan import Job, Plan, Segment
 from modelcenter.hub.files import dcp as dcp_files
 from modelcenter.hub.files.dcp import DCPSource, DCPTensorInfo, write_metadata
@@ -73,7 +73,7 @@ def test_what_torch_reads(parts, tmp_path):
             cuts = [(0, rows // 2), (rows // 2, rows)] if parts == 2 and rows > 1 else [(0, rows)]
             places = []
             for low, high in cuts:
-                box = ((low, high), *whole(tensor.shape[1:])) if rows else whole(tensor.shape)
+                box = ((low, high), *full_box(tensor.shape[1:])) if rows else full_box(tensor.shape)
                 part = tensor[low:high] if rows else tensor
                 before, after = archive_frame(part.dtype, tuple(part.shape), zlib.crc32(raw(part)))
                 places.append((box, "__0_0.distcp", file.tell(), len(before) + part.nbytes + len(after)))
@@ -135,7 +135,7 @@ def test_safetensors_of_every_kind(tmp_path):
             writer.write(tensor)
     head, places = file_head(entries)
     jobs = [
-        Job(n, n, d, s, "b.safetensors", (Segment(whole(s), at),), False)
+        Job(n, n, d, s, "b.safetensors", (Segment(full_box(s), at),), False)
         for (n, d, s), at in zip(entries, places, strict=False)
     ]
     Plan(0, {"b.safetensors": places[-1]}, {"b.safetensors": head}, jobs).prepare(tmp_path)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
 from modelcenter.convert.bert import ARCH
-from modelcenter.convert.stream import in_threads
+from modelcenter.convert.stream import run_in_threads
 from modelcenter.hub.conversion import convert
 from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.load import build_model
@@ -602,7 +602,7 @@ def test_threads_do_not_share_memory():
         meet.wait(60)
         seen.append(space)
 
-    in_threads(work, range(2), 2)
+    run_in_threads(work, range(2), 2)
     assert len(seen) == 2 and seen[0] is not seen[1]
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import toydata
+from encoder_decoder_mutations import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
 from harness import ArchitectureTests, assert_same, randomize_
 from safetensors.torch import load_file, save_file
 from seq2seq_toys import WORDS, write_folder
-from spoilt import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
 from toydata import command
 from transformers import BertTokenizer, EncoderDecoderModel
 

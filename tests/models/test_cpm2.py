@@ -134,7 +134,7 @@ def test_export_is_a_t5(theirs, tmp_path):
 
 def old_names(theirs):
     """The tensors of a T5 in ModelCenter's names."""
-    from modelcenter.convert.legacy_names import encoder_decoder_rules
+    from modelcenter.convert.legacy.tensor_rules import encoder_decoder_rules
     from modelcenter.convert.rules import fill, template_regex
 
     found = {}
@@ -142,7 +142,7 @@ def old_names(theirs):
     for name, p in theirs.named_parameters():
         for rule in rules:
             if match := template_regex(rule.hub).fullmatch(name):
-                found[fill(rule.old[0], match.groupdict())] = p.detach().clone()
+                found[fill(rule.legacy[0], match.groupdict())] = p.detach().clone()
     assert len(found) == len(dict(theirs.named_parameters()))
     return found
 

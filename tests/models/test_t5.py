@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from encoder_decoder_mutations import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
 from harness import ArchitectureTests
-from spoilt import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
 from t5_toys import SIZES
 from torch import nn
 

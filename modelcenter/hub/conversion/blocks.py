@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from modelcenter.convert.pieces import HUB, NATIVE, Axis, Box, Piece, box_numel, restrict, view, whole
-from modelcenter.convert.stream import Space, chunks, copy_values, fill_box, zero_pads
+from modelcenter.convert.pieces import HUB, NATIVE, Axis, Box, Piece, box_numel, full_box, restrict, view
+from modelcenter.convert.stream import ReadBuffer, chunks, copy_values, fill_box, zero_pads
 from modelcenter.hub.conversion.checkpoint import Checkpoint, TensorSource
 
 _BLOCK_BYTES = 4 * 2**20
@@ -32,9 +32,9 @@ def _cut(box: Box, dtype: torch.dtype, size: int) -> Iterator[Box]:
 
 def read_blocks(source: TensorSource, name: str) -> Iterator[torch.Tensor]:
     """A tensor of a source in blocks, each valid until the next one is asked for."""
-    info, space = source.tensors[name], Space()
-    for block in _cut(whole(info.shape), info.dtype, _BLOCK_BYTES):
-        yield source.read(name, block, space.of(block, info.dtype))
+    info, buffer = source.tensors[name], ReadBuffer()
+    for block in _cut(full_box(info.shape), info.dtype, _BLOCK_BYTES):
+        yield source.read(name, block, buffer.tensor(block, info.dtype))
 
 
 class BlockReader:
@@ -42,7 +42,7 @@ class BlockReader:
 
     def __init__(self, checkpoint: Checkpoint):
         self._checkpoint = checkpoint
-        self._space, self._read_space = Space(), Space()
+        self._buffer, self._read_buffer = ReadBuffer(), ReadBuffer()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._held: dict[str, torch.Tensor] = {}  # whole tensors of the source, in `_memory`
 
@@ -74,20 +74,22 @@ class BlockReader:
         checkpoint = self._checkpoint
         if side == checkpoint.side:
             name = checkpoint.names[key]
-            return checkpoint.source.read(name, block, self._space.of(block, checkpoint.source.dtype(name))).to(dtype)
-        out = self._space.of(block, dtype)
+            return checkpoint.source.read(name, block, self._buffer.tensor(block, checkpoint.source.dtype(name))).to(
+                dtype
+            )
+        out = self._buffer.tensor(block, dtype)
         self._fill(side, key, block, out)
         return out
 
     def _fill(self, side: int, key: str, box: Box, out: torch.Tensor) -> None:
         checkpoint = self._checkpoint
         pieces, pads = checkpoint.pieces(side, key), self._pads(side, key)
-        fill_box(pieces, side, box, out, checkpoint.source, checkpoint.names, pads, self._read_space)
+        fill_box(pieces, side, box, out, checkpoint.source, checkpoint.names, pads, self._read_buffer)
 
     @torch.no_grad()
     def _take_from_held(self, side: int, key: str, block: Box, dtype: torch.dtype) -> torch.Tensor:
         """A block made of held tensors."""
-        out, origin = self._space.of(block, dtype), [low for low, _ in block]
+        out, origin = self._buffer.tensor(block, dtype), [low for low, _ in block]
         zero_pads(out, block, self._pads(side, key))
         for piece in self._checkpoint.pieces(side, key):
             for part in restrict(piece, side, block):
@@ -106,7 +108,7 @@ class BlockReader:
         source, at, places = self._checkpoint.source, 0, []
         for name in names:
             info = source.tensors[name]
-            size = box_numel(whole(info.shape)) * info.dtype.itemsize
+            size = box_numel(full_box(info.shape)) * info.dtype.itemsize
             places.append((name, tuple(info.shape), info.dtype, at, at + size))
             at += -(-size // _ALIGNMENT) * _ALIGNMENT
         if at > _HELD_BYTES:
@@ -115,5 +117,5 @@ class BlockReader:
         if not len(self._memory):
             self._memory = torch.empty(_HELD_BYTES, dtype=torch.uint8)  # takes pages as they are first written
         for name, shape, dtype, low, high in places:
-            self._held[name] = source.read(name, whole(shape), self._memory[low:high].view(dtype).view(shape))
+            self._held[name] = source.read(name, full_box(shape), self._memory[low:high].view(dtype).view(shape))
         return True

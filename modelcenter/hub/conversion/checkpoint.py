@@ -8,11 +8,19 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from modelcenter.config import ModelConfig
-from modelcenter.convert.match import Match, names_of_part, to_key, unknown_message
+from modelcenter.convert.contents import (
+    CheckpointContents,
+    CompileTask,
+    contents_of_hub,
+    contents_of_native,
+    ignored_names,
+    missing_keys,
+)
+from modelcenter.convert.layout import Layout
+from modelcenter.convert.match import Match, belongs_to_part, to_key, unknown_message
 from modelcenter.convert.pieces import HUB, NATIVE, Piece
-from modelcenter.convert.rules import ArchMap, Layout
+from modelcenter.convert.rules import ArchMap
 from modelcenter.convert.stream import Source
-from modelcenter.convert.whole import Compile, Whole, ignored_names, missing_keys, whole_of_hub, whole_of_native
 from modelcenter.hub.architecture import Blueprint, find_spec, make_blueprint
 from modelcenter.hub.dtypes import refuse_quantised
 from modelcenter.hub.files.dcp import open_model
@@ -62,7 +70,7 @@ class Checkpoint:
     Attributes:
         source: its tensors under the names it has.
         side: whose names those are after `names`: HUB or NATIVE. names: layout name -> name in `source`.
-        files: where it lies, and its config.json. arch, config, whole: see ArchMap, ModelConfig and Whole.
+        files: where it lies, and its config.json. arch, config, whole: see ArchMap, ModelConfig and CheckpointContents.
         ignored: tensors that the user left out.
     """
 
@@ -71,7 +79,7 @@ class Checkpoint:
     files: ModelFiles
     arch: ArchMap
     config: ModelConfig
-    whole: Whole
+    whole: CheckpointContents
     names: dict[str, str]
     ignored: list[str] = field(default_factory=list)
     options: HubOptions = field(default_factory=HubOptions)
@@ -195,7 +203,7 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
     ignored = ignored_names(request.ignore, [*source.tensors, *absent])
     kept = _without_prefix([name for name in source.tensors if name not in set(ignored)], request.prefix)
     shapes = {short: tuple(source.tensors[name].shape) for short, name in kept.items()}
-    overrides = dict(arch.settle(files.config, shapes)) if arch.settle is not None and side == HUB else {}
+    overrides = dict(arch.infer_config(files.config, shapes)) if arch.infer_config is not None and side == HUB else {}
 
     @functools.cache
     def blueprint(task: str) -> Blueprint:
@@ -204,7 +212,7 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
     def compile_task(task: str) -> Layout:
         return blueprint(task).layout
 
-    compile_whole = whole_of_hub if side == HUB else whole_of_native
+    compile_whole = contents_of_hub if side == HUB else contents_of_native
     whole = compile_whole(arch, compile_task, shapes, files.config.get("architectures"))
     for name in absent:
         if name not in ignored and _is_needed(arch, compile_task, whole, name.removeprefix(request.prefix)):
@@ -228,17 +236,17 @@ def _without_prefix(names: Sequence[str], prefix: str) -> dict[str, str]:
     return short
 
 
-def _is_needed(arch: ArchMap, compile_task: Compile, whole: Whole, name: str) -> bool:
+def _is_needed(arch: ArchMap, compile_task: CompileTask, whole: CheckpointContents, name: str) -> bool:
     """Whether a tensor of this name, which is not there, would be one that nothing else in the checkpoint holds."""
     for task, entry in arch.tasks.items():
-        if task == whole.task or any(names_of_part(arch, part, to_key(arch, name)) for part in entry.parts):
+        if task == whole.task or any(belongs_to_part(arch, part, to_key(arch, name)) for part in entry.parts):
             key = represented_key(arch, layout := compile_task(task), name)
             if key in layout.shapes:
                 return key not in whole.found
     return False
 
 
-def _check(arch: ArchMap, whole: Whole, side: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check(arch: ArchMap, whole: CheckpointContents, side: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
     layout = whole.layout
     expected = layout.shapes if side == HUB else layout.native_shapes
     if whole.unknown:

@@ -76,7 +76,7 @@ def write_conversion_record(
             "model_type": checkpoint.arch.model_type,
             "task": whole.task,
             "dtype": None if dtype is None else _dtype_name(dtype),
-            "further_heads": whole.further,
+            "further_heads": whole.further_heads,
             "dropped": whole.dropped,
             "ignored": checkpoint.ignored,
             "tied": dict(whole.repeats),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from modelcenter.convert.pieces import HUB, NATIVE, Box, box_numel, whole
+from modelcenter.convert.pieces import HUB, NATIVE, Box, box_numel, full_box
 from modelcenter.convert.stream import chunks
 from modelcenter.hub.conversion.checkpoint import Checkpoint
 from modelcenter.hub.files.dcp import MODEL_FOLDER, DCPTensorInfo, write_metadata
@@ -100,7 +100,7 @@ def plan_hub(checkpoint: Checkpoint, dtype: torch.dtype | None, shard_bytes: int
     keys = {layout.written[key]: key for key in checkpoint.hub_keys()}
     held = set(keys.values())
     ties = [tie for tie in layout.ties.values() if tie.write and tie.to in held]
-    keys.update({layout.written[tie.key]: tie.to for tie in ties})
+    keys.update({layout.written[tie.hub]: tie.to for tie in ties})
     entries: list[Entry] = [
         (name, target_dtype(checkpoint, HUB, key, dtype), layout.shapes[key]) for name, key in keys.items()
     ]
@@ -110,7 +110,7 @@ def plan_hub(checkpoint: Checkpoint, dtype: torch.dtype | None, shard_bytes: int
         heads[file.name], starts = file_head(file.entries)
         sizes[file.name] = starts[-1]
         for (name, kind, shape), start in zip(file.entries, starts, strict=False):
-            jobs.append(Job(name, keys[name], kind, shape, file.name, (Segment(whole(shape), start),), False))
+            jobs.append(Job(name, keys[name], kind, shape, file.name, (Segment(full_box(shape), start),), False))
     return Plan(HUB, sizes, heads, jobs), files
 
 
@@ -152,7 +152,7 @@ def _even_groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 def _archive_segments(dtype: torch.dtype, shape: tuple[int, ...], at: int) -> tuple[tuple[Segment, ...], int]:
     """The archives of a tensor, one after the other from byte `at` of a file on; also where they end."""
     segments = []
-    for box in chunks(whole(shape), max(1, _PART_BYTES // dtype.itemsize)):
+    for box in chunks(full_box(shape), max(1, _PART_BYTES // dtype.itemsize)):
         before, after = archive_frame(dtype, tuple(high - low for low, high in box), 0)
         segments.append(Segment(box, at + len(before)))
         at += len(before) + box_numel(box) * dtype.itemsize + len(after)

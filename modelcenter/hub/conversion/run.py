@@ -21,7 +21,7 @@ import torch
 
 from engine.memory import readable
 from modelcenter._version import __version__
-from modelcenter.convert.pieces import HUB, NATIVE, whole
+from modelcenter.convert.pieces import HUB, NATIVE, full_box
 from modelcenter.convert.stream import CHUNK_BYTES, chunks
 from modelcenter.hub.conversion.checkpoint import SIDES, Checkpoint, Request, open_checkpoint
 from modelcenter.hub.conversion.fill import Filler, WorkUnit, hash_tensor, work_units
@@ -164,7 +164,7 @@ class _Run:
             checkpoint.arch.model_type,
             content.task,
             workers=self.workers,
-            further_heads=content.further,
+            further_heads=content.further_heads,
             dropped=content.dropped,
             ignored=checkpoint.ignored,
             tied=[name for name, _ in content.repeats],
@@ -363,7 +363,7 @@ def _same_values(source: Any, first: str, second: str) -> bool:
     x, y = source.tensors[first], source.tensors[second]
     if tuple(x.shape) != tuple(y.shape):
         return False
-    for box in chunks(whole(tuple(x.shape)), CHUNK_BYTES // x.dtype.itemsize):
+    for box in chunks(full_box(tuple(x.shape)), CHUNK_BYTES // x.dtype.itemsize):
         left, right = source.read(first, box), source.read(second, box)
         if not torch.allclose(left, right.to(left.dtype), rtol=0, atol=0, equal_nan=True):
             return False

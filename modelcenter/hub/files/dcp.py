@@ -11,7 +11,7 @@ import torch
 
 from engine.checkpoint import check_manifest
 from engine.checkpoint.dcp_metadata import FILES, METADATA, Described, pickled, stand_in, stored_metadata
-from modelcenter.convert.pieces import Box, box_numel, whole
+from modelcenter.convert.pieces import Box, box_numel, full_box
 from modelcenter.hub.files.adapter_files import refuse_adapter_tensors
 from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.files.torch_archive import locate_tensor
@@ -65,7 +65,7 @@ class DCPSource:
     def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """A box of a tensor (all of it by default) as a contiguous CPU tensor; into `out` if given."""
         info = self.tensors[name]
-        box = whole(info.shape) if box is None else box
+        box = full_box(info.shape) if box is None else box
         sizes = [high - low for low, high in box]
         if out is None:
             out = torch.empty(sizes, dtype=info.dtype)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from modelcenter.convert.pieces import Box, whole
+from modelcenter.convert.pieces import Box, full_box
 from modelcenter.convert.stream import copy_values
 from modelcenter.hub.files.raw_io import as_bytes, read_at
 
@@ -98,7 +98,7 @@ class FileSource:
     def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """A box of a tensor (all of it by default) as a contiguous CPU tensor; into `out` if given."""
         info = self.tensors[name]
-        box = whole(info.shape) if box is None else box
+        box = full_box(info.shape) if box is None else box
         sizes = [high - low for low, high in box]
         if out is None:
             out = torch.empty(sizes, dtype=info.dtype)
@@ -122,11 +122,11 @@ class FileSource:
         """Read a box of the row-major tensor of that shape whose first element lies at byte `start` of the file."""
         item, inner, rest = info.dtype.itemsize, shape[1:], box[1:]
         row = item * math.prod(inner)
-        if rest == whole(inner):
+        if rest == full_box(inner):
             self._pread(info, start + row * (box[0][0] if box else 0), out)
             return
         if _hole_bytes(item, inner, rest) >= _GAP:
-            if rest[1:] == whole(inner[1:]) and out.is_contiguous():
+            if rest[1:] == full_box(inner[1:]) and out.is_contiguous():
                 self._read_rows(info, start + row * box[0][0] + row // inner[0] * rest[0][0], row, out)
                 return
             for index in range(*box[0]):
@@ -209,6 +209,6 @@ def _cost(item: int, shape: Sequence[int], box: Box) -> int:
     if not box:
         return item
     (low, high), inner, rest = box[0], shape[1:], box[1:]
-    if rest != whole(inner) and _hole_bytes(item, inner, rest) >= _GAP:
+    if rest != full_box(inner) and _hole_bytes(item, inner, rest) >= _GAP:
         return (high - low) * _cost(item, inner, rest)
     return (high - low) * item * math.prod(inner)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 import engine
+from modelcenter.convert.layout import Layout
 from modelcenter.convert.pieces import HUB, NATIVE, Box, Piece, bounds, box_numel, is_plain_copy, restrict, split, view
-from modelcenter.convert.rules import Layout
-from modelcenter.convert.stream import Space, chunks, copy_values
+from modelcenter.convert.stream import ReadBuffer, chunks, copy_values
 from modelcenter.hub.files.raw_io import allocate_file, as_bytes, write_at
 from modelcenter.hub.files.safetensors import FilePlan, file_head
 
@@ -64,7 +64,7 @@ class ShardedWriter:
     @torch.no_grad()
     def write(self, model: torch.nn.Module) -> int:
         """Write what this rank holds and no lower rank does, to the disk; returns the number of elements."""
-        done, space = 0, Space()
+        done, buffer = 0, ReadBuffer()
         with ExitStack() as stack:
             handles: dict[str, int] = {}
             for name, offsets, held in engine.local_slices(model, owned=True):
@@ -74,26 +74,26 @@ class ShardedWriter:
                     if place.file not in handles:
                         handles[place.file] = os.open(self._directory / place.file, os.O_WRONLY)
                         stack.callback(os.close, handles[place.file])
-                    done += _write_slice(handles[place.file], place, local, offsets, space)
+                    done += _write_slice(handles[place.file], place, local, offsets, buffer)
             for handle in handles.values():
                 os.fsync(handle)
         return done
 
 
-def _write_slice(handle: int, place: _Place, local: torch.Tensor, offsets: Sequence[int], space: Space) -> int:
+def _write_slice(handle: int, place: _Place, local: torch.Tensor, offsets: Sequence[int], buffer: ReadBuffer) -> int:
     """Write the elements of a local slice that belong to one place; returns their number."""
     done = 0
     box = tuple((low, low + size) for low, size in zip(offsets, local.shape, strict=True))
     for part in restrict(place.piece, NATIVE, box):
         for dense in split(part, HUB):
-            for block, data in _blocks(dense, local, offsets, place.dtype, space):
+            for block, data in _blocks(dense, local, offsets, place.dtype, buffer):
                 _put(handle, data, place.start, block, place.shape, place.dtype.itemsize)
         done += part.numel
     return done
 
 
 def _blocks(
-    piece: Piece, local: torch.Tensor, offsets: Sequence[int], dtype: torch.dtype, space: Space
+    piece: Piece, local: torch.Tensor, offsets: Sequence[int], dtype: torch.dtype, buffer: ReadBuffer
 ) -> Iterator[tuple[Box, memoryview]]:
     """(block, its bytes) of the box of the file's tensor that a piece of a local slice fills."""
     box = bounds(piece, HUB)
@@ -101,7 +101,7 @@ def _blocks(
         yield box, as_bytes(view(local, piece, NATIVE, offsets))
         return
     for block in chunks(box, max(1, _BLOCK_BYTES // dtype.itemsize)):
-        out = space.of(block, dtype)
+        out = buffer.tensor(block, dtype)
         for part in restrict(piece, HUB, block):
             copy_values(view(out, part, HUB, [low for low, _ in block]), view(local, part, NATIVE, offsets))
         yield block, as_bytes(out)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from modelcenter.convert.rules import CROSS, ArchMap, Tied, fill, template_regex
+from modelcenter.convert.rules import CROSS_ATTENTION, ArchMap, Tied, fill, template_regex
 from modelcenter.hub.info.parameter_counts import SIDES, config_fields
 
 
@@ -35,7 +35,7 @@ def components_of_file(names: Iterable[str], config: Mapping[str, Any], arch: Ar
 
 
 def _of_file(name: str, config: Any, arch: ArchMap, prefixes: set[str]) -> str | None:
-    for pattern, replacement in arch.legacy:
+    for pattern, replacement in arch.old_spellings:
         name = re.sub(pattern, replacement, name)
     short = name.removeprefix(next((prefix for prefix in prefixes if name.startswith(prefix)), ""))
     if any(re.fullmatch(pattern, short) for pattern in arch.ignore):
@@ -51,7 +51,7 @@ def _of_file(name: str, config: Any, arch: ArchMap, prefixes: set[str]) -> str |
                         continue
                     if isinstance(rule, Tied):
                         return None
-                    if part not in ("", CROSS):
+                    if part not in ("", CROSS_ATTENTION):
                         return "pooler" if part == "pooler" else "head"
                     return component(fill(rule.native_templates()[0], match.groupdict()))
     return "other"

@@ -34,7 +34,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 def our_names(config: Mapping[str, Any], arch: ArchMap) -> dict[str, Any]:
     """The fields of a config.json under our names; unknown ones as they are."""
-    given = dict(config) if arch.config.form is None else arch.config.form.read(config)
+    given = dict(config) if arch.config.translation is None else arch.config.translation.read(config)
     if (kind := given.pop("feed_forward_proj", None)) is not None:  # T5's
         given.setdefault("is_gated_act", str(kind).startswith("gated-"))
     ours = {arch.config.fields.get(key, key): value for key, value in given.items()}

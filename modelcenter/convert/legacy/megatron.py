@@ -8,7 +8,7 @@ a copy of each norm. Queries, keys and values are one matrix in which those of e
 import re
 from collections.abc import Mapping, Sequence
 
-from modelcenter.convert.legacy_form import Made
+from modelcenter.convert.legacy.translation import TranslatedTensor
 from modelcenter.convert.pieces import Axis, Piece, Shape
 
 _ATTN, _CROSS, _FF = "self_attn.self_attn", "cross_attn.cross_attn", "ff.dense_relu_dense"
@@ -46,8 +46,8 @@ def is_megatron(shapes: Mapping[str, Shape]) -> bool:
     return "0:word_embeds.weight" in shapes
 
 
-def merge(shapes: Mapping[str, Shape]) -> tuple[dict[str, Made], list[tuple[str, str]]]:
-    """How the tensors of all files make T5's (as legacy_form.compile_legacy).
+def merge_ranks(shapes: Mapping[str, Shape]) -> tuple[dict[str, TranslatedTensor], list[tuple[str, str]]]:
+    """How the tensors of all files make T5's (as translation.translate_tensors).
 
     Raises:
         ValueError: a file lacks a tensor of the others, or its part does not fit theirs.
@@ -55,38 +55,40 @@ def merge(shapes: Mapping[str, Shape]) -> tuple[dict[str, Made], list[tuple[str,
     ranks = sorted({int(name.partition(":")[0]) for name in shapes})
     if ranks != list(range(len(ranks))):
         raise ValueError(f"the files of ranks {', '.join(map(str, ranks))} are there, expected 0 to {ranks[-1]}")
-    made: dict[str, Made] = {}
-    repeated: list[tuple[str, str]] = []
+    translated: dict[str, TranslatedTensor] = {}
+    duplicates: list[tuple[str, str]] = []
     rules = _rules()
     for name in dict.fromkeys(name.partition(":")[2] for name in shapes):
         parts = [f"{rank}:{name}" for rank in ranks]
         if absent := [part for part in parts if part not in shapes]:
             raise ValueError(f"the tensor {name!r} is in the files of other ranks, but {absent[0]!r} is missing")
         if re.fullmatch(r"(encoder|decoder)\.word_embeds\.weight", name):  # the same tensor as word_embeds
-            repeated += [(part, part.replace(name, "word_embeds.weight")) for part in parts]
+            duplicates += [(part, part.replace(name, "word_embeds.weight")) for part in parts]
             continue
-        found = next(((m, rule) for rule in rules if (m := re.fullmatch(rule[0], name))), None)
-        if found is None:
-            made[name] = _whole(parts[0], name, shapes)  # which is then said to be unknown
+        matched = next(((m, rule) for rule in rules if (m := re.fullmatch(rule[0], name))), None)
+        if matched is None:
+            translated[name] = _copied(parts[0], name, shapes)  # which is then said to be unknown
             continue
-        match, (_, theirs, dim) = found
+        match, (_, theirs, dim) = matched
         values = match.groupdict()
         names = [target.format(**values, last=2 if values.get("side") == "decoder" else 1) for target in theirs]
         if dim is None:
-            made[names[0]] = _whole(parts[0], names[0], shapes)
-            repeated += [(parts[0], part) for part in parts[1:]]
+            translated[names[0]] = _copied(parts[0], names[0], shapes)
+            duplicates += [(parts[0], part) for part in parts[1:]]
         else:
-            made |= _shared(parts, names, dim, shapes)
-    return made, repeated
+            translated |= _split_over_ranks(parts, names, dim, shapes)
+    return translated, duplicates
 
 
-def _whole(old: str, name: str, shapes: Mapping[str, Shape]) -> Made:
+def _copied(old: str, name: str, shapes: Mapping[str, Shape]) -> TranslatedTensor:
     shape = tuple(shapes[old])
     axes, none = tuple(Axis(n, (d, d)) for d, n in enumerate(shape)), (0,) * len(shape)
-    return Made(shape, (Piece((old, name), axes, (none, none)),))
+    return TranslatedTensor(shape, (Piece((old, name), axes, (none, none)),))
 
 
-def _shared(parts: Sequence[str], names: Sequence[str], dim: int, shapes: Mapping[str, Shape]) -> dict[str, Made]:
+def _split_over_ranks(
+    parts: Sequence[str], names: Sequence[str], dim: int, shapes: Mapping[str, Shape]
+) -> dict[str, TranslatedTensor]:
     """Tensors side by side in each part, of which the parts have equal shares."""
     first = tuple(shapes[parts[0]])
     for part in parts:
@@ -97,12 +99,12 @@ def _shared(parts: Sequence[str], names: Sequence[str], dim: int, shapes: Mappin
     share = first[dim] // len(names)
     sizes = tuple(share if d == dim else n for d, n in enumerate(first))
     shape = tuple(share * len(parts) if d == dim else n for d, n in enumerate(first))
-    made = {}
+    translated = {}
     for number, name in enumerate(names):
         pieces = []
         for rank, part in enumerate(parts):
             offsets = tuple(tuple(at * share if d == dim else 0 for d in range(2)) for at in (number, rank))
             axes = tuple(Axis(n, (d, d)) for d, n in enumerate(sizes))
             pieces.append(Piece((part, name), axes, (offsets[0], offsets[1])))
-        made[name] = Made(shape, tuple(pieces))
-    return made
+        translated[name] = TranslatedTensor(shape, tuple(pieces))
+    return translated

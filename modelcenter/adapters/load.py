@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,29 @@ import torch
 
 from engine.checkpoint import named_tensors
 from engine.init import clean_name, write_
-from modelcenter.adapters.layout import HubModule, Update, hub_modules, to_native
-from modelcenter.adapters.state import NAME, check_modules, embedding_width, layout_of
+from modelcenter.adapters.low_rank import HubModule, LowRankUpdate, hub_modules, to_native
+from modelcenter.adapters.modules_to_save import check_modules
+from modelcenter.adapters.peft_format import (
+    ADAPTER_NAME,
+    CONFIG_FILE,
+    PICKLE_FILE,
+    PREFIX,
+    PROMPT_PREFIX,
+    PROMPT_TENSOR,
+    WEIGHTS_FILE,
+)
+from modelcenter.adapters.state import embedding_width, layout_of
+from modelcenter.convert.layout import Layout
 from modelcenter.convert.match import to_key
 from modelcenter.convert.pieces import HUB, NATIVE, view
-from modelcenter.convert.rules import ArchMap, Layout
-from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE
+from modelcenter.convert.rules import ArchMap
 from modelcenter.hub.files.weight_files import open_weight_files
 from modelcenter.hub.remote.download import HubOptions, download_file, from_hub_or_cache, is_offline
 from modelcenter.hub.resolve import is_hub_id
 from modelcenter.models.base import Model
 
-CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = ADAPTER_CONFIG_FILE, "adapter_model.safetensors", "adapter_model.bin"
-PREFIX = "base_model.model."
 # Parts of peft's config whose effect we do not reproduce; a file that uses one is refused.
-UNKNOWN_PARTS = (
+UNSUPPORTED = (
     "lora_bias",
     "trainable_token_indices",
     "layer_replication",
@@ -45,17 +53,28 @@ _WRAPPED = (".original_module.", ".modules_to_save.", ".base_layer.")
 _MERGE = "merge it with peft (merge_and_unload) and load the merged model"
 
 
-@dataclass
+@dataclass(frozen=True)
+class AdapterValues:
+    """What an adapter on disk holds for one model, in our names.
+
+    Attributes:
+        updates: linear layer -> its update, in the order of the model.
+        saved: parameter of a module that was trained whole -> its value.
+        prompt: (count, width); None of a LoRA.
+    """
+
+    updates: dict[str, LowRankUpdate] = field(default_factory=dict)
+    saved: dict[str, torch.Tensor] = field(default_factory=dict)
+    prompt: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class AdapterFile:
-    """An adapter on disk. `match` fits it to a model; `fill` then writes its values."""
+    """An adapter on disk, as it is there; `lora_values` and `prompt_values` say what it holds for a model."""
 
     directory: Path
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
-
-    def __post_init__(self) -> None:
-        self.updates: dict[str, Update] = {}
-        self.whole: dict[str, torch.Tensor] = {}
 
     @property
     def alpha(self) -> float:
@@ -69,18 +88,19 @@ class AdapterFile:
             raise ValueError(f"{self.directory / CONFIG_FILE}: {name} is {found}, expected a number")
         return value
 
-    def match(self, model: Model, layout: Layout) -> tuple[dict[str, int], dict[str, float], list[str]]:
-        """(ranks, scales, parameters that are saved whole) in our names.
+    def lora_values(self, model: Model, layout: Layout) -> AdapterValues:
+        """The updates of a LoRA and the modules saved beside it.
 
         Raises:
             ValueError: the adapter is of a kind that we do not have, or does not fit the model.
         """
         self._check_kind()
-        arch, _ = layout_of(model)
-        lora: dict[str, dict[str, torch.Tensor]] = {}
-        copies: dict[str, str] = {}
         self._check_wrapped()
+        arch, _ = layout_of(model)
+        lora: dict[str, dict[str, torch.Tensor]] = {}  # key of a weight -> its A, B and magnitudes
         names: dict[str, str] = {}  # of the modules in the model that was trained, perhaps of another task
+        copies: dict[str, str] = {}
+        saved: dict[str, torch.Tensor] = {}
         for name, tensor in self.tensors.items():
             plain = name.removeprefix(PREFIX)
             module, mark, part = plain.partition(".lora_")
@@ -92,26 +112,92 @@ class AdapterFile:
             elif key in layout.ties:
                 copies[name] = layout.ties[key].to
             elif not any(mark in name for mark in _WRAPPED):
-                self._add_whole(layout, key, name, tensor, model.config)
+                self._add_saved(saved, layout, key, name, model.config)
         self._check_copies(arch, layout, copies)
-        check_modules(layout, self.whole, {to_key(arch, name.removeprefix(PREFIX)) for name in copies})
-        natives = {native for key in lora for native in (layout.natives(key) if key in layout.shapes else ())}
-        unknown = [key for key in lora if key not in layout.shapes]
-        if unknown:
+        check_modules(layout, saved, {to_key(arch, name.removeprefix(PREFIX)) for name in copies})
+        if unknown := [key for key in lora if key not in layout.shapes]:
             raise ValueError(
                 f"{self.directory}: {len(unknown)} of its modules are not in this {arch.model_type}: "
                 f"{', '.join(unknown[:5])}. Was it trained on another architecture or task?"
             )
-        modules = hub_modules(layout, {name.removesuffix(".weight") for name in natives})
-        self.updates = to_native(modules, lambda module: self._update(module, names[module.key], lora[module.key]))
+        adapted = {native.removesuffix(".weight") for key in lora for native in layout.natives(key)}
+        modules = hub_modules(layout, adapted)
+        updates = to_native(modules, lambda module: self._update(module, names[module.key], lora[module.key]))
         order = [name.removesuffix(".weight") for name in layout.native_shapes]
-        updates = {name: self.updates[name] for name in order if name in self.updates}
-        ranks = {name: update.rank for name, update in updates.items()}
-        return ranks, {name: update.scale for name, update in updates.items()}, list(self.whole)
+        return AdapterValues({name: updates[name] for name in order if name in updates}, saved)
+
+    def prompt_values(self, model: Model, layout: Layout) -> AdapterValues:
+        """A learnt prompt and the modules saved beside it.
+
+        Raises:
+            ValueError: the prompt or one of them does not fit the model.
+        """
+        arch, _ = layout_of(model)
+        prompt = self.tensors[PROMPT_TENSOR]
+        if prompt.shape[1] != (width := embedding_width(model)):
+            raise ValueError(
+                f"{self.directory}: the prompt is {prompt.shape[1]} wide, the model's embeddings are {width}"
+            )
+        saved: dict[str, torch.Tensor] = {}
+        for name in self.tensors:
+            if name != PROMPT_TENSOR:
+                self._add_saved(saved, layout, to_key(arch, name.removeprefix(PROMPT_PREFIX)), name, model.config)
+        return AdapterValues(saved=saved, prompt=prompt[: self.config["num_virtual_tokens"]])
+
+    def _add_saved(self, saved: dict[str, torch.Tensor], layout: Layout, key: str, name: str, config: Any) -> None:
+        """Add the tensor `name`, which is `key` to the model, to the parameters that are saved whole."""
+        tensor, key = self.tensors[name], layout.aliases.get(key, key)
+        if key not in layout.shapes:
+            raise ValueError(
+                f"{self.directory}: tensor {name!r} is none of this model; was it trained on another task?"
+            )
+        if tuple(tensor.shape) != layout.shapes[key]:
+            fix = "change num_labels"
+            if layout.shapes[key][0] == getattr(config, "vocab_size", None):
+                rows = tensor.shape[0] if tensor.dim() else 0
+                fix = f"words were added: call model.resize_token_embeddings({rows}), then load_lora(..., model)"
+            raise ValueError(
+                f"{self.directory}: tensor {name!r} has shape {tuple(tensor.shape)}, expected {layout.shapes[key]}; "
+                f"{fix}"
+            )
+        for piece in layout.pieces[key]:
+            native = piece.names[NATIVE]
+            if native not in saved:
+                saved[native] = torch.zeros(layout.native_shapes[native], dtype=tensor.dtype)
+            view(saved[native], piece, NATIVE).copy_(view(tensor, piece, HUB))
+
+    def _update(self, module: HubModule, name: str, parts: Mapping[str, torch.Tensor]) -> LowRankUpdate:
+        """The update of a module, which is called `name` in the file."""
+        from peft.utils.other import get_pattern_key
+
+        self._check_shapes(module, parts)
+        a, b = parts["A"].float(), parts["B"].float()
+        if a.shape[0] != b.shape[1]:
+            raise ValueError(f"{self.directory}: {module.name} has ranks {a.shape[0]} in A and {b.shape[1]} in B")
+        alphas = self.config.get("alpha_pattern") or {}
+        alpha = float(alphas.get(get_pattern_key(alphas.keys(), name), self.alpha))
+        rank = a.shape[0]
+        scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        magnitude = parts.get("magnitude_vector")
+        if bool(self.config.get("use_dora")) != (magnitude is not None):
+            raise ValueError(f"{self.directory}: use_dora and the tensors of {module.name} contradict each other")
+        return LowRankUpdate(a, b, scale, None if magnitude is None else magnitude.float())
+
+    def _check_shapes(self, module: HubModule, parts: Mapping[str, torch.Tensor]) -> None:
+        """Raise ValueError unless A is (rank, inputs) and B (outputs, rank)."""
+        expected = {"A": ("rank", module.inputs), "B": (module.outputs, "rank")}
+        for part, sizes in expected.items():
+            tensor = parts.get(part)
+            fits = tensor is not None and tensor.dim() == 2
+            fits = fits and all(size in ("rank", n) for size, n in zip(sizes, tensor.shape, strict=True))
+            if not fits:
+                shape = "no tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
+                want = f"({sizes[0]}, {sizes[1]})"
+                raise ValueError(f"{self.directory}: {module.name}.lora_{part} has {shape}, expected {want}")
 
     def _check_kind(self) -> None:
         """Raise ValueError for parts of peft's config whose effect is not reproduced."""
-        used = [name for name in UNKNOWN_PARTS if self.config.get(name)]
+        used = [name for name in UNSUPPORTED if self.config.get(name)]
         if self.config.get("bias", "none") != "none":
             used.append("bias")
         if used:
@@ -161,90 +247,21 @@ class AdapterFile:
                     "ensure_weight_tying"
                 )
 
-    def _update(self, module: HubModule, name: str, parts: Mapping[str, torch.Tensor]) -> Update:
-        """The update of a module, which is called `name` in the file."""
-        from peft.utils.other import get_pattern_key
 
-        expected = {"A": (None, module.inputs), "B": (module.outputs, None)}
-        for part, (rows, columns) in expected.items():
-            found = parts.get(part)
-            if (
-                found is None
-                or found.dim() != 2
-                or rows not in (None, found.shape[0])
-                or columns
-                not in (
-                    None,
-                    found.shape[1],
-                )
-            ):
-                shape = "no tensor" if found is None else f"shape {tuple(found.shape)}"
-                want = f"({rows or 'rank'}, {columns or 'rank'})"
-                raise ValueError(f"{self.directory}: {module.name}.lora_{part} has {shape}, expected {want}")
-        a, b = parts["A"].float(), parts["B"].float()
-        if a.shape[0] != b.shape[1]:
-            raise ValueError(f"{self.directory}: {module.name} has ranks {a.shape[0]} in A and {b.shape[1]} in B")
-        found = self.config.get("alpha_pattern") or {}
-        alpha = float(found.get(get_pattern_key(found.keys(), name), self.alpha))
-        rank = a.shape[0]
-        scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
-        magnitude = parts.get("magnitude_vector")
-        if bool(self.config.get("use_dora")) != (magnitude is not None):
-            raise ValueError(f"{self.directory}: use_dora and the tensors of {module.name} contradict each other")
-        return Update(a, b, scale, None if magnitude is None else magnitude.float())
-
-    def _add_whole(self, layout: Layout, key: str, name: str, tensor: torch.Tensor, config: Any) -> None:
-        key = layout.aliases.get(key, key)
-        if key not in layout.shapes:
-            raise ValueError(
-                f"{self.directory}: tensor {name!r} is none of this model; was it trained on another task?"
-            )
-        if tuple(tensor.shape) != layout.shapes[key]:
-            fix = "change num_labels"
-            if layout.shapes[key][0] == getattr(config, "vocab_size", None):
-                rows = tensor.shape[0] if tensor.dim() else 0
-                fix = f"words were added: call model.resize_token_embeddings({rows}), then load_lora(..., model)"
-            raise ValueError(
-                f"{self.directory}: tensor {name!r} has shape {tuple(tensor.shape)}, expected {layout.shapes[key]}; "
-                f"{fix}"
-            )
-        for piece in layout.pieces[key]:
-            native = piece.names[NATIVE]
-            if native not in self.whole:
-                self.whole[native] = torch.zeros(layout.native_shapes[native], dtype=tensor.dtype)
-            view(self.whole[native], piece, NATIVE).copy_(view(tensor, piece, HUB))
-
-    def whole_of(self, model: Model, layout: Layout) -> dict[str, torch.Tensor]:
-        """Of a prompt: the modules saved whole, in our names.
-
-        Raises:
-            ValueError: the prompt or one of them does not fit the model.
-        """
-        arch, _ = layout_of(model)
-        prompt = self.tensors["prompt_embeddings"]
-        if prompt.shape[1] != (width := embedding_width(model)):
-            raise ValueError(
-                f"{self.directory}: the prompt is {prompt.shape[1]} wide, the model's embeddings are {width}"
-            )
-        for name, tensor in self.tensors.items():
-            if name != "prompt_embeddings":
-                self._add_whole(layout, to_key(arch, name.removeprefix("base_model.")), name, tensor, model.config)
-        return self.whole
-
-    def fill(self, model: Model) -> None:
-        """Write the values into a model that `match` was called for; each rank keeps its slices."""
-        values = dict(self.whole)
-        if (prompt := self.tensors.get("prompt_embeddings")) is not None:
-            values["tuned_prompt.weight"] = prompt[: self.config["num_virtual_tokens"]]
-        for name, update in self.updates.items():
-            values[f"{name}.lora_A.{NAME}.weight"] = update.a
-            values[f"{name}.lora_B.{NAME}.weight"] = update.b
-            if update.magnitude is not None:
-                values[f"{name}.lora_magnitude_vector.{NAME}.weight"] = update.magnitude
-        named_tensors(model)  # shows the shards
-        for raw, parameter in model.named_parameters():
-            if (value := values.get(clean_name(raw))) is not None:
-                write_(parameter, value)
+def write_values(model: Model, values: AdapterValues) -> None:
+    """Write the values of an adapter into a model that has its parameters; each rank keeps its slices."""
+    tensors = dict(values.saved)
+    if values.prompt is not None:
+        tensors["tuned_prompt.weight"] = values.prompt
+    for name, update in values.updates.items():
+        tensors[f"{name}.lora_A.{ADAPTER_NAME}.weight"] = update.a
+        tensors[f"{name}.lora_B.{ADAPTER_NAME}.weight"] = update.b
+        if update.magnitude is not None:
+            tensors[f"{name}.lora_magnitude_vector.{ADAPTER_NAME}.weight"] = update.magnitude
+    named_tensors(model)  # shows the shards
+    for raw, parameter in model.named_parameters():
+        if (value := tensors.get(clean_name(raw))) is not None:
+            write_(parameter, value)
 
 
 def open_adapter(path: Any, kind: str = "LORA", options: HubOptions | None = None) -> AdapterFile:

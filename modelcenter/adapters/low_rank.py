@@ -7,21 +7,20 @@ its rows of B and the columns that are not zero there. Both are exact: elements 
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from modelcenter.convert.layout import Layout
 from modelcenter.convert.pieces import HUB, NATIVE, Piece
-from modelcenter.convert.rules import Layout
 
 WEIGHT = ".weight"
 
 
-@dataclass
-class Update:
+@dataclass(frozen=True)
+class LowRankUpdate:
     """A low-rank update of one linear layer, W + scale * b @ a.
 
     a: (rank, in). b: (out, rank). magnitude: (out,), the norms of DoRA's rows, None without.
@@ -37,7 +36,7 @@ class Update:
         return self.a.shape[0]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Block:
     """Where a linear layer of ours lies in a hub module: its row `rows[NATIVE][i]` is `rows[HUB][i]` there."""
 
@@ -46,7 +45,7 @@ class Block:
     cols: tuple[Tensor, Tensor]
 
 
-@dataclass
+@dataclass(frozen=True)
 class HubModule:
     """A linear module of transformers' model, with the layers of ours that make it up.
 
@@ -60,7 +59,7 @@ class HubModule:
     outputs: int
     inputs: int
     transposed: bool
-    blocks: list[Block] = field(default_factory=list)
+    blocks: tuple[Block, ...]
 
 
 def _indices(piece: Piece, dim: int) -> tuple[Tensor, Tensor]:
@@ -70,11 +69,11 @@ def _indices(piece: Piece, dim: int) -> tuple[Tensor, Tensor]:
     if len(hub_dims) != 1:
         raise ValueError(f"{piece.names[HUB]}: dimension {dim} of {piece.names[NATIVE]} lies along several of its own")
     (hub_dim,) = hub_dims
-    found = []
+    indices = []
     for side, at in ((HUB, hub_dim), (NATIVE, dim)):
         steps = [range(0, axis.size * axis.strides[side], axis.strides[side]) for axis in axes]
-        found.append(torch.tensor([piece.offsets[side][at] + sum(step) for step in product(*steps)]))
-    return found[HUB], found[NATIVE]
+        indices.append(torch.tensor([piece.offsets[side][at] + sum(step) for step in product(*steps)]))
+    return indices[HUB], indices[NATIVE]
 
 
 def hub_modules(layout: Layout, linears: Collection[str]) -> list[HubModule]:
@@ -98,15 +97,15 @@ def hub_modules(layout: Layout, linears: Collection[str]) -> list[HubModule]:
         transposed = along_rows == {1}
         shape = layout.shapes[key]
         outputs, inputs = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
-        module = HubModule(layout.written[key].removesuffix(WEIGHT), key, outputs, inputs, transposed)
-        for piece in used:
-            block = Block(piece.names[NATIVE].removesuffix(WEIGHT), _indices(piece, 0), _indices(piece, 1))
-            module.blocks.append(block)
-        modules.append(module)
+        blocks = tuple(
+            Block(piece.names[NATIVE].removesuffix(WEIGHT), _indices(piece, 0), _indices(piece, 1)) for piece in used
+        )
+        name = layout.written[key].removesuffix(WEIGHT)
+        modules.append(HubModule(name, key, outputs, inputs, transposed, blocks))
     return modules
 
 
-def to_hub(module: HubModule, updates: Mapping[str, Update]) -> Update:
+def to_hub(module: HubModule, updates: Mapping[str, LowRankUpdate]) -> LowRankUpdate:
     """The update of a hub module from those of our layers, in their order.
 
     Raises:
@@ -121,53 +120,56 @@ def to_hub(module: HubModule, updates: Mapping[str, Update]) -> Update:
             f"targets: DoRA of transformers' {module.name} normalises whole rows of it, so it takes all of {names}; "
             "target all of them, or leave use_dora out"
         )
-    return _joined(parts, HUB, module.outputs, module.inputs)
+    return _join(parts, HUB, module.outputs, module.inputs)
 
 
-def to_native(modules: Iterable[HubModule], read: Callable[[HubModule], Update]) -> dict[str, Update]:
+def to_native(modules: Iterable[HubModule], read: Callable[[HubModule], LowRankUpdate]) -> dict[str, LowRankUpdate]:
     """The updates of our layers from those of hub modules: {our layer: update}; layers that nothing updates are left
     out."""
-    found: dict[str, list[tuple[Block, Update]]] = {}
+    parts_of: dict[str, list[tuple[Block, LowRankUpdate]]] = {}
     for module in modules:
         update = read(module)
         columns = _columns(module, update.b)
         for block, own in zip(module.blocks, columns, strict=True):
             if len(own):
-                part = Update(update.a[own], update.b[:, own], update.scale, update.magnitude)
-                found.setdefault(block.native, []).append((block, part))
+                part = LowRankUpdate(update.a[own], update.b[:, own], update.scale, update.magnitude)
+                parts_of.setdefault(block.native, []).append((block, part))
     return {
-        native: _joined(
+        native: _join(
             parts,
             NATIVE,
             outputs=1 + max(int(block.rows[NATIVE].max()) for block, _ in parts),
             inputs=1 + max(int(block.cols[NATIVE].max()) for block, _ in parts),
         )
-        for native, parts in found.items()
+        for native, parts in parts_of.items()
     }
 
 
 def _columns(module: HubModule, b: Tensor) -> list[Tensor]:
     """Which columns of B each block takes: all of them, or its own where B is block-diagonal."""
-    everything = torch.arange(b.shape[1])
-    used = [(b[block.rows[HUB]] != 0).any(0).nonzero().flatten() for block in module.blocks]
-    taken = [own for own in used if len(own)]
-    if len(module.blocks) == 1 or not taken or b.shape[1] % len(taken):
-        return [everything] * len(module.blocks)
+    all_columns = torch.arange(b.shape[1])
+    shared = [all_columns] * len(module.blocks)
+    nonzero = [(b[block.rows[HUB]] != 0).any(0).nonzero().flatten() for block in module.blocks]
+    used = sum(len(columns) > 0 for columns in nonzero)
+    if len(module.blocks) == 1 or not used or b.shape[1] % used:
+        return shared
     # Blocks of one size each, in order; a column that is zero everywhere may belong to any.
-    size, turn, columns = b.shape[1] // len(taken), 0, []
-    for own in used:
-        place = everything[turn * size : (turn + 1) * size] if len(own) else everything[:0]
-        if len(own) and (int(own[0]) < int(place[0]) or int(own[-1]) > int(place[-1])):
-            return [everything] * len(module.blocks)
-        columns.append(place)
-        turn += bool(len(own))
+    size, start, columns = b.shape[1] // used, 0, []
+    for own in nonzero:
+        if not len(own):
+            columns.append(all_columns[:0])
+            continue
+        if int(own[0]) < start or int(own[-1]) >= start + size:
+            return shared
+        columns.append(all_columns[start : start + size])
+        start += size
     return columns
 
 
-def _joined(parts: list[tuple[Block, Update]], to: int, outputs: int, inputs: int) -> Update:
-    """One update (outputs, inputs) on side `to` of several blocks' updates on the other: their A one below the other,
+def _join(parts: list[tuple[Block, LowRankUpdate]], side: int, outputs: int, inputs: int) -> LowRankUpdate:
+    """One update (outputs, inputs) on `side` of several blocks' updates on the other: their A one below the other,
     and their columns of B beside one another, each at its block's rows."""
-    other = NATIVE if to == HUB else HUB
+    other = 1 - side
     scale, like = parts[0][1].scale, parts[0][1].a
     rank = sum(update.rank for _, update in parts)
     a, b = like.new_zeros(rank, inputs), like.new_zeros(outputs, rank)
@@ -175,41 +177,11 @@ def _joined(parts: list[tuple[Block, Update]], to: int, outputs: int, inputs: in
     start = 0
     for block, update in parts:
         at = torch.arange(start, start + update.rank)
-        a[at[:, None], block.cols[to]] = update.a[:, block.cols[other]]
+        a[at[:, None], block.cols[side]] = update.a[:, block.cols[other]]
         factor = update.scale / scale
         rows = update.b[block.rows[other]]
-        b[block.rows[to][:, None], at] = rows if factor == 1 else rows * factor
+        b[block.rows[side][:, None], at] = rows if factor == 1 else rows * factor
         if magnitude is not None and update.magnitude is not None:
-            magnitude[block.rows[to]] = update.magnitude[block.rows[other]]
+            magnitude[block.rows[side]] = update.magnitude[block.rows[other]]
         start += update.rank
-    return Update(a, b, scale, magnitude)
-
-
-def module_names(layout: Layout) -> list[str]:
-    """All modules of transformers' model that hold a tensor of the layout."""
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in layout.written.values()))
-
-
-def short_names(chosen: Collection[str], everything: Iterable[str]) -> list[str]:
-    """Suffixes of module names that stand for the chosen modules and for no other, as short as they can be."""
-    ending: dict[str, set[str]] = {}
-    for name in everything:
-        parts = name.split(".")
-        for k in range(1, len(parts) + 1):
-            ending.setdefault(".".join(parts[-k:]), set()).add(name)
-    wanted = set(chosen)
-    found: dict[str, None] = {}
-    for name in chosen:
-        parts = name.split(".")
-        suffixes = (".".join(parts[-k:]) for k in range(1, len(parts) + 1))
-        found[next((s for s in suffixes if ending.get(s, {name}) <= wanted), name)] = None
-    return list(found)
-
-
-def patterns(values: Mapping[str, Any], everything: Iterable[str]) -> dict[str, Any]:
-    """{short name: value} for peft's rank_pattern and alpha_pattern, from {module: value}."""
-    by_value: dict[Any, list[str]] = {}
-    for name, value in values.items():
-        by_value.setdefault(value, []).append(name)
-    names = list(everything)
-    return {short: value for value, found in by_value.items() for short in short_names(found, names)}
+    return LowRankUpdate(a, b, scale, magnitude)

@@ -1,4 +1,4 @@
-"""The means to say what a checkpoint of ModelCenter is in Hugging Face's form; `convert.legacy` says it."""
+"""How a checkpoint of ModelCenter's is said to be in Hugging Face's form, and the translation by that."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,38 +20,39 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {"int8": (False,), "length_scale": (Fals
 
 
 @dataclass(frozen=True)
-class Old:
+class LegacyRule:
     """A tensor of the Hugging Face form and those of ModelCenter that it is made of.
 
     Args:
-        hub: its name; `{i}` is a layer and `*` the last part of a name, as in convert.rules.
-        old: ModelCenter's names. Several lie side by side along the last dimension of `hub`.
+        hub: its name; `{i}` is a layer and `*` the last part of a name, as in convert.rules; `{before}` is i - 1.
+        legacy: ModelCenter's names. Several lie side by side along the last dimension of `hub`.
         transpose: each has its dimensions reversed.
         factor: what its values are multiplied by.
-        repeated: a name of ModelCenter's that must hold the same values.
+        duplicate: a name of ModelCenter's that must hold the same values.
     """
 
     hub: str
-    old: tuple[str, ...]
+    legacy: tuple[str, ...]
     transpose: bool = False
     factor: float = 1.0
-    repeated: str | None = None
+    duplicate: str | None = None
 
 
-def renamed(hub: str, old: str, factor: float = 1.0) -> Old:
-    return Old(hub, (old,), factor=factor)
+def rename(hub: str, legacy: str, factor: float = 1.0) -> LegacyRule:
+    """The rule of one tensor under another name."""
+    return LegacyRule(hub, (legacy,), factor=factor)
 
 
 @dataclass(frozen=True)
-class Made:
-    """One Hugging Face tensor, resolved: pieces from ModelCenter's names (HUB side) to this one (NATIVE side)."""
+class TranslatedTensor:
+    """One tensor of the Hugging Face form: its pieces lead from ModelCenter's names (HUB side) to it (NATIVE side)."""
 
     shape: Shape
     pieces: tuple[Piece, ...]
     factor: float = 1.0
 
     @property
-    def renamed(self) -> str | None:
+    def plain_source(self) -> str | None:
         """ModelCenter's name of the same tensor, if this is no more than another name for it."""
         piece = self.pieces[0]
         straight = all(axis.dims[0] == axis.dims[1] for axis in piece.axes) and piece.offsets[0] == piece.offsets[1]
@@ -59,123 +60,131 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Legacy:
+class LegacyNetwork:
     """One of ModelCenter's networks.
 
     Attributes:
         model_types: the architectures here that it can be loaded as, with what transformers' classes of each begin
             with; the first unless the caller says.
-        recognise: (config.json, shapes of the tensors) -> whether a checkpoint is of it.
+        recognises: (config.json, shapes of the tensors) -> whether a checkpoint is of it.
         rules: (config in Hugging Face's form, number of the last layer) -> how its tensors are made.
         defaults: ModelCenter's values of the fields that a config.json leaves out.
         fields: its field -> those of Hugging Face with the same value.
         required: fields with the values that the network can have here.
         classes: how the class of `architectures` ends, and that of a checkpoint with `cls_head` ("": there is none).
-        finish: (their config, ours so far) -> fields of ours that follow from several of theirs.
+        derived_fields: (ModelCenter's config with its defaults) -> fields of Hugging Face that follow from several.
         unread: (config in Hugging Face's form) -> patterns of ModelCenter's names that its network never reads.
+        ignored: fields without effect, beside those that no network reads.
     """
 
     model_types: Mapping[str, str]
-    recognise: Callable[[Config, Mapping[str, Shape]], bool]
-    rules: Callable[[Config, int], Sequence[Old]]
+    recognises: Callable[[Config, Mapping[str, Shape]], bool]
+    rules: Callable[[Config, int], Sequence[LegacyRule]]
     defaults: Config
     fields: Mapping[str, tuple[str, ...]]
     required: Mapping[str, tuple[Any, ...]]
     classes: tuple[str, str]
-    finish: Callable[[Config], Mapping[str, Any]] = lambda given: {}
+    derived_fields: Callable[[Config], Mapping[str, Any]] = lambda config: {}
     unread: Callable[[Config], Sequence[str]] = lambda config: ()
     ignored: frozenset[str] = field(default_factory=frozenset)
 
+    @property
+    def model_type(self) -> str:
+        """The architecture that it is loaded as where nobody says."""
+        return next(iter(self.model_types))
 
-def name_of(entry: Legacy) -> str:
-    """The architecture that it is loaded as where nobody says."""
-    return next(iter(entry.model_types))
 
-
-def hf_config(entry: Legacy, config: Config, model_type: str | None = None) -> dict[str, Any]:
+def hf_config(network: LegacyNetwork, config: Config, model_type: str | None = None) -> dict[str, Any]:
     """A ModelCenter config.json in Hugging Face's form.
 
     Raises:
         ValueError: a field is unknown, or has a value that the network cannot have here.
     """
-    required = {**_REQUIRED, **entry.required}
+    values = _checked_fields(network, config)
+    kind = model_type or network.model_type
+    out: dict[str, Any] = {"model_type": kind}
+    for name, hub_names in network.fields.items():
+        out.update(dict.fromkeys(hub_names, values[name]))
+    plain, headed = network.classes
+    out["architectures"] = [network.model_types[kind] + plain]
+    if (labels := values.get("cls_head")) and headed:
+        out |= {"architectures": [network.model_types[kind] + headed], "num_labels": int(labels)}
+    return {**out, **network.derived_fields(values)}
+
+
+def _checked_fields(network: LegacyNetwork, config: Config) -> dict[str, Any]:
+    """The fields of a ModelCenter config.json and the defaults of those that it leaves out."""
+    required = {**_REQUIRED, **network.required}
     for name, value in config.items():
-        known = name in entry.defaults or name in required or name in _IGNORED or name in entry.ignored
+        known = name in network.defaults or name in required or name in _IGNORED or name in network.ignored
         if not known and value not in (None, False, ""):
-            names = (*entry.defaults, *required)
+            names = (*network.defaults, *required)
             raise ValueError(
                 f"ModelCenter config field not understood: {name!r} = {value!r}.{nearest(name, names)} "
-                f"{name_of(entry)} has {', '.join(entry.defaults)}"
+                f"{network.model_type} has {', '.join(network.defaults)}"
             )
-    given = {**entry.defaults, **{name: value for name, value in config.items() if value is not None}}
-    for name, values in required.items():
-        if name in given and given[name] not in values:
-            expected = " or ".join(map(repr, values))
-            raise ValueError(f"ModelCenter config field {name!r}: got {given[name]!r}, expected {expected}")
-    if "head_dim" not in entry.fields.get("dim_head", ()) and "d_kv" not in entry.fields.get("dim_head", ()):
-        width = given["dim_model"]
-        if given["num_heads"] * given["dim_head"] != width:
+    values = {**network.defaults, **{name: value for name, value in config.items() if value is not None}}
+    for name, allowed in required.items():
+        if name in values and values[name] not in allowed:
+            expected = " or ".join(map(repr, allowed))
+            raise ValueError(f"ModelCenter config field {name!r}: got {values[name]!r}, expected {expected}")
+    if "dim_head" not in network.fields:  # the width of a head follows from the others
+        width = values["dim_model"]
+        if values["num_heads"] * values["dim_head"] != width:
             raise ValueError(
-                f"ModelCenter config: num_heads {given['num_heads']} times dim_head {given['dim_head']} is not "
-                f"dim_model {width}, which {name_of(entry)} needs"
+                f"ModelCenter config: num_heads {values['num_heads']} times dim_head {values['dim_head']} is not "
+                f"dim_model {width}, which {network.model_type} needs"
             )
-    kind = model_type or name_of(entry)
-    out: dict[str, Any] = {"model_type": kind}
-    for name, theirs in entry.fields.items():
-        out.update(dict.fromkeys(theirs, given[name]))
-    plain, headed = entry.classes
-    out["architectures"] = [entry.model_types[kind] + plain]
-    if (labels := given.get("cls_head")) and headed:
-        out |= {"architectures": [entry.model_types[kind] + headed], "num_labels": int(labels)}
-    return {**out, **entry.finish(given)}
+    return values
 
 
-def compile_legacy(
-    entry: Legacy, config: Config, shapes: Mapping[str, Shape]
-) -> tuple[dict[str, Made], list[tuple[str, str]]]:
+def translate_tensors(
+    network: LegacyNetwork, config: Config, shapes: Mapping[str, Shape]
+) -> tuple[dict[str, TranslatedTensor], list[tuple[str, str]]]:
     """How the tensors of a checkpoint make those of the Hugging Face form.
 
     Args:
         config: in Hugging Face's form. shapes: of ModelCenter's tensors.
 
     Returns:
-        {Hugging Face's name: Made}, with names that no rule knows as they are; and pairs of ModelCenter's names that
-        must hold the same values.
+        {Hugging Face's name: TranslatedTensor}, with names that no rule knows as they are; and pairs of ModelCenter's
+        names that must hold the same values.
 
     Raises:
         ValueError: tensors that belong side by side are not all there, or do not fit.
     """
     numbers = [int(m[1]) for name in shapes if (m := re.search(r"\.layers\.(\d+)\.", name))]
-    made: dict[str, Made] = {}
-    repeated, used = [], set()
-    for rule in entry.rules(config, max(numbers, default=0)):
-        for match in map(template_regex(rule.old[0]).fullmatch, shapes):
+    translated: dict[str, TranslatedTensor] = {}
+    duplicates, used = [], set()
+    for rule in network.rules(config, max(numbers, default=0)):
+        for match in map(template_regex(rule.legacy[0]).fullmatch, shapes):
             if match is None:
                 continue
             values = match.groupdict()
             values |= {"before": str(int(values["i"]) - 1)} if "i" in values else {}
             if values.get("before") == "-1" and "{before}" in rule.hub:
                 continue  # layer 0 has a rule of its own
-            names = [fill(old, values) for old in rule.old]
+            names = [fill(template, values) for template in rule.legacy]
             hub = fill(rule.hub, values)
             absent = [name for name in names if name not in shapes]
             if absent:
                 raise ValueError(f"the tensor {names[0]!r} needs {', '.join(map(repr, absent))} beside it: missing")
-            made[hub] = _join(hub, names, shapes, rule)
+            translated[hub] = _join(hub, names, shapes, rule)
             used.update(names)
-            if rule.repeated is not None and (other := fill(rule.repeated, values)) in shapes:
-                repeated.append((names[0], other))
+            if rule.duplicate is not None and (other := fill(rule.duplicate, values)) in shapes:
+                duplicates.append((names[0], other))
                 used.add(other)
-    unread = entry.unread(config)
+    unread = network.unread(config)
     for name in shapes:
         if name not in used and not any(re.fullmatch(pattern, name) for pattern in unread):
-            if name in made:
+            if name in translated:
                 raise ValueError(f"the file holds both {name!r} and what it is made of")
-            made[name] = _join(name, [name], shapes, Old(name, (name,)))
-    return made, repeated
+            translated[name] = _join(name, [name], shapes, rename(name, name))
+    return translated, duplicates
 
 
-def _join(hub: str, names: Sequence[str], shapes: Mapping[str, Shape], rule: Old) -> Made:
+def _join(hub: str, names: Sequence[str], shapes: Mapping[str, Shape], rule: LegacyRule) -> TranslatedTensor:
+    """ModelCenter's tensors `names` side by side along the last dimension of `hub`."""
     first = shapes[names[0]]
     rank, start, pieces = len(first), 0, []
     for name in names:
@@ -188,5 +197,5 @@ def _join(hub: str, names: Sequence[str], shapes: Mapping[str, Shape], rule: Old
         offset = tuple(start if d == rank - 1 else 0 for d in range(rank))
         pieces.append(Piece((name, hub), axes, ((0,) * rank, offset)))
         start += ours[-1] if rank else 0
-    whole = (*known[:-1], start) if rank else ()
-    return Made(whole, tuple(pieces), rule.factor)
+    joined = (*known[:-1], start) if rank else ()
+    return TranslatedTensor(joined, tuple(pieces), rule.factor)

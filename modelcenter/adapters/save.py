@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,25 +11,24 @@ import torch
 
 import engine
 from engine.checkpoint import named_tensors, together, whole_tensor
-from modelcenter.adapters.layout import Update, hub_modules, module_names, patterns, short_names, to_hub
-from modelcenter.adapters.read import CONFIG_FILE, PREFIX, WEIGHTS_FILE
-from modelcenter.adapters.state import NAME, check_modules, layout_of, saved_modules
-from modelcenter.convert.rules import Layout
-from modelcenter.convert.stream import export_tensor
+from modelcenter.adapters.low_rank import LowRankUpdate, hub_modules, to_hub
+from modelcenter.adapters.modules_to_save import gather_modules
+from modelcenter.adapters.peft_format import (
+    ADAPTER_NAME,
+    CONFIG_FILE,
+    PREFIX,
+    PROMPT_PREFIX,
+    PROMPT_TENSOR,
+    TASK_TYPES,
+    WEIGHTS_FILE,
+    import_peft,
+)
+from modelcenter.adapters.state import layout_of
+from modelcenter.convert.layout import Layout
 from modelcenter.hub.files.atomic_directory import new_directory
 from modelcenter.hub.files.json_files import write_json
 from modelcenter.hub.files.safetensors import Entry, SafetensorsWriter
 from modelcenter.models.base import Model
-
-TASK_TYPES = {
-    "base": "FEATURE_EXTRACTION",
-    "text-encoding": "FEATURE_EXTRACTION",
-    "causal-lm": "CAUSAL_LM",
-    "seq2seq-lm": "SEQ_2_SEQ_LM",
-    "sequence-classification": "SEQ_CLS",
-    "token-classification": "TOKEN_CLS",
-    "question-answering": "QUESTION_ANS",
-}
 
 
 def save_adapter(model: Model, path: Any) -> None:
@@ -65,8 +64,6 @@ def save_adapter(model: Model, path: Any) -> None:
 
 
 def _lora_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    from modelcenter.adapters.lora import import_peft
-
     peft, state = import_peft(), model.adapter
     _, layout = layout_of(model)
     held = named_tensors(model)
@@ -82,10 +79,10 @@ def _lora_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             tensors[f"{PREFIX}{module.name}.lora_magnitude_vector"] = update.magnitude
         alpha = update.scale * (math.sqrt(update.rank) if state.rslora else update.rank)
         ranks[module.name], alphas[module.name] = update.rank, int(alpha) if alpha == int(alpha) else alpha
-    whole, saved = trained_tensors(model, layout, held)
-    tensors |= whole
+    saved_tensors, saved_names = gather_modules(model, layout, held)
+    tensors |= saved_tensors
     everything = module_names(layout)
-    rank, alpha = _usual(ranks), _usual(alphas)
+    rank, alpha = _most_common(ranks), _most_common(alphas)
     config = peft.LoraConfig(
         task_type=_task_type(model),
         base_model_name_or_path=state.base,
@@ -98,23 +95,21 @@ def _lora_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         target_modules=sorted(short_names(list(ranks), everything)),
         rank_pattern=patterns({n: v for n, v in ranks.items() if v != rank}, everything),
         alpha_pattern=patterns({n: v for n, v in alphas.items() if v != alpha}, everything),
-        modules_to_save=saved or None,
+        modules_to_save=saved_names or None,
         use_dora=state.dora,
         use_rslora=state.rslora,
         bias="none",
     )
-    return _plain(config), tensors
+    return _as_json(config), tensors
 
 
 def _prompt_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    from modelcenter.adapters.lora import import_peft
-
     peft, state = import_peft(), model.adapter
     _, layout = layout_of(model)
     held = named_tensors(model)
     prompt = whole_tensor(model, held, "tuned_prompt.weight")
     assert prompt is not None  # a pipeline is refused when a prompt is put in
-    reads: Any = getattr(model.config, "encoder", model.config)  # of two models made apart, the one that reads it
+    reader: Any = getattr(model.config, "encoder", model.config)  # of two models made apart, the one that reads it
     config = peft.PromptTuningConfig(
         task_type=_task_type(model),
         base_model_name_or_path=state.base,
@@ -123,11 +118,11 @@ def _prompt_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
         num_virtual_tokens=prompt.shape[0],
         token_dim=prompt.shape[1],
         num_transformer_submodules=1,
-        num_attention_heads=reads.num_heads,
-        num_layers=reads.num_layers,
+        num_attention_heads=reader.num_heads,
+        num_layers=reader.num_layers,
     )
-    whole, _ = trained_tensors(model, layout, held, "base_model.")
-    return _plain(config), {"prompt_embeddings": prompt.detach().cpu(), **whole}
+    saved_tensors, _ = gather_modules(model, layout, held, PROMPT_PREFIX)
+    return _as_json(config), {PROMPT_TENSOR: prompt.detach().cpu(), **saved_tensors}
 
 
 def _task_type(model: Model) -> str | None:
@@ -141,45 +136,59 @@ def _task_type(model: Model) -> str | None:
     return "FEATURE_EXTRACTION" if named is None and state.kind == "prompt" else named
 
 
-def _plain(config: Any) -> dict[str, Any]:
+def _as_json(config: Any) -> dict[str, Any]:
     """A config of peft as JSON; sets in order, so that equal adapters are equal files."""
     values = config.to_dict()
     return json.loads(json.dumps(values, default=lambda v: sorted(v) if isinstance(v, set) else str(v), sort_keys=True))
 
 
-def _usual(values: Mapping[str, Any]) -> Any:
+def _most_common(values: Mapping[str, Any]) -> Any:
     counts = list(values.values())
     return max(counts, key=counts.count)
 
 
-def _update_of(model: Model, name: str, held: Mapping[str, torch.Tensor]) -> Update:
+def _update_of(model: Model, name: str, held: Mapping[str, torch.Tensor]) -> LowRankUpdate:
     """The whole update of one layer, on the CPU. Collective; of another stage of a pipeline, on rank 0 alone."""
     state = model.adapter
     outputs, inputs = state.layout.native_shapes[f"{name}.weight"]
     shapes = {
-        f"lora_A.{NAME}.weight": (state.ranks[name], inputs),
-        f"lora_B.{NAME}.weight": (outputs, state.ranks[name]),
+        f"lora_A.{ADAPTER_NAME}.weight": (state.ranks[name], inputs),
+        f"lora_B.{ADAPTER_NAME}.weight": (outputs, state.ranks[name]),
     }
     if state.dora:
-        shapes[f"lora_magnitude_vector.{NAME}.weight"] = (outputs,)
+        shapes[f"lora_magnitude_vector.{ADAPTER_NAME}.weight"] = (outputs,)
     parts = []
     for part, shape in shapes.items():
         full = whole_tensor(model, held, f"{name}.{part}")
         parts.append(torch.empty(shape) if full is None else full.detach().cpu())
-    return Update(parts[0], parts[1], state.scales[name], parts[2] if state.dora else None)
+    return LowRankUpdate(parts[0], parts[1], state.scales[name], parts[2] if state.dora else None)
 
 
-def trained_tensors(
-    model: Model, layout: Layout, held: Mapping[str, torch.Tensor], prefix: str = PREFIX
-) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The modules trained whole: ({name in the file: tensor}, names of the modules of transformers' model)."""
-    modules = saved_modules(layout, model.adapter.trained)
-    check_modules(layout, model.adapter.trained)  # a file that was loaded may hold what no file of ours can
-    tensors = {}
-    for key in modules:
-        whole = {}
-        for name in layout.natives(key):
-            full = whole_tensor(model, held, name)
-            whole[name] = torch.empty(layout.native_shapes[name]) if full is None else full.detach().cpu()
-        tensors[prefix + layout.written[key]] = export_tensor(layout, key, whole).contiguous()
-    return tensors, list(dict.fromkeys(modules.values()))
+def module_names(layout: Layout) -> list[str]:
+    """All modules of transformers' model that hold a tensor of the layout."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in layout.written.values()))
+
+
+def short_names(chosen: Collection[str], everything: Iterable[str]) -> list[str]:
+    """Suffixes of module names that stand for the chosen modules and for no other, as short as they can be."""
+    ending: dict[str, set[str]] = {}
+    for name in everything:
+        parts = name.split(".")
+        for k in range(1, len(parts) + 1):
+            ending.setdefault(".".join(parts[-k:]), set()).add(name)
+    wanted = set(chosen)
+    found: dict[str, None] = {}
+    for name in chosen:
+        parts = name.split(".")
+        suffixes = (".".join(parts[-k:]) for k in range(1, len(parts) + 1))
+        found[next((s for s in suffixes if ending.get(s, {name}) <= wanted), name)] = None
+    return list(found)
+
+
+def patterns(values: Mapping[str, Any], everything: Iterable[str]) -> dict[str, Any]:
+    """{short name: value} for peft's rank_pattern and alpha_pattern, from {module: value}."""
+    by_value: dict[Any, list[str]] = {}
+    for name, value in values.items():
+        by_value.setdefault(value, []).append(name)
+    names = list(everything)
+    return {short: value for value, found in by_value.items() for short in short_names(found, names)}

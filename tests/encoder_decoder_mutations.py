@@ -1,4 +1,4 @@
-"""Ways to spoil a model of two sides, which the parity tests must notice."""
+"""Mutations of encoder-decoders, which the parity tests must notice (as modelcenter.testing.mutations)."""
 
 from dataclasses import replace
 

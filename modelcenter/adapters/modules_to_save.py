@@ -1,0 +1,127 @@
+"""Modules of the base model that are trained whole beside an adapter and saved with it (peft's modules_to_save)."""
+
+import re
+from collections.abc import Collection, Mapping
+
+import torch
+
+from engine.checkpoint import whole_tensor
+from modelcenter.adapters.peft_format import PREFIX
+from modelcenter.adapters.state import layout_of
+from modelcenter.convert.layout import Layout
+from modelcenter.convert.rules import CROSS_ATTENTION
+from modelcenter.convert.stream import export_tensor
+from modelcenter.models.base import VOCABULARY_TASKS, Model
+from modelcenter.registry import nearest
+
+
+def choose_parameters(model: Model, names: Collection[str] | None, fresh: Collection[str]) -> list[str]:
+    """The parameters of the base model to train beside an adapter.
+
+    Args:
+        names: modules, ours or Hugging Face's, or parameters of ours; None: the head of a task that is not a
+            vocabulary's, and every module of which the checkpoint held nothing.
+        fresh: the parameters that the checkpoint lacked.
+
+    Raises:
+        ValueError: no such module, one without parameters, or one that no adapter file can hold.
+    """
+    _, layout = layout_of(model)
+    parameters = list(layout.native_shapes)
+    if names is None:
+        places = {name.split(".")[0] for name in fresh if model.is_head(name)}
+        if model.task not in (*VOCABULARY_TASKS, "base"):
+            places.add("head")
+        chosen = [name for name in parameters if name in fresh or name.split(".")[0] in places]
+    else:
+        chosen = [parameter for name in names for parameter in _parameters_of(layout, name)]
+    for name in chosen:
+        shared = model.is_head(name) and model.task in VOCABULARY_TASKS
+        tied = name == "embed.weight" and getattr(model.config, "tie_embeddings", False)
+        if shared or (tied and model.task in VOCABULARY_TASKS):
+            raise ValueError(
+                f"modules_to_save: {name} takes part in the vocabulary's matrix, of which peft would make a second "
+                f"copy in transformers' model; leave it out for the task {model.task!r}"
+            )
+    check_modules(layout, chosen)
+    return list(dict.fromkeys(chosen))
+
+
+def _parameters_of(layout: Layout, module: str) -> list[str]:
+    """The parameters of a module, named as here or as in transformers' model; or one parameter of ours."""
+    parameters = list(layout.native_shapes)
+    chosen = [name for name in parameters if name == module or name.startswith(f"{module}.")]
+    chosen = chosen or _by_hub_name(layout, module)
+    if not chosen:
+        modules = {name.rpartition(".")[0] for name in parameters}
+        raise ValueError(
+            f"modules_to_save: {module!r} is no module of this model that owns parameters."
+            f"{nearest(module, modules)} (A tied vocabulary head owns none: its matrix is the embedding.)"
+        )
+    return chosen
+
+
+def _by_hub_name(layout: Layout, module: str) -> list[str]:
+    """Our parameters in a module of transformers' model, named wholly or by its end."""
+    chosen = []
+    for key, written in layout.written.items():
+        if key in layout.shapes and re.fullmatch(rf"(.*\.)?{re.escape(module)}\.(.*\.)?[^.]+", written):
+            chosen += layout.natives(key)
+    return chosen
+
+
+def saved_modules(layout: Layout, trained: Collection[str]) -> dict[str, str]:
+    """{hub tensor that holds parameters of `trained`, by its key: the module of transformers' model that is saved}."""
+    modules = {}
+    for key in layout.shapes:
+        natives = layout.natives(key)
+        if set(natives).intersection(trained):
+            written = layout.written[key]
+            # Outside the base model a head is one module, whatever it is made of.
+            inside = written != key or layout.native_parts[natives[0]] in ("", CROSS_ATTENTION)
+            modules[key] = written.rpartition(".")[0] if inside else written.split(".")[0]
+    return modules
+
+
+def check_modules(layout: Layout, chosen: Collection[str], tied: Collection[str] = ()) -> None:
+    """Raise ValueError where peft, which copies whole modules, would save or train other tensors than `chosen`.
+
+    Args:
+        tied: keys of tensors that are others here and that a file has with the values of these.
+    """
+    modules = saved_modules(layout, chosen)
+    for key, module in modules.items():
+        missing = [name for name in layout.natives(key) if name not in chosen]
+        for other in layout.shapes:
+            if other not in modules and layout.written[other].startswith(f"{module}."):
+                missing += layout.natives(other)
+        if missing:
+            raise ValueError(f"modules_to_save: transformers' {module} also holds {', '.join(missing)}; add it")
+    for tie in layout.ties.values():
+        if tie.to in modules and tie.compare and tie.hub not in tied:
+            raise ValueError(
+                f"modules_to_save: transformers' {layout.written[tie.to]} is {tie.hub}, too, and peft would train and "
+                f"load a copy of {modules[tie.to]} alone; leave {', '.join(layout.natives(tie.to))} out"
+            )
+
+
+def gather_modules(
+    model: Model, layout: Layout, held: Mapping[str, torch.Tensor], prefix: str = PREFIX
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The modules trained whole: ({name in the file: tensor}, names of the modules of transformers' model).
+
+    Collective.
+
+    Args:
+        held: engine.checkpoint.named_tensors of the model. prefix: of the names in the file.
+    """
+    modules = saved_modules(layout, model.adapter.trained)
+    check_modules(layout, model.adapter.trained)  # a file that was loaded may hold what no file of ours can
+    tensors = {}
+    for key in modules:
+        natives = {}
+        for name in layout.natives(key):
+            full = whole_tensor(model, held, name)
+            natives[name] = torch.empty(layout.native_shapes[name]) if full is None else full.detach().cpu()
+        tensors[prefix + layout.written[key]] = export_tensor(layout, key, natives).contiguous()
+    return tensors, list(dict.fromkeys(modules.values()))

@@ -1,0 +1,34 @@
+"""What peft's files are called, and the names in them."""
+
+from typing import Any
+
+from modelcenter.hub.files.names import ADAPTER_FILES
+
+CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = ADAPTER_FILES
+PREFIX = "base_model.model."  # before the name of a module of transformers' model
+PROMPT_PREFIX = "base_model."  # the same in files of a prompt
+PROMPT_TENSOR = "prompt_embeddings"
+ADAPTER_NAME = "default"  # peft's name of an adapter where there is one
+
+TASK_TYPES = {
+    "base": "FEATURE_EXTRACTION",
+    "text-encoding": "FEATURE_EXTRACTION",
+    "causal-lm": "CAUSAL_LM",
+    "seq2seq-lm": "SEQ_2_SEQ_LM",
+    "sequence-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS",
+    "question-answering": "QUESTION_ANS",
+}
+
+
+def import_peft() -> Any:
+    """The package peft.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError(f"LoRA needs the package peft ({error}): pip install 'modelcenter[lora]'") from error
+    return peft

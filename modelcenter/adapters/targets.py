@@ -1,0 +1,58 @@
+"""Which linear layers LoRA adapts."""
+
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from engine.init import clean_name
+from modelcenter.convert.layout import Layout
+from modelcenter.models.base import Model
+from modelcenter.registry import nearest
+
+ALL_LINEAR = "all-linear"
+
+
+def choose_layers(
+    model: Model, layout: Layout, targets: str | Sequence[str] | None, trained: Collection[str] = ()
+) -> list[str]:
+    """Names of the linear layers to adapt, in the model's order; not those of the parameters `trained` whole.
+
+    Raises:
+        ValueError: a target that no linear layer has, or one that is trained whole.
+    """
+    linears = [
+        clean_name(n) for n, m in model.named_modules() if isinstance(m, nn.Linear) and not model.is_head(f"{n}.")
+    ]
+    if targets is None or targets == ALL_LINEAR or list(targets) == [ALL_LINEAR]:
+        return [name for name in linears if f"{name}.weight" not in trained]
+    if not targets:
+        raise ValueError("lora_targets: got none; name layers, or leave it out for every linear layer outside heads")
+    hub_names = _hub_names(layout, linears)
+    matched: set[str] = set()
+    for target in [targets] if isinstance(targets, str) else targets:
+        patterns = (target, f"*.{target}")
+        hits = [n for n in linears if any(fnmatchcase(x, p) for x in (n, *hub_names[n]) for p in patterns)]
+        if not hits:
+            leaves = {n.rpartition(".")[2] for n in (*linears, *(h for names in hub_names.values() for h in names))}
+            raise ValueError(
+                f"lora_targets: {target!r} matches no linear layer.{nearest(target, leaves)} This model has "
+                f"{', '.join(sorted({n.rpartition('.')[2] for n in linears}))} (and Hugging Face's names of these), or "
+                f"{ALL_LINEAR!r}"
+            )
+        matched.update(hits)
+    chosen = [name for name in linears if name in matched]
+    if both := [name for name in chosen if f"{name}.weight" in trained]:
+        raise ValueError(f"modules_to_save: {', '.join(both)} would be trained whole and adapted; leave it out of one")
+    return chosen
+
+
+def _hub_names(layout: Layout, linears: Sequence[str]) -> dict[str, list[str]]:
+    """{linear layer: modules of transformers' model that hold its parameters}."""
+    names: dict[str, list[str]] = {linear: [] for linear in linears}
+    for key in layout.shapes:
+        for native in layout.natives(key):
+            module = native.rpartition(".")[0]
+            if module in names:
+                names[module].append(layout.written[key].rpartition(".")[0])
+    return names

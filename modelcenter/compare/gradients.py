@@ -1,0 +1,51 @@
+"""Gradients of our models, and parameters of transformers' models, under the names of the Hugging Face checkpoint."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from modelcenter import registry
+from modelcenter.convert.layout import Layout, compile_layout
+from modelcenter.convert.match import to_key
+from modelcenter.convert.stream import export_tensor
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """The conversion layout of one of our models."""
+    arch = registry.get(model.config.model_type).arch_map()
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return compile_layout(arch, model.task, model.config, shapes)
+
+
+def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Each parameter's `grad`, zeros where it has none."""
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+
+
+def hub_gradients(model: nn.Module, grads: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Gradients of one of our models under the names and layouts of its Hugging Face checkpoint.
+
+    Args:
+        grads: native name -> gradient; None: each parameter's `grad` (zero where it has none).
+    """
+    if grads is None:
+        grads = gradients_of(dict(model.named_parameters()))
+    layout = layout_of(model)
+    return {
+        layout.written[key]: export_tensor(layout, key, {name: grads[name] for name in layout.natives(key)})
+        for key in layout.pieces
+    }
+
+
+def parameters_by_file_name(theirs: nn.Module, ours: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a transformers model under the names of its checkpoint, which its modules may not have."""
+    layout, arch = layout_of(ours), registry.get(ours.config.model_type).arch_map()
+    parameters = {}
+    for name, p in theirs.named_parameters():
+        key = to_key(arch, name)
+        key = layout.aliases.get(key, key)
+        if key in layout.ties and not layout.ties[key].write:
+            key = layout.ties[key].to
+        parameters[layout.written.get(key, name)] = p
+    return parameters

@@ -1,0 +1,134 @@
+"""Run two models on one batch and compare what they produce."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from modelcenter.compare.gradients import gradients_of, hub_gradients, parameters_by_file_name
+from modelcenter.compare.rows import IGNORE
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference, relative to the largest value of `theirs` where that exceeds 1. NaN counts as infinite."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    if not ours.numel():
+        return 0.0
+    gap = (ours.double() - theirs.double()).abs().max().item()
+    scale = max(1.0, theirs.double().abs().max().item())
+    return gap / scale if gap == gap else float("inf")
+
+
+@dataclass
+class Comparison:
+    """Largest differences of one model from another (see `difference`).
+
+    Attributes:
+        values: what was compared -> difference: "loss", each output, "gradients", "layers".
+        worst_gradient: the parameter whose gradient differs most.
+        first_layer: number of the first layer whose output differs beyond the tolerance (0: the embedding), or None.
+    """
+
+    names: tuple[str, str]
+    task: str
+    rows: int
+    tokens: int
+    tolerance: float
+    values: dict[str, float] = field(default_factory=dict)
+    worst_gradient: str = ""
+    first_layer: int | None = None
+
+    @property
+    def equal(self) -> bool:
+        return all(value <= self.tolerance for value in self.values.values())
+
+    def __str__(self) -> str:
+        lines = [f"{self.names[0]} against {self.names[1]}: {self.task}, {self.rows} rows, {self.tokens} tokens"]
+        for what, value in self.values.items():
+            note = ""
+            if what == "gradients":
+                note = f"  worst: {self.worst_gradient}"
+            elif what == "layers" and self.first_layer is not None:
+                note = f"  first that differs: {self.first_layer or 'the embedding'}"
+            lines.append(f"  {what:<24} {value:.2e}{note}")
+        verdict = "equal" if self.equal else "DIFFERENT"
+        return "\n".join([*lines, f"{verdict} (largest difference allowed: {self.tolerance:.0e})"])
+
+
+def compare_models(
+    ours: nn.Module,
+    theirs: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    names: tuple[str, str] = ("ours", "theirs"),
+    tolerance: float = 1e-5,
+) -> Comparison:
+    """Run both on one padded batch, backward too, and compare what real tokens produce.
+
+    Args:
+        ours: a modelcenter model. theirs: a transformers model, or one of ours. Both in eval mode.
+        batch: see pad_rows; labels are optional.
+    """
+    mask = batch["attention_mask"].bool()
+    result = Comparison(names, ours.task, len(batch["input_ids"]), int(mask.sum()), tolerance)
+    for model in (ours, theirs):
+        model.zero_grad()
+    our_out = ours(**batch, output_hidden_states=True)
+    their_out = theirs(**batch, output_hidden_states=True)
+    decoder_mask = output_mask(ours, batch)
+    result.values |= _output_differences(our_out, their_out, mask, decoder_mask)
+    layers = list(_layer_differences(our_out, their_out, mask, decoder_mask))
+    result.values["layers"] = max(layers)
+    result.first_layer = next((i for i, gap in enumerate(layers) if gap > tolerance), None)
+    if our_out.get("loss") is not None and their_out.get("loss") is not None:
+        for out in (our_out, their_out):
+            sum(out[name] for name in ("loss", "mc_loss") if out.get(name) is not None).backward()
+        gaps = _gradient_differences(ours, theirs)
+        result.worst_gradient = max(gaps, key=gaps.__getitem__)
+        result.values["gradients"] = gaps[result.worst_gradient]
+    return result
+
+
+def output_mask(ours: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Where the outputs of a model have tokens: those of its decoder where that has other rows."""
+    if not ours.config.is_encoder_decoder or ours.task not in ("base", "seq2seq-lm"):
+        return batch["attention_mask"].bool()
+    if "decoder_attention_mask" in batch:
+        return batch["decoder_attention_mask"].bool()
+    return (batch["labels"] != IGNORE).flip(1).cumsum(1).flip(1) > 0
+
+
+def _output_differences(ours: Any, theirs: Any, mask: Tensor, decoder_mask: Tensor) -> dict[str, float]:
+    """{name of an output that both have: difference}, at real tokens where it has a place for each."""
+    gaps = {}
+    for name, value in theirs.items():
+        # transformers names the masked-LM logits of BertForPreTraining differently
+        our_name = {"prediction_logits": "logits"}.get(name, name)
+        if not isinstance(value, Tensor) or our_name not in ours:
+            continue
+        pair, real = (ours[our_name].detach(), value.detach()), mask if name.startswith("encoder_") else decoder_mask
+        if pair[1].shape[: real.dim()] == real.shape:
+            pair = (pair[0][real], pair[1][real])
+        gaps[name] = difference(*pair)
+    return gaps
+
+
+def _layer_differences(ours: Any, theirs: Any, mask: Tensor, decoder_mask: Tensor) -> Iterator[float]:
+    """The difference after each layer, at real tokens; an encoder's layers before its decoder's."""
+    flat = mask.flatten(0, -2) if mask.dim() == 3 else mask
+    for name in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
+        real = decoder_mask if name.startswith("decoder_") else flat
+        if name in ours or name in theirs:
+            for pair in zip(ours[name], theirs[name], strict=True):
+                yield difference(*(x.detach().reshape(*real.shape, -1)[real] for x in pair))
+
+
+def _gradient_differences(ours: nn.Module, theirs: nn.Module) -> dict[str, float]:
+    """{name in the checkpoint: difference}; infinite for a parameter that only one of them has."""
+    our_grads = hub_gradients(ours)
+    is_ours = hasattr(theirs, "task")
+    their_grads = hub_gradients(theirs) if is_ours else gradients_of(parameters_by_file_name(theirs, ours))
+    gaps = {name: difference(our_grads[name], grad) for name, grad in their_grads.items() if name in our_grads}
+    return gaps | dict.fromkeys(sorted(set(their_grads) ^ set(our_grads)), float("inf"))

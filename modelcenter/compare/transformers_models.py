@@ -1,0 +1,39 @@
+"""transformers' class and model for one of ours."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelcenter import registry
+
+
+def hub_class(model_type: str, task: str) -> Any:
+    """transformers' class of a task, or that of the code which exports of this architecture bring for transformers.
+
+    Raises:
+        ValueError: transformers has no such class.
+    """
+    import transformers
+
+    arch = registry.get(model_type).arch_map()
+    name = arch.tasks[task].hf_class
+    if not arch.files:
+        if not hasattr(transformers, name):
+            raise ValueError(
+                f"transformers has no {name}: those who published {model_type} ship its code with the weights. Compare "
+                "with another checkpoint: modelcenter compare A B"
+            )
+        return getattr(transformers, name)
+    spec = importlib.util.spec_from_file_location("modelcenter_remote_code", registry.shipped_file(arch.files[0]))
+    assert spec is not None and spec.loader is not None
+    code = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(code)
+    return getattr(code, name)
+
+
+def load_transformers(folder: str | Path, ours: nn.Module) -> nn.Module:
+    """The transformers model of the class that fits one of ours, in fp32 and eval mode."""
+    return hub_class(ours.config.model_type, ours.task).from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,0 +1,244 @@
+"""What a checkpoint holds, all its heads included, whatever task its config names.
+
+A file may hold more than one task takes: the hub's BERT has a masked-language-model head and a next-sentence head, and
+`architectures` names one class. Conversion loses none of them. The heads of the named task have the names that a model
+of it has; each further head lies under `other_heads.<part>.`, where the part is the one of ArchMap.parts.
+"""
+
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from modelcenter.convert.layout import Layout
+from modelcenter.convert.match import Match, belongs_to_part, match_names
+from modelcenter.convert.pieces import HUB, NATIVE, Shape
+from modelcenter.convert.rules import ArchMap
+
+OTHER_HEADS = "other_heads."
+CompileTask = Callable[[str], Layout]  # task -> its layout for the checkpoint's config
+
+
+@dataclass
+class CheckpointContents:
+    """The tensors of a checkpoint by what they mean to an architecture.
+
+    Attributes:
+        task: whose class the converted checkpoint names.
+        layout: of everything that is there: of the task, without parts that are absent, with the further heads.
+        found: name of the layout (hub key or native name, as the checkpoint has them) -> name in the checkpoint.
+        repeats: (name in a hub file, key) of tensors that must equal another one, and are not written.
+        dropped: tensors without content. unknown: tensors that the architecture has not.
+        further_heads: parts beside those of the task.
+    """
+
+    task: str
+    layout: Layout
+    found: dict[str, str]
+    repeats: list[tuple[str, str]] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    further_heads: list[str] = field(default_factory=list)
+
+
+def native_prefix(arch: ArchMap, task: str, part: str) -> str:
+    """Where the parameters of a part lie in a checkpoint that names `task`."""
+    places = arch.tasks[task].parts
+    return places[part] if part in places else f"{OTHER_HEADS}{part}."
+
+
+def contents_of_hub(
+    arch: ArchMap, compile_task: CompileTask, shapes: Mapping[str, Shape], architectures: Sequence[str] | None
+) -> CheckpointContents:
+    """The contents of a file with Hugging Face's names.
+
+    Args:
+        shapes: of all tensors in the file. architectures: as its config.json declares.
+
+    Raises:
+        ValueError: the file holds a part of a head only, or tensors mean the same one.
+    """
+    task = arch.declared_task(architectures) or _closest_task(arch, compile_task, shapes, architectures)
+    layout = compile_task(task)
+    match = match_names(arch, layout, shapes, architectures)
+    absent = _absent_parts(layout, match.found)
+    contents = CheckpointContents(
+        task,
+        _without_parts(layout, absent),
+        dict(match.found),
+        list(match.repeats),
+        list(match.ignored),
+        list(match.unknown),
+    )
+    left = list(match.skipped)
+    for part in (p for p in arch.parts if p not in arch.tasks[task].parts or p in absent):
+        if not left:
+            break
+        for other in (t for t, entry in arch.tasks.items() if part in entry.parts):
+            source = compile_task(other)
+            part_match = _match_part(arch, source, part, {name: shapes[name] for name in left})
+            if part_match is None:
+                continue
+            _add_part(contents.layout, source, arch, task, other, part)
+            contents.found.update(part_match.found)
+            contents.repeats += part_match.repeats
+            if part_match.found:
+                contents.further_heads.append(part)
+            used = {*part_match.found.values(), *dict(part_match.repeats)}
+            left = [name for name in left if name not in used]
+            break
+    contents.unknown += left
+    return contents
+
+
+def contents_of_native(
+    arch: ArchMap, compile_task: CompileTask, names: Collection[str], architectures: Sequence[str] | None
+) -> CheckpointContents:
+    """The contents of a checkpoint with our names.
+
+    Raises:
+        ValueError: its config names no task of the architecture.
+    """
+    task = arch.declared_task(architectures)
+    if task is None:
+        raise ValueError(
+            f"its architectures, {architectures}, name no head that {arch.model_type} has here; expected one of "
+            f"{', '.join(entry.hf_class for entry in arch.tasks.values())}"
+        )
+    layout = compile_task(task)
+    keys = [key for key in layout.shapes if all(name in names for name in layout.natives(key))]
+    layout = _without_parts(layout, _absent_parts(layout, keys))
+    further_heads = []
+    for part in arch.parts:
+        if not any(name.startswith(f"{OTHER_HEADS}{part}.") for name in names):
+            continue
+        for other in (t for t, entry in arch.tasks.items() if part in entry.parts):
+            source = compile_task(other)
+            if _is_held(source, part, arch.tasks[other].parts[part], names):
+                _add_part(layout, source, arch, task, other, part)
+                further_heads.append(part)
+                break
+    return CheckpointContents(
+        task,
+        layout,
+        {name: name for name in layout.native_shapes if name in names},
+        unknown=[name for name in names if name not in layout.native_shapes],
+        further_heads=further_heads,
+    )
+
+
+def _is_held(layout: Layout, part: str, place: str, names: Collection[str]) -> bool:
+    """Whether `names` has every parameter of the part, which is at `place` in the layout, as a further head."""
+    expected = [name.removeprefix(place) for name, owner in layout.native_parts.items() if owner == part]
+    return bool(expected) and all(f"{OTHER_HEADS}{part}.{name}" in names for name in expected)
+
+
+def _closest_task(
+    arch: ArchMap, compile_task: CompileTask, shapes: Mapping[str, Shape], architectures: Sequence[str] | None
+) -> str:
+    """The task that takes most of a file whose class is none of ours, and of equals the one that lacks least."""
+
+    def fit(task: str) -> tuple[int, int]:
+        match = match_names(arch, compile_task(task), shapes, architectures)
+        return len(match.found), -len(match.missing)
+
+    return max(arch.tasks, key=fit)
+
+
+def _absent_parts(layout: Layout, keys: Collection[str]) -> set[str]:
+    """The parts of which the checkpoint, which holds `keys`, has nothing."""
+    parts = {part for part in layout.key_parts.values() if part}
+    return {part for part in parts if not any(layout.key_parts[key] == part for key in keys)}
+
+
+def _without_parts(layout: Layout, absent: Collection[str]) -> Layout:
+    key_parts = {key: part for key, part in layout.key_parts.items() if part not in absent}
+    native_parts = {name: part for name, part in layout.native_parts.items() if part not in absent}
+    ties = {key: tie for key, tie in layout.ties.items() if tie.to in key_parts}
+    return replace(
+        layout,
+        shapes={key: shape for key, shape in layout.shapes.items() if key in key_parts},
+        pieces={key: pieces for key, pieces in layout.pieces.items() if key in key_parts},
+        key_parts=key_parts,
+        native_parts=native_parts,
+        native_shapes={name: shape for name, shape in layout.native_shapes.items() if name in native_parts},
+        pads={name: boxes for name, boxes in layout.pads.items() if name in native_parts},
+        ties=ties,
+        written={key: name for key, name in layout.written.items() if key in key_parts or key in ties},
+        optional=set(layout.optional),
+    )
+
+
+def _match_part(arch: ArchMap, layout: Layout, part: str, shapes: Mapping[str, Shape]) -> Match | None:
+    """The tensors among `shapes` that make the part whole, with its repetitions; None where they do not fit it."""
+    expected = [key for key, owner in layout.key_parts.items() if owner == part]
+    match = match_names(arch, layout, shapes)
+    found = {key: match.found[key] for key in expected if key in match.found}
+    if any(shapes[name] != layout.shapes[key] for key, name in found.items()) or len(found) < len(expected):
+        return None
+    # A tied tensor stood in for what it repeats, as that is not among the names left.
+    ties = {key: tie for key, tie in layout.ties.items() if belongs_to_part(arch, part, key)}
+    tied = [(name, key) for key, name in match.found.items() if key not in found and key in layout.shapes]
+    repeats = [(name, key) for name, key in [*tied, *match.repeats] if key in {tie.to for tie in ties.values()}]
+    return Match(found=found, repeats=repeats) if found or repeats else None
+
+
+def _add_part(target: Layout, source: Layout, arch: ArchMap, task: str, other: str, part: str) -> None:
+    """Add a part to the layout of `task` as `source`, the layout of the task `other`, has it.
+
+    Its parameters get the names that they have in a checkpoint of `task`.
+    """
+    here, there = native_prefix(arch, task, part), arch.tasks[other].parts[part]
+    prefix = arch.prefix if arch.tasks[task].prefix is None else arch.tasks[task].prefix
+    hub_prefix = (prefix or "") if arch.parts[part].prefixed else ""
+
+    def ours(name: str) -> str:
+        return here + name.removeprefix(there)
+
+    for name, owner in source.native_parts.items():
+        if owner == part:
+            target.native_parts[ours(name)] = part
+            target.native_shapes[ours(name)] = source.native_shapes[name]
+            if name in source.pads:
+                target.pads[ours(name)] = source.pads[name]
+    for key, owner in source.key_parts.items():
+        if owner == part:
+            if key in target.shapes:
+                raise ValueError(f"two heads hold the tensor {key!r}; leave one out with --ignore")
+            target.key_parts[key] = part
+            target.shapes[key] = source.shapes[key]
+            target.written[key] = hub_prefix + key
+            target.pieces[key] = [
+                replace(piece, names=(piece.names[HUB], ours(piece.names[NATIVE]))) for piece in source.pieces[key]
+            ]
+            if key in source.optional:
+                target.optional.add(key)
+    for key, tie in source.ties.items():
+        if belongs_to_part(arch, part, key) and key not in target.ties and key not in target.shapes:
+            target.ties[key] = tie
+            if tie.write:
+                target.written[key] = hub_prefix + key
+
+
+def missing_keys(contents: CheckpointContents, side: int) -> list[str]:
+    """Names of the layout, on the checkpoint's side, that it lacks. Optional ones are not missing."""
+    layout = contents.layout
+    if side == HUB:
+        return [key for key in layout.shapes if key not in contents.found and key not in layout.optional]
+    optional = {name for key in layout.optional for name in layout.natives(key)}
+    return [name for name in layout.native_shapes if name not in contents.found and name not in optional]
+
+
+def ignored_names(patterns: Sequence[str], names: Collection[str]) -> list[str]:
+    """The names that a shell pattern (`*`, `?`, `[...]`) of the list matches whole.
+
+    Raises:
+        ValueError: a pattern that matches none, which is probably a slip.
+    """
+    matched: set[str] = set()
+    for pattern in patterns:
+        hits = [name for name in names if re.fullmatch(fnmatch.translate(pattern), name)]
+        if not hits:
+            raise ValueError(f"--ignore: {pattern!r} matches no tensor of the checkpoint")
+        matched.update(hits)
+    return [name for name in names if name in matched]

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
     source = open_rows(args.data, args.data_config, args.split, args.document)
 
     # Imported here, so that mistakes in the flags and the data take no time.
-    from modelcenter.data.preprocess import preprocess
+    from modelcenter.data.pretraining.preprocess import preprocess
     from modelcenter.hub.tokenizer import load_tokenizer
 
     began = time.perf_counter()

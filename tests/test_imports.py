@@ -43,7 +43,7 @@ RULES: dict[str, set[str]] = {
     "modelcenter.hub.tokenization_cpm": {"transformers", "rjieba"},  # imported when one of its tokenizers is loaded
     "modelcenter.auto": {"modelcenter.registry", "modelcenter.hub", "modelcenter.models"},
     "modelcenter.data": {"torch", "numpy", "datasets", "pyarrow"},
-    "modelcenter.data.masking": {"numpy", "rjieba"},
+    "modelcenter.data.pretraining.masking": {"numpy", "rjieba"},
     "modelcenter.training": TOOLKIT | {"transformers", "yaml", "rich", "accelerate", "matplotlib"},
     "modelcenter.preprocess": {"modelcenter.data", "modelcenter.hub", "modelcenter._arguments"},
     "modelcenter.adapters": TOOLKIT,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from modelcenter.data.collate import pack_documents
+from modelcenter.data.batching.collate import pack_documents
 from modelcenter.data.token_files import TokenFile
 
 _PIECES = 64  # of a row that get numbers of their own for dropout

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modelcenter.data.packing import cut, pack_rows
+from modelcenter.data.batching.packing import cut, pack_rows
 
 
 @dataclass(frozen=True)

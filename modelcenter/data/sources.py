@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from modelcenter.data.compressed import suffix_of
 from modelcenter.data.readers import READERS, Origin, Table, read_files
+from modelcenter.data.readers.compression import suffix_of
 
 SPLITS = {
     "train": "train", "training": "train",

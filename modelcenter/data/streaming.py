@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from modelcenter.data.packing import BestFit, cut
+from modelcenter.data.batching.packing import BestFit, cut
 from modelcenter.data.parallel import ordered_map
 from modelcenter.data.sampling import deal, deal_parts
 from modelcenter.data.streams import START, Cursor, Row, RowSource

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
-from modelcenter.data.compressed import COMPRESSED, open_bytes, suffix_of
-from modelcenter.data.literal import from_json
-from modelcenter.data.parquet import rows_from
 from modelcenter.data.readers import LONGEST_FIELD, header_again, is_header, names_in, spaced
+from modelcenter.data.readers.compression import COMPRESSED, open_bytes, suffix_of
+from modelcenter.data.readers.literals import from_json
+from modelcenter.data.readers.parquet import rows_from
 from modelcenter.data.sources import find_paths, not_given
 
 

@@ -13,7 +13,7 @@ import engine
 from engine.checkpoint import from_rank_0, load_model, save_checkpoint, together, wait_checkpoint
 from engine.ops import dropout_key
 from modelcenter.adapters import merge_lora, save_adapter, trainable_parameters
-from modelcenter.data.prefetch import Prefetch
+from modelcenter.data.batching.prefetch import Prefetch
 from modelcenter.hub.card import complete_card
 from modelcenter.hub.files.names import RUN_FILE
 from modelcenter.hub.remote.push import push_directory

@@ -28,11 +28,11 @@ from engine.optim import (
     OptimManager,
 )
 from modelcenter.adapters import Freeze, Lora
-from modelcenter.data.mixture import draw_of, parse_weight
+from modelcenter.data.batching.mixture import draw_of, parse_weight
+from modelcenter.data.pretraining.text_rows import StreamRows
 from modelcenter.data.sampling import EpochBatches, TokenBatches
 from modelcenter.data.sources import is_hub_name
 from modelcenter.data.streaming import StreamBatches
-from modelcenter.data.text_rows import StreamRows
 from modelcenter.data.token_files import is_tokens
 from modelcenter.hub.load import check_same_commit
 from modelcenter.hub.tokenizer import add_tokens

@@ -29,7 +29,7 @@ import json, os, sys, time
 from pathlib import Path
 from transformers import AutoTokenizer
 from modelcenter.data.readers import read_file
-from modelcenter.data.tokenize import tokenize
+from modelcenter.data.tokenization.tokenize import tokenize
 folder, cache = sys.argv[1], sys.argv[2]
 os.environ["MODELCENTER_CACHE"] = cache
 tokenizer = AutoTokenizer.from_pretrained(folder + "/tokenizer")
@@ -131,7 +131,7 @@ def prepare(folder: Path, args) -> list[str]:
 def token_lengths(folder: Path, texts: list[str]) -> np.ndarray:
     from transformers import AutoTokenizer
 
-    from modelcenter.data.tokenize import tokenize
+    from modelcenter.data.tokenization.tokenize import tokenize
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     return tokenize(tokenizer, texts, max_length=128, cache=False).lengths

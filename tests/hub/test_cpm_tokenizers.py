@@ -97,7 +97,7 @@ def test_special_tokens(model_with):
     cpm2 = mc.AutoTokenizer.from_pretrained(model_with("cpm2"))
     assert (cpm2.pad_token_id, cpm2.bos_token_id, cpm2.eos_token_id) == (0, 3, 1)
     assert cpm2("好 <s_1>好<eod>")["input_ids"] == [15, 10, WORDS.index("<s_1>"), 15, 1, 1]
-    from modelcenter.data.spans import sentinels_of
+    from modelcenter.data.pretraining.span_corruption import sentinels_of
 
     assert sentinels_of(cpm2).tolist() == [WORDS.index("<s_0>"), WORDS.index("<s_1>")]
     cpm1 = mc.AutoTokenizer.from_pretrained(model_with("cpm1"))

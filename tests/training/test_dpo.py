@@ -15,9 +15,9 @@ from toyruns import went_on_after
 import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
-from modelcenter.data.preferences import find_preference_columns, preferences
 from modelcenter.data.readers import read_file
 from modelcenter.data.sampling import EpochBatches
+from modelcenter.data.schemas.preferences import find_preference_columns, preferences
 from modelcenter.training import loop
 from modelcenter.training.config import DPOConfig, PredictConfig
 from modelcenter.training.tasks.dpo import DPO

@@ -9,7 +9,7 @@ from toydata import SIZES, command, flags, make_tokenizer, write_folder
 import engine.testing
 import modelcenter as mc
 from modelcenter.adapters import Freeze, Lora
-from modelcenter.data.tokenize import tokenize
+from modelcenter.data.tokenization.tokenize import tokenize
 from modelcenter.training.feed import GlobalBatch
 from modelcenter.training.flops import Arithmetic, Sizes, Utilisation, promised
 from modelcenter.training.meter import Meter

@@ -12,7 +12,7 @@ from toydata import command, write_jsonl
 
 from modelcenter.cli import run as cli
 from modelcenter.data.blocks import Blocks
-from modelcenter.data.text_rows import encode_texts
+from modelcenter.data.pretraining.text_rows import encode_texts
 from modelcenter.data.token_files import open_tokens
 from modelcenter.training.feed import StreamFeed
 from modelcenter.training.tasks.spans import SpanCorruptionModel

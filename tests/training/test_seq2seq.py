@@ -14,7 +14,7 @@ import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.data.sampling import EpochBatches
-from modelcenter.data.tokenize import tokenize_ended
+from modelcenter.data.tokenization.tokenize import tokenize_ended
 from modelcenter.training.config import PredictConfig, Seq2SeqConfig
 from modelcenter.training.metrics import rouge
 from modelcenter.training.record import Record

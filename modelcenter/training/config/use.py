@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from modelcenter.data.forms import FORMS
+from modelcenter.data.schemas.forms import FORMS
 from modelcenter.registry import nearest
 from modelcenter.training.config.common import PRECISIONS, TrainConfig
 from modelcenter.training.config.seq2seq import LANGUAGES, check_metrics

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from modelcenter.data.collate import pack
-from modelcenter.data.templates import IGNORED
+from modelcenter.data.batching.collate import pack
+from modelcenter.data.tokenization.chat_templates import IGNORED
 from modelcenter.training.tasks.base import TokenRows
 
 

@@ -15,14 +15,14 @@ import torch
 
 import engine
 from modelcenter.data import sources
-from modelcenter.data.collate import pack
-from modelcenter.data.columns import check_columns
+from modelcenter.data.batching.collate import pack
+from modelcenter.data.batching.mixture import mixed, parse_weights
 from modelcenter.data.examples import Examples
-from modelcenter.data.forms import apply_form
-from modelcenter.data.mixture import mixed, parse_weights
 from modelcenter.data.readers import Table, concatenate
 from modelcenter.data.sampling import evaluation_batches
-from modelcenter.data.tokenize import Tokens
+from modelcenter.data.schemas.columns import check_columns
+from modelcenter.data.schemas.forms import apply_form
+from modelcenter.data.tokenization.tokenize import Tokens
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.evaluation import evaluate

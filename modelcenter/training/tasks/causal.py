@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import engine
-from modelcenter.data.objectives import Causal, Objective
+from modelcenter.data.pretraining.objectives import Causal, Objective
 from modelcenter.models.base import Model
 from modelcenter.training.tasks.base import strings
 from modelcenter.training.tasks.pretraining import Pretraining

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 import engine
-from modelcenter.data.collate import pack
-from modelcenter.data.columns import Columns, check_columns, find_columns, join_labels
-from modelcenter.data.labels import Labels, by_names, find_labels, renumbering
+from modelcenter.data.batching.collate import pack
 from modelcenter.data.readers import Table
-from modelcenter.data.tokenize import Tokens, tokenize
+from modelcenter.data.schemas.class_names import renumbering, reordered_ids_to_names
+from modelcenter.data.schemas.columns import Columns, check_columns, find_columns, join_labels
+from modelcenter.data.schemas.labels import Labels, find_labels
+from modelcenter.data.tokenization.tokenize import Tokens, tokenize
 from modelcenter.models.base import Model
 from modelcenter.training.class_weights import WeightedClasses, weights_of
 from modelcenter.training.config import ClassificationConfig, TrainConfig
@@ -225,7 +226,7 @@ def predictions(logits: Tensor, labels: Labels) -> Iterator[dict[str, Any]]:
 
 def named_values(table: Table, column: str, names: Sequence[str]) -> Sequence[Any]:
     """The labels of a table, by name where it numbers the classes otherwise than the model does."""
-    return by_names(table.columns[column], table.classes.get(column), names)
+    return reordered_ids_to_names(table.columns[column], table.classes.get(column), names)
 
 
 def check_texts(table: Table, columns: Columns) -> None:

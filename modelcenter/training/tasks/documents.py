@@ -8,10 +8,10 @@ from pathlib import Path
 
 import engine
 from modelcenter.data import sources
-from modelcenter.data.columns import find_columns
-from modelcenter.data.compressed import suffix_of
-from modelcenter.data.mixture import parse_weights
+from modelcenter.data.batching.mixture import parse_weights
 from modelcenter.data.readers import Origin, Table
+from modelcenter.data.readers.compression import suffix_of
+from modelcenter.data.schemas.columns import find_columns
 from modelcenter.data.streams import FileRows, RowSource
 from modelcenter.data.token_files import TokenFile, is_tokens, open_tokens
 

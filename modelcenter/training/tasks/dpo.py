@@ -17,10 +17,10 @@ from torch import Tensor
 import engine
 import modelcenter
 from engine.registry import policy_of
-from modelcenter.data.conversations import ChatColumns, find_chat_columns
-from modelcenter.data.preferences import find_preference_columns, preferences, questions
 from modelcenter.data.readers import Table
-from modelcenter.data.templates import IGNORED, LabelledTokens, Template, label_conversations
+from modelcenter.data.schemas.conversations import ChatColumns, find_chat_columns
+from modelcenter.data.schemas.preferences import find_preference_columns, preferences, questions
+from modelcenter.data.tokenization.chat_templates import IGNORED, LabelledTokens, Template, label_conversations
 from modelcenter.hub.tokenizer import fit_vocabulary
 from modelcenter.models.base import Model
 from modelcenter.training.config import DPOConfig, TrainConfig

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 import engine
-from modelcenter.data.conversations import ChatColumns, conversations, find_chat_columns
 from modelcenter.data.readers import Table
-from modelcenter.data.templates import IGNORED, LAYOUTS, LabelledTokens, Template, label_conversations
-from modelcenter.data.tokenize import Tokens
+from modelcenter.data.schemas.conversations import ChatColumns, conversations, find_chat_columns
+from modelcenter.data.tokenization.chat_templates import IGNORED, LAYOUTS, LabelledTokens, Template, label_conversations
+from modelcenter.data.tokenization.tokenize import Tokens
 from modelcenter.generation.settings import config_tokens
 from modelcenter.models.base import Model
 from modelcenter.training.config import LMConfig, TrainConfig

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import engine
-from modelcenter.data.masking import IGNORED, Masking
-from modelcenter.data.objectives import Frame, Masked, Objective, Paired, labelled, sentence_ends
+from modelcenter.data.pretraining.masking import IGNORED, Masking
+from modelcenter.data.pretraining.objectives import Frame, Masked, Objective, Paired, labelled, sentence_ends
 from modelcenter.models.base import Model
 from modelcenter.training.config import MLMConfig
 from modelcenter.training.evaluation import evaluate

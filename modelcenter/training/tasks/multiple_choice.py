@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 import engine
-from modelcenter.data.choices import Choices, find_choice_columns, read_choices, right_choices
-from modelcenter.data.collate import pack
+from modelcenter.data.batching.collate import pack
 from modelcenter.data.readers import Table
-from modelcenter.data.tokenize import tokenize
+from modelcenter.data.schemas.choices import Choices, find_choice_columns, read_choices, right_choices
+from modelcenter.data.tokenization.tokenize import tokenize
 from modelcenter.models.base import Model
 from modelcenter.training.config import MultipleChoiceConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate, outputs

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 import engine
-from modelcenter.data.literal import as_list, as_object
-from modelcenter.data.passages import Passages, find_answers, tokenize_passages
 from modelcenter.data.readers import Table
+from modelcenter.data.readers.literals import as_list, as_object
+from modelcenter.data.tokenization.passages import Passages, find_answers, tokenize_passages
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.config import QAConfig, TrainConfig

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 import engine
-from modelcenter.data.collate import pack_pairs
-from modelcenter.data.columns import check_columns
-from modelcenter.data.pairs import PairColumns, find_pair_columns, texts_of
+from modelcenter.data.batching.collate import pack_pairs
 from modelcenter.data.readers import Table
-from modelcenter.data.tokenize import Tokens, tokenize, tokenize_ended
+from modelcenter.data.schemas.columns import check_columns
+from modelcenter.data.schemas.text_pairs import PairColumns, find_pair_columns, texts_of
+from modelcenter.data.tokenization.tokenize import Tokens, tokenize, tokenize_ended
 from modelcenter.models.base import Model
 from modelcenter.training.config import Seq2SeqConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate

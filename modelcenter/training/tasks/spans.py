@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import engine
-from modelcenter.data.objectives import Objective, Spans
-from modelcenter.data.spans import SpanCorruption, sentinels_of
+from modelcenter.data.pretraining.objectives import Objective, Spans
+from modelcenter.data.pretraining.span_corruption import SpanCorruption, sentinels_of
 from modelcenter.models.base import Model
 from modelcenter.training.config import SpanCorruptionConfig
 from modelcenter.training.tasks.base import token_of_decoder

@@ -17,8 +17,8 @@ from modelcenter.data.structured import (
     structured_batch,
     table_of,
 )
-from modelcenter.data.templates import IGNORED, LabelledTokens
-from modelcenter.data.tokenize import Tokens
+from modelcenter.data.tokenization.chat_templates import IGNORED, LabelledTokens
+from modelcenter.data.tokenization.tokenize import Tokens
 from modelcenter.models.base import Model
 from modelcenter.training.structured import as_text, fill
 from modelcenter.training.tasks.answer_rows import AnswerRows

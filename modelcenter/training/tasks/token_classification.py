@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from engine.loss import IGNORE_INDEX
-from modelcenter.data.char_spans import holds_spans, spell_out
-from modelcenter.data.collate import pack_tokens
-from modelcenter.data.labels import by_names, renumbering
-from modelcenter.data.literal import lists_of
+from modelcenter.data.batching.collate import pack_tokens
 from modelcenter.data.readers import Table
-from modelcenter.data.words import Words, space_before_words, tokenize_words
+from modelcenter.data.readers.literals import lists_of
+from modelcenter.data.schemas.class_names import renumbering, reordered_ids_to_names
+from modelcenter.data.schemas.entity_spans import holds_spans, spell_out
+from modelcenter.data.tokenization.words import Words, space_before_words, tokenize_words
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.class_weights import WeightedClasses, weights_of
@@ -278,7 +278,7 @@ def tags_of(table: Table, column: str | None, rows: list[list[str]], names: Sequ
             count = f"{len(tags)} tags" if isinstance(tags, (list, tuple)) else f"{value!r:.40}"
             raise ValueError(f"{table.where(i)}: got {count} in column {column!r} for {len(words)} words")
         found.append(list(tags))
-    return list(by_names(found, table.classes.get(column), names))
+    return list(reordered_ids_to_names(found, table.classes.get(column), names))
 
 
 def names_of_tags(table: Table, column: str | None, tags: list[list[Any]], given: list[str] | None) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""Pretraining: text into token files, and what is asked of the tokens."""

@@ -1,0 +1,169 @@
+"""Texts to a folder of tokens for pretraining, row after row, by several processes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from modelcenter.data.cache import tokenizer_state
+from modelcenter.data.parallel import ordered_map
+from modelcenter.data.readers import Origin, Table
+from modelcenter.data.schemas.columns import find_columns
+from modelcenter.data.streams import RowSource, Texts
+from modelcenter.data.token_files import TokenFile, TokenWriter, open_tokens
+
+_CHARACTERS = 1 << 20  # of text per task of a worker, and
+_DOCUMENTS = 4096  # documents at most
+
+
+def preprocess(
+    source: RowSource,
+    tokenizer: Any,
+    path: str | Path,
+    *,
+    text_column: str | None = None,
+    eos: bool = True,
+    workers: int = 0,
+    limit: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> TokenFile:
+    """Tokenise the texts of a source, one document a row, into a folder (see `token_files`) and open it.
+
+    Documents get no special tokens but `eos` at their end. Rows without text are skipped and counted. The result does
+    not depend on `workers`.
+
+    source: see `streams`; tokenizer: a transformers tokenizer; text_column: None: found as for fine-tuning.
+    eos: end each document with the tokenizer's eos_token (BERT-like tokenizers: sep_token).
+    workers: processes that tokenise; 0: this one. limit: stop after so many documents.
+    progress: called with (documents, tokens) after each piece of work.
+
+    Raises:
+        ValueError: the folder exists, no such column, a row whose text is no text, no documents, no token for `eos`.
+    """
+    end = end_token(tokenizer) if eos else None
+    vocab_size = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
+    state = tokenizer_state(tokenizer)
+    about = {
+        "tokenizer": {
+            "name": tokenizer.name_or_path,
+            "vocab_size": vocab_size,
+            "sha256": hashlib.sha256(state.encode()).hexdigest(),
+        },
+        "source": {"name": source.name, "fingerprint": source.fingerprint()},
+    }
+    counts = {"skipped": 0}
+    texts = _texts(source, text_column, counts)
+    encode = DocumentEncoder.of(tokenizer, end)
+    pool: Any = nullcontext()
+    if workers:
+        # Started afresh, not forked: the threads of a tokenizer or of PyTorch do not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(workers, context, _start_worker, (encode,))
+    writer = TokenWriter(path, vocab_size, end, about)
+    with writer, pool as executor:
+        function = encode if executor is None else _in_worker
+        for ids, lengths in ordered_map(function, _pieces(texts, limit), executor, 2 * workers):
+            writer.add(ids, lengths)
+            if progress is not None:
+                progress(writer.documents, writer.tokens)
+        if not writer.documents:
+            raise ValueError(f"{source.name}: holds no text")
+        writer.note(skipped=counts["skipped"])
+    return open_tokens(path)
+
+
+def end_token(tokenizer: Any) -> int:
+    """The token after a document: eos_token, else sep_token. Raises ValueError if the tokenizer has neither."""
+    for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
+        if token is not None:
+            return int(token)
+    raise ValueError("eos: the tokenizer has neither an eos_token nor a sep_token; leave documents without one")
+
+
+def _texts(source: RowSource, column: str | None, counts: dict[str, int]) -> Iterator[str]:
+    head = list(itertools.islice((row for row, _ in source.read() if row is not None), 1000))
+    if not head:
+        return
+    names = dict.fromkeys(itertools.chain.from_iterable(head))
+    columns = {name: [row.get(name) for row in head] for name in names}
+    table = Table(columns, [Origin(source.name, len(head), "")])
+    if column is None and len(columns) == 1 and all(isinstance(x, str) for x in next(iter(columns.values()))):
+        column = next(iter(columns))
+    column = find_columns(table, text=column, labelled=False).text
+    for row, _ in Texts(source, column).read():
+        if row is None:
+            counts["skipped"] += 1
+        else:
+            yield row[column]
+
+
+def _pieces(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:
+    piece: list[str] = []
+    size = 0
+    for text in itertools.islice(texts, limit):
+        piece.append(text)
+        size += len(text)
+        if size >= _CHARACTERS or len(piece) >= _DOCUMENTS:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
+
+
+class DocumentEncoder:
+    """Texts to (tokens end to end, length of each): no special tokens but `end` after each that has tokens."""
+
+    def __init__(self, tokenizer: Any, end: int | None, split_special: bool = False):
+        self.tokenizer, self.end, self.split_special = tokenizer, end, split_special
+        self.fast = hasattr(tokenizer, "encode_batch_fast")  # the Rust one itself
+        if self.fast:
+            tokenizer.encode_special_tokens = split_special
+
+    @classmethod
+    def of(cls, tokenizer: Any, end: int | None) -> DocumentEncoder:
+        """Of a copy of the Rust tokenizer, which neither cuts nor pads, and which a worker gets without importing
+        transformers."""
+        if not tokenizer.is_fast:
+            return cls(tokenizer, end)
+        backend = tokenizer.backend_tokenizer
+        copy = type(backend).from_str(backend.to_str())
+        copy.no_truncation(), copy.no_padding()
+        return cls(copy, end, backend.encode_special_tokens)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a worker: encode_special_tokens is no part of a pickled tokenizer."""
+        self.__init__(state["tokenizer"], state["end"], state["split_special"])  # type: ignore[misc]
+
+    def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        if self.fast:
+            rows = [e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        else:
+            rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        if self.end is not None:
+            for row in filter(None, rows):
+                row.append(self.end)
+        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+        return np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(lengths.sum())), lengths
+
+
+_worker: DocumentEncoder | None = None
+
+
+def _start_worker(encode: DocumentEncoder) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker = encode
+
+
+def _in_worker(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    assert _worker is not None
+    return _worker(texts)

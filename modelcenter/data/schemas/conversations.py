@@ -1,0 +1,286 @@
+"""Rows as conversations: which columns hold what is asked and what is answered, and the turns they make.
+
+A row is a chat (a list of messages), an instruction with its answer, an object of CPM-Bee (data.structured), or plain
+text. A conversation is a list of {"role": "system" | "user" | "assistant" | "tool", "content": str}, as chat templates
+take it; its first turn also holds the tools that the row lists (TOOLS), which a template is given apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from modelcenter.data.readers import TEXT_NAMES, Table
+from modelcenter.data.readers.literals import as_list, from_json
+from modelcenter.data.schemas.columns import check_columns
+from modelcenter.data.structured import ANSWER
+
+Conversation = list[dict[str, Any]]
+
+MESSAGES_NAMES = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "turns")
+PAIRS = (
+    ("instruction", "output"), ("instruction", "response"), ("instruction", "completion"), ("prompt", "completion"),
+    ("prompt", "response"), ("prompt", "output"), ("prompt", "answer"), ("query", "response"), ("query", "answer"),
+    ("question", "answer"), ("question", "response"), ("problem", "solution"), ("input", "output"),
+    ("source", "target"), ("context", "response"), ("mr", "ref"), ("document", "summary"), ("article", "highlights"),
+    ("article", "summary"), ("article", "abstract"), ("dialogue", "summary"),
+)  # fmt: skip
+INPUT_NAMES = ("input", "context")  # what an instruction is about
+SYSTEM_NAMES = ("system", "system_prompt")
+TOOLS_NAMES = ("tools", "functions", "available_tools")
+TOOLS = "<tools>"  # of a conversation's first turn: the tools that it may call, as no message calls what it holds
+_MESSAGES = re.compile(r"\s*\[\s*\{")  # how a list of them begins that is written as a text
+_ROLES = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user", "prompter": "user",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant",
+    "bing": "assistant", "bard": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChatColumns:
+    """Names of the columns by role. One of messages, prompt, answers and text is there; the others are as the data have
+    them."""
+
+    messages: str | None = None
+    prompt: str | None = None
+    input: str | None = None
+    response: str | None = None
+    system: str | None = None
+    text: str | None = None
+    answers: str | None = None
+    tools: str | None = None
+
+    def shown(self) -> str:
+        """In words: "prompt 'mr', response 'ref'"."""
+        return ", ".join(f"{role} {name!r}" for role, name in vars(self).items() if name is not None)
+
+
+def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered: bool = True) -> ChatColumns:
+    """Check the columns given by role and find the others by their usual names.
+
+    A column called "<ans>" makes objects. Else messages win over instructions with answers, and these over plain text.
+    A column given decides.
+
+    Args:
+        answered: a response is needed beside a prompt; otherwise it stays None unless given.
+
+    Raises:
+        ValueError: a column that is not there, roles that do not go together, or nothing that can be used.
+    """
+    named = {role: name for role, name in given.items() if name is not None}
+    check_columns(table, named)
+    kinds = [kind for kind, roles in _KINDS.items() if roles & set(named)]
+    if len(kinds) > 1:
+        raise ValueError(
+            f"columns: {' and '.join(f'{role}_column' for role in named)} do not go together: give messages, or prompt "
+            "and response, or answers, or text"
+        )
+    lower = {name.lower(): name for name in reversed(table.columns)}
+    kind = kinds[0] if kinds else None
+    if kind == "answers" or (kind is None and ANSWER in table.columns):
+        return ChatColumns(answers=named.get("answers", ANSWER))
+    if kind == "messages" or kind is None:
+        messages = named.get("messages") or next(
+            (lower[n] for n in MESSAGES_NAMES if n in lower and _holds_messages(table.columns[lower[n]])), None
+        )
+        if messages is not None:
+            return ChatColumns(messages=messages, system=named.get("system"), tools=find_tools(table, named))
+    if kind == "pair" or kind is None:
+        found = _find_pair(table, named, lower, answered)
+        if found is not None:
+            return found
+    text = named.get("text") or next((lower[n] for n in TEXT_NAMES if n in lower), None)
+    if text is None and len(table.columns) == 1:
+        (text,) = table.columns
+    if text is not None:
+        return ChatColumns(text=text)
+    raise ValueError(
+        f"columns: {table.name} has the columns {', '.join(map(repr, table.columns))}, none of which is known as "
+        "messages, a prompt with its response, or text. Give messages_column, or prompt_column and response_column, or "
+        "text_column"
+    )
+
+
+_KINDS = {"messages": {"messages"}, "pair": {"prompt", "response", "input"}, "text": {"text"}, "answers": {"answers"}}
+
+
+def _find_pair(table: Table, named: Mapping[str, str], lower: Mapping[str, str], answered: bool) -> ChatColumns | None:
+    prompt, response = named.get("prompt"), named.get("response")
+    taken = set(named.values())
+    free = {low: name for low, name in lower.items() if name not in taken}
+    if prompt is None and response is None:
+        found = next(((a, b) for a, b in PAIRS if a in free and (b in free or not answered)), None)
+        if found is None:
+            if "input" in named:
+                raise ValueError("prompt_column: which column is the prompt that input_column belongs to? Give it")
+            return None
+        prompt, response = free[found[0]], free.get(found[1])
+    elif prompt is None:
+        prompt = next((free[a] for a, _ in PAIRS if a in free), None)
+    elif response is None:
+        response = next((free[b] for _, b in PAIRS if b in free), None)
+    if prompt is None or (response is None and answered):
+        role, other = ("prompt", response) if prompt is None else ("response", prompt)
+        raise ValueError(
+            f"{role}_column: which column of {table.name} goes with {other!r}? It has "
+            f"{', '.join(map(repr, table.columns))}. Give {role}_column"
+        )
+    about, system = named.get("input"), named.get("system")
+    if about is None and prompt.lower() == "instruction":
+        about = next((free[n] for n in INPUT_NAMES if n in free and free[n] not in (prompt, response)), None)
+    if system is None:
+        system = next((free[n] for n in SYSTEM_NAMES if n in free and free[n] not in (prompt, response)), None)
+    tools = find_tools(table, {**named, "prompt": prompt, "response": response})
+    return ChatColumns(prompt=prompt, input=about, response=response if answered else None, system=system, tools=tools)
+
+
+def find_tools(table: Table, named: Mapping[str, str | None]) -> str | None:
+    """The column that lists the tools of each row: the one given, else one of a usual name that holds such lists."""
+    if named.get("tools"):
+        return named["tools"]
+    lower = {name.lower(): name for name in reversed(table.columns) if name not in named.values()}
+    known = [lower[name] for name in TOOLS_NAMES if name in lower]
+    return next((name for name in known if any(_tools(value) for value in table.columns[name][:1000])), None)
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """The tools that a cell lists, as objects or as a JSON text of them; []: none, None: it says something else."""
+    written = isinstance(value, str)  # by the author of the data, nulls and all
+    if isinstance(value, str) and value.strip():
+        try:
+            value = from_json(value)
+        except ValueError:
+            value = as_list(value)
+        if value is None:
+            return None
+    if not value or isinstance(value, str):
+        return [] if value is None or isinstance(value, (str, list, tuple, dict)) else None
+    tools = [value] if isinstance(value, dict) else value
+    if not isinstance(tools, (list, tuple)):
+        return None
+    found = []
+    for tool in tools:
+        one = _tools(tool) if isinstance(tool, str) else [tool]  # each a JSON text of its own
+        if not one or len(one) != 1 or not isinstance(one[0], dict):
+            return None
+        found.append(one[0] if written or isinstance(tool, str) else _without_none(one[0]))
+    return found
+
+
+def _without_none(value: Any) -> Any:
+    """Without what parquet and the `datasets` library fill up: fields that other rows have."""
+    if isinstance(value, dict):
+        return {name: _without_none(part) for name, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def with_tools(table: Table, column: str | None, row: int, turns: Conversation) -> Conversation:
+    """A conversation with the tools that its row lists, if it lists some.
+
+    Raises:
+        ValueError: the row has something else there.
+    """
+    if column is None or not turns:
+        return turns
+    tools = _tools(table.columns[column][row])
+    if tools is None:
+        raise ValueError(
+            f"{table.where(row)}: got {table.columns[column][row]!r:.80} in column {column!r}, expected a list of "
+            'tools ({"type": "function", "function": {...}}), or a JSON text of it'
+        )
+    return [{**turns[0], TOOLS: tools}, *turns[1:]] if tools else turns
+
+
+def _holds_messages(values: Sequence[Any]) -> bool:
+    first = next((v for v in values if v), None)
+    if isinstance(first, str):
+        return _MESSAGES.match(first) is not None
+    return isinstance(first, (list, tuple)) and all(isinstance(m, dict) for m in first)
+
+
+def conversations(table: Table, columns: ChatColumns) -> list[Conversation]:
+    """The turns of every row that is not plain text.
+
+    Where there is no response column, a row ends with what is asked. A row whose response is empty ends so, too.
+
+    Raises:
+        ValueError: a row that is none, naming file and line.
+    """
+    rows = []
+    for row in range(len(table)):
+        if columns.messages is not None:
+            found = as_turns(table, columns.messages, row, "user")
+        else:
+            assert columns.prompt is not None
+            found = as_turns(table, columns.prompt, row, "user")
+            found = with_input(table, columns.input, row, found)
+            if columns.response is not None:
+                found = found + as_turns(table, columns.response, row, "assistant")
+        system = table.columns[columns.system][row] if columns.system is not None else None
+        if system is not None and str(system).strip() and found[0]["role"] != "system":
+            found = [{"role": "system", "content": str(system)}, *found]
+        rows.append(with_tools(table, columns.tools, row, found))
+    return rows
+
+
+def with_input(table: Table, column: str | None, row: int, asked: Conversation) -> Conversation:
+    """Turns of which the last gives an instruction, with what the row says that it is about, if anything."""
+    about = table.columns[column][row] if column is not None else None
+    if about is None or not str(about).strip():
+        return asked
+    return [*asked[:-1], {**asked[-1], "content": f"{asked[-1]['content']}\n{about}"}]
+
+
+def as_turns(table: Table, column: str, row: int, role: str) -> Conversation:
+    """What a cell says: a text is one turn of `role`, a list is its messages. A blank text is no turn; nor is an
+    answer that is not there.
+
+    Raises:
+        ValueError: neither of them, or a message without a known role or a text.
+    """
+    value = table.columns[column][row]
+    if value is None and role == "assistant":
+        return []
+    if isinstance(value, (list, tuple)):
+        value = _without_none(value)
+    elif isinstance(value, str) and _MESSAGES.match(value):
+        value = as_list(value) or value  # or a text that begins so
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        text = str(value)
+        if role == "user" and not text.strip():
+            raise ValueError(f"{table.where(row)}: the row has an empty text in column {column!r}")
+        return [{"role": role, "content": text}] if text.strip() else []
+    if not isinstance(value, (list, tuple)):
+        found = "nothing" if value is None else f"{value!r:.60}"
+        raise ValueError(f"{table.where(row)}: the row has {found} in column {column!r}, expected a text or messages")
+    if not value:
+        raise ValueError(f"{table.where(row)}: the row has no message in column {column!r}")
+    found = []
+    for i, message in enumerate(value):
+        try:
+            found.append(_message(message))
+        except ValueError as error:
+            raise ValueError(f"{table.where(row)}, message {i + 1} of column {column!r}: {error}") from None
+    return found
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """{"role", "content"} and what else the message has, from today's names or ShareGPT's. Raises ValueError: it is
+    none."""
+    if not isinstance(message, dict):
+        raise ValueError(f"got {message!r:.60}, expected an object with role and content")
+    said = {name: value for name, value in message.items() if value is not None}
+    role, content = said.pop("role", None) or said.pop("from", None), said.pop("content", None)
+    content = said.pop("value", None) if content is None else content
+    if str(role).lower() not in _ROLES:
+        raise ValueError(f"got the role {role!r}, expected one of {', '.join(_ROLES)}")
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) and not (content is None and "tool_calls" in said):
+        raise ValueError(f"got {content!r:.60} as content, expected a text")
+    return {"role": _ROLES[str(role).lower()], "content": content or "", **said}

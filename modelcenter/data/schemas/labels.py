@@ -1,0 +1,275 @@
+"""From the labels people write (names, numbers, lists, scores) to the targets a classification head is trained on."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from modelcenter.data.readers.literals import as_list, lists_of
+
+PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
+Where = Callable[[int], str]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the labels are: the kind of problem, and the name of each class (for regression: of each value, usually
+    one)."""
+
+    problem_type: str
+    names: tuple[str, ...]
+    by_id: bool = False  # integers in the data are ids of classes, not names
+    multi_hot: bool = False  # the training rows list a zero or a one for each class
+
+    def encode(self, values: Sequence[Any], where: Where, known_from: str = "the training data") -> np.ndarray:
+        """Targets of the rows: int64 (n,) single label; float32 (n, classes) multi-label; float32 (n,) or (n, k)
+        regression.
+
+        where: says the place of a row in messages. Raises ValueError for a row without a label or with one outside the
+        classes.
+        """
+        values = [_plain(value) for value in values]
+        _check_present(values, where, self.by_id and _numbered(self.problem_type, self.names))
+        if self.problem_type == "regression":
+            return _floats(values, where, len(self.names))
+        ids: dict[Any, int] = {name: i for i, name in enumerate(self.names)}
+
+        def id_of(value: Any, row: int) -> int:
+            number = _as_id(value)
+            if self.by_id and number is not None:
+                found = number if 0 <= number < len(self.names) else None
+            else:
+                found = ids.get(str(value))
+                if found is None and number is not None:
+                    found = ids.get(str(number))  # 3, "3" and "3.0" are one label
+            if found is None:
+                if self.by_id:
+                    expected = f"outside num_labels {len(self.names)} (labels 0 to {len(self.names) - 1})"
+                else:
+                    shown = ", ".join(map(repr, self.names[:10])) + (", ..." if len(self.names) > 10 else "")
+                    expected = f"not one of the labels of {known_from} ({shown})"
+                raise ValueError(f"{where(row)}: label {value!r} is {expected}")
+            return found
+
+        if self.problem_type == "single_label_classification":
+            cache: dict[Any, int] = {}
+            out = np.empty(len(values), dtype=np.int64)
+            for row, value in enumerate(values):
+                if value not in cache:
+                    cache[value] = id_of(value, row)
+                out[row] = cache[value]
+            return out
+        out = np.zeros((len(values), len(self.names)), dtype=np.float32)
+        lists = [_listed(value) for value in values]
+        if len(lists[0]) == len(self.names) and (_zeros_and_ones(lists) if self.multi_hot else _is_multi_hot(lists)):
+            return np.array([[float(v) for v in row] for row in lists], dtype=np.float32)
+        for row, members in enumerate(lists):
+            for value in members:
+                out[row, id_of(value, row)] = 1.0
+        return out
+
+
+def find_labels(
+    values: Sequence[Any],
+    where: Where,
+    *,
+    problem_type: str | None = None,
+    num_labels: int | None = None,
+    names: Sequence[str] | None = None,
+) -> Labels:
+    """Tell from the training labels what kind of problem it is and which classes there are.
+
+    Lists are multi-label, numbers with a fraction regression, anything else single label. Integer labels 0..k-1 keep
+    their ids; other integers and strings are numbered in sorted order. names: class names that the source (or a
+    fine-tuned model) gives, by id.
+    Raises ValueError for rows without a label, and where the labels found do not fit num_labels or problem_type.
+    """
+    if problem_type in (None, "multi_label_classification"):
+        values = lists_of(values)
+    values = [_plain(value) for value in values]
+    _check_present(values, where, names is not None and _numbered(problem_type, names))
+    if problem_type is None:
+        problem_type = _guess_type(values)
+        if problem_type == "single_label_classification" and names is None:
+            _check_single(values, where)
+    if problem_type == "regression":
+        width = num_labels or (len(values[0]) if isinstance(values[0], list) else 1)
+        _floats(values, where, width)
+        return Labels(problem_type, ("score",) if width == 1 else tuple(f"score_{i}" for i in range(width)))
+    multi = problem_type == "multi_label_classification"
+    if not multi:
+        row = next((i for i, v in enumerate(values) if isinstance(v, list)), None)
+        if row is not None:
+            raise ValueError(
+                f"{where(row)}: the label is a list ({values[row]!r:.60}), but problem_type is {problem_type}"
+            )
+    lists = [_listed(value) for value in values] if multi else [[value] for value in values]
+    if names is not None:
+        numbers = all(_as_id(v) is not None for members in lists for v in members)
+        if num_labels not in (None, len(names)):
+            raise ValueError(f"num_labels is {num_labels}, but the labels have {len(names)} names: {', '.join(names)}")
+        return Labels(
+            problem_type, tuple(names), by_id=numbers and not {str(v) for m in lists for v in m} <= set(names)
+        )
+    if multi and _is_multi_hot(lists):
+        width = len(lists[0])
+        if num_labels not in (None, width):
+            raise ValueError(f"{where(0)}: the label lists {width} zeros and ones, but num_labels is {num_labels}")
+        return Labels(problem_type, tuple(map(str, range(width))), by_id=True, multi_hot=True)
+    return _number(lists, where, problem_type, num_labels)
+
+
+def _number(lists: list[list[Any]], where: Where, problem_type: str, num_labels: int | None) -> Labels:
+    rows: dict[Any, int] = {}
+    for row, members in enumerate(lists):
+        for value in members:
+            rows.setdefault(value, row)
+    numbers = {value: _as_id(value) for value in rows}
+    if rows and all(number is not None for number in numbers.values()):
+        found = sorted({number for number in numbers.values() if number is not None})
+        if num_labels is not None or found == list(range(len(found))):
+            count = num_labels or len(found)
+            outside = next((v for v, number in numbers.items() if number is None or not 0 <= number < count), None)
+            if outside is not None:
+                raise ValueError(
+                    f"{where(rows[outside])}: label {outside!r} is outside num_labels {count} (0 to {count - 1}); "
+                    f"without num_labels the {len(found)} labels found are numbered in order"
+                )
+            return _at_least_two(Labels(problem_type, tuple(map(str, range(count))), by_id=True), where)
+        return _at_least_two(Labels(problem_type, tuple(map(str, found))), where)
+    found_names = sorted(set(map(str, rows)))
+    if num_labels is not None and len(found_names) > num_labels:
+        shown = ", ".join(map(repr, found_names[:10])) + (", ..." if len(found_names) > 10 else "")
+        raise ValueError(f"num_labels is {num_labels}, but the data has {len(found_names)} labels: {shown}")
+    if len(found_names) > 2 and 2 * len(found_names) > len(lists) and problem_type != "multi_label_classification":
+        raise ValueError(
+            f"label_column: got {len(found_names)} labels in {len(lists)} rows ({found_names[0]!r:.40}, ...), "
+            f"expected a few that recur; is it the right column?"
+        )
+    spare = (f"LABEL_{i}" for i in range(len(found_names), num_labels or 0))
+    return _at_least_two(Labels(problem_type, (*found_names, *spare)), where)
+
+
+def _at_least_two(labels: Labels, where: Where) -> Labels:
+    if len(labels.names) < 2 and labels.problem_type == "single_label_classification":
+        raise ValueError(
+            f"all rows have one label, {labels.names[0]!r} (first at {where(0)}): there is nothing to learn"
+        )
+    return labels
+
+
+def _numbered(problem_type: str | None, names: Sequence[str]) -> bool:
+    """Whether a number can only be the id of one of these classes: then -1 is that of none."""
+    return problem_type != "regression" and "-1" not in names
+
+
+def _plain(value: Any) -> Any:
+    """Booleans and whole floats as the integers they stand for, so that 1, 1.0 and True are one label."""
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str):
+        return value.strip()
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _check_present(values: Sequence[Any], where: Where, by_id: bool) -> None:
+    """Raise ValueError for a row without a label, or with one that is none: an object, or a list of lists.
+
+    By ids of named classes, -1 is the Hub's way to say that a row has no label.
+    """
+    for i, value in enumerate(values):
+        if any(isinstance(v, (dict, list, bytes)) for v in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"{where(i)}: the label is {value!r:.60}, expected a text, a number, or a list of these")
+    missing = [
+        i
+        for i, v in enumerate(values)
+        if v is None or v == "" or (by_id and v == -1) or (isinstance(v, float) and math.isnan(v))
+    ]
+    if missing:
+        others = f" ({len(missing)} of {len(values)} rows have none)" if len(missing) > 1 else ""
+        raise ValueError(f"{where(missing[0])}: the row has no label{others}; label these rows or remove them")
+
+
+def _guess_type(values: Sequence[Any]) -> str:
+    if any(isinstance(value, list) for value in values):
+        return "multi_label_classification"
+    numbers = [_as_float(value) for value in values]
+    if all(number is not None for number in numbers) and any(not float(number or 0).is_integer() for number in numbers):
+        return "regression"
+    return "single_label_classification"
+
+
+def _check_single(values: Sequence[Any], where: Where) -> None:
+    """Raise ValueError for labels that look like several in one text, "a|b" beside "a" and "b", or numbers: "2,27"."""
+    names = {str(value) for value in values}
+    for name in sorted(names):
+        parts = re.split(r"[|,]", name)
+        if len(parts) > 1 and all(part.strip() in names or part.strip().isdecimal() for part in parts):
+            row = next(row for row, value in enumerate(values) if str(value) == name)
+            raise ValueError(
+                f"{where(row)}: is the label {name!r} one or several? Give problem_type: multi_label_classification "
+                "takes it apart, single_label_classification as it is; a fraction has a point, not a comma"
+            )
+
+
+def _as_id(value: Any) -> int | None:
+    """The number that a label is: an integer, or a text that spells one as programs do. "0111" and "1e3" are names."""
+    if isinstance(value, int):
+        return value
+    number = _as_float(value) if isinstance(value, str) else None
+    if number is None or not number.is_integer() or value.removesuffix(".0") != str(int(number)):
+        return None
+    return int(number)
+
+
+def _as_float(value: Any) -> float | None:
+    if isinstance(value, str) and not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
+        return None  # float() would also read "nan", "infinity" and "1_000"
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _floats(values: Sequence[Any], where: Where, width: int) -> np.ndarray:
+    out = np.empty((len(values), width), dtype=np.float32)
+    for row, value in enumerate(values):
+        members = value if isinstance(value, list) else [value]
+        numbers = [_as_float(v) for v in members]
+        if len(numbers) != width or any(number is None for number in numbers):
+            expected = "a number" if width == 1 else f"a list of {width} numbers"
+            raise ValueError(f"{where(row)}: label {value!r:.60} is not {expected}, as regression needs")
+        out[row] = numbers
+    return out[:, 0] if width == 1 else out
+
+
+def _listed(value: Any) -> list[Any]:
+    """The labels of a multi-label row: a list, one written as a text, or names separated by | or commas."""
+    if isinstance(value, str):
+        found = as_list(value)
+        if found is not None:
+            return [_plain(v) for v in found]
+        return [part.strip() for part in re.split(r"[|,]", value) if part.strip()]
+    return value if isinstance(value, list) else [value]
+
+
+def _zeros_and_ones(lists: Sequence[list[Any]]) -> bool:
+    """Whether these are rows of zeros and ones of equal length."""
+    return len(lists[0]) > 1 and all(
+        len(row) == len(lists[0]) and all(v in (0, 1) and not isinstance(v, str) for v in row) for row in lists
+    )
+
+
+def _is_multi_hot(lists: Sequence[list[Any]]) -> bool:
+    """Rows of zeros and ones that are no ids: ids do not repeat, and rows that all have both are not in two orders."""
+    return _zeros_and_ones(lists) and (
+        any(len(set(row)) < len(row) for row in lists) or any(row != lists[0] for row in lists)
+    )

@@ -1,0 +1,1 @@
+"""Rows to token ids, each way of tokenising with its entry in the token cache."""

@@ -1,0 +1,150 @@
+"""Words with tags to tokens: each word is tokenised by itself, rows that are too long become several windows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from modelcenter.data.cache import cached, tokenizer_state
+from modelcenter.data.tokenization.tokenize import Tokens
+
+_VERSION = 1  # part of the cache's key: raise it when the way of tokenising changes
+
+
+@dataclass(frozen=True)
+class Words:
+    """Rows of words as windows of tokens.
+
+    tokens: of the windows. owner: int64 (windows,), the row of each, ascending; rows without words have none.
+    word: int64 (T,), the number of each token's word, counted over all rows, -1 for special tokens. first: bool (T,),
+    whether it is the first token of its word.
+    """
+
+    tokens: Tokens
+    owner: np.ndarray
+    word: np.ndarray
+    first: np.ndarray
+
+
+def tokenize_words(
+    tokenizer: Any, rows: Sequence[Sequence[str]], *, max_length: int, split: bool = True, cache: bool = True
+) -> Words:
+    """Tokenise rows of words, or read them from the cache.
+
+    A word is tokenised as it stands between spaces, whatever its neighbours: what transformers calls
+    is_split_into_words, for tokenizers of either kind. A word that its tokenizer makes nothing of is its unknown token;
+    one of more tokens than a window is cut.
+
+    Args:
+        max_length: tokens of a window, special ones included. split: rows with more become several windows that begin
+            at words, none of them in two; otherwise they are cut behind the last whole word.
+
+    Raises:
+        ValueError: there are no words; a word without tokens where the tokenizer has no unknown token.
+    """
+    flat = [word for row in rows for word in row]
+    if not flat:
+        raise ValueError("there are no words to tokenise")
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    about = [max_length, split, prefix_space(tokenizer), tokenizer.unk_token_id]
+    key = ["words", _VERSION, *about, tokenizer_state(tokenizer), counts, flat]
+    found = cached(key, lambda: _tokenize(tokenizer, flat, counts, max_length, split), cache=cache)
+    tokens = Tokens(found["ids"], found["offsets"], None, int(found["cut"][0]))
+    return Words(tokens, found["owner"], found["word"], found["first"])
+
+
+def prefix_space(tokenizer: Any) -> str:
+    """What goes before each word: a space for tokenizers of bytes, to which a space belongs to the word behind it."""
+    if not tokenizer.is_fast:
+        return ""
+    before = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
+    steps = before.get("pretokenizers", [before])
+    return " " if any(step["type"] == "ByteLevel" and not step["add_prefix_space"] for step in steps if step) else ""
+
+
+def space_before_words(tokenizer: Any) -> None:
+    """Make a tokenizer of bytes put a space before a text as before any other word (RoBERTa's and GPT-2's
+    add_prefix_space), and be saved so: whoever uses the model later shows it the words that it was trained on."""
+    if prefix_space(tokenizer) and hasattr(tokenizer.backend_tokenizer.pre_tokenizer, "add_prefix_space"):
+        tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
+        tokenizer.add_prefix_space = tokenizer.init_kwargs["add_prefix_space"] = True
+
+
+def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens before and behind a single text."""
+    plain, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
+    at = next(i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
+    return whole[:at], whole[at + len(plain) :]
+
+
+def _tokenize(
+    tokenizer: Any, flat: list[str], counts: np.ndarray, max_length: int, split: bool
+) -> dict[str, np.ndarray]:
+    before, behind = frame(tokenizer)
+    room = max_length - len(before) - len(behind)
+    numbers: dict[str, int] = {}
+    kind = np.fromiter((numbers.setdefault(word, len(numbers)) for word in flat), np.int64, len(flat))
+    pieces = [ids[:room] for ids in _pieces(tokenizer, list(numbers))]
+    table = np.concatenate([np.asarray(ids, np.int32) for ids in pieces])
+    sizes_of_kind = np.fromiter(map(len, pieces), np.int64, len(pieces))
+    begin_of_kind = np.cumsum(sizes_of_kind) - sizes_of_kind
+    sizes = sizes_of_kind[kind]
+
+    row = np.repeat(np.arange(len(counts)), counts)
+    window, cut = _windows(sizes, counts, room, split)
+    kept = window >= 0
+    used = np.nonzero(kept)[0]
+    sizes, kind, window = sizes[kept], kind[kept], window[kept]
+    begin = np.cumsum(sizes) - sizes
+    nth = np.arange(int(sizes.sum())) - np.repeat(begin, sizes)  # of its word, for each token
+    body = table[np.repeat(begin_of_kind[kind], sizes) + nth]
+    in_window = np.repeat(window, sizes)
+
+    windows = int(window[-1]) + 1
+    lengths = np.bincount(in_window, minlength=windows) + len(before) + len(behind)
+    offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    place = np.arange(len(body)) + (in_window + 1) * len(before) + in_window * len(behind)
+    ids = np.empty(int(offsets[-1]), np.int32)
+    for i, token in enumerate(before):
+        ids[offsets[:-1] + i] = token
+    for i, token in enumerate(behind):
+        ids[offsets[1:] - len(behind) + i] = token
+    word, first = np.full(len(ids), -1, np.int64), np.zeros(len(ids), bool)
+    ids[place], word[place], first[place] = body, np.repeat(used, sizes), nth == 0
+    owner = row[used][np.searchsorted(window, np.arange(windows))]
+    return {"ids": ids, "offsets": offsets, "owner": owner, "word": word, "first": first, "cut": np.array([cut])}
+
+
+def _windows(sizes: np.ndarray, counts: np.ndarray, room: int, split: bool) -> tuple[np.ndarray, int]:
+    """(the window of each word, -1 where it is cut; rows that were cut)."""
+    starts, cut = np.zeros(len(sizes), bool), 0
+    lost = np.zeros(len(sizes), bool)
+    ends = np.cumsum(counts)
+    begins = ends - counts
+    filled = np.concatenate(([0], np.cumsum(sizes)))
+    starts[begins[counts > 0]] = True
+    for row in np.nonzero(filled[ends] - filled[begins] > room)[0]:
+        at, end = int(begins[row]), int(ends[row])
+        while filled[end] - filled[at] > room:
+            at = int(np.searchsorted(filled, filled[at] + room, side="right")) - 1
+            if not split:
+                lost[at:end], cut = True, cut + 1
+                break
+            starts[at] = True
+    window = np.cumsum(starts) - 1
+    window[lost] = -1
+    return window, cut
+
+
+def _pieces(tokenizer: Any, words: list[str]) -> list[list[int]]:
+    space = prefix_space(tokenizer)
+    found = tokenizer([space + word for word in words], add_special_tokens=False)["input_ids"]
+    unknown = tokenizer.unk_token_id
+    if unknown is None and not all(found):
+        nothing = next(word for word, ids in zip(words, found, strict=True) if not ids)
+        raise ValueError(f"the word {nothing!r} has no token, and the tokenizer no token for unknown words")
+    return [list(ids) or [unknown] for ids in found]

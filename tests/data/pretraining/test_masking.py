@@ -1,0 +1,124 @@
+"""Masks: how many, which, and what stands in their place."""
+
+import numpy as np
+import pytest
+from toydata import make_tokenizer
+
+from modelcenter.data.pretraining.masking import IGNORED, Masking, WordStarts
+
+
+def random(*key: int) -> np.random.Generator:
+    return np.random.default_rng(key)
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    """A BERT tokenizer with pieces of words, and Chinese."""
+    from transformers import BertTokenizer
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "play", "##ing", "##s", "the", "un", "##happy", "."]
+    chinese = list("我们爱北京天安门")
+    return BertTokenizer(vocab={word: i for i, word in enumerate([*words, *chinese])})
+
+
+@pytest.mark.parametrize("words", ["none", "words"])
+@pytest.mark.parametrize("length", [3, 7, 40])
+def test_fractions(words, length):
+    """15 % are chosen, whatever the length (at least one of a row), of which 80 % are hidden and 10 % replaced."""
+    masking = Masking(make_tokenizer(), 0.15, words)
+    ids = np.arange(5, 5 + length) % 22 + 5
+    draws = 3000
+    counts, hidden, kept = 0, 0, 0
+    for i in range(draws):
+        inputs, labels = masking.apply(ids, random(1, i))
+        chosen = labels != IGNORED
+        assert chosen.any() and (labels[chosen] == ids[chosen]).all() and (inputs[~chosen] == ids[~chosen]).all()
+        counts += chosen.sum()
+        hidden += (inputs[chosen] == 4).sum()
+        kept += (inputs[chosen] == ids[chosen]).sum()
+        assert not np.isin(inputs, [0, 2, 3]).any()  # no special token but the mask is put in
+    share = max(0.15, 1 / length)
+    assert counts / draws / length == pytest.approx(share, rel=0.04)
+    assert hidden / counts == pytest.approx(0.8, abs=0.025)
+    assert kept / counts == pytest.approx(0.1 + 0.1 / 23, abs=0.02)  # one replacement in 23 is the token itself
+
+
+def test_every_place_is_as_likely():
+    masking = Masking(make_tokenizer(), 0.2)
+    ids = np.arange(6, 26)
+    seen = sum((masking.apply(ids, random(i))[1] != IGNORED).astype(int) for i in range(4000))
+    assert np.abs(seen / 4000 - 0.2).max() < 0.03
+
+
+def test_special_tokens_are_never_chosen_and_unknown_ones_for_want_of_others():
+    masking = Masking(make_tokenizer(), 0.9)
+    ids = np.array([2, 7, 1, 3, 8, 0, 4])
+    for i in range(50):
+        assert set(masking.choose(ids, random(i))) <= {1, 4}
+    assert list(masking.choose(np.array([2, 1, 3]), random(0))) == [1]
+    assert not len(masking.choose(np.array([2, 3]), random(0)))
+
+
+def test_the_same_key_gives_the_same_mask():
+    masking = Masking(make_tokenizer(), 0.15, "words")
+    ids = np.arange(6, 26)
+    first, again, other = (masking.apply(ids, random(*key)) for key in ((1, 2), (1, 2), (1, 3)))
+    assert (first[0] == again[0]).all() and (first[1] == again[1]).all() and (first[1] != other[1]).any()
+
+
+def test_whole_words(pieces):
+    ids = np.array(pieces("playing the unhappys.", add_special_tokens=False)["input_ids"])
+    assert pieces.convert_ids_to_tokens(ids) == ["play", "##ing", "the", "un", "##happy", "##s", "."]
+    assert list(WordStarts(pieces)(ids)) == [True, False, True, True, False, False, True]
+    masking, counts = Masking(pieces, 0.3, "words"), 0
+    for i in range(3000):
+        chosen = np.isin(np.arange(7), masking.choose(ids, random(i)))
+        assert chosen[0] == chosen[1] and chosen[3] == chosen[4] == chosen[5] and chosen.any()
+        counts += chosen.sum()
+    # A quarter of the rows draw the word of three first: it is taken, as there must be one, though 2.1 are wanted.
+    assert counts / 3000 == pytest.approx(0.3 * 7 + (3 - 2.1) / 4, rel=0.02)
+
+
+def test_chinese_by_characters_and_by_words(pieces):
+    pytest.importorskip("rjieba")
+    ids = np.array(pieces("我们爱北京天安门 playing", add_special_tokens=False)["input_ids"])
+    assert list(WordStarts(pieces)(ids)) == [True] * 9 + [False]
+    found = WordStarts(pieces, segment=True)(ids)  # 我们 爱 北京 天安门
+    assert list(found) == [True, False, True, True, False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
+def test_words_of_tokenizers_that_mark_spaces(kind):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    mark = "Ġ" if kind == "byte level" else "▁"
+    text = "The cat sat, 我 cats."
+    tokens = ["The", mark + "cat", mark + "s", "at", ",", mark, "我", mark + "c", "ats", "."]
+    if kind == "byte level":
+        tokens[6:7] = [c for c in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("我")[0][0]]
+    vocabulary = {"<unk>": 0, "<mask>": 1} | {token: i + 2 for i, token in enumerate(dict.fromkeys(tokens))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", mask_token="<mask>")
+    ids = np.array([vocabulary[token] for token in tokens])
+    starts = list(WordStarts(made)(ids))
+    expected = [True, True, True, False, True, True, True, True, False, True]
+    if kind == "byte level":
+        expected[6:7] = [True, False, False]  # the bytes of one character
+    assert starts == expected, (text, tokens)
+    if kind == "byte level":
+        with pytest.raises(ValueError, match="word_segmenter: rjieba reads characters"):
+            WordStarts(made, segment=True)
+
+
+def test_mistakes():
+    from text_toys import make_decoder_tokenizer
+
+    with pytest.raises(ValueError, match="tokenizer: it has no mask token"):
+        Masking(make_decoder_tokenizer())
+    with pytest.raises(ValueError, match="mask_fraction: got 1.5, expected a fraction between 0 and 1"):
+        Masking(make_tokenizer(), 1.5)
+    tokenizer = make_tokenizer()
+    for words in ("none", "words"):
+        with pytest.raises(ValueError, match=f"tokens: got 9999, but the tokenizer has {len(tokenizer)}; give the one"):
+            Masking(tokenizer, words=words).apply(np.array([7, 9999, 8]), np.random.default_rng(0))

@@ -1,0 +1,187 @@
+"""From written labels to targets."""
+
+import numpy as np
+import pytest
+
+from modelcenter.data.schemas.labels import Labels, find_labels
+
+
+def where(row: int) -> str:
+    return f"a.csv, line {row + 1}"
+
+
+def both(values, **given) -> tuple[Labels, list]:
+    labels = find_labels(values, where, **given)
+    return labels, labels.encode(values, where).tolist()
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "ids"),
+    [
+        (["b", "a", "b"], ("a", "b"), [1, 0, 1]),
+        (["1", "0", "1"], ("0", "1"), [1, 0, 1]),
+        ([1, 0, "1", 1.0, True], ("0", "1"), [1, 0, 1, 1, 1]),
+        ([5, 1, 3, 5], ("1", "3", "5"), [2, 0, 1, 2]),
+        (["-1", "1", "1.0"], ("-1", "1"), [0, 1, 1]),
+        ([" yes", "no ", "yes"], ("no", "yes"), [1, 0, 1]),
+    ],
+)
+def test_single_label(values, names, ids):
+    labels, found = both(values)
+    assert (labels.problem_type, labels.names, found) == ("single_label_classification", names, ids)
+    assert labels.encode(values, where).dtype == np.int64
+
+
+def test_num_labels_keeps_ids_and_bounds_them():
+    labels, ids = both([2, 0, 2], num_labels=4)
+    assert labels.names == ("0", "1", "2", "3") and ids == [2, 0, 2]
+    with pytest.raises(ValueError, match=r"a.csv, line 3: label 2 is outside num_labels 2 \(0 to 1\)"):
+        find_labels([0, 1, 2, 2], where, num_labels=2)
+    with pytest.raises(ValueError, match="line 2: label -1 is outside"):
+        find_labels([0, -1], where, num_labels=2)
+    assert both(["x", "y"], num_labels=3)[0].names == ("x", "y", "LABEL_2")
+    with pytest.raises(ValueError, match="num_labels is 2, but the data has 3 labels: 'x', 'y', 'z'"):
+        find_labels(["x", "y", "z"], where, num_labels=2)
+
+
+def test_new_rows_must_use_known_labels():
+    labels = find_labels(["a", "b"], where)
+    with pytest.raises(
+        ValueError, match="line 2: label 'c' is not one of the labels of the training data \\('a', 'b'\\)"
+    ):
+        labels.encode(["a", "c"], where)
+    with pytest.raises(ValueError, match=r"line 1: label 2 is outside num_labels 2"):
+        find_labels([0, 1], where).encode([2], where)
+    with pytest.raises(ValueError, match="label 'b' is not one of the labels"):
+        find_labels(["a", "None"] * 3, where).encode(["b"], where)
+
+
+def test_names_from_the_source():
+    labels, ids = both([1, 0], names=["no", "yes"])
+    assert labels.names == ("no", "yes") and ids == [1, 0]
+    assert both(["yes", "no"], names=["no", "yes"])[1] == [1, 0]
+    with pytest.raises(ValueError, match="line 2: the row has no label"):  # the Hub's test sets
+        find_labels([1, -1], where, names=["no", "yes"])
+
+
+@pytest.mark.parametrize("missing", [None, "", float("nan"), "  "])
+def test_rows_without_a_label(missing):
+    with pytest.raises(ValueError, match=r"line 2: the row has no label \(2 of 3 rows have none\)"):
+        find_labels(["a", missing, missing], where)
+    with pytest.raises(ValueError, match="line 1: the row has no label"):
+        find_labels(["a", "b"], where).encode([missing], where)
+
+
+def test_a_label_that_is_none():
+    for values in ([{"a": 1}] * 4, [["x"], [["y"]]], [["x"], [{"y": 1}]]):
+        with pytest.raises(ValueError, match=r"row \d: the label is .*, expected a text, a number, or a list of these"):
+            find_labels(values, lambda i: f"row {i}")
+
+
+def test_minus_one_is_a_label_where_a_class_is_called_so():
+    """As of sentiments: what was trained is evaluated by the names of the model's classes."""
+    values = [-1, 0, 1, -1]
+    labels = find_labels(values, where)
+    again = find_labels(values, where, problem_type=labels.problem_type, num_labels=3, names=labels.names)
+    assert again.encode(values, where).tolist() == labels.encode(values, where).tolist() == [0, 1, 2, 0]
+    scores = find_labels([-1, -1.0, 0.5], where, problem_type="regression", num_labels=1, names=["LABEL_0"])
+    assert scores.encode([-1, -1.0, 0.5], where).tolist() == [-1, -1, 0.5]
+    with pytest.raises(ValueError, match="line 2: the row has no label"):
+        find_labels([0, -1, 1], where, names=["0", "1"]).encode([0, -1], where)
+
+
+def test_two_classes_as_zeros_and_ones():
+    """A row with one of two labels, [1, 0], is not the list of both."""
+    labels, found = both([[1, 1], [0, 1], [0, 0]])
+    assert labels.encode([[1, 0], [0, 1]], where).tolist() == [[1, 0], [0, 1]]
+    assert labels.encode([[0, 1], [0, 1]], where).tolist() == [[0, 1], [0, 1]]
+    assert both([[1, 0], [0, 1]])[1] == [[1, 0], [0, 1]]
+    assert both([[1, 0], [0, 1]], names=["x", "y"])[1] == [[1, 0], [0, 1]]
+    assert both([[0], [1], [0, 1]])[1] == [[1, 0], [0, 1], [1, 1]]
+
+
+def test_regression():
+    labels, values = both([0.5, "2", 3.25, 1])
+    assert (labels.problem_type, labels.names, values) == ("regression", ("score",), [0.5, 2.0, 3.25, 1.0])
+    assert both([1, 2], problem_type="regression")[1] == [1.0, 2.0]
+    assert both([[1, 2.5], [0, 1]], problem_type="regression")[1] == [[1.0, 2.5], [0.0, 1.0]]
+    with pytest.raises(ValueError, match="line 2: label 'high' is not a number"):
+        find_labels([1.5, "high"], where, problem_type="regression")
+    with pytest.raises(ValueError, match="line 2: label .* is not a list of 2 numbers"):
+        find_labels([[1, 2.5], [1]], where, problem_type="regression")
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "hot"),
+    [
+        ([["a", "c"], ["b"], []], ("a", "b", "c"), [[1, 0, 1], [0, 1, 0], [0, 0, 0]]),
+        ([[0, 2], [1], [2]], ("0", "1", "2"), [[1, 0, 1], [0, 1, 0], [0, 0, 1]]),
+        ([[0, 0, 1], [1, 0, 1]], ("0", "1", "2"), [[0, 0, 1], [1, 0, 1]]),
+        ([["0", "1"], ["1"]], ("0", "1"), [[1, 1], [0, 1]]),
+        # Lists in the cells of a csv file, as Python, JSON and numpy write them.
+        (["['a, x', 'c']", '["b"]', "[]"], ("a, x", "b", "c"), [[1, 0, 1], [0, 1, 0], [0, 0, 0]]),
+        (["[0, 2]", "[1]", "[2]"], ("0", "1", "2"), [[1, 0, 1], [0, 1, 0], [0, 0, 1]]),
+        (["[0 0 1]", "[1. 0. 1.]"], ("0", "1", "2"), [[0, 0, 1], [1, 0, 1]]),
+        (["['a' \"b\"]", "['b']"], ("a", "b"), [[1, 1], [0, 1]]),
+    ],
+)
+def test_multi_label(values, names, hot):
+    labels, found = both(values)
+    assert (labels.problem_type, labels.names, found) == ("multi_label_classification", names, hot)
+    assert labels.encode(values, where).dtype == np.float32
+
+
+def test_multi_label_written_as_text():
+    kind = "multi_label_classification"
+    assert both(["a|c", "b", '["a", "b"]', "b, c"], problem_type=kind)[1] == [
+        [1, 0, 1],
+        [0, 1, 0],
+        [1, 1, 0],
+        [0, 1, 1],
+    ]
+    with pytest.raises(ValueError, match="line 1: label 'z' is not one of the labels"):
+        find_labels(["a|b"], where, problem_type=kind).encode(["a|z"], where)
+    assert both([[1], [0, 1]], names=["x", "y"])[1] == [[0, 1], [1, 1]]
+
+
+def test_one_label_or_several_is_asked():
+    for values, line in ((["a", "b", "a|b"], 3), (["27", "2,27", "2"], 2), (["0,5", "1,5", "2,5"], 1)):
+        with pytest.raises(ValueError, match=rf"line {line}: is the label .* one or several\? Give problem_type"):
+            find_labels(values * 2, where)
+        assert len(find_labels(values * 2, where, problem_type="single_label_classification").names) == 3
+    assert both(["[x] y", "[z]", "a, b"] * 2)[0].names == ("[x] y", "[z]", "a, b")
+
+
+def test_kind_that_does_not_fit():
+    with pytest.raises(ValueError, match="line 2: the label is a list .* but problem_type is single_label"):
+        find_labels(["a", ["b"]], where, problem_type="single_label_classification")
+    with pytest.raises(ValueError, match="all rows have one label, 'a'"):
+        find_labels(["a", "a"], where)
+    with pytest.raises(ValueError, match="label_column: got 5 labels in 5 rows .* is it the right column"):
+        find_labels(["a", "b", "c", "d", "e"], where)
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (["0111", "0112", "2310"], ("0111", "0112", "2310")),  # codes of industries
+        (["01", "1"], ("01", "1")),
+        (["1e3", "1000", "+1", "1"], ("+1", "1", "1000", "1e3")),
+        (["00", "01"], ("00", "01")),
+        (["07", 7, "7"], ("07", "7")),
+    ],
+)
+def test_labels_keep_their_spelling(values, names):
+    labels = find_labels(values * 3, where)
+    assert labels.names == names
+    assert [labels.names[i] for i in labels.encode(values, where)] == [str(value) for value in values]
+    with pytest.raises(ValueError, match="line 1: label '0x' is not one of"):
+        labels.encode(["0x"], where)
+    with pytest.raises(ValueError, match="label '02' is outside num_labels 2"):
+        find_labels(["0", "1"], where).encode(["02"], where)
+
+
+@pytest.mark.parametrize("value", [1, "1", "a", "01", 0])
+def test_one_class_alone_is_nothing_to_learn(value):
+    with pytest.raises(ValueError, match="all rows have one label"):
+        find_labels([value] * 3, where)

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from modelcenter.data.readers import READERS, Origin, Table, read_files
+from modelcenter.data.readers import READERS, read_files
 from modelcenter.data.readers.compression import suffix_of
+from modelcenter.data.table import Origin, Table
 
 SPLITS = {
     "train": "train", "training": "train",
@@ -175,7 +176,7 @@ def _directory(path: Path) -> dict[str, list[Path]]:
     return splits or {"train": files}
 
 
-def not_given(name: str, error: Exception) -> ValueError:
+def hub_error(name: str, error: Exception) -> ValueError:
     """What to raise where the Hub does not give a data set."""
     reason = str(error).strip().split("\n")[0] or type(error).__name__
     said = f"{name}: neither a file or directory here nor a data set that the Hub gives: {reason}"
@@ -192,7 +193,7 @@ def _hub(name: str, config: str | None) -> Source:
     try:
         splits = tuple(datasets.get_dataset_split_names(name, config))
     except Exception as error:  # the library raises some twenty kinds of error here, of several packages
-        raise not_given(name, error) from error
+        raise hub_error(name, error) from error
 
     def read(split: str) -> Table:
         try:

@@ -15,8 +15,9 @@ from toyruns import assert_same_end, die_at, in_a_process, went_on_after
 import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
-from modelcenter.data.readers import Origin, Table, read_file
+from modelcenter.data.readers import read_file
 from modelcenter.data.sampling import EpochBatches
+from modelcenter.data.table import Origin, Table
 from modelcenter.training import metrics
 from modelcenter.training.config import QAConfig
 from modelcenter.training.tasks import qa as module

@@ -12,7 +12,7 @@ import numpy as np
 
 from modelcenter.data.batching.collate import merge
 from modelcenter.data.examples import Examples
-from modelcenter.data.readers import Share, Table, concatenate
+from modelcenter.data.table import Share, Table, concatenate
 
 
 class Draw:

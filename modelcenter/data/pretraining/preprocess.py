@@ -16,9 +16,9 @@ import numpy as np
 
 from modelcenter.data.cache import tokenizer_state
 from modelcenter.data.parallel import ordered_map
-from modelcenter.data.readers import Origin, Table
 from modelcenter.data.schemas.columns import find_columns
 from modelcenter.data.streams import RowSource, Texts
+from modelcenter.data.table import Origin, Table
 from modelcenter.data.token_files import TokenFile, TokenWriter, open_tokens
 
 _CHARACTERS = 1 << 20  # of text per task of a worker, and

@@ -14,9 +14,9 @@ from modelcenter.data.examples import Examples
 from modelcenter.data.parallel import ordered_map
 from modelcenter.data.pretraining.objectives import Batch, Key, Objective, Paired, sequence_numbers
 from modelcenter.data.pretraining.preprocess import DocumentEncoder
-from modelcenter.data.readers import Table
 from modelcenter.data.streaming import StreamBatch
 from modelcenter.data.streams import Row, RowSource, Texts
+from modelcenter.data.table import Table
 from modelcenter.data.token_files import TokenFile
 
 _CHUNK = 4096  # documents per call of the tokenizer

@@ -1,4 +1,4 @@
-"""Compressed files, told by their last suffix: gz, bz2, xz of the standard library, zst by pyarrow."""
+"""Compressed files, known by their last suffix: gz, bz2 and xz by the standard library, zst by pyarrow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CoNLL's form of tagged words: a word a line with its tags behind it, and an empty line between sentences."""
+"""CoNLL's format of tagged words: one word a line followed by its tags, and an empty line between sentences."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from modelcenter.data.readers.parsed import ParsedFile
+from modelcenter.data.readers.text_encoding import decode_text
+
 _TAG = re.compile(r"O|[BIESMLU]-\S+")
 _COMMENT = re.compile(r"#\s?(id|sent_id|text|newdoc|newpar|global\.columns)\b")
 _BOUNDARY = "-DOCSTART-"
 
 
+def read_conll(path: Path, raw: bytes) -> ParsedFile:
+    """A row for each sentence: see `parse_conll`."""
+    return ParsedFile(*parse_conll(path, decode_text(path, raw)))
+
+
 def is_conll(text: str) -> bool:
-    """Whether a text is of this form beyond doubt: every line has a word and ends in a tag such as O or B-PER."""
+    """Whether a text is in this format beyond doubt: every line has a word and ends in a tag such as O or B-PER."""
     tagged = False
     for line in text.split("\n"):
         fields = _fields(line)
@@ -25,11 +33,11 @@ def is_conll(text: str) -> bool:
     return tagged
 
 
-def read_conll(path: Path, text: str) -> tuple[dict[str, list[Any]], Sequence[int]]:
+def parse_conll(path: Path, text: str) -> tuple[dict[str, list[Any]], Sequence[int]]:
     """{"words": [[word, ...], ...], "tags": the same of the last column}, and the line at which each sentence begins.
 
-    Columns are set apart by tabs, or else by spaces; those between the first and the last are left out. Files of one
-    column have no tags. Sentences end at empty lines and at -DOCSTART-. Tags are kept as they are, of whatever scheme.
+    Columns are separated by tabs, or else by spaces; those between the first and the last are left out. Files of one
+    column have no tags. Sentences end at empty lines and at -DOCSTART-. Tags of any scheme are kept as they are.
 
     Raises:
         ValueError: a line with more or fewer columns than the first, naming both.
@@ -37,13 +45,13 @@ def read_conll(path: Path, text: str) -> tuple[dict[str, list[Any]], Sequence[in
     words: list[list[str]] = []
     tags: list[list[str]] = []
     starts: list[int] = []
-    width, fresh = 0, True
+    width, between_sentences = 0, True
     for number, line in enumerate(text.split("\n"), 1):
         fields = _fields(line)
         if not fields or fields[0] == _BOUNDARY:
-            fresh = True
+            between_sentences = True
             continue
-        if fresh and _COMMENT.match(line):
+        if between_sentences and _COMMENT.match(line):
             continue
         if not width:
             width, first = len(fields), number
@@ -52,9 +60,9 @@ def read_conll(path: Path, text: str) -> tuple[dict[str, list[Any]], Sequence[in
                 f"{path}, line {number}: got {len(fields)} columns ({line.strip()[:60]!r}), expected {width} as in "
                 f"line {first}: a word and its tags, and an empty line between sentences"
             )
-        if fresh:
+        if between_sentences:
             words.append([]), tags.append([]), starts.append(number)
-            fresh = False
+            between_sentences = False
         words[-1].append(fields[0]), tags[-1].append(fields[-1])
     return ({"words": words, "tags": tags} if width > 1 else {"words": words}), starts
 
@@ -64,4 +72,4 @@ def _fields(line: str) -> list[str]:
         return []
     if "\t" in line:
         return [field.strip(" ") for field in line.rstrip("\r").split("\t")]
-    return re.split(" +", line.strip(" \r"))  # no other space is one: U+3000 is a character of Chinese corpora
+    return re.split(" +", line.strip(" \r"))  # no other space separates: U+3000 is a character of Chinese corpora

@@ -1,4 +1,4 @@
-"""Parquet files: read whole, or row after row from a place on."""
+"""Parquet files: read whole, or row by row from a given row on."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from modelcenter.data.readers.parsed import ParsedFile
 
-def read_columns(path: Path, raw: bytes) -> tuple[dict[str, list[Any]], dict[str, list[str]]]:
-    """The columns of a file, and the class names that the `datasets` library wrote of some.
+
+def read_parquet(path: Path, raw: bytes) -> ParsedFile:
+    """The columns of a file, and the class names that the `datasets` library has written for some.
 
     Raises:
         ValueError: no parquet file, or a damaged one; pyarrow is missing.
     """
-    with _opened(path):
+    with _naming_errors(path):
         import pyarrow.parquet
 
         table = _with_texts(pyarrow.parquet.read_table(io.BytesIO(raw)))
         about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
         inner = {name: spec.get("feature", spec) for name, spec in about.items() if isinstance(spec, dict)}
         classes = {name: spec["names"] for name, spec in inner.items() if isinstance(spec, dict) and spec.get("names")}
-        return table.to_pydict(), classes
+        return ParsedFile(table.to_pydict(), classes=classes)
 
 
 def rows_from(path: Path, start: int) -> Iterator[dict[str, Any]]:
     """The rows from number `start` on, counted from 0, without reading the row groups before it.
 
     Raises:
-        ValueError: as read_columns, when the rows are read.
+        ValueError: as read_parquet, when the rows are read.
     """
-    with _opened(path):
+    with _naming_errors(path):
         import pyarrow
         import pyarrow.parquet
 
@@ -46,8 +48,8 @@ def rows_from(path: Path, start: int) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[None]:
-    """Errors of pyarrow as a ValueError that names the file: those of a damaged page name none."""
+def _naming_errors(path: Path) -> Iterator[None]:
+    """Errors of pyarrow as a ValueError with the name of the file: those of a damaged page have none."""
     try:
         import pyarrow
     except ImportError:
@@ -56,26 +58,29 @@ def _opened(path: Path) -> Iterator[None]:
         yield
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the system: it names the file
+            raise  # the system's own error, which names the file
         raise ValueError(f"{path}: not a parquet file, or a truncated or damaged one ({error})") from None
 
 
 def _with_texts(table: Any) -> Any:
-    """The table with texts where bytes are UTF-8: some programs (Impala, Hive, Spark of old) write texts without
-    saying that they are. Other bytes stay what they are."""
+    """The table with texts in place of bytes that are UTF-8; other bytes stay as they are.
+
+    Some programs (Impala, Hive, old Spark) write texts without marking them as such.
+    """
     import pyarrow
 
     for i, field in enumerate(table.schema):
-        wanted = _as_text(field.type)
-        if wanted != field.type:
+        text_type = _as_text(field.type)
+        if text_type != field.type:
             try:
-                table = table.set_column(i, field.with_type(wanted), table.column(i).cast(wanted))
+                table = table.set_column(i, field.with_type(text_type), table.column(i).cast(text_type))
             except pyarrow.ArrowInvalid:  # an image, perhaps, in a column that nobody reads
                 continue
     return table
 
 
 def _as_text(kind: Any) -> Any:
+    """A type of pyarrow with strings in place of binary, at any depth."""
     import pyarrow
     from pyarrow import types
 

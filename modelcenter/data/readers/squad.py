@@ -1,4 +1,4 @@
-"""SQuAD's form of questions: articles hold paragraphs, paragraphs hold questions. Also that of CMRC 2018 and DRCD."""
+"""SQuAD's format of questions: articles hold paragraphs, paragraphs hold questions. CMRC 2018 and DRCD use it, too."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 
 def is_nested(rows: list[dict[str, Any]]) -> bool:
-    """Whether rows are articles (or paragraphs) that hold questions rather than being such themselves."""
+    """Whether rows are articles (or paragraphs) that hold questions, and not questions themselves."""
     return bool(rows) and all(
         isinstance(row.get("paragraphs"), list) or isinstance(row.get("qas"), list) for row in rows
     )
 
 
-def flatten(path: Path, articles: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def flatten_questions(path: Path, articles: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each question: id, title, context, question and, where the file has them, answers.
 
     answers are {"text": [...], "answer_start": [...]} as on the Hub, and empty where is_impossible says so.
 
     Raises:
-        ValueError: a paragraph without context, a question without text, answers of another form.
+        ValueError: a paragraph without context, a question without text, answers in another format.
     """
     return list(_questions(path, articles))
 
@@ -32,19 +32,19 @@ def _questions(path: Path, articles: list[dict[str, Any]]) -> Iterator[dict[str,
             context = paragraph.get("context", paragraph.get("context_text"))
             if not isinstance(context, str):
                 raise ValueError(f"{where}: it has no text called context")
-            for at, asked in enumerate(paragraph.get("qas", ()), 1):
-                question = asked.get("question", asked.get("query_text"))
+            for n, entry in enumerate(paragraph.get("qas", ()), 1):
+                question = entry.get("question", entry.get("query_text"))
                 if not isinstance(question, str):
-                    raise ValueError(f"{where}, question {at}: it has no text called question")
-                row = {"id": asked.get("id", asked.get("query_id", f"{number}-{place}-{at}"))}
+                    raise ValueError(f"{where}, question {n}: it has no text called question")
+                row = {"id": entry.get("id", entry.get("query_id", f"{number}-{place}-{n}"))}
                 row |= {"title": article.get("title"), "context": context, "question": question}
-                if "answers" in asked or asked.get("is_impossible"):
-                    row["answers"] = _answers(f"{where}, question {at}", asked)
+                if "answers" in entry or entry.get("is_impossible"):
+                    row["answers"] = _answers(f"{where}, question {n}", entry)
                 yield row
 
 
-def _answers(where: str, asked: dict[str, Any]) -> dict[str, list[Any]]:
-    answers = [] if asked.get("is_impossible") else asked["answers"]
+def _answers(where: str, entry: dict[str, Any]) -> dict[str, list[Any]]:
+    answers = [] if entry.get("is_impossible") else entry["answers"]
     if not all(isinstance(answer, dict) and {"text", "answer_start"} <= set(answer) for answer in answers):
         raise ValueError(f'{where}: answers {answers!r:.80}, expected [{{"text": ..., "answer_start": ...}}]')
     return {name: [answer[name] for answer in answers] for name in ("text", "answer_start")}

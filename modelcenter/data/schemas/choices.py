@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from modelcenter.data.readers import Table
-from modelcenter.data.readers.literals import as_list, as_object
+from modelcenter.data.readers.literals import parse_list, parse_object
 from modelcenter.data.schemas.columns import by_name, check_columns, shown_names
+from modelcenter.data.table import Table
 
 CONTEXTS = ("context", "article", "passage", "premise", "sent1", "ctx_a", "paragraph", "ctx", "sentence", "text")
 QUESTIONS = ("question", "sent2", "ctx_b", "question_stem", "query", "goal")
@@ -123,7 +123,7 @@ def _of_lists(values: Sequence[Any]) -> bool:
 
 def _spelt(value: Any) -> Any:
     """A list or an object of choices that a text spells; anything else as it is."""
-    return (as_list(value) or as_object(value) or value) if isinstance(value, str) else value
+    return (parse_list(value) or parse_object(value) or value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from modelcenter.data.readers import ID_NAMES, LABEL_NAMES, TEXT_NAMES, TEXT_PAIRS, Table
+from modelcenter.data.schemas.column_names import ID_NAMES, LABEL_NAMES, TEXT_NAMES, TEXT_PAIRS
+from modelcenter.data.table import Table
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelcenter.data.readers import TEXT_NAMES, Table
-from modelcenter.data.readers.literals import as_list, from_json
+from modelcenter.data.readers.literals import parse_json, parse_list
+from modelcenter.data.schemas.column_names import TEXT_NAMES
 from modelcenter.data.schemas.columns import check_columns
 from modelcenter.data.structured import ANSWER
+from modelcenter.data.table import Table
 
 Conversation = list[dict[str, Any]]
 
@@ -153,9 +154,9 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     written = isinstance(value, str)  # by the author of the data, nulls and all
     if isinstance(value, str) and value.strip():
         try:
-            value = from_json(value)
+            value = parse_json(value)
         except ValueError:
-            value = as_list(value)
+            value = parse_list(value)
         if value is None:
             return None
     if not value or isinstance(value, str):
@@ -249,7 +250,7 @@ def as_turns(table: Table, column: str, row: int, role: str) -> Conversation:
     if isinstance(value, (list, tuple)):
         value = _without_none(value)
     elif isinstance(value, str) and _MESSAGES.match(value):
-        value = as_list(value) or value  # or a text that begins so
+        value = parse_list(value) or value  # or a text that begins so
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         text = str(value)
         if role == "user" and not text.strip():

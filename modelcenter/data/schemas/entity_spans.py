@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from modelcenter.data.readers import Table
+from modelcenter.data.table import Table
 
 _START, _END = ("start", "start_offset", "begin"), ("end", "end_offset")
 _TYPE = ("label", "type", "tag", "entity", "labels")

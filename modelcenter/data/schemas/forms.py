@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from modelcenter.data.readers import Origin, Table
+    from modelcenter.data.table import Origin, Table
 
 Row = dict[str, Any]
 _BLANK = re.compile(r"#idiom\d*#")
@@ -238,7 +238,7 @@ def apply_form(table: Table, name: str | None, task: str) -> Table:
         return table
     import numpy as np
 
-    from modelcenter.data.readers import Table
+    from modelcenter.data.table import Table
 
     form = FORMS[name]
     made: list[Row] = []
@@ -272,8 +272,8 @@ def _beside(table: Table) -> tuple[dict[str, Any], list[Origin]]:
     """
     import hashlib
 
-    from modelcenter.data.readers import Origin
     from modelcenter.data.sources import labels_of
+    from modelcenter.data.table import Origin
 
     labels: dict[str, Any] = {}
     origins = []

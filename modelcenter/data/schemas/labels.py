@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from modelcenter.data.readers.literals import as_list, lists_of
+from modelcenter.data.readers.literals import parse_list, parse_lists
 
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 Where = Callable[[int], str]
@@ -90,7 +90,7 @@ def find_labels(
     Raises ValueError for rows without a label, and where the labels found do not fit num_labels or problem_type.
     """
     if problem_type in (None, "multi_label_classification"):
-        values = lists_of(values)
+        values = parse_lists(values)
     values = [_plain(value) for value in values]
     _check_present(values, where, names is not None and _numbered(problem_type, names))
     if problem_type is None:
@@ -254,7 +254,7 @@ def _floats(values: Sequence[Any], where: Where, width: int) -> np.ndarray:
 def _listed(value: Any) -> list[Any]:
     """The labels of a multi-label row: a list, one written as a text, or names separated by | or commas."""
     if isinstance(value, str):
-        found = as_list(value)
+        found = parse_list(value)
         if found is not None:
             return [_plain(v) for v in found]
         return [part.strip() for part in re.split(r"[|,]", value) if part.strip()]

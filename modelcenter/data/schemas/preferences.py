@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelcenter.data.readers import Table
 from modelcenter.data.schemas.columns import check_columns
 from modelcenter.data.schemas.conversations import (
     INPUT_NAMES,
@@ -15,6 +14,7 @@ from modelcenter.data.schemas.conversations import (
     with_input,
     with_tools,
 )
+from modelcenter.data.table import Table
 
 _NAMES = {
     "prompt": ("prompt", "question", "instruction", "query", "input"),

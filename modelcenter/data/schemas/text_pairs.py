@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from modelcenter.data.readers import TEXT_NAMES, Table
+from modelcenter.data.schemas.column_names import TEXT_NAMES
 from modelcenter.data.schemas.columns import check_columns
+from modelcenter.data.table import Table
 
 # Usual names, source and target; what is surer comes first.
 PAIRS = (

@@ -18,10 +18,10 @@ from modelcenter.data import sources
 from modelcenter.data.batching.collate import pack
 from modelcenter.data.batching.mixture import mixed, parse_weights
 from modelcenter.data.examples import Examples
-from modelcenter.data.readers import Table, concatenate
 from modelcenter.data.sampling import evaluation_batches
 from modelcenter.data.schemas.columns import check_columns
 from modelcenter.data.schemas.forms import apply_form
+from modelcenter.data.table import Table, concatenate
 from modelcenter.data.tokenization.tokenize import Tokens
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig

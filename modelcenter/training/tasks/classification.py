@@ -11,10 +11,10 @@ from torch import Tensor
 
 import engine
 from modelcenter.data.batching.collate import pack
-from modelcenter.data.readers import Table
 from modelcenter.data.schemas.class_names import renumbering, reordered_ids_to_names
 from modelcenter.data.schemas.columns import Columns, check_columns, find_columns, join_labels
 from modelcenter.data.schemas.labels import Labels, find_labels
+from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, tokenize
 from modelcenter.models.base import Model
 from modelcenter.training.class_weights import WeightedClasses, weights_of

@@ -9,10 +9,10 @@ from pathlib import Path
 import engine
 from modelcenter.data import sources
 from modelcenter.data.batching.mixture import parse_weights
-from modelcenter.data.readers import Origin, Table
 from modelcenter.data.readers.compression import suffix_of
 from modelcenter.data.schemas.columns import find_columns
 from modelcenter.data.streams import FileRows, RowSource
+from modelcenter.data.table import Origin, Table
 from modelcenter.data.token_files import TokenFile, is_tokens, open_tokens
 
 log = logging.getLogger("modelcenter")

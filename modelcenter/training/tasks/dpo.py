@@ -17,9 +17,9 @@ from torch import Tensor
 import engine
 import modelcenter
 from engine.registry import policy_of
-from modelcenter.data.readers import Table
 from modelcenter.data.schemas.conversations import ChatColumns, find_chat_columns
 from modelcenter.data.schemas.preferences import find_preference_columns, preferences, questions
+from modelcenter.data.table import Table
 from modelcenter.data.tokenization.chat_templates import IGNORED, LabelledTokens, Template, label_conversations
 from modelcenter.hub.tokenizer import fit_vocabulary
 from modelcenter.models.base import Model

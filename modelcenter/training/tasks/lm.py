@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 import engine
-from modelcenter.data.readers import Table
 from modelcenter.data.schemas.conversations import ChatColumns, conversations, find_chat_columns
+from modelcenter.data.table import Table
 from modelcenter.data.tokenization.chat_templates import IGNORED, LAYOUTS, LabelledTokens, Template, label_conversations
 from modelcenter.data.tokenization.tokenize import Tokens
 from modelcenter.generation.settings import config_tokens

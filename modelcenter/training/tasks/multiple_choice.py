@@ -9,8 +9,8 @@ import torch
 
 import engine
 from modelcenter.data.batching.collate import pack
-from modelcenter.data.readers import Table
 from modelcenter.data.schemas.choices import Choices, find_choice_columns, read_choices, right_choices
+from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import tokenize
 from modelcenter.models.base import Model
 from modelcenter.training.config import MultipleChoiceConfig, TrainConfig

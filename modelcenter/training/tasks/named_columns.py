@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from modelcenter.data.readers import Table
 from modelcenter.data.schemas.columns import check_columns
+from modelcenter.data.table import Table
 
 
 def find_named(table: Table, roles: Mapping[str, tuple[str | None, Sequence[str]]]) -> dict[str, str]:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 import engine
-from modelcenter.data.readers import Table
-from modelcenter.data.readers.literals import as_list, as_object
+from modelcenter.data.readers.literals import parse_list, parse_object
+from modelcenter.data.table import Table
 from modelcenter.data.tokenization.passages import Passages, find_answers, tokenize_passages
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
@@ -288,7 +288,7 @@ def _answers(table: Table, row: int, column: str, value: Any) -> tuple[list[str]
     """The texts and starts of {"text": [...], "answer_start": [...]} or a list of {"text", "answer_start"}, each as it
     is or as a text spells it; or of a text with its start in a column of that name."""
     if isinstance(value, str):
-        spelt = as_object(value) or as_list(value)
+        spelt = parse_object(value) or parse_list(value)
         if spelt is None and _START in table.columns:
             start = table.columns[_START][row]
             whole = isinstance(start, str) and re.fullmatch(r"\s*-?\d+(\.0)?\s*", start)

@@ -13,9 +13,9 @@ import torch
 
 import engine
 from modelcenter.data.batching.collate import pack_pairs
-from modelcenter.data.readers import Table
 from modelcenter.data.schemas.columns import check_columns
 from modelcenter.data.schemas.text_pairs import PairColumns, find_pair_columns, texts_of
+from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, tokenize, tokenize_ended
 from modelcenter.models.base import Model
 from modelcenter.training.config import Seq2SeqConfig, TrainConfig

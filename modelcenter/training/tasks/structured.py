@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from modelcenter.data.readers import Table
 from modelcenter.data.structured import (
     ANSWER,
     StructuredEncoder,
@@ -17,6 +16,7 @@ from modelcenter.data.structured import (
     structured_batch,
     table_of,
 )
+from modelcenter.data.table import Table
 from modelcenter.data.tokenization.chat_templates import IGNORED, LabelledTokens
 from modelcenter.data.tokenization.tokenize import Tokens
 from modelcenter.models.base import Model

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from engine.loss import IGNORE_INDEX
 from modelcenter.data.batching.collate import pack_tokens
-from modelcenter.data.readers import Table
-from modelcenter.data.readers.literals import lists_of
+from modelcenter.data.readers.literals import parse_lists
 from modelcenter.data.schemas.class_names import renumbering, reordered_ids_to_names
 from modelcenter.data.schemas.entity_spans import holds_spans, spell_out
+from modelcenter.data.table import Table
 from modelcenter.data.tokenization.words import Words, space_before_words, tokenize_words
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
@@ -237,7 +237,7 @@ def words_of(table: Table, column: str, tagged: bool) -> list[list[str]]:
         ValueError: a row with neither.
     """
     rows = []
-    for i, value in enumerate(lists_of(table.columns[column])):
+    for i, value in enumerate(parse_lists(table.columns[column])):
         if isinstance(value, str):
             value = value.split() if tagged else split_text(value)
         wrong = not isinstance(value, (list, tuple)) or any(not isinstance(word, (str, int, float)) for word in value)
@@ -272,7 +272,7 @@ def tags_of(table: Table, column: str | None, rows: list[list[str]], names: Sequ
     """
     assert column is not None
     found = []
-    for i, (value, words) in enumerate(zip(lists_of(table.columns[column]), rows, strict=True)):
+    for i, (value, words) in enumerate(zip(parse_lists(table.columns[column]), rows, strict=True)):
         tags = value.split() if isinstance(value, str) else value
         if not isinstance(tags, (list, tuple)) or len(tags) != len(words):
             count = f"{len(tags)} tags" if isinstance(tags, (list, tuple)) else f"{value!r:.40}"

@@ -6,8 +6,8 @@ import torch
 
 from modelcenter.data.batching.collate import merge, pack
 from modelcenter.data.batching.mixture import Mixture, mixed, parse_weight, parse_weights, weights_by_size
-from modelcenter.data.readers import Origin, Table
 from modelcenter.data.sampling import EpochBatches, TokenBatches
+from modelcenter.data.table import Origin, Table
 from modelcenter.data.tokenization.tokenize import Tokens
 
 

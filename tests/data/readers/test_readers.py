@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from modelcenter.data.readers import Origin, Table, concatenate, read_file
+from modelcenter.data.readers import read_file
 from modelcenter.data.schemas.labels import find_labels
 from modelcenter.data.schemas.text_pairs import texts_of
 from modelcenter.data.streams import Cursor, FileRows
+from modelcenter.data.table import Origin, Table, concatenate
 from modelcenter.training.tasks.base import strings
 
 

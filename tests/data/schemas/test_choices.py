@@ -2,8 +2,8 @@
 
 import pytest
 
-from modelcenter.data.readers import Origin, Table
 from modelcenter.data.schemas.choices import find_choice_columns, read_choices, right_choices
+from modelcenter.data.table import Origin, Table
 
 
 def table(**columns) -> Table:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from modelcenter.data.readers import Origin, Table
 from modelcenter.data.schemas.columns import Columns, find_columns
+from modelcenter.data.table import Origin, Table
 
 
 def table(**columns) -> Table:

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from modelcenter.data.readers import Origin, Table
 from modelcenter.data.schemas.conversations import TOOLS, ChatColumns, conversations, find_chat_columns
 from modelcenter.data.schemas.preferences import find_preference_columns, preferences
+from modelcenter.data.table import Origin, Table
 
 
 def table(**columns) -> Table:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from modelcenter.data.batching.mixture import mixed
-from modelcenter.data.readers import Origin, Table, concatenate, read_file
+from modelcenter.data.readers import read_file
 from modelcenter.data.schemas.forms import FORMS, apply_form
 from modelcenter.data.sources import find
+from modelcenter.data.table import Origin, Table, concatenate
 
 WIC = {"word": "bank", "sentence1": "A bank.", "sentence2": "The banks of it", "start1": 2, "end1": 6, "start2": 4,
        "end2": 9, "label": False}  # fmt: skip

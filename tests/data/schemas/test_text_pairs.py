@@ -2,8 +2,8 @@
 
 import pytest
 
-from modelcenter.data.readers import Origin, Table
 from modelcenter.data.schemas.text_pairs import PairColumns, find_pair_columns, texts_of
+from modelcenter.data.table import Origin, Table
 
 
 def table(**columns) -> Table:

@@ -1,0 +1,123 @@
+"""csv and tsv files, with a header or without."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from modelcenter.data.readers.headers import column_names, is_header, repeated_header_error
+from modelcenter.data.readers.parsed import ParsedFile
+from modelcenter.data.readers.text_encoding import decode_text
+
+MAX_FIELD_SIZE = 2**31 - 1  # csv's own limit of 128 kB refuses long documents; a C long has no more bits on Windows
+_SENTENCE_NAME = re.compile(r"sent(ence)?[ _]?(#|id|idx|no|num|number)", re.IGNORECASE)
+_WORD_NAMES, _TAG_NAMES = ("word", "words", "token", "tokens"), ("tag", "tags", "ner", "ner_tag", "label", "labels")
+
+
+def read_csv(path: Path, raw: bytes) -> ParsedFile:
+    """Rows whose fields are separated by commas, semicolons or tabs, and quoted where they hold such or line ends."""
+    text = decode_text(path, raw)
+    delimiter = find_delimiter(text.split("\n", 1)[0])
+    return _named_columns(path, *_quoted_rows(path, text, delimiter, has_space_before_quotes(text, delimiter)))
+
+
+def read_tsv(path: Path, raw: bytes) -> ParsedFile:
+    """Tab-separated rows, one a line. A quote is a character like any other unless the file plainly quotes as CSV does.
+
+    Corpora such as SST-2 hold stray quotes; a CSV reader takes them for the start of a field and merges rows.
+    """
+    text = decode_text(path, raw)
+    rows, numbers = [], []
+    for number, line in enumerate(text.split("\n"), 1):
+        line = line.rstrip("\r")
+        if line and not line.isspace():
+            rows.append(line.split("\t"))
+            numbers.append(number)
+    opened = [value for row in rows for value in row if value[:1] == '"']
+    closed = [v[1:-1] for v in opened if len(v) > 1 and v[-1] == '"' and '"' not in v[1:-1].replace('""', "")]
+    ragged = len({len(row) for row in rows}) > 1
+    plainly = len(closed) == len(opened) and (any('""' in v for v in closed) or len(opened) == sum(map(len, rows)))
+    if opened and (ragged or plainly):
+        try:
+            as_csv = _quoted_rows(path, text, "\t")
+        except ValueError:
+            as_csv = None
+        if as_csv is not None and len({len(row) for row in as_csv[0]}) == 1:
+            rows, numbers = as_csv
+    return _named_columns(path, rows, numbers)
+
+
+def find_delimiter(first_line: str) -> str:
+    """What separates the fields of a csv file: a comma where there is one, else the more frequent of ; and tab."""
+    return max((",", ";", "\t"), key=lambda d: (first_line.count(d) > 0, d == ",", first_line.count(d)))
+
+
+def has_space_before_quotes(text: str, delimiter: str) -> bool:
+    """Whether csv has spaces before its quotes: a, "b". Otherwise a space belongs to the text after it."""
+    return re.search(rf"{delimiter} +\"(?=[^\s\"{delimiter}])", text) is not None
+
+
+def _quoted_rows(path: Path, text: str, delimiter: str, skip_space: bool = False) -> tuple[list[list[str]], list[int]]:
+    """(rows that are not empty, the line at which each begins)."""
+    rows, numbers, start = [], [], 1
+    limit = csv.field_size_limit(MAX_FIELD_SIZE)
+    lines = io.StringIO(text, newline="")
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=skip_space, strict=True)
+    try:
+        for row in reader:
+            if any(row):
+                rows.append(row)
+                numbers.append(start)
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(
+            f'{path}, line {start}: a quoted field is not closed properly ({error}); inside quotes write " as ""'
+        ) from None
+    finally:
+        csv.field_size_limit(limit)
+    return rows, numbers
+
+
+def _named_columns(path: Path, rows: list[list[str]], numbers: list[int]) -> ParsedFile:
+    if not rows:
+        return ParsedFile({}, numbers)
+    width = len(rows[0])
+    for row, number in zip(rows, numbers, strict=True):
+        if len(row) != width:
+            raise ValueError(
+                f"{path}, line {number}: {len(row)} fields where the first line has {width}"
+                f" (a separator inside a text needs quotes in csv, and may not occur in tsv)"
+            )
+    if is_header(rows):
+        names, first, rows, numbers = column_names(path, rows[0]), rows[0], rows[1:], numbers[1:]
+        again = next((number for row, number in zip(rows, numbers, strict=True) if row == first), None)
+        if again is not None and width > 1:  # in a single column, a text may be equal to its name
+            raise repeated_header_error(path, f"line {again}")
+    else:
+        names = [str(i) for i in range(width)]
+    columns = {name: list(values) for name, values in zip(names, zip(*rows, strict=True), strict=False)}
+    return ParsedFile(*_group_by_sentence(columns, numbers))
+
+
+def _group_by_sentence(columns: dict[str, list[Any]], numbers: list[int]) -> tuple[dict[str, list[Any]], list[int]]:
+    """One row for each sentence, of lists, if the rows are tagged words that name their sentence; else the same rows.
+
+    The name of a sentence may stand in the row of its first word alone. A row keeps the line of its first word.
+    """
+    lower = {name.lower() for name in columns}
+    sentence = next((name for name in columns if _SENTENCE_NAME.fullmatch(name)), None)
+    words = next((columns[name] for name in columns if name.lower() in _WORD_NAMES), None)
+    if sentence is None or words is None or lower.isdisjoint(_TAG_NAMES) or any(len(w.split()) > 1 for w in words):
+        return columns, numbers
+    named = [value.strip() for value in columns[sentence]]
+    filled = list(accumulate(named, lambda before, name: name or before))
+    starts = [i for i in range(len(filled)) if i == 0 or filled[i] != filled[i - 1]]
+    if len(starts) == len(filled):  # a row for each sentence
+        return columns, numbers
+    ends = [*starts[1:], len(filled)]
+    lists = {name: [values[a:b] for a, b in zip(starts, ends, strict=True)] for name, values in columns.items()}
+    return {**lists, sentence: [filled[i] for i in starts]}, [numbers[i] for i in starts]

@@ -1,0 +1,66 @@
+"""The first row of a csv or tsv file: whether it names the columns, and what it names them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from modelcenter.data.schemas.column_names import ALL_TEXT_NAMES, ID_NAMES, LABEL_NAMES
+
+_OTHER_NAMES = ("prompt", "instruction", "input", "source", "messages", "conversations", "conversation")
+_KNOWN_NAMES = ALL_TEXT_NAMES.union(LABEL_NAMES, ID_NAMES, _OTHER_NAMES)
+_LOOKED_AT = 1000  # rows that a header is compared with
+
+
+def is_header(rows: list[list[str]]) -> bool:
+    """Whether the first row names the columns: short distinct names, none of which is a value further down."""
+    later = rows[1 : _LOOKED_AT + 1]
+    names = {i: name.strip() for i, name in enumerate(rows[0]) if name.strip()}
+    if any(_is_number(name) for name in names.values()):
+        return False
+    if not names or any(i not in names and not _needs_no_name(later, i) for i in range(len(rows[0]))):
+        return False
+    known = [name.lower() in _KNOWN_NAMES for name in names.values()]
+    if all(known) and len(names) > 1:
+        return True
+    if len(set(names.values())) < len(names):
+        return False
+    if any(known) and len(names) > 1:
+        later = [row for row in later if row != rows[0]]  # a repeated header is an error of its own
+    if any(row[i].strip() == name for row in later for i, name in names.items()):
+        return False
+    if any(known):
+        return True
+    # One column: only a known name is a header, else the first text of a list would be lost.
+    return len(rows[0]) > 1 and all(
+        len(name) <= 40 and re.fullmatch(r"\w[\w.#()/-]*( [\w.#()/-]+){0,2}", name) for name in names.values()
+    )
+
+
+def column_names(path: Path, header: list[str]) -> list[str]:
+    """The columns that a header names; one without a name is called by its number. Raises ValueError: a name twice."""
+    names = [name.strip() or str(i) for i, name in enumerate(header)]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"{path}, line 1: the header names {', '.join(map(repr, sorted(twice)))} twice")
+    return names
+
+
+def repeated_header_error(path: Path, place: str) -> ValueError:
+    """The error for a row that repeats the header."""
+    return ValueError(f"{path}, {place}: the header again, as where files are joined; remove it from all but the first")
+
+
+def _needs_no_name(rows: list[list[str]], column: int) -> bool:
+    """Whether a header may leave a column without a name: the first, where it numbers the rows as an index that pandas
+    writes; one that is empty throughout, as behind a separator at the end of each line."""
+    values = [row[column].strip() for row in rows]
+    is_index = column == 0 and all(map(str.isdecimal, values)) and 2 < len(set(values)) == len(values)
+    return is_index or not any(values)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

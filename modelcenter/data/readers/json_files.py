@@ -1,0 +1,101 @@
+"""json, jsonl and ndjson: objects line by line, arrays, tables as pandas writes them, SQuAD's nested questions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from modelcenter.data.readers.literals import pandas_columns, parse_json
+from modelcenter.data.readers.parsed import ParsedFile, columns_of
+from modelcenter.data.readers.squad import flatten_questions, is_nested
+from modelcenter.data.readers.text_encoding import decode_text
+from modelcenter.data.schemas.column_names import ALL_TEXT_NAMES
+
+_WORD_LISTS = frozenset(("words", "tokens"))  # columns that hold a list in each row
+_MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})  # what a message of a conversation has
+
+
+def read_json(path: Path, raw: bytes) -> ParsedFile:
+    """JSON lines, an array of objects or of lists of one length, {column: [values]}, an object with one list of objects
+    ({"data": [...]}), or one as pandas writes tables.
+
+    Of objects as SQuAD nests them (see `squad`) each question becomes a row.
+    """
+    text = decode_text(path, raw)
+    if text.lstrip()[:1] == "[":
+        return ParsedFile(_array_columns(path, text))
+    lines: Sequence[int] | None = None
+    try:
+        parsed = _parse_lines(path, text)
+    except ValueError as error:
+        try:
+            document = parse_json(text)  # one object over many lines
+        except ValueError:
+            raise error from None
+    else:
+        lines = parsed.lines
+        if lines is None or len(lines) != 1 or not _WORD_LISTS.isdisjoint(parsed.columns):
+            return parsed
+        document = {name: values[0] for name, values in parsed.columns.items()}
+    return _single_object(path, document, lines)
+
+
+def _array_columns(path: Path, text: str) -> dict[str, list[Any]]:
+    try:
+        rows = parse_json(text)
+    except json.JSONDecodeError as error:
+        several = "; expected one array, or one JSON object a line" if error.msg == "Extra data" else ""
+        raise ValueError(
+            f"{path}, line {error.lineno}: not valid JSON ({error.msg}, column {error.colno}){several}"
+        ) from None
+    if rows and all(isinstance(row, list) and len(row) == len(rows[0]) > 0 for row in rows):
+        return {str(i): list(values) for i, values in enumerate(zip(*rows, strict=True))}
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path}: expected one JSON object a line, or an array of objects")
+    return _object_columns(path, rows)
+
+
+def _object_columns(path: Path, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return columns_of(flatten_questions(path, rows) if is_nested(rows) else rows)
+
+
+def _single_object(path: Path, document: dict[str, Any], lines: Sequence[int] | None) -> ParsedFile:
+    """A file of one object, which is a table in one of several layouts, or else the only row."""
+    table = pandas_columns(document)
+    if table is not None:
+        return ParsedFile(table)
+    lists = [value for value in document.values() if isinstance(value, list)]
+    tables = [value for value in lists if value and all(isinstance(row, dict) for row in value)]
+    texts = [name for name, value in document.items() if isinstance(value, str) and name.lower() in ALL_TEXT_NAMES]
+    is_chat = any(keys <= row.keys() for table in tables for row in table for keys in _MESSAGE_KEYS)
+    if not texts and not is_chat:  # else a row with its answers or entities, or a conversation
+        if len(tables) == 1:
+            return ParsedFile(_object_columns(path, tables[0]))
+        if lists and len(lists) == len(document) and len({len(value) for value in lists}) == 1:
+            return ParsedFile(document)
+    return ParsedFile({name: [value] for name, value in document.items()}, lines)
+
+
+def _parse_lines(path: Path, text: str) -> ParsedFile:
+    rows, numbers = [], []
+    # Not splitlines(): JSON strings may hold U+2028 and its like unescaped.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line or line.isspace():
+            continue
+        try:
+            row = parse_json(line)
+        except json.JSONDecodeError as error:
+            shown = line.strip() if len(line) < 80 else line.strip()[:77] + "..."
+            raise ValueError(
+                f"{path}, line {number}: not valid JSON ({error.msg}, column {error.colno}): {shown}"
+            ) from None
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{path}, line {number}: got {line.strip()[:60]}, "
+                'expected a JSON object such as {"text": ..., "label": ...}'
+            )
+        rows.append(row)
+        numbers.append(number)
+    return ParsedFile(columns_of(rows), numbers)

@@ -1,0 +1,25 @@
+"""What a reader of one format returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+
+class ParsedFile(NamedTuple):
+    """The content of a file.
+
+    columns: name -> values, one for each row. lines: the line at which each row begins, from 1; None if the format has
+    no lines. classes: class names of integer columns, where the file has them.
+    """
+
+    columns: dict[str, list[Any]]
+    lines: Sequence[int] | None = None
+    classes: dict[str, list[str]] = {}
+
+
+def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Objects as columns; None where an object lacks the name."""
+    names = dict.fromkeys(chain.from_iterable(rows))
+    return {name: [row.get(name) for row in rows] for name in names}

@@ -1,0 +1,53 @@
+"""Bytes of text files to text, with errors that say what to convert."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+def decode_text(path: Path, raw: bytes) -> str:
+    """The text of a file of UTF-8, or of UTF-16 with a byte-order mark.
+
+    Where lines end in carriage returns alone (old Macs; Excel still offers it), they end in line feeds.
+
+    Raises:
+        ValueError: the file is not UTF-8: the first such line, how many there are, and a likely encoding.
+    """
+    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return raw.decode("utf-16")
+    try:
+        text = raw.decode("utf-8-sig")
+        return text.replace("\r", "\n") if "\r" in text and "\n" not in text else text
+    except UnicodeDecodeError as error:
+        bad, lines = _lines_not_utf8(raw.split(b"\n")), raw.count(b"\n") + (raw[-1:] != b"\n")
+        line, byte = raw.count(b"\n", 0, error.start) + 1, raw[error.start]
+        mixed = any(not piece.isascii() for i, piece in enumerate(raw.split(b"\n")) if i not in bad)
+        fix = (
+            "other lines are UTF-8, so the file mixes encodings: convert these lines to UTF-8"
+            if mixed
+            else f"convert the file, e.g. `iconv -f {_guess_encoding(raw)} -t UTF-8`"
+        )
+        raise ValueError(
+            f"{path}, line {line}: not UTF-8 (byte 0x{byte:02x}; {len(bad)} of {lines} lines); {fix}"
+        ) from None
+
+
+def _lines_not_utf8(lines: list[bytes]) -> set[int]:
+    bad = set()
+    for i, line in enumerate(lines):
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError:
+            bad.add(i)
+    return bad
+
+
+def _guess_encoding(raw: bytes) -> str:
+    try:
+        raw.decode("gb18030")
+    except UnicodeDecodeError:
+        return "LATIN1"
+    # Chinese two-byte text has nearly all its high bytes in pairs; accented Latin letters stand alone.
+    pairs = len(re.findall(rb"[\x81-\xfe]{2}", raw))
+    return "GB18030" if 4 * pairs > len(re.findall(rb"[\x80-\xff]", raw)) else "LATIN1"

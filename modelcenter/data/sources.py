@@ -23,17 +23,17 @@ SPLITS = {
     "development": "validation", "evaluation": "validation",
     "test": "test", "testing": "test",
 }  # fmt: skip
-_OF_SPLIT = re.compile(rf"({'|'.join(SPLITS)})(set|data|split)?")  # devset.csv, as E2E has it
+_SPLIT_WORD = re.compile(rf"({'|'.join(SPLITS)})(set|data|split)?")  # devset.csv, as E2E has it
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that is found but not yet read: its splits, and how to read one."""
+    """A data set that exists but is not yet read: its splits, and how to read one."""
 
     name: str
     splits: tuple[str, ...]
     _read: Callable[[str], Table]
-    unsplit: str | None = None  # a file or pattern that was named beside folders with splits
+    unsplit: str | None = None  # a file or pattern that was named together with folders with splits
 
     def read(self, split: str) -> Table:
         """Read one split. Raises ValueError if there is no such split, or for what `read_file` raises."""
@@ -49,19 +49,19 @@ def find(data: str | Sequence[str], config: str | None = None) -> Source:
 
     data: one or more files, directories or patterns, or the name of a Hub data set; config: the Hub data set's
     configuration.
-    A directory with files (or folders) called train, dev (or validation) and test, or trainset and so on, alone or as
-    a word of their names, has these splits. Files named one by one, and what else there is, are the split "train".
-    Splits of several directories are joined.
+    A directory has splits if its files or sub-folders are called train, dev (or validation) and test, or trainset and
+    so on, alone or as a word of their names. Everything else, such as files named one by one, is the split "train".
+    The same splits of several directories are joined.
     Raises ValueError if nothing is there.
     """
     specs = [data] if isinstance(data, str) else list(data)
-    if len(specs) == 1 and config is None and _is_saved(Path(specs[0]).expanduser()):
-        return _saved(specs[0])
+    if len(specs) == 1 and config is None and _is_saved_dataset(Path(specs[0]).expanduser()):
+        return _saved_source(specs[0])
     splits = _splits(specs, config)
     if splits is None:
-        return _hub(specs[0], config)
-    alone = next((spec for spec in specs if not Path(spec).expanduser().is_dir()), None) if len(splits) > 1 else None
-    return Source(" ".join(specs), tuple(splits), lambda split: read_files(splits[split]), alone)
+        return _hub_source(specs[0], config)
+    unsplit = next((spec for spec in specs if not Path(spec).expanduser().is_dir()), None) if len(splits) > 1 else None
+    return Source(" ".join(specs), tuple(splits), lambda split: read_files(splits[split]), unsplit)
 
 
 def find_paths(data: str | Sequence[str], config: str | None, split: str) -> list[Path] | None:
@@ -87,7 +87,7 @@ def _splits(specs: list[str], config: str | None) -> dict[str, list[Path]] | Non
         raise ValueError(f"data_config {config!r} is for Hub data sets, but {' '.join(specs)} is local")
     splits: dict[str, list[Path]] = {}
     for spec in specs:
-        for split, paths in _local(spec).items():
+        for split, paths in _local_splits(spec).items():
             splits.setdefault(split, []).extend(paths)
     return splits
 
@@ -95,8 +95,8 @@ def _splits(specs: list[str], config: str | None) -> dict[str, list[Path]] | Non
 def hold_out(table: Table, fraction: float, seed: int, groups: np.ndarray | None = None) -> tuple[Table, Table]:
     """Split rows into (train, evaluation), a pure function of the seed; both keep the order of the rows.
 
-    groups: int64 (rows,), numbers from 0 of the groups that stay together; the fraction is then one of groups.
-    Raises ValueError if one of the sides were empty.
+    groups: int64 (rows,), the group of each row, numbered from 0; groups stay together, and `fraction` is of groups.
+    Raises ValueError if one of the sides would be empty.
     """
     size, what = (len(table), "rows") if groups is None else (int(groups.max()) + 1, "groups")
     drawn = np.random.default_rng([seed, 0x5EED]).permutation(size)
@@ -113,77 +113,80 @@ def hold_out(table: Table, fraction: float, seed: int, groups: np.ndarray | None
 
 
 def is_hub_name(spec: str) -> bool:
-    """Whether an entry of a data argument is a data set of the Hub, by its name: nothing local has or looks like it."""
+    """Whether an entry of a data argument names a data set of the Hub: nothing local, and nothing that looks so."""
     path = Path(spec).expanduser()
     local = path.exists() or glob.has_magic(spec) or spec[:1] in "./~" or suffix_of(path) in READERS or "\\" in spec
     return not local and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", spec) is not None
 
 
-def _local(spec: str) -> dict[str, list[Path]]:
+def _local_splits(spec: str) -> dict[str, list[Path]]:
     path = Path(spec).expanduser()
     if path.is_file():
         return {"train": [path]}
-    if _is_saved(path):
+    if _is_saved_dataset(path):
         raise ValueError(
             f"{spec}: a folder of `save_to_disk`, which is read whole and by itself: give no other path beside it; to "
             "stream it, write it with `to_parquet`"
         )
     if path.is_dir():
-        return _directory(path)
+        return _directory_splits(path)
     if glob.has_magic(spec):
-        paths = _rows([Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if Path(p).is_file()])
+        matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
+        paths = _without_label_files([match for match in matches if match.is_file()])
         if not paths:
             raise ValueError(f"{spec}: no file matches this pattern")
         return {"train": paths}
-    hint = _near(path) if path.parent.is_dir() else f" ({path.parent} does not exist)"
+    hint = _did_you_mean(path) if path.parent.is_dir() else f" ({path.parent} does not exist)"
     raise ValueError(f"{spec}: no such file or directory{hint}")
 
 
-def _near(path: Path) -> str:
-    """A question whether another file or folder was meant, where there is one of nearly this name."""
-    there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, there, 1)
+def _did_you_mean(path: Path) -> str:
+    """The hint of a message where a file or folder of nearly this name exists; else ""."""
+    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, 1)
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
-def labels_of(path: str | Path) -> Path | None:
-    """The file of labels that belongs to a file of rows, dev_answer.json to dev.json; None: there is none."""
+def label_file_of(path: str | Path) -> Path | None:
+    """The file of labels that belongs to a file of rows, as dev_answer.json to dev.json; None if there is none."""
     path = Path(path)
-    beside = path.with_name(f"{path.stem}_answer{path.suffix}")
-    return beside if path.suffix == ".json" and beside.is_file() else None
+    labels = path.with_name(f"{path.stem}_answer{path.suffix}")
+    return labels if path.suffix == ".json" and labels.is_file() else None
 
 
-def _rows(files: list[Path]) -> list[Path]:
-    """The files but for those of labels that belong to others of them."""
-    labels = {labels_of(file) for file in files}
+def _without_label_files(files: list[Path]) -> list[Path]:
+    """The files without those that hold the labels of others among them."""
+    labels = {label_file_of(file) for file in files}
     return [file for file in files if file not in labels]
 
 
-def _directory(path: Path) -> dict[str, list[Path]]:
-    """{split: files}. Files and sub-folders whose names say no split are left out where others do; so are hidden ones,
-    among them the copies that Jupyter keeps."""
-    there = sorted(p for p in path.rglob("*") if p.is_file() and suffix_of(p) in READERS)
-    files = [p for p in there if not any(part.startswith((".", "__MACOSX")) for part in p.relative_to(path).parts)]
+def _directory_splits(path: Path) -> dict[str, list[Path]]:
+    """{split: files}. Where some files or sub-folders are named after splits, the others are left out.
+
+    Hidden ones always are, among them the copies that Jupyter keeps.
+    """
+    found = sorted(p for p in path.rglob("*") if p.is_file() and suffix_of(p) in READERS)
+    files = [p for p in found if not any(part.startswith((".", "__MACOSX")) for part in p.relative_to(path).parts)]
     if not files:
         raise ValueError(f"{path}: the directory holds no {', '.join(READERS)} files")
-    files = _rows(files)
+    files = _without_label_files(files)
     splits: dict[str, list[Path]] = {}
     for file in files:
         words = re.split(r"[^a-z]+", str(file.relative_to(path).with_suffix("")).lower())
-        found = next(filter(None, map(_OF_SPLIT.fullmatch, words)), None)
-        if found is not None:
-            splits.setdefault(SPLITS[found[1]], []).append(file)
+        match = next(filter(None, map(_SPLIT_WORD.fullmatch, words)), None)
+        if match is not None:
+            splits.setdefault(SPLITS[match[1]], []).append(file)
     return splits or {"train": files}
 
 
 def hub_error(name: str, error: Exception) -> ValueError:
-    """What to raise where the Hub does not give a data set."""
+    """The error for a data set that the Hub does not give."""
     reason = str(error).strip().split("\n")[0] or type(error).__name__
-    said = f"{name}: neither a file or directory here nor a data set that the Hub gives: {reason}"
-    return ValueError(said + _near(Path(name)))
+    message = f"{name}: neither a file or directory here nor a data set that the Hub gives: {reason}"
+    return ValueError(message + _did_you_mean(Path(name)))
 
 
-def _hub(name: str, config: str | None) -> Source:
+def _hub_source(name: str, config: str | None) -> Source:
     try:
         import datasets
     except ImportError:
@@ -206,26 +209,26 @@ def _hub(name: str, config: str | None) -> Source:
     return Source(name, splits, read)
 
 
-def _is_saved(path: Path) -> bool:
-    """Whether a folder is one that the `datasets` library's `save_to_disk` wrote, of one split or of several."""
+def _is_saved_dataset(path: Path) -> bool:
+    """Whether a folder was written by `save_to_disk` of the `datasets` library, with one split or several."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def _saved(name: str) -> Source:
+def _saved_source(name: str) -> Source:
     try:
         import datasets
     except ImportError:
         raise ValueError(f"{name}: a folder of `save_to_disk`; reading it needs `pip install datasets`") from None
     try:
-        found: Any = datasets.load_from_disk(str(Path(name).expanduser()))
+        loaded: Any = datasets.load_from_disk(str(Path(name).expanduser()))
     except Exception as error:  # as many kinds as above
         raise ValueError(f"{name}: a folder of `save_to_disk` that cannot be read: {error}") from error
-    splits = found if isinstance(found, datasets.DatasetDict) else {"train": found}
+    splits = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 
     def read(split: str) -> Table:
         if split not in splits:
             raise ValueError(f"{name}: {split!r} is a part of a split, which the Hub's data sets alone have")
-        return _table_of(splits[split], name if splits is not found else f"{name}:{split}")
+        return _table_of(splits[split], name if splits is not loaded else f"{name}:{split}")
 
     return Source(name, tuple(splits), read)
 

@@ -1,9 +1,9 @@
 """Published data sets by name: how the rows of SuperGLUE's and CLUE's files become rows of a task.
 
-Each is read as its authors publish it, and as the Hub has it. A task of classification gets the columns text, text_pair
-and label, one of multiple choice context, question, choices and label, and one that writes texts source (the columns of
-the row, each behind its name, as T5 was trained) and target (a word for each label). Rows that are judged together have
-a group, and rows with several right texts name them in answers. What words and names are for is in FORMS alone.
+Each is read as its authors publish it, and as the Hub has it. A classification task gets the columns text, text_pair
+and label; a multiple-choice task context, question, choices and label; a text-to-text task source (the columns of the
+row, each after its name, as T5 was trained) and target (a word for each label). Rows that are scored together have a
+group, and rows with several correct texts list them in answers. All words and names of a data set are in FORMS.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ _TOPICS = {
 class Form:
     """How rows of a data set are read. Texts are templates over the columns of a row.
 
-    text, pair: of classification. choices: of multiple choice, columns or one of lists, with context and question.
-    prompt: of text to text. label: column. names: {published label, in lower
-    case: its name}; none: it is the name. words: {name: word that is written for it}; none: the name. dropped:
-    published labels of rows without one. rows: makes the rows of a task of a published row, which may hold several.
-    beside: the labels are in a file of their own, an object, which `rows` finds in "beside". metric: how the texts
-    written for its prompts are judged, of training.metrics.generation.
+    text, pair: the templates of classification.
+    choices, context, question: the columns of multiple choice; choices are several columns, or one of lists.
+    prompt: the template of the text that a text-to-text model reads.
+    label: the label's column. names: {published label in lower case: name of the class}; empty: the label is the name.
+    words: {name of the class: the word that a text-to-text model writes}; empty: the name.
+    dropped: published labels that mark rows without a label.
+    rows: from a published row to rows of a task, as one row may hold several.
+    separate_labels: the labels are in a file of their own, an object that `rows` finds in the row's "answer_file".
+    metric: how generated texts are scored, a name of training.metrics.generation.
     """
 
     prompt: str
@@ -59,12 +62,12 @@ class Form:
     words: Mapping[str, str] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     rows: Callable[[Row], list[Row]] = lambda row: [row]
-    beside: bool = False
+    separate_labels: bool = False
     metric: str = "accuracy"
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Names of the tasks that it is for."""
+        """Names of the tasks that can use it."""
         kind = "multiple-choice" if self.choices else "classification"
         return kind, "seq2seq", "lm"
 
@@ -77,7 +80,7 @@ def _wic(row: Row) -> list[Row]:
 
 
 def _wsc(row: Row, by_words: bool = True) -> list[Row]:
-    """The second span marked. Its place counts words, or characters."""
+    """Mark the second span, whose place is counted in words, or else in characters."""
     row |= row.get("target") or {}
     text, at = row["text"], int(row["span2_index"])
     if by_words:
@@ -99,73 +102,74 @@ def _multirc(row: Row) -> list[Row]:
     return [
         {
             "paragraph": passage["text"],
-            "question": asked["question"],
+            "question": question["question"],
             "answer": answer["text"],
             "label": answer.get("label"),
-            "group": f"{row['idx']}-{asked['idx']}",
+            "group": f"{row['idx']}-{question['idx']}",
         }
-        for asked in passage["questions"]
-        for answer in asked["answers"]
+        for question in passage["questions"]
+        for answer in question["answers"]
     ]
 
 
 def _c3(row: Row) -> list[Row]:
     if "choice" in row:
-        found = [row]
+        questions = [row]
     else:  # [lines of a text or talk, questions, number]
-        found = [{"context": row["0"], **asked} for asked in row["1"]]
-    for one in found:
-        one["context"] = "\n".join(one["context"]) if isinstance(one["context"], list) else one["context"]
-        one["offered"] = " ".join(f"{i}. {text}" for i, text in enumerate(one["choice"], 1))
-        if one.get("answer"):
-            one["answer"] = one["choice"].index(one["answer"])
-    return found
+        questions = [{"context": row["0"], **question} for question in row["1"]]
+    for question in questions:
+        context = question["context"]
+        question["context"] = "\n".join(context) if isinstance(context, list) else context
+        question["offered"] = " ".join(f"{i}. {text}" for i, text in enumerate(question["choice"], 1))
+        if question.get("answer"):
+            question["answer"] = question["choice"].index(question["answer"])
+    return questions
 
 
 def _record(row: Row) -> list[Row]:
-    """A row for each query, whose choices are the entities of its passage, each once."""
-    passage, asked = row["passage"], row.get("qas")
-    if asked is None:  # the Hub's, a row for each query
+    """A row for each query, whose choices are the distinct entities of its passage."""
+    passage, queries = row["passage"], row.get("qas")
+    if queries is None:  # the Hub's, a row for each query
         text, entities = passage, row["entities"]
-        asked = [{"query": row["query"], "answers": [{"text": answer} for answer in row.get("answers") or ()]}]
+        queries = [{"query": row["query"], "answers": [{"text": answer} for answer in row.get("answers") or ()]}]
     else:
         text = passage["text"]
         entities = [text[place["start"] : place["end"] + 1] for place in passage["entities"]]
     entities = list(dict.fromkeys(entity.strip() for entity in entities))
     # T5 was trained with the highlights as sentences of the passage, and the placeholder as it is.
     sentences = re.sub(r"\n@highlight\n", ". ", re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", text))
-    found = []
-    for one in asked:
-        answers = [answer["text"].strip() for answer in one.get("answers") or ()]
-        right = [entity for entity in entities if entity in answers]
-        if answers and not right:
+    rows = []
+    for query in queries:
+        answers = [answer["text"].strip() for answer in query.get("answers") or ()]
+        correct = [entity for entity in entities if entity in answers]
+        if answers and not correct:
             raise ValueError(f"none of the answers {answers} is among the entities")
-        found.append({
-            "passage": text.replace("@highlight\n", ""), "query": one["query"].replace("@placeholder", "_"),
-            "entities": entities, "label": right[0] if right else None, "answers": right or None,
-            "asked": one["query"], "sentences": sentences, "offered": ", ".join(entities),
+        rows.append({
+            "passage": text.replace("@highlight\n", ""), "query": query["query"].replace("@placeholder", "_"),
+            "entities": entities, "label": correct[0] if correct else None, "answers": correct or None,
+            "asked": query["query"], "sentences": sentences, "offered": ", ".join(entities),
         })  # fmt: skip
-    return found
+    return rows
 
 
 def _chid(row: Row) -> list[Row]:
-    """A row for each blank: its text, in which it is "_" and other blanks are dots; the candidates serve all."""
-    answers = dict(row.get("beside") or {})
+    """A row for each blank: its text, with "_" for this blank and dots for the others; all have the same candidates."""
+    answers = dict(row.get("answer_file") or {})
     if isinstance(row.get("answers"), dict):  # the Hub's
         answers |= dict(zip(row["answers"]["text"], row["answers"]["candidate_id"], strict=True))
     texts = row["content"] if isinstance(row["content"], list) else [row["content"]]
-    found = []
+    rows = []
     for text in texts:
         for blank in (blanks := _BLANK.findall(text)):
             number = answers.get(blank, row.get("answer") if len(blanks) == len(texts) == 1 else None)
-            if number is None and row.get("beside"):
+            if number is None and row.get("answer_file"):
                 raise ValueError(f"the file of answers has none for {blank}")
-            own = _BLANK.sub(lambda other, blank=blank: "_" if other[0] == blank else "…", text)
+            content = _BLANK.sub(lambda other, blank=blank: "_" if other[0] == blank else "…", text)
             offered = " ".join(f"{i}. {idiom}" for i, idiom in enumerate(row["candidates"], 1))
-            found.append({"content": own, "choices": row["candidates"], "offered": offered, "answer": number})
-    if not found:
+            rows.append({"content": content, "choices": row["candidates"], "offered": offered, "answer": number})
+    if not rows:
         raise ValueError("no text has a blank, such as #idiom000001#")
-    return found
+    return rows
 
 
 def _lcqmc(row: Row) -> list[Row]:
@@ -224,7 +228,7 @@ FORMS: dict[str, Form] = {
     "c3": Form("{context} 问题：{question} 选项：{offered}", choices=("choice",), context="context",
         question="question", label="answer", names={str(i): str(i + 1) for i in range(8)}, rows=_c3),
     "chid": Form("{content} 空格处应填哪个成语？ 选项：{offered}", choices=("choices",), context="content",
-        label="answer", names={str(i): str(i + 1) for i in range(10)}, rows=_chid, beside=True),
+        label="answer", names={str(i): str(i + 1) for i in range(10)}, rows=_chid, separate_labels=True),
 }  # fmt: skip
 
 
@@ -241,81 +245,82 @@ def apply_form(table: Table, name: str | None, task: str) -> Table:
     from modelcenter.data.table import Table
 
     form = FORMS[name]
-    made: list[Row] = []
-    owner: list[int] = []
-    labels, more = _beside(table) if form.beside else ({}, [])
+    rows: list[Row] = []
+    source_rows: list[int] = []
+    labels, label_files = _read_label_files(table) if form.separate_labels else ({}, [])
     for i in range(len(table)):
         row = {column: values[i] for column, values in table.columns.items()}
-        if form.beside:
-            row["beside"] = labels
+        if form.separate_labels:
+            row["answer_file"] = labels
         if form.label in table.classes and isinstance(row.get(form.label), int) and row[form.label] >= 0:
             row[form.label] = table.classes[form.label][row[form.label]]
         try:
-            found = [_made(form, one, task) for one in form.rows(row) if str(one.get(form.label)) not in form.dropped]
+            labelled = [one for one in form.rows(row) if str(one.get(form.label)) not in form.dropped]
+            made = [_task_row(form, one, task) for one in labelled]
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             lacking = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"{table.where(i)}: the row is not of the form {name}: {lacking}") from None
-        made += found
-        owner += [i] * len(found)
-    if not made:
+        rows += made
+        source_rows += [i] * len(made)
+    if not rows:
         raise ValueError(f"{table.name}: no row of the form {name} has a label")
-    index = np.array(owner) if table.index is None else table.index[np.array(owner)]
-    columns = {column: [row.get(column) for row in made] for column in dict.fromkeys(c for row in made for c in row)}
-    return Table(columns, [*table.origins, *more], {}, index)
+    index = np.array(source_rows) if table.index is None else table.index[np.array(source_rows)]
+    columns = {column: [row.get(column) for row in rows] for column in dict.fromkeys(c for row in rows for c in row)}
+    return Table(columns, [*table.origins, *label_files], {}, index)
 
 
-def _beside(table: Table) -> tuple[dict[str, Any], list[Origin]]:
-    """The labels in the files beside those of a table, such as dev_answer.json of dev.json, and what they are.
+def _read_label_files(table: Table) -> tuple[dict[str, Any], list[Origin]]:
+    """The labels of a table that are in files of their own, dev_answer.json for dev.json, and these files' origins.
 
     Raises:
-        ValueError: such a file is no object.
+        ValueError: such a file does not hold an object.
     """
     import hashlib
 
-    from modelcenter.data.sources import labels_of
+    from modelcenter.data.sources import label_file_of
     from modelcenter.data.table import Origin
 
     labels: dict[str, Any] = {}
     origins = []
     for origin in table.origins:
-        path = labels_of(origin.path)
+        path = label_file_of(origin.path)
         if path is None:
             continue
         raw = path.read_bytes()
         try:
-            found = json.loads(raw)
+            answers = json.loads(raw)
         except ValueError as error:
             raise ValueError(f"{path}: not valid JSON: {error}") from None
-        if not isinstance(found, dict):
+        if not isinstance(answers, dict):
             raise ValueError(f'{path}: expected an object of answers such as {{"#idiom000001#": 3}}')
-        labels |= found
+        labels |= answers
         origins.append(Origin(str(path), 0, hashlib.sha256(raw).hexdigest()))
     return labels, origins
 
 
-def _made(form: Form, row: Row, task: str) -> Row:
-    """A row with the columns of a task."""
-    said = row.get(form.label)
-    label = None if said is None or str(said) in ("", "-1") else _name(form, str(said))
-    more = {name: row[name] for name in ("group", "answers") if name in row}
+def _task_row(form: Form, row: Row, task: str) -> Row:
+    """A row of a form with the columns of a task."""
+    published = row.get(form.label)
+    label = None if published is None or str(published) in ("", "-1") else _class_name(form, str(published))
+    extra = {name: row[name] for name in ("group", "answers") if name in row}
     if task == "classification":
         pair = {} if form.pair is None else {"text_pair": form.pair.format_map(row)}
-        return {"text": str(form.text).format_map(row), **pair, "label": label, **more}
+        return {"text": str(form.text).format_map(row), **pair, "label": label, **extra}
     if task == "multiple-choice":
-        offered = row[form.choices[0]] if len(form.choices) == 1 else [row[column] for column in form.choices]
-        right = label
+        choices = row[form.choices[0]] if len(form.choices) == 1 else [row[column] for column in form.choices]
+        correct = label
         if label is not None and form.names:
-            right = offered[list(dict.fromkeys(form.names.values())).index(label)]
-        asked = {} if form.question is None else {"question": row[form.question]}
-        return {"context": row[form.context], **asked, "choices": offered, "label": right, **more}
+            correct = choices[list(dict.fromkeys(form.names.values())).index(label)]
+        question = {} if form.question is None else {"question": row[form.question]}
+        return {"context": row[form.context], **question, "choices": choices, "label": correct, **extra}
     word = None if label is None else form.words.get(label, label)
-    return {"source": form.prompt.format_map(row), "target": word, **more}
+    return {"source": form.prompt.format_map(row), "target": word, **extra}
 
 
-def _name(form: Form, said: str) -> str:
-    key = said.strip().lower()
+def _class_name(form: Form, label: str) -> str:
+    key = label.strip().lower()
     if not form.names:
-        return said.strip()
+        return label.strip()
     if key not in form.names:
-        raise ValueError(f"label {said!r}, expected one of {', '.join(form.names)}")
+        raise ValueError(f"label {label!r}, expected one of {', '.join(form.names)}")
     return form.names[key]

@@ -1,4 +1,4 @@
-"""Rows that ask to choose: which columns hold what is asked, the choices and the right one, and the texts they make.
+"""Rows of multiple choice: which columns hold the question, the choices and the correct one, and the texts they make.
 
 Known by their usual names are the columns of SWAG, HellaSwag, COPA, RACE, C3, ARC, OpenBookQA, CommonsenseQA, PIQA,
 Social IQa and Winogrande.
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from modelcenter.data.readers.literals import parse_list, parse_object
-from modelcenter.data.schemas.columns import by_name, check_columns, shown_names
+from modelcenter.data.schemas.columns import check_columns, find_usual_name, quoted_names
 from modelcenter.data.table import Table
 
 CONTEXTS = ("context", "article", "passage", "premise", "sent1", "ctx_a", "paragraph", "ctx", "sentence", "text")
@@ -23,8 +23,8 @@ CHOICES = ("choices", "options", "endings", "choice", "candidates")
 LABELS = ("label", "labels", "answer", "answerkey", "correct", "gold", "target")
 _NUMBERED = re.compile(r"(choice|option|ending|answer|sol|op)_?(\d+|[a-h])", re.IGNORECASE)
 _BLANK = re.compile(r"(?<![A-Za-z0-9])_+(?![A-Za-z0-9])")
-# COPA asks with a single word.
-_ASKED = {"cause": "What was the cause?", "effect": "What was the effect?"}
+# COPA's questions are a single word.
+_QUESTION_OF_WORD = {"cause": "What was the cause?", "effect": "What was the effect?"}
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,11 @@ class ChoiceColumns:
     def shown(self) -> str:
         """In words: "context 'premise', choices 'choice1', 'choice2', label 'label'"."""
         roles = {"context": self.context, "question": self.question, "label": self.label}
-        said = {role: repr(name) for role, name in roles.items() if name is not None}
-        said["choices"] = ", ".join(map(repr, self.choices))
-        return ", ".join(f"{role} {said[role]}" for role in ("context", "question", "choices", "label") if role in said)
+        quoted = {role: repr(name) for role, name in roles.items() if name is not None}
+        quoted["choices"] = ", ".join(map(repr, self.choices))
+        return ", ".join(
+            f"{role} {quoted[role]}" for role in ("context", "question", "choices", "label") if role in quoted
+        )
 
 
 def find_choice_columns(
@@ -60,76 +62,76 @@ def find_choice_columns(
             it stays None unless given.
 
     Raises:
-        ValueError: a column that is not there or has two roles, or one that is needed cannot be told.
+        ValueError: a column that is not there or has two roles, or a needed one that cannot be found.
     """
     parts = () if choices is None else (choices,) if choices in table.columns else tuple(choices.split(","))
     parts = tuple(part.strip() for part in parts)
-    asked = {"context": context, "question": question, "label": label}
-    check_columns(table, asked)
+    named = {"context": context, "question": question, "label": label}
+    check_columns(table, named)
     for i, part in enumerate(parts):
-        check_columns(table, {**asked, "choices": part, **({"first choices": parts[0]} if i else {})})
-    taken = {name for name in (*asked.values(), *parts) if name is not None}
+        check_columns(table, {**named, "choices": part, **({"first choices": parts[0]} if i else {})})
+    used = {name for name in (*named.values(), *parts) if name is not None}
     if not parts:
-        parts = _find_choices(table, taken)
-        taken |= set(parts)
+        parts = _find_choices(table, used)
+        used |= set(parts)
     if label is None and labelled:
-        label = by_name(table, LABELS, taken)
+        label = find_usual_name(table, LABELS, used)
         if label is None:
             raise ValueError(
                 f"label_column: which column of {table.name} says the right choice? None is called "
-                f"{' or '.join(LABELS[:3])}; the columns are {shown_names(table)}. Give label_column"
+                f"{' or '.join(LABELS[:3])}; the columns are {quoted_names(table)}. Give label_column"
             )
-    taken.add(label or "")
+    used.add(label or "")
     if question is None:
-        question = by_name(table, QUESTIONS, taken)
-        taken.add(question or "")
+        question = find_usual_name(table, QUESTIONS, used)
+        used.add(question or "")
     if context is None:
-        context = by_name(table, CONTEXTS, taken)
+        context = find_usual_name(table, CONTEXTS, used)
     if context is None and question is None:
         raise ValueError(
             f"context_column: which column of {table.name} do the choices belong to? The columns are "
-            f"{shown_names(table)}. Give context_column or question_column"
+            f"{quoted_names(table)}. Give context_column or question_column"
         )
     return ChoiceColumns(context, question, parts, label)
 
 
-def _find_choices(table: Table, taken: set[str]) -> tuple[str, ...]:
-    lists = [n for n in table.columns if n.lower() in CHOICES and n not in taken and _of_lists(table.columns[n])]
+def _find_choices(table: Table, used: set[str]) -> tuple[str, ...]:
+    lists = [n for n in table.columns if n.lower() in CHOICES and n not in used and _holds_lists(table.columns[n])]
     if lists:
         return (lists[0],)
     families: dict[str, list[str]] = {}
     for name in table.columns:
         found = _NUMBERED.fullmatch(name)
-        if found is not None and name not in taken:
+        if found is not None and name not in used:
             families.setdefault(found[1].lower(), []).append(name)
-    several = next((sorted(names, key=_number) for names in families.values() if len(names) > 1), None)
+    several = next((sorted(names, key=_number_in_name) for names in families.values() if len(names) > 1), None)
     if several is None:
         raise ValueError(
-            f"choices_column: which columns of {table.name} hold the choices? It has {shown_names(table)}. Give "
+            f"choices_column: which columns of {table.name} hold the choices? It has {quoted_names(table)}. Give "
             "choices_column: a column of lists, or several columns with commas between them"
         )
     return tuple(several)
 
 
-def _number(name: str) -> tuple[int, str]:
+def _number_in_name(name: str) -> tuple[int, str]:
     last = _NUMBERED.fullmatch(name)
     assert last is not None
     return (int(last[2]), "") if last[2].isdigit() else (0, last[2].lower())
 
 
-def _of_lists(values: Sequence[Any]) -> bool:
-    return isinstance(_spelt(next((value for value in values if value is not None), None)), (list, tuple, dict))
+def _holds_lists(values: Sequence[Any]) -> bool:
+    return isinstance(_parse_cell(next((value for value in values if value is not None), None)), (list, tuple, dict))
 
 
-def _spelt(value: Any) -> Any:
-    """A list or an object of choices that a text spells; anything else as it is."""
+def _parse_cell(value: Any) -> Any:
+    """The list or object of choices that a text spells; anything else as it is."""
     return (parse_list(value) or parse_object(value) or value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What each row asks and offers. context, question: "" where there is none. offered: the texts of each row's
-    choices; names: what the row itself calls them ("A", "B"), where it does."""
+    """The texts of each row. context, question: "" where there is none. offered: the texts of the choices. names: what
+    the rows themselves call the choices ("A", "B"), if they do."""
 
     context: list[str]
     question: list[str]
@@ -138,22 +140,22 @@ class Choices:
 
     @property
     def counts(self) -> np.ndarray:
-        """Choices of each row, int64."""
+        """Number of choices of each row, int64 (rows,)."""
         return np.fromiter(map(len, self.offered), np.int64, len(self.offered))
 
     def pairs(self) -> tuple[list[str], list[str]]:
-        """The two texts of each choice of each row, in order: what is asked about, and the question with the choice in
-        it; without a context or a question the two texts are what there is and the choice."""
+        """The two texts of each choice of each row, in order: the context, and the question with the choice in it;
+        without a context, the question and the choice."""
         firsts, seconds = [], []
         for context, question, offered in zip(self.context, self.question, self.offered, strict=True):
             for choice in offered:
                 firsts.append(context or question)
-                seconds.append(_filled(question, choice) if context else choice)
+                seconds.append(_complete(question, choice) if context else choice)
         return firsts, seconds
 
 
-def _filled(question: str, choice: str) -> str:
-    """A question with its blank (RACE writes "_") filled by a choice, else followed by it."""
+def _complete(question: str, choice: str) -> str:
+    """A question with its blank (RACE writes "_") filled by a choice, or else followed by it."""
     if _BLANK.search(question):
         return _BLANK.sub(lambda _: choice, question, count=1)
     space = " " if question and question[-1].isascii() else ""
@@ -164,18 +166,18 @@ def read_choices(table: Table, columns: ChoiceColumns) -> Choices:
     """The texts of all rows.
 
     Raises:
-        ValueError: a row without a text to ask about, with less than two choices, or with one that is no text.
+        ValueError: a row without a text to ask about, with fewer than two choices, or with one that is no text.
     """
     context, question = (_texts(table, name) for name in (columns.context, columns.question))
     empty = next((i for i, (a, b) in enumerate(zip(context, question, strict=True)) if not (a + b).strip()), None)
     if empty is not None:
         named = " and ".join(repr(name) for name in (columns.context, columns.question) if name is not None)
         raise ValueError(f"{table.where(empty)}: the row has no text in column {named}")
-    if context and set(question) <= set(_ASKED):
-        question = [_ASKED[word] for word in question]
+    if context and set(question) <= set(_QUESTION_OF_WORD):
+        question = [_QUESTION_OF_WORD[word] for word in question]
     offered, names = [], []
     for i, values in enumerate(zip(*(table.columns[name] for name in columns.choices), strict=True)):
-        found = _spelt(values[0]) if len(columns.choices) == 1 else list(values)
+        found = _parse_cell(values[0]) if len(columns.choices) == 1 else list(values)
         if isinstance(found, dict):  # {"label": ["A", "B"], "text": [...]}, as ARC and CommonsenseQA
             names.append([str(name) for name in found.get("label") or []])
             found = found.get("text")
@@ -201,16 +203,16 @@ def _texts(table: Table, column: str | None) -> list[str]:
     ]
 
 
-def right_choices(table: Table, column: str, choices: Choices, first: int | None = None) -> tuple[np.ndarray, int]:
-    """(int64 (rows,): the number of the right choice of each row, from 0; the number that the data give the first).
+def correct_choices(table: Table, column: str, choices: Choices, first: int | None = None) -> tuple[np.ndarray, int]:
+    """(int64 (rows,): the correct choice of each row, counted from 0; the number of the first choice in the data).
 
-    All rows say it in one way: by the row's own name of the choice, by its text, by a letter, or by its number.
+    All rows name it in the same way: by their own name for the choice, by its text, by a letter, or by its number.
 
     Args:
-        first: what numbers begin with, 0 or 1; None: 1 if no row has 0 and one has as many as it has choices.
+        first: the number of the first choice, 0 or 1; None: 1 if no row has 0 and some row has as many as its choices.
 
     Raises:
-        ValueError: a row without a label, or with one that is none of its choices.
+        ValueError: a row without a label, or with a label that is none of its choices.
     """
     values = ["" if value is None else str(value).strip() for value in table.columns[column]]
     missing = next((i for i, value in enumerate(values) if value in ("", "-1")), None)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from modelcenter.data.schemas.column_names import ID_NAMES, LABEL_NAMES, TEXT_NAMES, TEXT_PAIRS
+from modelcenter.data.schemas.column_names import ALL_TEXT_NAMES, ID_NAMES, LABEL_NAMES, TEXT_NAMES, TEXT_PAIRS
 from modelcenter.data.table import Table
 
 
@@ -31,11 +30,11 @@ def find_columns(
 ) -> Columns:
     """Check the columns given and find the others: by their usual names, else by what they hold.
 
-    The label is the column with few distinct values, the text the one with the longest strings. Where two would do, an
-    error asks.
-    label: several columns of zeros and ones with commas between them are one column of labels, see `join_labels`.
+    The label is the column with few distinct values, the text the one with the longest strings. Where several columns
+    qualify, an error asks which.
+    label: may name several columns of zeros and ones, separated by commas: `join_labels` then adds one to the table.
     labelled: a label column is needed; otherwise it stays None unless given.
-    Raises ValueError if a given column is not there, or one that is needed cannot be told.
+    Raises ValueError if a given column is not there, or a needed one cannot be found.
     """
     join_labels(table, label)
     check_columns(table, {"text": text, "text_pair": text_pair, "label": label})
@@ -48,9 +47,9 @@ def find_columns(
 
 
 def join_labels(table: Table, label: str | None) -> None:
-    """Give a table the column that "toxic,threat" names: in each row those of these columns that hold a one.
+    """Add the column "toxic,threat" to a table: in each row the names of those of these columns that hold a one.
 
-    Nothing is done where `label` is a column, or not all of its parts are.
+    Does nothing if `label` is a column already, or some of its parts are not.
 
     Raises:
         ValueError: something other than zero and one.
@@ -61,7 +60,7 @@ def join_labels(table: Table, label: str | None) -> None:
     joined: list[list[str]] = [[] for _ in range(len(table))]
     for part in parts:
         for row, value in enumerate(table.columns[part]):
-            holds = _HOLDS.get(str(value).strip().lower())
+            holds = _ZERO_OR_ONE.get(str(value).strip().lower())
             if holds is None:
                 raise ValueError(
                     f"{table.where(row)}: got {value!r:.40} in column {part!r}, expected 0 or 1: label_column {label} "
@@ -72,46 +71,44 @@ def join_labels(table: Table, label: str | None) -> None:
     table.classes[label] = list(parts)
 
 
-_HOLDS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
+_ZERO_OR_ONE = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
 
 
 def check_columns(table: Table, given: Mapping[str, str | None], *, shared: bool = False) -> None:
-    """Raise ValueError for the first column given for a role that the table lacks, or one column of two roles, which
-    `shared` allows."""
+    """Raise ValueError for a role whose column the table lacks, or for a column with two roles, unless `shared`."""
     named = {role: name for role, name in given.items() if name is not None}
     for role, name in named.items():
         if name not in table.columns:
             near = difflib.get_close_matches(name, table.columns, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            if table.like is not None:  # it was found or given for the training data
+            if table.like is not None:  # the column was found or given for the training data
                 hint = f". It is that of {table.like}, whose columns the evaluation data must have: rename one"
-            raise ValueError(f"{role}_column: {table.name} has no column {name!r}, it has {shown_names(table)}{hint}")
+            raise ValueError(f"{role}_column: {table.name} has no column {name!r}, it has {quoted_names(table)}{hint}")
     twice = next((n for n in named.values() if list(named.values()).count(n) > 1), None)
     if twice is not None and not shared:
         raise ValueError(f"columns: {twice!r} has two roles ({', '.join(r for r, n in named.items() if n == twice)})")
 
 
-def shown_names(table: Table) -> str:
-    """The columns, for messages."""
+def quoted_names(table: Table) -> str:
+    """The names of the columns, for messages."""
     return ", ".join(map(repr, table.columns))
 
 
-def by_name(table: Table, names: tuple[str, ...], taken: Collection[str | None]) -> str | None:
-    """The first of the usual names (lower case) that a column not taken has; None: none does."""
-    lower = {name.lower(): name for name in reversed(table.columns) if name not in taken}
+def find_usual_name(table: Table, names: tuple[str, ...], used: Collection[str | None]) -> str | None:
+    """The column with the first of some usual names (lower case) that has no other role yet; None if there is none."""
+    lower = {name.lower(): name for name in reversed(table.columns) if name not in used}
     return next((lower[name] for name in names if name in lower), None)
 
 
-def _find_label(table: Table, taken: set[str | None]) -> str:
-    named = by_name(table, LABEL_NAMES, taken)
+def _find_label(table: Table, used: set[str | None]) -> str:
+    named = find_usual_name(table, LABEL_NAMES, used)
     if named is not None:
         return named
     few = max(2, min(200, len(table) // 10))
     # A text is no label, however few rows there are; nor is what would be the only column left for it.
-    texts = {*TEXT_NAMES, *itertools.chain.from_iterable(TEXT_PAIRS)}
-    free = [name for name in table.columns if name not in taken and name.lower() not in texts]
-    alone = len(table.columns) == 1
-    distinct = {name: _distinct(table.columns[name], few) for name in free if not alone}
+    free = [name for name in table.columns if name not in used and name.lower() not in ALL_TEXT_NAMES]
+    only_one = len(table.columns) == 1
+    distinct = {name: _distinct(table.columns[name], few) for name in free if not only_one}
     candidates = {name: k for name, k in distinct.items() if 2 <= k <= few}
     if len(candidates) == 1:
         return next(iter(candidates))
@@ -119,9 +116,9 @@ def _find_label(table: Table, taken: set[str | None]) -> str:
         "several columns have few distinct values: " + ", ".join(f"{name!r} ({k})" for name, k in candidates.items())
         if candidates
         else f"no column is called a label or has {'2' if few == 2 else f'between 2 and {few}'} distinct values; the "
-        + (f"only column is {shown_names(table)}" if alone else f"columns are {shown_names(table)}")
+        + (f"only column is {quoted_names(table)}" if only_one else f"columns are {quoted_names(table)}")
     )
-    hot = [name for name in candidates if {str(v).strip().lower() for v in table.columns[name]} <= _HOLDS.keys()]
+    hot = [name for name in candidates if {str(v).strip().lower() for v in table.columns[name]} <= _ZERO_OR_ONE.keys()]
     several = f", or {','.join(hot)} if a row may have several of these labels" if len(hot) > 1 else ""
     raise ValueError(f"label_column: which column of {table.name} is the label? {why}. Give label_column{several}")
 
@@ -138,23 +135,23 @@ def _distinct(values: list[Any], limit: int) -> int:
     return len(seen - {None, ""})
 
 
-def _find_text(table: Table, taken: set[str | None]) -> tuple[str, str | None]:
-    lower = {name.lower(): name for name in table.columns if name not in taken}
+def _find_text(table: Table, used: set[str | None]) -> tuple[str, str | None]:
+    lower = {name.lower(): name for name in table.columns if name not in used}
     for first, second in TEXT_PAIRS:
         if first in lower and second in lower:
             return lower[first], lower[second]
-    named = by_name(table, TEXT_NAMES, taken)
+    named = find_usual_name(table, TEXT_NAMES, used)
     if named is not None:
         return named, None
     lengths = {
         name: sum(map(len, strings)) / len(strings)
         for name, values in table.columns.items()
-        if name not in taken and name.lower() not in ID_NAMES
+        if name not in used and name.lower() not in ID_NAMES
         if (strings := [v for v in values[:1000] if v is not None]) and all(isinstance(v, str) for v in strings)
     }
     longest = sorted(lengths, key=lambda name: -lengths[name])
     if not longest:
-        raise ValueError(f"text_column: {table.name} has no column of texts; the columns are {shown_names(table)}")
+        raise ValueError(f"text_column: {table.name} has no column of texts; the columns are {quoted_names(table)}")
     if len(longest) > 1 and lengths[longest[0]] < 3 * lengths[longest[1]]:
         shown = ", ".join(f"{name!r} ({lengths[name]:.0f} characters on average)" for name in longest)
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Rows as conversations: which columns hold what is asked and what is answered, and the turns they make.
+"""Rows as conversations: which columns hold prompts and responses, and the turns they make.
 
 A row is a chat (a list of messages), an instruction with its answer, an object of CPM-Bee (data.structured), or plain
 text. A conversation is a list of {"role": "system" | "user" | "assistant" | "tool", "content": str}, as chat templates
-take it; its first turn also holds the tools that the row lists (TOOLS), which a template is given apart.
+take it; its first turn also holds the tools that the row lists (TOOLS), which templates take as a separate argument.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PAIRS = (
     ("source", "target"), ("context", "response"), ("mr", "ref"), ("document", "summary"), ("article", "highlights"),
     ("article", "summary"), ("article", "abstract"), ("dialogue", "summary"),
 )  # fmt: skip
-INPUT_NAMES = ("input", "context")  # what an instruction is about
+INPUT_NAMES = ("input", "context")  # what an instruction applies to
 SYSTEM_NAMES = ("system", "system_prompt")
 TOOLS_NAMES = ("tools", "functions", "available_tools")
-TOOLS = "<tools>"  # of a conversation's first turn: the tools that it may call, as no message calls what it holds
-_MESSAGES = re.compile(r"\s*\[\s*\{")  # how a list of them begins that is written as a text
+TOOLS = "<tools>"  # key of the tools in a conversation's first turn; no message has a key of this name
+_MESSAGES = re.compile(r"\s*\[\s*\{")  # the beginning of a list of messages that is written as a text
 _ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user", "prompter": "user",
@@ -44,8 +44,7 @@ _ROLES = {
 
 @dataclass(frozen=True)
 class ChatColumns:
-    """Names of the columns by role. One of messages, prompt, answers and text is there; the others are as the data have
-    them."""
+    """Names of the columns by role. One of messages, prompt, answers and text is set; the others depend on the data."""
 
     messages: str | None = None
     prompt: str | None = None
@@ -64,11 +63,11 @@ class ChatColumns:
 def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered: bool = True) -> ChatColumns:
     """Check the columns given by role and find the others by their usual names.
 
-    A column called "<ans>" makes objects. Else messages win over instructions with answers, and these over plain text.
-    A column given decides.
+    A column given decides the kind of rows. Otherwise a column called "<ans>" makes objects, and messages are preferred
+    to instructions with answers, and these to plain text.
 
     Args:
-        answered: a response is needed beside a prompt; otherwise it stays None unless given.
+        answered: a prompt needs a response; otherwise the response stays None unless given.
 
     Raises:
         ValueError: a column that is not there, roles that do not go together, or nothing that can be used.
@@ -112,8 +111,8 @@ _KINDS = {"messages": {"messages"}, "pair": {"prompt", "response", "input"}, "te
 
 def _find_pair(table: Table, named: Mapping[str, str], lower: Mapping[str, str], answered: bool) -> ChatColumns | None:
     prompt, response = named.get("prompt"), named.get("response")
-    taken = set(named.values())
-    free = {low: name for low, name in lower.items() if name not in taken}
+    used = set(named.values())
+    free = {low: name for low, name in lower.items() if name not in used}
     if prompt is None and response is None:
         found = next(((a, b) for a, b in PAIRS if a in free and (b in free or not answered)), None)
         if found is None:
@@ -131,27 +130,27 @@ def _find_pair(table: Table, named: Mapping[str, str], lower: Mapping[str, str],
             f"{role}_column: which column of {table.name} goes with {other!r}? It has "
             f"{', '.join(map(repr, table.columns))}. Give {role}_column"
         )
-    about, system = named.get("input"), named.get("system")
-    if about is None and prompt.lower() == "instruction":
-        about = next((free[n] for n in INPUT_NAMES if n in free and free[n] not in (prompt, response)), None)
+    input_, system = named.get("input"), named.get("system")
+    if input_ is None and prompt.lower() == "instruction":
+        input_ = next((free[n] for n in INPUT_NAMES if n in free and free[n] not in (prompt, response)), None)
     if system is None:
         system = next((free[n] for n in SYSTEM_NAMES if n in free and free[n] not in (prompt, response)), None)
     tools = find_tools(table, {**named, "prompt": prompt, "response": response})
-    return ChatColumns(prompt=prompt, input=about, response=response if answered else None, system=system, tools=tools)
+    return ChatColumns(prompt=prompt, input=input_, response=response if answered else None, system=system, tools=tools)
 
 
 def find_tools(table: Table, named: Mapping[str, str | None]) -> str | None:
-    """The column that lists the tools of each row: the one given, else one of a usual name that holds such lists."""
+    """The column that lists the tools of each row: the given one, or one with a usual name that holds such lists."""
     if named.get("tools"):
         return named["tools"]
     lower = {name.lower(): name for name in reversed(table.columns) if name not in named.values()}
     known = [lower[name] for name in TOOLS_NAMES if name in lower]
-    return next((name for name in known if any(_tools(value) for value in table.columns[name][:1000])), None)
+    return next((name for name in known if any(_parse_tools(value) for value in table.columns[name][:1000])), None)
 
 
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    """The tools that a cell lists, as objects or as a JSON text of them; []: none, None: it says something else."""
-    written = isinstance(value, str)  # by the author of the data, nulls and all
+def _parse_tools(value: Any) -> list[dict[str, Any]] | None:
+    """The tools that a cell lists, as objects or as JSON; [] if it is empty, None if it holds something else."""
+    from_text = isinstance(value, str)  # written by the author of the data, so nulls are meant
     if isinstance(value, str) and value.strip():
         try:
             value = parse_json(value)
@@ -166,29 +165,29 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
         return None
     found = []
     for tool in tools:
-        one = _tools(tool) if isinstance(tool, str) else [tool]  # each a JSON text of its own
+        one = _parse_tools(tool) if isinstance(tool, str) else [tool]  # each a JSON text of its own
         if not one or len(one) != 1 or not isinstance(one[0], dict):
             return None
-        found.append(one[0] if written or isinstance(tool, str) else _without_none(one[0]))
+        found.append(one[0] if from_text or isinstance(tool, str) else _without_none(one[0]))
     return found
 
 
 def _without_none(value: Any) -> Any:
-    """Without what parquet and the `datasets` library fill up: fields that other rows have."""
+    """A value without the None that parquet and the `datasets` library put where other rows have a field."""
     if isinstance(value, dict):
         return {name: _without_none(part) for name, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def with_tools(table: Table, column: str | None, row: int, turns: Conversation) -> Conversation:
-    """A conversation with the tools that its row lists, if it lists some.
+    """A conversation with the tools that its row lists, if any.
 
     Raises:
-        ValueError: the row has something else there.
+        ValueError: the cell holds something else.
     """
     if column is None or not turns:
         return turns
-    tools = _tools(table.columns[column][row])
+    tools = _parse_tools(table.columns[column][row])
     if tools is None:
         raise ValueError(
             f"{table.where(row)}: got {table.columns[column][row]!r:.80} in column {column!r}, expected a list of "
@@ -205,44 +204,44 @@ def _holds_messages(values: Sequence[Any]) -> bool:
 
 
 def conversations(table: Table, columns: ChatColumns) -> list[Conversation]:
-    """The turns of every row that is not plain text.
+    """The turns of each row of messages or of prompts with responses.
 
-    Where there is no response column, a row ends with what is asked. A row whose response is empty ends so, too.
+    Without a response column, or with an empty response, a row ends with the prompt.
 
     Raises:
-        ValueError: a row that is none, naming file and line.
+        ValueError: a row that makes no conversation, naming file and line.
     """
     rows = []
     for row in range(len(table)):
         if columns.messages is not None:
-            found = as_turns(table, columns.messages, row, "user")
+            turns = as_turns(table, columns.messages, row, "user")
         else:
             assert columns.prompt is not None
-            found = as_turns(table, columns.prompt, row, "user")
-            found = with_input(table, columns.input, row, found)
+            turns = as_turns(table, columns.prompt, row, "user")
+            turns = with_input(table, columns.input, row, turns)
             if columns.response is not None:
-                found = found + as_turns(table, columns.response, row, "assistant")
+                turns = turns + as_turns(table, columns.response, row, "assistant")
         system = table.columns[columns.system][row] if columns.system is not None else None
-        if system is not None and str(system).strip() and found[0]["role"] != "system":
-            found = [{"role": "system", "content": str(system)}, *found]
-        rows.append(with_tools(table, columns.tools, row, found))
+        if system is not None and str(system).strip() and turns[0]["role"] != "system":
+            turns = [{"role": "system", "content": str(system)}, *turns]
+        rows.append(with_tools(table, columns.tools, row, turns))
     return rows
 
 
-def with_input(table: Table, column: str | None, row: int, asked: Conversation) -> Conversation:
-    """Turns of which the last gives an instruction, with what the row says that it is about, if anything."""
-    about = table.columns[column][row] if column is not None else None
-    if about is None or not str(about).strip():
-        return asked
-    return [*asked[:-1], {**asked[-1], "content": f"{asked[-1]['content']}\n{about}"}]
+def with_input(table: Table, column: str | None, row: int, turns: Conversation) -> Conversation:
+    """The turns with the row's input, if any, appended to the last turn, which is an instruction."""
+    text = table.columns[column][row] if column is not None else None
+    if text is None or not str(text).strip():
+        return turns
+    return [*turns[:-1], {**turns[-1], "content": f"{turns[-1]['content']}\n{text}"}]
 
 
 def as_turns(table: Table, column: str, row: int, role: str) -> Conversation:
-    """What a cell says: a text is one turn of `role`, a list is its messages. A blank text is no turn; nor is an
-    answer that is not there.
+    """The turns of a cell: of a text, one turn of `role`; of a list, its messages. A blank text makes no turn, nor
+    does a missing answer.
 
     Raises:
-        ValueError: neither of them, or a message without a known role or a text.
+        ValueError: neither a text nor messages, or a message without a known role or a text.
     """
     value = table.columns[column][row]
     if value is None and role == "assistant":
@@ -250,7 +249,7 @@ def as_turns(table: Table, column: str, row: int, role: str) -> Conversation:
     if isinstance(value, (list, tuple)):
         value = _without_none(value)
     elif isinstance(value, str) and _MESSAGES.match(value):
-        value = parse_list(value) or value  # or a text that begins so
+        value = parse_list(value) or value  # it may be a text that begins like a list
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         text = str(value)
         if role == "user" and not text.strip():
@@ -271,17 +270,19 @@ def as_turns(table: Table, column: str, row: int, role: str) -> Conversation:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """{"role", "content"} and what else the message has, from today's names or ShareGPT's. Raises ValueError: it is
-    none."""
+    """A message with role, content and its other fields, from today's names or ShareGPT's.
+
+    Raises ValueError: it is none.
+    """
     if not isinstance(message, dict):
         raise ValueError(f"got {message!r:.60}, expected an object with role and content")
-    said = {name: value for name, value in message.items() if value is not None}
-    role, content = said.pop("role", None) or said.pop("from", None), said.pop("content", None)
-    content = said.pop("value", None) if content is None else content
+    fields = {name: value for name, value in message.items() if value is not None}
+    role, content = fields.pop("role", None) or fields.pop("from", None), fields.pop("content", None)
+    content = fields.pop("value", None) if content is None else content
     if str(role).lower() not in _ROLES:
         raise ValueError(f"got the role {role!r}, expected one of {', '.join(_ROLES)}")
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) and not (content is None and "tool_calls" in said):
+    if not isinstance(content, str) and not (content is None and "tool_calls" in fields):
         raise ValueError(f"got {content!r:.60} as content, expected a text")
-    return {"role": _ROLES[str(role).lower()], "content": content or "", **said}
+    return {"role": _ROLES[str(role).lower()], "content": content or "", **fields}

@@ -1,4 +1,4 @@
-"""Entities said by the characters of a text, as tools for annotation write them, to words with tags."""
+"""Entities given by the characters of a text, as annotation tools write them, as words with tags."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from modelcenter.data.table import Table
 
 _START, _END = ("start", "start_offset", "begin"), ("end", "end_offset")
 _TYPE = ("label", "type", "tag", "entity", "labels")
+_Entity = tuple[int, int, str]  # its first character, the one after its last, and its type
 
 
-def holds_spans(values: Sequence[Any]) -> bool:
-    """Whether a column has such entities: lists of [start, end, type] or of {"start", "end", "label"}."""
+def has_entity_spans(values: Sequence[Any]) -> bool:
+    """Whether a column holds such entities: lists of [start, end, type] or of {"start", "end", "label"}."""
     first = next((value for value in values if value), None)
     if not isinstance(first, (list, tuple)):
         return False
@@ -21,53 +22,55 @@ def holds_spans(values: Sequence[Any]) -> bool:
     return isinstance(first[0], (list, tuple))
 
 
-def spell_out(table: Table, text: str, spans: str, split: Callable[[str], list[str]]) -> None:
-    """Put words in the place of the texts of a table, and BIO tags in the place of their entities.
+def spans_to_tags(
+    table: Table, text_column: str, spans_column: str, split: Callable[[str], list[str]]
+) -> tuple[list[list[str]], list[list[str]]]:
+    """The words of each row, and a BIO tag for each word.
 
-    A word ends where an entity does. Characters are counted from 0, the end of an entity is the one behind it.
+    A word ends where an entity does. Characters are counted from 0, and the end of an entity is the character after it.
 
     Args:
         split: a text into words.
 
     Raises:
-        ValueError: a row without a text; an entity that is none, lies outside its text, holds no word or overlaps
-            another.
+        ValueError: a row without a text; an entity in another form, one outside its text or without a word, or one that
+            overlaps another.
     """
     words, tags = [], []
-    for row, (said, found) in enumerate(zip(table.columns[text], table.columns[spans], strict=True)):
-        if not isinstance(said, str):
-            raise ValueError(f"{table.where(row)}: got {said!r:.60} in column {text!r}, expected a text")
-        own: list[str] = []
-        named: list[str] = []
-        at = 0
+    for row, (text, spans) in enumerate(zip(table.columns[text_column], table.columns[spans_column], strict=True)):
+        if not isinstance(text, str):
+            raise ValueError(f"{table.where(row)}: got {text!r:.60} in column {text_column!r}, expected a text")
         try:
-            entities = sorted(map(_entity, found or ()))
+            entities = sorted(map(_entity, spans or ()))
         except ValueError as error:
-            raise ValueError(f"{table.where(row)}, column {spans!r}: {error}") from None
+            raise ValueError(f"{table.where(row)}, column {spans_column!r}: {error}") from None
+        row_words: list[str] = []
+        row_tags: list[str] = []
+        at = 0
         for start, end, kind in entities:
-            inside = split(said[start:end])
-            if not at <= start < end <= len(said) or not inside:
-                problem = "overlaps the one before it" if start < at else f"of a text of {len(said)} holds no word"
+            inside = split(text[start:end])
+            if not at <= start < end <= len(text) or not inside:
+                problem = "overlaps the one before it" if start < at else f"of a text of {len(text)} holds no word"
                 raise ValueError(
-                    f"{table.where(row)}: the entity {kind!r} at characters {start} to {end} in column {spans!r} "
-                    f"{problem}: correct it or leave it out"
+                    f"{table.where(row)}: the entity {kind!r} at characters {start} to {end} in column "
+                    f"{spans_column!r} {problem}: correct it or leave it out"
                 )
-            before = split(said[at:start])
-            own += before + inside
-            named += ["O"] * len(before) + [f"B-{kind}"] + [f"I-{kind}"] * (len(inside) - 1)
+            before = split(text[at:start])
+            row_words += before + inside
+            row_tags += ["O"] * len(before) + [f"B-{kind}"] + [f"I-{kind}"] * (len(inside) - 1)
             at = end
-        rest = split(said[at:])
-        words.append(own + rest)
-        tags.append(named + ["O"] * len(rest))
-    table.columns[text], table.columns[spans] = words, tags
+        rest = split(text[at:])
+        words.append(row_words + rest)
+        tags.append(row_tags + ["O"] * len(rest))
+    return words, tags
 
 
 def _field(entity: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((entity[name] for name in names if entity.get(name) is not None), None)
 
 
-def _entity(entity: Any) -> tuple[int, int, str]:
-    """(start, end, type). Raises ValueError: it is none."""
+def _entity(entity: Any) -> _Entity:
+    """An entity of either form. Raises ValueError: it is none."""
     if isinstance(entity, Mapping):
         parts = [_field(entity, names) for names in (_START, _END, _TYPE)]
     else:

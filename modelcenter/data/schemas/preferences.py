@@ -1,4 +1,4 @@
-"""Rows of preferences: what is asked, the answer that was chosen and the one that was rejected."""
+"""Rows of preferences: a prompt, the answer that was chosen and the one that was rejected."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NAMES = {
 
 
 def find_preference_columns(table: Table, given: Mapping[str, str | None]) -> dict[str, str | None]:
-    """{role: column} for prompt, input (what an instruction is about), chosen, rejected, system and tools: those given,
-    else those with the usual names.
+    """{role: column} for prompt, input (of an instruction), chosen, rejected, system and tools: those given, else those
+    with the usual names.
 
-    Without a prompt column the chosen and the rejected messages begin with what is asked.
+    Without a prompt column the chosen and the rejected messages both begin with the prompt.
 
     Raises:
         ValueError: a column that is not there, none for chosen or rejected, or an input without a prompt.
@@ -45,75 +45,87 @@ def find_preference_columns(table: Table, given: Mapping[str, str | None]) -> di
                 f"{role}_column: which column of {table.name} has the {role} answers? It has "
                 f"{', '.join(map(repr, table.columns))}. Give {role}_column"
             )
-    prompt, about = found["prompt"], named.get("input")
-    if prompt is None and about is not None:
+    prompt, input_ = found["prompt"], named.get("input")
+    if prompt is None and input_ is not None:
         raise ValueError("prompt_column: which column is the prompt that input_column belongs to? Give it")
-    if about is None and prompt is not None and prompt.lower() == "instruction":
-        taken = set(found.values())
-        about = next((lower[n] for n in INPUT_NAMES if n in lower and lower[n] not in taken), None)
-    found = {"prompt": prompt, "input": about, **found}
+    if input_ is None and prompt is not None and prompt.lower() == "instruction":
+        used = set(found.values())
+        input_ = next((lower[n] for n in INPUT_NAMES if n in lower and lower[n] not in used), None)
+    found = {"prompt": prompt, "input": input_, **found}
     return {**found, "tools": find_tools(table, {**named, **found})}
 
 
 def preferences(table: Table, columns: Mapping[str, str | None]) -> list[Conversation]:
-    """Two conversations for each row, with the chosen and with the rejected answer; only these are to be trained on
-    (the other turns of the assistant have "weight": 0).
+    """Two conversations for each row, with the chosen and with the rejected answer. Only these are trained on: other
+    turns of the assistant have "weight": 0.
 
     Raises:
-        ValueError: a row without a prompt, with an answer that is no text and no messages, or with answers to another
-            question than the prompt, naming file and line.
+        ValueError: a row without a prompt, with an answer that is neither a text nor messages, or with answers to
+            another question than the prompt, naming file and line.
     """
     rows: list[Conversation] = []
     for row in range(len(table)):
-        asked, answers = _parts(table, columns, row)
-        if not asked:
+        prompt, answers = _split_row(table, columns, row)
+        if not prompt:
             raise ValueError(
                 f"{table.where(row)}: the row has no prompt: give prompt_column, or chosen and rejected messages that "
                 "begin with the same question"
             )
-        asked = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in asked]
-        rows += [asked + answer for answer in answers]
+        prompt = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
+        rows += [prompt + answer for answer in answers]
     return rows
 
 
 def questions(table: Table, columns: Mapping[str, str | None]) -> list[Conversation]:
-    """What each row asks."""
-    return [_parts(table, columns, row)[0] for row in range(len(table))]
+    """The prompt of each row."""
+    return [_split_row(table, columns, row)[0] for row in range(len(table))]
 
 
-def _parts(table: Table, columns: Mapping[str, str | None], row: int) -> tuple[Conversation, list[Conversation]]:
-    prompt, system = columns["prompt"], columns.get("system")
-    asked: list[dict[str, Any]] = [] if prompt is None else as_turns(table, prompt, row, "user")
-    asked = with_input(table, columns.get("input"), row, asked)
+def _split_row(table: Table, columns: Mapping[str, str | None], row: int) -> tuple[Conversation, list[Conversation]]:
+    """(the turns of the prompt, the turns of the chosen and of the rejected answer)."""
+    column, system_column = columns["prompt"], columns.get("system")
+    prompt: Conversation = [] if column is None else as_turns(table, column, row, "user")
+    prompt = with_input(table, columns.get("input"), row, prompt)
     answers = [as_turns(table, columns[role] or "", row, "assistant") for role in ("chosen", "rejected")]
-    # Messages often repeat the question before the answer.
+    # Messages often repeat the prompt before the answer.
+    shared = _shared_turns(*answers)
+    if shared and (not prompt or list(map(_content, shared[-len(prompt) :])) == list(map(_content, prompt))):
+        prompt = shared
+        answers = [answer[len(shared) :] for answer in answers]
+    for role, answer in zip(("chosen", "rejected"), answers, strict=True):
+        _check_answer(answer, prompt, f"{table.where(row)}: column {columns[role]!r}", column)
+    system = table.columns[system_column][row] if system_column is not None else None
+    if system is not None and str(system).strip() and prompt and prompt[0]["role"] != "system":
+        prompt = [{"role": "system", "content": str(system)}, *prompt]
+    return with_tools(table, columns.get("tools"), row, prompt), answers
+
+
+def _shared_turns(chosen: Conversation, rejected: Conversation) -> Conversation:
+    """The turns with which both begin, without the last turn of the shorter one, which is its answer."""
     same = 0
-    for one, other in zip(*answers, strict=False):
-        if _said(one) != _said(other) or same + 1 == min(map(len, answers)):
+    for one, other in zip(chosen, rejected, strict=False):
+        if _content(one) != _content(other) or same + 1 == min(len(chosen), len(rejected)):
             break
         same += 1
-    shared = answers[0][:same]
-    if shared and (not asked or list(map(_said, shared[-len(asked) :])) == list(map(_said, asked))):
-        asked = shared
-        answers = [answer[same:] for answer in answers]
-    for role, answer in zip(("chosen", "rejected"), answers, strict=True):
-        turn = next((turn for turn in answer if turn["role"] != "system"), None)
-        if asked and asked[-1]["role"] == "user" and turn is not None and turn["role"] == "user":
-            begins = f"{table.where(row)}: column {columns[role]!r} begins with the question {turn['content']!r:.60}, "
-            if _said(turn) == _said(asked[-1]):
-                raise ValueError(
-                    f"{begins}but not both answers repeat the same turns and answer them: give answers alone, or in "
-                    f"both all that column {prompt!r} has and an answer behind it"
-                )
-            raise ValueError(
-                f"{begins}column {prompt!r} ends with {asked[-1]['content']!r:.60}: expected the same, or answers alone"
-            )
-    about = table.columns[system][row] if system is not None else None
-    if about is not None and str(about).strip() and asked and asked[0]["role"] != "system":
-        asked = [{"role": "system", "content": str(about)}, *asked]
-    return with_tools(table, columns.get("tools"), row, asked), answers
+    return chosen[:same]
 
 
-def _said(turn: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes turns the same: not their ids, nor spaces around them."""
+def _check_answer(answer: Conversation, prompt: Conversation, where: str, prompt_column: str | None) -> None:
+    """Raise ValueError for an answer that begins with a question although the prompt ends with one."""
+    first = next((turn for turn in answer if turn["role"] != "system"), None)
+    if not prompt or prompt[-1]["role"] != "user" or first is None or first["role"] != "user":
+        return
+    begins = f"{where} begins with the question {first['content']!r:.60}, "
+    if _content(first) == _content(prompt[-1]):
+        raise ValueError(
+            f"{begins}but not both answers repeat the same turns and answer them: give answers alone, or in "
+            f"both all that column {prompt_column!r} has and an answer behind it"
+        )
+    raise ValueError(
+        f"{begins}column {prompt_column!r} ends with {prompt[-1]['content']!r:.60}: expected the same, or answers alone"
+    )
+
+
+def _content(turn: dict[str, Any]) -> tuple[Any, ...]:
+    """What two turns must share to be the same: their ids and the spaces around them may differ."""
     return turn["role"], turn["content"].strip(), turn.get("tool_calls")

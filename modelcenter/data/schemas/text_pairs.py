@@ -1,4 +1,4 @@
-"""Rows as a text to read and a text to write: which columns hold them, and what they hold."""
+"""Rows of a source text and a target text: which columns hold them, and their texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from modelcenter.data.schemas.column_names import TEXT_NAMES
 from modelcenter.data.schemas.columns import check_columns
 from modelcenter.data.table import Table
 
-# Usual names, source and target; what is surer comes first.
+# Usual names of source and target, the least ambiguous first.
 PAIRS = (
     ("source", "target"), ("src", "tgt"), ("source_text", "target_text"), ("inputs", "targets"), ("input", "target"),
     ("document", "summary"), ("article", "highlights"), ("article", "summary"), ("article", "abstract"),
@@ -51,16 +51,18 @@ def find_pair_columns(
 ) -> PairColumns:
     """Check the columns given and find the others by their usual names.
 
-    source_lang, target_lang: given together; keys of a column of translations, else names of columns.
+    source_lang, target_lang: given together: keys of a column of translations, or names of columns.
     labelled: a target is needed; otherwise it stays None unless given.
 
     Raises:
-        ValueError: a given column is not there, or one that is needed cannot be told.
+        ValueError: a given column is not there, or a needed one cannot be found.
     """
     check_columns(table, {"source": source, "target": target}, shared=True)
-    several = next((n for n in table.columns if n.lower() in _TRANSLATIONS and _is_mapping(table.columns[n])), None)
-    if source is None and target is None and several is not None:
-        source, target = several, several if labelled else None
+    translations = next(
+        (n for n in table.columns if n.lower() in _TRANSLATIONS and _holds_objects(table.columns[n])), None
+    )
+    if source is None and target is None and translations is not None:
+        source, target = translations, translations if labelled else None
     if (
         source is None
         and target is None
@@ -69,13 +71,13 @@ def find_pair_columns(
     ):
         source, target = source_lang, target_lang if labelled else None
     if source is None or (target is None and labelled):
-        source, target = _by_names(table, source, target, labelled)
+        source, target = _find_pair(table, source, target, labelled)
     keys = [
-        lang if name is not None and _is_mapping(table.columns[name]) else None
+        lang if name is not None and _holds_objects(table.columns[name]) else None
         for name, lang in ((source, source_lang), (target, target_lang))
     ]
     for role, name, lang in zip(("source", "target"), (source, target), keys, strict=True):
-        if name is not None and _is_mapping(table.columns[name]):
+        if name is not None and _holds_objects(table.columns[name]):
             known = sorted({key for value in table.columns[name][:100] if isinstance(value, dict) for key in value})
             if lang not in known:
                 came = "is needed" if lang is None else f"got {lang!r}"
@@ -88,16 +90,16 @@ def find_pair_columns(
     return PairColumns(source, target, *keys)
 
 
-def _is_mapping(values: list[Any]) -> bool:
+def _holds_objects(values: list[Any]) -> bool:
     return isinstance(next((value for value in values if value is not None), None), dict)
 
 
-def _by_names(table: Table, source: str | None, target: str | None, labelled: bool) -> tuple[str, str | None]:
+def _find_pair(table: Table, source: str | None, target: str | None, labelled: bool) -> tuple[str, str | None]:
     lower = {name.lower(): name for name in reversed(table.columns)}
     for first, second in PAIRS:
-        found = source or lower.get(first), (target or lower.get(second)) if labelled else target
-        if found[0] is not None and (found[1] is not None or not labelled) and found[0] != found[1]:
-            return found
+        pair = source or lower.get(first), (target or lower.get(second)) if labelled else target
+        if pair[0] is not None and (pair[1] is not None or not labelled) and pair[0] != pair[1]:
+            return pair
     others = [name for name in table.columns if name not in (source, target)]
     if not labelled:
         named = next((lower[name] for name in TEXT_NAMES if name in lower), None)
@@ -112,17 +114,15 @@ def _by_names(table: Table, source: str | None, target: str | None, labelled: bo
     )
 
 
-def texts_of(table: Table, column: str, lang: str | None = None) -> Iterator[str | None]:
+def column_texts(table: Table, column: str, lang: str | None = None) -> Iterator[str | None]:
     """The texts of a column, or of one language of a column of translations; None where a row has none.
 
     Raises:
         ValueError: a row that holds something else.
     """
-    for row, found in enumerate(table.columns[column]):
-        value = found.get(lang) if lang is not None and isinstance(found, dict) else found
-        if isinstance(value, (list, dict, bytes)) or (lang is not None and isinstance(found, str)):
+    for row, cell in enumerate(table.columns[column]):
+        value = cell.get(lang) if lang is not None and isinstance(cell, dict) else cell
+        if isinstance(value, (list, dict, bytes)) or (lang is not None and isinstance(cell, str)):
             expected = "a text" if lang is None else f"texts by language, one of them {lang}"
-            raise ValueError(
-                f"{table.where(row)}: the row has {found!r:.60}, expected {expected}, in column {column!r}"
-            )
+            raise ValueError(f"{table.where(row)}: the row has {cell!r:.60}, expected {expected}, in column {column!r}")
         yield value if value is None or isinstance(value, str) else str(value)

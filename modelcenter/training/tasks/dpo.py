@@ -115,7 +115,7 @@ class DPO(LanguageModelling):
         """Read the data, find its columns and its pairs.
 
         Raises:
-            ValueError: no such data or column, or a row that is no pair; see data.sources and data.preferences.
+            ValueError: no such data or column, or a row that is no pair; see data.sources and data.schemas.preferences.
         """
         self.cfg, self.loss_fn = cfg, PreferenceLoss(cfg.beta, cfg.label_smoothing, cfg.loss_type)
         self.train, self.eval = read_splits(cfg)

@@ -53,7 +53,7 @@ class LanguageModelling(Task):
         """Read the data, find its columns and its turns.
 
         Raises:
-            ValueError: no such data or column, or a row without a prompt; see data.sources and data.conversations.
+            ValueError: no such data or column, or a row without a prompt; see data.sources and schemas.conversations.
         """
         self.cfg = cfg
         self.train, self.eval = read_splits(cfg)

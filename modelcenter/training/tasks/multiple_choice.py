@@ -9,7 +9,7 @@ import torch
 
 import engine
 from modelcenter.data.batching.collate import pack
-from modelcenter.data.schemas.choices import Choices, find_choice_columns, read_choices, right_choices
+from modelcenter.data.schemas.choices import Choices, correct_choices, find_choice_columns, read_choices
 from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import tokenize
 from modelcenter.models.base import Model
@@ -114,7 +114,7 @@ class MultipleChoice(Task):
 
     def _right(self, table: Table, choices: Choices, first: int | None) -> tuple[np.ndarray, int]:
         assert self.columns.label is not None
-        return right_choices(table, self.columns.label, choices, first)
+        return correct_choices(table, self.columns.label, choices, first)
 
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[ChoiceRows, ChoiceRows | None]:
         train = _rows(tokenizer, self.train, self.choices, self.targets, max_length, self.several)

@@ -14,7 +14,7 @@ import torch
 import engine
 from modelcenter.data.batching.collate import pack_pairs
 from modelcenter.data.schemas.columns import check_columns
-from modelcenter.data.schemas.text_pairs import PairColumns, find_pair_columns, texts_of
+from modelcenter.data.schemas.text_pairs import PairColumns, column_texts, find_pair_columns
 from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, tokenize, tokenize_ended
 from modelcenter.models.base import Model
@@ -87,7 +87,7 @@ class PairRows(TokenRows):
     def texts(self, role: str) -> list[str]:
         """The sources or the targets, as they are in the data."""
         column, lang = getattr(self.columns, role), getattr(self.columns, f"{role}_lang")
-        return [text or "" for text in texts_of(self.table, column, lang)]
+        return [text or "" for text in column_texts(self.table, column, lang)]
 
 
 class LossAlone:
@@ -148,14 +148,14 @@ class SequenceToSequence(Task):
         self.tokenizer = tokenizer
         check_end(tokenizer, self.model)
         columns, prefix, most = self.columns, self.cfg.prefix, self.cfg.max_target_length
-        texts = [prefix + (text or "") for text in texts_of(table, columns.source, columns.source_lang)]
+        texts = [prefix + (text or "") for text in column_texts(table, columns.source, columns.source_lang)]
         source = tokenize(tokenizer, texts, max_length=max_length)
         if not source.lengths.all():
             empty = int(np.flatnonzero(source.lengths == 0)[0])
             raise ValueError(f"{table.where(empty)}: {texts[empty]!r:.60} has no token, expected a text to read")
         if columns.target is None:
             return PairRows(table, source, columns)
-        targets = [text or "" for text in texts_of(table, columns.target, columns.target_lang)]
+        targets = [text or "" for text in column_texts(table, columns.target, columns.target_lang)]
         first = None
         if has_several(table, self.cfg.form):
             answers = table.columns["answers"]
@@ -260,8 +260,8 @@ def whole_rows(table: Table, columns: PairColumns) -> Table:
         ValueError: there are none.
     """
     assert columns.target is not None
-    sources = texts_of(table, columns.source, columns.source_lang)
-    targets = texts_of(table, columns.target, columns.target_lang)
+    sources = column_texts(table, columns.source, columns.source_lang)
+    targets = column_texts(table, columns.target, columns.target_lang)
     good = np.array([bool((a or "").strip() and (b or "").strip()) for a, b in zip(sources, targets, strict=True)])
     if good.all():
         return table

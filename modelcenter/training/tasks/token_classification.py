@@ -14,7 +14,7 @@ from engine.loss import IGNORE_INDEX
 from modelcenter.data.batching.collate import pack_tokens
 from modelcenter.data.readers.literals import parse_lists
 from modelcenter.data.schemas.class_names import renumbering, reordered_ids_to_names
-from modelcenter.data.schemas.entity_spans import holds_spans, spell_out
+from modelcenter.data.schemas.entity_spans import has_entity_spans, spans_to_tags
 from modelcenter.data.table import Table
 from modelcenter.data.tokenization.words import Words, space_before_words, tokenize_words
 from modelcenter.models.base import Model
@@ -224,8 +224,9 @@ def find_words(table: Table, words: str | None, tags: str | None, tagged: bool =
     roles = {"words": (words, WORDS), "tags": (tags, TAGS)}
     found = find_named(table, roles if tagged or tags is not None else {"words": roles["words"]})
     spans = found.get("tags")
-    if spans is not None and holds_spans(table.columns[spans]):
-        spell_out(table, found["words"], spans, split_text)
+    if spans is not None and has_entity_spans(table.columns[spans]):
+        words_and_tags = spans_to_tags(table, found["words"], spans, split_text)
+        table.columns[found["words"]], table.columns[spans] = words_and_tags
     return found["words"], spans
 
 

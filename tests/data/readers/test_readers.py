@@ -6,7 +6,7 @@ import pytest
 
 from modelcenter.data.readers import read_file
 from modelcenter.data.schemas.labels import find_labels
-from modelcenter.data.schemas.text_pairs import texts_of
+from modelcenter.data.schemas.text_pairs import column_texts
 from modelcenter.data.streams import Cursor, FileRows
 from modelcenter.data.table import Origin, Table, concatenate
 from modelcenter.training.tasks.base import strings
@@ -324,7 +324,7 @@ def test_parquet_of_texts_as_bytes(tmp_path):
     with pytest.raises(ValueError, match=r"a.parquet, row 1: the row has b'.xff.x00', expected a text, in column 'ima"):
         strings(table, "image")
     with pytest.raises(ValueError, match=r"row 1: the row has b'.xff.x00', expected a text, in column 'image'"):
-        list(texts_of(table, "image"))
+        list(column_texts(table, "image"))
     with pytest.raises(ValueError, match=r"row 1: the label is b'.xff.x00', expected a text"):
         find_labels(table.columns["image"], table.where)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from modelcenter.data.schemas.choices import find_choice_columns, read_choices, right_choices
+from modelcenter.data.schemas.choices import correct_choices, find_choice_columns, read_choices
 from modelcenter.data.table import Origin, Table
 
 
@@ -46,7 +46,7 @@ def test_forms(form):
     found = find_choice_columns(rows)
     choices = read_choices(rows, found)
     assert choices.pairs() == (firsts, seconds)
-    assert right_choices(rows, found.label, choices)[0].tolist() == right
+    assert correct_choices(rows, found.label, choices)[0].tolist() == right
 
 
 def test_choices_in_the_cells_of_a_csv_file():
@@ -60,10 +60,10 @@ def test_choices_in_the_cells_of_a_csv_file():
 def test_numbers_from_one_are_told_by_the_rows_or_given():
     rows = table(question=["q"] * 3, option1=["x"] * 3, option2=["y"] * 3, answer=[1, 2, 1])
     choices = read_choices(rows, find_choice_columns(rows))
-    targets, first = right_choices(rows, "answer", choices)
+    targets, first = correct_choices(rows, "answer", choices)
     assert targets.tolist() == [0, 1, 0] and first == 1
     with pytest.raises(ValueError, match=r"line 2: label '2' in column 'answer' is none of the 2 choices; .* 0 to 1"):
-        right_choices(rows, "answer", choices, first=0)
+        correct_choices(rows, "answer", choices, first=0)
 
 
 GOOD = {"question": ["q", "r"], "choice1": ["x", "y"], "choice2": ["u", "v"], "label": [0, 1]}
@@ -88,4 +88,4 @@ def test_mistakes(changes, given, says):
     rows = table(**{name: values for name, values in (GOOD | changes).items() if values is not None})
     with pytest.raises(ValueError, match=says):
         columns = find_choice_columns(rows, **given)
-        right_choices(rows, columns.label, read_choices(rows, columns))
+        correct_choices(rows, columns.label, read_choices(rows, columns))

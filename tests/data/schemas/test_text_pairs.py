@@ -2,7 +2,7 @@
 
 import pytest
 
-from modelcenter.data.schemas.text_pairs import PairColumns, find_pair_columns, texts_of
+from modelcenter.data.schemas.text_pairs import PairColumns, column_texts, find_pair_columns
 from modelcenter.data.table import Origin, Table
 
 
@@ -44,8 +44,8 @@ def test_translations():
     data = table(id=["a", "b"], translation=BOTH)
     found = find_pair_columns(data, source_lang="de", target_lang="en")
     assert found == PairColumns("translation", "translation", "de", "en")
-    assert list(texts_of(data, found.source, "de")) == ["eins", "zwei"]
-    assert list(texts_of(data, found.target, "en")) == ["one", "two"]
+    assert list(column_texts(data, found.source, "de")) == ["eins", "zwei"]
+    assert list(column_texts(data, found.target, "en")) == ["one", "two"]
     assert found.shown() == "source 'translation'['de'], target 'translation'['en']"
     # What a run found is found again, in rows that lack the translation too.
     assert find_pair_columns(data, "translation", "translation", "de", "en") == found
@@ -74,9 +74,9 @@ def test_mistakes(columns, given, says):
 
 
 def test_what_rows_hold():
-    assert list(texts_of(table(a=["x", None, 3]), "a")) == ["x", None, "3"]
-    assert list(texts_of(table(a=[{"en": "x"}, None, {"de": "y"}]), "a", "en")) == ["x", None, None]
+    assert list(column_texts(table(a=["x", None, 3]), "a")) == ["x", None, "3"]
+    assert list(column_texts(table(a=[{"en": "x"}, None, {"de": "y"}]), "a", "en")) == ["x", None, None]
     with pytest.raises(ValueError, match=r"a.jsonl, line 2: the row has \['y'\], expected a text, in column 'a'"):
-        list(texts_of(table(a=["x", ["y"]]), "a"))
+        list(column_texts(table(a=["x", ["y"]]), "a"))
     with pytest.raises(ValueError, match="line 1: the row has 'x', expected texts by language, one of them en"):
-        list(texts_of(table(a=["x"]), "a", "en"))
+        list(column_texts(table(a=["x"]), "a", "en"))

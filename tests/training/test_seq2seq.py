@@ -14,7 +14,7 @@ import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.data.sampling import EpochBatches
-from modelcenter.data.tokenization.tokenize import tokenize_ended
+from modelcenter.data.tokenization.tokenize import tokenize_targets
 from modelcenter.training.config import PredictConfig, Seq2SeqConfig
 from modelcenter.training.metrics import rouge
 from modelcenter.training.record import Record
@@ -272,12 +272,12 @@ def test_samples_of_steps_that_are_done_again_are_cut_off(tmp_path):
 @pytest.mark.parametrize("ends", [True, False])
 def test_targets_end(ends):
     """Whether or not the tokenizer says so, cut ones too."""
-    tokens = tokenize_ended(make_tokenizer(ends), ["in the hill", "tea </s>", "it has soup and tea"], max_length=4)
+    tokens = tokenize_targets(make_tokenizer(ends), ["in the hill", "tea </s>", "it has soup and tea"], max_length=4)
     ids = make_tokenizer(False)(["in the hill", "tea", "it has soup"])["input_ids"]
     rows = [tokens.row(i).tolist() for i in range(3)]
     assert rows == [ids[0] + [3], ids[1] + ([3, 3] if ends else [3]), ids[2] + [3]] and tokens.truncated == 1
     with pytest.raises(ValueError, match="max_target_length: got 1, expected more than the 1 special"):
-        tokenize_ended(make_tokenizer(ends), ["tea"], max_length=1)
+        tokenize_targets(make_tokenizer(ends), ["tea"], max_length=1)
 
 
 def test_rows_without_a_text_are_left_out(folder, caplog):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from modelcenter.data.batching.collate import pack_documents
 from modelcenter.data.pretraining.masking import IGNORED, Masking
 from modelcenter.data.pretraining.span_corruption import SpanCorruption
+from modelcenter.data.tokenization.special_tokens import SpecialTokens
 
 Key = tuple[int, ...]  # what tells a row from all others of its data
 Pieces = Sequence[np.ndarray]
@@ -42,34 +42,6 @@ class Objective(Protocol):
     def batch(self, rows: Sequence[Pieces], keys: Sequence[Key], epoch: int) -> Batch:
         """The packed batch of rows, each of one or more pieces."""
         ...
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The special tokens around one text: before + text + after; around two: before + a + between + b + after."""
-
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
-    between: tuple[int, ...] | None = None
-
-    @classmethod
-    def of(cls, tokenizer: Any, pair: bool = False) -> Frame:
-        """As the tokenizer puts them.
-
-        Raises:
-            ValueError: two texts that it does not tell apart.
-        """
-        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-        whole = tokenizer("a", "a")["input_ids"] if pair else tokenizer("a")["input_ids"]
-        at = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
-        if not plain or not at or (pair and len(at) < 2):
-            raise ValueError(f"tokenizer: cannot tell its special tokens from the text in {whole} (of 'a')")
-        first, last = at[0], at[-1]
-        between = tuple(whole[first + len(plain) : last]) if pair else None
-        return cls(tuple(whole[:first]), tuple(whole[last + len(plain) :]), between)
-
-    def __len__(self) -> int:
-        return len(self.before) + len(self.after) + len(self.between or ())
 
 
 class Causal:
@@ -102,13 +74,13 @@ class Masked:
     least = 1
     kept = 1
 
-    def __init__(self, masking: Masking, frame: Frame, max_length: int, seed: int):
-        self.masking, self.frame, self.seed = masking, frame, seed
-        self.room = max_length - len(frame)
-        self.before, self.after = np.array(frame.before, np.int64), np.array(frame.after, np.int64)
+    def __init__(self, masking: Masking, special: SpecialTokens, max_length: int, seed: int):
+        self.masking, self.special, self.seed = masking, special, seed
+        self.room = max_length - len(special)
+        self.before, self.after = np.array(special.before, np.int64), np.array(special.after, np.int64)
 
     def lengths(self, sizes: np.ndarray) -> np.ndarray:
-        return sizes + len(self.frame)
+        return sizes + len(self.special)
 
     def batch(self, rows: Sequence[Pieces], keys: Sequence[Key], epoch: int) -> Batch:
         sequences, labels = [], []
@@ -118,7 +90,7 @@ class Masked:
                 hidden, asked = self.masking.apply(piece, random)
                 sequences.append(np.concatenate((self.before, hidden, self.after)))
                 labels.append(np.pad(asked, (len(self.before), len(self.after)), constant_values=IGNORED))
-        return labelled(sequences, labels)
+        return labelled_batch(sequences, labels)
 
 
 class Paired(Masked):
@@ -136,18 +108,18 @@ class Paired(Masked):
     def __init__(
         self,
         masking: Masking,
-        frame: Frame,
+        special: SpecialTokens,
         max_length: int,
         seed: int,
         ends: np.ndarray,
         other: Callable[[Key, int, np.random.Generator], np.ndarray] | None = None,
     ):
-        super().__init__(masking, frame, max_length, seed)
+        super().__init__(masking, special, max_length, seed)
         self.ends, self.other = ends, other
 
     def batch(self, rows: Sequence[Pieces], keys: Sequence[Key], epoch: int) -> Batch:
-        assert self.other is not None and self.frame.between is not None
-        between = np.array(self.frame.between, np.int64)
+        assert self.other is not None and self.special.between is not None
+        between = np.array(self.special.between, np.int64)
         sequences, labels, types, follows = [], [], [], []
         for (piece,), key in zip(rows, keys, strict=True):
             random = np.random.default_rng([self.seed, _TAGS["pair"], epoch, *key])
@@ -163,7 +135,7 @@ class Paired(Masked):
             labels.append(np.concatenate((none[0], asked_a, none[1], asked_b, none[2])))
             types.append(np.repeat([0, 1], [len(self.before) + len(a) + len(between), len(b) + len(self.after)]))
             follows.append(int(apart))
-        batch = labelled(sequences, labels)
+        batch = labelled_batch(sequences, labels)
         kinds = np.concatenate(types) if types else np.zeros(0, np.int64)
         batch["token_type_ids"] = torch.from_numpy(kinds)[None]
         batch["next_sentence_label"] = torch.tensor(follows, dtype=torch.long)
@@ -210,7 +182,7 @@ class Spans:
         return {**batch, **sides, "labels": decoder["labels"]}
 
 
-def labelled(sequences: list[np.ndarray], labels: list[np.ndarray]) -> Batch:
+def labelled_batch(sequences: list[np.ndarray], labels: list[np.ndarray]) -> Batch:
     """The packed batch of sequences with a label, or -100, at each token."""
     batch: Batch = dict(pack_documents([sequences]))
     flat = np.concatenate(labels).astype(np.int64) if labels else np.zeros(0, np.int64)

@@ -1,22 +1,22 @@
-"""Questions and their contexts to tokens: long contexts become windows that overlap, each behind the whole question."""
+"""Questions and their contexts to tokens: long contexts become windows that overlap, each after the whole question."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from modelcenter.data.cache import cached, tokenizer_state
-from modelcenter.data.tokenization.tokenize import Tokens, types_in
+from modelcenter.data.tokenization.tokenize import Tokens, type_ids_for, unconfigured_backend
 
 _CHUNK = 256  # pairs per call of the tokenizer
 _VERSION = 1  # part of the cache's key: raise it when the way of tokenising changes
 
 
 @dataclass(frozen=True)
-class Passages:
+class TokenizedPassages:
     """Questions with windows of their contexts.
 
     tokens: of the windows. owner: int64 (windows,), the question of each, ascending. inside: int32 (windows, 2), where
@@ -38,6 +38,21 @@ class Passages:
         return self.chars[begin + first : begin + end]
 
 
+class _Sizes(NamedTuple):
+    max_length: int
+    doc_stride: int
+    max_question_length: int
+
+
+class _Window(NamedTuple):
+    """A question with a part of its context: ids, type ids and characters of each token; where the context is."""
+
+    ids: np.ndarray
+    type_ids: np.ndarray
+    chars: np.ndarray
+    context: tuple[int, int]
+
+
 def tokenize_passages(
     tokenizer: Any,
     questions: Sequence[str],
@@ -48,7 +63,7 @@ def tokenize_passages(
     max_question_length: int,
     where: Callable[[int], str],
     cache: bool = True,
-) -> Passages:
+) -> TokenizedPassages:
     """Tokenise questions with their contexts, or read them from the cache.
 
     Args:
@@ -64,88 +79,81 @@ def tokenize_passages(
             f"tokenizer: {type(tokenizer).__name__} does not say which characters its tokens stand for; answers "
             "in a text need a fast tokenizer"
         )
-    sizes = [max_length, doc_stride, max_question_length]
+    sizes = _Sizes(max_length, doc_stride, max_question_length)
     key = ["passages", _VERSION, *sizes, tokenizer_state(tokenizer), questions, contexts]
-    found = cached(key, lambda: _tokenize(tokenizer, questions, contexts, *sizes, where), cache=cache)
-    tokens = Tokens(found["ids"], found["offsets"], types_in(found, tokenizer), int(found["cut"][0]))
-    return Passages(tokens, found["owner"], found["inside"], found["chars"])
+    arrays = cached(key, lambda: _tokenize(tokenizer, questions, contexts, sizes, where), cache=cache)
+    tokens = Tokens(arrays["ids"], arrays["offsets"], type_ids_for(tokenizer, arrays), int(arrays["cut"][0]))
+    return TokenizedPassages(tokens, arrays["owner"], arrays["inside"], arrays["chars"])
 
 
 def _tokenize(
-    tokenizer: Any,
-    questions: Sequence[str],
-    contexts: Sequence[str],
-    max_length: int,
-    doc_stride: int,
-    max_question: int,
-    where: Callable[[int], str],
+    tokenizer: Any, questions: Sequence[str], contexts: Sequence[str], sizes: _Sizes, where: Callable[[int], str]
 ) -> dict[str, np.ndarray]:
-    backend = tokenizer.backend_tokenizer
-    truncation, padding = backend.truncation, backend.padding
-    backend.no_truncation(), backend.no_padding()
-    ids: list[np.ndarray] = []
-    types: list[np.ndarray] = []
-    chars: list[np.ndarray] = []
+    windows: list[_Window] = []
     owner: list[int] = []
-    inside: list[tuple[int, int]] = []
     cut = 0
-    try:
+    with unconfigured_backend(tokenizer) as backend:
         for start in range(0, len(questions), _CHUNK):
             pairs = list(zip(questions[start : start + _CHUNK], contexts[start : start + _CHUNK], strict=True))
             for i, encoding in enumerate(backend.encode_batch(pairs), start):
                 side = np.array([-1 if s is None else s for s in encoding.sequence_ids])
-                asked, there = np.nonzero(side == 0)[0], np.nonzero(side == 1)[0]
-                if not len(there):
+                if not (side == 1).any():
                     raise ValueError(f"{where(i)}: the context has no token: {contexts[i]!r:.60}")
-                # Everything before the context but what is too long of the question; the context; what is behind it.
-                before = np.delete(np.arange(there[0]), asked[max_question:])
-                behind = np.arange(there[-1] + 1, len(side))
-                cut += len(asked) > max_question
-                room = max_length - len(before) - len(behind)
-                if room <= 0 or (room <= doc_stride and room < len(there)):
-                    raise ValueError(
-                        f"doc_stride: got {doc_stride}, but a max_length of {max_length} leaves {max(room, 0)} tokens "
-                        f"for the context beside the question and special tokens ({where(i)}); raise max_length, or "
-                        "lower doc_stride or max_question_length"
-                    )
-                every, kinds = np.array(encoding.ids, np.int32), np.array(encoding.type_ids, np.uint8)
-                spans = np.array(encoding.offsets, np.int32).reshape(-1, 2) * (side == 1)[:, None]
-                for begin in range(
-                    0, max(len(there) - doc_stride, 1), room - doc_stride if len(there) > room else room
-                ):
-                    part = there[begin : begin + room]
-                    chosen = np.concatenate((before, part, behind))
-                    ids.append(every[chosen]), types.append(kinds[chosen]), chars.append(spans[chosen])
-                    owner.append(i), inside.append((len(before), len(before) + len(part)))
-                    if begin + room >= len(there):
-                        break
-    finally:
-        if truncation is not None:
-            backend.enable_truncation(**truncation)
-        if padding is not None:
-            backend.enable_padding(**padding)
-    kinds = np.concatenate(types)
+                cut += int((side == 0).sum()) > sizes.max_question_length
+                found = _windows(encoding, side, sizes, lambda i=i: where(i))
+                windows += found
+                owner += [i] * len(found)
+    type_ids = np.concatenate([window.type_ids for window in windows])
     arrays = {
-        "ids": np.concatenate(ids),
-        "offsets": np.concatenate(([0], np.cumsum([len(window) for window in ids], dtype=np.int64))),
+        "ids": np.concatenate([window.ids for window in windows]),
+        "offsets": np.concatenate(([0], np.cumsum([len(window.ids) for window in windows], dtype=np.int64))),
         "owner": np.array(owner, np.int64),
-        "inside": np.array(inside, np.int32),
-        "chars": np.concatenate(chars).astype(np.int32),
+        "inside": np.array([window.context for window in windows], np.int32),
+        "chars": np.concatenate([window.chars for window in windows]).astype(np.int32),
         "cut": np.array([cut]),
     }
-    return {**arrays, "type_ids": kinds} if kinds.any() else arrays
+    return {**arrays, "type_ids": type_ids} if type_ids.any() else arrays
 
 
-def find_answers(passages: Passages, starts: Sequence[int], ends: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def _windows(encoding: Any, side: np.ndarray, sizes: _Sizes, where: Callable[[], str]) -> list[_Window]:
+    """The windows of one question; side: 0 for the question's tokens, 1 for the context's, -1 for special tokens."""
+    question, context = np.nonzero(side == 0)[0], np.nonzero(side == 1)[0]
+    # Everything before the context except what is too long of the question; and everything after the context.
+    before = np.delete(np.arange(context[0]), question[sizes.max_question_length :])
+    after = np.arange(context[-1] + 1, len(side))
+    room = sizes.max_length - len(before) - len(after)
+    if room <= 0 or (room <= sizes.doc_stride and room < len(context)):
+        raise ValueError(
+            f"doc_stride: got {sizes.doc_stride}, but a max_length of {sizes.max_length} leaves {max(room, 0)} tokens "
+            f"for the context beside the question and special tokens ({where()}); raise max_length, or "
+            "lower doc_stride or max_question_length"
+        )
+    ids, type_ids = np.array(encoding.ids, np.int32), np.array(encoding.type_ids, np.uint8)
+    chars = np.array(encoding.offsets, np.int32).reshape(-1, 2) * (side == 1)[:, None]
+    windows = []
+    step = room - sizes.doc_stride if len(context) > room else room
+    for begin in range(0, max(len(context) - sizes.doc_stride, 1), step):
+        part = context[begin : begin + room]
+        chosen = np.concatenate((before, part, after))
+        bounds = len(before), len(before) + len(part)
+        windows.append(_Window(ids[chosen], type_ids[chosen], chars[chosen], bounds))
+        if begin + room >= len(context):
+            break
+    return windows
+
+
+def find_answers(
+    passages: TokenizedPassages, starts: Sequence[int], ends: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Where the answer is in each window: its first and last token, int64 (windows,) each.
 
     Args:
         starts, ends: for each question the answer's first character and the one after its last in the context;
-            start -1: there is no answer; start -2: there is one, nobody knows where.
+            start -1: there is no answer; start -2: there is one at an unknown place.
 
     Returns:
         Places in the window: 0, the window's first token, where it does not hold the whole answer; the window's length,
-        which no loss counts, where nobody knows.
+        which no loss counts, where the place is unknown.
     """
     first, last = np.zeros(len(passages), np.int64), np.zeros(len(passages), np.int64)
     owner, lengths = passages.owner, passages.tokens.lengths
@@ -161,7 +169,7 @@ def find_answers(passages: Passages, starts: Sequence[int], ends: Sequence[int])
         touched = np.nonzero((chars[:, 1] > start) & (chars[:, 0] < end))[0]
         if not len(touched):
             continue
-        # A part of an answer that begins before the window or goes on behind it would be a wrong answer.
+        # A part of an answer that begins before the window or goes on after it would be a wrong answer.
         begins = touched[0] > 0 or chars[0, 0] <= start or opens[window]
         ends_here = touched[-1] < len(chars) - 1 or chars[-1, 1] >= end or closes[window]
         if begins and ends_here:

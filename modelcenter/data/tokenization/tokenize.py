@@ -47,7 +47,7 @@ class Tokens:
 def tokenize(
     tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None = None, *, max_length: int, cache: bool = True
 ) -> Tokens:
-    """Tokenise rows, or read them from the cache where these very texts were tokenised so before.
+    """Tokenise rows, or read them from the cache if the same texts were tokenised in the same way before.
 
     tokenizer: a transformers tokenizer; texts, pairs: n strings each; max_length: rows are cut to it, special tokens
     included.
@@ -58,17 +58,19 @@ def tokenize(
         raise ValueError("there are no rows to tokenise")
     key = ["rows", _VERSION, max_length, tokenizer.truncation_side, tokenizer_state(tokenizer), texts, pairs]
     arrays = cached(key, lambda: _tokenize(tokenizer, texts, pairs, max_length), cache=cache)
-    return Tokens(arrays["ids"], arrays["offsets"], types_in(arrays, tokenizer), int(arrays["truncated"][0]))
+    return Tokens(arrays["ids"], arrays["offsets"], type_ids_for(tokenizer, arrays), int(arrays["truncated"][0]))
 
 
-def types_in(arrays: Mapping[str, np.ndarray], tokenizer: Any) -> np.ndarray | None:
-    """The type ids of tokenised rows where the tokenizer is one that gives a model types: the Rust part of all of them
-    numbers the two texts of a pair, those of GPT-2 or Llama too."""
+def type_ids_for(tokenizer: Any, arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """The type ids among the arrays of tokenised rows if models of this tokenizer take them, else None.
+
+    The Rust part of every tokenizer numbers the two texts of a pair, that of GPT-2 or Llama too.
+    """
     return arrays.get("type_ids") if "token_type_ids" in tokenizer.model_input_names else None
 
 
-def tokenize_ended(tokenizer: Any, texts: Sequence[str], *, max_length: int) -> Tokens:
-    """Tokens of texts that a model shall write, each with the token that ends it, which some tokenizers do not add.
+def tokenize_targets(tokenizer: Any, texts: Sequence[str], *, max_length: int) -> Tokens:
+    """Tokenise texts that a model is to write, each with the end token, which some tokenizers do not add.
 
     Raises:
         ValueError: max_length leaves no room for a text.
@@ -77,44 +79,44 @@ def tokenize_ended(tokenizer: Any, texts: Sequence[str], *, max_length: int) -> 
     if max_length <= special:
         raise ValueError(f"max_target_length: got {max_length}, expected more than the {special} special tokens")
     tokens, end = tokenize(tokenizer, texts, max_length=max_length), tokenizer.eos_token_id
-    if _ended(tokens, end).all():
+    if _ends_with(tokens, end).all():
         return tokens
     tokens = tokenize(tokenizer, texts, max_length=max_length - 1)
-    lacking = ~_ended(tokens, end)
+    lacking = ~_ends_with(tokens, end)
     offsets = np.concatenate(([0], np.cumsum(tokens.lengths + lacking)))
     return Tokens(np.insert(tokens.ids, tokens.offsets[1:][lacking], end), offsets, None, tokens.truncated)
 
 
-def _ended(tokens: Tokens, end: int) -> np.ndarray:
-    """Which rows end with a token."""
-    found = np.zeros(len(tokens), dtype=bool)
-    some = tokens.lengths > 0
-    found[some] = tokens.ids[tokens.offsets[1:][some] - 1] == end
-    return found
+def _ends_with(tokens: Tokens, end: int) -> np.ndarray:
+    """Whether each row ends with a token, bool (n,)."""
+    ended = np.zeros(len(tokens), dtype=bool)
+    filled = tokens.lengths > 0
+    ended[filled] = tokens.ids[tokens.offsets[1:][filled] - 1] == end
+    return ended
 
 
 def _tokenize(
     tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
 ) -> dict[str, np.ndarray]:
-    encode = _fast(tokenizer, max_length) if tokenizer.is_fast else _slow(tokenizer, max_length)
+    encoder = _fast_encoder(tokenizer, max_length) if tokenizer.is_fast else _slow_encoder(tokenizer, max_length)
     ids, types, lengths, truncated = [], [], [], 0
-    typed, special = True, tokenizer.num_special_tokens_to_add()
+    read_types, special = True, tokenizer.num_special_tokens_to_add()
 
     def chunks() -> Iterator[tuple[list[Any], bool]]:
         for start in range(0, len(texts), _CHUNK):
             chunk = list(texts[start : start + _CHUNK])
-            yield chunk if pairs is None else list(zip(chunk, pairs[start : start + _CHUNK], strict=True)), typed
+            yield chunk if pairs is None else list(zip(chunk, pairs[start : start + _CHUNK], strict=True)), read_types
 
     # One thread copies tokens into Python lists while the tokenizer, which needs no Python, is at the next chunk.
     pool: Any = ThreadPoolExecutor(2) if tokenizer.is_fast else nullcontext()
-    with encode as run, pool as executor:
-        for rows in ordered_map(lambda chunk: run(*chunk), chunks(), executor, 2):
+    with encoder as encode, pool as executor:
+        for rows in ordered_map(lambda chunk: encode(*chunk), chunks(), executor, 2):
             lengths += [len(row[0]) for row in rows]
             ids.append(_flat(rows, np.int32))
-            types.append(_flat(rows, np.uint8, types=True) if typed else np.zeros(len(ids[-1]), np.uint8))
+            types.append(_flat(rows, np.uint8, types=True) if read_types else np.zeros(len(ids[-1]), np.uint8))
             truncated += sum(row[2] for row in rows)
-            # The types of a single text are those of the tokenizer's template: seen once to be 0, they are not read.
-            typed = pairs is not None or bool(types[-1].any()) or int(ids[-1].size) <= special * len(rows)
+            # The types of a single text depend on the tokenizer's template alone: once seen to be 0, they are not read.
+            read_types = pairs is not None or bool(types[-1].any()) or int(ids[-1].size) <= special * len(rows)
     type_ids = np.concatenate(types)
     offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     arrays = {"ids": np.concatenate(ids), "offsets": offsets, "truncated": np.array([truncated])}
@@ -129,17 +131,14 @@ _Rows = list[tuple[Sequence[int], Sequence[int], bool]]  # ids, type ids, whethe
 
 
 @contextmanager
-def _fast(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[Any], bool], _Rows]]:
-    """The Rust tokenizer itself: its transformers wrapper spends a third of the time on building dictionaries."""
+def unconfigured_backend(tokenizer: Any) -> Iterator[Any]:
+    """The Rust part of a fast tokenizer without truncation and padding, which it has again afterwards: what is set on
+    it would be saved with the tokenizer."""
     backend = tokenizer.backend_tokenizer
-    truncation, padding = backend.truncation, backend.padding  # restored, or they would be saved with the tokenizer
-    backend.no_padding()
-    backend.enable_truncation(max_length, direction=tokenizer.truncation_side)
+    truncation, padding = backend.truncation, backend.padding
+    backend.no_truncation(), backend.no_padding()
     try:
-        # What of an encoding is read is copied into Python lists, so types only when they are asked for.
-        yield lambda batch, typed: [
-            (e.ids, e.type_ids if typed else (), bool(e.overflowing)) for e in backend.encode_batch_fast(batch)
-        ]
+        yield backend
     finally:
         backend.no_truncation()
         if truncation is not None:
@@ -149,8 +148,19 @@ def _fast(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[Any], bool
 
 
 @contextmanager
-def _slow(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[Any], bool], _Rows]]:
-    def run(batch: list[Any], typed: bool) -> _Rows:
+def _fast_encoder(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[Any], bool], _Rows]]:
+    """The Rust part itself: its transformers wrapper spends a third of the time on building dictionaries."""
+    with unconfigured_backend(tokenizer) as backend:
+        backend.enable_truncation(max_length, direction=tokenizer.truncation_side)
+        # What is read of an encoding is copied into Python lists, so types only when they are asked for.
+        yield lambda batch, read_types: [
+            (e.ids, e.type_ids if read_types else (), bool(e.overflowing)) for e in backend.encode_batch_fast(batch)
+        ]
+
+
+@contextmanager
+def _slow_encoder(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[Any], bool], _Rows]]:
+    def encode(batch: list[Any], read_types: bool) -> _Rows:
         rows: _Rows = []
         for item in batch:
             first, second = item if isinstance(item, tuple) else (item, None)
@@ -159,4 +169,4 @@ def _slow(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[Any], bool
             rows.append((cut["input_ids"], cut["token_type_ids"], len(full["input_ids"]) > max_length))
         return rows
 
-    yield run
+    yield encode

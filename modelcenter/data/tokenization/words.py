@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from modelcenter.data.cache import cached, tokenizer_state
+from modelcenter.data.tokenization.special_tokens import SpecialTokens
 from modelcenter.data.tokenization.tokenize import Tokens
 
 _VERSION = 1  # part of the cache's key: raise it when the way of tokenising changes
 
 
 @dataclass(frozen=True)
-class Words:
+class TokenizedWords:
     """Rows of words as windows of tokens.
 
     tokens: of the windows. owner: int64 (windows,), the row of each, ascending; rows without words have none.
@@ -32,16 +33,16 @@ class Words:
 
 def tokenize_words(
     tokenizer: Any, rows: Sequence[Sequence[str]], *, max_length: int, split: bool = True, cache: bool = True
-) -> Words:
+) -> TokenizedWords:
     """Tokenise rows of words, or read them from the cache.
 
     A word is tokenised as it stands between spaces, whatever its neighbours: what transformers calls
-    is_split_into_words, for tokenizers of either kind. A word that its tokenizer makes nothing of is its unknown token;
-    one of more tokens than a window is cut.
+    is_split_into_words, for tokenizers of either kind. A word without any token becomes the unknown token; a word
+    of more tokens than a window is cut.
 
     Args:
-        max_length: tokens of a window, special ones included. split: rows with more become several windows that begin
-            at words, none of them in two; otherwise they are cut behind the last whole word.
+        max_length: tokens of a window, special ones included. split: longer rows become several windows, each of whole
+            words; otherwise they are cut after the last whole word.
 
     Raises:
         ValueError: there are no words; a word without tokens where the tokenizer has no unknown token.
@@ -52,13 +53,13 @@ def tokenize_words(
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     about = [max_length, split, prefix_space(tokenizer), tokenizer.unk_token_id]
     key = ["words", _VERSION, *about, tokenizer_state(tokenizer), counts, flat]
-    found = cached(key, lambda: _tokenize(tokenizer, flat, counts, max_length, split), cache=cache)
-    tokens = Tokens(found["ids"], found["offsets"], None, int(found["cut"][0]))
-    return Words(tokens, found["owner"], found["word"], found["first"])
+    arrays = cached(key, lambda: _tokenize(tokenizer, flat, counts, max_length, split), cache=cache)
+    tokens = Tokens(arrays["ids"], arrays["offsets"], None, int(arrays["cut"][0]))
+    return TokenizedWords(tokens, arrays["owner"], arrays["word"], arrays["first"])
 
 
 def prefix_space(tokenizer: Any) -> str:
-    """What goes before each word: a space for tokenizers of bytes, to which a space belongs to the word behind it."""
+    """What to put before each word: a space for byte-level tokenizers, where a space belongs to the word after it."""
     if not tokenizer.is_fast:
         return ""
     before = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
@@ -67,25 +68,19 @@ def prefix_space(tokenizer: Any) -> str:
 
 
 def space_before_words(tokenizer: Any) -> None:
-    """Make a tokenizer of bytes put a space before a text as before any other word (RoBERTa's and GPT-2's
-    add_prefix_space), and be saved so: whoever uses the model later shows it the words that it was trained on."""
+    """Make a byte-level tokenizer put a space before a text as before any other word (RoBERTa's and GPT-2's
+    add_prefix_space) and save this setting, so that whoever uses the model later gives it the words of its training."""
     if prefix_space(tokenizer) and hasattr(tokenizer.backend_tokenizer.pre_tokenizer, "add_prefix_space"):
         tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
         tokenizer.add_prefix_space = tokenizer.init_kwargs["add_prefix_space"] = True
 
 
-def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens before and behind a single text."""
-    plain, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
-    at = next(i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
-    return whole[:at], whole[at + len(plain) :]
-
-
 def _tokenize(
     tokenizer: Any, flat: list[str], counts: np.ndarray, max_length: int, split: bool
 ) -> dict[str, np.ndarray]:
-    before, behind = frame(tokenizer)
-    room = max_length - len(before) - len(behind)
+    special = SpecialTokens.of(tokenizer)
+    before, after = special.before, special.after
+    room = max_length - len(special)
     numbers: dict[str, int] = {}
     kind = np.fromiter((numbers.setdefault(word, len(numbers)) for word in flat), np.int64, len(flat))
     pieces = [ids[:room] for ids in _pieces(tokenizer, list(numbers))]
@@ -105,14 +100,14 @@ def _tokenize(
     in_window = np.repeat(window, sizes)
 
     windows = int(window[-1]) + 1
-    lengths = np.bincount(in_window, minlength=windows) + len(before) + len(behind)
+    lengths = np.bincount(in_window, minlength=windows) + len(before) + len(after)
     offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-    place = np.arange(len(body)) + (in_window + 1) * len(before) + in_window * len(behind)
+    place = np.arange(len(body)) + (in_window + 1) * len(before) + in_window * len(after)
     ids = np.empty(int(offsets[-1]), np.int32)
     for i, token in enumerate(before):
         ids[offsets[:-1] + i] = token
-    for i, token in enumerate(behind):
-        ids[offsets[1:] - len(behind) + i] = token
+    for i, token in enumerate(after):
+        ids[offsets[1:] - len(after) + i] = token
     word, first = np.full(len(ids), -1, np.int64), np.zeros(len(ids), bool)
     ids[place], word[place], first[place] = body, np.repeat(used, sizes), nth == 0
     owner = row[used][np.searchsorted(window, np.arange(windows))]
@@ -142,9 +137,9 @@ def _windows(sizes: np.ndarray, counts: np.ndarray, room: int, split: bool) -> t
 
 def _pieces(tokenizer: Any, words: list[str]) -> list[list[int]]:
     space = prefix_space(tokenizer)
-    found = tokenizer([space + word for word in words], add_special_tokens=False)["input_ids"]
+    pieces = tokenizer([space + word for word in words], add_special_tokens=False)["input_ids"]
     unknown = tokenizer.unk_token_id
-    if unknown is None and not all(found):
-        nothing = next(word for word, ids in zip(words, found, strict=True) if not ids)
-        raise ValueError(f"the word {nothing!r} has no token, and the tokenizer no token for unknown words")
-    return [list(ids) or [unknown] for ids in found]
+    if unknown is None and not all(pieces):
+        empty = next(word for word, ids in zip(words, pieces, strict=True) if not ids)
+        raise ValueError(f"the word {empty!r} has no token, and the tokenizer no token for unknown words")
+    return [list(ids) or [unknown] for ids in pieces]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from modelcenter.data.batching.collate import pack
-from modelcenter.data.tokenization.chat_templates import IGNORED
+from modelcenter.data.tokenization.answer_labels import IGNORED
 from modelcenter.training.tasks.base import TokenRows
 
 

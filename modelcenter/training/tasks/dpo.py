@@ -20,7 +20,8 @@ from engine.registry import policy_of
 from modelcenter.data.schemas.conversations import ChatColumns, find_chat_columns
 from modelcenter.data.schemas.preferences import find_preference_columns, preferences, questions
 from modelcenter.data.table import Table
-from modelcenter.data.tokenization.chat_templates import IGNORED, LabelledTokens, Template, label_conversations
+from modelcenter.data.tokenization.answer_labels import IGNORED, LabelledTokens, label_conversations
+from modelcenter.data.tokenization.chat_templates import ChatTemplate
 from modelcenter.hub.tokenizer import fit_vocabulary
 from modelcenter.models.base import Model
 from modelcenter.training.config import DPOConfig, TrainConfig
@@ -230,7 +231,7 @@ class DPO(LanguageModelling):
         return task
 
     def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> Any:
-        self.template = Template(tokenizer, self.cfg.template)
+        self.template = ChatTemplate(tokenizer, self.cfg.template)
         if not self.answered:
             return TokenRows(self.train, prompts_of(self.template, self.train_rows, self.train, max_length))
         self.attach(model)

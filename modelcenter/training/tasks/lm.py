@@ -12,7 +12,8 @@ import torch
 import engine
 from modelcenter.data.schemas.conversations import ChatColumns, conversations, find_chat_columns
 from modelcenter.data.table import Table
-from modelcenter.data.tokenization.chat_templates import IGNORED, LAYOUTS, LabelledTokens, Template, label_conversations
+from modelcenter.data.tokenization.answer_labels import IGNORED, LabelledTokens, label_conversations
+from modelcenter.data.tokenization.chat_templates import LAYOUTS, ChatTemplate
 from modelcenter.data.tokenization.tokenize import Tokens
 from modelcenter.generation.settings import config_tokens
 from modelcenter.models.base import Model
@@ -81,7 +82,7 @@ class LanguageModelling(Task):
     def use_tokenizer(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         if self.columns.answers is None:
-            self.template = Template(tokenizer, self.cfg.template)
+            self.template = ChatTemplate(tokenizer, self.cfg.template)
             self.cfg.template = self.template.name
             say_unused_tools(self.template, self.columns.tools)
 
@@ -216,7 +217,7 @@ def kept(table: Table, rows: np.ndarray) -> Table:
     return table if len(rows) == len(table) else table.take(rows)
 
 
-def prompts_of(template: Template, rows: Sequence[Any], table: Table, max_length: int) -> Tokens:
+def prompts_of(template: ChatTemplate, rows: Sequence[Any], table: Table, max_length: int) -> Tokens:
     """Tokens of what each row asks. Raises ValueError: a row that asks nothing, or leaves no room for an answer."""
     found = []
     for number, row in enumerate(rows):
@@ -242,7 +243,7 @@ def say_left_out(table: Table, found: LabelledTokens, max_length: int) -> None:
             log.warning("%s: %d rows %s and are left out (first: %s)", table.name, len(rows), why, table.where(rows[0]))
 
 
-def say_unused_tools(template: Template, column: str | None) -> None:
+def say_unused_tools(template: ChatTemplate, column: str | None) -> None:
     """Tell, once, that the tools of rows go unread."""
     if column is not None and not template.uses_tools and engine.rank() == 0:
         log.warning(

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import engine
 from modelcenter.data.pretraining.masking import IGNORED, Masking
-from modelcenter.data.pretraining.objectives import Frame, Masked, Objective, Paired, labelled, sentence_ends
+from modelcenter.data.pretraining.objectives import Masked, Objective, Paired, labelled_batch, sentence_ends
+from modelcenter.data.tokenization.special_tokens import SpecialTokens
 from modelcenter.models.base import Model
 from modelcenter.training.config import MLMConfig
 from modelcenter.training.evaluation import evaluate
@@ -65,8 +66,8 @@ class MaskedLanguageModel(Pretraining):
             words = "words" if self.cfg.word_segmenter == "none" else self.cfg.word_segmenter
         masking = Masking(tokenizer, self.cfg.mask_fraction, words)
         if not self.cfg.next_sentence:
-            return Masked(masking, Frame.of(tokenizer), max_length, seed)
-        return Paired(masking, Frame.of(tokenizer, pair=True), max_length, seed, sentence_ends(tokenizer))
+            return Masked(masking, SpecialTokens.of(tokenizer), max_length, seed)
+        return Paired(masking, SpecialTokens.of(tokenizer, pair=True), max_length, seed, sentence_ends(tokenizer))
 
     def metrics(self, device: torch.device | str = "cpu") -> Metrics:
         return MaskedMetrics(self.cfg.next_sentence)
@@ -120,7 +121,7 @@ class MaskedTexts:
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
         ids = [self.ids[row] for row in rows]
-        batch = labelled(ids, [np.where(row == self.mask, 0, IGNORED) for row in ids])
+        batch = labelled_batch(ids, [np.where(row == self.mask, 0, IGNORED) for row in ids])
         return batch | {"next_sentence_label": torch.full((len(rows),), IGNORED)} if self.pairs else batch
 
 

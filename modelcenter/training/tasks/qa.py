@@ -10,7 +10,7 @@ import torch
 import engine
 from modelcenter.data.readers.literals import parse_list, parse_object
 from modelcenter.data.table import Table
-from modelcenter.data.tokenization.passages import Passages, find_answers, tokenize_passages
+from modelcenter.data.tokenization.passages import TokenizedPassages, find_answers, tokenize_passages
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.config import QAConfig, TrainConfig
@@ -51,7 +51,7 @@ class QuestionWindows(WindowRows):
     """Windows of the contexts of questions, with the places of the answers."""
 
     asked: Asked
-    passages: Passages
+    passages: TokenizedPassages
     first: np.ndarray | None = None
     last: np.ndarray | None = None
 

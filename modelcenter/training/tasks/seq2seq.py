@@ -16,7 +16,7 @@ from modelcenter.data.batching.collate import pack_pairs
 from modelcenter.data.schemas.columns import check_columns
 from modelcenter.data.schemas.text_pairs import PairColumns, column_texts, find_pair_columns
 from modelcenter.data.table import Table
-from modelcenter.data.tokenization.tokenize import Tokens, tokenize, tokenize_ended
+from modelcenter.data.tokenization.tokenize import Tokens, tokenize, tokenize_targets
 from modelcenter.models.base import Model
 from modelcenter.training.config import Seq2SeqConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate
@@ -161,7 +161,7 @@ class SequenceToSequence(Task):
             answers = table.columns["answers"]
             first = np.concatenate(([0], np.cumsum(list(map(len, answers)))))
             targets = [text for several in answers for text in several]
-        target = tokenize_ended(tokenizer, targets, max_length=most)
+        target = tokenize_targets(tokenizer, targets, max_length=most)
         if target.truncated and engine.rank() == 0:
             log.warning("%s: %d targets cut at max_target_length %d", table.name, target.truncated, most)
         return PairRows(table, source, columns, target, first)

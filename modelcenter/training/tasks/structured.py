@@ -17,7 +17,7 @@ from modelcenter.data.structured import (
     table_of,
 )
 from modelcenter.data.table import Table
-from modelcenter.data.tokenization.chat_templates import IGNORED, LabelledTokens
+from modelcenter.data.tokenization.answer_labels import IGNORED, LabelledTokens
 from modelcenter.data.tokenization.tokenize import Tokens
 from modelcenter.models.base import Model
 from modelcenter.training.structured import as_text, fill

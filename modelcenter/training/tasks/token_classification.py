@@ -16,7 +16,7 @@ from modelcenter.data.readers.literals import parse_lists
 from modelcenter.data.schemas.class_names import renumbering, reordered_ids_to_names
 from modelcenter.data.schemas.entity_spans import has_entity_spans, spans_to_tags
 from modelcenter.data.table import Table
-from modelcenter.data.tokenization.words import Words, space_before_words, tokenize_words
+from modelcenter.data.tokenization.words import TokenizedWords, space_before_words, tokenize_words
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.class_weights import WeightedClasses, weights_of
@@ -43,7 +43,7 @@ class TaggedWords(WindowRows):
     """
 
     rows: list[list[str]]
-    words: Words
+    words: TokenizedWords
     names: tuple[str, ...]
     targets: np.ndarray | None = None
     inner: np.ndarray | None = None
@@ -214,7 +214,7 @@ class TokenClassification(WindowTask):
         return len(examples.rows)
 
 
-def windows_of(table: Table, rows: list[list[str]], words: Words, *named: Any) -> TaggedWords:
+def windows_of(table: Table, rows: list[list[str]], words: TokenizedWords, *named: Any) -> TaggedWords:
     """The windows of tokenised words; named: names, targets and inner of TaggedWords."""
     return TaggedWords(table, words.tokens, words.owner, rows, words, *named)
 

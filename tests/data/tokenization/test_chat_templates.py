@@ -7,7 +7,8 @@ import pytest
 from chat_toys import CHATML, MARKED, make_tokenizer
 
 from modelcenter.data.schemas.conversations import TOOLS
-from modelcenter.data.tokenization.chat_templates import IGNORED, Template, label_conversations
+from modelcenter.data.tokenization.answer_labels import IGNORED, label_conversations
+from modelcenter.data.tokenization.chat_templates import ChatTemplate
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -40,7 +41,7 @@ def answers(found, tokenizer, row=0) -> list[str]:
 
 def test_answers_of_a_chat_with_their_stop_token():
     tokenizer = make_tokenizer(CHATML, end="<|im_end|>")
-    template = Template(tokenizer)
+    template = ChatTemplate(tokenizer)
     assert template.name == "chat"
     found = labelled(template, [CHAT, PAIR])
     assert answers(found, tokenizer) == ["Chinese food.<|im_end|>", "Italian food.<|im_end|>"]
@@ -59,7 +60,7 @@ def test_the_order_of_fields_is_part_of_what_was_tokenised(tmp_path, monkeypatch
     monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path))
     pair = [{"role": "user", "content": "Aromi?"}, {"role": "assistant", "content": ""}]
     for args in ({"a": 1, "b": 2}, {"b": 2, "a": 1}):
-        found = labelled(Template(tokenizer), [[*pair[:1], pair[1] | {"args": args}, *CHAT[3:]]])
+        found = labelled(ChatTemplate(tokenizer), [[*pair[:1], pair[1] | {"args": args}, *CHAT[3:]]])
         assert json.dumps(args) in tokenizer.decode(found.tokens.row(0))
 
 
@@ -71,44 +72,50 @@ def test_tools_are_written_as_transformers_writes_them():
     for turns in (CHAT, opened):
         row = [turns[0] | {TOOLS: [tool]}, *turns[1:]]
         whole = tokenizer.apply_chat_template(turns, tools=[tool], tokenize=True)["input_ids"]
-        found = labelled(Template(tokenizer), [row])
+        found = labelled(ChatTemplate(tokenizer), [row])
         assert found.tokens.row(0).tolist() == whole and "Call:" in tokenizer.decode(whole)
         said = [f"{turn['content']}<|im_end|>" for turn in turns if turn["role"] == "assistant"]
         assert answers(found, tokenizer) == said
         asked = tokenizer.apply_chat_template(turns[:-1], tools=[tool], tokenize=True, add_generation_prompt=True)
-        assert Template(tokenizer).prompt(row).tolist() == asked["input_ids"]
-    assert Template(tokenizer).uses_tools and not Template(make_tokenizer(CHATML)).uses_tools
+        assert ChatTemplate(tokenizer).prompt(row).tolist() == asked["input_ids"]
+    assert ChatTemplate(tokenizer).uses_tools and not ChatTemplate(make_tokenizer(CHATML)).uses_tools
     # Of several templates transformers takes the one for tools.
     several = make_tokenizer({"default": CHATML, "tool_use": text}, end="<|im_end|>")
     whole = several.apply_chat_template(CHAT, tools=[tool], tokenize=False)
-    assert Template(several).render([CHAT[0] | {TOOLS: [tool]}, *CHAT[1:]]) == whole != Template(several).render(CHAT)
+    assert (
+        ChatTemplate(several).render([CHAT[0] | {TOOLS: [tool]}, *CHAT[1:]])
+        == whole
+        != ChatTemplate(several).render(CHAT)
+    )
 
 
 def test_prompt_is_what_generation_is_given():
     tokenizer = make_tokenizer(CHATML, end="<|im_end|>")
     expected = tokenizer.apply_chat_template(CHAT[:-1], add_generation_prompt=True, tokenize=True)["input_ids"]
-    assert Template(tokenizer).prompt(CHAT).tolist() == expected == Template(tokenizer).prompt(CHAT[:-1]).tolist()
+    assert (
+        ChatTemplate(tokenizer).prompt(CHAT).tolist() == expected == ChatTemplate(tokenizer).prompt(CHAT[:-1]).tolist()
+    )
 
 
 def test_generation_marks_agree_or_are_refused():
     tokenizer = make_tokenizer(MARKED, end="<|im_end|>")
-    template = Template(tokenizer)
-    assert template.marks and not Template(make_tokenizer(CHATML)).marks
+    template = ChatTemplate(tokenizer)
+    assert template.has_generation_marks and not ChatTemplate(make_tokenizer(CHATML)).has_generation_marks
     out = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     found = labelled(template, [CHAT])
     np.testing.assert_array_equal(found.labels != IGNORED, np.array(out["assistant_masks"], bool))
     tokenizer.chat_template = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
     with pytest.raises(ValueError, match=r"line 1: template chat: its generation block leaves out '<\|im_end\|>'"):
-        labelled(Template(tokenizer), [CHAT])
+        labelled(ChatTemplate(tokenizer), [CHAT])
 
 
 def test_templates_that_write_earlier_answers_in_another_way():
     tokenizer = make_tokenizer(THINKS, end="<|im_end|>")
-    found = labelled(Template(tokenizer), [CHAT])
+    found = labelled(ChatTemplate(tokenizer), [CHAT])
     assert answers(found, tokenizer) == ["Chinese food.<|im_end|>", "<think>\nItalian food.<|im_end|>"]
     tokenizer.chat_template = "{{ messages | length }}" + CHATML
     with pytest.raises(ValueError, match="line 1: template chat: the conversation up to its turn 3 .*cannot be told"):
-        labelled(Template(tokenizer), [CHAT])
+        labelled(ChatTemplate(tokenizer), [CHAT])
 
 
 def test_an_end_behind_later_turns_is_not_that_of_an_answer():
@@ -118,8 +125,8 @@ def test_an_end_behind_later_turns_is_not_that_of_an_answer():
     tokenizer = make_tokenizer(ended)
     for rows in ([CHAT], [[*PAIR, CHAT[3]]]):
         with pytest.raises(ValueError, match=r"template chat: writes turn \d in another way .* give --train_on last"):
-            labelled(Template(tokenizer), rows)
-    assert answers(labelled(Template(tokenizer), [CHAT], train_on="last"), tokenizer) == [
+            labelled(ChatTemplate(tokenizer), rows)
+    assert answers(labelled(ChatTemplate(tokenizer), [CHAT], train_on="last"), tokenizer) == [
         "Italian food.\n<|endoftext|>"
     ]
 
@@ -128,20 +135,20 @@ def test_an_end_behind_later_turns_is_not_that_of_an_answer():
 def test_a_chat_that_begins_with_an_answer(text):
     """What stands before the first answer is no part of it either; transformers' marks, where there are, agree."""
     tokenizer = make_tokenizer(text, end="<|im_end|>")
-    found = labelled(Template(tokenizer), [[PAIR[1], *CHAT[3:]]])
+    found = labelled(ChatTemplate(tokenizer), [[PAIR[1], *CHAT[3:]]])
     assert answers(found, tokenizer) == ["Chinese food.<|im_end|>", "Italian food.<|im_end|>"]
     assert tokenizer.decode(found.tokens.row(0)).startswith("<|im_start|>assistant\nChinese")
-    assert answers(labelled(Template(tokenizer, "plain"), [PAIR[1:]]), tokenizer) == ["Chinese food.<|im_end|>"]
+    assert answers(labelled(ChatTemplate(tokenizer, "plain"), [PAIR[1:]]), tokenizer) == ["Chinese food.<|im_end|>"]
 
 
 @pytest.mark.parametrize("choice", ["chat", "plain"])
 def test_a_turn_that_says_nothing_is_no_answer(choice):
     tokenizer = make_tokenizer(CHATML, end="<|im_end|>")
     silent, end = {"role": "assistant", "content": " "}, "<|im_end|>" if choice == "chat" else tokenizer.eos_token
-    found = labelled(Template(tokenizer, choice), [[PAIR[0], silent], [PAIR[0], silent, *CHAT[3:]]])
+    found = labelled(ChatTemplate(tokenizer, choice), [[PAIR[0], silent], [PAIR[0], silent, *CHAT[3:]]])
     assert found.unanswered.tolist() == [0] and answers(found, tokenizer) == [f"Italian food.{end}"]
     calls = {"role": "assistant", "content": "", "tool_calls": [{"name": "search"}]}
-    assert answers(labelled(Template(tokenizer, choice), [[PAIR[0], calls]]), tokenizer) == [end]
+    assert answers(labelled(ChatTemplate(tokenizer, choice), [[PAIR[0], calls]]), tokenizer) == [end]
 
 
 def test_an_answer_that_nothing_ends_is_refused():
@@ -149,17 +156,17 @@ def test_an_answer_that_nothing_ends_is_refused():
     with pytest.raises(
         ValueError, match="no special token ends the answer 'Chinese food.', so a model would not learn"
     ):
-        labelled(Template(tokenizer), [PAIR])
+        labelled(ChatTemplate(tokenizer), [PAIR])
 
 
 def test_plain_layouts():
     tokenizer = make_tokenizer()
-    found = labelled(Template(tokenizer), [PAIR, CHAT])
-    assert Template(tokenizer).name == "plain"
+    found = labelled(ChatTemplate(tokenizer), [PAIR, CHAT])
+    assert ChatTemplate(tokenizer).name == "plain"
     assert tokenizer.decode(found.tokens.row(0)) == "Aromi?\nChinese food.<|endoftext|>"
     assert answers(found, tokenizer) == ["Chinese food.<|endoftext|>"]
     assert answers(found, tokenizer, 1) == ["Chinese food.<|endoftext|>", "Italian food.<|endoftext|>"]
-    found = labelled(Template(tokenizer, "none"), [PAIR])
+    found = labelled(ChatTemplate(tokenizer, "none"), [PAIR])
     assert tokenizer.decode(found.tokens.row(0)) == "Aromi?Chinese food.<|endoftext|>"
     assert found.stops == [tokenizer.eos_token_id]
 
@@ -167,33 +174,33 @@ def test_plain_layouts():
 def test_a_file_becomes_the_tokenizers_template(tmp_path):
     tokenizer = make_tokenizer()
     (tmp_path / "t.jinja").write_text(CHATML)
-    assert Template(tokenizer, str(tmp_path / "t.jinja")).text == tokenizer.chat_template == CHATML
+    assert ChatTemplate(tokenizer, str(tmp_path / "t.jinja")).text == tokenizer.chat_template == CHATML
     with pytest.raises(ValueError, match="template: got 'plian', expected auto, chat, plain.*Did you mean 'plain'"):
-        Template(tokenizer, "plian")
+        ChatTemplate(tokenizer, "plian")
     with pytest.raises(ValueError, match="template: this tokenizer has no chat template"):
-        Template(make_tokenizer(), "chat")
+        ChatTemplate(make_tokenizer(), "chat")
     none = make_tokenizer()
     none.eos_token = None
     with pytest.raises(ValueError, match="tokenizer: it has no end token"):
-        Template(none)
+        ChatTemplate(none)
     tokenizer.chat_template = "{{ raise_exception('no system') }}"
     with pytest.raises(ValueError, match="line 1: template chat: cannot be applied to this conversation: no system"):
-        labelled(Template(tokenizer), [CHAT])
+        labelled(ChatTemplate(tokenizer), [CHAT])
 
 
 def test_where_tokens_would_reach_over_the_boundary():
     """The prompt keeps the tokens that it has by itself, as the model will see it."""
     tokenizer = make_tokenizer()
     (one,) = tokenizer("Giraffe")["input_ids"]
-    found = labelled(Template(tokenizer, "none"), [[PAIR[0] | {"content": "Gir"}, PAIR[1] | {"content": "affe"}]])
-    prompt = Template(tokenizer, "none").prompt([PAIR[0] | {"content": "Gir"}]).tolist()
+    found = labelled(ChatTemplate(tokenizer, "none"), [[PAIR[0] | {"content": "Gir"}, PAIR[1] | {"content": "affe"}]])
+    prompt = ChatTemplate(tokenizer, "none").prompt([PAIR[0] | {"content": "Gir"}]).tolist()
     assert one not in found.tokens.row(0) and found.tokens.row(0)[: len(prompt)].tolist() == prompt
     assert answers(found, tokenizer) == ["affe<|endoftext|>"]
 
 
 def test_plain_text_is_trained_on_as_a_whole():
     tokenizer = make_tokenizer()
-    found = labelled(Template(tokenizer), ["Aromi serves food.", "Zizzi<|endoftext|>", " "])
+    found = labelled(ChatTemplate(tokenizer), ["Aromi serves food.", "Zizzi<|endoftext|>", " "])
     assert found.rows.tolist() == [0, 1] and found.unanswered.tolist() == [2]
     np.testing.assert_array_equal(found.labels, found.tokens.ids)
     texts = [tokenizer.decode(found.tokens.row(i)) for i in (0, 1)]
@@ -209,17 +216,17 @@ def test_tokens_at_the_start():
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
     )
-    found = labelled(Template(tokenizer), [PAIR])
+    found = labelled(ChatTemplate(tokenizer), [PAIR])
     assert found.tokens.row(0)[0] == start and found.labels[0] == IGNORED and (found.tokens.ids == start).sum() == 1
-    assert Template(tokenizer).prompt(PAIR)[0] == start == Template(tokenizer).text_prompt("a")[0]
+    assert ChatTemplate(tokenizer).prompt(PAIR)[0] == start == ChatTemplate(tokenizer).text_prompt("a")[0]
     assert answers(found, tokenizer) == ["Chinese food.<|endoftext|>"]
     tokenizer.chat_template = CHATML
-    assert (labelled(Template(tokenizer), [PAIR]).tokens.ids == start).sum() == 2
+    assert (labelled(ChatTemplate(tokenizer), [PAIR]).tokens.ids == start).sum() == 2
 
 
 def test_rows_that_are_too_long():
     tokenizer = make_tokenizer()
-    template, long = Template(tokenizer), [PAIR[0] | {"content": "Aromi? " * 9}, PAIR[1]]
+    template, long = ChatTemplate(tokenizer), [PAIR[0] | {"content": "Aromi? " * 9}, PAIR[1]]
     size = len(template.prompt(PAIR))
     rows = [PAIR, long, PAIR]
     found = labelled(template, rows, size + 2)
@@ -236,7 +243,7 @@ def test_rows_that_are_too_long():
 
 
 def test_rows_without_an_answer():
-    template = Template(make_tokenizer())
+    template = ChatTemplate(make_tokenizer())
     found = labelled(template, [PAIR[:1], PAIR])
     assert found.unanswered.tolist() == [0] and found.rows.tolist() == [1]
     with pytest.raises(ValueError, match="line 1: neither this row nor any other has an answer to train on"):
@@ -258,16 +265,16 @@ def test_slow_tokenizers_do_as_well():
             return self.inner(*args, **kwargs)
 
     fast = make_tokenizer(MARKED, end="<|im_end|>")
-    found, other = labelled(Template(Slow(fast)), [CHAT]), labelled(Template(fast), [CHAT])
+    found, other = labelled(ChatTemplate(Slow(fast)), [CHAT]), labelled(ChatTemplate(fast), [CHAT])
     np.testing.assert_array_equal(found.labels, other.labels)
 
 
 def test_kept_in_the_cache_until_something_changes(tmp_path, monkeypatch):
     monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path))
     tokenizer = make_tokenizer()
-    template = Template(tokenizer)
+    template = ChatTemplate(tokenizer)
     first = labelled(template, [PAIR, CHAT])
-    monkeypatch.setattr(template, "mark", None)  # not called again
+    monkeypatch.setattr(template, "render_answers", None)  # not called again
     again = labelled(template, [PAIR, CHAT])
     np.testing.assert_array_equal(first.labels, again.labels)
     with pytest.raises(TypeError):
@@ -280,17 +287,17 @@ def test_a_tokenizer_that_names_another_end_has_an_entry_of_its_own(tmp_path, mo
     monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path))
     for end in ("<|endoftext|>", "<|im_end|>"):
         tokenizer = make_tokenizer(end=end, additional_special_tokens=["<|im_end|>"])
-        found = labelled(Template(tokenizer), rows)
+        found = labelled(ChatTemplate(tokenizer), rows)
         assert found.stops == [tokenizer.eos_token_id] and found.tokens.ids[-1] == tokenizer.eos_token_id
 
 
 def test_turns_are_tokenised_once_or_twice_however_many_they_are():
     tokenizer = make_tokenizer(CHATML, end="<|im_end|>")
-    template, chat = Template(tokenizer), PAIR * 30
-    rendered = template.mark(chat)
-    given, ids_of = [], template._ids
-    template._ids = lambda texts: given.extend(texts) or ids_of(texts)
-    ((ids, places),) = template.tokens([rendered])
+    template, chat = ChatTemplate(tokenizer), PAIR * 30
+    rendered = template.render_answers(chat)
+    given, ids_of = [], template._encode
+    template._encode = lambda texts: given.extend(texts) or ids_of(texts)
+    ((ids, places),) = template.tokenize([rendered])
     assert sum(map(len, given)) < 5 * len(rendered.text)
     assert ids == tokenizer(rendered.text)["input_ids"]
     whole = [tuple(len(tokenizer(rendered.text[:at])["input_ids"]) for at in pair) for pair in rendered.answers]
@@ -306,7 +313,7 @@ def test_a_question_behind_an_answer_has_the_tokens_of_its_prompt():
     inner = Tokenizer(models.BPE({word: i for i, word in enumerate(letters)}, [("b", "c")]))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
-    template = Template(tokenizer, "none")
+    template = ChatTemplate(tokenizer, "none")
     turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}] * 2
     found = labelled(template, [turns])
     words = tokenizer.convert_ids_to_tokens(found.tokens.row(0).tolist())
@@ -322,17 +329,17 @@ def test_an_added_word_ends_an_answer_where_the_template_puts_it_alone():
     tokenizer.add_tokens(["<bye>"])
     said = [PAIR[0], PAIR[1] | {"content": "Chinese food.<bye>"}]
     with pytest.raises(ValueError, match="no special token ends the answer 'Chinese food.<bye>'"):
-        labelled(Template(tokenizer), [said])
+        labelled(ChatTemplate(tokenizer), [said])
     tokenizer.chat_template = CHATML.replace("<|im_end|>", "<bye>")
     for row in (PAIR, said):
-        assert labelled(Template(tokenizer), [row]).stops == [tokenizer.convert_tokens_to_ids("<bye>")]
+        assert labelled(ChatTemplate(tokenizer), [row]).stops == [tokenizer.convert_tokens_to_ids("<bye>")]
 
 
 def test_rows_that_are_left_out_end_no_generation():
     text = "{% for m in messages %}{{ m.content }}{{ '<|im_end|>' if 'x' in m.content else eos_token }}{% endfor %}"
     tokenizer = make_tokenizer(text)
     rows = [PAIR, [PAIR[0], PAIR[1] | {"content": "x " * 60}]]
-    found = labelled(Template(tokenizer), rows, 60, too_long="drop")
+    found = labelled(ChatTemplate(tokenizer), rows, 60, too_long="drop")
     assert found.unfitting.tolist() == [1] and found.stops == [tokenizer.eos_token_id]
-    cut = labelled(Template(tokenizer), rows, 60)
+    cut = labelled(ChatTemplate(tokenizer), rows, 60)
     assert cut.cut.tolist() == [False, True] and len(cut.stops) == 2

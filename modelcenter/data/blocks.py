@@ -7,9 +7,8 @@ from typing import Any, Literal
 import numpy as np
 
 from modelcenter.data.batching.collate import pack_documents
+from modelcenter.data.examples import SEQUENCES_PER_ROW
 from modelcenter.data.token_files import TokenFile
-
-_PIECES = 64  # of a row that get numbers of their own for dropout
 
 
 class Blocks:
@@ -135,7 +134,10 @@ class Blocks:
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
         """Numbers of the pieces of these rows, by which dropout draws the same masks whatever is in their batch."""
         counts = [len(self.pieces(int(row))) for row in rows]
-        return np.concatenate([int(row) * _PIECES + np.arange(n) for row, n in zip(rows, counts, strict=True)]) % 2**31
+        return (
+            np.concatenate([int(row) * SEQUENCES_PER_ROW + np.arange(n) for row, n in zip(rows, counts, strict=True)])
+            % 2**31
+        )
 
     def where(self, row: int) -> str:
         """The file and document of a row: "corpus:document 12"."""

@@ -1,10 +1,12 @@
-"""What the training loop asks of data."""
+"""The interface between data and the training loop."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 import numpy as np
+
+SEQUENCES_PER_ROW = 64  # how many sequences of a row have row_ids of their own
 
 
 class Examples(Protocol):
@@ -26,8 +28,8 @@ class Examples(Protocol):
         ...
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
-        """Numbers of the sequences of `batch`, int64, in its order, by which dropout draws the same masks however rows
-        are cut into batches: the rows themselves where each is one sequence."""
+        """Numbers of the sequences of `batch`, int64, in its order. Dropout draws its masks from them, so that they do
+        not depend on how rows are cut into batches. Where each row is one sequence, they are the rows themselves."""
         ...
 
     def where(self, row: int) -> str:
@@ -35,9 +37,9 @@ class Examples(Protocol):
         ...
 
     def fingerprint(self) -> Any:
-        """What changes when the data does; JSON."""
+        """JSON-able; changes when the data does."""
         ...
 
     def show(self, row: int, tokenizer: Any) -> str:
-        """A row as the model will see it, for people: its text and what is asked of it."""
+        """A row as the model sees it, for people: its text and what the model is to predict."""
         ...

@@ -1,4 +1,4 @@
-"""Work on a sequence of pieces by several workers, in order and in bounded memory."""
+"""A map over several workers, in order and with bounded memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ B = TypeVar("B")
 def ordered_map(
     function: Callable[[A], B], items: Iterable[A], pool: Executor | None = None, ahead: int = 1
 ) -> Iterator[B]:
-    """function(item) of each item, in their order, `ahead` of them at work in the pool at a time; without a pool here.
+    """function(item) of each item, in order, with `ahead` items in the pool at a time; without a pool, in this thread.
 
-    What comes out depends on the items alone. An error comes where its item would have.
+    The results depend on the items alone. An error is raised in the place of its item's result.
     """
     if pool is None:
         yield from map(function, items)

@@ -153,7 +153,7 @@ def test_another_document_is_found_at_once(folder):
         drawn = int(np.random.default_rng(seed).integers(0, len(train_set)))
         while owners[drawn] == owners[row]:
             drawn = (drawn + 1) % len(train_set)
-        found = train_set.elsewhere((row,), 3, np.random.default_rng(seed)).tolist()
+        found = train_set.tokens_of_another_document((row,), 3, np.random.default_rng(seed)).tolist()
         assert inside(found, train_set.blocks.row(drawn)[0].tolist())
 
 

@@ -1,4 +1,4 @@
-"""Rows to the packed batch that models take: no padding at all."""
+"""Rows to the packed batches that models take: no padding at all."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def pack(tokens: Tokens, rows: np.ndarray, labels: np.ndarray | None = None) -> 
     starts, ends = tokens.offsets[rows], tokens.offsets[rows + 1]
     bounds = np.concatenate(([0], np.cumsum(ends - starts))).astype(np.int32)
     batch: dict[str, torch.Tensor | int] = {
-        "input_ids": _lay(tokens.ids, starts, ends),
+        "input_ids": _lay_out(tokens.ids, starts, ends),
         "cu_seqlens": torch.from_numpy(bounds),
         "max_seqlen": int((ends - starts).max(initial=0)),
     }
     if tokens.type_ids is not None:
-        batch["token_type_ids"] = _lay(tokens.type_ids, starts, ends)
+        batch["token_type_ids"] = _lay_out(tokens.type_ids, starts, ends)
     if labels is not None:
         batch["labels"] = torch.from_numpy(labels[rows])
     return batch
@@ -41,12 +41,12 @@ def pack_pairs(
     the right.
     """
     source, target = pack(sources, rows), pack(targets, rows if target_rows is None else target_rows)
-    source.pop("token_type_ids", None)  # these models know no types
+    source.pop("token_type_ids", None)  # these models take none
     sides = {f"decoder_{name}": target[name] for name in ("cu_seqlens", "max_seqlen")}
     return {**source, **sides, "labels": target["input_ids"]}
 
 
-def _lay(flat: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> torch.Tensor:
+def _lay_out(flat: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> torch.Tensor:
     pieces = [flat[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
     return (
         torch.from_numpy(np.concatenate(pieces).astype(np.int64))[None]
@@ -73,9 +73,9 @@ def pack_documents(rows: Sequence[Sequence[np.ndarray]]) -> dict[str, torch.Tens
 def merge(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One packed batch of several, their rows one after the other.
 
-    Tensors of tokens (1, T) join along the tokens, others along the rows; `cu_seqlens` (of either side) go on from each
-    other, of `max_seqlen` the greatest is kept. `num_choices`, a number for all rows or a tensor for each, stays a
-    number where it is the same in all. A batch of no rows adds none.
+    Tensors of tokens (1, T) join along the tokens, others along the rows; `cu_seqlens` (of either side) continue each
+    other, and the greatest `max_seqlen` is kept. `num_choices`, a number for all rows or a tensor with one for each,
+    stays a number if it is the same in all. A batch without rows adds nothing.
 
     Raises:
         ValueError: batches with different entries.
@@ -97,26 +97,26 @@ def merge(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         elif name.endswith("max_seqlen"):
             merged[name] = max(values)
         elif name == "num_choices":
-            merged[name] = _choices(batches)
+            merged[name] = _merge_num_choices(batches)
         else:
-            merged[name] = torch.cat(values, dim=1 if all(map(_of_tokens, values, batches)) else 0)
+            merged[name] = torch.cat(values, dim=1 if all(map(_is_per_token, values, batches)) else 0)
     return merged
 
 
-def _choices(batches: Sequence[dict[str, Any]]) -> int | torch.Tensor:
+def _merge_num_choices(batches: Sequence[dict[str, Any]]) -> int | torch.Tensor:
     """num_choices of batches laid end to end."""
-    given = [(batch["num_choices"], len(batch["cu_seqlens"]) - 1) for batch in batches]
-    numbers = {found for found, _ in given if isinstance(found, int)}
-    if len(numbers) == 1 and all(isinstance(found, int) for found, _ in given):
+    choices = [(batch["num_choices"], len(batch["cu_seqlens"]) - 1) for batch in batches]
+    numbers = {number for number, _ in choices if isinstance(number, int)}
+    if len(numbers) == 1 and all(isinstance(number, int) for number, _ in choices):
         return numbers.pop()
-    return torch.cat([torch.full((n // c,), c) if isinstance(c, int) else c for c, n in given])
+    return torch.cat([torch.full((n // c,), c) if isinstance(c, int) else c for c, n in choices])
 
 
-def _of_tokens(value: torch.Tensor, batch: dict[str, Any]) -> bool:
+def _is_per_token(value: torch.Tensor, batch: dict[str, Any]) -> bool:
     totals = {int(batch[name][-1]) for name in batch if name.endswith("cu_seqlens")}
     return value.dim() == 2 and value.shape[0] == 1 and value.shape[1] in totals
 
 
 def pack_tokens(flat: np.ndarray, tokens: Tokens, rows: np.ndarray) -> torch.Tensor:
     """(1, T) int64: the values of the rows' tokens, laid end to end as `pack` lays the tokens; flat: one for each."""
-    return _lay(flat, tokens.offsets[rows], tokens.offsets[rows + 1])
+    return _lay_out(flat, tokens.offsets[rows], tokens.offsets[rows + 1])

@@ -1,4 +1,4 @@
-"""Several data sets as one, each with a share of the rows of an epoch."""
+"""Several data sets as one, each with its share of the rows of an epoch."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any
 import numpy as np
 
 from modelcenter.data.batching.collate import merge
-from modelcenter.data.examples import Examples
+from modelcenter.data.examples import SEQUENCES_PER_ROW, Examples
 from modelcenter.data.table import Share, Table, concatenate
 
 
 class Draw:
-    """The rows of each epoch, int64 (rows,), of parts that have shares of them; part after part. See Mixture.
+    """Draws the rows of an epoch, int64 (rows,), from parts that each have a share of them; part after part.
 
-    own: the rows of each part. names: of the parts, for messages.
+    See Mixture. part_rows: the rows of each part. names: of the parts, for messages.
     """
 
     def __init__(
         self,
-        own: Sequence[np.ndarray],
+        part_rows: Sequence[np.ndarray],
         weights: Sequence[float],
         seed: int,
         rows: int | None = None,
         names: Sequence[str] = (),
     ):
-        names = names or [f"part {i + 1}" for i in range(len(own))]
-        for name, part, weight in zip(names, own, weights, strict=True):
+        names = names or [f"part {i + 1}" for i in range(len(part_rows))]
+        for name, part, weight in zip(names, part_rows, weights, strict=True):
             if not (np.isfinite(weight) and weight > 0):
                 raise ValueError(f"mixture: the weight of {name} is {float(weight)}, expected a positive number")
             if not len(part):
                 raise ValueError(f"mixture: {name} has no rows")
-        self.own, self.seed = own, seed
+        self.part_rows, self.seed = part_rows, seed
         self.shares = (np.array(weights, np.float64) / np.sum(weights, dtype=np.float64)).tolist()
-        self.rows = sum(map(len, own)) if rows is None else rows
-        self.counts = _whole(np.array(self.shares) * self.rows, self.rows)
+        self.rows = sum(map(len, part_rows)) if rows is None else rows
+        self.counts = _round_to_sum(np.array(self.shares) * self.rows, self.rows)
         if min(self.counts) < 1:
             i = self.counts.index(min(self.counts))
             raise ValueError(
@@ -47,28 +47,28 @@ class Draw:
             )
 
     def __call__(self, epoch: int) -> np.ndarray:
-        return np.concatenate([self._part(i, epoch) for i in range(len(self.own))])
+        return np.concatenate([self._part(i, epoch) for i in range(len(self.part_rows))])
 
     def _part(self, i: int, epoch: int) -> np.ndarray:
-        size, count = len(self.own[i]), self.counts[i]
+        size, count = len(self.part_rows[i]), self.counts[i]
         first, end = epoch * count, (epoch + 1) * count
-        found = []
+        orders = []
         for turn in range(first // size, -(-end // size)):  # each turn goes through the whole part once
             order = np.random.default_rng([self.seed, 0x313, i, turn]).permutation(size)
-            found.append(order[max(first - turn * size, 0) : min(end - turn * size, size)])
-        return self.own[i][np.concatenate(found)]
+            orders.append(order[max(first - turn * size, 0) : min(end - turn * size, size)])
+        return self.part_rows[i][np.concatenate(orders)]
 
 
 class Mixture:
     """Rows of several data sets, each with its share of every epoch; itself such a data set.
 
-    Its rows are those of the parts end to end, and `draw` says which of them make up an epoch: pass that to
-    `EpochBatches` or `TokenBatches` as `draw`.
+    Its rows are those of the parts end to end, and `draw` gives those of an epoch: pass it to `EpochBatches` or
+    `TokenBatches` as `draw`.
 
     An epoch has `rows` rows, by default as many as the parts have together. A part has its share of them, whole rows,
-    in each epoch. It goes through its own rows in a random order, all of them before any comes again, on from where the
-    last epoch left off: a part with twice its size as share is seen twice per epoch, one with half its size in every
-    second. Which rows an epoch has depends on (sizes, weights, rows, seed, epoch) alone.
+    in each epoch. It goes through its own rows in a random order, all of them before any comes again, continuing where
+    the last epoch ended: a part whose share is twice its size is seen twice per epoch, one with half its size every two
+    epochs. Which rows an epoch has depends on (sizes, weights, rows, seed, epoch) alone.
 
     parts: (examples, weight) pairs; only the ratio of weights counts. See `weights_by_size`.
 
@@ -82,8 +82,8 @@ class Mixture:
         self.parts, self.seed = [part for part, _ in parts], seed
         sizes = [len(part) for part in self.parts]
         self._starts = np.concatenate(([0], np.cumsum(sizes)))
-        own = [np.arange(a, b) for a, b in itertools.pairwise(self._starts.tolist())]
-        self._draw = Draw(own, [weight for _, weight in parts], seed, rows, [part.name for part in self.parts])
+        part_rows = [np.arange(a, b) for a, b in itertools.pairwise(self._starts.tolist())]
+        self._draw = Draw(part_rows, [weight for _, weight in parts], seed, rows, [part.name for part in self.parts])
         self.rows, self.shares, self.counts = self._draw.rows, self._draw.shares, self._draw.counts
 
     def __len__(self) -> int:
@@ -108,11 +108,11 @@ class Mixture:
         """Numbers of the sequences of `batch`, in its order: see Examples."""
         rows = np.asarray(rows)
         part = np.searchsorted(self._starts, rows, side="right") - 1
-        found = []
+        numbers = []
         for i in np.unique(part).tolist():
-            own, first = rows[part == i], int(self._starts[i])
-            found.append((self.parts[i].row_ids(own - first) + 64 * first) % 2**31)
-        return np.concatenate(found).astype(np.int64)
+            first = int(self._starts[i])
+            numbers.append((self.parts[i].row_ids(rows[part == i] - first) + SEQUENCES_PER_ROW * first) % 2**31)
+        return np.concatenate(numbers).astype(np.int64)
 
     @property
     def name(self) -> str:
@@ -139,10 +139,10 @@ class Mixture:
 
 
 def mixed(tables: Sequence[Table], weights: Sequence[float]) -> Table:
-    """The rows of several tables as those of one, which `draw_of` draws by the weights.
+    """One table with the rows of several; `draw_of` draws its epochs by the weights.
 
     Raises:
-        ValueError: tables of which two have no column in common.
+        ValueError: two tables without a common column.
     """
     first, *others = tables
     for other in others:
@@ -155,21 +155,21 @@ def mixed(tables: Sequence[Table], weights: Sequence[float]) -> Table:
 
 
 def draw_of(examples: Any, seed: int) -> Callable[[int], np.ndarray] | None:
-    """epoch -> its rows, where the examples are a mixture or rows of a table of `mixed`; None: every row once.
+    """epoch -> its rows, if the examples are a mixture or come from a table of `mixed`; None: every row once.
 
     Raises:
-        ValueError: a part of which no row is left.
+        ValueError: a part without any row left.
     """
     table = getattr(examples, "table", None)
     if table is None or not table.shares:
         return getattr(examples, "draw", None)
     part = table.part_of_rows()
-    own = [np.flatnonzero(part == i) for i in range(len(table.shares))]
-    return Draw(own, [p.weight for p in table.shares], seed, names=[p.name for p in table.shares])
+    part_rows = [np.flatnonzero(part == i) for i in range(len(table.shares))]
+    return Draw(part_rows, [p.weight for p in table.shares], seed, names=[p.name for p in table.shares])
 
 
 def weights_by_size(sizes: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """Weights size ** (1 / temperature): 1 as the data are, higher is more even, as multilingual models are trained.
+    """Weights size ** (1 / temperature): at 1 by size, above it more even, as multilingual models are trained.
 
     Raises:
         ValueError: a temperature that is not positive.
@@ -198,10 +198,10 @@ def parse_weight(spec: str) -> tuple[str, float | None]:
 
 
 def parse_weights(specs: Sequence[str]) -> list[tuple[str, float]] | None:
-    """The (path, weight) pairs of a data argument; None if none has a weight.
+    """The (path, weight) pairs of a data argument; None if there are no weights.
 
     Raises:
-        ValueError: some have, others have not; a weight by itself.
+        ValueError: only some entries have a weight; a weight without an entry.
     """
     parsed = [parse_weight(spec) for spec in specs]
     for path, _ in parsed:
@@ -213,7 +213,7 @@ def parse_weights(specs: Sequence[str]) -> list[tuple[str, float]] | None:
     return None if bare else [(path, weight) for path, weight in parsed if weight is not None]
 
 
-def _whole(shares: np.ndarray, total: int) -> list[int]:
+def _round_to_sum(shares: np.ndarray, total: int) -> list[int]:
     """Whole numbers that sum to `total`, each next to its share: the greatest remainders are rounded up."""
     counts = np.floor(shares).astype(np.int64)
     rest = np.argsort(-(shares - counts), kind="stable")[: total - int(counts.sum())]

@@ -1,4 +1,4 @@
-"""Rows into parts of a given number of tokens, nearly full: best fit."""
+"""Rows into parts of at most a given number of tokens, nearly full, by best fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pack_rows(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     return first[place], np.cumsum(np.bincount(part_of, minlength=fit.parts))
 
 
-_LONG = 8  # a row is long from this fraction of a part on
+_LONG = 8  # a row is long if it takes more than this fraction of a part, 1 / 8
 
 
 class BestFit:
@@ -39,7 +39,7 @@ class BestFit:
 
     def place(self, lengths: list[int]) -> list[int]:
         """The part of each row of at most `size` tokens, in the order given; -1 where none has room."""
-        open_parts, rooms, parts, found = self._open, self._rooms, self.parts, []
+        open_parts, rooms, parts, placed = self._open, self._rooms, self.parts, []
         for length in lengths:
             above = rooms >> length
             if above:
@@ -49,12 +49,12 @@ class BestFit:
                 if not stack:
                     rooms ^= 1 << room
             elif parts == self.most:
-                found.append(-1)
+                placed.append(-1)
                 continue
             else:
                 part, room = parts, self.size
                 parts += 1
-            found.append(part)
+            placed.append(part)
             left = room - length
             if left:
                 if rooms >> left & 1 == 0:
@@ -62,7 +62,7 @@ class BestFit:
                     open_parts.setdefault(left, [])
                 open_parts[left].append(part)
         self._rooms, self.parts = rooms, parts
-        return found
+        return placed
 
     @property
     def room(self) -> bool:

@@ -1,4 +1,4 @@
-"""Batches made ahead of time by a thread."""
+"""Items made ahead of time by a thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Prefetch(Generic[T]):
-    """The items of an iterable, in its order, of which up to `depth` are made before they are asked for.
+    """The items of an iterable, in order, up to `depth` of them made before they are needed.
 
     One thread makes them, so nothing but their time depends on it; numpy, tokenizers and PyTorch let it run beside a
     step. An error of the iterable is raised where its item would have come. Leaving a loop early: `close`, or a `with`
@@ -45,7 +45,7 @@ class Prefetch(Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread, and forget what it made. Waits for the item that it is making."""
+        """End the thread and drop what it has made. Waits for the item in progress."""
         self._ended = True
         self._closed.set()
         while self._thread.is_alive():

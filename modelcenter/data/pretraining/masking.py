@@ -1,4 +1,4 @@
-"""Masks of masked-language-model training: which tokens are to be guessed, and what stands in their place.
+"""Masks of masked-language-model training: which tokens are to be predicted, and what replaces them.
 
 As BERT (Devlin et al. 2019, arXiv:1810.04805): of the tokens chosen, 80 % become the mask token, 10 % any other token
 and 10 % stay. Whole words are masked together (Cui et al. 2021, arXiv:1906.08101, for Chinese).
@@ -19,8 +19,8 @@ _CJK = ((0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xAC00, 0xD7AF), 
 class Masking:
     """Chooses tokens and hides them.
 
-    fraction: of the tokens of a sequence that are chosen, on average exactly; at least one. Special tokens never are,
-    and unknown ones only where there is nothing else.
+    fraction: of the tokens of a sequence that are chosen, exact on average; at least one token. Special tokens never
+    are, and unknown tokens only where there is nothing else.
     words: "words": all tokens of a word or none; Chinese, Japanese and Korean characters are words. "rjieba": words of
     Chinese are those that rjieba finds. "none": token by token.
 
@@ -35,9 +35,9 @@ class Masking:
             raise ValueError(f"mask_fraction: got {fraction}, expected a fraction between 0 and 1")
         self.fraction, self.mask_id = fraction, int(tokenizer.mask_token_id)
         count = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
-        self.never = np.zeros(count, bool)  # by token
-        self.never[list(tokenizer.all_special_ids)] = True
-        self.replacements = np.flatnonzero(~self.never)
+        self.excluded = np.zeros(count, bool)  # by token id
+        self.excluded[list(tokenizer.all_special_ids)] = True
+        self.replacements = np.flatnonzero(~self.excluded)
         self.unknown = tokenizer.unk_token_id
         self.words = None if words == "none" else WordStarts(tokenizer, segment=words == "rjieba")
 
@@ -47,9 +47,9 @@ class Masking:
         Raises:
             ValueError: a token that the tokenizer does not have.
         """
-        if len(ids) and int(ids.max()) >= len(self.never):
+        if len(ids) and int(ids.max()) >= len(self.excluded):
             raise ValueError(
-                f"tokens: got {int(ids.max())}, but the tokenizer has {len(self.never)}; give the one that made the "
+                f"tokens: got {int(ids.max())}, but the tokenizer has {len(self.excluded)}; give the one that made the "
                 "token file"
             )
         chosen = self.choose(ids, random)
@@ -63,8 +63,8 @@ class Masking:
         return inputs, labels
 
     def choose(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """The places of the tokens to be guessed; none only where all are special."""
-        allowed = ~self.never[ids]
+        """The places of the tokens to be predicted; none only where all are special."""
+        allowed = ~self.excluded[ids]
         if not allowed.any() and self.unknown is not None:
             allowed = ids == self.unknown
         places = np.flatnonzero(allowed)
@@ -88,38 +88,38 @@ class Masking:
 class WordStarts:
     """At which tokens words start, by the marks that tokenizers put on their tokens.
 
-    WordPiece marks what goes on with a word by ##; SentencePiece and byte-level tokenizers mark spaces, so what has no
-    mark goes on, but for punctuation, and characters that are words. Without marks each token is a word.
+    WordPiece marks tokens that continue a word with ##. SentencePiece and byte-level tokenizers mark spaces, so a token
+    without a mark continues a word, except for punctuation and characters that are words. Without any marks each token
+    is a word.
     """
 
     def __init__(self, tokenizer: Any, segment: bool = False):
         count = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
-        found = tokenizer.convert_ids_to_tokens(list(range(count)))
-        tokens = ["" if token is None else token for token in found]
+        tokens = ["" if token is None else token for token in tokenizer.convert_ids_to_tokens(list(range(count)))]
         special = set(tokenizer.all_special_ids)
         spaced = {mark: sum(token.startswith(mark) for token in tokens) for mark in ("Ġ", "▁", "##")}
         mark = max(spaced, key=lambda name: spaced[name]) if any(spaced.values()) else None
-        self.pieces = mark == "##"  # marks stand at what goes on
-        self.marked = mark is not None
+        self.marks_inside = mark == "##"  # tokens that continue a word are marked, not those that begin one
+        self.has_marks = mark is not None
         bytelike = mark == "Ġ"
         if segment and bytelike:
             raise ValueError(
                 "word_segmenter: rjieba reads characters, the tokens of this tokenizer are bytes; use none"
             )
         self.texts: list[str] = []
-        self.prefixed, self.joins, self.alone = (np.zeros(count, bool) for _ in range(3))
+        self.is_marked, self.continues, self.is_word = (np.zeros(count, bool) for _ in range(3))
         to_byte = _bytes_of_characters() if bytelike else {}
         for i, token in enumerate(tokens):
             text = token.removeprefix(mark) if mark is not None and i not in special else token
-            self.prefixed[i] = i not in special and text != token
+            self.is_marked[i] = i not in special and text != token
             if bytelike and i not in special:
                 raw = bytes(to_byte.get(c, 0x3F) for c in text)
-                self.joins[i] = bool(raw) and 0x80 <= raw[0] < 0xC0  # within a character
+                self.continues[i] = bool(raw) and 0x80 <= raw[0] < 0xC0  # within a character
                 text = raw.decode("utf-8", "ignore") or ("\u4e00" if raw and 0xE3 <= raw[0] <= 0xED else text)
-            elif self.pieces:
-                self.joins[i] = self.prefixed[i]
+            elif self.marks_inside:
+                self.continues[i] = self.is_marked[i]
             self.texts.append("\ufffc" if i in special else text)
-            self.alone[i] = i in special or not any(c.isalnum() for c in text) or _is_cjk(text[0])
+            self.is_word[i] = i in special or not any(c.isalnum() for c in text) or _is_cjk(text[0])
         self.cut: Any = None
         if segment:
             try:
@@ -134,13 +134,13 @@ class WordStarts:
             return np.zeros(0, bool)
         if self.cut is not None:
             starts = self._segmented(ids)
-        elif self.pieces:
-            starts = ~self.joins[ids]
-        elif not self.marked:
+        elif self.marks_inside:
+            starts = ~self.continues[ids]
+        elif not self.has_marks:
             starts = np.ones(len(ids), bool)
         else:
-            alone = self.alone[ids]
-            starts = (self.prefixed[ids] | alone | np.concatenate(([True], alone[:-1]))) & ~self.joins[ids]
+            is_word = self.is_word[ids]
+            starts = (self.is_marked[ids] | is_word | np.concatenate(([True], is_word[:-1]))) & ~self.continues[ids]
         starts[0] = True
         return starts
 
@@ -148,13 +148,13 @@ class WordStarts:
         text, at, before = "", [], ""
         for token in ids.tolist():
             piece = self.texts[token]
-            spaced = not self.joins[token] if self.pieces else self.prefixed[token]
+            spaced = not self.continues[token] if self.marks_inside else self.is_marked[token]
             if spaced and before and piece and not (_is_cjk(before[-1]) and _is_cjk(piece[0])):
                 text += " "
             at.append(len(text))
             text, before = text + piece, piece or before
         ends = np.cumsum([0, *map(len, self.cut(text))])
-        return np.isin(at, ends) & ~(self.joins[ids] if self.pieces else np.zeros(len(ids), bool))
+        return np.isin(at, ends) & ~(self.continues[ids] if self.marks_inside else np.zeros(len(ids), bool))
 
 
 def _is_cjk(character: str) -> bool:

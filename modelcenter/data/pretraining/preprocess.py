@@ -21,8 +21,8 @@ from modelcenter.data.streams import RowSource, Texts
 from modelcenter.data.table import Origin, Table
 from modelcenter.data.token_files import TokenFile, TokenWriter, open_tokens
 
-_CHARACTERS = 1 << 20  # of text per task of a worker, and
-_DOCUMENTS = 4096  # documents at most
+_CHARACTERS = 1 << 20  # of text in a piece of work,
+_DOCUMENTS = 4096  # unless it has so many documents
 
 
 def preprocess(
@@ -38,8 +38,8 @@ def preprocess(
 ) -> TokenFile:
     """Tokenise the texts of a source, one document a row, into a folder (see `token_files`) and open it.
 
-    Documents get no special tokens but `eos` at their end. Rows without text are skipped and counted. The result does
-    not depend on `workers`.
+    Documents get no special tokens except `eos` at their end. Rows without text are skipped and counted. The result
+    does not depend on `workers`.
 
     source: see `streams`; tokenizer: a transformers tokenizer; text_column: None: found as for fine-tuning.
     eos: end each document with the tokenizer's eos_token (BERT-like tokenizers: sep_token).
@@ -65,7 +65,7 @@ def preprocess(
     encode = DocumentEncoder.of(tokenizer, end)
     pool: Any = nullcontext()
     if workers:
-        # Started afresh, not forked: the threads of a tokenizer or of PyTorch do not survive a fork.
+        # Spawned, not forked: the threads of a tokenizer or of PyTorch do not survive a fork.
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(workers, context, _start_worker, (encode,))
     writer = TokenWriter(path, vocab_size, end, about)
@@ -120,18 +120,19 @@ def _pieces(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:
 
 
 class DocumentEncoder:
-    """Texts to (tokens end to end, length of each): no special tokens but `end` after each that has tokens."""
+    """Texts to (tokens end to end, length of each), with `end` after each text that has tokens, and no other special
+    tokens. tokenizer: a slow transformers tokenizer, or the Rust part of a fast one."""
 
     def __init__(self, tokenizer: Any, end: int | None, split_special: bool = False):
         self.tokenizer, self.end, self.split_special = tokenizer, end, split_special
-        self.fast = hasattr(tokenizer, "encode_batch_fast")  # the Rust one itself
-        if self.fast:
+        self.is_rust = hasattr(tokenizer, "encode_batch_fast")
+        if self.is_rust:
             tokenizer.encode_special_tokens = split_special
 
     @classmethod
     def of(cls, tokenizer: Any, end: int | None) -> DocumentEncoder:
-        """Of a copy of the Rust tokenizer, which neither cuts nor pads, and which a worker gets without importing
-        transformers."""
+        """With a copy of the tokenizer's Rust part, which neither truncates nor pads, and which workers can unpickle
+        without importing transformers."""
         if not tokenizer.is_fast:
             return cls(tokenizer, end)
         backend = tokenizer.backend_tokenizer
@@ -139,12 +140,12 @@ class DocumentEncoder:
         copy.no_truncation(), copy.no_padding()
         return cls(copy, end, backend.encode_special_tokens)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a worker: encode_special_tokens is no part of a pickled tokenizer."""
-        self.__init__(state["tokenizer"], state["end"], state["split_special"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew in a worker, as encode_special_tokens is not part of a pickled tokenizer."""
+        return type(self), (self.tokenizer, self.end, self.split_special)
 
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        if self.fast:
+        if self.is_rust:
             rows = [e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         else:
             rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]

@@ -1,8 +1,8 @@
-"""Rows of pretraining: pieces of the documents of a text or token file, or of a stream, under an objective."""
+"""Examples of pretraining: pieces of the documents of texts, token files or streams, under an objective."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ _VERSION = 2  # part of the cache's key
 class TextRows(Examples):
     """Rows of token blocks.
 
-    rows: numbers of the blocks that are rows, ascending, int64; None: all. table: where the documents come from, row by
-    row, where the blocks are of texts.
+    rows: int64, the numbers of the blocks that are rows, ascending; None: all. table: the rows that the documents come
+    from, if the blocks are made of texts.
     """
 
     truncated = 0  # long documents make several rows
@@ -40,17 +40,17 @@ class TextRows(Examples):
         self.numbers = np.arange(len(blocks)) if rows is None else rows
         self.objective = objective
         if isinstance(objective, Paired):
-            self.objective = objective.beside(self.elsewhere)
-            self.elsewhere((int(self.numbers[0]),), 1, np.random.default_rng(0))  # there is another document
+            self.objective = objective.with_documents(self.tokens_of_another_document)
+            self.tokens_of_another_document((int(self.numbers[0]),), 1, np.random.default_rng(0))  # raises if none
         sizes, row = blocks.piece_sizes()
-        found = np.bincount(row, weights=objective.lengths(sizes), minlength=len(blocks)).astype(np.int64)
-        self._lengths = found[self.numbers]
+        lengths = np.bincount(row, weights=objective.lengths(sizes), minlength=len(blocks)).astype(np.int64)
+        self._lengths = lengths[self.numbers]
 
     def split(self, fraction: float, seed: int) -> tuple[TextRows, TextRows]:
         """(most rows, a random fraction of them): no token is in both.
 
-        Which ones depends on the seed and on the tokens alone. Where a row is a piece of one document, whole documents
-        are drawn, and no more than one of them is cut; where rows are cut from documents end to end, rows are.
+        The choice depends on the seed and the tokens alone. Where a row is a piece of one document, whole documents are
+        drawn, and at most one of them is cut; where rows are cut from documents laid end to end, rows are drawn.
 
         Raises:
             ValueError: one of them would be empty.
@@ -62,15 +62,15 @@ class TextRows(Examples):
             )
         key = [self.blocks.packing, *(str(part) for part in self._content().items())]
         random = np.random.default_rng([seed, 0x5EED, int(digest(key), 16)])
-        unit = self.blocks.documents_of(self.numbers) if self.blocks.packing == "none" else self.numbers
-        names, unit = np.unique(unit, return_inverse=True)
-        drawn = np.argsort(random.permutation(len(names))[unit], kind="stable")
+        units = self.blocks.documents_of(self.numbers) if self.blocks.packing == "none" else self.numbers
+        distinct, unit = np.unique(units, return_inverse=True)
+        drawn = np.argsort(random.permutation(len(distinct))[unit], kind="stable")
         parts = np.sort(drawn[count:]), np.sort(drawn[:count])
         first, second = (TextRows(self.blocks, self.objective, self.table, self.numbers[part]) for part in parts)
         return first, second
 
-    def asking(self, objective: Objective) -> TextRows:
-        """The same rows under another objective of the same lengths."""
+    def with_objective(self, objective: Objective) -> TextRows:
+        """The same rows under another objective with the same lengths."""
         return TextRows(self.blocks, objective, self.table, self.numbers)
 
     def __len__(self) -> int:
@@ -86,8 +86,8 @@ class TextRows(Examples):
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
         """Numbers of the sequences of `batch`, in its order: see Examples."""
-        numbers, least = self.numbers[np.asarray(rows)].tolist(), self.objective.kept
-        counts = [sum(end - start >= least for _, start, end in self.blocks.pieces(n)) for n in numbers]
+        numbers, shortest = self.numbers[np.asarray(rows)].tolist(), self.objective.min_sequence
+        counts = [sum(end - start >= shortest for _, start, end in self.blocks.pieces(n)) for n in numbers]
         return sequence_numbers([(n,) for n in numbers], counts)
 
     def where(self, row: int) -> str:
@@ -102,16 +102,16 @@ class TextRows(Examples):
         return about if self.table is None else about | {"sha256": self.table.fingerprint()["sha256"]}
 
     def _content(self) -> dict[str, Any]:
-        """What the tokens are, wherever they lie."""
+        """What identifies the tokens, wherever they are stored."""
         about = self.blocks.file.fingerprint()
         if self.table is None:
             return about
         return about | {"sha256": [origin.sha256 for origin in self.table.origins]}
 
     def show(self, row: int, tokenizer: Any) -> str:
-        return shown(self.batch(np.array([row])), tokenizer)
+        return preview(self.batch(np.array([row])), tokenizer)
 
-    def elsewhere(self, key: Key, count: int, random: np.random.Generator) -> np.ndarray:
+    def tokens_of_another_document(self, key: Key, count: int, random: np.random.Generator) -> np.ndarray:
         """Up to `count` tokens of a document of these rows that is not the one of row `key`.
 
         Raises:
@@ -130,7 +130,7 @@ class TextRows(Examples):
 
 
 class StreamRow(NamedTuple):
-    """A row that was read while training goes on."""
+    """A row of a stream."""
 
     tokens: np.ndarray
     key: Key
@@ -138,8 +138,10 @@ class StreamRow(NamedTuple):
 
 
 class StreamRows:
-    """Rows of a stream of texts: each document in pieces, as they come. It has no length and no row numbers; a row is a
-    StreamRow. tell: see streams.Texts."""
+    """Rows of a stream of texts: the pieces of each document in order.
+
+    There is no length and there are no row numbers: a row is a StreamRow. tell: see streams.Texts.
+    """
 
     truncated = 0
 
@@ -161,13 +163,13 @@ class StreamRows:
         """The pieces of the text of each row."""
         texts = [row[self.column] for row in rows]
         ids, lengths = self.encode(texts)
-        ends, room, least = np.cumsum(lengths), self.objective.room, self.objective.least
-        found = []
+        ends, room, shortest = np.cumsum(lengths), self.objective.room, self.objective.min_piece
+        pieces = []
         for end, length in zip(ends.tolist(), lengths.tolist(), strict=True):
             start = end - length
             cuts = [ids[at : min(at + room, end)] for at in range(start, end, room)]
-            found.append([piece for piece in cuts if len(piece) >= least])
-        return found
+            pieces.append([piece for piece in cuts if len(piece) >= shortest])
+        return pieces
 
     def rows_of(self, batch: StreamBatch) -> list[StreamRow]:
         """The rows of a global batch."""
@@ -191,18 +193,18 @@ class StreamRows:
         return {"source": self.source.fingerprint(), "column": self.column}
 
     def show(self, row: StreamRow, tokenizer: Any) -> str:
-        return shown(self.batch([row]), tokenizer)
+        return preview(self.batch([row]), tokenizer)
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], name: str, end: int | None, cache: bool = True) -> TokenFile:
-    """Texts as documents of tokens, each ending in `end`, or read from the cache; without text a document is empty."""
+    """Texts as documents of tokens, each ending in `end`, or read from the cache. Empty texts are empty documents."""
 
     def build() -> dict[str, np.ndarray]:
         encode = DocumentEncoder.of(tokenizer, end)
         chunks = (list(texts[start : start + _CHUNK]) for start in range(0, len(texts), _CHUNK))
-        found = list(ordered_map(encode, chunks))
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([sizes for _, sizes in found]))])
-        return {"ids": np.concatenate([ids for ids, _ in found]).astype(np.int32), "offsets": offsets}
+        encoded = list(ordered_map(encode, chunks))
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([sizes for _, sizes in encoded]))])
+        return {"ids": np.concatenate([ids for ids, _ in encoded]).astype(np.int32), "offsets": offsets}
 
     key = ["documents", _VERSION, end, tokenizer_state(tokenizer), texts]
     arrays = cached(key, build, cache=cache)
@@ -210,16 +212,16 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], name: str, end: int | Non
     return TokenFile(Path(name), arrays["ids"], arrays["offsets"], about)
 
 
-def shown(batch: Batch, tokenizer: Any, most: int = 200) -> str:
-    """A batch of one row, for people: what the model reads, and what it is asked."""
+def preview(batch: Batch, tokenizer: Any, width: int = 200) -> str:
+    """A batch of one row, for people: what the model reads, and what it is to predict."""
     read = tokenizer.decode(batch["input_ids"][0].tolist())
-    text = read if len(read) <= most else read[: most - 3] + "..."
+    text = _shorten(read, width)
     labels = batch["labels"][0]
     if batch["labels"].shape == batch["input_ids"].shape and bool((labels == batch["input_ids"][0]).all()):
         return f"[next tokens] {text}"
-    asked = " ".join(_words(labels[labels >= 0].tolist(), tokenizer))
-    return f"{text} -> {asked if len(asked) <= most else asked[: most - 3] + '...'}"
+    targets = " ".join(tokenizer.decode([i]).strip() for i in labels[labels >= 0].tolist())
+    return f"{text} -> {_shorten(targets, width)}"
 
 
-def _words(ids: list[int], tokenizer: Any) -> Iterator[str]:
-    return (tokenizer.decode([i]).strip() for i in ids)
+def _shorten(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."

@@ -122,7 +122,7 @@ class Pretraining(Task):
         if self.cfg.eval_fraction is not None:
             sides = [part.split(self.cfg.eval_fraction, self.cfg.seed) for part in rows]
             rows = [train for train, _ in sides]
-            held_out = joined([side.asking(fixed) for _, side in sides])
+            held_out = joined([side.with_objective(fixed) for _, side in sides])
         weights = [part.weight for part in self.train]
         if len(rows) == 1:
             return rows[0], held_out
@@ -141,7 +141,7 @@ class Pretraining(Task):
         else:
             assert self.column is not None
             file = encode_texts(tokenizer, texts_of(table, self.column), table.name, end)
-        cut: Any = {"packing": self.cfg.packing, "min_length": objective.least, "bare": objective.bare}
+        cut: Any = {"packing": self.cfg.packing, "min_length": objective.min_piece, "bare": objective.bare}
         return TextRows(Blocks(file, objective.room, eos=end, **cut), objective, table)
 
     def about_columns(self) -> str:

@@ -1,4 +1,4 @@
-"""Arrays that take long to make, kept on disk under the content they were made from."""
+"""A cache on disk for arrays that take long to make, addressed by the content they are made from."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ def cached(
 ) -> dict[str, np.ndarray]:
     """What `build` returns, or what it returned before for the same key, memory-mapped from the cache.
 
-    Processes of one node share the work: one builds, the others wait for its files. An entry that is damaged is built
-    again; without a folder that can be written the arrays are built and not kept.
+    Processes of one node share the work: one builds, the others wait for its files. A damaged entry is built again;
+    without a writable folder the arrays are built and not kept.
 
-    key: all that the result depends on, the code's own version included: numbers, strings, arrays, None, and sequences
-        of strings (columns of texts), each with its place. The texts of a million rows are hashed in a second or less.
+    key: everything that the result depends on, the version of the code included: numbers, strings, arrays, None, and
+        sequences of strings (columns of texts). The texts of a million rows are hashed in a second or less.
     build: name -> array, of one dimension or more.
     """
     folder = cache_dir() if cache else None
     if folder is None:
         return build()
     entry = folder / digest(key)
-    with _lock(entry.with_suffix(".lock")) as alone:
+    with _lock(entry.with_suffix(".lock")) as is_first:
         arrays = _load(entry)
-        if arrays is None and alone:
-            _remove_left(entry)
-            return _built(entry, build)
-    # Whoever was first could not keep what it built: now nobody waits for another.
-    return _built(entry, build) if arrays is None else arrays
+        if arrays is None and is_first:
+            _remove_abandoned(entry)
+            return _build_and_save(entry, build)
+    # The process that came first could not keep what it built: the others build at the same time, outside the lock.
+    return _build_and_save(entry, build) if arrays is None else arrays
 
 
-def _built(entry: Path, build: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _build_and_save(entry: Path, build: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     arrays = build()
     _save(entry, arrays)
     return arrays
 
 
-def _remove_left(entry: Path) -> None:
-    """Remove what killed processes were writing, but not young work: a lock may be of this node alone."""
-    for left in entry.parent.glob(f"{_work_name(entry)}*"):
+def _remove_abandoned(entry: Path) -> None:
+    """Remove what killed processes were writing, but nothing recent: the lock may not reach beyond this node."""
+    for work in entry.parent.glob(f"{_work_name(entry)}*"):
         with suppress(OSError):
-            if time.time() - left.stat().st_mtime > 3600:
-                shutil.rmtree(left, ignore_errors=True)
+            if time.time() - work.stat().st_mtime > 3600:
+                shutil.rmtree(work, ignore_errors=True)
 
 
 def cache_dir() -> Path | None:
@@ -79,7 +79,7 @@ def cache_dir() -> Path | None:
 
 
 def digest(key: Iterable[Any]) -> str:
-    """A hash of the parts of a key: of their kinds, their places and their boundaries, not of their bytes alone."""
+    """A hash of the parts of a key: of their types, order and boundaries, not of their bytes alone."""
     state = hashlib.blake2b(digest_size=20)
     state.update(f"{_VERSION}".encode())
     for part in key:
@@ -104,9 +104,9 @@ def _update_with_texts(state: Any, texts: Sequence[str]) -> None:
 
 
 def tokenizer_state(tokenizer: Any) -> str:
-    """All that decides what a transformers tokenizer makes of a text, as one string: a part of a key.
+    """Everything that decides how a transformers tokenizer tokenises a text, as one string: a part of a key.
 
-    Which tokens it calls its end, its unknown one and the like is no part of it: see special_tokens.
+    Which tokens it names as its end, as unknown and so on is not included: see special_tokens.
     """
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -118,12 +118,12 @@ def tokenizer_state(tokenizer: Any) -> str:
 
 
 def special_tokens(tokenizer: Any) -> str:
-    """The tokens that a tokenizer has names for, such as eos_token, as one string: a part of a key."""
+    """The tokens that a tokenizer names, such as its eos_token, as one string: a part of a key."""
     return json.dumps({name: str(token) for name, token in tokenizer.special_tokens_map.items()}, sort_keys=True)
 
 
-def umask() -> int:
-    """The rights that new files of this process are not given."""
+def current_umask() -> int:
+    """The permissions that new files of this process do not get."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -131,8 +131,10 @@ def umask() -> int:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Held by one process of the node; freed by the system when it ends, however it ends. Yields whether it was free;
-    without locks it never is."""
+    """A lock held by one process of the node, which the system frees however the process ends.
+
+    Yields whether this process got it without waiting; never if there are no locks.
+    """
     try:
         import fcntl
     except ImportError:
@@ -145,22 +147,22 @@ def _lock(path: Path) -> Iterator[bool]:
         yield False
         return
     with file:
-        alone = False
+        is_first = False
         try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                alone = True
+                is_first = True
             except BlockingIOError:
                 fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             log.debug("no file locks on %s", path)
-        yield alone
+        yield is_first
 
 
 def _open_lock(path: Path) -> Any:
     try:
         return path.open("a")
-    except PermissionError:  # another user's
+    except PermissionError:  # another user's file
         return path.open("rb")
 
 
@@ -189,16 +191,16 @@ def _save(entry: Path, arrays: dict[str, np.ndarray]) -> None:
             for name, array in arrays.items():
                 with (work / f"{name}.npy").open("wb") as file:
                     np.save(file, array)
-                    _flush(file)
+                    _sync(file)
             with (work / "about.json").open("w") as text:
                 json.dump({"arrays": {name: list(array.shape) for name, array in arrays.items()}}, text)
-                _flush(text)
-            work.chmod(0o777 & ~umask())  # mkdtemp's folders are private, a cache may be of several users
+                _sync(text)
+            work.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private, a cache may be of several users
             work.rename(entry)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:  # a full disk: the arrays are in memory all the same
-        if not entry.is_dir():  # else another process or node was first
+    except OSError as error:  # a full disk, say: the arrays are in memory
+        if not entry.is_dir():  # otherwise another process or node was first
             log.warning("token cache entry %s was not written: %s", entry, error)
 
 
@@ -206,7 +208,7 @@ def _work_name(entry: Path) -> str:
     return f".writing-{entry.name}-"
 
 
-def _flush(file: Any) -> None:
-    """To the disk, before the entry has its name: its size is all that is looked at later."""
+def _sync(file: Any) -> None:
+    """Write to the disk before the entry gets its name: only sizes are checked later."""
     file.flush()
     os.fsync(file.fileno())

@@ -27,19 +27,19 @@ from typing import Any
 
 import numpy as np
 
-from modelcenter.data.cache import tokenizer_state, umask
+from modelcenter.data.cache import current_umask, tokenizer_state
 
 FORMAT, VERSION = "modelcenter-tokens", 1
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-_SAMPLE = 1000  # documents that are looked at
-_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_SAMPLE = 1000  # documents whose ends are looked at
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class TokenFile:
-    """Documents of tokens in a file, none of them read before it is asked for.
+    """Documents of tokens in a file, mapped into memory.
 
-    tokens: (T,) of the file's own integer type; offsets: int64 (n + 1,); about: what the file says of itself.
+    tokens: (T,) of the file's integer type; offsets: int64 (n + 1,); about: its about.json, or the like.
     """
 
     def __init__(self, path: Path, tokens: np.ndarray, offsets: np.ndarray, about: dict[str, Any]):
@@ -62,7 +62,7 @@ class TokenFile:
         return {name: self.about.get(name) for name in ("documents", "tokens", "dtype", "sha256", "eos")}
 
     def check(self) -> None:
-        """Read the files and compare them with the hashes they were written (Megatron's index: opened) with.
+        """Read the files and compare their hashes with those when they were written (Megatron's index: opened).
 
         Raises:
             ValueError: a file that has changed since it was written.
@@ -78,7 +78,7 @@ def open_tokens(path: str | Path) -> TokenFile:
     """Map a folder of tokens, or Megatron's pair by its .bin, its .idx or the name without either.
 
     Raises:
-        ValueError: nothing of the kind is there, or sizes and header do not agree.
+        ValueError: there is neither, or sizes and header do not agree.
     """
     path = Path(path).expanduser()
     if (path / "about.json").is_file():
@@ -100,7 +100,7 @@ def open_tokens(path: str | Path) -> TokenFile:
 
 
 def is_tokens(path: str | Path) -> bool:
-    """Whether this is for `open_tokens`, be it to say what is missing."""
+    """Whether a path is one for `open_tokens`, if only to say what is missing."""
     path = Path(path).expanduser()
     if path.suffix in (".bin", ".idx") and path.is_file():
         return True
@@ -109,21 +109,23 @@ def is_tokens(path: str | Path) -> bool:
 
 
 def check_tokenizer(file: TokenFile, tokenizer: Any) -> None:
-    """Raise ValueError if the file says that another tokenizer made it. Megatron's pairs say nothing of theirs."""
-    made = file.about.get("tokenizer")
-    if made is None:
+    """Raise ValueError if another tokenizer made the file. Megatron's pairs do not name theirs."""
+    recorded = file.about.get("tokenizer")
+    if recorded is None:
         return
-    found = hashlib.sha256(tokenizer_state(tokenizer).encode()).hexdigest()
-    if made["sha256"] != found:
+    digest = hashlib.sha256(tokenizer_state(tokenizer).encode()).hexdigest()
+    if recorded["sha256"] != digest:
         raise ValueError(
-            f"tokenizer: {file.path} was made with {made['name']!r} ({made['vocab_size']:,} tokens), not with "
+            f"tokenizer: {file.path} was made with {recorded['name']!r} ({recorded['vocab_size']:,} tokens), not with "
             f"{tokenizer.name_or_path!r} ({len(tokenizer):,}); give that one, or preprocess the texts again"
         )
 
 
 def with_end(file: TokenFile, end: int | None) -> TokenFile:
-    """The file with `end` as its eos, where it names none but most of its first thousand documents end so: as those do
-    that Megatron wrote with --append-eod, which would have it twice, or as a part of their text."""
+    """The file with `end` as its eos if it names none, but most of its first thousand documents end in it.
+
+    Megatron writes such files with --append-eod. Otherwise each document would get a second end token.
+    """
     if file.eos is not None or end is None:
         return file
     sizes = np.diff(file.offsets[: _SAMPLE + 1])
@@ -136,9 +138,9 @@ def with_end(file: TokenFile, end: int | None) -> TokenFile:
 def _open_folder(path: Path) -> TokenFile:
     try:
         about = json.loads((path / "about.json").read_text(encoding="utf-8"))
-        kind = about.get("format"), about.get("version")
-        if kind != (FORMAT, VERSION):
-            raise ValueError(f"{path}: format {kind[0]!r} version {kind[1]}, expected {FORMAT!r} version {VERSION}")
+        name, version = about.get("format"), about.get("version")
+        if (name, version) != (FORMAT, VERSION):
+            raise ValueError(f"{path}: format {name!r} version {version}, expected {FORMAT!r} version {VERSION}")
         documents, count, dtype = int(about["documents"]), int(about["tokens"]), np.dtype(about["dtype"])
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path / 'about.json'}: damaged ({error}); write the folder again") from None
@@ -165,16 +167,16 @@ def _open_megatron(stem: Path, data: Path, index: Path) -> TokenFile:
     if len(raw) < _HEADER.size or raw[:9] != _MAGIC:
         raise ValueError(f"{index}: does not start as Megatron's memory-mapped index does ({_MAGIC!r})")
     _, version, code, sequences, bounds = _HEADER.unpack(raw)
-    if version != 1 or code not in _CODES:
-        raise ValueError(f"{index}: version {version}, type code {code}; expected version 1 and one of {list(_CODES)}")
-    dtype = np.dtype(_CODES[code])
+    if version != 1 or code not in _DTYPES:
+        raise ValueError(f"{index}: version {version}, type code {code}; expected version 1 and one of {list(_DTYPES)}")
+    dtype = np.dtype(_DTYPES[code])
     needed = _HEADER.size + 12 * sequences + 8 * bounds
     if index.stat().st_size < needed:  # more is allowed: the modes of multimodal data come last
         raise ValueError(f"{index}: {index.stat().st_size} bytes, its header promises {needed}; it is cut off")
     whole = np.memmap(index, np.uint8, "r")
     at = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * bounds])
     lengths, pointers, documents = (whole[at[i] : at[i + 1]].view(kind) for i, kind in enumerate(("<i4", "<i8", "<i8")))
-    # The file lays sequences end to end, so a document is one run of tokens; said by the pointers, checked here.
+    # Sequences lie end to end in such files, so that a document is one run of tokens; the pointers must agree.
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     if bool((pointers // dtype.itemsize != starts[:-1]).any()):
         raise ValueError(f"{index}: its sequences do not lie end to end in {data.name}; only such files can be read")
@@ -193,12 +195,12 @@ class TokenWriter:
 
     It appears under its name when the block ends, and not at all if that ends in an error. Memory: one buffer.
 
-    path: the folder to make; it may not exist, or be an empty one.
-    vocab_size: decides the integer type. eos: the token that the caller ends each document with, for readers to know.
-    about: more to keep in about.json.
+    path: the folder to make; it must not exist, or be empty.
+    vocab_size: decides the integer type. eos: the token with which the caller ends each document, for readers to know.
+    about: more fields of about.json.
 
     Raises:
-        ValueError: the folder is there already; a token that is not below vocab_size.
+        ValueError: the folder exists already; a token that is not below vocab_size.
     """
 
     def __init__(self, path: str | Path, vocab_size: int, eos: int | None = None, about: dict[str, Any] | None = None):
@@ -249,7 +251,7 @@ class TokenWriter:
                     json.dump(about, text, indent=2, ensure_ascii=False)
                     text.flush()
                     os.fsync(text.fileno())
-                self._work.chmod(0o777 & ~umask())  # mkdtemp's folders are private
+                self._work.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private
                 self._work.rename(self.path)  # over an empty folder, too
         finally:
             shutil.rmtree(self._work, ignore_errors=True)

@@ -1,18 +1,18 @@
-"""Rows of CPM-Bee: an object of keys and texts as tokens, after OpenBMB/CPM-Bee's convert_data_to_id.
+"""Rows of CPM-Bee: an object of keys and texts as tokens, after convert_data_to_id of OpenBMB/CPM-Bee.
 
     {"input": "今天天气真<mask_0>", "<ans>": {"<mask_0>": "好"}}
 
 The row is a tree: a root, below it the keys, below a key its text or the keys of its object. Each key and each text is
-a segment, numbered in the order in which one reads them (the root, `<root>`, is 0). A segment is `<s>`, its tokens and
-`</s>`. All is context, but for the texts below the key `<ans>`: these are the answers, which have no `</s>` (a model is
-to predict it where another token stands, if any) and of which each token sees what is before it.
+a segment, numbered in reading order (the root, `<root>`, is 0). A segment is `<s>`, its tokens and `</s>`. All is
+context except the texts below the key `<ans>`: these are the answers. They have no `</s>` (the model predicts it in the
+place of the token that follows, if any), and each of their tokens attends only to what comes before it.
 
-- The relation of segment a to b: with `up` steps from a to what is above both, and `down` steps from there to b, each
-  counted up to 7, it is 0 for a segment and itself, else 1 + 8 * up + down. 1 is that of different samples.
-- A token that means something in this row alone (`<mask_0>`, `<option_3>`, unknown characters) is the token of its
-  kind (`<mask>`, `<option>`, `<unk>`) and a number: the first of a kind has 0, the next 1, and so on.
-- A label or output of such a token with a number above 0 is vocab_size + its place in a table that goes with the batch.
-- Further rows may stand behind one as samples 1, 2, ...: all of them is context, seen by the row and not seeing it.
+- The relation of segment a to b is 0 if they are the same, else 1 + 8 * up + down: `up` steps from a to their lowest
+  common ancestor and `down` steps from there to b, each at most 7. Segments of different samples have the relation 1.
+- A token whose meaning is local to the row (`<mask_0>`, `<option_3>`, unknown characters) is the token of its kind
+  (`<mask>`, `<option>`, `<unk>`) and a number: 0 for the first of a kind, 1 for the next, and so on.
+- Such a token with a number above 0 is, as a label or output, vocab_size + its place in the batch's extension table.
+- Further rows may follow one as samples 1, 2, ...: they are context, to which the row attends, but not they to it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ ANSWER = "<ans>"
 _DEEPEST = 7
 FIELDS = ("input_ids", "input_id_sub", "context", "segment", "num_segments", "segment_rel_offset", "sample_ids")
 
-Token = tuple[int, int]  # in the vocabulary, and its number
+Token = tuple[int, int]  # its id in the vocabulary, and its number
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A text to be written. path: the keys below `<ans>` that lead to it. segment: its number."""
+    """A text that the model is to write. path: the keys below `<ans>` that lead to it. segment: its number."""
 
     path: tuple[str, ...]
     segment: int
@@ -47,7 +47,7 @@ class StructuredRow:
 
     Attributes:
         values: int32 (T, 7), the columns as FIELDS names them; offsets count from the beginning of `relations`.
-        relations: int32 (size,). texts: what tokens stand for in this row alone. answers: in the order of their
+        relations: int32 (size,). texts: what tokens with a local meaning stand for. answers: in the order of their
             segments, without those of samples.
         end: the token `</s>`. answered: whether the answers are part of the tokens.
     """
@@ -63,7 +63,7 @@ class StructuredRow:
         return len(self.values)
 
     def targets(self) -> np.ndarray:
-        """int32 (T, 2): the token and number that is to be predicted in the place of each token, -100 for none."""
+        """int32 (T, 2): the token and number to predict at each token, -100 for none."""
         out = np.full((len(self), 2), IGNORED, np.int32)
         if self.answered:
             after = 1 + np.flatnonzero(self.values[:-1, 2] == 0)  # an answer, which begins with <s>, or what follows it
@@ -73,12 +73,12 @@ class StructuredRow:
         return out
 
     def numbered(self) -> set[Token]:
-        """The tokens with a number above 0, which are none of the vocabulary."""
+        """The tokens with a number above 0, which the vocabulary does not have."""
         return {(int(a), int(b)) for a, b in self.values[:, :2] if b > 0}
 
 
 class StructuredEncoder:
-    """Objects to rows, and what a model writes to texts."""
+    """Encodes objects as rows, and decodes what a model writes."""
 
     def __init__(self, tokenizer: Any):
         """tokenizer: CPM-Bee's. Raises ValueError: it is another."""
@@ -98,8 +98,8 @@ class StructuredEncoder:
         """The tokens of an object, whose values are texts or objects in their turn.
 
         Args:
-            samples: objects that are shown as examples, with their answers.
-            answered: False: for a model that is to write the answers, which are no part of the tokens then.
+            samples: further objects as examples, with their answers.
+            answered: False leaves the answers out, for a model that is to write them.
 
         Raises:
             ValueError: an object without "<ans>", a value that is neither text nor object, a "<" that is no token.
@@ -113,17 +113,17 @@ class StructuredEncoder:
         size = 0
         for number, row in enumerate((data, *samples)):
             segments = [_Segment("<root>", 0, None)]
-            _grow(segments, row, 1, ())
+            _add_segments(segments, row, 1, ())
             if not number:
                 answers = tuple(Answer(s.path, i) for i, s in enumerate(segments) if s.path is not None)
             for i, segment in enumerate(segments):
                 if segment.path is not None and not number and not answered:
                     continue
                 ids = self._tokens(segment.text, numbers)
-                told = segment.path is None or number > 0
+                is_context = segment.path is None or number > 0
                 if segment.path is None:
                     ids.append((self.end, 0))
-                marks = (int(told), i, len(segments), size, number)
+                marks = (int(is_context), i, len(segments), size, number)
                 parts += [(*token, *marks) for token in ((self.start, 0), *ids)]
             if not number and answered and segments[-1].path is not None and not samples:
                 parts.append((self.end, 0, *parts[-1][2:]))  # so that the end has a place to be predicted in
@@ -145,7 +145,7 @@ class StructuredEncoder:
         return out
 
     def decode(self, tokens: Iterable[Token], texts: Mapping[Token, str]) -> str:
-        """The text of an answer's tokens, up to its `</s>`; texts: those of its row."""
+        """The text of an answer's tokens up to its `</s>`; texts: those of its row."""
         out = []
         for token in tokens:
             if token[0] == self.end:
@@ -158,15 +158,15 @@ class StructuredEncoder:
 class _Segment:
     text: str
     depth: int
-    path: tuple[str, ...] | None  # of an answer
+    path: tuple[str, ...] | None  # below <ans>; None: the segment is no answer
 
 
-def _grow(segments: list[_Segment], value: Any, depth: int, path: tuple[str, ...]) -> None:
-    """Add what is below a segment; path: keys from the root."""
+def _add_segments(segments: list[_Segment], value: Any, depth: int, path: tuple[str, ...]) -> None:
+    """Append the segments below the last one; path: the keys from the root to it."""
     if isinstance(value, Mapping):
         for key, below in value.items():
             segments.append(_Segment(str(key), depth, None))
-            _grow(segments, below, depth + 1, (*path, str(key)))
+            _add_segments(segments, below, depth + 1, (*path, str(key)))
     elif isinstance(value, str):
         segments.append(_Segment(value, depth, path[1:] if path[:1] == (ANSWER,) else None))
     else:
@@ -175,13 +175,13 @@ def _grow(segments: list[_Segment], value: Any, depth: int, path: tuple[str, ...
 
 @lru_cache(maxsize=4096)
 def _relations(depths: tuple[int, ...]) -> np.ndarray:
-    """int32 (n * n,): the relations of segments whose depths, in reading order, are these: they tell the tree."""
-    above: list[tuple[int, ...]] = []  # what leads to each from the root, itself included
+    """int32 (n * n,): the relations of segments with these depths in reading order, which determine the tree."""
+    paths: list[tuple[int, ...]] = []  # from the root to each segment, itself included
     for i, depth in enumerate(depths):
-        above.append((*(above[i - 1][:depth] if i else ()), i))
+        paths.append((*(paths[i - 1][:depth] if i else ()), i))
     out = np.zeros((len(depths), len(depths)), np.int32)
-    for a, to_a in enumerate(above):
-        for b, to_b in enumerate(above):
+    for a, to_a in enumerate(paths):
+        for b, to_b in enumerate(paths):
             common = sum(x == y for x, y in zip(to_a, to_b, strict=False))
             up, down = min(len(to_a) - common, _DEEPEST), min(len(to_b) - common, _DEEPEST)
             out[a, b] = 0 if a == b else 1 + (_DEEPEST + 1) * up + down
@@ -189,13 +189,13 @@ def _relations(depths: tuple[int, ...]) -> np.ndarray:
     return out.ravel()
 
 
-def table_of(rows: Iterable[StructuredRow]) -> tuple[Token, ...]:
-    """The tokens with which the vocabulary goes on for these rows, in one order whatever that of the rows."""
+def extension_table(rows: Iterable[StructuredRow]) -> tuple[Token, ...]:
+    """The tokens that extend the vocabulary for these rows, sorted, so that the order of the rows does not matter."""
     return tuple(sorted(set().union(*(row.numbered() for row in rows))))
 
 
-def labels_of(row: StructuredRow, table: Sequence[Token], vocab_size: int) -> np.ndarray:
-    """int32 (T,): what is to be predicted, as vocab_size + its place in the table where that has it."""
+def target_ids(row: StructuredRow, table: Sequence[Token], vocab_size: int) -> np.ndarray:
+    """int32 (T,): the token to predict at each token, as vocab_size + its place in the table if it is there."""
     place = {token: vocab_size + i for i, token in enumerate(table)}
     return np.array([place.get((int(a), int(b)), int(a)) for a, b in row.targets()], np.int32)
 
@@ -206,10 +206,10 @@ def structured_batch(
     """Rows laid end to end, as keyword arguments of mc.CPMBee's forward.
 
     Args:
-        vocab_size: the model's. table: see `table_of`; None: that of these rows. One table for all batches keeps the
-            loss of a row from depending on the others of its batch.
+        vocab_size: the model's. table: see `extension_table`; None: that of these rows. With one table for all
+            batches, the loss of a row does not depend on the other rows of its batch.
     """
-    table = table_of(rows) if table is None else table
+    table = extension_table(rows) if table is None else table
     lengths = [len(row) for row in rows]
     sizes = np.cumsum([0, *(len(row.relations) for row in rows)])
     values = np.concatenate([np.zeros((0, len(FIELDS)), np.int32), *(row.values for row in rows)]).astype(np.int64)
@@ -222,6 +222,6 @@ def structured_batch(
     if table:
         batch["ext_table_ids"], batch["ext_table_sub"] = torch.tensor(table).unbind(1)
     if all(row.answered for row in rows):
-        labels = [labels_of(row, table, vocab_size) for row in rows]
+        labels = [target_ids(row, table, vocab_size) for row in rows]
         batch["labels"] = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *labels]).astype(np.int64))[None]
     return batch

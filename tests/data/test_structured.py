@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from modelcenter.data.structured import FIELDS, Answer, StructuredEncoder, labels_of, structured_batch, table_of
+from modelcenter.data.structured import FIELDS, Answer, StructuredEncoder, extension_table, structured_batch, target_ids
 from modelcenter.hub.tokenization_cpm import CPMBeeTokenizer
 
 WORDS = "<pad> <unk> <mask> <sep> </n> </_> <s> </s> <root> <ans> <option> a b ab < input 好".split()
@@ -44,8 +44,8 @@ def test_a_row(encoder):
     assert found["segment"] == [*SEGMENTS, 7] and set(found["num_segments"]) == {8}
     assert found["context"] == [int(segment not in (5, 7)) for segment in found["segment"]]
     assert not any(found["sample_ids"]) and not any(found["segment_rel_offset"])
-    assert row.relations.tolist() == RELATIONS and table_of([row]) == ((2, 1),)
-    assert labels_of(row, table_of([row]), len(WORDS)).tolist() == [*LABELS, 7]
+    assert row.relations.tolist() == RELATIONS and extension_table([row]) == ((2, 1),)
+    assert target_ids(row, extension_table([row]), len(WORDS)).tolist() == [*LABELS, 7]
     assert row.answers == (Answer(("<mask_0>",), 5), Answer(("<mask_1>",), 7))
     assert row.texts == {(2, 0): "<mask_0>", (1, 0): "é", (2, 1): "<mask_1>"}
     assert encoder.decode([(16, 0), (14, 0), (5, 0), (2, 1), (1, 0), (2, 0), (7, 0), (11, 0)], row.texts) == (
@@ -66,7 +66,7 @@ def test_samples_stand_behind(encoder):
     assert set(found["sample_ids"][32:]) == {1} == set(found["context"][32:])
     assert set(found["segment_rel_offset"][32:]) == {64} and set(found["num_segments"][32:]) == {6}
     assert row.relations.tolist() == RELATIONS + OF_SAMPLE
-    assert labels_of(row, table_of([row]), len(WORDS)).tolist() == [*LABELS, 7, *[-100] * 17]
+    assert target_ids(row, extension_table([row]), len(WORDS)).tolist() == [*LABELS, 7, *[-100] * 17]
     assert len(row.answers) == 2
 
 

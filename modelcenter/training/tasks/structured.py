@@ -12,9 +12,9 @@ from modelcenter.data.structured import (
     StructuredEncoder,
     StructuredRow,
     Token,
-    labels_of,
+    extension_table,
     structured_batch,
-    table_of,
+    target_ids,
 )
 from modelcenter.data.table import Table
 from modelcenter.data.tokenization.answer_labels import IGNORED, LabelledTokens
@@ -107,8 +107,8 @@ def label_objects(
     if not rows:
         why = f"has {max_length} tokens or fewer" if unfitting else "has an answer"
         raise ValueError(f"{table.where(0)}: neither this row nor any other {why}")
-    more, size = table_of(rows), model.config.vocab_size
-    labels = np.concatenate([labels_of(row, more, size) for row in rows])
+    more, size = extension_table(rows), model.config.vocab_size
+    labels = np.concatenate([target_ids(row, more, size) for row in rows])
     which = [np.array(numbers, np.int64) for numbers in (kept, unanswered, unfitting)]
     found = LabelledTokens(_tokens(rows), labels, which[0], which[1], which[2], [encoder.end])
     used = table if len(kept) == len(table) else table.take(which[0])
@@ -129,7 +129,7 @@ def objects_to_fill(
     for i, row in enumerate(rows):
         if len(row) > max_length:
             raise ValueError(f"{table.where(i)}: the row has {len(row)} tokens, expected at most {max_length}")
-    more, size = table_of(rows), model.config.vocab_size
+    more, size = extension_table(rows), model.config.vocab_size
     labels = np.full(sum(map(len, rows)), IGNORED, np.int32)
     return _rows(table, rows, labels, emptied, more, encoder, size)
 

@@ -1,4 +1,4 @@
-"""Which rows go into which batch: pure functions of their arguments, so that any rank can work out any step of any
+"""Which rows go into which batch: pure functions of their arguments, so that any rank can compute any step of any
 epoch."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EpochBatches:
     seed: int
     draw: Callable[[int], np.ndarray] | None = None  # epoch -> its rows, as many in each (a mixture's); None: all rows
 
-    @functools.cached_property  # asked for at each step, and a mixture draws all its rows to count them
+    @functools.cached_property  # needed at each step, and a mixture draws all its rows to count them
     def steps(self) -> int:
         """Global batches of an epoch."""
         rows = len(self.lengths) if self.draw is None else len(self.draw(0))
@@ -35,7 +35,7 @@ class EpochBatches:
     def epoch(self, epoch: int) -> list[np.ndarray]:
         """Rows of each global batch, longest first: `steps` int64 arrays of global_batch_size (the last may be
         shorter)."""
-        order = np.random.default_rng([self.seed, epoch]).permutation(drawn(self.draw, epoch, self.lengths))
+        order = np.random.default_rng([self.seed, epoch]).permutation(epoch_rows(self.draw, epoch, self.lengths))
         cuts = range(self.global_batch_size, len(order), self.global_batch_size)
         return [_longest_first(rows, self.lengths) for rows in np.split(order, cuts)]
 
@@ -88,7 +88,7 @@ class TokenBatches:
                 f"batch_tokens: row {longest + 1} of {len(self.lengths)} has {self.lengths[longest]} tokens, a "
                 f"microbatch takes {self.part}; raise batch_tokens to {self.lengths[longest]}, or lower max_length"
             )
-        rows = drawn(draw, 0, self.lengths)
+        rows = epoch_rows(draw, 0, self.lengths)
         self._slots, self._ends = self._pack(rows, 0)
         # Rows by length, and the places in the parts by the length that belongs there: paired up anew each epoch.
         self._places = np.argsort(self.lengths[self._slots], kind="stable")
@@ -142,7 +142,7 @@ class TokenBatches:
         return shuffled[order], ends
 
 
-def drawn(draw: Callable[[int], np.ndarray] | None, epoch: int, lengths: np.ndarray) -> np.ndarray:
+def epoch_rows(draw: Callable[[int], np.ndarray] | None, epoch: int, lengths: np.ndarray) -> np.ndarray:
     """The rows of an epoch: those drawn, or all."""
     return np.arange(len(lengths)) if draw is None else draw(epoch)
 

@@ -17,11 +17,11 @@ from modelcenter.data.sampling import deal, deal_parts
 from modelcenter.data.streams import START, Cursor, Row, RowSource
 
 _CHUNK = 256  # rows per call of the tokenizer
-_HELD = 64  # rows that may wait for a part with room for them
+_MAX_HELD = 64  # rows that may wait for a part with room for them
 
 
 class Window(NamedTuple):
-    """Rows that are shuffled together: the `number`-th of an epoch, starting at a cursor of the source."""
+    """Rows that are shuffled together: the window `number` of an epoch, which starts at a cursor of the source."""
 
     epoch: int
     number: int
@@ -34,17 +34,17 @@ class _Item(NamedTuple):
     cursor: Cursor  # of the row in the source
     row: Any  # tokenised; None: dropped
     length: int
-    piece: int = 0  # of what the source's row became
-    last: bool = True  # of these
+    piece: int = 0  # its number among the pieces of the source's row
+    last: bool = True  # whether it is the last of them
 
 
 @dataclass(frozen=True)
 class StreamBatch:
     """One global batch.
 
-    rows: tokenised rows; places: where each stands in the data, in words; epoch: of the rows.
-    keys: what tells a row from all others of its epoch: its file, its number in it, and its piece.
-    state: JSON-able; `StreamBatches.at(state)` goes on with the batch after this one.
+    rows: tokenised rows; places: the place of each in the data, in words; epoch: of the rows.
+    keys: identify each row in its epoch: its file, its number there, and its piece.
+    state: JSON-able; `StreamBatches.at(state)` continues with the batch after this one.
     """
 
     rows: list[Any]
@@ -60,9 +60,9 @@ class StreamBatch:
         return [[self.rows[i] for i in part] for part in self.rank_numbers(data_rank, ranks, microbatches)]
 
     def rank_numbers(self, data_rank: int, ranks: int, microbatches: int) -> list[np.ndarray]:
-        """The numbers among `rows` of each microbatch of a rank; over the ranks every row once.
+        """The indices into `rows` of each microbatch of a rank; every row is in one microbatch of one rank.
 
-        By rows they are dealt as by `EpochBatches`, by tokens as by `TokenBatches` (which see).
+        Rows are dealt as `EpochBatches` does, or as `TokenBatches` if the batch is one by tokens.
         """
         if self.budget is None:
             dealt = deal(np.argsort(-self.lengths, kind="stable"), ranks, microbatches)
@@ -75,15 +75,15 @@ class StreamBatch:
 class StreamBatches:
     """Global batches from a stream of rows, endlessly, epoch after epoch.
 
-    The rows of each window of `window` rows are shuffled by (seed, epoch, window), tokenised in that order and laid
-    into global batches. Every row comes once per epoch; the last batch of an epoch holds what is left. All depends on
-    (source, tokenise, window, seed and the size of a batch) alone: not on ranks, workers, or where a run was resumed.
+    The rows of each window of `window` rows are shuffled by (seed, epoch, window), tokenised in that order and put
+    into global batches. Every row comes once per epoch; the last batch of an epoch holds what is left. The batches
+    depend on (source, tokenise, window, seed, size of a batch) alone: not on ranks, workers, or where a run resumed.
 
-    source: see `streams`. tokenise: rows -> for each what a batch is made of, or None to drop it; what it makes of a
-    row may not depend on the others. Empty rows are dropped before. several: it gives a list for each row, such as the
-    pieces of a long text, which are rows of their own from then on, and come one after the other.
+    source: see `streams`. tokenise: from rows to tokenised rows, None to drop one; the result for a row must not depend
+    on the other rows. It is not given empty rows. several: it returns a list for each row, such as the pieces of a long
+    text, which are then rows of their own, one after the other.
     global_batch_size: rows of a batch. Or budget: tokens of a batch, in parts of at most `part` (the microbatch; None:
-    the budget), best fit: up to 64 rows that no part has room for wait, and come first into the next batch.
+    the budget), filled by best fit: up to 64 rows for which no part has room wait for the next batch.
     length: tokens of a tokenised row; the default counts input_ids and decoder_input_ids.
     workers: threads that tokenise ahead; 0: none.
 
@@ -129,38 +129,38 @@ class StreamBatches:
             chunks = self._chunks(window, place)
             tokenised = ordered_map(self._tokenise, chunks, executor, 2 * max(1, self.workers))
             drawn = (item for items in tokenised for item in items)
-            if piece:  # of the first row, so many were in batches before
+            if piece:  # so many pieces of the first row were in earlier batches
                 drawn = dropwhile(lambda item, first=(place, piece): (item.place, item.piece) < first, drawn)
-            seen = state is not None  # whether rows have come since the last epoch ended
+            seen = state is not None  # whether the current epoch has given any row
             while True:
-                taken, held = self._from_held(held)
-                waiting = [*taken.items, *held]
-                ended = bool(waiting) and waiting[0].window.epoch < window.epoch  # only what was held is left of it
-                while not ended and not taken.full and len(held) < _HELD:
+                batch, held = self._start_batch(held)
+                waiting = [*batch.items, *held]
+                ended = bool(waiting) and waiting[0].window.epoch < window.epoch  # only held rows are left of the epoch
+                while not ended and not batch.full and len(held) < _MAX_HELD:
                     item = next(drawn)
-                    ended = item.window.epoch > window.epoch  # then the item only says so
+                    ended = item.window.epoch > window.epoch  # an item without a row, which marks the new epoch
                     window = item.window
                     place, piece = (item.place + 1, 0) if item.last else (item.place, item.piece + 1)
                     if ended:
                         break
                     if item.row is None:
                         skipped += 1
-                    elif not taken.add(item):
+                    elif not batch.add(item):
                         held.append(item)
-                if taken.items:
+                if batch.items:
                     seen = True
-                    yield self._batch(taken, self._state(window, (place, piece), skipped, held))
+                    yield self._stream_batch(batch, self._state(window, (place, piece), skipped, held))
                 elif not seen:
                     raise ValueError(f"{self.source.name}: an epoch holds no rows")
                 else:
                     seen = False
 
-    def _from_held(self, held: list[_Item]) -> tuple[_Taken, list[_Item]]:
-        taken = _Taken(self.global_batch_size, self.part, self.budget, self.source)
-        return taken, [item for item in held if not taken.add(item)]
+    def _start_batch(self, held: list[_Item]) -> tuple[_PartialBatch, list[_Item]]:
+        batch = _PartialBatch(self.global_batch_size, self.part, self.budget, self.source)
+        return batch, [item for item in held if not batch.add(item)]
 
-    def _batch(self, taken: _Taken, state: dict[str, Any]) -> StreamBatch:
-        items = taken.in_order()
+    def _stream_batch(self, batch: _PartialBatch, state: dict[str, Any]) -> StreamBatch:
+        items = batch.in_order()
         lengths = np.array([item.length for item in items], dtype=np.int64)
         places = [self.source.where(item.cursor) for item in items]
         keys = [(item.cursor.file, item.cursor.row, item.piece) for item in items]
@@ -181,17 +181,17 @@ class StreamBatches:
         windows = [Window(epoch, number, Cursor(*cursor)) for epoch, number, *cursor in state["windows"]]
         held: dict[tuple[int, int, int], _Item] = {}
         for i, window in enumerate(windows):
-            wanted = dict.fromkeys(place for n, place, _ in state["held"] if n == i)
-            if wanted:
+            places = dict.fromkeys(place for n, place, _ in state["held"] if n == i)
+            if places:
                 rows = self._shuffled(window, list(islice(self._read(window.cursor), self.window)))
-                for place in wanted:
+                for place in places:
                     held |= {(i, place, item.piece): item for item in self._tokenise([rows[place]])}
         place, piece = state["place"]
         return windows[-1], place, piece, state["skipped"], [held[tuple(key)] for key in state["held"]]
 
     def _read(self, cursor: Cursor) -> Iterator[tuple[Cursor, Row | None, Cursor]]:
         for row, after in self.source.read(cursor):
-            # A new file starts at its first row; within a file the last row's end is this one's start.
+            # A new file starts at its first row; within a file a row starts where the one before it ends.
             yield (cursor if cursor.file == after.file else Cursor(after.file)), row, after
             cursor = after
 
@@ -212,19 +212,19 @@ class StreamBatches:
             yield [_Item(window, -1, START, None, 0)]
 
     def _tokenise(self, items: list[_Item]) -> list[_Item]:
-        full = [item for item in items if item.row is not None]
-        made = iter(self.tokenise([item.row for item in full]) if full else ())
-        found = []
+        filled = [item for item in items if item.row is not None]
+        tokenised = iter(self.tokenise([item.row for item in filled]) if filled else ())
+        result = []
         for item in items:
-            row = None if item.row is None else next(made)
-            rows = [row] if not self.several else [None] if not row else row
-            for piece, one in enumerate(rows):
-                length = 0 if one is None else self.length(one)
-                found.append(item._replace(row=one, length=length, piece=piece, last=piece == len(rows) - 1))
-        return found
+            row = None if item.row is None else next(tokenised)
+            pieces = [row] if not self.several else [None] if not row else row
+            for i, piece in enumerate(pieces):
+                length = 0 if piece is None else self.length(piece)
+                result.append(item._replace(row=piece, length=length, piece=i, last=i == len(pieces) - 1))
+        return result
 
 
-class _Taken:
+class _PartialBatch:
     """The rows of a batch that is being filled."""
 
     def __init__(self, count: int | None, part: int | None, budget: int | None, source: RowSource):
@@ -238,7 +238,7 @@ class _Taken:
         return len(self.items) == self.count if self.fit is None else not self.fit.room
 
     def add(self, item: _Item) -> bool:
-        """Take a row if there is room for it."""
+        """Add a row if there is room for it, and return whether there is."""
         if self.fit is not None:
             if self.part is not None and item.length > self.part:
                 raise ValueError(

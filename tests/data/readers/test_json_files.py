@@ -1,0 +1,113 @@
+"""json, jsonl and ndjson: their layouts, and where a message says the mistake is."""
+
+import json
+
+import pytest
+from file_toys import read
+
+from modelcenter.data.streams import FileRows
+
+ROWS = [{"text": "a b", "label": 1}, {"text": "caf\u00e9 \u2028 x", "label": 0}]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS),  # U+2028 unescaped: no line break of JSON lines
+        "\ufeff" + "\r\n\r\n".join(json.dumps(row) for row in ROWS) + "\r\n",
+        json.dumps(ROWS, indent=2),
+        json.dumps({"version": "1", "data": ROWS}),
+        json.dumps({"text": [r["text"] for r in ROWS], "label": [1, 0]}),
+        "\n".join(json.dumps(row) for row in ROWS).encode("utf-16"),
+        # What pandas' to_json writes, as is and with orient index, split.
+        json.dumps({name: {str(3 * i): row[name] for i, row in enumerate(ROWS)} for name in ROWS[0]}),
+        json.dumps({str(i): row for i, row in enumerate(ROWS)}, indent=1),
+        json.dumps({"columns": list(ROWS[0]), "index": [0, 1], "data": [list(row.values()) for row in ROWS]}),
+    ],
+    ids=["lines", "bom-crlf-blank", "array", "nested", "columns", "utf-16", "pandas", "pandas-index", "pandas-split"],
+)
+@pytest.mark.parametrize("suffix", ["json", "ndjson"])
+def test_json_forms(tmp_path, content, suffix):
+    table = read(tmp_path, f"a.{suffix}", content)
+    assert table.columns == {"text": ["a b", "caf\u00e9 \u2028 x"], "label": [1, 0]}
+
+
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TURNS},
+        {"conversations": [{"from": "human", "value": "q"}], "id": 1},
+        {"chosen": TURNS, "rejected": TURNS},
+        {"question": "q", "context": "a b", "answers": [{"text": "b", "answer_start": 2}]},
+    ],
+    ids=["chat", "sharegpt", "pair", "answers"],
+)
+def test_a_file_of_one_row_with_a_list_of_objects(tmp_path, row, indent):
+    table = read(tmp_path, "a.jsonl", json.dumps(row, indent=indent))
+    assert table.columns == {name: [value] for name, value in row.items()}
+
+
+def test_json_rows_may_lack_columns_and_know_their_line(tmp_path):
+    table = read(tmp_path, "a.jsonl", '{"text": "a"}\n\n{"text": "b", "label": 2}\n')
+    assert table.columns == {"text": ["a", "b"], "label": [None, 2]}
+    assert table.where(1).endswith("a.jsonl, line 3")
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "says"),
+    [
+        ('{"text": "a"}\n{"text": "b",}\n', 2, "not valid JSON"),
+        ('{"text": "a"\n{"text": "b"}\n', 1, "not valid JSON"),
+        ('{"text": "a"}\n"b"\n', 2, "expected a JSON object"),
+        ('[{"text": "a"},\n {"text": }]', 2, "not valid JSON"),
+        ('["a", 1]\n["b", 0]\n', 2, "Extra data.*; expected one array, or one JSON object a line"),
+    ],
+)
+def test_malformed_json_names_the_line(tmp_path, content, line, says):
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line {line}: .*{says}"):
+        read(tmp_path, "a.jsonl", content)
+
+
+def test_json_of_no_rows_and_of_no_objects(tmp_path):
+    with pytest.raises(ValueError, match="expected one JSON object a line"):
+        read(tmp_path, "a.json", "[1, 2]")
+    for name, content in [
+        ("a.json", "[]"),
+        ("b.jsonl", "\n\n"),
+        ("c.csv", "text,label\n"),
+        ("d.tsv", ""),
+        ("e.txt", ""),
+    ]:
+        with pytest.raises(ValueError, match=f"{name}: the file holds no rows"):
+            read(tmp_path, name, content)
+
+
+def test_nan_is_no_value(tmp_path):
+    """json.dumps writes it for what a row of pandas lacks; as a text it would be "nan"."""
+    rows = '{"text": NaN, "x": Infinity}\n{"text": "NaN", "x": -Infinity}\n'
+    expected = {"text": [None, "NaN"], "x": [float("inf"), float("-inf")]}
+    assert read(tmp_path, "a.jsonl", rows).columns == expected
+    assert read(tmp_path, "a.json", f"[{rows.replace(chr(10), ',')[:-1]}]").columns == expected
+    assert next(FileRows([tmp_path / "a.jsonl"]).read())[0] == {"text": None, "x": float("inf")}
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        (r'{"text": "a"}' + "\n" + r'{"text": "nice \ud83d"}', "line 2: .*column 16"),
+        (r'{"text": "\\\uDE00\ud83d"}', "line 1: .*column 13"),  # an escaped backslash, then the second half
+        (r'[{"text": "a"},' + "\n" + r' {"text": "\ud83d\u0041"}]', "line 2: .*column 12"),
+    ],
+)
+def test_half_a_character(tmp_path, content, place):
+    with pytest.raises(ValueError, match=r"a.jsonl, " + place.replace(".*", r"not valid JSON \(.u\w+ is half.* ")):
+        read(tmp_path, "a.jsonl", content)
+
+
+def test_escapes_that_are_no_halves(tmp_path):
+    row = {"text": "\U0001f600 \\ud83d \u00e9 \ud7ff\U0010ffff"}
+    assert read(tmp_path, "a.jsonl", json.dumps(row) + "\n").columns == {"text": [row["text"]]}

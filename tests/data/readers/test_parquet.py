@@ -1,0 +1,82 @@
+"""Parquet: names of classes, texts stored as bytes, damaged files."""
+
+import json
+
+import pytest
+from file_toys import read
+
+from modelcenter.data.readers import read_file
+from modelcenter.data.schemas.labels import find_labels
+from modelcenter.data.schemas.text_pairs import column_texts
+from modelcenter.data.streams import Cursor, FileRows
+from modelcenter.training.tasks.base import strings
+
+
+def test_parquet_with_class_names(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    about = {
+        "info": {"features": {"label": {"names": ["no", "yes"], "_type": "ClassLabel"}, "text": {"_type": "Value"}}}
+    }
+    table = pyarrow.table({"text": ["a", "b"], "label": [1, 0]})
+    pyarrow.parquet.write_table(
+        table.replace_schema_metadata({"huggingface": json.dumps(about)}), str(tmp_path / "a.parquet")
+    )
+    found = read_file(tmp_path / "a.parquet")
+    assert found.columns == {"text": ["a", "b"], "label": [1, 0]}
+    assert found.classes == {"label": ["no", "yes"]}
+    assert found.where(1).endswith("a.parquet, row 2")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    with pytest.raises(ValueError, match="b.parquet: not a parquet file, or a truncated or damaged one"):
+        read(tmp_path, "b.parquet", whole[: len(whole) // 2])
+
+
+def test_parquet_of_texts_as_bytes(tmp_path):
+    """As Impala and Hive write texts; bytes that are no text stay bytes, for those who look."""
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    text = "\u597d film"
+    columns = {
+        "text": pyarrow.array([text.encode(), b"bad", None], pyarrow.binary()),
+        "label": pyarrow.array([b"pos", b"neg", b"pos"], pyarrow.large_binary()),
+        "words": pyarrow.array([[b"a", text.encode()], [], None], pyarrow.list_(pyarrow.binary())),
+        "said": pyarrow.array([{"x": b"a", "n": 1}] * 3, pyarrow.struct({"x": pyarrow.binary(), "n": pyarrow.int64()})),
+        "image": pyarrow.array([b"\xff\x00", b"a", b"b"], pyarrow.binary()),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), str(tmp_path / "a.parquet"), row_group_size=2)
+    expected = {
+        "text": [text, "bad", None],
+        "label": ["pos", "neg", "pos"],
+        "words": [["a", text], [], None],
+        "said": [{"x": "a", "n": 1}] * 3,
+    }
+    table = read_file(tmp_path / "a.parquet")
+    assert table.columns == {**expected, "image": [b"\xff\x00", b"a", b"b"]}
+    rows = [row for row, _ in FileRows([tmp_path / "a.parquet"]).read(Cursor(0, 1))]
+    assert [{name: row[name] for name in expected} for row in rows] == [
+        {name: values[i] for name, values in expected.items()} for i in (1, 2)
+    ]
+    with pytest.raises(ValueError, match=r"a.parquet, row 1: the row has b'.xff.x00', expected a text, in column 'ima"):
+        strings(table, "image")
+    with pytest.raises(ValueError, match=r"row 1: the row has b'.xff.x00', expected a text, in column 'image'"):
+        list(column_texts(table, "image"))
+    with pytest.raises(ValueError, match=r"row 1: the label is b'.xff.x00', expected a text"):
+        find_labels(table.columns["image"], table.where)
+
+
+def test_a_damaged_page_of_parquet_names_the_file(tmp_path):
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [f"a film of {i * i} words" for i in range(500)]})
+    pyarrow.parquet.write_table(table, str(path), use_dictionary=False)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:60] + b"\xff" * 400 + whole[460:])
+    for read_all in (read_file, lambda path: list(FileRows([path]).read())):
+        with pytest.raises(ValueError, match="a.parquet: not a parquet file, or a truncated or damaged one"):
+            read_all(path)
+    with pytest.raises(ValueError, match="b.parquet.gz: parquet is streamed from uncompressed files"):
+        FileRows([tmp_path / "b.parquet.gz"])

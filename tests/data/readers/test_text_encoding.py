@@ -1,0 +1,26 @@
+"""Bytes to text: line ends, and encodings that are named with their remedy."""
+
+import pytest
+from file_toys import read
+
+
+def test_lines_that_end_as_on_old_macs(tmp_path):
+    for name in ("a.tsv", "a.csv"):
+        assert read(tmp_path, name, "text\tlabel\ra b\t1\rc\t0").columns["text"] == ["a b", "c"]
+    assert read(tmp_path, "a.txt", "one\rtwo\r").columns == {"text": ["one", "two"]}
+
+
+def test_latin1_names_file_line_and_remedy(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.csv, line 3: not UTF-8 \(byte 0xe9; 1 of 3 lines\).*iconv -f LATIN1"):
+        read(tmp_path, "a.csv", b"text,label\nabc,1\ncaf\xe9,0\n")
+
+
+def test_gb18030_is_guessed(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: not UTF-8.*iconv -f GB18030"):
+        read(tmp_path, "a.jsonl", '{"text": "\u5f88\u597d\u7684\u7535\u5f71"}\n'.encode("gb18030"))
+
+
+def test_mixed_encodings_are_called_so(tmp_path):
+    content = "\u5f88\u597d\tp\n".encode() + "\u5f88\u5dee\tn\n".encode("gb18030")
+    with pytest.raises(ValueError, match=r"a\.tsv, line 2: not UTF-8.*mixes encodings"):
+        read(tmp_path, "a.tsv", content)

@@ -1,4 +1,4 @@
-"""From the labels people write (names, numbers, lists, scores) to the targets a classification head is trained on."""
+"""From the labels people write (names, numbers, lists, scores) to the targets of a classification head."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,60 +19,65 @@ Where = Callable[[int], str]
 
 @dataclass(frozen=True)
 class Labels:
-    """What the labels are: the kind of problem, and the name of each class (for regression: of each value, usually
-    one)."""
+    """The kind of problem, and the name of each class (for regression: of each value, usually one).
+
+    by_id: integers in the data are ids of classes, not names. multi_hot: the training rows list a zero or a one for
+    each class.
+    """
 
     problem_type: str
     names: tuple[str, ...]
-    by_id: bool = False  # integers in the data are ids of classes, not names
-    multi_hot: bool = False  # the training rows list a zero or a one for each class
+    by_id: bool = False
+    multi_hot: bool = False
 
     def encode(self, values: Sequence[Any], where: Where, known_from: str = "the training data") -> np.ndarray:
         """Targets of the rows: int64 (n,) single label; float32 (n, classes) multi-label; float32 (n,) or (n, k)
         regression.
 
-        where: says the place of a row in messages. Raises ValueError for a row without a label or with one outside the
+        where: the place of a row, for messages. Raises ValueError for a row without a label or with one outside the
         classes.
         """
-        values = [_plain(value) for value in values]
-        _check_present(values, where, self.by_id and _numbered(self.problem_type, self.names))
+        values = [_normalise(value) for value in values]
+        _check_present(values, where, self.by_id and _only_ids(self.problem_type, self.names))
         if self.problem_type == "regression":
             return _floats(values, where, len(self.names))
-        ids: dict[Any, int] = {name: i for i, name in enumerate(self.names)}
-
-        def id_of(value: Any, row: int) -> int:
-            number = _as_id(value)
-            if self.by_id and number is not None:
-                found = number if 0 <= number < len(self.names) else None
-            else:
-                found = ids.get(str(value))
-                if found is None and number is not None:
-                    found = ids.get(str(number))  # 3, "3" and "3.0" are one label
-            if found is None:
-                if self.by_id:
-                    expected = f"outside num_labels {len(self.names)} (labels 0 to {len(self.names) - 1})"
-                else:
-                    shown = ", ".join(map(repr, self.names[:10])) + (", ..." if len(self.names) > 10 else "")
-                    expected = f"not one of the labels of {known_from} ({shown})"
-                raise ValueError(f"{where(row)}: label {value!r} is {expected}")
-            return found
-
         if self.problem_type == "single_label_classification":
-            cache: dict[Any, int] = {}
-            out = np.empty(len(values), dtype=np.int64)
+            ids: dict[Any, int] = {}
+            targets = np.empty(len(values), dtype=np.int64)
             for row, value in enumerate(values):
-                if value not in cache:
-                    cache[value] = id_of(value, row)
-                out[row] = cache[value]
-            return out
-        out = np.zeros((len(values), len(self.names)), dtype=np.float32)
-        lists = [_listed(value) for value in values]
+                if value not in ids:
+                    ids[value] = self._id_of(value, row, where, known_from)
+                targets[row] = ids[value]
+            return targets
+        lists = [_as_list(value) for value in values]
         if len(lists[0]) == len(self.names) and (_zeros_and_ones(lists) if self.multi_hot else _is_multi_hot(lists)):
             return np.array([[float(v) for v in row] for row in lists], dtype=np.float32)
+        targets = np.zeros((len(values), len(self.names)), dtype=np.float32)
         for row, members in enumerate(lists):
             for value in members:
-                out[row, id_of(value, row)] = 1.0
-        return out
+                targets[row, self._id_of(value, row, where, known_from)] = 1.0
+        return targets
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
+    def _id_of(self, value: Any, row: int, where: Where, known_from: str) -> int:
+        number = _as_id(value)
+        if self.by_id and number is not None:
+            class_id = number if 0 <= number < len(self.names) else None
+        else:
+            class_id = self._ids.get(str(value))
+            if class_id is None and number is not None:
+                class_id = self._ids.get(str(number))  # 3, "3" and "3.0" are one label
+        if class_id is None:
+            if self.by_id:
+                expected = f"outside num_labels {len(self.names)} (labels 0 to {len(self.names) - 1})"
+            else:
+                shown = ", ".join(map(repr, self.names[:10])) + (", ..." if len(self.names) > 10 else "")
+                expected = f"not one of the labels of {known_from} ({shown})"
+            raise ValueError(f"{where(row)}: label {value!r} is {expected}")
+        return class_id
 
 
 def find_labels(
@@ -82,7 +88,7 @@ def find_labels(
     num_labels: int | None = None,
     names: Sequence[str] | None = None,
 ) -> Labels:
-    """Tell from the training labels what kind of problem it is and which classes there are.
+    """Find from the training labels what kind of problem it is and which classes there are.
 
     Lists are multi-label, numbers with a fraction regression, anything else single label. Integer labels 0..k-1 keep
     their ids; other integers and strings are numbered in sorted order. names: class names that the source (or a
@@ -91,15 +97,15 @@ def find_labels(
     """
     if problem_type in (None, "multi_label_classification"):
         values = parse_lists(values)
-    values = [_plain(value) for value in values]
-    _check_present(values, where, names is not None and _numbered(problem_type, names))
+    values = [_normalise(value) for value in values]
+    _check_present(values, where, names is not None and _only_ids(problem_type, names))
     if problem_type is None:
         problem_type = _guess_type(values)
         if problem_type == "single_label_classification" and names is None:
             _check_single(values, where)
     if problem_type == "regression":
         width = num_labels or (len(values[0]) if isinstance(values[0], list) else 1)
-        _floats(values, where, width)
+        _floats(values, where, width)  # raises for other values
         return Labels(problem_type, ("score",) if width == 1 else tuple(f"score_{i}" for i in range(width)))
     multi = problem_type == "multi_label_classification"
     if not multi:
@@ -108,7 +114,7 @@ def find_labels(
             raise ValueError(
                 f"{where(row)}: the label is a list ({values[row]!r:.60}), but problem_type is {problem_type}"
             )
-    lists = [_listed(value) for value in values] if multi else [[value] for value in values]
+    lists = [_as_list(value) for value in values] if multi else [[value] for value in values]
     if names is not None:
         numbers = all(_as_id(v) is not None for members in lists for v in members)
         if num_labels not in (None, len(names)):
@@ -121,38 +127,38 @@ def find_labels(
         if num_labels not in (None, width):
             raise ValueError(f"{where(0)}: the label lists {width} zeros and ones, but num_labels is {num_labels}")
         return Labels(problem_type, tuple(map(str, range(width))), by_id=True, multi_hot=True)
-    return _number(lists, where, problem_type, num_labels)
+    return _classes_of(lists, where, problem_type, num_labels)
 
 
-def _number(lists: list[list[Any]], where: Where, problem_type: str, num_labels: int | None) -> Labels:
-    rows: dict[Any, int] = {}
+def _classes_of(lists: list[list[Any]], where: Where, problem_type: str, num_labels: int | None) -> Labels:
+    first_row: dict[Any, int] = {}
     for row, members in enumerate(lists):
         for value in members:
-            rows.setdefault(value, row)
-    numbers = {value: _as_id(value) for value in rows}
-    if rows and all(number is not None for number in numbers.values()):
-        found = sorted({number for number in numbers.values() if number is not None})
-        if num_labels is not None or found == list(range(len(found))):
-            count = num_labels or len(found)
+            first_row.setdefault(value, row)
+    numbers = {value: _as_id(value) for value in first_row}
+    if first_row and all(number is not None for number in numbers.values()):
+        distinct = sorted({number for number in numbers.values() if number is not None})
+        if num_labels is not None or distinct == list(range(len(distinct))):
+            count = num_labels or len(distinct)
             outside = next((v for v, number in numbers.items() if number is None or not 0 <= number < count), None)
             if outside is not None:
                 raise ValueError(
-                    f"{where(rows[outside])}: label {outside!r} is outside num_labels {count} (0 to {count - 1}); "
-                    f"without num_labels the {len(found)} labels found are numbered in order"
+                    f"{where(first_row[outside])}: label {outside!r} is outside num_labels {count} (0 to {count - 1}); "
+                    f"without num_labels the {len(distinct)} labels found are numbered in order"
                 )
             return _at_least_two(Labels(problem_type, tuple(map(str, range(count))), by_id=True), where)
-        return _at_least_two(Labels(problem_type, tuple(map(str, found))), where)
-    found_names = sorted(set(map(str, rows)))
-    if num_labels is not None and len(found_names) > num_labels:
-        shown = ", ".join(map(repr, found_names[:10])) + (", ..." if len(found_names) > 10 else "")
-        raise ValueError(f"num_labels is {num_labels}, but the data has {len(found_names)} labels: {shown}")
-    if len(found_names) > 2 and 2 * len(found_names) > len(lists) and problem_type != "multi_label_classification":
+        return _at_least_two(Labels(problem_type, tuple(map(str, distinct))), where)
+    names = sorted(set(map(str, first_row)))
+    if num_labels is not None and len(names) > num_labels:
+        shown = ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")
+        raise ValueError(f"num_labels is {num_labels}, but the data has {len(names)} labels: {shown}")
+    if len(names) > 2 and 2 * len(names) > len(lists) and problem_type != "multi_label_classification":
         raise ValueError(
-            f"label_column: got {len(found_names)} labels in {len(lists)} rows ({found_names[0]!r:.40}, ...), "
+            f"label_column: got {len(names)} labels in {len(lists)} rows ({names[0]!r:.40}, ...), "
             f"expected a few that recur; is it the right column?"
         )
-    spare = (f"LABEL_{i}" for i in range(len(found_names), num_labels or 0))
-    return _at_least_two(Labels(problem_type, (*found_names, *spare)), where)
+    spare = (f"LABEL_{i}" for i in range(len(names), num_labels or 0))
+    return _at_least_two(Labels(problem_type, (*names, *spare)), where)
 
 
 def _at_least_two(labels: Labels, where: Where) -> Labels:
@@ -163,26 +169,26 @@ def _at_least_two(labels: Labels, where: Where) -> Labels:
     return labels
 
 
-def _numbered(problem_type: str | None, names: Sequence[str]) -> bool:
-    """Whether a number can only be the id of one of these classes: then -1 is that of none."""
+def _only_ids(problem_type: str | None, names: Sequence[str]) -> bool:
+    """Whether a number can only be the id of a class: then -1 means that a row has no label."""
     return problem_type != "regression" and "-1" not in names
 
 
-def _plain(value: Any) -> Any:
-    """Booleans and whole floats as the integers they stand for, so that 1, 1.0 and True are one label."""
+def _normalise(value: Any) -> Any:
+    """Booleans and whole floats as integers, so that 1, 1.0 and True are one label; texts without spaces around."""
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str):
         return value.strip()
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+    return [_normalise(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _check_present(values: Sequence[Any], where: Where, by_id: bool) -> None:
-    """Raise ValueError for a row without a label, or with one that is none: an object, or a list of lists.
+    """Raise ValueError for a row without a label, or with an object, bytes or a list of lists for one.
 
-    By ids of named classes, -1 is the Hub's way to say that a row has no label.
+    by_id: -1 is no label, which is how the Hub marks such rows where labels are ids of named classes.
     """
     for i, value in enumerate(values):
         if any(isinstance(v, (dict, list, bytes)) for v in (value if isinstance(value, list) else [value])):
@@ -220,7 +226,7 @@ def _check_single(values: Sequence[Any], where: Where) -> None:
 
 
 def _as_id(value: Any) -> int | None:
-    """The number that a label is: an integer, or a text that spells one as programs do. "0111" and "1e3" are names."""
+    """The integer that a label is, or spells in the usual way; "0111" and "1e3" are names, so None."""
     if isinstance(value, int):
         return value
     number = _as_float(value) if isinstance(value, str) else None
@@ -251,12 +257,12 @@ def _floats(values: Sequence[Any], where: Where, width: int) -> np.ndarray:
     return out[:, 0] if width == 1 else out
 
 
-def _listed(value: Any) -> list[Any]:
-    """The labels of a multi-label row: a list, one written as a text, or names separated by | or commas."""
+def _as_list(value: Any) -> list[Any]:
+    """The labels of a multi-label row: of a list, of one written as a text, or of names separated by | or commas."""
     if isinstance(value, str):
-        found = parse_list(value)
-        if found is not None:
-            return [_plain(v) for v in found]
+        members = parse_list(value)
+        if members is not None:
+            return [_normalise(v) for v in members]
         return [part.strip() for part in re.split(r"[|,]", value) if part.strip()]
     return value if isinstance(value, list) else [value]
 
@@ -269,7 +275,7 @@ def _zeros_and_ones(lists: Sequence[list[Any]]) -> bool:
 
 
 def _is_multi_hot(lists: Sequence[list[Any]]) -> bool:
-    """Rows of zeros and ones that are no ids: ids do not repeat, and rows that all have both are not in two orders."""
+    """Whether rows of zeros and ones cannot be ids: ids do not repeat, and do not come in two orders."""
     return _zeros_and_ones(lists) and (
         any(len(set(row)) < len(row) for row in lists) or any(row != lists[0] for row in lists)
     )

@@ -12,17 +12,17 @@ from modelcenter.data.token_files import TokenFile
 
 
 class Blocks:
-    """Rows of a token file, made when they are asked for; nothing but a number per document is held in memory.
+    """Rows of a token file, made on demand; only a number for each document is held in memory.
 
-    packing "none": a row is a piece of one document, which is cut every `max_length` tokens; what is left of it is a
+    packing "none": a row is a piece of one document, which is cut every `max_length` tokens; the rest of it is a
         shorter row, if it has min_length tokens.
     packing "concat": documents stand end to end, each followed by `eos`, and are cut every `max_length` tokens, so all
         rows but the last are full. A document that starts within a row is a sequence of its own there (`cu_seqlens`):
         nothing attends, or is predicted, across its start.
 
-    eos: for "concat", the token after each document; left out where the file has its own. documents: (first, end)
-    restricts the rows to some of the documents, e.g. to hold others out. bare: documents without the eos that the file
-    has after them, and without another: what follows adds its own special tokens.
+    eos: for "concat", the token after each document; not added where the file has its own. documents: (first, end)
+    restricts the rows to some of the documents, e.g. to hold others out. bare: documents without an eos, be it the
+    file's or another, for objectives that add their own special tokens.
 
     Raises:
         ValueError: no document that makes a row, a wrong max_length or packing, "concat" without any eos.
@@ -81,7 +81,7 @@ class Blocks:
         return lengths
 
     def _sizes(self, offsets: np.ndarray) -> np.ndarray:
-        """Tokens of each document that go into rows, but for an added eos; empty documents have none to leave out."""
+        """Tokens of each document that go into rows, without an added eos; empty documents have no eos to leave out."""
         sizes = np.diff(offsets)
         return sizes - np.minimum(sizes, self._left_out)
 
@@ -103,15 +103,15 @@ class Blocks:
             size = int(offsets[self.first + document + 1] - offsets[self.first + document]) - self._left_out
             return [(self.first + document, start, min(start + self.max_length, size))]
         at, end = row * self.max_length, min((row + 1) * self.max_length, int(self._bounds[-1]))
-        found = []
+        pieces = []
         document = int(np.searchsorted(self._bounds, at, side="right")) - 1
         while at < end:
             start, stop = int(self._bounds[document]), int(self._bounds[document + 1])
             if stop > at:  # not an empty document
-                found.append((self.first + document, at - start, min(end, stop) - start))
+                pieces.append((self.first + document, at - start, min(end, stop) - start))
                 at = min(end, stop)
             document += 1
-        return found
+        return pieces
 
     def documents_of(self, rows: np.ndarray) -> np.ndarray:
         """The document in which each of these rows starts, int64 (n,)."""
@@ -119,7 +119,7 @@ class Blocks:
         return self.first + np.searchsorted(self._bounds, starts, side="right") - 1
 
     def rows_of(self, document: int) -> tuple[int, int]:
-        """The first row of a document and the one behind its last, where rows are pieces of one document each."""
+        """The first row of a document and the one after its last, where each row is a piece of one document."""
         place = document - self.first
         return int(self._bounds[place]), int(self._bounds[place + 1])
 
@@ -132,7 +132,7 @@ class Blocks:
         return pack_documents([self.row(int(row)) for row in rows])
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
-        """Numbers of the pieces of these rows, by which dropout draws the same masks whatever is in their batch."""
+        """Numbers of the pieces of these rows: see Examples."""
         counts = [len(self.pieces(int(row))) for row in rows]
         return (
             np.concatenate([int(row) * SEQUENCES_PER_ROW + np.arange(n) for row, n in zip(rows, counts, strict=True)])

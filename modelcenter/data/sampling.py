@@ -16,8 +16,8 @@ from modelcenter.data.batching.packing import cut, pack_rows
 class EpochBatches:
     """The global batches of an epoch: every row once, none twice, drawn at random; the last holds what is left over.
 
-    Rows of like length are not brought together: packed rows have no padding that it could save, and batches of one
-    kind of rows are worse estimates of the gradient. Depends on (lengths, global_batch_size, seed, epoch) alone, not
+    Rows of similar length are not grouped: packed rows have no padding to save, and batches of one kind of rows are
+    worse estimates of the gradient. Depends on (lengths, global_batch_size, seed, epoch) alone, not
     on ranks or accumulation.
     """
 
@@ -47,19 +47,19 @@ class EpochBatches:
 class TokenBatches:
     """The global batches of an epoch by tokens: each holds at most `budget` tokens, in parts of at most `part`.
 
-    Rows are laid into parts by best fit, so that parts are full whatever the lengths; a global batch is budget // part
-    of them, end to end. Which lengths share a part is worked out once; which rows of these lengths, and which parts
-    share a batch, is drawn anew each epoch. So all epochs have the same number of steps. Every row comes once in each.
+    Rows are put into parts by best fit, so that parts are full whatever the lengths; a global batch is budget // part
+    of them, end to end. Which lengths share a part is computed once; which rows of these lengths, and which parts share
+    a batch, is drawn again for each epoch. So all epochs have the same number of steps. Every row comes once in each.
 
-    Depends on (lengths, budget, seed, part, epoch) alone, not on ranks or accumulation: a run that goes on with other
-    ranks, and the same budget and part, sees the same batches.
+    Depends on (lengths, budget, seed, part, epoch) alone, not on ranks or accumulation: a run that continues on another
+    number of ranks, with the same budget and part, sees the same batches.
 
     lengths: int (n,), tokens of each row.
     budget: tokens of a global batch: those of a microbatch times ranks times accumulation.
     part: tokens of a microbatch; None: the budget (one rank, one microbatch).
     draw: epoch -> its rows, with repeats (a mixture's `draw`). Lengths then differ between epochs, so each is packed by
         itself. To keep the number of steps of epoch 0 the emptiest parts are left out of a longer epoch, and some come
-        twice in a shorter one: a small fraction of rows that a mixture draws at random anyhow.
+        twice in a shorter one: a small fraction of rows that a mixture draws at random anyway.
 
     Raises:
         ValueError: no rows, a row of more tokens than a part, a budget less than a part.
@@ -127,9 +127,9 @@ class TokenBatches:
     def deal(self, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]:
         """A global batch as [rank][microbatch] -> rows, none of more than budget / (ranks x microbatches) tokens.
 
-        That is `part` tokens where the run was planned so, and the parts come out as they were packed. With other
-        ranks and microbatches the rows are cut where they fill up; should that take more microbatches than were asked
-        for, there are more, rather than larger ones.
+        With the ranks and microbatches for which `part` was chosen, these are the parts as they were packed. With
+        others, rows are cut where a microbatch is full; should that take more microbatches than requested, there are
+        more, rather than larger ones.
 
         Raises:
             ValueError: a row that is longer than such a microbatch.
@@ -173,8 +173,8 @@ def deal(rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarra
 def evaluation_batches(lengths: np.ndarray, batch_size: int, ranks: int = 1) -> list[list[np.ndarray]]:
     """[rank] -> batches of rows: every row once over all ranks, none twice. Ranks differ by at most one batch.
 
-    The order is fixed: longest first, so that a batch too large for the memory shows at once and batches hold similar
-    lengths.
+    The order is fixed: longest first, so that a batch too large for the memory fails at once, and the rows of a batch
+    have similar lengths.
     """
     rows = _longest_first(np.arange(len(lengths)), lengths)
     batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]

@@ -34,6 +34,8 @@ def read_json(path: Path, raw: bytes) -> ParsedFile:
             document = parse_json(text)  # one object over many lines
         except ValueError:
             raise error from None
+        if not isinstance(document, dict):
+            raise
     else:
         lines = parsed.lines
         if lines is None or len(lines) != 1 or not _WORD_LISTS.isdisjoint(parsed.columns):

@@ -75,6 +75,9 @@ def test_malformed_json_names_the_line(tmp_path, content, line, says):
 def test_json_of_no_rows_and_of_no_objects(tmp_path):
     with pytest.raises(ValueError, match="expected one JSON object a line"):
         read(tmp_path, "a.json", "[1, 2]")
+    for content in ("5", "null", '"text"'):
+        with pytest.raises(ValueError, match=f"line 1: got {content}, expected a JSON object"):
+            read(tmp_path, "a.json", content)
     for name, content in [
         ("a.json", "[]"),
         ("b.jsonl", "\n\n"),

@@ -77,7 +77,7 @@ def _terminable() -> Iterator[None]:
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield
         return
     before = signal.signal(signal.SIGTERM, leave)
@@ -95,7 +95,3 @@ class _Progress:
         if time.perf_counter() - self.last > 0.5:
             self.last = time.perf_counter()
             print(f"\r{documents:,} documents, {tokens:,} tokens", end="\r", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    main()

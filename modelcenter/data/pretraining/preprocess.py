@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,11 +16,13 @@ import numpy as np
 
 from modelcenter.data.cache import tokenizer_state
 from modelcenter.data.parallel import ordered_map
+from modelcenter.data.readers.parsed import columns_of
 from modelcenter.data.schemas.columns import find_columns
 from modelcenter.data.streams import RowSource, Texts
 from modelcenter.data.table import Origin, Table
 from modelcenter.data.token_files import TokenFile, TokenWriter, open_tokens
 
+_LOOKED_AT = 1000  # rows in which the column of texts is found
 _CHARACTERS = 1 << 20  # of text in a piece of work,
 _DOCUMENTS = 4096  # unless it has so many documents
 
@@ -60,8 +62,7 @@ def preprocess(
         },
         "source": {"name": source.name, "fingerprint": source.fingerprint()},
     }
-    counts = {"skipped": 0}
-    texts = _texts(source, text_column, counts)
+    documents = _Documents(source, text_column)
     encode = DocumentEncoder.of(tokenizer, end)
     pool: Any = nullcontext()
     if workers:
@@ -71,13 +72,13 @@ def preprocess(
     writer = TokenWriter(path, vocab_size, end, about)
     with writer, pool as executor:
         function = encode if executor is None else _in_worker
-        for ids, lengths in ordered_map(function, _pieces(texts, limit), executor, 2 * workers):
+        for ids, lengths in ordered_map(function, _pieces(documents, limit), executor, 2 * workers):
             writer.add(ids, lengths)
             if progress is not None:
                 progress(writer.documents, writer.tokens)
         if not writer.documents:
             raise ValueError(f"{source.name}: holds no text")
-        writer.note(skipped=counts["skipped"])
+        writer.note(skipped=documents.skipped)
     return open_tokens(path)
 
 
@@ -89,24 +90,37 @@ def end_token(tokenizer: Any) -> int:
     raise ValueError("eos: the tokenizer has neither an eos_token nor a sep_token; leave documents without one")
 
 
-def _texts(source: RowSource, column: str | None, counts: dict[str, int]) -> Iterator[str]:
-    head = list(itertools.islice((row for row, _ in source.read() if row is not None), 1000))
-    if not head:
-        return
-    names = dict.fromkeys(itertools.chain.from_iterable(head))
-    columns = {name: [row.get(name) for row in head] for name in names}
-    table = Table(columns, [Origin(source.name, len(head), "")])
-    if column is None and len(columns) == 1 and all(isinstance(x, str) for x in next(iter(columns.values()))):
-        column = next(iter(columns))
-    column = find_columns(table, text=column, labelled=False).text
-    for row, _ in Texts(source, column).read():
-        if row is None:
-            counts["skipped"] += 1
-        else:
-            yield row[column]
+class _Documents:
+    """The texts of a source. skipped: rows without text that were passed over so far."""
+
+    def __init__(self, source: RowSource, column: str | None):
+        self.source, self.column, self.skipped = source, column, 0
+
+    def __iter__(self) -> Iterator[str]:
+        column = self._find_column()
+        if column is None:
+            return
+        for row, _ in Texts(self.source, column).read():
+            if row is None:
+                self.skipped += 1
+            else:
+                yield row[column]
+
+    def _find_column(self) -> str | None:
+        """The column of texts, found in the first rows; None: there are no rows."""
+        head = list(itertools.islice((row for row, _ in self.source.read() if row is not None), _LOOKED_AT))
+        if not head:
+            return None
+        columns = columns_of(head)
+        column = self.column
+        if column is None and len(columns) == 1 and all(isinstance(x, str) for x in next(iter(columns.values()))):
+            column = next(iter(columns))
+        table = Table(columns, [Origin(self.source.name, len(head), "")])
+        return find_columns(table, text=column, labelled=False).text
 
 
-def _pieces(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:
+def _pieces(texts: Iterable[str], limit: int | None) -> Iterator[list[str]]:
+    """The texts in lists that are each a piece of work for a worker."""
     piece: list[str] = []
     size = 0
     for text in itertools.islice(texts, limit):

@@ -165,8 +165,8 @@ def _directory_splits(path: Path) -> dict[str, list[Path]]:
 
     Hidden ones always are, among them the copies that Jupyter keeps.
     """
-    found = sorted(p for p in path.rglob("*") if p.is_file() and suffix_of(p) in READERS)
-    files = [p for p in found if not any(part.startswith((".", "__MACOSX")) for part in p.relative_to(path).parts)]
+    known = sorted(p for p in path.rglob("*") if p.is_file() and suffix_of(p) in READERS)
+    files = [p for p in known if not any(part.startswith((".", "__MACOSX")) for part in p.relative_to(path).parts)]
     if not files:
         raise ValueError(f"{path}: the directory holds no {', '.join(READERS)} files")
     files = _without_label_files(files)

@@ -69,9 +69,9 @@ class TokenFile:
         """
         for name, expected in self.about.get("sha256", {}).items():
             file = self.path.with_name(name) if self.about["format"] == "megatron" else self.path / name
-            found = _sha256(file)
-            if found != expected:
-                raise ValueError(f"{file}: SHA-256 {found}, expected {expected}; it has changed, write it again")
+            digest = _sha256(file)
+            if digest != expected:
+                raise ValueError(f"{file}: SHA-256 {digest}, expected {expected}; it has changed, write it again")
 
 
 def open_tokens(path: str | Path) -> TokenFile:
@@ -154,9 +154,9 @@ def _map(path: Path, dtype: Any, count: int) -> np.ndarray:
     dtype = np.dtype(dtype)
     size = path.stat().st_size if path.is_file() else None
     if size != count * dtype.itemsize:
-        found = "missing" if size is None else f"{size} bytes"
+        actual = "missing" if size is None else f"{size} bytes"
         raise ValueError(
-            f"{path}: {found}, expected {count * dtype.itemsize} bytes ({count} of {dtype}); it is cut off"
+            f"{path}: {actual}, expected {count * dtype.itemsize} bytes ({count} of {dtype}); it is cut off"
         )
     return np.memmap(path, dtype, "r", shape=(count,)) if count else np.zeros(0, dtype)
 

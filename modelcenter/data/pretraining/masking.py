@@ -78,10 +78,10 @@ class Masking:
         order = random.permutation(len(sizes))
         ends = np.cumsum(sizes[order])
         # Words are taken while they fit; the one at the limit with the probability that makes the average exact.
-        wanted = self.fraction * len(places)
-        whole = int(np.searchsorted(ends, wanted, side="right"))
+        target = self.fraction * len(places)
+        whole = int(np.searchsorted(ends, target, side="right"))
         if whole < len(ends):
-            whole += bool(random.random() * sizes[order[whole]] < wanted - (ends[whole - 1] if whole else 0))
+            whole += bool(random.random() * sizes[order[whole]] < target - (ends[whole - 1] if whole else 0))
         return places[np.isin(word, order[: max(whole, 1)])]
 
 

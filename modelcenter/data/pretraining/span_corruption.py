@@ -1,6 +1,6 @@
 """Span corruption: T5's objective (Raffel et al. 2019, arXiv:1910.10683, section 3.1.4), by the published recipe.
 
-Spans of a sequence are each replaced by a sentinel of its own; the target says each sentinel and what it stands for.
+Each span of a sequence is replaced by its own sentinel; the target is each sentinel followed by what it replaces.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def sentinels_of(tokenizer: Any) -> np.ndarray:
     """
     vocabulary = tokenizer.get_vocab()
     for name in _NAMES:
-        found = []
-        while (token := vocabulary.get(name.format(len(found)))) is not None:
-            found.append(token)
-        if found:
-            return np.array(found, np.int64)
+        sentinels: list[int] = []
+        while (token := vocabulary.get(name.format(len(sentinels)))) is not None:
+            sentinels.append(token)
+        if sentinels:
+            return np.array(sentinels, np.int64)
     raise ValueError(
         f"tokenizer: it has no sentinels ({_NAMES[0].format(0)} and so on), which span corruption puts in place of "
         "spans; use one of T5's family, or add them to it with add_special_tokens"
@@ -34,8 +34,8 @@ def sentinels_of(tokenizer: Any) -> np.ndarray:
 class SpanCorruption:
     """Corrupts sequences of tokens.
 
-    density: of the tokens that are noise; span: their mean number in a row. eos: after inputs and targets; None: none.
-    max_length: tokens of the inputs. `room` tokens of text make so many.
+    density: the fraction of tokens that are noise; span: the mean length of a span. eos: after inputs and targets;
+    None: none. max_length: tokens of the inputs; `room` is how many tokens of text make so many.
 
     Raises:
         ValueError: a density or span out of range, too few sentinels for max_length.
@@ -93,6 +93,6 @@ class SpanCorruption:
 
 
 def _segments(total: int, parts: int, random: np.random.Generator) -> np.ndarray:
-    """Sizes of `parts` segments, none empty, that make up `total`; every way to cut is as likely."""
+    """Sizes of `parts` segments, none empty, that add up to `total`; every way to cut is equally likely."""
     cuts = np.sort(random.permutation(total - 1)[: parts - 1]) + 1
     return np.diff(np.concatenate(([0], cuts, [total])))

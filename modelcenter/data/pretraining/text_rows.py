@@ -117,12 +117,12 @@ class TextRows(Examples):
         Raises:
             ValueError: all rows are of one document.
         """
-        own = self.blocks.pieces(key[0])[0][0]
-        first, end = np.searchsorted(self.numbers, self.blocks.rows_of(own)).tolist()
+        document = self.blocks.pieces(key[0])[0][0]
+        first, end = np.searchsorted(self.numbers, self.blocks.rows_of(document)).tolist()
         if end - first == len(self):
             raise ValueError(f"next_sentence: {self.name} is one document; it needs at least two, see --document")
         drawn = int(random.integers(0, len(self)))
-        if first <= drawn < end:  # the next one that is of another document
+        if first <= drawn < end:  # a row of this document: take the next one of another
             drawn = end % len(self)
         (tokens,) = self.blocks.row(int(self.numbers[drawn]))
         start = int(random.integers(0, max(len(tokens) - count, 0) + 1))

@@ -101,9 +101,9 @@ def _find_choices(table: Table, used: set[str]) -> tuple[str, ...]:
         return (lists[0],)
     families: dict[str, list[str]] = {}
     for name in table.columns:
-        found = _NUMBERED.fullmatch(name)
-        if found is not None and name not in used:
-            families.setdefault(found[1].lower(), []).append(name)
+        match = _NUMBERED.fullmatch(name)
+        if match is not None and name not in used:
+            families.setdefault(match[1].lower(), []).append(name)
     several = next((sorted(names, key=_number_in_name) for names in families.values() if len(names) > 1), None)
     if several is None:
         raise ValueError(
@@ -177,14 +177,14 @@ def read_choices(table: Table, columns: ChoiceColumns) -> Choices:
         question = [_QUESTION_OF_WORD[word] for word in question]
     offered, names = [], []
     for i, values in enumerate(zip(*(table.columns[name] for name in columns.choices), strict=True)):
-        found = _parse_cell(values[0]) if len(columns.choices) == 1 else list(values)
-        if isinstance(found, dict):  # {"label": ["A", "B"], "text": [...]}, as ARC and CommonsenseQA
-            names.append([str(name) for name in found.get("label") or []])
-            found = found.get("text")
-        if not isinstance(found, (list, tuple)) or len(found) < 2 or not all(map(_is_text, found)):
+        texts = _parse_cell(values[0]) if len(columns.choices) == 1 else list(values)
+        if isinstance(texts, dict):  # {"label": ["A", "B"], "text": [...]}, as ARC and CommonsenseQA
+            names.append([str(name) for name in texts.get("label") or []])
+            texts = texts.get("text")
+        if not isinstance(texts, (list, tuple)) or len(texts) < 2 or not all(map(_is_text, texts)):
             shown = ", ".join(map(repr, columns.choices))
-            raise ValueError(f"{table.where(i)}: got {found!r:.80} in column {shown}, expected two or more texts")
-        offered.append([str(text).strip() for text in found])
+            raise ValueError(f"{table.where(i)}: got {texts!r:.80} in column {shown}, expected two or more texts")
+        offered.append([str(text).strip() for text in texts])
     whole = len(names) == len(offered) and all(len(a) == len(b) for a, b in zip(names, offered, strict=True))
     return Choices(context, question, offered, names if whole else None)
 
@@ -221,8 +221,8 @@ def correct_choices(table: Table, column: str, choices: Choices, first: int | No
     ways = [choices.names or [[]] * len(values), choices.offered, [_LETTERS[:n] for n in choices.counts]]
     for way in ways:
         if all(value in known for value, known in zip(values, way, strict=True)):
-            found = [known.index(value) for value, known in zip(values, way, strict=True)]
-            return np.array(found, np.int64), first or 0
+            chosen = [known.index(value) for value, known in zip(values, way, strict=True)]
+            return np.array(chosen, np.int64), first or 0
     numbers = [int(value) if re.fullmatch(r"\d+", value) else -1 for value in values]
     if first is None:
         one = 0 not in numbers and any(n == count for n, count in zip(numbers, choices.counts.tolist(), strict=True))

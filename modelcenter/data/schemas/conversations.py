@@ -91,9 +91,9 @@ def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered
         if messages is not None:
             return ChatColumns(messages=messages, system=named.get("system"), tools=find_tools(table, named))
     if kind == "pair" or kind is None:
-        found = _find_pair(table, named, lower, answered)
-        if found is not None:
-            return found
+        columns = _find_pair(table, named, lower, answered)
+        if columns is not None:
+            return columns
     text = named.get("text") or next((lower[n] for n in TEXT_NAMES if n in lower), None)
     if text is None and len(table.columns) == 1:
         (text,) = table.columns
@@ -114,12 +114,12 @@ def _find_pair(table: Table, named: Mapping[str, str], lower: Mapping[str, str],
     used = set(named.values())
     free = {low: name for low, name in lower.items() if name not in used}
     if prompt is None and response is None:
-        found = next(((a, b) for a, b in PAIRS if a in free and (b in free or not answered)), None)
-        if found is None:
+        pair = next(((a, b) for a, b in PAIRS if a in free and (b in free or not answered)), None)
+        if pair is None:
             if "input" in named:
                 raise ValueError("prompt_column: which column is the prompt that input_column belongs to? Give it")
             return None
-        prompt, response = free[found[0]], free.get(found[1])
+        prompt, response = free[pair[0]], free.get(pair[1])
     elif prompt is None:
         prompt = next((free[a] for a, _ in PAIRS if a in free), None)
     elif response is None:
@@ -163,13 +163,13 @@ def _parse_tools(value: Any) -> list[dict[str, Any]] | None:
     tools = [value] if isinstance(value, dict) else value
     if not isinstance(tools, (list, tuple)):
         return None
-    found = []
+    parsed = []
     for tool in tools:
         one = _parse_tools(tool) if isinstance(tool, str) else [tool]  # each a JSON text of its own
         if not one or len(one) != 1 or not isinstance(one[0], dict):
             return None
-        found.append(one[0] if from_text or isinstance(tool, str) else _without_none(one[0]))
-    return found
+        parsed.append(one[0] if from_text or isinstance(tool, str) else _without_none(one[0]))
+    return parsed
 
 
 def _without_none(value: Any) -> Any:
@@ -256,17 +256,17 @@ def as_turns(table: Table, column: str, row: int, role: str) -> Conversation:
             raise ValueError(f"{table.where(row)}: the row has an empty text in column {column!r}")
         return [{"role": role, "content": text}] if text.strip() else []
     if not isinstance(value, (list, tuple)):
-        found = "nothing" if value is None else f"{value!r:.60}"
-        raise ValueError(f"{table.where(row)}: the row has {found} in column {column!r}, expected a text or messages")
+        content = "nothing" if value is None else f"{value!r:.60}"
+        raise ValueError(f"{table.where(row)}: the row has {content} in column {column!r}, expected a text or messages")
     if not value:
         raise ValueError(f"{table.where(row)}: the row has no message in column {column!r}")
-    found = []
+    turns = []
     for i, message in enumerate(value):
         try:
-            found.append(_message(message))
+            turns.append(_message(message))
         except ValueError as error:
             raise ValueError(f"{table.where(row)}, message {i + 1} of column {column!r}: {error}") from None
-    return found
+    return turns
 
 
 def _message(message: Any) -> dict[str, Any]:

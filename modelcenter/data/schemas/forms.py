@@ -84,9 +84,9 @@ def _wsc(row: Row, by_words: bool = True) -> list[Row]:
     row |= row.get("target") or {}
     text, at = row["text"], int(row["span2_index"])
     if by_words:
-        words = [found.start() for found in re.finditer(r"\S+", text)]
+        words = [match.start() for match in re.finditer(r"\S+", text)]
         at = words[min(at, len(words) - 1)]
-    places = [found.start() for found in re.finditer(re.escape(row["span2_text"]), text, re.IGNORECASE)]
+    places = [match.start() for match in re.finditer(re.escape(row["span2_text"]), text, re.IGNORECASE)]
     if not places:
         raise ValueError(f"the text does not hold the span {row['span2_text']!r}")
     start = min(places, key=lambda place: abs(place - at))

@@ -36,23 +36,23 @@ def find_preference_columns(table: Table, given: Mapping[str, str | None]) -> di
     named = {role: name for role, name in given.items() if name is not None}
     check_columns(table, named)
     lower = {name.lower(): name for name in reversed(table.columns) if name not in named.values()}
-    found = {
+    columns = {
         role: named.get(role) or next((lower[n] for n in names if n in lower), None) for role, names in _NAMES.items()
     }
     for role in ("chosen", "rejected"):
-        if found[role] is None:
+        if columns[role] is None:
             raise ValueError(
                 f"{role}_column: which column of {table.name} has the {role} answers? It has "
                 f"{', '.join(map(repr, table.columns))}. Give {role}_column"
             )
-    prompt, input_ = found["prompt"], named.get("input")
+    prompt, input_ = columns["prompt"], named.get("input")
     if prompt is None and input_ is not None:
         raise ValueError("prompt_column: which column is the prompt that input_column belongs to? Give it")
     if input_ is None and prompt is not None and prompt.lower() == "instruction":
-        used = set(found.values())
+        used = set(columns.values())
         input_ = next((lower[n] for n in INPUT_NAMES if n in lower and lower[n] not in used), None)
-    found = {"prompt": prompt, "input": input_, **found}
-    return {**found, "tools": find_tools(table, {**named, **found})}
+    columns = {"prompt": prompt, "input": input_, **columns}
+    return {**columns, "tools": find_tools(table, {**named, **columns})}
 
 
 def preferences(table: Table, columns: Mapping[str, str | None]) -> list[Conversation]:

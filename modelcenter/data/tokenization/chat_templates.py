@@ -193,7 +193,7 @@ class ChatTemplate:
         ]
         encoded = iter(self._encode([r.text for r in rendered] + parts))
         whole = [next(encoded) for _ in rendered]
-        found = []
+        tokenized = []
         for r, ids, row in zip(rendered, whole, cuts, strict=True):
             places: list[tuple[int, int]] = []
             fits = True
@@ -204,8 +204,8 @@ class ChatTemplate:
                     bounds[side] = base + len(part)
                     fits = fits and ids[base : bounds[side]] == part
                 places.append((bounds[0], bounds[1]))
-            found.append((ids, places) if fits else self._tokenize_separately(r, row))
-        return found
+            tokenized.append((ids, places) if fits else self._tokenize_separately(r, row))
+        return tokenized
 
     def _part_starts(self, r: Rendered) -> list[int]:
         """From where the text before each answer, and after the last, is tokenised: from the token that ends the

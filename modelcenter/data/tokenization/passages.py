@@ -100,9 +100,9 @@ def _tokenize(
                 if not (side == 1).any():
                     raise ValueError(f"{where(i)}: the context has no token: {contexts[i]!r:.60}")
                 cut += int((side == 0).sum()) > sizes.max_question_length
-                found = _windows(encoding, side, sizes, lambda i=i: where(i))
-                windows += found
-                owner += [i] * len(found)
+                of_question = _windows(encoding, side, sizes, lambda i=i: where(i))
+                windows += of_question
+                owner += [i] * len(of_question)
     type_ids = np.concatenate([window.type_ids for window in windows])
     arrays = {
         "ids": np.concatenate([window.ids for window in windows]),

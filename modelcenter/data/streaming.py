@@ -13,8 +13,9 @@ import numpy as np
 
 from modelcenter.data.batching.packing import BestFit, cut
 from modelcenter.data.parallel import ordered_map
+from modelcenter.data.readers.row_streams import START, Cursor, Row
 from modelcenter.data.sampling import deal, deal_parts
-from modelcenter.data.streams import START, Cursor, Row, RowSource
+from modelcenter.data.streams import RowSource
 
 _CHUNK = 256  # rows per call of the tokenizer
 _MAX_HELD = 64  # rows that may wait for a part with room for them

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from modelcenter.data.readers.compression import suffix_of
-from modelcenter.data.readers.streamed import ROW_READERS, START, Cursor, Row, Unit
+from modelcenter.data.readers.row_streams import ROW_READERS, START, Cursor, Row, Unit
 from modelcenter.data.sources import find_paths, hub_error
 
 

@@ -14,8 +14,9 @@ from modelcenter.data.examples import Examples
 from modelcenter.data.parallel import ordered_map
 from modelcenter.data.pretraining.objectives import Batch, Key, Objective, Paired, sequence_numbers
 from modelcenter.data.pretraining.preprocess import DocumentEncoder
+from modelcenter.data.readers.row_streams import Row
 from modelcenter.data.streaming import StreamBatch
-from modelcenter.data.streams import Row, RowSource, Texts
+from modelcenter.data.streams import RowSource, Texts
 from modelcenter.data.table import Table
 from modelcenter.data.token_files import TokenFile
 

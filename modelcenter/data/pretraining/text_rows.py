@@ -13,12 +13,12 @@ from modelcenter.data.cache import cached, digest, tokenizer_state
 from modelcenter.data.examples import Examples
 from modelcenter.data.parallel import ordered_map
 from modelcenter.data.pretraining.objectives import Batch, Key, Objective, Paired, sequence_numbers
-from modelcenter.data.pretraining.preprocess import DocumentEncoder
 from modelcenter.data.readers.row_streams import Row
 from modelcenter.data.streaming import StreamBatch
 from modelcenter.data.streams import RowSource, Texts
 from modelcenter.data.table import Table
 from modelcenter.data.token_files import TokenFile
+from modelcenter.data.tokenization.documents import DocumentEncoder
 
 _CHUNK = 4096  # documents per call of the tokenizer
 _VERSION = 2  # part of the cache's key

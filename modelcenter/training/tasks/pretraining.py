@@ -15,11 +15,11 @@ from modelcenter.data.batching.mixture import Mixture, parse_weight
 from modelcenter.data.blocks import Blocks
 from modelcenter.data.examples import Examples
 from modelcenter.data.pretraining.objectives import Objective
-from modelcenter.data.pretraining.preprocess import end_token
 from modelcenter.data.pretraining.text_rows import StreamRows, TextRows, encode_texts
 from modelcenter.data.streams import RowSource, open_rows
 from modelcenter.data.table import Table
 from modelcenter.data.token_files import TokenFile, check_tokenizer, is_tokens, with_end
+from modelcenter.data.tokenization.documents import end_token
 from modelcenter.models.base import Model
 from modelcenter.training.config import PretrainConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate

@@ -13,9 +13,10 @@ from toydata import make_rows, make_tokenizer, write_jsonl
 from modelcenter import cli
 from modelcenter.data.cache import tokenizer_state
 from modelcenter.data.pretraining import preprocess as module
-from modelcenter.data.pretraining.preprocess import DocumentEncoder, preprocess
+from modelcenter.data.pretraining.preprocess import preprocess
 from modelcenter.data.streams import FileRows
 from modelcenter.data.token_files import open_tokens
+from modelcenter.data.tokenization.documents import DocumentEncoder
 from modelcenter.preprocess import main
 
 TEXTS = [row["text"] for row in make_rows(30)]

@@ -20,9 +20,9 @@ _VERSION = 1  # part of the cache's key: raise it when the way of tokenising cha
 class TokenizedWords:
     """Rows of words as windows of tokens.
 
-    tokens: of the windows. owner: int64 (windows,), the row of each, ascending; rows without words have none.
-    word: int64 (T,), the number of each token's word, counted over all rows, -1 for special tokens. first: bool (T,),
-    whether it is the first token of its word.
+    tokens: of the windows. owner: int64 (windows,), the row of each, ascending; rows without words have no window.
+    word: int64 (T,), the number of each token's word, counted over all rows; -1 for special tokens. first: bool (T,),
+    whether a token is the first of its word.
     """
 
     tokens: Tokens
@@ -81,61 +81,65 @@ def _tokenize(
     special = SpecialTokens.of(tokenizer)
     before, after = special.before, special.after
     room = max_length - len(special)
+    # Each distinct word is tokenised once: `distinct` is its number for each word, `table` the tokens of all of them.
     numbers: dict[str, int] = {}
-    kind = np.fromiter((numbers.setdefault(word, len(numbers)) for word in flat), np.int64, len(flat))
+    distinct = np.fromiter((numbers.setdefault(word, len(numbers)) for word in flat), np.int64, len(flat))
     pieces = [ids[:room] for ids in _pieces(tokenizer, list(numbers))]
     table = np.concatenate([np.asarray(ids, np.int32) for ids in pieces])
-    sizes_of_kind = np.fromiter(map(len, pieces), np.int64, len(pieces))
-    begin_of_kind = np.cumsum(sizes_of_kind) - sizes_of_kind
-    sizes = sizes_of_kind[kind]
+    table_sizes = np.fromiter(map(len, pieces), np.int64, len(pieces))
+    table_starts = np.cumsum(table_sizes) - table_sizes
 
     row = np.repeat(np.arange(len(counts)), counts)
-    window, cut = _windows(sizes, counts, room, split)
-    kept = window >= 0
-    used = np.nonzero(kept)[0]
-    sizes, kind, window = sizes[kept], kind[kept], window[kept]
-    begin = np.cumsum(sizes) - sizes
-    nth = np.arange(int(sizes.sum())) - np.repeat(begin, sizes)  # of its word, for each token
-    body = table[np.repeat(begin_of_kind[kind], sizes) + nth]
-    in_window = np.repeat(window, sizes)
+    window, cut = _windows(table_sizes[distinct], counts, room, split)
+    kept = np.nonzero(window >= 0)[0]
+    distinct, window = distinct[kept], window[kept]
+    sizes = table_sizes[distinct]
+    starts = np.cumsum(sizes) - sizes
+    place_in_word = np.arange(int(sizes.sum())) - np.repeat(starts, sizes)  # of each token
+    tokens = table[np.repeat(table_starts[distinct], sizes) + place_in_word]
+    token_window = np.repeat(window, sizes)
 
     windows = int(window[-1]) + 1
-    lengths = np.bincount(in_window, minlength=windows) + len(before) + len(after)
+    lengths = np.bincount(token_window, minlength=windows) + len(special)
     offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-    place = np.arange(len(body)) + (in_window + 1) * len(before) + in_window * len(after)
+    place = np.arange(len(tokens)) + (token_window + 1) * len(before) + token_window * len(after)
     ids = np.empty(int(offsets[-1]), np.int32)
     for i, token in enumerate(before):
         ids[offsets[:-1] + i] = token
     for i, token in enumerate(after):
         ids[offsets[1:] - len(after) + i] = token
     word, first = np.full(len(ids), -1, np.int64), np.zeros(len(ids), bool)
-    ids[place], word[place], first[place] = body, np.repeat(used, sizes), nth == 0
-    owner = row[used][np.searchsorted(window, np.arange(windows))]
+    ids[place], word[place], first[place] = tokens, np.repeat(kept, sizes), place_in_word == 0
+    owner = row[kept][np.searchsorted(window, np.arange(windows))]
     return {"ids": ids, "offsets": offsets, "owner": owner, "word": word, "first": first, "cut": np.array([cut])}
 
 
 def _windows(sizes: np.ndarray, counts: np.ndarray, room: int, split: bool) -> tuple[np.ndarray, int]:
-    """(the window of each word, -1 where it is cut; rows that were cut)."""
-    starts, cut = np.zeros(len(sizes), bool), 0
-    lost = np.zeros(len(sizes), bool)
+    """(the window of each word, -1 where it is cut off; how many rows were cut).
+
+    sizes: tokens of each word; counts: words of each row; room: tokens of a window.
+    """
+    window_starts, is_lost = np.zeros(len(sizes), bool), np.zeros(len(sizes), bool)
+    cut = 0
     ends = np.cumsum(counts)
     begins = ends - counts
-    filled = np.concatenate(([0], np.cumsum(sizes)))
-    starts[begins[counts > 0]] = True
+    filled = np.concatenate(([0], np.cumsum(sizes)))  # tokens before each word
+    window_starts[begins[counts > 0]] = True
     for row in np.nonzero(filled[ends] - filled[begins] > room)[0]:
         at, end = int(begins[row]), int(ends[row])
         while filled[end] - filled[at] > room:
             at = int(np.searchsorted(filled, filled[at] + room, side="right")) - 1
             if not split:
-                lost[at:end], cut = True, cut + 1
+                is_lost[at:end], cut = True, cut + 1
                 break
-            starts[at] = True
-    window = np.cumsum(starts) - 1
-    window[lost] = -1
+            window_starts[at] = True
+    window = np.cumsum(window_starts) - 1
+    window[is_lost] = -1
     return window, cut
 
 
 def _pieces(tokenizer: Any, words: list[str]) -> list[list[int]]:
+    """The tokens of each word, at least one."""
     space = prefix_space(tokenizer)
     pieces = tokenizer([space + word for word in words], add_special_tokens=False)["input_ids"]
     unknown = tokenizer.unk_token_id

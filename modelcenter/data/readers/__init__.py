@@ -43,11 +43,12 @@ def read_file(path: Path) -> Table:
         more = f" (and {', '.join(COMPRESSED)} after these)"
         raise ValueError(f"{path}: data files end in {', '.join(READERS)}{more}, not in {path.suffix or 'nothing'!r}")
     raw = read_bytes(path)
-    columns, lines, classes = READERS[suffix](path, raw)
-    rows = len(next(iter(columns.values()))) if columns else 0
+    parsed = READERS[suffix](path, raw)
+    rows = len(next(iter(parsed.columns.values()))) if parsed.columns else 0
     if not rows:
         raise ValueError(f"{path}: the file holds no rows")
-    return Table(columns, [Origin(str(path), rows, hashlib.sha256(raw).hexdigest(), lines)], classes)
+    origin = Origin(str(path), rows, hashlib.sha256(raw).hexdigest(), parsed.lines)
+    return Table(parsed.columns, [origin], dict(parsed.classes))
 
 
 def read_files(paths: Iterable[Path]) -> Table:

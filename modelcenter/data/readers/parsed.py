@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
@@ -16,7 +17,7 @@ class ParsedFile(NamedTuple):
 
     columns: dict[str, list[Any]]
     lines: Sequence[int] | None = None
-    classes: dict[str, list[str]] = {}
+    classes: Mapping[str, list[str]] = MappingProxyType({})
 
 
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:

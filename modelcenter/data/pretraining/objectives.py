@@ -28,14 +28,14 @@ _SEEDS = {"mask": 0x3A5C, "pair": 0x9A12, "spans": 0x59A4}  # so that no two obj
 class Objective(Protocol):
     """How pieces become inputs and labels.
 
-    room: the most tokens of a piece, which make a sequence of max_length.
-    min_piece: the fewest tokens of a piece that gives the model something to predict.
+    min_piece, max_piece: the fewest tokens of a piece that gives the model something to predict, and the most, which
+        make a sequence of max_length.
     min_sequence: the fewest tokens of a piece that becomes a sequence; shorter ones are left out of batches.
     bare: pieces come without the end token that documents have in token files.
     """
 
-    room: int
     min_piece: int
+    max_piece: int
     min_sequence: int
     bare: bool
 
@@ -59,7 +59,7 @@ class Causal:
     min_sequence = 1
 
     def __init__(self, max_length: int, mark_context: bool = False):
-        self.room, self.mark_context = max_length, mark_context
+        self.max_piece, self.mark_context = max_length, mark_context
 
     def lengths(self, sizes: np.ndarray) -> np.ndarray:
         return sizes
@@ -80,7 +80,7 @@ class Masked:
 
     def __init__(self, masking: Masking, special: SpecialTokens, max_length: int, seed: int):
         self.masking, self.special, self.seed = masking, special, seed
-        self.room = max_length - len(special)
+        self.max_piece = max_length - len(special)
         self.before, self.after = np.array(special.before, np.int64), np.array(special.after, np.int64)
 
     def lengths(self, sizes: np.ndarray) -> np.ndarray:
@@ -165,7 +165,7 @@ class Spans:
     min_sequence = 2
 
     def __init__(self, corruption: SpanCorruption, seed: int):
-        self.corruption, self.seed, self.room = corruption, seed, corruption.room
+        self.corruption, self.seed, self.max_piece = corruption, seed, corruption.room
 
     def lengths(self, sizes: np.ndarray) -> np.ndarray:
         inputs, targets = self.corruption.lengths(sizes)

@@ -164,11 +164,12 @@ class StreamRows:
         """The pieces of the text of each row."""
         texts = [row[self.column] for row in rows]
         ids, lengths = self.encode(texts)
-        ends, room, shortest = np.cumsum(lengths), self.objective.room, self.objective.min_piece
+        ends = np.cumsum(lengths)
+        shortest, longest = self.objective.min_piece, self.objective.max_piece
         pieces = []
         for end, length in zip(ends.tolist(), lengths.tolist(), strict=True):
             start = end - length
-            cuts = [ids[at : min(at + room, end)] for at in range(start, end, room)]
+            cuts = [ids[at : min(at + longest, end)] for at in range(start, end, longest)]
             pieces.append([piece for piece in cuts if len(piece) >= shortest])
         return pieces
 

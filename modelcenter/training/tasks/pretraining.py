@@ -142,7 +142,7 @@ class Pretraining(Task):
             assert self.column is not None
             file = encode_texts(tokenizer, texts_of(table, self.column), table.name, end)
         cut: Any = {"packing": self.cfg.packing, "min_length": objective.min_piece, "bare": objective.bare}
-        return TextRows(Blocks(file, objective.room, eos=end, **cut), objective, table)
+        return TextRows(Blocks(file, objective.max_piece, eos=end, **cut), objective, table)
 
     def about_columns(self) -> str:
         tokens = [part.name for part in self.train if isinstance(part.data, TokenFile)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,7 +101,7 @@ def _tokenize(
                 if not (side == 1).any():
                     raise ValueError(f"{where(i)}: the context has no token: {contexts[i]!r:.60}")
                 cut += int((side == 0).sum()) > sizes.max_question_length
-                of_question = _windows(encoding, side, sizes, lambda i=i: where(i))
+                of_question = _windows(encoding, side, sizes, partial(where, i))
                 windows += of_question
                 owner += [i] * len(of_question)
     type_ids = np.concatenate([window.type_ids for window in windows])

@@ -104,7 +104,7 @@ class _Writer(threading.Thread):
             # The thread stays until the next save, and that is no reason to hold a second model until then.
             job.contents.release()
             self.job = None
-            del job  # of which an error would keep hold, by this frame
+            del job  # an error that is kept has this frame in its traceback
 
 
 def _forget_frames(error: BaseException | None) -> None:
@@ -116,7 +116,7 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-_writer: _Writer | None = None  # the asynchronous save under way: at most one, as its collectives must come in order
+_writer: _Writer | None = None  # the asynchronous save under way: at most one, so that its collectives come in order
 
 
 def save_checkpoint(

@@ -140,10 +140,10 @@ class ReferenceModels:
         for group in groups:
             if task == "multiple-choice":
                 # The choices of an example differ in length: one row each, put together below.
-                outs.append(torch.cat([self._run_group(theirs, task, [r], longest, side).logits for r in group], 1))
+                outs.append(torch.cat([self.run_group(theirs, task, [r], longest, side).logits for r in group], 1))
                 loss, n = torch.nn.functional.cross_entropy(outs[-1], torch.tensor([group[0].labels])), 1
             else:
-                out = self._run_group(theirs, task, group, longest, side)
+                out = self.run_group(theirs, task, group, longest, side)
                 outs.append(out)
                 loss, n = out.loss, _supervised_items(task, group[0])
             if task == "pretraining":
@@ -153,7 +153,7 @@ class ReferenceModels:
         grads = gradients_of(parameters_by_file_name(theirs, ours))
         return outs, total / items, {name: grad / items for name, grad in grads.items()}
 
-    def _run_group(self, theirs: nn.Module, task: str, group: list[Row], longest: int, side: str) -> Any:
+    def run_group(self, theirs: nn.Module, task: str, group: list[Row], longest: int, side: str) -> Any:
         """transformers on rows of one length, at the positions they have in a batch padded to `longest`."""
         batch = pad_rows(task, group, choices=len(group))
         n = len(group[0].input_ids)

@@ -102,7 +102,7 @@ class Composed(ArchitectureTests):
         self.most = max(len(row.labels) for row in rows)
         return rows
 
-    def _alone(self, theirs, task, group, longest, side):
+    def run_group(self, theirs, task, group, longest, side):
         batch = pad_rows(task, group)
         counts = {"encoder": (len(group[0].input_ids), longest), "decoder": (len(group[0].labels), self.most)}
         for name, (n, most) in counts.items():

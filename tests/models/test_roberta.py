@@ -39,7 +39,7 @@ class TestRoberta(ArchitectureTests):
     }
     mutations = {"positions from zero": _count_from_zero, "padding numbered": _number_the_padding}
 
-    def _alone(self, theirs, task, group, longest, side):
+    def run_group(self, theirs, task, group, longest, side):
         """Padding before a row moves no position, so a row alone needs none given."""
         batch = pad_rows(task, group, choices=len(group))
         if task == "multiple-choice":

@@ -67,7 +67,7 @@ def _token_ids(checkpoint: str, ours: nn.Module, data: str) -> list[list[int]]:
 
 def _texts(data: str, most: int = 64) -> list[str]:
     """The first texts of a file: its lines, or its text column."""
-    from modelcenter.data.columns import find_columns
+    from modelcenter.data.schemas.columns import find_columns
     from modelcenter.data.sources import find
 
     source = find(data)

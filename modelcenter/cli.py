@@ -93,7 +93,7 @@ def _list(argv: Sequence[str]) -> None:
 
 def _info(argv: Sequence[str]) -> None:
     """NAME [--gpus N] [--json]: parameters, files and memory of a model, without loading it"""
-    from modelcenter.training.hub_flags import InfoConfig
+    from modelcenter.hub.flags import InfoConfig
 
     about = "What is known of a model without loading it, and what training and inference of it take."
     cfg = InfoConfig.from_args(argv, "modelcenter info", about)
@@ -106,7 +106,7 @@ def _info(argv: Sequence[str]) -> None:
 
 def _download(argv: Sequence[str]) -> None:
     """NAME [--revision R] [--local_dir D]: a model's files, into the cache; prints where they are"""
-    from modelcenter.training.hub_flags import DownloadConfig
+    from modelcenter.hub.flags import DownloadConfig
 
     about = "Download what loading a model takes: config, weights in one format, tokenizer. Run again, it goes on."
     cfg = DownloadConfig.from_args(argv, "modelcenter download", about)
@@ -120,7 +120,7 @@ def _download(argv: Sequence[str]) -> None:
 
 def _push(argv: Sequence[str]) -> None:
     """DIR REPO_ID [--private] [--revision R]: upload a checkpoint or a run's model to the Hub, checked first"""
-    from modelcenter.training.hub_flags import PushConfig
+    from modelcenter.hub.flags import PushConfig
 
     about = "Check that a directory is a whole Hugging Face checkpoint without pickles, and upload it. Run again, it "
     cfg = PushConfig.from_args(argv, "modelcenter push", about + "goes on where it broke off.")
@@ -178,7 +178,7 @@ def _export(argv: Sequence[str]) -> None:
 
 
 def _export_adapter(path: Any, *how: Any, **options: Any) -> str | None:
-    from modelcenter.training.export import export_adapter, has_adapter
+    from modelcenter.training.checkpoints.export import export_adapter, has_adapter
 
     return export_adapter(path, *how, **options) if has_adapter(path) else None
 
@@ -233,7 +233,7 @@ def run(argv: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script."""
-    from modelcenter.training.errors import user_errors
+    from modelcenter.command_line.errors import user_errors
 
     words = list(sys.argv[1:] if argv is None else argv)
     last = words.index("--") if "--" in words else len(words)  # what is behind it is no flag

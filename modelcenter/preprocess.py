@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from modelcenter._arguments import Parser
+from modelcenter.command_line.arguments import Parser
 from modelcenter.data.streams import open_rows
 from modelcenter.data.token_files import is_tokens
 

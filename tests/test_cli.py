@@ -193,7 +193,7 @@ def test_json_of_evaluate_is_a_flag_like_others(tmp_path):
 
 
 def test_other_ranks_speak_only_if_rank_0_does_not_end_them(monkeypatch, capsys):
-    from modelcenter.training import errors
+    from modelcenter.command_line import errors
 
     waited = []
     monkeypatch.setenv("RANK", "3")
@@ -204,7 +204,7 @@ def test_other_ranks_speak_only_if_rank_0_does_not_end_them(monkeypatch, capsys)
 
 
 def test_a_rank_that_lost_another_lets_it_speak_first(monkeypatch):
-    from modelcenter.training import errors
+    from modelcenter.command_line import errors
 
     waited = []
     monkeypatch.setattr(errors.time, "sleep", waited.append)

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from modelcenter._arguments import Parser
+from modelcenter.command_line.arguments import Parser
 
 
 def _parser(verb: str, about: str) -> Parser:

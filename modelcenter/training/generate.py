@@ -11,10 +11,10 @@ import torch
 
 import engine
 import modelcenter
-from modelcenter.training import setup
 from modelcenter.training.config import GenerateConfig
-from modelcenter.training.json_text import json_text
+from modelcenter.training.output.json_text import json_text
 from modelcenter.training.predict import check_output, write_lines
+from modelcenter.training.setup import model as setup
 from modelcenter.training.structured import write_answers
 from modelcenter.training.texts import complete, own_draws, share_out
 from modelcenter.training.trained import Trained

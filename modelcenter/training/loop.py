@@ -13,32 +13,32 @@ import engine
 from engine.checkpoint import from_rank_0, load_model, save_checkpoint, together, wait_checkpoint
 from engine.ops import dropout_key
 from modelcenter.adapters import merge_lora, save_adapter, trainable_parameters
+from modelcenter.command_line.errors import Stopped
 from modelcenter.data.batching.prefetch import Prefetch
 from modelcenter.hub.card import complete_card
 from modelcenter.hub.files.names import RUN_FILE
 from modelcenter.hub.remote.push import push_directory
 from modelcenter.hub.save import write_texts
 from modelcenter.models.base import Model
-from modelcenter.training import resume
 from modelcenter.training.accumulation import accumulate
-from modelcenter.training.agreement import check_data
-from modelcenter.training.autobatch import fit_batch
-from modelcenter.training.clock import Clock
+from modelcenter.training.batch_sources import GlobalBatch
+from modelcenter.training.checkpoints import resume
+from modelcenter.training.checkpoints.best_model import Selection, check_judge
+from modelcenter.training.checkpoints.resume import Continuation
 from modelcenter.training.config import TrainConfig
-from modelcenter.training.errors import Stopped
 from modelcenter.training.evaluation import EvaluationStopped, stoppable
-from modelcenter.training.feed import GlobalBatch
-from modelcenter.training.meter import Meter
-from modelcenter.training.output import clear_output, room
-from modelcenter.training.record import Record
-from modelcenter.training.resume import Continuation
-from modelcenter.training.selection import Selection, check_judge
-from modelcenter.training.setup import fix_evaluation, make_feed, make_optimizer
-from modelcenter.training.skipped import Skipped
+from modelcenter.training.monitoring.clock import Clock
+from modelcenter.training.monitoring.skipped_steps import Skipped
+from modelcenter.training.monitoring.throughput import Meter
+from modelcenter.training.output.folder import clear_output, room
+from modelcenter.training.output.messages import card_of, first_line, last_line
+from modelcenter.training.output.record import Record
+from modelcenter.training.output.summary import summary_of
+from modelcenter.training.setup.automatic_batch_size import fit_batch
+from modelcenter.training.setup.model import fix_evaluation, make_feed, make_optimizer
+from modelcenter.training.setup.rank_checks import check_data
 from modelcenter.training.stopping import Stopping
-from modelcenter.training.summary import summary_of
 from modelcenter.training.tasks.base import Examples
-from modelcenter.training.told import card_of, first_line, last_line
 
 
 def train(

@@ -15,10 +15,10 @@ from engine.checkpoint import together
 from modelcenter.data import sources
 from modelcenter.data.token_files import is_tokens
 from modelcenter.models.base import Model
-from modelcenter.training import setup
 from modelcenter.training.config import EvaluateConfig, PredictConfig
 from modelcenter.training.config.use import SearchFlags
-from modelcenter.training.json_text import json_text
+from modelcenter.training.output.json_text import json_text
+from modelcenter.training.setup import model as setup
 from modelcenter.training.tasks import TASKS, TaskInfo
 from modelcenter.training.tasks.base import Examples, Task
 from modelcenter.training.trained import Trained

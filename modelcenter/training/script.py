@@ -27,7 +27,7 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
     name_models(cfg)
 
     engine.memory.prepare_torch()  # before it is imported
-    from modelcenter.training.setup import prepare
+    from modelcenter.training.setup.model import prepare
 
     with prepare(cfg):  # the output folder can be written, holds no finished run, and no other run writes to it
         _run(cfg, info, began)
@@ -36,8 +36,8 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
 def _run(cfg: Any, info: TaskInfo, began: float) -> None:
     from engine.checkpoint import together
     from modelcenter.training.loop import train
-    from modelcenter.training.plan import dry_run
-    from modelcenter.training.setup import build_model, load_tokenizer, start
+    from modelcenter.training.setup.dry_run import dry_run
+    from modelcenter.training.setup.model import build_model, load_tokenizer, start
 
     task = info.load()(cfg)  # reads or opens the data, finds its columns and labels
     continuation = start(cfg)  # the ranks meet; where a stopped run is to go on

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import engine
-from modelcenter.training.errors import Stopped
+from modelcenter.command_line.errors import Stopped
 
 _TWICE = 1.0  # seconds between two Ctrl-C that are meant as two: launchers pass the first one on
 _GRACE = 25.0  # seconds after a signal until a run that is inside one long step leaves it; launchers kill after 30

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from modelcenter import registry
+from modelcenter.command_line.errors import naming
 from modelcenter.hub.files.names import CONFIG_FILE
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import read_config, resolve, resolve_file
 from modelcenter.registry import model_type_of
 from modelcenter.training.config import TrainConfig
-from modelcenter.training.errors import naming
 from modelcenter.training.tasks import TASKS, TaskInfo, task_of_head, tasks_of
 
 

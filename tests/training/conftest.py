@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from modelcenter.training import record
+from modelcenter.training.output import record
 
 PLOT = record.plot
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from modelcenter.command_line.flags import parser
 from modelcenter.hub.load import load_model
 from modelcenter.training.config import (
     ClassificationConfig,
@@ -18,7 +19,6 @@ from modelcenter.training.config import (
 )
 from modelcenter.training.config.common import NOT_OF_THE_MODEL
 from modelcenter.training.config.use import ColumnFlags
-from modelcenter.training.flags import parser
 from modelcenter.training.predict import search_of
 from modelcenter.training.tasks import TASKS
 

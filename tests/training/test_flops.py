@@ -10,9 +10,9 @@ import engine.testing
 import modelcenter as mc
 from modelcenter.adapters import Freeze, Lora
 from modelcenter.data.tokenization.tokenize import tokenize
-from modelcenter.training.feed import GlobalBatch
-from modelcenter.training.flops import Arithmetic, Sizes, Utilisation, promised
-from modelcenter.training.meter import Meter
+from modelcenter.training.batch_sources import GlobalBatch
+from modelcenter.training.monitoring.flops import Arithmetic, Sizes, Utilisation, promised
+from modelcenter.training.monitoring.throughput import Meter
 from scripts.finetune_classification import main
 
 SHAPE = {"vocab_size": 50, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "intermediate_size": 20}

@@ -16,10 +16,10 @@ import transformers
 import engine
 import modelcenter as mc
 from modelcenter.cli import main
+from modelcenter.command_line.errors import user_errors
 from modelcenter.testing import randomize_
 from modelcenter.training import texts
 from modelcenter.training.config import GenerateConfig
-from modelcenter.training.errors import user_errors
 from modelcenter.training.generate import _Terminal, run_generate
 from modelcenter.training.texts import _say, new_tokens
 
@@ -138,7 +138,7 @@ def test_a_session_outlives_a_bad_prompt_and_ctrl_c(folder, capsys, monkeypatch)
 
 def test_an_interrupt_and_a_closed_pipe_end_quietly(folder):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
-    script = "import sys; from modelcenter.training.errors import user_errors\n"
+    script = "import sys; from modelcenter.command_line.errors import user_errors\n"
     for body, status in (("raise KeyboardInterrupt", 130), ("for _ in range(99999): print('x' * 99)", 141)):
         words = [sys.executable, "-c", f"{script}with user_errors():\n    {body}"]
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)

@@ -19,11 +19,12 @@ import engine
 import engine.checkpoint.training
 import modelcenter
 from engine.testing import run as on_ranks
-from modelcenter.training import loop, resume
-from modelcenter.training.alone import alone_in
+from modelcenter.training import loop
+from modelcenter.training.checkpoints import resume
+from modelcenter.training.checkpoints.best_model import Selection, check_judge
 from modelcenter.training.config import ClassificationConfig
-from modelcenter.training.record import cut
-from modelcenter.training.selection import Selection, check_judge
+from modelcenter.training.output.lock import alone_in
+from modelcenter.training.output.record import cut
 from scripts.finetune_classification import main
 
 

@@ -317,7 +317,7 @@ def test_prompts_that_leave_no_room(trained, tmp_path):
 
 
 def test_smoothing_is_for_classes(folder):
-    from modelcenter.training.setup import smooth_labels
+    from modelcenter.training.setup.model import smooth_labels
 
     model = modelcenter.from_config("tiny/bert", "sequence-classification", num_labels=1, problem_type="regression")
     with pytest.raises(ValueError, match="label_smoothing: for one label among classes, not for .*, regression"):

@@ -17,10 +17,10 @@ from engine.checkpoint import training
 from engine.testing import run as on_ranks
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
+from modelcenter.training.checkpoints.best_model import Selection
 from modelcenter.training.config import ClassificationConfig
-from modelcenter.training.curves import plot
-from modelcenter.training.selection import Selection
-from modelcenter.training.summary import _last_and_best
+from modelcenter.training.output.curves import plot
+from modelcenter.training.output.summary import _last_and_best
 from scripts.finetune_classification import main
 
 

@@ -12,8 +12,8 @@ from toydata import SIZES, STILL, command, flags, make_rows, make_tokenizer, wri
 from toyruns import assert_same_end, die_at, in_a_process, went_on_after
 
 from modelcenter.data.sampling import EpochBatches
-from modelcenter.training.feed import RowFeed
-from modelcenter.training.setup import make_feed
+from modelcenter.training.batch_sources import RowFeed
+from modelcenter.training.setup.model import make_feed
 from modelcenter.training.tasks import TASKS
 from scripts.finetune_classification import main
 from scripts.finetune_multiple_choice import main as choose

@@ -14,7 +14,7 @@ from modelcenter.cli import run as cli
 from modelcenter.data.blocks import Blocks
 from modelcenter.data.pretraining.text_rows import encode_texts
 from modelcenter.data.token_files import open_tokens
-from modelcenter.training.feed import StreamFeed
+from modelcenter.training.batch_sources import StreamFeed
 from modelcenter.training.tasks.spans import SpanCorruptionModel
 
 
@@ -189,7 +189,7 @@ def test_documents_of_txt_files(folder):
 
 def test_a_stream_has_all_tokens_of_its_texts(folder):
     """Once per epoch, in pieces of at most max_length, each with a key of its own."""
-    from modelcenter.training.setup import stream_feed
+    from modelcenter.training.setup.model import stream_feed
     from modelcenter.training.tasks import TASKS
 
     values = flags(folder, "tiny/gpt2", streaming=True, max_steps=100, shuffle_window=7)

@@ -25,16 +25,17 @@ from toyruns import assert_same_end, curve, die_at, in_a_process, weights, went_
 import engine
 import modelcenter
 from engine.testing import run as on_ranks
-from modelcenter.training import autobatch, loop, stopping
-from modelcenter.training.autobatch import fit_batch, rows_that_fit
+from modelcenter.command_line.errors import Stopped
+from modelcenter.training import loop, stopping
+from modelcenter.training.checkpoints.best_model import Selection
+from modelcenter.training.checkpoints.resume import Continuation, keep_global_batch
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.config.common import seconds_of
-from modelcenter.training.errors import Stopped
-from modelcenter.training.memory import state_bytes
-from modelcenter.training.record import Record
-from modelcenter.training.resume import Continuation, keep_global_batch
-from modelcenter.training.selection import Selection
-from modelcenter.training.setup import fix_batches, fix_evaluation, make_optimizer
+from modelcenter.training.output.record import Record
+from modelcenter.training.setup import automatic_batch_size as autobatch
+from modelcenter.training.setup.automatic_batch_size import fit_batch, rows_that_fit
+from modelcenter.training.setup.memory import state_bytes
+from modelcenter.training.setup.model import fix_batches, fix_evaluation, make_optimizer
 from modelcenter.training.stopping import Stopping
 from scripts.finetune_classification import main
 
@@ -523,7 +524,7 @@ def test_curves_that_cannot_be_drawn_cost_nothing_else(tmp_path, monkeypatch, ca
     def plot(rows, path):
         raise KeyError("lr")
 
-    monkeypatch.setattr("modelcenter.training.record.plot", plot)
+    monkeypatch.setattr("modelcenter.training.output.record.plot", plot)
     ended = []
     record = Record(tmp_path, 3, writer=True)
     monkeypatch.setattr(record._trackers, "close", lambda: ended.append(True))

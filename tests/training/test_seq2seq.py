@@ -17,7 +17,7 @@ from modelcenter.data.sampling import EpochBatches
 from modelcenter.data.tokenization.tokenize import tokenize_targets
 from modelcenter.training.config import PredictConfig, Seq2SeqConfig
 from modelcenter.training.metrics import rouge
-from modelcenter.training.record import Record
+from modelcenter.training.output.record import Record
 from scripts.finetune_seq2seq import main
 
 PREFIX = "say : "

@@ -11,9 +11,9 @@ from toydata import command, flags, make_rows, write_folder, write_jsonl
 import engine
 from engine.testing import run as on_ranks
 from modelcenter.training.config import ClassificationConfig
-from modelcenter.training.record import Record
-from modelcenter.training.setup import check_shared, data_name, prepare
-from modelcenter.training.trackers import Trackers, chosen
+from modelcenter.training.output.record import Record
+from modelcenter.training.output.trackers import Trackers, chosen
+from modelcenter.training.setup.model import check_shared, data_name, prepare
 from scripts.finetune_classification import main
 
 
@@ -91,7 +91,7 @@ def test_trackers_get_the_numbers(tmp_path, monkeypatch):
 
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Told)
     monkeypatch.setitem(sys.modules, "trackio", shutil)
-    monkeypatch.setattr("modelcenter.training.trackers.find_spec", lambda name: shutil)
+    monkeypatch.setattr("modelcenter.training.output.trackers.find_spec", lambda name: shutil)
     trackers = Trackers(tmp_path / "my-run", ClassificationConfig(trackers=["trackio"], lr=0.5))
     trackers.log({"step": 3, "loss": 0.25, "name": "text", "skipped": 1})
     trackers.close()
@@ -102,8 +102,8 @@ def test_a_tracker_that_cannot_start_ends_no_run(tmp_path, monkeypatch, capsys):
     def refused(*_):
         raise ConnectionError("no login")
 
-    monkeypatch.setattr("modelcenter.training.trackers.chosen", lambda names: names)
-    monkeypatch.setattr("modelcenter.training.trackers._start", refused)
+    monkeypatch.setattr("modelcenter.training.output.trackers.chosen", lambda names: names)
+    monkeypatch.setattr("modelcenter.training.output.trackers._start", refused)
     record = Record(tmp_path, 3, True, cfg=ClassificationConfig(trackers=["wandb"]))
     record.close({"status": "finished"})
     assert (tmp_path / "summary.json").is_file()
@@ -115,8 +115,8 @@ def test_a_tracker_that_fails_is_said_once_and_ends_no_run(tmp_path, monkeypatch
         raise ConnectionError("the server is away")
 
     started = SimpleNamespace(name="mlflow", log=away, finish=away)
-    monkeypatch.setattr("modelcenter.training.trackers.chosen", lambda names: names)
-    monkeypatch.setattr("modelcenter.training.trackers._start", lambda *_: started)
+    monkeypatch.setattr("modelcenter.training.output.trackers.chosen", lambda names: names)
+    monkeypatch.setattr("modelcenter.training.output.trackers._start", lambda *_: started)
     for name in ("logged", "closed"):
         (tmp_path / name).mkdir()
         record = Record(tmp_path / name, 3, True, cfg=ClassificationConfig(trackers=["mlflow"]))

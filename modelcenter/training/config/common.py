@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from modelcenter.command_line.flags import Flags, flag
 from modelcenter.data.schemas.forms import FORMS
 from modelcenter.registry import nearest
-from modelcenter.training.flags import Flags, flag
 
 RECOMPUTES = ("none", "full", "selective")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", "bf16-params", "bf16-sr")

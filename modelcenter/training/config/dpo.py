@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from modelcenter.command_line.flags import flag
 from modelcenter.training.config.common import TrainConfig
 from modelcenter.training.config.lm import TOO_LONG
-from modelcenter.training.flags import flag
 
 LOSSES = ("sigmoid", "ipo")
 _data, _model, _optimisation = partial(flag, "data"), partial(flag, "model"), partial(flag, "optimisation")

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from modelcenter.command_line.flags import flag
 from modelcenter.training.config.common import TrainConfig
-from modelcenter.training.flags import flag
 
 TOO_LONG = ("cut", "drop", "error")
 TRAIN_ON = ("all", "last")

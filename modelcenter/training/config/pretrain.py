@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from modelcenter.command_line.flags import flag
 from modelcenter.training.config.common import TrainConfig
-from modelcenter.training.flags import flag
 
 DOCUMENTS = ("line", "paragraph", "file")
 STREAM_EVERY = "1000"  # steps between checkpoints and evaluations of a stream, whose epochs nobody can count

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from modelcenter.command_line.flags import flag
 from modelcenter.data.schemas.forms import FORMS
 from modelcenter.registry import nearest
 from modelcenter.training.config.common import TrainConfig
-from modelcenter.training.flags import flag
 
 GENERATION_METRICS = ("rouge", "bleu", "chrf", "accuracy", "squad")
 LANGUAGES = ("other", "zh")

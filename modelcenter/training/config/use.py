@@ -5,11 +5,11 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+from modelcenter.command_line.flags import Flags, flag
 from modelcenter.data.schemas.forms import FORMS
 from modelcenter.registry import nearest
 from modelcenter.training.config.common import PRECISIONS, TrainConfig
 from modelcenter.training.config.seq2seq import LANGUAGES, check_metrics
-from modelcenter.training.flags import Flags, flag
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
 _batches, _engine, _search = partial(flag, "batches"), partial(flag, "engine"), partial(flag, "search")

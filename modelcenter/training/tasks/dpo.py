@@ -17,6 +17,7 @@ from torch import Tensor
 import engine
 import modelcenter
 from engine.registry import policy_of
+from modelcenter.command_line.errors import naming
 from modelcenter.data.schemas.conversations import ChatColumns, find_chat_columns
 from modelcenter.data.schemas.preferences import find_preference_columns, preferences, questions
 from modelcenter.data.table import Table
@@ -25,7 +26,6 @@ from modelcenter.data.tokenization.chat_templates import ChatTemplate
 from modelcenter.hub.tokenizer import fit_vocabulary
 from modelcenter.models.base import Model
 from modelcenter.training.config import DPOConfig, TrainConfig
-from modelcenter.training.errors import naming
 from modelcenter.training.evaluation import evaluate, log_probs_of
 from modelcenter.training.metrics import Preference
 from modelcenter.training.tasks.answer_rows import AnswerRows

@@ -1,4 +1,4 @@
-"""The arithmetic that a training step needs, of a Hugging Face configuration: see modelcenter.training.flops.
+"""The arithmetic that a training step needs, of a Hugging Face configuration: modelcenter.training.monitoring.flops.
 
 All contenders of a benchmark are measured by the same count, so that arithmetic nobody needed is a loss of time and not
 a gain of speed.
@@ -25,7 +25,7 @@ def training(config: Any, rows: Iterable[Row], head: str) -> float:
     import torch
 
     from modelcenter.hub.architecture import find_spec, parse_config
-    from modelcenter.training.flops import Arithmetic, Sizes
+    from modelcenter.training.monitoring.flops import Arithmetic, Sizes
 
     task = _TASKS.get(head) or ("seq2seq-lm" if config.is_encoder_decoder else "causal-lm")
     tokens, target, labelled = (torch.tensor(sizes) for sizes in zip(*rows, strict=True))

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from modelcenter.training.config import TrainConfig
-from modelcenter.training.curves import plot
-from modelcenter.training.display import Display
-from modelcenter.training.json_text import finite, json_text
-from modelcenter.training.output import room
-from modelcenter.training.trackers import Trackers
+from modelcenter.training.output.curves import plot
+from modelcenter.training.output.display import Display
+from modelcenter.training.output.folder import room
+from modelcenter.training.output.json_text import finite, json_text
+from modelcenter.training.output.trackers import Trackers
 
 
 class Record:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from modelcenter.training.flags import Flags, flag
+from modelcenter.command_line.flags import Flags, flag
 
 _what, _hub, _output = partial(flag, "what"), partial(flag, "hub"), partial(flag, "output")
 _TOKEN = "of the Hub, for private and gated models; none: HF_TOKEN, or that of `hf auth login`, which leave no trace"

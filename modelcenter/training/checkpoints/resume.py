@@ -14,7 +14,7 @@ from modelcenter.hub.files.names import RUN_FILE
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.config.common import PLACES
-from modelcenter.training.json_text import json_text
+from modelcenter.training.output.json_text import json_text
 
 CHECKPOINTS = "checkpoints"  # in output_dir
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from modelcenter._arguments import Parser, is_flag, spelling, unknown_flag, with_numbers
 from modelcenter._paths import scripts_dir
+from modelcenter.command_line.arguments import Parser, is_flag, spelling, unknown_flag, with_numbers
 from modelcenter.registry import nearest
 
 # Other programs' flags whose values, too, are not ours: flag -> (our flag, {its value: ours; None: says nothing new}).

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from engine.optim import OptimManager
-from modelcenter.training.feed import Feed
+from modelcenter.training.batch_sources import Feed
 
 
 class Skipped:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import engine
 from engine.checkpoint import latest_checkpoint
-from modelcenter.training import resume
-from modelcenter.training.setup import data_name
+from modelcenter.training.checkpoints import resume
+from modelcenter.training.setup.model import data_name
 
 if TYPE_CHECKING:
     from modelcenter.training.loop import Run

@@ -6,9 +6,9 @@ from typing import Any
 import torch.distributed as dist
 
 import engine
+from modelcenter.training.checkpoints.resume import identity
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.config.common import PLACES
-from modelcenter.training.resume import identity
 
 
 def check_flags(cfg: TrainConfig) -> None:

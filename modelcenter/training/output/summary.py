@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import engine
 from modelcenter import __version__
-from modelcenter.training.selection import Selection
+from modelcenter.training.checkpoints.best_model import Selection
 
 if TYPE_CHECKING:
     from modelcenter.training.loop import Run

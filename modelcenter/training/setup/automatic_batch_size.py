@@ -10,8 +10,8 @@ import engine
 from modelcenter.models.base import Model
 from modelcenter.training.accumulation import accumulate
 from modelcenter.training.config import TrainConfig
-from modelcenter.training.memory import optimizer_bytes
-from modelcenter.training.setup import fix_batches
+from modelcenter.training.setup.memory import optimizer_bytes
+from modelcenter.training.setup.model import fix_batches
 from modelcenter.training.tasks.base import Examples
 
 _GLOBAL = 32  # rows of a step where no flag says how many

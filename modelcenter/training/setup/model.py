@@ -28,6 +28,7 @@ from engine.optim import (
     OptimManager,
 )
 from modelcenter.adapters import Freeze, Lora
+from modelcenter.command_line.errors import naming
 from modelcenter.data.batching.mixture import draw_of, parse_weight
 from modelcenter.data.pretraining.text_rows import StreamRows
 from modelcenter.data.sampling import EpochBatches, TokenBatches
@@ -37,15 +38,14 @@ from modelcenter.data.token_files import is_tokens
 from modelcenter.hub.load import check_same_commit
 from modelcenter.hub.tokenizer import add_tokens
 from modelcenter.models.base import Model
-from modelcenter.training import trackers
-from modelcenter.training.agreement import check_flags
-from modelcenter.training.alone import alone_in
+from modelcenter.training.batch_sources import Feed, Plan, RowFeed, StreamFeed
+from modelcenter.training.checkpoints.resume import Continuation, find_continuation, keep_global_batch
 from modelcenter.training.config import TrainConfig
-from modelcenter.training.errors import naming
-from modelcenter.training.feed import Feed, Plan, RowFeed, StreamFeed
 from modelcenter.training.metrics import sums
-from modelcenter.training.output import prepare_output
-from modelcenter.training.resume import Continuation, find_continuation, keep_global_batch
+from modelcenter.training.output import trackers
+from modelcenter.training.output.folder import prepare_output
+from modelcenter.training.output.lock import alone_in
+from modelcenter.training.setup.rank_checks import check_flags
 
 SCHEDULES: dict[str, Any] = {"linear": Linear, "cosine": Cosine, "constant": NoDecay, "wsd": WSD}
 _SKIPS_IN_A_ROW = 8  # steps without a finite gradient after which a run gives up

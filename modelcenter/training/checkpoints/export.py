@@ -16,7 +16,7 @@ from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, GENERATION_FILE, RUN_FILE, TOKENIZER_FILES
 from modelcenter.hub.resolve import repo_of
 from modelcenter.hub.tokenizer import load_tokenizer
-from modelcenter.training.setup import make_adapters
+from modelcenter.training.setup.model import make_adapters
 from modelcenter.training.tasks import TASKS
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelcenter.models.base import Model
-from modelcenter.training.feed import GlobalBatch
-from modelcenter.training.flops import Utilisation
+from modelcenter.training.batch_sources import GlobalBatch
+from modelcenter.training.monitoring.flops import Utilisation
 
 
 class Meter:

@@ -10,9 +10,9 @@ from engine.memory import readable
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.loop import Run
-from modelcenter.training.memory import state_bytes
-from modelcenter.training.record import Record
-from modelcenter.training.summary import peak_memory
+from modelcenter.training.output.record import Record
+from modelcenter.training.output.summary import peak_memory
+from modelcenter.training.setup.memory import state_bytes
 from modelcenter.training.tasks.base import Examples
 
 

@@ -1,0 +1,1 @@
+"""What a run writes to --output_dir and shows on the terminal."""

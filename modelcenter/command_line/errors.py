@@ -64,7 +64,7 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def naming(field: str) -> Iterator[None]:
+def flag_in_errors(field: str) -> Iterator[None]:
     """Let a ValueError inside say which flag it is about, unless it names one itself."""
     try:
         yield

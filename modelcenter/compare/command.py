@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from modelcenter import registry
-from modelcenter._arguments import Parser
+from modelcenter.command_line.arguments import Parser
 from modelcenter.compare.checkpoints import compare_checkpoints
 
 

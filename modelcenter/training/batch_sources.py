@@ -1,5 +1,6 @@
-"""The global batches of a run, in order: what each step trains on, as this rank sees it."""
+"""Where the global batches of a run come from: what each step trains on, in order, as this rank sees it."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,7 +9,11 @@ import numpy as np
 import torch
 
 import engine
+from modelcenter.data.mixture import draw_of
+from modelcenter.data.sampling import EpochBatches, TokenBatches
 from modelcenter.data.streaming import StreamBatches
+from modelcenter.data.text_rows import StreamRows
+from modelcenter.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -16,7 +21,8 @@ class GlobalBatch:
     """What one step trains on.
 
     step: from 0. microbatches: this rank's, on the host. tokens: of all ranks. rows: row numbers of all ranks, or
-    whatever the feed's `where` takes. state: what `Feed.batches` needs to go on after this batch, beside the step.
+    whatever the source's `where` takes. state: what `BatchSource.batches` needs to go on after this batch, beside the
+    step.
     """
 
     step: int
@@ -26,11 +32,11 @@ class GlobalBatch:
     state: dict[str, Any]
 
 
-class Feed(Protocol):
+class BatchSource(Protocol):
     """Where the loop's batches come from. The order is a function of the flags and the data, not of the ranks."""
 
     steps: int  # of the run
-    steps_per_epoch: int | None  # None: nobody knows before the data end
+    steps_per_epoch: int | None  # None: not known before the data end
 
     def batches(self, step: int = 0, state: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
         """From a step on, to the end; state: that of the batch before it."""
@@ -45,7 +51,7 @@ class Feed(Protocol):
         ...
 
 
-class Plan(Protocol):
+class BatchSampler(Protocol):
     """Which rows make a global batch; see data.sampling."""
 
     lengths: np.ndarray  # of all rows
@@ -58,43 +64,38 @@ class Plan(Protocol):
     def deal(self, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]: ...
 
 
-def numbered(examples: Any, batch: dict[str, Any], rows: Any) -> dict[str, Any]:
-    """A batch with numbers of its sequences, by which dropout draws the same masks however the rows are cut."""
-    ids = examples.row_ids(rows)
-    if len(batch["cu_seqlens"]) == len(ids) + 1:
-        batch["row_ids"] = torch.from_numpy(np.asarray(ids, np.int64))
-    return batch
+class RowBatchSource:
+    """Batches of rows that are all known: any step can be worked out from its number alone."""
 
-
-class RowFeed:
-    """Batches of rows that are all there: any step can be worked out from its number alone."""
-
-    def __init__(self, examples: Any, plan: Plan, steps: int, microbatches: int):
-        self.examples, self.plan, self.steps, self.microbatches = examples, plan, steps, microbatches
-        self.steps_per_epoch = plan.steps
+    def __init__(self, examples: Any, sampler: BatchSampler, steps: int, microbatches: int):
+        """steps: of the run. microbatches: of each rank and step, at most."""
+        self.examples, self.sampler, self.steps, self.microbatches = examples, sampler, steps, microbatches
+        self.steps_per_epoch = sampler.steps
 
     def batches(self, step: int = 0, state: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
-        epoch, plan = -1, []
+        epoch, batches = -1, []
         for number in range(step, self.steps):
-            if number // self.plan.steps != epoch:
-                epoch = number // self.plan.steps
-                plan = self.plan.epoch(epoch)
-            yield self.batch(number, plan[number % self.plan.steps], epoch)
+            if number // self.sampler.steps != epoch:
+                epoch = number // self.sampler.steps
+                batches = self.sampler.epoch(epoch)
+            yield self._batch(number, batches[number % self.sampler.steps], epoch)
 
-    def batch(self, step: int, rows: np.ndarray, epoch: int) -> GlobalBatch:
+    def _batch(self, step: int, rows: np.ndarray, epoch: int) -> GlobalBatch:
         """This rank's microbatches of some rows; the empty ones of a short batch are left out."""
-        own = self.plan.deal(rows, engine.data_size(), self.microbatches)[engine.data_rank()]
-        made = [numbered(self.examples, self.examples.batch(part, epoch), part) for part in own if len(part)]
-        return GlobalBatch(step, made, int(self.plan.lengths[rows].sum()), rows, {})
+        parts = self.sampler.deal(rows, engine.data_size(), self.microbatches)[engine.data_rank()]
+        microbatches = [
+            _with_row_ids(self.examples, self.examples.batch(part, epoch), part) for part in parts if len(part)
+        ]
+        return GlobalBatch(step, microbatches, int(self.sampler.lengths[rows].sum()), rows, {})
 
     def epochs_at(self, step: int, state: Mapping[str, Any]) -> float:
-        return step / self.plan.steps
+        return step / self.sampler.steps
 
     def where(self, rows: np.ndarray, most: int = 4) -> str:
-        return in_words([self.examples.where(int(row)) for row in rows[:most]], len(rows))
+        return _join_places([self.examples.where(int(row)) for row in rows[:most]], len(rows))
 
 
-class StreamFeed:
+class StreamBatchSource:
     """Batches of rows that are read while training goes on. Its state is a few integers: the place and the epoch."""
 
     steps_per_epoch = None
@@ -106,21 +107,58 @@ class StreamFeed:
         batches = self.stream.at((state or {}).get("stream"))
         for number in range(step, self.steps):
             batch = next(batches)
-            own = batch.rank_numbers(engine.data_rank(), engine.data_size(), self.microbatches)
+            numbers = batch.rank_numbers(engine.data_rank(), engine.data_size(), self.microbatches)
             rows = self.examples.rows_of(batch)
-            parts = [[rows[i] for i in part] for part in own if len(part)]
-            made = [numbered(self.examples, self.examples.batch(part, batch.epoch), part) for part in parts]
+            parts = [[rows[i] for i in part] for part in numbers if len(part)]
+            microbatches = [
+                _with_row_ids(self.examples, self.examples.batch(part, batch.epoch), part) for part in parts
+            ]
             state = {"stream": batch.state, "epoch": batch.epoch}
-            yield GlobalBatch(number, made, int(batch.lengths.sum()), rows, state)
+            yield GlobalBatch(number, microbatches, int(batch.lengths.sum()), rows, state)
 
     def epochs_at(self, step: int, state: Mapping[str, Any]) -> float:
         """The epoch of the last step's rows. How far into it they are is not known before it ends."""
         return float(state.get("epoch", 0))
 
     def where(self, rows: Any, most: int = 4) -> str:
-        return in_words([self.examples.where(row) for row in rows[:most]], len(rows))
+        return _join_places([self.examples.where(row) for row in rows[:most]], len(rows))
 
 
-def in_words(places: list[str], count: int) -> str:
+def make_batch_source(cfg: TrainConfig, examples: Any) -> BatchSource:
+    """The batches of a run, by rows or by tokens; of a mixture, the rows that it draws for each epoch."""
+    assert cfg.gradient_accumulation_steps is not None
+    if isinstance(examples, StreamRows):
+        return stream_batch_source(cfg, examples)
+    draw = draw_of(examples, cfg.seed)
+    if cfg.batch_tokens is not None:
+        assert cfg.global_batch_tokens is not None
+        sizes = (cfg.global_batch_tokens, cfg.seed, cfg.batch_tokens)
+        sampler: BatchSampler = TokenBatches(examples.lengths, *sizes, draw=draw)
+    else:
+        assert cfg.global_batch_size is not None
+        sampler = EpochBatches(examples.lengths, cfg.global_batch_size, cfg.seed, draw)
+    steps = cfg.max_steps or max(1, math.ceil(cfg.epochs * sampler.steps - 1e-6))
+    return RowBatchSource(examples, sampler, steps, cfg.gradient_accumulation_steps)
+
+
+def stream_batch_source(cfg: Any, examples: StreamRows) -> StreamBatchSource:
+    """The batches of a run over a stream."""
+    sizes: dict[str, Any] = {"global_batch_size": cfg.global_batch_size}
+    if cfg.batch_tokens is not None:
+        sizes = {"budget": cfg.global_batch_tokens, "part": cfg.batch_tokens}
+    order: dict[str, Any] = {"length": examples.length, "several": True, "window": cfg.shuffle_window, "seed": cfg.seed}
+    stream = StreamBatches(examples.source, examples.pieces, **sizes, **order)
+    return StreamBatchSource(examples, stream, cfg.max_steps, cfg.gradient_accumulation_steps)
+
+
+def _with_row_ids(examples: Any, batch: dict[str, Any], rows: Any) -> dict[str, Any]:
+    """A batch with numbers of its sequences, by which dropout draws the same masks however the rows are cut."""
+    ids = examples.row_ids(rows)
+    if len(batch["cu_seqlens"]) == len(ids) + 1:
+        batch["row_ids"] = torch.from_numpy(np.asarray(ids, np.int64))
+    return batch
+
+
+def _join_places(places: list[str], count: int) -> str:
     """Where `count` rows are, of which some places are shown."""
     return "; ".join(places) + (f" and {count - len(places)} more" if count > len(places) else "")

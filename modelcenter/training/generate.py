@@ -14,7 +14,7 @@ import modelcenter
 from modelcenter.training.config import GenerateConfig
 from modelcenter.training.output.json_text import json_text
 from modelcenter.training.predict import check_output, write_lines
-from modelcenter.training.setup import model as setup
+from modelcenter.training.setup.resolve import resolve_precision
 from modelcenter.training.structured import write_answers
 from modelcenter.training.texts import complete, own_draws, share_out
 from modelcenter.training.trained import Trained
@@ -100,7 +100,7 @@ class _Writer:
     def __init__(self, cfg: GenerateConfig):
         self.cfg, self.streamed = cfg, False
         trained = Trained.find(cfg.run or "")
-        policy = engine.Policy(zero_level=cfg.zero, precision=setup.resolve_precision(cfg.precision))
+        policy = engine.Policy(zero_level=cfg.zero, precision=resolve_precision(cfg.precision))
         self.model = modelcenter.from_pretrained(trained.source, None, revision=cfg.revision, policy=policy)
         if self.model.task not in ("causal-lm", "seq2seq-lm"):
             raise ValueError(

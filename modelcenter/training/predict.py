@@ -18,7 +18,8 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import EvaluateConfig, PredictConfig
 from modelcenter.training.config.use import SearchFlags
 from modelcenter.training.output.json_text import json_text
-from modelcenter.training.setup import model as setup
+from modelcenter.training.setup.model import omit_unused_token_types
+from modelcenter.training.setup.resolve import resolve_max_length, resolve_precision
 from modelcenter.training.tasks import TASKS, TaskInfo
 from modelcenter.training.tasks.base import Examples, Task
 from modelcenter.training.trained import Trained
@@ -76,7 +77,7 @@ def search_of(info: TaskInfo, labelled: bool) -> Collection[str]:
 def _load(cfg: PredictConfig, task: Task, trained: Trained) -> tuple[Model, Any, Examples]:
     """The model on all ranks, its tokenizer, and the rows as it takes them."""
     engine.init_distributed(zero_level=cfg.zero)
-    policy = engine.Policy(zero_level=cfg.zero, precision=setup.resolve_precision(cfg.precision))
+    policy = engine.Policy(zero_level=cfg.zero, precision=resolve_precision(cfg.precision))
     model = modelcenter.from_pretrained(trained.source, None, revision=cfg.revision, dtype="float32", policy=policy)
     fresh = getattr(model, "load_report", None)
     if model.task not in TASKS[task.name].heads or (fresh is not None and fresh.initialised):
@@ -87,8 +88,8 @@ def _load(cfg: PredictConfig, task: Task, trained: Trained) -> tuple[Model, Any,
     name = cfg.tokenizer or trained.source
     revision = {"revision": cfg.revision} if cfg.revision and cfg.tokenizer is None else {}
     tokenizer = modelcenter.AutoTokenizer.from_pretrained(name, **revision)
-    setup.fit_inputs(tokenizer, model)
-    length = setup.max_length(model, tokenizer, cfg.max_length or (trained.run and trained.run.max_length))
+    omit_unused_token_types(tokenizer, model)
+    length = resolve_max_length(model, tokenizer, cfg.max_length or (trained.run and trained.run.max_length))
     with together("preparing the rows"):
         return model, tokenizer, task.rows_for(model, tokenizer, length)
 

@@ -1,5 +1,7 @@
-"""What every script of a task does, from its command line to the end of its run. Imports no torch before the flags are
-read, so that --help and mistakes in the flags take no time."""
+"""What every script of a task does, from its command line to the end of its run.
+
+Imports no torch before the flags are read, so that --help and mistakes in the flags take no time.
+"""
 
 import sys
 import time
@@ -27,26 +29,32 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
     name_models(cfg)
 
     engine.memory.prepare_torch()  # before it is imported
-    from modelcenter.training.setup.model import prepare
+    from modelcenter.training.setup.launch import claim_output
 
-    with prepare(cfg):  # the output folder can be written, holds no finished run, and no other run writes to it
+    with claim_output(cfg):  # it can be written, holds no finished run, and no other run writes to it
         _run(cfg, info, began)
 
 
 def _run(cfg: Any, info: TaskInfo, began: float) -> None:
     from engine.checkpoint import together
+    from modelcenter.training.checkpoints.resume import find_continuation
+    from modelcenter.training.dry_run import dry_run
     from modelcenter.training.loop import train
-    from modelcenter.training.setup.dry_run import dry_run
-    from modelcenter.training.setup.model import build_model, load_tokenizer, start
+    from modelcenter.training.setup.launch import start_ranks
+    from modelcenter.training.setup.model import build_model, load_tokenizer
+    from modelcenter.training.setup.resolve import resolve_for_model, resolve_for_ranks
 
     task = info.load()(cfg)  # reads or opens the data, finds its columns and labels
-    continuation = start(cfg)  # the ranks meet; where a stopped run is to go on
+    start_ranks(cfg)
+    continuation = find_continuation(cfg)
+    resolve_for_ranks(cfg, continuation)
     config = check_family(cfg, task.head)
     if not cfg.from_scratch:
         task.number_as(class_names(config))
     tokenizer = load_tokenizer(cfg)
     model = build_model(cfg, task, tokenizer)
-    with together("preparing the rows"):  # a row that is wrong on one node alone is everybody's error
+    resolve_for_model(cfg, model, tokenizer)
+    with together("preparing the rows"):  # a row that is wrong on one node alone is an error on all
         train_set, eval_set = task.tokenize(tokenizer, cfg.max_length)
     if cfg.dry_run:
         dry_run(cfg, task, model, tokenizer, train_set, eval_set)

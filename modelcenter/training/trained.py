@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from modelcenter import registry
-from modelcenter.command_line.errors import naming
+from modelcenter.command_line.errors import flag_in_errors
 from modelcenter.hub.files.names import CONFIG_FILE
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import read_config, resolve, resolve_file
@@ -135,7 +135,7 @@ def check_family(cfg: TrainConfig, head: str) -> dict[str, Any]:
         ValueError: there is no such model, or it is of another family; those that the task takes are named.
     """
     path = Path(str(cfg.model)).expanduser()
-    with naming("model"):
+    with flag_in_errors("model"):
         if path.is_file() and not cfg.from_scratch:
             values = resolve_file(path).config  # weights, with their configuration beside them
         else:

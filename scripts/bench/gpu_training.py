@@ -88,7 +88,7 @@ def main() -> None:
         print(json.dumps(measure(args, CASES[args.cases[0]])))
         return
     limits = gpu.limits(args.device)
-    from modelcenter.training.monitoring.flops import promised as by_name
+    from modelcenter.training.monitoring.flops import published_peak as by_name
 
     rate = by_name(gpu.name(args.device))
     promised = rate and rate / 1e12  # dense bf16 TFLOP/s

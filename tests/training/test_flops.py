@@ -11,8 +11,8 @@ import modelcenter as mc
 from modelcenter.adapters import Freeze, Lora
 from modelcenter.data.tokenization.tokenize import tokenize
 from modelcenter.training.batch_sources import GlobalBatch
-from modelcenter.training.monitoring.flops import Arithmetic, Sizes, Utilisation, promised
-from modelcenter.training.monitoring.throughput import Meter
+from modelcenter.training.monitoring.flops import Arithmetic, Sizes, Utilisation, published_peak
+from modelcenter.training.monitoring.throughput import Throughput
 from scripts.finetune_classification import main
 
 SHAPE = {"vocab_size": 50, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "intermediate_size": 20}
@@ -90,11 +90,14 @@ def test_a_decoder_that_reads_the_input_again():
 
 
 def test_names_of_devices():
-    assert promised("NVIDIA H100 80GB HBM3") == 989e12 and promised("NVIDIA H100 PCIe") == 756e12
-    assert promised("NVIDIA A100-SXM4-80GB") == 312e12 and promised("NVIDIA A10G") == 70e12
-    assert promised("NVIDIA RTX A4000") is None and promised("NVIDIA L40S") == 362e12
-    assert promised("NVIDIA H200 NVL") == 835e12 and promised("NVIDIA H200") == promised("NVIDIA GH200 480GB") == 989e12
-    assert promised("Tesla V100-PCIE-16GB") == 112e12 and promised("Tesla V100-SXM2-32GB") == 125e12
+    assert published_peak("NVIDIA H100 80GB HBM3") == 989e12 and published_peak("NVIDIA H100 PCIe") == 756e12
+    assert published_peak("NVIDIA A100-SXM4-80GB") == 312e12 and published_peak("NVIDIA A10G") == 70e12
+    assert published_peak("NVIDIA RTX A4000") is None and published_peak("NVIDIA L40S") == 362e12
+    assert (
+        published_peak("NVIDIA H200 NVL") == 835e12
+        and published_peak("NVIDIA H200") == published_peak("NVIDIA GH200 480GB") == 989e12
+    )
+    assert published_peak("Tesla V100-PCIE-16GB") == 112e12 and published_peak("Tesla V100-SXM2-32GB") == 125e12
 
 
 def test_mfu_of_a_run(tmp_path):
@@ -119,7 +122,7 @@ def test_the_first_row_after_a_stop_is_on_the_steps_since():
     """What a step before it did is known to nobody."""
     model = mc.from_config("tiny/bert", "sequence-classification", num_labels=3, **SHAPE)
     batch = {"input_ids": torch.zeros(1, 8), "cu_seqlens": torch.tensor([0, 5, 8]), "labels": torch.zeros(2)}
-    meters, rows = [Meter(model, 1e9), Meter(model, 1e9)], []
+    meters, rows = [Throughput(model, 1e9), Throughput(model, 1e9)], []
     meters[1].load({"tokens": 700}, seconds=100.0)
     for meter, seconds in zip(meters, (2.0, 102.0), strict=True):
         meter.add(GlobalBatch(0, [batch], 8, None, {}))
@@ -131,7 +134,7 @@ def in_parts():
     batch = {"cu_seqlens": torch.tensor([0, 5, 8])[: 3 - engine.rank()], "labels": torch.zeros(2 - engine.rank())}
     used = Utilisation(mc.from_config("tiny/bert", "sequence-classification", num_labels=3, **SHAPE), 100.0)
     used.add(batch)
-    return used.peak, used.since(2.0), used.done
+    return used.peak, used.since_last(2.0), used.done
 
 
 @pytest.mark.full

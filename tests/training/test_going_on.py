@@ -20,11 +20,11 @@ import engine.checkpoint.training
 import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.training import loop
-from modelcenter.training.checkpoints import resume
-from modelcenter.training.checkpoints.best_model import Selection, check_judge
+from modelcenter.training.checkpoints import fingerprints, model_selection, resume
+from modelcenter.training.checkpoints.model_selection import ModelSelection, check_best_metric
 from modelcenter.training.config import ClassificationConfig
-from modelcenter.training.output.lock import alone_in
-from modelcenter.training.output.record import cut
+from modelcenter.training.output.lock import lock_folder
+from modelcenter.training.output.record import truncate_rows
 from scripts.finetune_classification import main
 
 
@@ -106,16 +106,16 @@ def test_what_is_the_best_after_a_stop(folder, caplog):
     main(command(values_of(folder, "run", max_steps=2, best_metric="loss")))
     cfg = ClassificationConfig(output_dir=str(folder / "run"), best_metric="loss")
     best = {"metric": "eval_loss", "value": 0.5, "step": 2}
-    assert resume.best_counts(cfg, "eval_loss", best) and resume.best_counts(cfg, "eval_loss", {})
+    assert model_selection.still_counts(cfg, "eval_loss", best) and model_selection.still_counts(cfg, "eval_loss", {})
     assert "does not count" not in caplog.text
-    assert not resume.best_counts(cfg, "eval_accuracy", best)
+    assert not model_selection.still_counts(cfg, "eval_accuracy", best)
     assert "loss 0.5 of step 2, does not count: best_metric is accuracy now" in caplog.text
-    assert not resume.best_counts(cfg, "eval_loss", {**best, "step": 1})  # best names another checkpoint
+    assert not model_selection.still_counts(cfg, "eval_loss", {**best, "step": 1})  # best names another checkpoint
     (checkpoints / "best").unlink()
-    assert not resume.best_counts(cfg, "eval_loss", best)
+    assert not model_selection.still_counts(cfg, "eval_loss", best)
     assert "its checkpoint is not in output_dir" in caplog.text
     cfg.best_metric, cfg.early_stopping = None, 3
-    assert resume.best_counts(cfg, "eval_loss", best)  # no model is made of it
+    assert model_selection.still_counts(cfg, "eval_loss", best)  # no model is made of it
 
 
 @pytest.mark.full
@@ -134,11 +134,11 @@ def test_patience_that_was_over_takes_no_further_step(folder, monkeypatch, capfd
     judged = {"max_steps": 12, "eval_every": "1", "save_every": "1", "early_stopping": 2, "lr": 0}
     main(command(values_of(folder, "whole", **judged)))
 
-    def finish(self, target):
+    def fail(run, target):
         raise OSError("no room")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
-        patch.setattr(loop.Run, "finish", finish)
+        patch.setattr(loop, "save_final_model", fail)
         main(command(values_of(folder, "run", **judged)))
     main(command(values_of(folder, "run", **judged)))
     assert went_on_after(capfd) == 3
@@ -284,19 +284,27 @@ def test_scores_of_another_search_do_not_compare():
 
     rows = SimpleNamespace(fingerprint=lambda: {"rows": 3, "sha256": {"a": "x"}})
     moved = SimpleNamespace(fingerprint=lambda: {"rows": 3, "sha256": {"b": "x"}})
-    before, now = (resume.scored_on(Seq2SeqConfig(num_beams=n), rows) for n in (1, 4))
-    assert resume.scored_otherwise(before, now) == "num_beams" and resume.scored_otherwise({}, now) is None
-    assert resume.scored_otherwise(now, resume.scored_on(Seq2SeqConfig(num_beams=4), moved)) is None
-    assert resume.scored_otherwise(now, resume.scored_on(Seq2SeqConfig(), None)) is None  # nothing is scored
+    before, now = (model_selection.evaluation_conditions(Seq2SeqConfig(num_beams=n), rows) for n in (1, 4))
+    assert (
+        model_selection.changed_condition(before, now) == "num_beams"
+        and model_selection.changed_condition({}, now) is None
+    )
+    assert (
+        model_selection.changed_condition(now, model_selection.evaluation_conditions(Seq2SeqConfig(num_beams=4), moved))
+        is None
+    )
+    assert (
+        model_selection.changed_condition(now, model_selection.evaluation_conditions(Seq2SeqConfig(), None)) is None
+    )  # nothing is scored
 
 
 def test_an_evaluation_without_the_metric_of_now_is_made_again():
     rows = [{"step": 3, "loss": 1.0}, {"step": 3, "eval_loss": 1.0}]
     for metric, found in (("loss", rows[1]), ("accuracy", None)):
-        run = SimpleNamespace(record=SimpleNamespace(rows=rows), step=3, selection=Selection(metric, None))
-        run.scored_otherwise = None
+        run = SimpleNamespace(record=SimpleNamespace(rows=rows), step=3, selection=ModelSelection(metric, None))
+        run.changed_condition = None
         assert loop.Run._row_of_this_step(run) is found
-        run.scored_otherwise = "eval_data"
+        run.changed_condition = "eval_data"
         assert loop.Run._row_of_this_step(run) is None
 
 
@@ -329,8 +337,8 @@ def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_going_on(folder, mon
         stop_at(monkeypatch, 4, values_of(folder, "run", **judged))
     assert "the best checkpoint is passed over: " in caplog.text
     assert best_of(folder) == "step-00000003"  # again, of the step that was taken anew
-    finish = loop.Run.finish
-    monkeypatch.setattr(loop.Run, "finish", lambda self, target: (damage(), finish(self, target)))
+    save = loop.save_final_model
+    monkeypatch.setattr(loop, "save_final_model", lambda run, target: (damage(), save(run, target)))
     main(command(values_of(folder, "run", **judged)))
     said = capsys.readouterr().out
     assert "the best model, of step 3, is not there; the last one takes its place" in said
@@ -384,11 +392,11 @@ def test_a_run_that_has_only_its_model_to_write_prepares_it_too(folder, monkeypa
     make_decoder_tokenizer().save_pretrained(folder / "words")
     decoder = {"model": "tiny/gpt2", "model_config": DECODERS["tiny/gpt2"], "tokenizer": str(folder / "words")}
 
-    def finish(self, target):
+    def fail(run, target):
         raise OSError("no room")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
-        patch.setattr(loop.Run, "finish", finish)
+        patch.setattr(loop, "save_final_model", fail)
         main(command(values_of(folder, "run", max_steps=2, **decoder)))
     main(command(values_of(folder, "run", max_steps=2, **decoder)))
     model = folder / "run" / "model"
@@ -425,9 +433,9 @@ def test_an_evaluation_that_a_stop_left_is_made_up_for(folder, monkeypatch, capf
             os.kill(os.getpid(), signal.SIGTERM)
         return usual(stopping)
 
-    usual = loop.Stopping.asked
+    usual = loop.Stopping.should_stop
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Stopping, "asked", asked)
+        patch.setattr(loop.Stopping, "should_stop", asked)
         assert set(run("run")) == {3}  # after step 1, before the first batch of the evaluation, and after step 2
     assert curve(folder, "run")[-1]["step"] == 2 and "eval_loss" not in curve(folder, "run")[-1]
     assert (folder / "run" / "checkpoints" / "step-00000002").is_dir()
@@ -445,11 +453,11 @@ def test_an_evaluation_that_a_stop_left_is_made_up_for(folder, monkeypatch, capf
 def test_lines_that_are_no_rows_are_cut_out(tmp_path):
     lines = ['{"step": 1}', "[1, 2]", '"x"', "3", '{"a": 1}', "\0\0", '{"step": 2}', '{"step": 3}', '{"step": 4, "l']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert cut(tmp_path / "metrics.jsonl", 2) == [{"step": 1}, {"step": 2}]
+    assert truncate_rows(tmp_path / "metrics.jsonl", 2) == [{"step": 1}, {"step": 2}]
 
 
 def _hold(folder, held, done):
-    with alone_in(folder):
+    with lock_folder(folder):
         held.set()
         done.wait(30)
 
@@ -470,7 +478,7 @@ def test_two_runs_do_not_share_a_folder(folder, monkeypatch):
     other.join()
     assert os.listdir(out) == []
     monkeypatch.setattr("fcntl.lockf", _no_locks)
-    with alone_in(out):
+    with lock_folder(out):
         pass
 
 
@@ -483,9 +491,9 @@ def test_a_metric_of_pretraining_that_is_misspelt_is_said_before_the_first_step(
     from modelcenter.training.tasks.causal import CausalLanguageModel
 
     task = CausalLanguageModel.__new__(CausalLanguageModel)
-    check_judge(PretrainLMConfig(best_metric="perplexity"), task, [])
+    check_best_metric(PretrainLMConfig(best_metric="perplexity"), task, [])
     with pytest.raises(ValueError, match=r"best_metric: got 'perplexty', expected one of loss, perplexity\. Did you"):
-        check_judge(PretrainLMConfig(best_metric="perplexty"), task, [])
+        check_best_metric(PretrainLMConfig(best_metric="perplexty"), task, [])
 
 
 def test_a_metric_that_takes_a_flag_is_one_with_that_flag_alone():
@@ -495,9 +503,9 @@ def test_a_metric_that_takes_a_flag_is_one_with_that_flag_alone():
     task = LanguageModelling.__new__(LanguageModelling)
     for task.cfg in (LMConfig(best_metric="accuracy", token_accuracy=True), LMConfig(best_metric="accuracy")):
         if task.cfg.token_accuracy:
-            check_judge(task.cfg, task, [])
+            check_best_metric(task.cfg, task, [])
     with pytest.raises(ValueError, match=r"best_metric: got 'accuracy', expected one of loss, perplexity$"):
-        check_judge(task.cfg, task, [])
+        check_best_metric(task.cfg, task, [])
 
 
 def test_a_metric_of_groups_is_one_where_rows_have_them():
@@ -514,20 +522,20 @@ def test_a_metric_of_groups_is_one_where_rows_have_them():
         for task in (classes, texts):
             said = nullcontext() if groups is not None else pytest.raises(ValueError, match="best_metric: got 'exact_m")
             with said:
-                check_judge(ClassificationConfig(best_metric="exact_match"), task, SimpleNamespace(groups=groups))
+                check_best_metric(ClassificationConfig(best_metric="exact_match"), task, SimpleNamespace(groups=groups))
 
 
 def test_fewer_rewards_of_rejected_answers_are_better():
-    assert Selection("rejected", None).smaller_is_better and not Selection("chosen", None).smaller_is_better
+    assert ModelSelection("rejected", None).smaller_is_better and not ModelSelection("chosen", None).smaller_is_better
 
 
 def test_the_files_of_streams_and_mixtures_that_changed_are_named():
     def differences(before, now):
-        return resume._differences(*({"source": data} for data in (before, now)))
+        return fingerprints.differences(*({"source": data} for data in (before, now)))
 
     assert differences({"a": [3, "x"], "b": [1, "y"]}, {"a": [4, "z"], "c": [1, "y"]}) == (
         " (a has changed; b is gone; c is new)"
     )
     assert differences({"a": 1}, {"a": 1}) == ""
     before, now = ({"rows": 9, "parts": [{"sha256": {"a": n}}, {"sha256": "one"}]} for n in (1, 2))
-    assert resume._differences(before, now) == " (9 rows now, 9 rows then; a has changed)"
+    assert fingerprints.differences(before, now) == " (9 rows now, 9 rows then; a has changed)"

@@ -17,7 +17,7 @@ from engine.checkpoint import training
 from engine.testing import run as on_ranks
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
-from modelcenter.training.checkpoints.best_model import Selection
+from modelcenter.training.checkpoints.model_selection import ModelSelection
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.output.curves import plot
 from modelcenter.training.output.summary import _last_and_best
@@ -127,7 +127,7 @@ def test_curves_of_rows_without_numbers(curves, tmp_path):
 
 def test_the_last_numbers_are_of_the_newest_step():
     rows = [{"step": 4, "epoch": 1.0, "eval_loss": 0.5}, {"step": 6, "epoch": 1.5, "loss": 0.4, "tokens": 60}]
-    selection = Selection("loss", None)
+    selection = ModelSelection("loss", None)
     selection.judge(rows[0])
     found = _last_and_best(rows, selection)
     assert found["last"] == {"step": 6, "epoch": 1.5, "loss": 0.4, "tokens": 60, "eval_loss": 0.5}

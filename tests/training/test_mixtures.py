@@ -12,8 +12,7 @@ from toydata import SIZES, STILL, command, flags, make_rows, make_tokenizer, wri
 from toyruns import assert_same_end, die_at, in_a_process, went_on_after
 
 from modelcenter.data.sampling import EpochBatches
-from modelcenter.training.batch_sources import RowFeed
-from modelcenter.training.setup.model import make_feed
+from modelcenter.training.batch_sources import RowBatchSource, make_batch_source
 from modelcenter.training.tasks import TASKS
 from scripts.finetune_classification import main
 from scripts.finetune_multiple_choice import main as choose
@@ -37,9 +36,9 @@ def drawn(task, values, tokenizer, epochs=3):
     cfg = TASKS[task].flags()(**values | {"epochs": epochs, "gradient_accumulation_steps": 1, "global_batch_size": 4})
     made = TASKS[task].load()(cfg)
     rows, held = made.tokenize(tokenizer, 64)
-    feed = make_feed(cfg, rows)
-    found = [[rows.where(int(row)) for row in batch.rows] for batch in feed.batches()]
-    each = feed.steps_per_epoch
+    source = make_batch_source(cfg, rows)
+    found = [[rows.where(int(row)) for row in batch.rows] for batch in source.batches()]
+    each = source.steps_per_epoch
     return [sum(found[i : i + each], []) for i in range(0, len(found), each)], held
 
 
@@ -77,9 +76,9 @@ def test_a_step_does_not_count_the_rows_of_an_epoch_anew():
         calls["draws"] += 1
         return np.arange(20)
 
-    feed = RowFeed(Rows(), EpochBatches(Rows().lengths, 4, 0, draw), 10, 1)
-    batches = list(feed.batches())
-    assert [feed.epochs_at(batch.step, batch.state) for batch in batches][-1] == 9 / 5 and batches[0].tokens == 12
+    source = RowBatchSource(Rows(), EpochBatches(Rows().lengths, 4, 0, draw), 10, 1)
+    batches = list(source.batches())
+    assert [source.epochs_at(batch.step, batch.state) for batch in batches][-1] == 9 / 5 and batches[0].tokens == 12
     assert calls == {"draws": 3, "lengths": 1}  # once to count them, and for each epoch
 
 

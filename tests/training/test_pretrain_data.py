@@ -14,7 +14,7 @@ from modelcenter.cli import run as cli
 from modelcenter.data.blocks import Blocks
 from modelcenter.data.pretraining.text_rows import encode_texts
 from modelcenter.data.token_files import open_tokens
-from modelcenter.training.batch_sources import StreamFeed
+from modelcenter.training.batch_sources import StreamBatchSource
 from modelcenter.training.tasks.spans import SpanCorruptionModel
 
 
@@ -189,18 +189,18 @@ def test_documents_of_txt_files(folder):
 
 def test_a_stream_has_all_tokens_of_its_texts(folder):
     """Once per epoch, in pieces of at most max_length, each with a key of its own."""
-    from modelcenter.training.setup.model import stream_feed
+    from modelcenter.training.batch_sources import stream_batch_source
     from modelcenter.training.tasks import TASKS
 
     values = flags(folder, "tiny/gpt2", streaming=True, max_steps=100, shuffle_window=7)
     cfg = TASKS["pretrain-lm"].flags()(**values)
     cfg.global_batch_size, cfg.gradient_accumulation_steps = 8, 1
     rows, _ = TASKS["pretrain-lm"].load()(cfg).tokenize(TOKENIZERS["tiny/gpt2"](), 24)
-    feed = stream_feed(cfg, rows)
-    assert isinstance(feed, StreamFeed)
+    source = stream_batch_source(cfg, rows)
+    assert isinstance(source, StreamBatchSource)
     pieces = {}
-    for batch in feed.batches():
-        if feed.epochs_at(batch.step + 1, batch.state) > 0:
+    for batch in source.batches():
+        if source.epochs_at(batch.step + 1, batch.state) > 0:
             break
         for row in batch.rows:
             assert row.key not in pieces and len(row.tokens) <= 24

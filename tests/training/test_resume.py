@@ -27,15 +27,18 @@ import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.command_line.errors import Stopped
 from modelcenter.training import loop, stopping
-from modelcenter.training.checkpoints.best_model import Selection
-from modelcenter.training.checkpoints.resume import Continuation, keep_global_batch
+from modelcenter.training.checkpoints import writer
+from modelcenter.training.checkpoints.model_selection import ModelSelection
+from modelcenter.training.checkpoints.resume import Continuation
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.config.common import seconds_of
 from modelcenter.training.output.record import Record
-from modelcenter.training.setup import automatic_batch_size as autobatch
-from modelcenter.training.setup.automatic_batch_size import fit_batch, rows_that_fit
+from modelcenter.training.setup import automatic_batch_size
+from modelcenter.training.setup.automatic_batch_size import largest_batch_sizes, rows_that_fit
+from modelcenter.training.setup.batch_sizes import continued_batch_sizes
 from modelcenter.training.setup.memory import state_bytes
-from modelcenter.training.setup.model import fix_batches, fix_evaluation, make_optimizer
+from modelcenter.training.setup.optimizer import make_optimizer
+from modelcenter.training.setup.resolve import resolve_automatic_batch_size, resolve_eval_batch_size
 from modelcenter.training.stopping import Stopping
 from scripts.finetune_classification import main
 
@@ -207,7 +210,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(folder, monkeypatch):
         return take(self, batch)
 
     monkeypatch.setattr(loop.Run, "train_step", train_step)
-    monkeypatch.setattr(stopping, "_TWICE", 0.1)
+    monkeypatch.setattr(stopping, "_SECOND_INTERRUPT", 0.1)
     with pytest.raises(Stopped, match="SIGINT"):
         main(command(values_of(folder, "run")))
     assert reached == ["after one Ctrl-C"]
@@ -238,14 +241,14 @@ def test_a_step_that_takes_too_long_is_left(tmp_path):
 
 def test_saving_the_model_is_not_left(folder, monkeypatch):
     """Whatever time it takes: all steps are done."""
-    finish, watches = loop.Run.finish, []
+    save, watches = loop.save_final_model, []
 
-    def told(self, target):
+    def signalled(run, target):
         os.kill(os.getpid(), signal.SIGTERM)
         watches.extend(thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
-        finish(self, target)
+        save(run, target)
 
-    monkeypatch.setattr(loop.Run, "finish", told)
+    monkeypatch.setattr(loop, "save_final_model", signalled)
     main(command(values_of(folder, "run", max_steps=1, save_every="never")))
     assert not watches and (folder / "run" / "model").is_dir()
     assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
@@ -273,13 +276,15 @@ def test_the_group_for_asking_is_given_back(monkeypatch):
 def test_minutes_alone_are_a_reason_to_save():
     cfg = ClassificationConfig(output_dir="run", save_every="never", save_minutes=1.0)
     for seconds in (59, 61):
-        run: Any = SimpleNamespace(cfg=cfg, stopping=Stopping(None), _saved=(0, time.monotonic() - seconds))
-        assert loop.Run._save_due(run, last=False) == (seconds > 60)
+        checkpoints = SimpleNamespace(minutes_since_last=seconds / 60)
+        run: Any = SimpleNamespace(cfg=cfg, stopping=Stopping(None), checkpoints=checkpoints)
+        assert loop.Run._save_is_due(run, last=False) == (seconds > 60)
 
 
 def test_max_time_counts_from_the_start_of_the_command(folder, monkeypatch):
     """Data are tokenised and models loaded in the hours that a job has."""
-    assert Stopping(10, began=time.monotonic() - 11).asked() and not Stopping(10, began=time.monotonic() - 9).asked()
+    for seconds in (9, 11):
+        assert Stopping(10, began=time.monotonic() - seconds).should_stop() == (seconds > 10)
     before, given = time.monotonic(), []
     monkeypatch.setattr(loop, "train", lambda *args: given.append(args[-1]))
     main(command(values_of(folder, "run", max_time="8h")))
@@ -386,8 +391,8 @@ def test_a_step_that_keeps_its_size_against_the_flags_is_said(given, flags, says
     for forced in (False, True):
         cfg = ClassificationConfig(**given)
         assert says not in caplog.text
-        keep_global_batch(cfg, Continuation(Path("step-1"), 1, flags, None, forced), 1)
-        assert cfg.gradient_accumulation_steps == 1
+        sizes = continued_batch_sizes(cfg, Continuation(Path("step-1"), 1, flags, None, forced), 1)
+        assert sizes["gradient_accumulation_steps"] == 1
     assert says in caplog.text
 
 
@@ -429,7 +434,7 @@ def test_best_model_and_early_stopping(folder, monkeypatch):
     losses = {row["step"]: row["eval_loss"] for row in curve(folder, "ten") if "eval_loss" in row}
     assert best["step"] == min(losses, key=losses.get)
     with pytest.raises(ValueError, match="best_metric: got 'f1_x', the evaluation gives loss, accuracy, f1, mcc"):
-        monkeypatch.setattr(loop, "check_judge", lambda *_: None)
+        monkeypatch.setattr(loop, "check_best_metric", lambda *_: None)
         main(command(values_of(folder, "wrong", best_metric="f1_x")))
 
 
@@ -452,8 +457,8 @@ def test_what_no_evaluation_gives_is_said_before_the_first_step(folder, changes,
 
 @pytest.mark.full
 def test_the_best_checkpoint_becomes_the_model(folder, monkeypatch):
-    judge = Selection.judge
-    monkeypatch.setattr(Selection, "judge", lambda self, row: judge(self, row | {"eval_accuracy": -row["step"]}))
+    judge = ModelSelection.judge
+    monkeypatch.setattr(ModelSelection, "judge", lambda self, row: judge(self, row | {"eval_accuracy": -row["step"]}))
     best = {"eval_every": 4, "best_metric": "accuracy", "warmup": 0, "lr_scheduler": "constant"}
     main(command(values_of(folder, "run") | best))
     monkeypatch.undo()
@@ -463,7 +468,7 @@ def test_the_best_checkpoint_becomes_the_model(folder, monkeypatch):
 
 
 def test_a_full_disk_costs_the_checkpoint_only(folder, monkeypatch, capsys):
-    good, calls = loop.save_checkpoint, []
+    good, calls = writer.save_checkpoint, []
 
     def save(*args, **kwargs):
         calls.append(1)
@@ -471,7 +476,7 @@ def test_a_full_disk_costs_the_checkpoint_only(folder, monkeypatch, capsys):
             raise OSError(28, "No space left on device")
         return good(*args, **kwargs)
 
-    monkeypatch.setattr(loop, "save_checkpoint", save)
+    monkeypatch.setattr(writer, "save_checkpoint", save)
     main(command(values_of(folder, "run")))
     said = capsys.readouterr().out
     assert "step 4: the checkpoint could not be written: [Errno 28] No space left" in said
@@ -505,7 +510,7 @@ def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, capsys):
     record = Record(tmp_path, 3, writer=True)
     for step in (1, 2):
         record.log({"step": step})
-        record.sample({"step": step})
+        record.log_sample({"step": step})
     record.close({"steps": 2})
     assert record.rows == [{"step": 1}, {"step": 2}] and json.loads((tmp_path / "summary.json").read_text())["steps"]
     said = capsys.readouterr().out
@@ -604,14 +609,14 @@ def test_automatic_batches_fit_the_other_flags(monkeypatch, ranks, longest, give
     """Rows of a microbatch on a CPU, whose batches have 8,192 tokens at most; microbatches; rows of a step."""
     monkeypatch.setattr(engine, "data_size", lambda: ranks)
     cfg = ClassificationConfig(batch_size=-1, **given)
-    fit_batch(cfg, None, None, SimpleNamespace(lengths=np.array([3, longest])))
+    resolve_automatic_batch_size(cfg, None, None, SimpleNamespace(lengths=np.array([3, longest])))
     assert (cfg.batch_size, cfg.gradient_accumulation_steps, cfg.global_batch_size) == found
 
 
 def test_automatic_batches_that_no_ranks_can_share():
     cfg = ClassificationConfig(batch_size=-1, global_batch_size=30, gradient_accumulation_steps=4)
     with pytest.raises(ValueError, match="global_batch_size: got 30, expected a multiple of 1 ranks times 4 microb"):
-        fit_batch(cfg, None, None, SimpleNamespace(lengths=np.array([8])))
+        largest_batch_sizes(cfg, None, None, SimpleNamespace(lengths=np.array([8])))
 
 
 @pytest.mark.full
@@ -650,15 +655,14 @@ def test_automatic_batch_size_on_a_gpu(monkeypatch, free, trained, more, rows):
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
-    monkeypatch.setattr(autobatch, "accumulate", accumulate)
+    monkeypatch.setattr(automatic_batch_size, "accumulate", accumulate)
     monkeypatch.setattr(engine, "device", lambda: torch.device("cuda"))
     cfg = ClassificationConfig(batch_size=-1, global_batch_size=10**6, gradient_accumulation_steps=1, **more)
     found = []
-    monkeypatch.setattr(autobatch, "fix_batches", lambda cfg: None)
     model = torch.nn.Linear(1000, 1, bias=False).requires_grad_(trained)
     examples = SimpleNamespace(lengths=np.array([3, 8]), batch=lambda rows: found.append(rows.tolist()) or rows)
-    monkeypatch.setattr(autobatch, "rows_that_fit", lambda *sizes: found.append(rows_that_fit(*sizes)) or 1)
-    fit_batch(cfg, SimpleNamespace(loss_fn=None), model, examples)
+    monkeypatch.setattr(automatic_batch_size, "rows_that_fit", lambda *sizes: found.append(rows_that_fit(*sizes)) or 1)
+    largest_batch_sizes(cfg, SimpleNamespace(loss_fn=None), model, examples)
     assert found == [[1], [1, 1], rows] and held["microbatches"] == 2
 
     def too_much(model, microbatches, loss_fn, backward):
@@ -666,19 +670,18 @@ def test_automatic_batch_size_on_a_gpu(monkeypatch, free, trained, more, rows):
             raise torch.OutOfMemoryError
         accumulate(model, microbatches, loss_fn, backward)
 
-    monkeypatch.setattr(autobatch, "accumulate", too_much)
+    monkeypatch.setattr(automatic_batch_size, "accumulate", too_much)
     held["fit"] = 1
     found.clear()
-    cfg.batch_size = cfg.AUTO
-    fit_batch(cfg, SimpleNamespace(loss_fn=None), model, examples)
+    largest_batch_sizes(cfg, SimpleNamespace(loss_fn=None), model, examples)
     assert found == [[1], [1, 1], 1]
-    held["fit"], cfg.batch_size = 0, cfg.AUTO
+    held["fit"] = 0
     with pytest.raises(ValueError, match="1 row of 8 tokens does not fit the memory of rank 0's GPU; lower --max_len"):
-        fit_batch(cfg, SimpleNamespace(loss_fn=None), model, examples)
+        largest_batch_sizes(cfg, SimpleNamespace(loss_fn=None), model, examples)
     held["fit"] = 1
     monkeypatch.setattr(engine, "world_size", lambda: 2)
     with pytest.raises(ValueError, match="2 rows of 8 tokens does not fit .*; give --batch_size 1"):
-        fit_batch(cfg, SimpleNamespace(loss_fn=None), model, examples)
+        largest_batch_sizes(cfg, SimpleNamespace(loss_fn=None), model, examples)
 
 
 @pytest.mark.parametrize(
@@ -698,11 +701,10 @@ def test_muon_is_for_hidden_layers(name, task):
 
 def test_evaluation_batches_where_tokens_fill_those_of_training():
     cfg = ClassificationConfig(batch_tokens=100)
-    fix_batches(cfg)
-    fix_evaluation(cfg, SimpleNamespace(lengths=np.array([3, 40])), None, object())
+    resolve_eval_batch_size(cfg, SimpleNamespace(lengths=np.array([3, 40])), None, object())
     assert cfg.eval_batch_size == 5
     cfg = ClassificationConfig(batch_tokens=100, eval_batch_size=3)
-    fix_evaluation(cfg, SimpleNamespace(lengths=np.array([300])))
+    resolve_eval_batch_size(cfg, SimpleNamespace(lengths=np.array([300])))
     assert cfg.eval_batch_size == 3
 
 

@@ -263,7 +263,7 @@ def test_translations_and_chinese(folder):
 def test_samples_of_steps_that_are_done_again_are_cut_off(tmp_path):
     first = Record(tmp_path, 9, True, cfg=Seq2SeqConfig())
     for step in (4, 8):
-        first.sample({"step": step, "prediction": "x\u2028y\x85"})
+        first.log_sample({"step": step, "prediction": "x\u2028y\x85"})
     Record(tmp_path, 9, True, 5, Seq2SeqConfig())
     assert (tmp_path / "samples.jsonl").read_text() == '{"step": 4, "prediction": "x\u2028y\x85"}\n'
 

@@ -11,9 +11,10 @@ from toydata import command, flags, make_rows, write_folder, write_jsonl
 import engine
 from engine.testing import run as on_ranks
 from modelcenter.training.config import ClassificationConfig
+from modelcenter.training.output.messages import data_name
 from modelcenter.training.output.record import Record
-from modelcenter.training.output.trackers import Trackers, chosen
-from modelcenter.training.setup.model import check_shared, data_name, prepare
+from modelcenter.training.output.trackers import Trackers, selected_trackers
+from modelcenter.training.setup.launch import check_shared, claim_output
 from scripts.finetune_classification import main
 
 
@@ -54,8 +55,8 @@ def test_a_folder_that_ranks_do_not_share_is_an_error(tmp_path):
 )
 def test_trackers_that_are_not_there(names, says):
     with pytest.raises(ValueError, match=says):
-        prepare(ClassificationConfig(trackers=names))
-    assert chosen(["no"]) == []
+        claim_output(ClassificationConfig(trackers=names))
+    assert selected_trackers(["no"]) == []
 
 
 def test_trackers_get_the_numbers(tmp_path, monkeypatch):
@@ -102,7 +103,7 @@ def test_a_tracker_that_cannot_start_ends_no_run(tmp_path, monkeypatch, capsys):
     def refused(*_):
         raise ConnectionError("no login")
 
-    monkeypatch.setattr("modelcenter.training.output.trackers.chosen", lambda names: names)
+    monkeypatch.setattr("modelcenter.training.output.trackers.selected_trackers", lambda names: names)
     monkeypatch.setattr("modelcenter.training.output.trackers._start", refused)
     record = Record(tmp_path, 3, True, cfg=ClassificationConfig(trackers=["wandb"]))
     record.close({"status": "finished"})
@@ -115,7 +116,7 @@ def test_a_tracker_that_fails_is_said_once_and_ends_no_run(tmp_path, monkeypatch
         raise ConnectionError("the server is away")
 
     started = SimpleNamespace(name="mlflow", log=away, finish=away)
-    monkeypatch.setattr("modelcenter.training.output.trackers.chosen", lambda names: names)
+    monkeypatch.setattr("modelcenter.training.output.trackers.selected_trackers", lambda names: names)
     monkeypatch.setattr("modelcenter.training.output.trackers._start", lambda *_: started)
     for name in ("logged", "closed"):
         (tmp_path / name).mkdir()

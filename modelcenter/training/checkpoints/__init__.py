@@ -1,1 +1,1 @@
-"""The checkpoints of a run: which one it goes on from, which one is the best, and their export."""
+"""The checkpoints of a run: where it goes on from, which is the best, how they are written, and the final model."""

@@ -1,4 +1,4 @@
-"""The clock of a run."""
+"""The clock of a run: seconds of training alone."""
 
 import time
 from collections.abc import Iterator
@@ -10,31 +10,31 @@ import engine
 
 
 class Clock:
-    """Seconds of training, evaluation and saving not among them."""
+    """Counts seconds of training, without evaluation and saving."""
 
     def __init__(self, before: float = 0.0):
-        """before: seconds of the run until it was stopped."""
+        """before: seconds that the run took until it was stopped."""
         self._before = before
-        self._began: float | None = None
+        self._started_at: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Until now."""
-        return self._before + (0.0 if self._began is None else time.perf_counter() - self._began)
+        """Counted until now."""
+        return self._before + (0.0 if self._started_at is None else time.perf_counter() - self._started_at)
 
     def start(self) -> None:
         """Go on."""
-        self._began = time.perf_counter()
+        self._started_at = time.perf_counter()
 
     def pause(self) -> None:
-        """Stop, once the device has done what it was told: a GPU's queue does not count as done."""
+        """Stop, once the device has done its work: what is still in a GPU's queue has not been done."""
         if engine.device().type == "cuda":
             torch.cuda.synchronize()
-        self._before, self._began = self.seconds, None
+        self._before, self._started_at = self.seconds, None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stand still inside. After an exception it does not go on."""
+        """Count nothing inside. After an exception the clock stays stopped."""
         self.pause()
         yield
         self.start()

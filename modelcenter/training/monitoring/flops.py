@@ -1,12 +1,11 @@
-"""The arithmetic that training needs, and how much of what the devices can do it is (mfu, as PaLM's authors have it:
-arXiv:2204.02311, appendix B).
+"""The floating-point operations that training needs, and their share of the devices' peak: model FLOPs utilisation
+(mfu), as in PaLM (arXiv:2204.02311, appendix B).
 
 Counted are the products of linear layers, of attention and with the vocabulary, two operations for each multiplication
-and addition: at tokens that are there, and at the vocabulary only where there is a label. Not counted is what is
-computed again in backward, and what padding costs: arithmetic that nobody needed takes time and adds nothing. Layers
-count whole at every token, as is usual, also the last one, which works out no states that the head does not read
-(Model.reads), and at tokens that are left out (Model.needed): few labels in short models make the share look better
-than the products alone.
+and addition: at every token, and with the vocabulary only where there is a label. Not counted are recomputation in
+backward and padding, which take time and add nothing. As is usual, every layer counts whole at every token: also the
+last one, which computes only the states that the head reads (Model.reads), and also at tokens that are left out
+(Model.needed). In short models with few labels this makes the share look better than the products alone.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from modelcenter.layers.heads import ExtractiveQA, TokenClassifier, VocabularyHe
 from modelcenter.models.base import Model
 from modelcenter.training.metrics import sum_over_ranks
 
-# What makers promise, in 1e12 operations a second: dense products of 16-bit numbers (data sheets also print twice as
-# many, for weights of which half are zero), summed in fp32, of the fastest board of the name. The first name that is a
-# part of a device's counts. A MI250X is two devices.
+# Peaks that manufacturers publish, in 1e12 operations a second: dense products of 16-bit numbers (data sheets also
+# print twice as many, for weights of which half are zero), summed in fp32, of the fastest board of the name. The first
+# key that is a part of a device's name counts. A MI250X is two devices.
 # From NVIDIA's data sheets, as on nvidia.com/en-us/data-center/<a100|h100|h200|l4|l40s|...>; Blackwell's architecture
 # brief (HGX B100: 112e15 sparse fp4 operations of 8 boards, of which a 64th counts here); the white papers of GA102
-# (A40, RTX A6000, RTX 3090) and Ada (RTX 6000, RTX 4090); the A10G's data sheet for AWS. H800 and A800: as the boards
-# they are made from. MI...: AMD's Instinct data sheets.
-PROMISED: dict[str, float] = {
+# (A40, RTX A6000, RTX 3090) and Ada (RTX 6000, RTX 4090); the A10G's data sheet for AWS. H800 and A800: as H100 and
+# A100. MI...: AMD's Instinct data sheets.
+PUBLISHED_PEAKS: dict[str, float] = {
     "GB200": 2500, "B200": 2250, "B100": 1750, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200 NVL": 835,
     "H200": 989, "GH200": 989, "H800 PCIe": 756, "H800": 989, "H20": 148, "A100": 312, "A800": 312, "A30": 165,
     "A40": 150, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121, "V100-PCIE": 112, "V100": 125, "T4": 65,
@@ -44,14 +43,14 @@ PROMISED: dict[str, float] = {
 }  # fmt: skip
 
 
-def promised(name: str) -> float | None:
-    """Operations a second that the maker of a device promises; None: it is not in the table."""
-    return next((1e12 * rate for part, rate in PROMISED.items() if re.search(rf"\b{part}\b", name)), None)
+def published_peak(name: str) -> float | None:
+    """Operations a second of a device, as its manufacturer publishes them; None: it is not in the table."""
+    return next((1e12 * rate for part, rate in PUBLISHED_PEAKS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a batch has of everything that is counted.
+    """The numbers of a batch that operations depend on.
 
     tokens: lengths of its sequences. target: those of the decoder of an encoder-decoder, else empty. labelled: tokens
     with a label, where the head is a vocabulary's.
@@ -62,18 +61,18 @@ class Sizes:
     labelled: int
 
     def counts(self) -> dict[str, float]:
-        """Of each kind of place where a linear layer works."""
+        """{kind of place where a linear layer is applied: how many there are}."""
         source, target = int(self.tokens.sum()), int(self.target.sum())
         return {"source": source, "target": target, "labelled": self.labelled, "sequences": len(self.tokens)}
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What one pass of training multiplies.
+    """The multiplications of one pass of training.
 
-    model: without memory. weights: {kind of place: multiplications at each, over forward and backward}. attention:
-    (pairs of tokens of some lengths, multiplications for each) of every layer. prefix: tokens that the model puts
-    before each sequence.
+    model: on the meta device, which takes no memory. weights: {kind of place: multiplications at each, over forward and
+    backward}. attention: (pairs of tokens as a function of the sizes, multiplications for each) of every layer. prefix:
+    tokens that the model puts before each sequence.
     """
 
     model: Model
@@ -90,24 +89,24 @@ class Arithmetic:
         updates: Iterable[str] = (),
         prefix: int = 0,
     ) -> Arithmetic:
-        """That of the model of a configuration, whole, however one that trains is cut.
+        """That of the whole model of a configuration, however the model that trains is sharded.
 
         Args:
-            frozen: names of its parameters that are not trained: no gradient of them is computed, and none of what
-                comes before the first one that is. updates: names of what trains in their place, inside its modules or
-                before all; they are so small that only the gradients that go on to them count.
+            frozen: names of its parameters that are not trained: they get no gradients, and neither does anything
+                before the first parameter that is trained. updates: names of the adapter's parameters, inside its
+                modules or before all of them; they are so small that only the gradients that pass on to them count.
         """
         model = on_meta(find_spec({"model_type": config.model_type}, None, "the config"), config, task)
         trained = {name for name, _ in model.named_parameters() if name not in frozen}
-        more = [name for name in updates if name not in trained]
+        adapters = [name for name in updates if name not in trained]
         modules = dict(model.named_modules())
         weights = dict.fromkeys(("source", "target", "labelled", "sequences"), 0.0)
         attention: list[tuple[Callable[[Sizes], float], float]] = []
-        # Whether something before this is trained, so that gradients go on to it.
-        reached = any(name.partition(".")[0] not in modules for name in more)
+        # Whether something before this module is trained, so that gradients pass through it.
+        reached = any(name.partition(".")[0] not in modules for name in adapters)
         for name, module in modules.items():
             own = {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)} & trained
-            inside = any(update.startswith(f"{name}.") for update in more)
+            inside = any(update.startswith(f"{name}.") for update in adapters)
             if isinstance(module, (SelfAttention, CrossAttention)):
                 # Scores and their sums of values; queries and keys are made of what this layer trains as well.
                 below = reached or inside or any(f"{name}.{part}" in trained for part, _ in module.named_parameters())
@@ -125,14 +124,14 @@ class Arithmetic:
 
     @classmethod
     def of_model(cls, model: Model) -> Arithmetic:
-        """That of a model, which may be sharded; of a pipeline's stage, what other stages freeze is not known."""
+        """That of a model, which may be sharded. A stage of a pipeline does not know what other stages freeze."""
         names: dict[bool, list[str]] = {False: [], True: []}
         for name, parameter in model.named_parameters():
             names[parameter.requires_grad].append(clean_name(name))
         return cls.of(model.config, model.task, set(names[False]), names[True], model.prefix_tokens)
 
     def sizes(self, batch: Mapping[str, Any]) -> Sizes:
-        """What a packed batch has of everything that is counted."""
+        """The sizes of a packed batch."""
         tokens = batch["cu_seqlens"].diff()
         # A decoder without inputs of its own reads the encoder's again.
         target = batch.get("decoder_cu_seqlens", batch["cu_seqlens"]).diff() if _has_decoder(self.model) else tokens[:0]
@@ -140,7 +139,7 @@ class Arithmetic:
         return Sizes(tokens, target, int(labelled))
 
     def operations(self, sizes: Sizes) -> float:
-        """Operations of training on a batch."""
+        """Operations of forward and backward on a batch."""
         if self.prefix:
             sizes = Sizes(sizes.tokens + self.prefix, sizes.target, sizes.labelled)
         counts = sizes.counts()
@@ -153,7 +152,7 @@ def _has_decoder(model: Model) -> bool:
 
 
 def _place(name: str, modules: Mapping[str, nn.Module], two_sides: bool) -> str:
-    """Where a linear layer works: at the tokens of a side, at labelled ones, or once for each sequence."""
+    """Where a linear layer is applied: at the tokens of a side, at labelled ones, or once for each sequence."""
     first, *rest = name.split(".")
     owners = [modules[".".join([first, *rest[:i]])] for i in range(len(rest) + 1)]
     if first == "head":
@@ -168,7 +167,7 @@ def _place(name: str, modules: Mapping[str, nn.Module], two_sides: bool) -> str:
 
 
 def _pairs(name: str, module: SelfAttention | CrossAttention) -> Callable[[Sizes], float]:
-    """How many pairs of tokens an attention multiplies. Half of all see each other under a causal mask."""
+    """How many pairs of tokens an attention multiplies. Under a causal mask only half of all pairs count."""
     if isinstance(module, CrossAttention):
         return lambda sizes: float((sizes.tokens.double() * sizes.target.double()).sum())
     decodes = name.startswith("decoder.")
@@ -184,19 +183,20 @@ def _pairs(name: str, module: SelfAttention | CrossAttention) -> Callable[[Sizes
 
 
 class Utilisation:
-    """Operations of a run against what its devices can do. Every rank makes it and asks it at the same steps.
+    """The operations of a run as a share of its devices' peak. Every rank makes one and asks it at the same steps.
 
     peak: operations a second of all devices together; None where that of one is not known.
     """
 
-    def __init__(self, model: Model, given: float | None):
-        """given: operations a second of one device; None: what its maker promises."""
+    def __init__(self, model: Model, device_peak: float | None):
+        """device_peak: operations a second of one device; None: as its manufacturer publishes them."""
         self.done = 0.0
         device = engine.device()
-        if given is None and device.type == "cuda":
-            given = promised(torch.cuda.get_device_name(device))
-        found = sum_over_ranks(torch.tensor([given or 0.0, float(given is not None)], dtype=torch.float64)).tolist()
-        self.peak = found[0] if found[1] == engine.world_size() else None
+        if device_peak is None and device.type == "cuda":
+            device_peak = published_peak(torch.cuda.get_device_name(device))
+        numbers = torch.tensor([device_peak or 0.0, float(device_peak is not None)], dtype=torch.float64)
+        peak, known_devices = sum_over_ranks(numbers).tolist()
+        self.peak = peak if known_devices == engine.world_size() else None
         self.arithmetic = None if self.peak is None else Arithmetic.of_model(model)
 
     def add(self, batch: Mapping[str, Any]) -> None:
@@ -204,12 +204,12 @@ class Utilisation:
         if self.arithmetic is not None:
             self.done += self.arithmetic.operations(self.arithmetic.sizes(batch))
 
-    def since(self, seconds: float) -> float | None:
-        """The share of the peak that was used in so many seconds since it was last asked. Collective."""
+    def since_last(self, seconds: float) -> float | None:
+        """The share of the peak that was used in the seconds since the last call. Collective."""
         if self.peak is None:
             return None
         # Ranks that split a model between them have the same batches.
-        same = engine.world_size() // engine.data_size()
-        done = sum_over_ranks(torch.tensor([self.done], dtype=torch.float64)).item() / same
+        copies = engine.world_size() // engine.data_size()
+        done = sum_over_ranks(torch.tensor([self.done], dtype=torch.float64)).item() / copies
         self.done = 0.0
         return done / max(seconds, 1e-9) / self.peak

@@ -8,36 +8,37 @@ from modelcenter.training.batch_sources import GlobalBatch
 from modelcenter.training.monitoring.flops import Utilisation
 
 
-class Meter:
-    """Counts what a run trains on. tokens: real ones, over all ranks, since its first step."""
+class Throughput:
+    """Counts what a run trains on. tokens: without padding, over all ranks, since its first step."""
 
     def __init__(self, model: Model, peak_flops: float | None):
         """peak_flops: see flops.Utilisation."""
         self.tokens = 0
-        self._slots = self._filled = 0  # of this rank's batches since the last row
+        # Of this rank's batches since the last row: places for tokens, and tokens in them.
+        self._slots = self._filled = 0
         self._utilisation = Utilisation(model, peak_flops)
-        self._row_at: tuple[int, float] = (0, 0.0)  # tokens and seconds as of the last row
+        self._tokens_at_row, self._seconds_at_row = 0, 0.0  # as of the last row
 
     def add(self, batch: GlobalBatch) -> None:
         """Count the batch of a step."""
         self.tokens += batch.tokens
-        for part in batch.microbatches:
-            slots, filled = slots_and_tokens(part)
+        for microbatch in batch.microbatches:
+            slots, filled = slots_and_tokens(microbatch)
             self._slots, self._filled = self._slots + slots, self._filled + filled
-            self._utilisation.add(part)
+            self._utilisation.add(microbatch)
 
     def row(self, seconds: float) -> dict[str, Any]:
         """Fields on the steps since the last row. seconds: of the run until now. Collective."""
-        passed, tokens = seconds - self._row_at[1], self.tokens - self._row_at[0]
-        used = self._utilisation.since(passed)
+        passed, tokens = seconds - self._seconds_at_row, self.tokens - self._tokens_at_row
+        mfu = self._utilisation.since_last(passed)
         padding = round(1 - self._filled / self._slots, 6) if self._slots else 0.0
         self._slots = self._filled = 0
-        self._row_at = (self.tokens, seconds)
+        self._tokens_at_row, self._seconds_at_row = self.tokens, seconds
         return {
             "tokens": self.tokens,
             "tokens_per_second": round(tokens / max(passed, 1e-9), 1),
             "padding": padding,
-            **({} if used is None else {"mfu": float(f"{used:.4g}")}),
+            **({} if mfu is None else {"mfu": float(f"{mfu:.4g}")}),
         }
 
     def state(self) -> dict[str, Any]:
@@ -46,7 +47,8 @@ class Meter:
 
     def load(self, state: Mapping[str, Any], seconds: float) -> None:
         """Go on from what `state` gave, so many seconds into the run: the next row is on the steps from there."""
-        self.tokens, self._row_at = state["tokens"], (state["tokens"], seconds)
+        self.tokens = self._tokens_at_row = state["tokens"]
+        self._seconds_at_row = seconds
 
 
 def slots_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:

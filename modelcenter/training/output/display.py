@@ -1,4 +1,4 @@
-"""What a run shows while it goes on."""
+"""What a run shows on the terminal while it trains."""
 
 import sys
 from importlib.util import find_spec
@@ -20,10 +20,12 @@ class Display:
             self.bar.start()
 
     def step(self, step: int) -> None:
+        """Move the bar to so many steps."""
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
 
     def row(self, row: dict[str, Any]) -> None:
+        """Show a row of metrics.jsonl."""
         if "loss" in row:
             text = f"epoch {row['epoch']:.2f}  loss {_number(row['loss'])}  grad {_number(row['grad_norm'])}"
             text += f"  lr {row['lr']:.2e}  {row['tokens_per_second']:,.0f} tok/s"
@@ -33,10 +35,10 @@ class Display:
                 return
         else:
             text = "  ".join(f"{name} {_number(value)}" for name, value in row.items() if name.startswith("eval_"))
-        self.say(f"step {row['step']:>{len(str(self.steps))}}/{self.steps}  {text}")
+        self.print_line(f"step {row['step']:>{len(str(self.steps))}}/{self.steps}  {text}")
 
-    def say(self, text: str) -> None:
-        """A line of its own."""
+    def print_line(self, text: str) -> None:
+        """Show a line, above the bar if there is one."""
         if self.bar is not None:
             self.bar.console.print(text, highlight=False, markup=False)
         else:

@@ -1,10 +1,11 @@
-"""The folder of a run: whether it may be written to, and what an earlier run left in it. Rank 0's work."""
+"""The folder of a run: whether it may be written to, and what an earlier run left in it. For rank 0."""
 
 import json
 import shutil
 import tempfile
 from pathlib import Path
 
+CHECKPOINTS = "checkpoints"
 _FILES = (
     "config.yaml",
     "metrics.jsonl",
@@ -14,22 +15,21 @@ _FILES = (
     "curves.png",
     "model",
     "adapter",
-    "checkpoints",
+    CHECKPOINTS,
     "tracking",
 )
 
 
 def prepare_output(path: Path, overwrite: bool) -> None:
-    """Make sure that a run can write to `path`, before anything slow starts.
+    """Make sure that a run can write to a folder, before anything slow starts.
 
     Raises:
-        ValueError: the folder holds a finished run (and not overwrite), files that are not of a run, or a link that
-            leads nowhere.
+        ValueError: the folder holds a finished run (and not overwrite), files that no run wrote, or a broken link.
         OSError: it cannot be written.
     """
     if path.is_dir():
         foreign = [
-            p.name for p in path.iterdir() if p.name not in _FILES and not p.name.startswith(".") and not _log(p)
+            p.name for p in path.iterdir() if p.name not in _FILES and not p.name.startswith(".") and not _is_log(p)
         ]
         summary = path / "summary.json"
         if foreign and not summary.exists() and not (path / "config.yaml").exists():
@@ -50,8 +50,8 @@ def prepare_output(path: Path, overwrite: bool) -> None:
         raise OSError(f"output_dir: cannot write to {path}: {error.strerror}") from None
 
 
-def _log(path: Path) -> bool:
-    """Whether it is what a shell or a queue writes of the command itself: log, train.log, nohup.out, slurm-7.err."""
+def _is_log(path: Path) -> bool:
+    """Whether a shell or a queue wrote it, of the command's own output: log, train.log, nohup.out, slurm-7.err."""
     return path.name.rpartition(".")[2] in ("log", "out", "err") and path.is_file()
 
 
@@ -62,10 +62,10 @@ def clear_output(path: Path) -> None:
 
 
 def _empty(path: Path) -> None:
-    """Remove a file or a folder; of a link to a folder, as people put checkpoints on another disk, what is in it."""
+    """Remove a file or a folder. A link to a folder on another disk, where people put checkpoints, is emptied."""
     if path.is_symlink() and path.is_dir():
-        for inside in path.iterdir():
-            _remove(inside)  # links in it too, such as `last` and those to checkpoints that are kept elsewhere
+        for entry in path.iterdir():
+            _remove(entry)  # links too, such as `last` and those to checkpoints that are kept elsewhere
     else:
         _remove(path)
 
@@ -84,8 +84,8 @@ def _status(summary: Path) -> str | None:
         return None
 
 
-def room(path: Path) -> str:
-    """What is free on the disk of a folder, in words: torch does not say so where a disk was too small for a file."""
+def free_space(path: Path) -> str:
+    """What is free on the disk of a folder, in words: torch does not tell that a disk was too small for a file."""
     try:
         free = shutil.disk_usage(path).free
     except OSError as error:  # such as a folder that is gone

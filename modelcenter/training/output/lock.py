@@ -1,4 +1,4 @@
-"""One run at a time in an output folder: two would remove and overwrite each other's checkpoints."""
+"""The lock of an output folder: two runs in it would remove and overwrite each other's checkpoints."""
 
 import os
 import platform
@@ -16,19 +16,23 @@ except ImportError:  # not a Unix: nobody is kept out
     fcntl = None  # type: ignore[assignment]
 
 _FILE = ".lock"
-_PATIENCE = 120.0  # seconds: so long a file server may keep the lock of a node that has died
+_PATIENCE = 120.0  # seconds for which a file server may keep the lock of a node that has died
 
 
 @contextmanager
-def alone_in(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
-    """Keep other runs out of a folder while inside. The system lets go of it when the process ends, however it ends.
+def lock_folder(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
+    """Keep other runs out of a folder while inside. The system releases the lock when the process ends, however it
+    ends.
 
     Where the file system has no locks, nobody is kept out.
+
+    Args:
+        patience: seconds to wait for a lock of another node, which may have died.
 
     Raises:
         ValueError: another process writes to the folder.
     """
-    path, here, ends = folder / _FILE, platform.node(), time.monotonic() + patience
+    path, node, deadline = folder / _FILE, platform.node(), time.monotonic() + patience
     while True:
         file = path.open("a+b", buffering=0)
         locked = _lock(file)
@@ -39,7 +43,7 @@ def alone_in(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
         file.close()
         if locked:
             continue
-        if holder.endswith(f" on {here}") or time.monotonic() > ends:
+        if holder.endswith(f" on {node}") or time.monotonic() > deadline:
             raise ValueError(
                 f"output_dir: {holder} is training in {folder}; wait until it has ended, or give another folder"
             )
@@ -47,7 +51,7 @@ def alone_in(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
     with file:
         with suppress(OSError):  # a full disk: what is written is for people
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {here}".encode())
+            file.write(f"process {os.getpid()} on {node}".encode())
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""What a run leaves in --output_dir, and what it shows while it runs. Only rank 0 writes and shows."""
+"""The record of a run: the rows of its files, and what it shows meanwhile. Only rank 0 writes and shows."""
 
 import json
 import math
@@ -11,32 +11,32 @@ from typing import Any, TextIO
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.output.curves import plot
 from modelcenter.training.output.display import Display
-from modelcenter.training.output.folder import room
+from modelcenter.training.output.folder import free_space
 from modelcenter.training.output.json_text import finite, json_text
 from modelcenter.training.output.trackers import Trackers
 
 
 class Record:
-    """The rows of metrics.jsonl and the files around them; with writer=False (other ranks, dry runs) it only
-    remembers.
+    """The rows of metrics.jsonl and the files around them; with writer=False (other ranks, dry runs) the rows in memory
+    alone.
 
-    A file of rows, or the curves, that cannot be written are said once and do not end the run; summary.json must be.
+    If rows or the curves cannot be written, that is reported once and the run goes on; summary.json must be written.
     """
 
     def __init__(
         self, path: Path | None, total_steps: int, writer: bool, step: int = 0, cfg: TrainConfig | None = None
     ):
-        """step: what is written of later steps is of a run that was stopped, and cut off."""
+        """step: that the run goes on from; rows of later steps, which a stopped run wrote, are cut off."""
         self.path = path if writer else None
         self.rows: list[dict[str, Any]] = []
-        self.show = Display(total_steps) if writer else None
+        self.display = Display(total_steps) if writer else None
         self._file: TextIO | None = None
-        self._unwritable: set[str] = set()  # files of which that has been said
+        self._unwritable: set[str] = set()  # files of which that has been reported
         self._trackers = Trackers(None)
         if self.path is not None:
-            self.rows = cut(self.path / "metrics.jsonl", step)
-            cut(self.path / "skipped.jsonl", step)
-            cut(self.path / "samples.jsonl", step)
+            self.rows = truncate_rows(self.path / "metrics.jsonl", step)
+            truncate_rows(self.path / "skipped.jsonl", step)
+            truncate_rows(self.path / "samples.jsonl", step)
             self._file = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
             self._trackers = Trackers(self.path, cfg)
 
@@ -45,33 +45,33 @@ class Record:
         row = finite(row)
         self.rows.append(row)
         if self._file is not None and self.path is not None:
-            with self._trying("metrics.jsonl"):
+            with self._reporting_failure("metrics.jsonl"):
                 self._file.write(json_text(row) + "\n")
-                self._file.flush()  # a few KB that find no room stay in its buffer, and are written once there is some
+                self._file.flush()  # on a full disk a few KB stay in the buffer, and are written once there is space
         self._trackers.log(row)
-        if self.show is not None:
-            self.show.row(row)
+        if self.display is not None:
+            self.display.row(row)
 
-    def sample(self, row: dict[str, Any]) -> None:
-        """Write down and show what the model made of a row."""
-        self._add("samples.jsonl", row)
-        self.say("\n".join(f"  {name:<10} {str(value)!r:.500}" for name, value in row.items() if name != "step"))
+    def log_sample(self, row: dict[str, Any]) -> None:
+        """Add a row to samples.jsonl, of what the model made of an example, and show it."""
+        self._append("samples.jsonl", row)
+        self.report("\n".join(f"  {name:<10} {str(value)!r:.500}" for name, value in row.items() if name != "step"))
 
-    def _add(self, name: str, row: dict[str, Any]) -> None:
+    def _append(self, name: str, row: dict[str, Any]) -> None:
         if self.path is not None:
-            with self._trying(name), (self.path / name).open("a", encoding="utf-8") as file:
+            with self._reporting_failure(name), (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(json_text(row) + "\n")
 
-    def skipped(self, row: dict[str, Any]) -> None:
-        """Write down a step that changed nothing, as its gradient was not finite."""
+    def log_skipped(self, row: dict[str, Any]) -> None:
+        """Add a row to skipped.jsonl, of a step that changed nothing because its gradient was not finite."""
         if self.path is not None:
-            self._add("skipped.jsonl", row)
-            self.say(f"step {row['step']}: the gradient was not finite, skipped; its rows are in skipped.jsonl")
+            self._append("skipped.jsonl", row)
+            self.report(f"step {row['step']}: the gradient was not finite, skipped; its rows are in skipped.jsonl")
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Show a line."""
-        if self.show is not None:
-            self.show.say(text)
+        if self.display is not None:
+            self.display.print_line(text)
 
     def close(self, summary: dict[str, Any]) -> None:
         """Write summary.json (whole or not at all) and curves.png; then end the trackers.
@@ -79,11 +79,11 @@ class Record:
         Raises:
             OSError: summary.json could not be written.
         """
-        if self.show is not None:
-            self.show.close()
+        if self.display is not None:
+            self.display.close()
         try:
             if self._file is not None and self.path is not None:
-                with self._trying("metrics.jsonl"):
+                with self._reporting_failure("metrics.jsonl"):
                     self._file.close()
                 _write_summary(self.path / "summary.json", summary)
                 self._draw(self.path / "curves.png")
@@ -93,20 +93,20 @@ class Record:
     def _draw(self, path: Path) -> None:
         try:
             plot(self.rows, path)
-        except Exception as error:  # of matplotlib too: what only shows the run does not end it
-            why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            print(f"{path.name} could not be written: {why}", file=sys.stderr)
+        except Exception as error:  # of matplotlib too: a drawing that fails does not end the run
+            reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            print(f"{path.name} could not be written: {reason}", file=sys.stderr)
 
     @contextmanager
-    def _trying(self, name: str) -> Iterator[None]:
-        """Let a file of rows be one that cannot be written, which is said once."""
+    def _reporting_failure(self, name: str) -> Iterator[None]:
+        """Report once that a file cannot be written, in place of raising."""
         try:
             yield
         except OSError as error:
             if name not in self._unwritable and self.path is not None:
                 self._unwritable.add(name)
-                free = room(self.path)
-                self.say(f"{name} cannot be written, the run goes on without its rows: {error.strerror}; {free}")
+                free = free_space(self.path)
+                self.report(f"{name} cannot be written, the run goes on without its rows: {error.strerror}; {free}")
 
 
 def _write_summary(path: Path, summary: dict[str, Any]) -> None:
@@ -118,8 +118,8 @@ def _write_summary(path: Path, summary: dict[str, Any]) -> None:
     work.rename(path)
 
 
-def cut(path: Path, step: int) -> list[dict[str, Any]]:
-    """Take the rows of later steps out of a file of JSON lines, and what a killed run wrote half; returns the rest."""
+def truncate_rows(path: Path, step: int) -> list[dict[str, Any]]:
+    """Remove rows of later steps and half-written rows from a file of JSON lines; returns the rest."""
     if not path.is_file():
         return []
     rows = []

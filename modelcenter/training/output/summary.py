@@ -1,4 +1,4 @@
-"""summary.json: what became of a run, what it took, and on what."""
+"""summary.json: how a run ended, what it took, and on what machine."""
 
 import os
 import platform
@@ -13,18 +13,19 @@ import torch.distributed as dist
 
 import engine
 from modelcenter import __version__
-from modelcenter.training.checkpoints.best_model import Selection
 
 if TYPE_CHECKING:
+    from modelcenter.training.checkpoints.model_selection import ModelSelection
     from modelcenter.training.loop import Run
 
 
 def summary_of(run: "Run", status: str, reason: str | None, skipped: int) -> dict[str, Any]:
-    """The fields of summary.json. Memory is the most of any rank, where the run finished: then every rank calls it.
+    """The fields of summary.json. Collective if the run finished: then memory is the most of any rank.
 
-    skipped: steps that changed nothing.
+    Args:
+        skipped: steps that changed nothing.
     """
-    seconds, tokens = run.clock.seconds, run.meter.tokens
+    seconds, tokens = run.clock.seconds, run.throughput.tokens
     return {
         "status": status,
         **({} if reason is None else {"reason": reason}),
@@ -37,27 +38,27 @@ def summary_of(run: "Run", status: str, reason: str | None, skipped: int) -> dic
         "seconds": round(seconds, 4),
         "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
         "skipped_steps": skipped,
-        "peak_memory": _most_of_any_rank(peak_memory()) if status == "finished" else peak_memory(),
+        "peak_memory": _max_over_ranks(peak_memory()) if status == "finished" else peak_memory(),
         "data": {"train": run.train_set.fingerprint(), "eval": run.eval_set and run.eval_set.fingerprint()},
         **_last_and_best(run.record.rows, run.selection),
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(sys.argv),
-        **about_machine(),
+        **_versions_and_hardware(),
     }
 
 
-def _last_and_best(rows: list[dict[str, Any]], selection: Selection) -> dict[str, dict[str, Any]]:
+def _last_and_best(rows: list[dict[str, Any]], selection: "ModelSelection") -> dict[str, dict[str, Any]]:
     """The newest numbers of metrics.jsonl, and those of the best evaluation; without evaluations, of the best loss."""
-    judged = [row for row in rows if "eval_loss" in row]
+    evaluations = [row for row in rows if "eval_loss" in row]
     trained = [row for row in rows if row.get("loss") is not None]
-    # The last of its step: after a stop it may have been judged again, by other data.
-    scored = [row for row in judged if row["step"] == selection.best.get("step")][-1:]
-    if selection.best and not scored:  # it is of the folder that the run went on from
-        known = [row for row in judged if row.get(selection.metric) is not None]
+    # The last of its step: after a stop it may have been evaluated again, on other data.
+    scored = [row for row in evaluations if row["step"] == selection.best.get("step")][-1:]
+    if selection.best and not scored:  # its row is in the folder that the run went on from
+        known = [row for row in evaluations if row.get(selection.metric) is not None]
         scored = sorted(known, key=lambda row: row[selection.metric], reverse=not selection.smaller_is_better)[:1]
     best = scored[0] if scored else min(trained, key=lambda r: r["loss"], default={})
     last: dict[str, Any] = {}
-    for row in sorted((*trained[-1:], *judged[-1:]), key=lambda r: r["step"]):
+    for row in sorted((*trained[-1:], *evaluations[-1:]), key=lambda r: r["step"]):
         last |= row  # step and epoch are those of the newer one
     return {"last": last, "best": {"metric": selection.metric if scored else "loss", **best} if best else {}}
 
@@ -71,16 +72,15 @@ def peak_memory() -> dict[str, int]:
     return peak
 
 
-def _most_of_any_rank(peak: dict[str, int]) -> dict[str, int]:
+def _max_over_ranks(peak: dict[str, int]) -> dict[str, int]:
     if engine.world_size() == 1:
         return peak
-    most = torch.tensor(list(peak.values()), device=engine.device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return dict(zip(peak, most.tolist(), strict=True))
+    highest = torch.tensor(list(peak.values()), device=engine.device())
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return dict(zip(peak, highest.tolist(), strict=True))
 
 
-def about_machine() -> dict[str, Any]:
-    """Versions and hardware, for summary.json."""
+def _versions_and_hardware() -> dict[str, Any]:
     versions = {"modelcenter": __version__, "torch": torch.__version__, "python": platform.python_version()}
     for name in ("transformers", "tokenizers", "numpy"):
         if name in sys.modules:

@@ -1,4 +1,4 @@
-"""Where curves go besides metrics.jsonl: the trackers that accelerate speaks to."""
+"""Where the numbers of a run go besides metrics.jsonl: the experiment trackers that accelerate supports."""
 
 import sys
 from importlib.util import find_spec
@@ -23,15 +23,15 @@ TRACKERS = {
 FOLDER = "tracking"  # in output_dir, for those that write files
 
 
-def chosen(wanted: list[str] | None) -> list[str]:
-    """The trackers that --trackers means.
+def selected_trackers(requested: list[str] | None) -> list[str]:
+    """The names of the trackers that --trackers means; None: tensorboard, if it is installed.
 
     Raises:
         ValueError: an unknown one, or one whose package is not installed.
     """
-    if wanted is None:
+    if requested is None:
         return ["tensorboard"] if find_spec("tensorboard") is not None and find_spec("accelerate") is not None else []
-    names = [name.lower() for name in wanted if name.lower() not in ("no", "none")]
+    names = [name.lower() for name in requested if name.lower() not in ("no", "none")]
     for name in names:
         if name not in TRACKERS:
             known = ", ".join(TRACKERS)
@@ -46,31 +46,31 @@ class Trackers:
     """The trackers of a run, on its writing rank."""
 
     def __init__(self, path: Path | None, cfg: TrainConfig | None = None):
-        self._all: list[Any] = []
-        for name in [] if path is None or cfg is None else chosen(cfg.trackers):
+        self._trackers: list[Any] = []
+        for name in [] if path is None or cfg is None else selected_trackers(cfg.trackers):
             assert path is not None and cfg is not None
             try:
-                self._all.append(_start(name, path, cfg))
-            except Exception as error:  # as in log
+                self._trackers.append(_start(name, path, cfg))
+            except Exception as error:  # see log
                 print(f"trackers: {name} gets no rows, as it could not be started: {error}", file=sys.stderr)
 
     def log(self, row: dict[str, Any]) -> None:
-        """The numbers of a row of metrics.jsonl."""
+        """Send the numbers of a row of metrics.jsonl."""
         values = {name: v for name, v in row.items() if isinstance(v, (int, float)) and name != "step"}
-        for tracker in list(self._all):
+        for tracker in list(self._trackers):
             try:
                 tracker.log(values, step=row["step"])
-            except Exception as error:  # whatever a server or its library raises: what only watches ends no run
-                self._all.remove(tracker)
+            except Exception as error:  # of a server or its library: a tracker that fails ends no run
+                self._trackers.remove(tracker)
                 print(f"trackers: {tracker.name} gets no more rows, as it failed: {error}", file=sys.stderr)
 
     def close(self) -> None:
-        for tracker in self._all:
+        for tracker in self._trackers:
             try:
                 tracker.finish()
             except Exception as error:
                 print(f"trackers: {tracker.name} could not be ended: {error}", file=sys.stderr)
-        self._all = []
+        self._trackers = []
 
 
 def _start(name: str, path: Path, cfg: TrainConfig) -> Any:

@@ -10,97 +10,113 @@ import engine
 from modelcenter.models.base import Model
 from modelcenter.training.accumulation import accumulate
 from modelcenter.training.config import TrainConfig
+from modelcenter.training.setup.batch_sizes import largest_divisor
 from modelcenter.training.setup.memory import optimizer_bytes
-from modelcenter.training.setup.model import fix_batches
 from modelcenter.training.tasks.base import Examples
 
-_GLOBAL = 32  # rows of a step where no flag says how many
+_DEFAULT_GLOBAL_BATCH = 32  # rows of a step where no flag says how many
 _CPU_TOKENS = 8192  # of a microbatch: more gains no speed on a CPU
-_NO_ROOM = 1 << 60  # bytes, more than any memory has
-_ROOM = 0.85  # of the device's memory that this process can have
+_UNBOUNDED = 1 << 60  # bytes, more than any memory has
+_USABLE_SHARE = 0.85  # of the device's memory that this process can have
 
 
-def fit_batch(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> None:
-    """Set batch_size, where it is auto: the most rows, as long as the longest there are, that fit the memory, and a
-    divisor of what each rank has to do of global_batch_size. Where no flag says that, a step has about _GLOBAL rows, or
-    fewer if so many microbatches as asked for have no room for them. Collective.
+def largest_batch_sizes(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> dict[str, int]:
+    """{flag: value} of the sizes of a step for `--batch_size auto`. Collective.
+
+    batch_size is the most rows, as long as the longest there are, that fit the memory, and a divisor of each rank's
+    share of global_batch_size. Where no flag gives that, a step has about _DEFAULT_GLOBAL_BATCH rows, or fewer if so
+    many microbatches as were requested do not fit.
 
     Raises:
         ValueError: the ranks cannot share global_batch_size, or there is no memory for one row.
     """
-    if cfg.batch_size != cfg.AUTO:
-        return
-    ranks, steps, whole = engine.data_size(), cfg.gradient_accumulation_steps, cfg.global_batch_size
+    ranks, steps, global_size = engine.data_size(), cfg.gradient_accumulation_steps, cfg.global_batch_size
     parts = ranks * (steps or 1)
-    each, rest = divmod(whole or max(_GLOBAL, parts), parts)
-    if whole is not None and (rest or not each):
+    rows_per_part, rest = divmod(global_size or max(_DEFAULT_GLOBAL_BATCH, parts), parts)
+    if global_size is not None and (rest or not rows_per_part):
         raise ValueError(
-            f"global_batch_size: got {whole}, expected a multiple of {ranks} ranks times {steps or 1} microbatches"
+            f"global_batch_size: got {global_size}, expected a multiple of {ranks} ranks times {steps or 1} "
+            "microbatches"
         )
-    longest = np.argsort(-examples.lengths, kind="stable")[:2]
+    rows = max(1, min(_rows_that_fit_every_rank(cfg, task, model, examples), rows_per_part))
+    if global_size is None and steps is not None:
+        return {"batch_size": rows}
+    return {"batch_size": largest_divisor(rows_per_part, rows), "global_batch_size": rows_per_part * parts}
+
+
+def _rows_that_fit_every_rank(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> int:
+    """Rows of a microbatch, as long as the longest there are, that fit the memory of every rank. Collective."""
+    longest = int(np.argmax(examples.lengths))
     if engine.device().type == "cuda":
         free, _ = torch.cuda.mem_get_info()  # of other processes too: a GPU may be shared
         states = 0.0 if cfg.offload == "optimizer" else optimizer_bytes(cfg, model)
-        room = _ROOM * (free + torch.cuda.memory_reserved()) - states
-        most = rows_that_fit(*_bytes_of_rows(task, model, examples, longest), room)
+        room = _USABLE_SHARE * (free + torch.cuda.memory_reserved()) - states
+        rows = rows_that_fit(*_bytes_of_rows(task, model, examples, longest), room)
     else:
-        most = _CPU_TOKENS // int(examples.lengths[longest[0]])
-    most = max(1, min(most, each))
-    if engine.world_size() > 1:
-        box = torch.tensor(most, device=engine.runtime.message_device())
-        dist.all_reduce(box, op=dist.ReduceOp.MIN)
-        most = int(box)
-    if whole is None and steps is not None:
-        cfg.batch_size = most
-    else:
-        cfg.batch_size = next(n for n in range(most, 0, -1) if each % n == 0)
-        cfg.global_batch_size = each * parts
-    fix_batches(cfg)
+        rows = _CPU_TOKENS // int(examples.lengths[longest])
+    if engine.world_size() == 1:
+        return rows
+    fewest = torch.tensor(rows, device=engine.runtime.message_device())
+    dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
+    return int(fewest)
 
 
-def rows_that_fit(one: int, more: int, room: float) -> int:
-    """Rows whose step stays within the room, from the bytes of a step of one row and of each row more."""
-    return 1 + max(0, int((room - one) // max(1, more)))
+def rows_that_fit(first: int, further: int, room: float) -> int:
+    """Rows whose step stays within the room, in bytes.
+
+    Args:
+        first: peak bytes of a step of one row. further: what each row more adds.
+    """
+    return 1 + max(0, int((room - first) // max(1, further)))
 
 
-def _bytes_of_rows(task: Any, model: Model, examples: Examples, rows: np.ndarray) -> tuple[int, int]:
-    """(peak bytes on the device of a step of the longest row, what one row more adds). Nothing of it stays.
+def _bytes_of_rows(task: Any, model: Model, examples: Examples, row: int) -> tuple[int, int]:
+    """(peak bytes on the device of a step of a row, what one row more adds). Nothing of it stays.
 
-    Each measured step has several microbatches, as the gradients of the first lie beside the activations of the next;
-    a pipeline's first stage holds as many as there are stages. Where gradients are most of the peak it says little of
-    rows: what forward has left for backward says it then. A second row that has no room adds more than any memory has.
+    Each measured step has several microbatches, because the gradients of the first lie beside the activations of the
+    next; a pipeline's first stage holds as many as there are stages. Where gradients are most of the peak, the peak
+    tells little of rows: what forward has left for backward tells it then. A second row that does not fit counts as
+    _UNBOUNDED.
 
     Raises:
-        ValueError: the first has none.
+        ValueError: the first does not fit.
     """
-    peaks, kept = [], []
-
-    def backward(loss: torch.Tensor) -> None:
-        left.append(torch.cuda.memory_allocated())
-        loss.backward()
-
+    peaks, left_for_backward = [], []
     training = model.training
     with torch.random.fork_rng([torch.cuda.current_device()]):
         model.train()
         for count in (1, 2):
-            left: list[int] = []  # none on the stages of a pipeline but the last
-            batch = examples.batch(np.repeat(rows[:1], count))
-            torch.cuda.reset_peak_memory_stats()
-            parts = [batch] * max(2, engine.runtime.stages())
-            try:
-                accumulate(model, parts, task.loss_fn, backward=backward)
-            except torch.OutOfMemoryError:
-                # Other ranks may have had room, and wait for this one inside the step.
-                if count == 1 or engine.world_size() > 1:
-                    what = f"{count} row{'s' * (count > 1)} of {examples.lengths[rows[0]]:,} tokens"
-                    less = "lower --max_length, or give --recompute full, or --zero 3 on more GPUs"
-                    raise ValueError(
-                        f"batch_size: a step of {what} does not fit the memory of rank {engine.rank()}'s GPU; "
-                        + (less if count == 1 else "give --batch_size 1")
-                    ) from None
-                left.append(_NO_ROOM)
-            model.zero_grad(set_to_none=True)
-            peaks.append(torch.cuda.max_memory_allocated())
-            kept.append(max(left, default=0))
+            peak, left = _bytes_of_step(task, model, examples, np.repeat(row, count))
+            peaks.append(peak)
+            left_for_backward.append(left)
         model.train(training)
-    return peaks[0], max(peaks[1] - peaks[0], kept[1] - kept[0])
+    return peaks[0], max(peaks[1] - peaks[0], left_for_backward[1] - left_for_backward[0])
+
+
+def _bytes_of_step(task: Any, model: Model, examples: Examples, rows: np.ndarray) -> tuple[int, int]:
+    """(peak bytes of a step, most bytes that forward left for backward) of microbatches of these rows."""
+    left_for_backward: list[int] = []  # none on the stages of a pipeline but the last
+
+    def backward(loss: torch.Tensor) -> None:
+        left_for_backward.append(torch.cuda.memory_allocated())
+        loss.backward()
+
+    microbatches = [examples.batch(rows)] * max(2, engine.runtime.stages())
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        accumulate(model, microbatches, task.loss_fn, backward=backward)
+    except torch.OutOfMemoryError:
+        # Other ranks may have had room, and wait for this one inside the step.
+        if len(rows) == 1 or engine.world_size() > 1:
+            raise _out_of_memory(len(rows), int(examples.lengths[rows[0]])) from None
+        left_for_backward.append(_UNBOUNDED)
+    model.zero_grad(set_to_none=True)
+    return torch.cuda.max_memory_allocated(), max(left_for_backward, default=0)
+
+
+def _out_of_memory(rows: int, tokens: int) -> ValueError:
+    remedy = "lower --max_length, or give --recompute full, or --zero 3 on more GPUs"
+    return ValueError(
+        f"batch_size: a step of {rows} row{'s' * (rows > 1)} of {tokens:,} tokens does not fit the memory of rank "
+        f"{engine.rank()}'s GPU; " + (remedy if rows == 1 else "give --batch_size 1")
+    )

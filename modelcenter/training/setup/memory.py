@@ -1,4 +1,4 @@
-"""What the state of a run takes: weights, gradients, and what its optimizer keeps."""
+"""The memory that the state of a run takes: weights, gradients, and the state of its optimizer."""
 
 import math
 from typing import NamedTuple
@@ -16,8 +16,11 @@ _MOMENTS = {"adamw": 8.0, "muon": 8.0, "lion": 4.0, "adamw8bit": 2.1, "adafactor
 
 
 class StateBytes(NamedTuple):
-    """Of this rank. device: weights, gradients and states there. host: states of --offload. gathered: weights and
-    gradients that a step has whole below ZeRO level 3, beside those."""
+    """Bytes on this rank.
+
+    device: weights, gradients and optimizer state on the device. host: optimizer state that --offload keeps there.
+    gathered: weights and gradients that a step holds whole below ZeRO level 3, beside those.
+    """
 
     device: float
     host: float
@@ -25,7 +28,7 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(cfg: TrainConfig, model: Model) -> StateBytes:
-    """What training a model takes on this rank, activations apart, and at level 3 the units that are gathered."""
+    """What training a model takes on this rank, without activations and, at level 3, without the gathered units."""
     kept = gathered = 0
     level, policy = zero_level(model), policy_of(model)
     for parameter in model.parameters():
@@ -52,11 +55,11 @@ def _whole(parameter: torch.Tensor) -> int:
 
 
 def optimizer_bytes(cfg: TrainConfig, model: Model) -> float:
-    """The moments, and masters: of 16-bit parameters, and of all whose states are kept on the host."""
+    """Bytes of moments and masters; 16-bit parameters have masters, and all whose state is kept on the host."""
     total = 0.0
     for parameter in model.parameters():
         if parameter.requires_grad:
-            own = parameter.dtype == torch.float32 and cfg.offload != "optimizer"
-            master = 0 if own or cfg.precision == "bf16-sr" else 4
+            is_master = parameter.dtype == torch.float32 and cfg.offload != "optimizer"
+            master = 0 if is_master or cfg.precision == "bf16-sr" else 4
             total += local_tensor(parameter).numel() * (_MOMENTS[cfg.optimizer] + master)
     return total

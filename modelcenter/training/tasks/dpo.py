@@ -17,7 +17,7 @@ from torch import Tensor
 import engine
 import modelcenter
 from engine.registry import policy_of
-from modelcenter.command_line.errors import naming
+from modelcenter.command_line.errors import flag_in_errors
 from modelcenter.data.schemas.conversations import ChatColumns, find_chat_columns
 from modelcenter.data.schemas.preferences import find_preference_columns, preferences, questions
 from modelcenter.data.table import Table
@@ -159,7 +159,7 @@ class DPO(LanguageModelling):
 
     def before_training(self, model: Model, train_set: Any, eval_set: Any) -> None:
         if self.cfg.reference is not None:
-            with naming("reference"):
+            with flag_in_errors("reference"):
                 model = self.load_reference(self.cfg.reference, model)
         self.set_reference(model, train_set, eval_set)
 

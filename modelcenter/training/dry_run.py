@@ -10,7 +10,6 @@ from engine.memory import readable
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.loop import Run
-from modelcenter.training.output.record import Record
 from modelcenter.training.output.summary import peak_memory
 from modelcenter.training.setup.memory import state_bytes
 from modelcenter.training.tasks.base import Examples
@@ -21,8 +20,7 @@ def dry_run(
 ) -> None:
     """Print the plan and a decoded batch on rank 0, then run one step on every rank. Writes nothing."""
     run = Run(cfg, task, model, tokenizer, train_set, eval_set)
-    run.record = Record(None, run.feed.steps, writer=False)
-    first = next(iter(run.feed.batches()))
+    first = next(iter(run.batch_source.batches()))
     if engine.rank() == 0:
         for name, value in _plan(cfg, run, eval_set):
             print(f"{name:<11} {value}")
@@ -42,56 +40,55 @@ def dry_run(
 
 
 def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[str, str]]:
-    model, examples, feed, ranks = run.model, run.train_set, run.feed, engine.data_size()
+    model, examples, source, ranks = run.model, run.train_set, run.batch_source, engine.data_size()
     parameters = model.num_parameters()
     split = {"tensor": cfg.tp, "context": cfg.cp, "pipeline": cfg.pp}
     state = state_bytes(cfg, model)
-    host = f", and {readable(state.host)} of the host's for the optimizer's" if state.host else ""
-    more = f", {readable(state.gathered)} for what a step gathers" if state.gathered else ""
+    on_host = f", and {readable(state.host)} of the host's for the optimizer's" if state.host else ""
+    gathered = f", {readable(state.gathered)} for what a step gathers" if state.gathered else ""
     trained = model.num_parameters(only_trainable=True)
-    some = "" if trained == parameters else f", {trained:,} of them trained"
+    share = "" if trained == parameters else f", {trained:,} of them trained"
     parts = cfg.gradient_accumulation_steps
     labels = _labels(model)
-    epoch = "" if feed.steps_per_epoch is None else f" ({feed.steps_per_epoch:,} per epoch)"
-    rows = [
-        ("model", f"{cfg.model}: {type(model).__name__}, {parameters:,} parameters{some}, {run.task.head}"),
+    epoch = "" if source.steps_per_epoch is None else f" ({source.steps_per_epoch:,} per epoch)"
+    return [
+        ("model", f"{cfg.model}: {type(model).__name__}, {parameters:,} parameters{share}, {run.task.head}"),
         *([("labels", labels)] if labels else []),
         ("train", _amount(examples)),
         ("eval", "none" if eval_set is None else f"{len(eval_set):,} rows from {eval_set.name}"),
-        *_about_lengths(cfg, examples),
+        *_length_lines(cfg, examples),
         ("step", (f"{cfg.batch_tokens} tokens" if cfg.batch_tokens is not None else
          f"{cfg.global_batch_size} rows, {cfg.batch_size}")
          + f" x {parts} parts x {ranks} ranks"
          + "".join(f", {name} {size}" for name, size in split.items() if size > 1)),
-        ("steps", f"{feed.steps:,}{epoch}, warmup {run.rate.warmup_iter}, "
+        ("steps", f"{source.steps:,}{epoch}, warmup {run.lr_schedule.warmup_iter}, "
          f"lr {cfg.lr:g} {cfg.lr_scheduler}"),
         ("precision", f"{cfg.precision} on {engine.device()}, ZeRO level {cfg.zero}"),
-        ("memory", f"about {readable(state.device)} per rank for weights, gradients and optimizer{host}{more}, "
+        ("memory", f"about {readable(state.device)} per rank for weights, gradients and optimizer{on_host}{gathered}, "
          "activations apart"),
     ]  # fmt: skip
-    return rows
 
 
-def _streamed(examples: Any) -> bool:
+def _is_stream(examples: Any) -> bool:
     return not hasattr(examples, "lengths")
 
 
 def _amount(examples: Any) -> str:
-    if _streamed(examples):
+    if _is_stream(examples):
         return f"a stream of rows from {examples.name}"
     return f"{len(examples):,} rows, {int(examples.lengths.sum()):,} tokens from {examples.name}"
 
 
-def _about_lengths(cfg: TrainConfig, examples: Any) -> list[tuple[str, str]]:
-    if _streamed(examples):
+def _length_lines(cfg: TrainConfig, examples: Any) -> list[tuple[str, str]]:
+    if _is_stream(examples):
         return [("lengths", f"up to {cfg.max_length} tokens; longer texts make several rows"), ("padding", "none")]
     lengths = examples.lengths
-    each = cfg.batch_size if cfg.batch_tokens is None else max(1, cfg.batch_tokens // int(lengths.mean()))
+    batch_rows = cfg.batch_size if cfg.batch_tokens is None else max(1, cfg.batch_tokens // int(lengths.mean()))
     points = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
     return [
         ("lengths", f"shortest {points[0]}, median {points[1]}, 95 % {points[2]}, longest {points[3]} tokens; "
          f"{examples.truncated} rows cut at {cfg.max_length}"),
-        ("padding", f"none; {100 * padding_if_padded(lengths, each, cfg.seed):.1f} % of the slots if "
+        ("padding", f"none; {100 * padding_if_padded(lengths, batch_rows, cfg.seed):.1f} % of the slots if "
          "rows were padded to the longest of their batch"),
     ]  # fmt: skip
 

@@ -1,0 +1,43 @@
+"""Fingerprints of data, as data.sources makes them: whether two are of the same rows, and how they differ."""
+
+from typing import Any
+
+_HASHES = ("sha256", "source")  # fields of fingerprints that are keyed by the paths of files
+
+
+def identity(data: Any) -> Any:
+    """The part of a fingerprint that does not change when files are moved."""
+    if not isinstance(data, dict):
+        return [identity(part) for part in data] if isinstance(data, list) else data
+    return {
+        name: sorted(value.values(), key=str) if name in _HASHES and isinstance(value, dict) else identity(value)
+        for name, value in data.items()
+    }
+
+
+def differences(before: Any, now: Any) -> str:
+    """How the data of two fingerprints differ, in brackets: rows and files; "" if the fingerprints do not tell."""
+    found = []
+    if all(isinstance(data, dict) and "rows" in data for data in (before, now)):
+        found.append(f"{_amount(now)} now, {_amount(before)} then")
+    old, new = _files(before), _files(now)
+    files = [f"{path} has changed" for path in old if path in new and old[path] != new[path]]
+    files += [f"{path} is gone" for path in old if path not in new]
+    files += [f"{path} is new" for path in new if path not in old]
+    found += files[:5]
+    return f" ({'; '.join(found)})" if found else ""
+
+
+def _files(data: Any) -> dict[str, Any]:
+    """{path: hash} of all files in a fingerprint."""
+    if isinstance(data, list):
+        return {path: value for part in data for path, value in _files(part).items()}
+    found: dict[str, Any] = {}
+    for name, value in data.items() if isinstance(data, dict) else ():
+        found |= value if name in _HASHES and isinstance(value, dict) else _files(value)
+    return found
+
+
+def _amount(data: dict[str, Any]) -> str:
+    weights = f" with weights {', '.join(f'{w:g}' for w in data['weights'])}" if "weights" in data else ""
+    return f"{data['rows']:,} rows{weights}"

@@ -1,0 +1,192 @@
+"""Which evaluation of a run is the best, where its model is, and when to stop waiting for a better one."""
+
+import difflib
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import engine
+from engine.checkpoint import from_rank_0, latest_checkpoint
+from modelcenter.data.examples import Examples
+from modelcenter.training.checkpoints.fingerprints import identity
+from modelcenter.training.config import TrainConfig
+from modelcenter.training.metrics import SMALLER_IS_BETTER
+from modelcenter.training.output.folder import CHECKPOINTS
+
+# Flags that a run may change when it goes on, and that change its scores.
+_SCORE_FLAGS = ("language", "num_beams", "max_new_tokens", "length_penalty", "no_repeat_ngram_size")
+
+log = logging.getLogger(__name__)
+
+
+def check_best_metric(cfg: TrainConfig, task: Any, eval_set: Examples | None) -> None:
+    """Raise ValueError, before the first step, where no evaluation could tell which model is best. Collective."""
+    for name in ("best_metric", "early_stopping"):
+        if getattr(cfg, name) is not None and eval_set is None:
+            raise ValueError(f"{name}: there are no rows to evaluate on; give eval_data or eval_fraction")
+    if cfg.best_metric is None:
+        return
+    known, name = task.metric_names(eval_set), cfg.best_metric.removeprefix("eval_")
+    if name not in known:
+        close = [n for n in known if n.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff=0.85)
+        hint = f". Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"best_metric: got {name!r}, expected one of {', '.join(known)}{hint}")
+
+
+class ModelSelection:
+    """The evaluations of a run, compared by one metric.
+
+    An evaluation is kept as {"metric": its name in a row, "value", "step"}; {} is none.
+
+    Attributes:
+        metric: its name in a row, with eval_.
+        latest: the last evaluation. best: the best of all. best_on_disk: the best of those whose model is on the disk,
+            which checkpoints/best names.
+        evaluations_since_best: how many in a row were not the best.
+    """
+
+    def __init__(self, metric: str, patience: int | None):
+        """metric: with or without eval_. patience: how many evaluations in a row may be worse; None: any number."""
+        self.metric = f"eval_{metric.removeprefix('eval_')}"
+        self.patience = patience
+        self.latest: dict[str, Any] = {}
+        self.best: dict[str, Any] = {}
+        self.best_on_disk: dict[str, Any] = {}
+        self.evaluations_since_best = 0
+        self._best_once_written: dict[str, Any] = {}  # best_on_disk when the checkpoint that is being written is there
+
+    @property
+    def smaller_is_better(self) -> bool:
+        return self.metric.removeprefix("eval_") in SMALLER_IS_BETTER
+
+    @property
+    def patience_is_over(self) -> bool:
+        return self.patience is not None and self.evaluations_since_best >= self.patience
+
+    def judge(self, row: dict[str, Any]) -> bool:
+        """Take note of an evaluation, a row of metrics.jsonl; whether it is the best so far.
+
+        Raises:
+            ValueError: it does not have the metric.
+        """
+        if self.metric not in row:
+            known = ", ".join(key.removeprefix("eval_") for key in row if key.startswith("eval_"))
+            raise ValueError(f"best_metric: got {self.metric.removeprefix('eval_')!r}, the evaluation gives {known}")
+        self.latest = {"metric": self.metric, "value": row[self.metric], "step": row["step"]}
+        improved = self._latest_is_better_than(self.best)
+        if improved:
+            self.best = self.latest
+        self.evaluations_since_best = 0 if improved else self.evaluations_since_best + 1
+        return improved
+
+    def _latest_is_better_than(self, other: dict[str, Any]) -> bool:
+        """Whether the last evaluation is better than another; a number is better than none."""
+        value, sign = self.latest["value"], -1 if self.smaller_is_better else 1
+        if value is None or not math.isfinite(value):  # nothing is greater than NaN: it would stay the best
+            return False
+        return "value" not in other or sign * value > sign * other["value"]
+
+    # -- the models of these evaluations on the disk -----------------------------------------------------------------
+
+    def would_be_best_on_disk(self, step: int) -> bool:
+        """Whether the model of this step, once saved, is the best one on the disk."""
+        return self.latest.get("step") == step and self._latest_is_better_than(self.best_on_disk)
+
+    def state(self, becomes_best: bool) -> dict[str, Any]:
+        """For a checkpoint. becomes_best: would_be_best_on_disk."""
+        on_disk = self.latest if becomes_best else self.best_on_disk
+        return {"best": self.best, "linked": on_disk, "bad_evaluations": self.evaluations_since_best}
+
+    def checkpoint_started(self, becomes_best: bool) -> None:
+        """A checkpoint is being written. becomes_best: would_be_best_on_disk."""
+        self._best_once_written = self.latest if becomes_best else self.best_on_disk
+
+    def checkpoint_ended(self, written: bool) -> None:
+        """The last checkpoint is on the disk, or could not be written."""
+        if written:
+            self.best_on_disk = self._best_once_written
+        else:
+            self._best_once_written = self.best_on_disk
+
+    def load(self, state: dict[str, Any], in_output_dir: bool, still_counts: Callable[[dict[str, Any]], bool]) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            state: what `state` gave. in_output_dir: the checkpoint is of this run, and not of another folder.
+            still_counts: whether an evaluation from before the stop still counts.
+        """
+        on_disk = state.get("linked", state["best"])
+        if still_counts(state["best"]):
+            self.best = state["best"]
+            if in_output_dir:  # patience that was over in another folder would let nothing be trained here
+                self.best_on_disk, self.evaluations_since_best = on_disk, state["bad_evaluations"]
+        elif in_output_dir and on_disk.get("metric") == self.metric and still_counts(on_disk):
+            self.best = self.best_on_disk = on_disk  # the checkpoint of a better one could not be written
+        self._best_once_written = self.best_on_disk
+
+    def fall_back(self, step: int | None, rows: list[dict[str, Any]]) -> None:
+        """The model of the best evaluation is not on the disk: take that of another step, if `rows` has its value."""
+        judged = (row for row in reversed(rows) if row["step"] == step and row.get(self.metric) is not None)
+        value = next((row[self.metric] for row in judged), None)
+        self.best = {} if value is None else {"metric": self.metric, "value": value, "step": step}
+
+
+# -- evaluations from before a stop ----------------------------------------------------------------------------------
+
+
+def evaluation_conditions(cfg: TrainConfig, eval_set: Examples | None) -> dict[str, Any]:
+    """The data and the flags that scores depend on: only scores under the same conditions compare. {}: no data."""
+    if eval_set is None:
+        return {}
+    flags = {name: getattr(cfg, name) for name in _SCORE_FLAGS if hasattr(cfg, name)}
+    return json.loads(json.dumps({"eval_data": identity(eval_set.fingerprint()), **flags}))
+
+
+def changed_condition(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """The flag that keeps scores from before a stop from comparing with those of now; None: they compare. Collective.
+
+    Args:
+        before, now: evaluation_conditions.
+    """
+    return from_rank_0(next((name for name in now if before and now[name] != before.get(name)), None))
+
+
+def still_counts(cfg: TrainConfig, metric: str, best: dict[str, Any]) -> bool:
+    """Whether the best evaluation before a stop is still the one to beat: it is by the present metric, and where its
+    model may become the run's, that is in output_dir. Collective."""
+    if not best:
+        return True
+    reason = ""
+    if best["metric"] != metric:
+        reason = f"best_metric is {metric.removeprefix('eval_')} now"
+    elif cfg.best_metric is not None:
+        assert cfg.output_dir is not None
+        kept = best_checkpoint(Path(cfg.output_dir) / CHECKPOINTS)
+        if kept is None or kept.name != f"step-{best['step']:08d}":
+            reason = "its checkpoint is not in output_dir, or damaged"
+    if reason:
+        warn_best_dropped(best, reason)
+    return not reason
+
+
+def warn_best_dropped(best: dict[str, Any], reason: str) -> None:
+    """Warn that the best evaluation from before a stop is not one to beat."""
+    if engine.rank() == 0:
+        name = best["metric"].removeprefix("eval_")
+        log.warning(
+            "resume: the best so far, %s %.4g of step %d, does not count: %s", name, best["value"], best["step"], reason
+        )
+
+
+def best_checkpoint(checkpoints: Path) -> Path | None:
+    """The checkpoint that `best` names; None: there is none, or it is damaged, which is reported. Collective."""
+    try:
+        path = latest_checkpoint(checkpoints / "best")
+    except ValueError as error:  # of a checkpoint that is named by itself; any other would be passed over
+        if engine.rank() == 0:
+            log.warning("the best checkpoint is passed over: %s", error)
+        return None
+    return None if path is None else path.resolve()

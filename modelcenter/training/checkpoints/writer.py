@@ -1,0 +1,71 @@
+"""The writing of a run's checkpoints."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint import save_checkpoint, wait_checkpoint
+from engine.optim import OptimManager
+from modelcenter.models.base import Model
+from modelcenter.training.checkpoints.model_selection import ModelSelection
+from modelcenter.training.output.folder import CHECKPOINTS, free_space
+
+
+class CheckpointWriter:
+    """Writes checkpoints beside the training, which goes on.
+
+    One that cannot be written is reported and costs nothing but itself: those before it stay.
+
+    Attributes:
+        newest: the step of the last checkpoint.
+    """
+
+    def __init__(self, output: Path, keep: int, selection: ModelSelection, report: Callable[[str], None]):
+        """keep: newest checkpoints to keep; the best one stays too. report: shows a line on the terminal."""
+        self.newest = 0
+        self._output, self._keep, self._selection, self._report = output, keep, selection, report
+        self._started_at = time.monotonic()  # the last checkpoint, or the run
+
+    @property
+    def minutes_since_last(self) -> float:
+        return (time.monotonic() - self._started_at) / 60
+
+    def start_from(self, step: int) -> None:
+        """The run goes on from a checkpoint of this step."""
+        self.newest, self._started_at = step, time.monotonic()
+
+    def write(
+        self,
+        step: int,
+        model: Model,
+        manager: OptimManager,
+        state: dict[str, Any],
+        write_extra: Callable[[Path], None],
+        wait: bool,
+    ) -> None:
+        """Write a checkpoint of this step, after the last one is on the disk. Collective.
+
+        Args:
+            state: of the run beside model and optimizer; that of the selection is added. write_extra: writes further
+                files into the folder that it is given. wait: until the checkpoint is on the disk.
+        """
+        self.wait()
+        is_best = self._selection.would_be_best_on_disk(step)
+        state = {**state, **self._selection.state(is_best)}
+        options: dict[str, Any] = {"step": step, "keep": self._keep, "best": is_best, "extra": write_extra}
+        self.newest, self._started_at = step, time.monotonic()
+        try:
+            save_checkpoint(self._output / CHECKPOINTS, model, manager, state, asynchronous=not wait, **options)
+            self._selection.checkpoint_started(is_best)
+        except (OSError, RuntimeError) as error:
+            self._report(f"step {step}: the checkpoint could not be written: {error}; {free_space(self._output)}")
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is on the disk. Collective."""
+        try:
+            wait_checkpoint()
+            self._selection.checkpoint_ended(written=True)
+        except (OSError, RuntimeError) as error:
+            self._selection.checkpoint_ended(written=False)
+            self._report(f"the last checkpoint could not be written: {error}; {free_space(self._output)}")

@@ -1,0 +1,89 @@
+"""How a run starts: it claims its output folder, meets the other ranks and agrees with them on flags and storage."""
+
+import os
+import platform
+import time
+import uuid
+import warnings
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+
+import engine
+from engine.checkpoint import from_rank_0, together, wait_checkpoint
+from modelcenter.training.config import TrainConfig
+from modelcenter.training.output.folder import prepare_output
+from modelcenter.training.output.lock import lock_folder
+from modelcenter.training.output.trackers import selected_trackers
+from modelcenter.training.setup.rank_checks import check_flags
+
+
+def claim_output(cfg: TrainConfig) -> AbstractContextManager[None]:
+    """Check, on rank 0, that the run can write its output: see output.folder.prepare_output. Needs no other rank.
+
+    Returns:
+        A context to stay in while the run lasts: it keeps other runs out of the folder.
+    """
+    selected_trackers(cfg.trackers)
+    if cfg.output_dir is None or cfg.dry_run or int(os.environ.get("RANK") or 0) != 0:
+        return nullcontext()
+    prepare_output(Path(cfg.output_dir), cfg.overwrite_output_dir)
+    return lock_folder(Path(cfg.output_dir))
+
+
+def start_ranks(cfg: TrainConfig) -> None:
+    """Meet the other ranks, if a launcher started some.
+
+    Raises:
+        ValueError: ranks were given different flags, or do not share the output folder.
+    """
+    engine.init_distributed(
+        seed=cfg.seed,
+        zero_level=cfg.zero,
+        dp_replicate=cfg.dp_replicate,
+        tp_size=cfg.tp,
+        cp_size=cfg.cp,
+        pp_size=cfg.pp,
+        pp_chunks=2 if cfg.pp > 1 and cfg.pp_schedule == "interleaved" else 1,
+    )
+    check_flags(cfg)
+    if cfg.output_dir is not None and not cfg.dry_run:
+        check_shared(Path(cfg.output_dir).absolute())
+    engine.memory.keep_freed_memory()  # each step asks for the buffers that the last one freed
+    # FSDP2 warns at every step about units whose outputs are views. Only adding to them in place would go wrong, and no
+    # block does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # An earlier run in this process may still be writing to the folder that this one reads and clears. If it failed, it
+    # has reported that.
+    with suppress(Exception):
+        wait_checkpoint()
+
+
+def check_shared(path: Path, patience: float = 10.0) -> None:
+    """Make sure that all ranks see the folder that rank 0 writes to. Collective.
+
+    Args:
+        patience: seconds that a network file system gets to show a new file.
+
+    Raises:
+        ValueError: a rank does not see it.
+    """
+    if engine.world_size() == 1:
+        return
+    name = f".shared-{uuid.uuid4().hex[:8]}"
+    with together(f"writing to {path}"):
+        if engine.rank() == 0:
+            (path / name).touch()
+    name = from_rank_0(name)
+    try:
+        with together(f"looking into {path}"):
+            deadline = time.monotonic() + patience
+            while not (path / name).exists():
+                if time.monotonic() > deadline:
+                    raise ValueError(
+                        f"output_dir: rank {engine.rank()} on {platform.node()} does not see what rank 0 wrote to "
+                        f"{path}; give a folder on storage that all nodes share"
+                    )
+                time.sleep(0.1)
+    finally:
+        if engine.rank() == 0:
+            (path / name).unlink(missing_ok=True)

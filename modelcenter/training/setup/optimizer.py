@@ -1,0 +1,98 @@
+"""The optimizers of a run, the schedules of their learning rates, and the manager of both."""
+
+import math
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from engine.init import clean_name
+from engine.lr_scheduler import WSD, Cosine, Linear, NoDecay
+from engine.optim import (
+    Adafactor,
+    AdamOffloadOptimizer,
+    AdamOptimizer,
+    AdamW8bit,
+    Lion,
+    Muon,
+    OptimManager,
+)
+from modelcenter.models.base import Model
+from modelcenter.training.config import TrainConfig
+from modelcenter.training.metrics import sums
+
+SCHEDULES: dict[str, Any] = {"linear": Linear, "cosine": Cosine, "constant": NoDecay, "wsd": WSD}
+_MAX_SKIPS_IN_A_ROW = 8  # steps without a finite gradient after which a run gives up
+
+
+def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimManager, Any]:
+    """The optimizer over the sharded parameters (with Muon: it and AdamW), the schedules of their learning rates, and
+    the manager of both. Biases and norms do not decay. Collective.
+
+    Args:
+        steps: of the whole run, for the schedules.
+
+    Returns:
+        (manager, the schedule of its first optimizer)
+
+    Raises:
+        ValueError: no parameter is left to train.
+    """
+    trained = _trained_parameters(model, muon=cfg.optimizer == "muon")
+    # Stages of a pipeline train different parameters, but all have the same optimizers, some of them of nothing.
+    hidden_count, matrix_count, vector_count = sums([len(parameters) for parameters in trained])
+    if not hidden_count + matrix_count + vector_count:
+        raise ValueError("freeze: no parameter is left to train")
+    optimizers: list[Any] = []
+    if hidden_count:
+        groups: list[dict[str, Any]] = [{"params": trained.hidden}]
+        optimizers.append(Muon(groups, cfg.lr, weight_decay=cfg.weight_decay, adjust_lr="match_rms_adamw"))
+    groups = [{"params": trained.matrices, "weight_decay": cfg.weight_decay}] if matrix_count else []
+    groups += [{"params": trained.vectors, "weight_decay": 0.0}] if vector_count else []
+    if groups:
+        optimizers.append(_elementwise_optimizer(cfg, groups))
+    # As transformers, but a run of one step is not spent at learning rate 0.
+    warmup = min(math.ceil(cfg.warmup * steps), steps - 1) if cfg.warmup < 1 else int(cfg.warmup)
+    fp16 = {"loss_scale": 2.0**16} if cfg.precision == "fp16" else {}
+    manager = OptimManager(abort_after=_MAX_SKIPS_IN_A_ROW, **fp16)
+    for optimizer in optimizers:
+        manager.add_optimizer(optimizer, SCHEDULES[cfg.lr_scheduler](optimizer, cfg.lr, warmup, steps))
+    return manager, manager.lr_schedulers[0]
+
+
+class _Parameters(NamedTuple):
+    """The parameters that are trained. hidden: of linear layers, for Muon; none with other optimizers."""
+
+    hidden: list[Any]
+    matrices: list[Any]
+    vectors: list[Any]
+
+
+def _trained_parameters(model: Model, muon: bool) -> _Parameters:
+    """The parameters of a model that are trained, as this rank holds them.
+
+    Muon trains the weights of linear layers. As its authors do, embeddings, the head and vectors stay with AdamW:
+    tables are looked up, not multiplied, whatever their names.
+    """
+    hidden_names: set[str] = set()
+    if muon:
+        layers = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+        hidden_names = {f"{name}.weight" for name in layers if not model.is_head(clean_name(f"{name}."))}
+    found = _Parameters([], [], [])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = found.hidden if name in hidden_names else found.matrices if parameter.dim() > 1 else found.vectors
+            kind.append(parameter)
+    return found
+
+
+def _elementwise_optimizer(cfg: TrainConfig, groups: list[dict[str, Any]]) -> Any:
+    """The optimizer of --optimizer; with Muon AdamW, for what Muon does not train."""
+    assert cfg.adam_beta2 is not None
+    betas = cfg.adam_beta1, cfg.adam_beta2
+    if cfg.optimizer == "lion":
+        return Lion(groups, lr=cfg.lr, betas=betas)
+    if cfg.optimizer == "adafactor":
+        return Adafactor(groups, lr=cfg.lr)
+    kind: Any = AdamW8bit if cfg.optimizer == "adamw8bit" else AdamOptimizer
+    kind = AdamOffloadOptimizer if cfg.offload == "optimizer" else kind
+    return kind(groups, lr=cfg.lr, betas=betas, eps=cfg.adam_epsilon)

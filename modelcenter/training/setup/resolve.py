@@ -1,0 +1,92 @@
+"""Flags whose values depend on the machine, the ranks, the model or the rows: what `auto` and none mean for this run.
+
+A run resolves each as soon as it knows what the flag depends on, in the order of the four functions below. They are all
+that changes the configuration of a run once its task has read the data; config.yaml has what they found. What they
+call only computes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import engine
+from modelcenter.models.base import Model
+from modelcenter.training.checkpoints.resume import Continuation
+from modelcenter.training.config import TrainConfig
+from modelcenter.training.setup.automatic_batch_size import largest_batch_sizes
+from modelcenter.training.setup.batch_sizes import continued_batch_sizes, step_sizes
+from modelcenter.training.tasks.base import Examples
+
+
+def resolve_for_ranks(cfg: TrainConfig, continuation: Continuation | None) -> None:
+    """Resolve the precision, by the device, and the sizes of a step, by the number of ranks and by the run that is
+    continued. With `--batch_size auto` the sizes wait for `resolve_automatic_batch_size`.
+
+    Raises:
+        ValueError: the sizes do not fit together, or the ranks cannot share them.
+    """
+    cfg.precision = resolve_precision(cfg.precision)
+    if continuation is not None:
+        _set_flags(cfg, continued_batch_sizes(cfg, continuation, engine.data_size()))
+    if cfg.batch_tokens is not None or cfg.batch_size != cfg.AUTO:
+        _set_flags(cfg, step_sizes(cfg, engine.data_size()))
+
+
+def resolve_for_model(cfg: TrainConfig, model: Model, tokenizer: Any) -> None:
+    """Resolve max_length. Raises ValueError: see resolve_max_length."""
+    cfg.max_length = resolve_max_length(model, tokenizer, cfg.max_length)
+
+
+def resolve_eval_batch_size(cfg: TrainConfig, *examples: Any) -> None:
+    """With batch_tokens, resolve the rows of an evaluation batch: so many of the longest have no more than twice the
+    tokens of a microbatch.
+
+    Args:
+        examples: what is evaluated; DPO's reference also evaluates the training rows. Streams are not evaluated.
+    """
+    lengths = [int(rows.lengths.max()) for rows in examples if hasattr(rows, "lengths")]
+    if cfg.batch_tokens is not None and cfg.eval_batch_size is None and lengths:
+        cfg.eval_batch_size = max(1, 2 * cfg.batch_tokens // max(lengths))
+
+
+def resolve_automatic_batch_size(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> None:
+    """Resolve `--batch_size auto` and the sizes that follow from it; runs steps on a GPU to measure them. Collective.
+
+    Raises:
+        ValueError: see largest_batch_sizes.
+    """
+    if cfg.batch_size == cfg.AUTO:
+        _set_flags(cfg, largest_batch_sizes(cfg, task, model, examples))
+        _set_flags(cfg, step_sizes(cfg, engine.data_size()))
+
+
+def _set_flags(cfg: TrainConfig, values: Mapping[str, int | None]) -> None:
+    for name, value in values.items():
+        setattr(cfg, name, value)
+
+
+def resolve_precision(precision: str) -> str:
+    """What "auto" means on this machine; anything else as it is."""
+    if precision != "auto":
+        return precision
+    native = engine.device().type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if native else "fp32"
+
+
+def resolve_max_length(model: Model, tokenizer: Any, requested: int | None) -> int:
+    """Tokens a row may have: as many as requested, else the least of what the model and the tokenizer take.
+
+    Raises:
+        ValueError: more were requested than the model's position table has, or too few for any text.
+    """
+    most = min(model.config.max_tokens or 2**31, tokenizer.model_max_length)
+    if requested is None:
+        return most if most < 2**31 else 512
+    positions = model.config.max_tokens or requested
+    if requested > positions:
+        raise ValueError(f"max_length: got {requested}, the position table of this model has {positions}")
+    special = tokenizer.num_special_tokens_to_add(pair=True)
+    if requested <= special:
+        raise ValueError(f"max_length: got {requested}, expected more than the {special} special tokens of a row")
+    return requested

@@ -26,14 +26,14 @@ def _train(verb: str, argv: Sequence[str]) -> None:
     from modelcenter.training.tasks import tasks_of
 
     tasks = tasks_of(verb)
-    shown = ", ".join(tasks)
+    names = ", ".join(tasks)
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: modelcenter {verb} TASK [flags]\n\nTASK: {shown}\n{verb} TASK --help lists its flags.")
+        print(f"usage: modelcenter {verb} TASK [flags]\n\nTASK: {names}\n{verb} TASK --help lists its flags.")
         if not argv:
-            raise ValueError(f"{verb}: which task? One of {shown}")
+            raise ValueError(f"{verb}: which task? One of {names}")
         return
     if argv[0] not in tasks:
-        raise ValueError(f"{verb}: unknown task {argv[0]!r}.{nearest(argv[0], tasks)} Tasks: {shown}")
+        raise ValueError(f"{verb}: unknown task {argv[0]!r}.{nearest(argv[0], tasks)} Tasks: {names}")
     _script(tasks[argv[0]].script).main(argv[1:], f"modelcenter {verb} {argv[0]}")
 
 
@@ -76,9 +76,9 @@ def _list(argv: Sequence[str]) -> None:
     if "-h" in argv or "--help" in argv:
         return print(f"usage: modelcenter list {_list.__doc__}")
     known = ("--json", "--tiny")
-    wrong = next((word for word in argv if word not in known), None)
-    if wrong is not None:
-        raise ValueError(f"list: unknown argument {wrong!r}.{nearest(wrong, known)} It takes {' and '.join(known)}")
+    unknown = next((word for word in argv if word not in known), None)
+    if unknown is not None:
+        raise ValueError(f"list: unknown argument {unknown!r}.{nearest(unknown, known)} It takes {' and '.join(known)}")
     from modelcenter.registry import list_models
 
     models = list_models(tiny="--tiny" in argv)
@@ -100,8 +100,8 @@ def _info(argv: Sequence[str]) -> None:
     from modelcenter.hub.info import as_json, model_info, render
     from modelcenter.hub.remote.download import HubOptions
 
-    found = model_info(str(cfg.name), HubOptions(cfg.revision, cfg.token, cfg.cache_dir), cfg.gpus)
-    print(as_json(found) if cfg.json else render(found))
+    info = model_info(str(cfg.name), HubOptions(cfg.revision, cfg.token, cfg.cache_dir), cfg.gpus)
+    print(as_json(info) if cfg.json else render(info))
 
 
 def _download(argv: Sequence[str]) -> None:
@@ -114,8 +114,8 @@ def _download(argv: Sequence[str]) -> None:
     from modelcenter.hub.remote.snapshot import as_json, download_snapshot
 
     options = HubOptions(cfg.revision, cfg.token, cfg.cache_dir)
-    found = download_snapshot(str(cfg.name), options, local_dir=cfg.local_dir, everything=cfg.all, say=_to_stderr)
-    print(json.dumps(as_json(found), indent=2) if cfg.json else found.path)
+    downloaded = download_snapshot(str(cfg.name), options, local_dir=cfg.local_dir, everything=cfg.all, say=_to_stderr)
+    print(json.dumps(as_json(downloaded), indent=2) if cfg.json else downloaded.path)
 
 
 def _push(argv: Sequence[str]) -> None:
@@ -126,7 +126,7 @@ def _push(argv: Sequence[str]) -> None:
     cfg = PushConfig.from_args(argv, "modelcenter push", about + "goes on where it broke off.")
     from modelcenter.hub.remote.push import push_directory
 
-    done = push_directory(
+    pushed = push_directory(
         str(cfg.dir),
         str(cfg.repo_id),
         token=cfg.token,
@@ -135,7 +135,7 @@ def _push(argv: Sequence[str]) -> None:
         message=cfg.message,
         say=_to_stderr,
     )
-    print(json.dumps(vars(done), indent=2) if cfg.json else done.address)
+    print(json.dumps(vars(pushed), indent=2) if cfg.json else pushed.address)
 
 
 def _to_stderr(text: str) -> None:
@@ -205,18 +205,18 @@ def help_text() -> str:
     """What `modelcenter --help` prints."""
     lines = [f"modelcenter {__version__}", "", "usage: modelcenter VERB [arguments]", ""]
     for verb, function in VERBS.items():
-        arguments, _, what = (function.__doc__ or "").partition(": ")
-        lines += [f"  {f'{verb} {arguments}':<56} {what}"]
+        arguments, _, purpose = (function.__doc__ or "").partition(": ")
+        lines += [f"  {f'{verb} {arguments}':<56} {purpose}"]
     lines += ["", "`modelcenter VERB --help` says more. --traceback shows where an error comes from.", ""]
     lines += ["With several processes: torchrun --nproc_per_node N -m modelcenter finetune TASK ..."]
     return "\n".join(lines)
 
 
 def run(argv: Sequence[str]) -> None:
-    """Do what a command line says.
+    """Run the verb of a command line.
 
     Raises:
-        ValueError, OSError: the user can mend it.
+        ValueError, OSError: a mistake that the user can correct.
     """
     verb, rest = (argv[0], argv[1:]) if argv else ("help", [])
     if verb == "help" and rest:
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from modelcenter.command_line.errors import user_errors
 
     words = list(sys.argv[1:] if argv is None else argv)
-    last = words.index("--") if "--" in words else len(words)  # what is behind it is no flag
+    last = words.index("--") if "--" in words else len(words)  # words behind it are not flags
     with user_errors(traceback="--traceback" in words[:last]):
         run([word for word in words[:last] if word != "--traceback"] + words[last:])
 

@@ -1,4 +1,4 @@
-"""What all command lines share: dashes for underscores, an answer to a misspelt flag, errors of one line."""
+"""The words of a command line, for argparse: dashes for underscores, numbers below zero, misspelt flags."""
 
 import argparse
 import re
@@ -29,18 +29,18 @@ def with_numbers(words: Sequence[str]) -> list[str]:
 
 
 def is_flag(word: str) -> bool:
-    """Whether a word that is no flag's value is meant as a flag: not a number below zero, and not a text."""
+    """Whether a word that is not the value of a flag is meant as a flag: not a number below zero, and not a text."""
     return re.match(r"-[^\s\d.]", word) is not None and " " not in word.partition("=")[0]
 
 
 def unknown_flag(word: str, known: Iterable[str]) -> ValueError:
-    """The error for a flag that there is not. known: all that there are, with their dashes."""
+    """The error for a flag that does not exist. known: all that do, with their dashes."""
     name = word.partition("=")[0]
     return ValueError(f"unknown flag {name}.{nearest(name, list(known), 1)} --help lists all")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but what is wrong is a ValueError."""
+    """An argparse parser that raises ValueError for mistakes."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, **options)
@@ -52,12 +52,12 @@ class Parser(argparse.ArgumentParser):
         """The values of a command line.
 
         Raises:
-            ValueError: a flag is unknown (with the nearest that there is), lacks its value or has a wrong one; words
-                are missing, or too many.
+            ValueError: a flag is unknown (with the nearest known one), lacks its value or has a wrong one; words are
+                missing, or too many.
         """
         last = words.index("--") if "--" in words else len(words)
         flags = with_numbers([spelling(word) for word in words[:last]])
-        known = self._option_string_actions  # argparse itself names what is missing before what is misspelt
+        known = self._option_string_actions  # argparse itself reports what is missing before what is misspelt
         for word in flags:
             if is_flag(word) and word.partition("=")[0] not in known:
                 raise unknown_flag(word, known)

@@ -1,4 +1,4 @@
-"""How a program of ours ends when the user can mend what went wrong: one line, exit code 2."""
+"""How a command reports an error that the user can correct: one line, exit code 2."""
 
 import os
 import re
@@ -20,33 +20,33 @@ class Stopped(Exception):
         super().__init__(f"stopped by {signal.Signals(signal_number).name}")
 
 
-_HEAD_START = 10.0  # seconds that the rank whose error says most gets to speak for all, until the launcher ends them
+_HEAD_START = 10.0  # seconds for the rank with the most telling error to report it, until the launcher ends all ranks
 
 
 @contextmanager
 def user_errors(traceback: bool = False) -> Iterator[None]:
     """Turn ValueError, OSError and their like into `error: ...` on stderr and exit code 2.
 
-    MODELCENTER_TRACEBACK=1 (or traceback=True) lets them pass, as do all other errors. Where every rank fails alike
-    only rank 0 speaks: the others wait, and by then the launcher has ended them; what only one rank saw is said with
-    its number. A rank that only lost another waits, too, before its traceback. Ctrl-C, and a reader of the output that
-    is gone (`| head`), end it without a word. A UserWarning is a line that starts with `warning:`, without the place in
-    the code. What was printed has been written when this ends, or it is said why it could not be.
+    Other errors keep their traceback, and so do these with MODELCENTER_TRACEBACK=1 (or traceback=True). Where every
+    rank fails alike only rank 0 reports it: the others wait, and the launcher ends them meanwhile; an error of one rank
+    alone is reported with its number. A rank that only lost another one also waits before its traceback. Ctrl-C, and a
+    reader of the output that is gone (`| head`), end the program without a message. A UserWarning is a line that starts
+    with `warning:`, without the place in the code. At the end the output has been flushed, or an error tells why not.
     """
-    _open_what_is_closed()
+    _reopen_closed_streams()
     usual, warnings.formatwarning = warnings.formatwarning, _format_warning
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files that are not UTF-8 are shown as they are
     shown = traceback or os.environ.get("MODELCENTER_TRACEBACK", "") not in ("", "0")
     try:
-        with _written():
+        with _flushed_output():
             yield
     except KeyboardInterrupt:
         if shown:
             raise
         raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _reader_gone():
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
             raise SystemExit(128 + signal.SIGPIPE) from None
         from_user = isinstance(error, (ValueError, OSError, FloatingPointError, Stopped))
         if shown or not from_user:
@@ -57,7 +57,7 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
         if rank:
             time.sleep(_HEAD_START)
         print(f"{f'[rank {rank}] ' if rank else ''}error: {_text(error)}", file=sys.stderr, flush=True)
-        _drop_what_cannot_be_written()
+        _discard_unwritable_output()
         raise SystemExit(128 + error.signal_number if isinstance(error, Stopped) else 2) from None
     finally:
         warnings.formatwarning = usual
@@ -65,7 +65,7 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
 
 @contextmanager
 def flag_in_errors(field: str) -> Iterator[None]:
-    """Let a ValueError inside say which flag it is about, unless it names one itself."""
+    """Prefix a ValueError raised inside with the flag that it is about, unless it names one itself."""
     try:
         yield
     except ValueError as error:
@@ -82,16 +82,16 @@ def _format_warning(
     return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
-def _open_what_is_closed() -> None:
-    """Standard streams that the caller closed (`>&-`, some daemons) are None for Python: let them lead nowhere."""
+def _reopen_closed_streams() -> None:
+    """Open standard streams that the caller closed (`>&-`, some daemons), which are None in Python, on /dev/null."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
 
 
 @contextmanager
-def _written() -> Iterator[None]:
-    """Write what is left of standard output; Python does so when it ends, but can only complain by then."""
+def _flushed_output() -> Iterator[None]:
+    """Flush standard output at the end: when Python does so at exit, the program can no longer report a failure."""
     try:
         yield
     except SystemExit:
@@ -100,21 +100,21 @@ def _written() -> Iterator[None]:
     sys.stdout.flush()
 
 
-def _drop_what_cannot_be_written() -> None:
+def _discard_unwritable_output() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        _lead_nowhere(sys.stdout.fileno())
+        _redirect_to_null(sys.stdout.fileno())
     except ValueError:  # the program closed it
         pass
 
 
-def _lead_nowhere(out: int) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), out)  # else Python complains when it ends
+def _redirect_to_null(out: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), out)  # or Python complains at exit
 
 
-def _reader_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads; then what it still holds goes nowhere."""
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads; if so, what it still holds is discarded."""
     try:
         out = sys.stdout.fileno()
     except OSError:  # not a file
@@ -123,7 +123,7 @@ def _reader_gone() -> bool:
     poll.register(out, 0)
     gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
     if gone:
-        _lead_nowhere(out)
+        _redirect_to_null(out)
     return gone
 
 

@@ -1,0 +1,134 @@
+"""The values of flags: from Python, the command line (words) or YAML to the type of their field, checked."""
+
+import functools
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from modelcenter.registry import nearest
+
+BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+class Unquoted(str):
+    """A word of YAML without quotes, which may mean a number."""
+
+
+class FieldType(typing.NamedTuple):
+    """The type of a field, taken apart."""
+
+    container: type | None  # list, dict or None
+    scalar: type  # bool, int, float, str, or Any for a dict of anything
+    optional: bool
+
+
+@functools.cache
+def type_of(cls: type, name: str) -> FieldType:
+    """The type of a field of a dataclass of flags."""
+    hint = typing.get_type_hints(cls)[name]
+    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    (base,) = (member for member in members if member is not type(None))
+    container = typing.get_origin(base)
+    return FieldType(container, typing.get_args(base)[-1] if container else base, type(None) in members)
+
+
+def convert(field: Any, kind: FieldType, value: Any) -> Any:
+    """A value as the type of its field.
+
+    Raises:
+        ValueError: naming the field, for a value that its type or its choices do not allow.
+    """
+    name, choices = field.name, field.metadata["choices"]
+    word = value[0] if isinstance(value, list) and len(value) == 1 and kind.container is list else value
+    # A positional value, such as a prompt, is meant as it stands.
+    positional = field.metadata["positional"]
+    if value is None or (
+        not positional and kind.optional and isinstance(word, str) and word.lower() in ("none", "null")
+    ):
+        if kind.optional:
+            return None
+        raise ValueError(f"{name}: got nothing, expected a value")
+    if kind.container is list:
+        return [_text(name, v) for v in (value if isinstance(value, (list, tuple)) else [value])]
+    if kind.container is dict:
+        return _mapping(name, value, kind.scalar)
+    if isinstance(value, (str, bool)) and not choices:
+        value = field.metadata["means"].get(str(value).lower(), value)
+    converted = {bool: boolean, int: _integer, float: _number, str: _text}[kind.scalar](name, value)
+    if choices:
+        converted = field.metadata["means"].get(converted, converted)
+        if converted not in choices:
+            shown = ", ".join(map(str, choices))
+            raise ValueError(
+                f"{name}: got {value!r}, expected one of {shown}.{nearest(str(value), map(str, choices), 1)}"
+            )
+    return converted
+
+
+def boolean(name: str, value: Any) -> bool:
+    if str(value).lower() not in BOOLEANS:
+        raise ValueError(f"{name}: got {value!r}, expected true or false")
+    return BOOLEANS[str(value).lower()]
+
+
+def _integer(name: str, value: Any) -> int:
+    number = _number(name, value, "a whole number")
+    if number != int(number):
+        raise ValueError(f"{name}: got {value!r}, expected a whole number")
+    try:
+        return int(value)  # not of the float, which is not exact above 2**53
+    except ValueError:  # 2e3
+        return int(number)
+
+
+def _number(name: str, value: Any, expected: str = "a number") -> float:
+    try:
+        number = float("nan") if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    if not abs(number) < float("inf"):
+        raise ValueError(f"{name}: got {value!r}, expected {expected}")
+    return number
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        raise ValueError(f"{name}: got {value!r}, expected a text; YAML reads yes, no, on and off so without quotes")
+    if not isinstance(value, (str, int, float, Path)):
+        raise ValueError(f"{name}: got {value!r}, expected a text")
+    return str(value)
+
+
+def _mapping(name: str, value: Any, scalar: Any) -> dict[str, Any]:
+    """{key: value} of YAML, or KEY=VALUE words; the values of words are read as YAML unless texts are expected."""
+    if isinstance(value, (str, list)):
+        pairs = [str(word).partition("=") for word in ([value] if isinstance(value, str) else value)]
+        for key, equals, text in pairs:
+            if not key or not equals:
+                raise ValueError(f"{name}: got {key + equals + text!r}, expected KEY=VALUE")
+        value = {key: text if scalar is str else _parse_yaml(name, text) for key, _, text in pairs}
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: got {value!r}, expected KEY=VALUE pairs")
+    return {str(key): _text(name, v) if scalar is str else _parse_words(name, v) for key, v in value.items()}
+
+
+def _parse_words(name: str, value: Any) -> Any:
+    """A value of YAML with its words read as YAML reads them."""
+    if isinstance(value, dict):
+        return {_parse_words(name, key): _parse_words(name, v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_parse_words(name, v) for v in value]
+    return _parse_yaml(name, value) if isinstance(value, Unquoted) else value
+
+
+def _parse_yaml(name: str, text: str) -> Any:
+    import yaml
+
+    if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", text):
+        return float(text)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"{name}: got {text!r}, expected a value as YAML writes it") from None

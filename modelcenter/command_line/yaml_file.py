@@ -1,0 +1,78 @@
+"""The YAML file of flags that --config names."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from modelcenter._paths import scripts_dir
+from modelcenter.command_line.spellings import all_spellings, translate, translated
+from modelcenter.command_line.values import Unquoted
+from modelcenter.registry import nearest
+
+
+def read_yaml(cls: Any, path: Path) -> dict[str, Any]:
+    """{flag: value} of a file, by the flags' own names; the values are as YAML or a word gives them.
+
+    Raises:
+        ValueError: the file cannot be read, is not a mapping, is for another task, or has a key that is unknown or
+            given twice.
+    """
+    import yaml
+
+    path = Path(os.path.expanduser(path))
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _loader(yaml))
+    except (OSError, UnicodeDecodeError) as error:
+        shipped = scripts_dir() / "recipes" / path.name
+        hint = f"; the recipe of that name is {shipped}" if not path.exists() and shipped.is_file() else ""
+        raise ValueError(f"config: cannot read {path}: {getattr(error, 'strerror', None) or error}{hint}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"config: {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"config: {path} holds a {type(content).__name__}, expected lines such as `lr: 3e-5`")
+    file_task, task = content.pop("task", None), getattr(cls, "task", "")
+    if file_task is not None and task and file_task != task:
+        raise ValueError(f"config: {path} is for the task {file_task!r}, this one is {task!r}")
+    known, values = all_spellings(cls), dict[str, Any]()
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name in translated(cls):
+            name, value = translate(name, value)
+            if value is None:
+                continue
+        if name not in known:
+            raise ValueError(f"config: {path} has the unknown key {key!r}.{nearest(name, known, 1)}")
+        if known[name] in values:
+            raise ValueError(f"config: {path} gives {known[name]} twice, the second time as {key!r}")
+        values[known[name]] = value
+    return values
+
+
+def _loader(yaml: Any) -> Any:
+    """A loader that does not let the second of two equal keys win unseen, and leaves words as they were written.
+
+    The type of a word depends on its field: YAML would make 45000 of 12:30:00, 1.1 of the revision 1.10, and a text of
+    1e-6. Only its booleans (yes, no, on and off among them), null and << are read as YAML has them.
+    """
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers = {
+            first: [(tag, pattern) for tag, pattern in of if tag.rpartition(":")[2] in ("bool", "null", "merge")]
+            for first, of in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[Any] = set()
+            for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+                if key.value in seen:
+                    raise yaml.YAMLError(f"line {key.start_mark.line + 1} gives {key.value} again")
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+        def construct_text(self, node: Any) -> str:
+            return node.value if node.style else Unquoted(node.value)
+
+    Loader.add_constructor("tag:yaml.org,2002:str", Loader.construct_text)
+    return Loader

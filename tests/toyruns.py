@@ -8,9 +8,12 @@ import signal
 
 import torch
 from safetensors.torch import load_file
-from toydata import command
+from toydata import SIZES, command, flags
 
 from modelcenter.training import loop
+from scripts.finetune_classification import main
+
+DROPPED = {"model_config": SIZES | {"dropout": 0.3, "attention_dropout": 0.3}}
 
 
 def in_a_process(main, values) -> int:
@@ -59,3 +62,25 @@ def die_at(monkeypatch, step, number=signal.SIGKILL):
         return take(self, batch)
 
     monkeypatch.setattr(loop.Run, "train_step", train_step)
+
+
+def run_values(folder, name, **changes) -> dict:
+    """Flags of a run of 3 epochs, 12 steps of 27 rows, with a checkpoint at every second one."""
+    return flags(folder, **{"output_dir": str(folder / name), "epochs": 3, "save_every": 2} | changes)
+
+
+def short_run_values(folder, name, **changes) -> dict:
+    """Flags of a run of 4 steps."""
+    return flags(folder, **{"output_dir": str(folder / name), "max_steps": 4, "save_every": 2} | changes)
+
+
+def stop_at(monkeypatch, step, values):
+    """Train a classifier until SIGTERM comes before a step."""
+    with monkeypatch.context() as patch:
+        die_at(patch, step, signal.SIGTERM)
+        main(command(values))
+
+
+def best_of(folder, name="run") -> str:
+    """The name of the checkpoint that `best` leads to."""
+    return (folder / name / "checkpoints" / "best").resolve().name

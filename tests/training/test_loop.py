@@ -17,10 +17,7 @@ from engine.checkpoint import training
 from engine.testing import run as on_ranks
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
-from modelcenter.training.checkpoints.model_selection import ModelSelection
 from modelcenter.training.config import ClassificationConfig
-from modelcenter.training.output.curves import plot
-from modelcenter.training.output.summary import _last_and_best
 from scripts.finetune_classification import main
 
 
@@ -115,42 +112,6 @@ def test_what_a_run_leaves(folder, curves, capsys):
     assert sum(line.startswith("step ") for line in lines) == len(rows)
     run = folder / "run"
     assert last == f"finished at step 8/8: the model is in {run / 'model'}; `modelcenter predict {run} DATA` uses it"
-
-
-def test_curves_of_rows_without_numbers(curves, tmp_path):
-    """A loss that is not finite is null in metrics.jsonl; there may be no evaluation, and no row at all."""
-    row = {"step": 1, "loss": None, "lr": 0.1, "grad_norm": None}
-    for name, rows in {"a": [row, row | {"step": 2, "eval_loss": None, "eval_f1": None}], "b": [row], "c": []}.items():
-        plot(rows, tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_the_last_numbers_are_of_the_newest_step():
-    rows = [{"step": 4, "epoch": 1.0, "eval_loss": 0.5}, {"step": 6, "epoch": 1.5, "loss": 0.4, "tokens": 60}]
-    selection = ModelSelection("loss", None)
-    selection.judge(rows[0])
-    found = _last_and_best(rows, selection)
-    assert found["last"] == {"step": 6, "epoch": 1.5, "loss": 0.4, "tokens": 60, "eval_loss": 0.5}
-    assert found["best"]["step"] == 4
-    selection.best = {"metric": "eval_loss", "value": 0.2, "step": 2}  # of the folder that the run went on from
-    assert _last_and_best(rows, selection)["best"] == {"metric": "eval_loss", **rows[0]}
-
-
-def test_curves_of_evaluations_by_different_metrics(curves, tmp_path, monkeypatch):
-    """As those of a run that went on with other --metrics."""
-    from matplotlib.axes import Axes
-
-    drawn = {}
-
-    def draw(self, x, y, *args, label=None, **kwargs):
-        drawn[label] = (x, y)
-        return usual(self, x, y, *args, label=label, **kwargs)
-
-    usual = Axes.plot
-    monkeypatch.setattr(Axes, "plot", draw)
-    evals = [{"step": 1, "eval_loss": 2.0, "eval_f1": 0.5}, {"step": 2, "eval_loss": 1.0, "eval_bleu": 9.0}]
-    plot(evals, tmp_path / "curves.png")
-    assert drawn["f1"] == ([1], [0.5]) and drawn["bleu"] == ([2], [9.0])
 
 
 def test_evaluation_is_what_transformers_says(folder):
@@ -543,7 +504,7 @@ def test_bf16_runs(folder):
 
 @pytest.mark.parametrize(
     "how",
-    [{"pp": 2}, {"recompute": "full", "zero": 3}],  # test_over_ranks.py has the others
+    [{"pp": 2}, {"recompute": "full", "zero": 3}],  # test_parallelism.py has the others
     ids=lambda how: ",".join(map(str, how.items())),
 )
 def test_ranks_that_share_a_batch_train_as_one(folder, how):

@@ -1,0 +1,358 @@
+"""Which model is the best, before and after stops, and when a run waits no longer for a better one."""
+
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from toydata import command, make_rows, write_folder, write_jsonl
+from toyruns import (
+    assert_same_end,
+    best_of,
+    curve,
+    run_values,
+    short_run_values,
+    stop_at,
+    weights,
+    went_on_after,
+)
+
+import engine
+import engine.checkpoint.training
+import modelcenter
+from engine.testing import run as on_ranks
+from modelcenter.training import loop
+from modelcenter.training.checkpoints import model_selection
+from modelcenter.training.checkpoints.model_selection import ModelSelection, check_best_metric
+from modelcenter.training.config import ClassificationConfig
+from scripts.finetune_classification import main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path, train=27, dev=4)
+
+
+def test_best_model_and_early_stopping(folder, monkeypatch):
+    scores = iter([0.5, 0.9, 0.9, 0.4, 0.3, 0.2])
+    judge = loop.Run.evaluate
+
+    def evaluate(self):
+        row = judge(self) | {"eval_accuracy": next(scores)}
+        self.record.rows[-1].update(row)
+        return row
+
+    monkeypatch.setattr(loop.Run, "evaluate", evaluate)
+    watched = {"eval_every": 2, "best_metric": "accuracy", "early_stopping": 3, "save_every": "never"}
+    main(command(run_values(folder, "run") | watched))
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["steps"] == 10 and summary["status"] == "finished" and summary["best"]["step"] == 4
+    assert (folder / "run" / "checkpoints" / "best").resolve().name == "step-00000004"
+    monkeypatch.undo()
+    main(command(run_values(folder, "four") | {"max_steps": 4, "lr_scheduler": "constant"}))
+    main(command(run_values(folder, "ten") | {"lr_scheduler": "constant", "eval_every": 4, "best_metric": "loss"}))
+    best = json.loads((folder / "ten" / "summary.json").read_text())["best"]
+    assert best["metric"] == "eval_loss"
+    losses = {row["step"]: row["eval_loss"] for row in curve(folder, "ten") if "eval_loss" in row}
+    assert best["step"] == min(losses, key=losses.get)
+    with pytest.raises(ValueError, match="best_metric: got 'f1_x', the evaluation gives loss, accuracy, f1, mcc"):
+        monkeypatch.setattr(loop, "check_best_metric", lambda *_: None)
+        main(command(run_values(folder, "wrong", best_metric="f1_x")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"best_metric": "rouge"}, "best_metric: got 'rouge', expected one of loss, accuracy, f1, mcc$"),
+        ({"best_metric": "acc"}, "best_metric: got 'acc', .* Did you mean 'accuracy'"),
+        ({"best_metric": "acuracy"}, "best_metric: got 'acuracy', expected one of loss, .* Did you mean 'accuracy'"),
+        ({"best_metric": "loss", "eval_data": None}, "best_metric: there are no rows to evaluate on; give eval_data"),
+        ({"early_stopping": 2, "eval_data": None}, "early_stopping: there are no rows to evaluate on"),
+    ],
+)
+def test_what_no_evaluation_gives_is_said_before_the_first_step(folder, changes, says):
+    only = {"train_data": [str(folder / "data" / "train.jsonl")]} if "eval_data" in changes else {}
+    with pytest.raises(ValueError, match=says):
+        main(command(run_values(folder, "run", **only, **changes)))
+    assert not (folder / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.full
+def test_the_best_checkpoint_becomes_the_model(folder, monkeypatch):
+    judge = ModelSelection.judge
+    monkeypatch.setattr(ModelSelection, "judge", lambda self, row: judge(self, row | {"eval_accuracy": -row["step"]}))
+    best = {"eval_every": 4, "best_metric": "accuracy", "warmup": 0, "lr_scheduler": "constant"}
+    main(command(run_values(folder, "run") | best))
+    monkeypatch.undo()
+    main(command(run_values(folder, "four") | best | {"max_steps": 4}))
+    for key, tensor in weights(folder, "four").items():
+        assert torch.equal(tensor, weights(folder, "run")[key]), key
+
+
+def test_what_is_the_best_after_a_stop(folder, caplog):
+    checkpoints = folder / "run" / "checkpoints"
+    main(command(short_run_values(folder, "run", max_steps=2, best_metric="loss")))
+    cfg = ClassificationConfig(output_dir=str(folder / "run"), best_metric="loss")
+    best = {"metric": "eval_loss", "value": 0.5, "step": 2}
+    assert model_selection.still_counts(cfg, "eval_loss", best) and model_selection.still_counts(cfg, "eval_loss", {})
+    assert "does not count" not in caplog.text
+    assert not model_selection.still_counts(cfg, "eval_accuracy", best)
+    assert "loss 0.5 of step 2, does not count: best_metric is accuracy now" in caplog.text
+    assert not model_selection.still_counts(cfg, "eval_loss", {**best, "step": 1})  # best names another checkpoint
+    (checkpoints / "best").unlink()
+    assert not model_selection.still_counts(cfg, "eval_loss", best)
+    assert "its checkpoint is not in output_dir" in caplog.text
+    cfg.best_metric, cfg.early_stopping = None, 3
+    assert model_selection.still_counts(cfg, "eval_loss", best)  # no model is made of it
+
+
+@pytest.mark.full
+def test_the_best_of_another_folder_is_not_looked_for_at_the_end(folder):
+    """Its checkpoint is not there: the run would fail after its last step."""
+    judged = {"best_metric": "loss", "eval_every": "2", "train_data": str(folder / "data")}
+    main(command(short_run_values(folder, "run", **judged)))
+    main(command(short_run_values(folder, "next", resume=str(folder / "run"), max_steps=6, lr=50, **judged)))
+    summary = json.loads((folder / "next" / "summary.json").read_text())
+    assert summary["status"] == "finished" and (folder / "next" / "model").is_dir()
+
+
+@pytest.mark.full
+def test_patience_that_was_over_takes_no_further_step(folder, monkeypatch, capfd):
+    """Stopped between the last evaluation and the end, a run goes on to the same end."""
+    judged = {"max_steps": 12, "eval_every": "1", "save_every": "1", "early_stopping": 2, "lr": 0}
+    main(command(short_run_values(folder, "whole", **judged)))
+
+    def fail(run, target):
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
+        patch.setattr(loop, "save_final_model", fail)
+        main(command(short_run_values(folder, "run", **judged)))
+    main(command(short_run_values(folder, "run", **judged)))
+    assert went_on_after(capfd) == 3
+    assert [row["step"] for row in curve(folder, "run") if "loss" in row] == [1, 2, 3]
+    assert_same_end(folder, "run")
+
+
+@pytest.mark.parametrize(("lost", "step"), [((), 3), ((3,), 1), ((1, 3), 4)])
+def test_a_best_model_that_was_not_written_is_not_claimed(folder, monkeypatch, capsys, lost, step):
+    """model/ is the best one that there is, and the last line says which."""
+    losses = {1: 3.0, 2: 4.0, 3: 1.0, 4: 2.0}
+
+    def evaluate(self):
+        row = {"step": self.step, "epoch": 0.0, "eval_loss": losses[self.step]}
+        self.record.log(row)
+        return row
+
+    losing(monkeypatch, *lost)
+    monkeypatch.setattr(loop.Run, "evaluate", evaluate)
+    main(command(short_run_values(folder, "run", best_metric="loss", eval_every=1, save_every="never")))
+    said = capsys.readouterr().out
+    assert (f"of step {step} (loss {losses[step]:.4f})" in said) == (step != 4)
+    assert ("the best model, of step 3, is not there" in said) == bool(lost)
+    made = modelcenter.from_pretrained(str(folder / "run" / "model")).state_dict()
+    if step != 4:
+        best = modelcenter.from_pretrained(str(folder / "run" / "checkpoints" / "best")).state_dict()
+        assert all(torch.equal(tensor, made[name]) for name, tensor in best.items())
+
+
+def judged_as(monkeypatch, scores):
+    """Let the evaluation of each step have this accuracy."""
+
+    def evaluate(self):
+        row = {"step": self.step, "epoch": 0.0, "eval_loss": 1.0, "eval_accuracy": scores[self.step]}
+        self.record.log(row)
+        return row
+
+    monkeypatch.setattr(loop.Run, "evaluate", evaluate)
+
+
+def test_the_card_tells_the_scores_of_the_model_that_is_kept(folder, monkeypatch):
+    judged_as(monkeypatch, {1: 0.5, 2: 0.875, 3: 0.25})
+    main(command(short_run_values(folder, "run", best_metric="accuracy", eval_every=1, max_steps=3)))
+    card = (folder / "run" / "model" / "README.md").read_text()
+    assert "| accuracy | 0.875 |" in card and "value: 0.875" in card and "0.25 " not in card
+    assert "The model is that of step 2, the best by accuracy." in card
+    main(command(short_run_values(folder, "last", eval_every=1, max_steps=3)))
+    card = (folder / "last" / "model" / "README.md").read_text()
+    assert "| accuracy | 0.25 |" in card and "The model is that" not in card
+
+
+@pytest.mark.parametrize("worst", [float("nan"), float("inf"), None])
+def test_a_score_that_is_no_number_is_not_the_best(folder, monkeypatch, worst):
+    judged_as(monkeypatch, {1: worst, 2: 0.5, 3: 0.25})
+    main(command(short_run_values(folder, "run", best_metric="accuracy", early_stopping=2, eval_every=1, max_steps=3)))
+    assert best_of(folder) == "step-00000002"
+    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 3
+
+
+def test_best_names_the_best_of_those_that_are_saved(folder, monkeypatch):
+    """Step 3 is better than what is saved, step 5 better than what is saved but not than step 3; before a stop too."""
+    judged_as(monkeypatch, {1: 0.2, 2: 0.5, 3: 0.9, 4: 0.7, 5: 0.8, 6: 0.6})
+    often = {"eval_every": 1, "save_every": 2, "max_steps": 6, "keep": 1}
+    stop_at(monkeypatch, 3, short_run_values(folder, "run", **often))
+    assert best_of(folder) == "step-00000004"
+    main(command(short_run_values(folder, "run", **often)))
+    assert best_of(folder) == "step-00000004"
+    assert sorted(p.name for p in (folder / "run" / "checkpoints").glob("step-*")) == ["step-00000004", "step-00000006"]
+
+
+def losing(monkeypatch, *steps):
+    """Let the checkpoints of these steps find no room."""
+    write = engine.checkpoint.training._write
+
+    def fails(job, group):
+        if job.step in steps:
+            raise OSError(28, "No space left on device")
+        write(job, group)
+
+    monkeypatch.setattr("engine.checkpoint.training._write", fails)
+
+
+def test_best_does_not_count_a_checkpoint_that_was_not_written(folder, monkeypatch):
+    """Step 3 is worse than step 2, whose checkpoint is lost, and better than that which is there."""
+    judged_as(monkeypatch, {1: 0.5, 2: 0.9, 3: 0.7})
+    losing(monkeypatch, 2)
+    main(command(short_run_values(folder, "run", best_metric="accuracy", eval_every=1, save_every=1, max_steps=3)))
+    assert best_of(folder) == "step-00000003"
+
+
+def test_the_best_that_is_there_counts_after_a_stop_where_a_better_one_was_not_written(folder, monkeypatch):
+    judged_as(monkeypatch, {1: 0.5, 2: 0.9, 3: 0.3, 4: 0.4})
+    losing(monkeypatch, 2)
+    judged = {"best_metric": "accuracy", "eval_every": 1, "save_every": 1}
+    stop_at(monkeypatch, 2, short_run_values(folder, "run", **judged))
+    main(command(short_run_values(folder, "run", **judged)))
+    assert best_of(folder) == "step-00000001"
+
+
+def test_the_best_of_other_evaluation_data_does_not_count(folder, monkeypatch, caplog):
+    """Nor do the evaluations that were worse."""
+    judged_as(monkeypatch, {1: 0.9, 2: 0.8, 3: 0.2, 4: 0.3})
+    judged = {"best_metric": "accuracy", "eval_every": 1, "early_stopping": 2}
+    stop_at(monkeypatch, 1, short_run_values(folder, "run", **judged))
+    write_jsonl(folder / "data" / "dev.jsonl", make_rows(4, seed=9))
+    main(command(short_run_values(folder, "run", **judged)))
+    assert best_of(folder) == "step-00000004"
+    assert "accuracy 0.9 of step 1, does not count: eval_data is another now" in caplog.text
+    assert json.loads((folder / "run" / "summary.json").read_text())["best"]["step"] == 4
+
+
+def test_scores_of_another_search_do_not_compare():
+    from modelcenter.training.config import Seq2SeqConfig
+
+    rows = SimpleNamespace(fingerprint=lambda: {"rows": 3, "sha256": {"a": "x"}})
+    moved = SimpleNamespace(fingerprint=lambda: {"rows": 3, "sha256": {"b": "x"}})
+    before, now = (model_selection.evaluation_conditions(Seq2SeqConfig(num_beams=n), rows) for n in (1, 4))
+    assert (
+        model_selection.changed_condition(before, now) == "num_beams"
+        and model_selection.changed_condition({}, now) is None
+    )
+    assert (
+        model_selection.changed_condition(now, model_selection.evaluation_conditions(Seq2SeqConfig(num_beams=4), moved))
+        is None
+    )
+    assert (
+        model_selection.changed_condition(now, model_selection.evaluation_conditions(Seq2SeqConfig(), None)) is None
+    )  # nothing is scored
+
+
+def test_an_evaluation_without_the_metric_of_now_is_made_again():
+    rows = [{"step": 3, "loss": 1.0}, {"step": 3, "eval_loss": 1.0}]
+    for metric, found in (("loss", rows[1]), ("accuracy", None)):
+        run = SimpleNamespace(record=SimpleNamespace(rows=rows), step=3, selection=ModelSelection(metric, None))
+        run.changed_condition = None
+        assert loop.Run._row_of_this_step(run) is found
+        run.changed_condition = "eval_data"
+        assert loop.Run._row_of_this_step(run) is None
+
+
+@pytest.mark.full
+def test_ranks_agree_on_the_best_model_that_takes_the_place_of_a_lost_one(folder, monkeypatch, capfd):
+    """Its evaluation is of before a stop: rank 0 alone has it on the disk."""
+    judged_as(monkeypatch, {1: 0.2, 2: 0.5, 3: 0.3, 4: 0.9, 5: 0.1})
+    values = short_run_values(folder, "run", best_metric="accuracy", eval_every=1, max_steps=5, batch_size=4)
+    on_ranks(lambda: stop_at(monkeypatch, 2, values), 2, timeout=60)
+    losing(monkeypatch, 4)
+    on_ranks(lambda: main(command(values)), 2, timeout=60)
+    assert "the best model, of step 4, is not there; that of step 2 takes its place" in capfd.readouterr().out
+
+
+def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_going_on(folder, monkeypatch, caplog, capsys):
+    """Nor from ending."""
+    judged = {"best_metric": "accuracy", "eval_every": 1, "max_steps": 6}
+    judged_as(monkeypatch, {1: 0.2, 2: 0.5, 3: 0.6, 4: 0.3, 5: 0.4, 6: 0.1})
+    stop_at(monkeypatch, 2, short_run_values(folder, "run", **judged))
+    assert best_of(folder) == "step-00000003"
+
+    best = folder / "run" / "checkpoints" / "best"
+
+    def damage():
+        victim = next(p for p in (best / "model").iterdir() if p.stat().st_size > 1000)
+        victim.write_bytes(victim.read_bytes()[:-7])
+
+    damage()
+    with pytest.warns(UserWarning, match="checkpoint passed over: .*step-00000003"):
+        stop_at(monkeypatch, 4, short_run_values(folder, "run", **judged))
+    assert "the best checkpoint is passed over: " in caplog.text
+    assert best_of(folder) == "step-00000003"  # again, of the step that was taken anew
+    save = loop.save_final_model
+    monkeypatch.setattr(loop, "save_final_model", lambda run, target: (damage(), save(run, target)))
+    main(command(short_run_values(folder, "run", **judged)))
+    said = capsys.readouterr().out
+    assert "the best model, of step 3, is not there; the last one takes its place" in said
+    assert (folder / "run" / "model").is_dir() and "of step" not in said.splitlines()[-1]
+
+
+def test_patience_is_not_that_of_another_folder(folder, monkeypatch):
+    judged_as(monkeypatch, dict.fromkeys(range(1, 9), 0.5))
+    judged = {"eval_every": 1, "early_stopping": 2}
+    main(command(short_run_values(folder, "run", max_steps=5, **judged)))
+    assert curve(folder, "run")[-1]["step"] == 3
+    main(command(short_run_values(folder, "next", max_steps=8, resume=str(folder / "run"), **judged)))
+    assert curve(folder, "next")[-1]["step"] == 5
+
+
+def test_a_metric_of_pretraining_that_is_misspelt_is_said_before_the_first_step():
+    from modelcenter.training.config import PretrainLMConfig
+    from modelcenter.training.tasks.causal import CausalLanguageModel
+
+    task = CausalLanguageModel.__new__(CausalLanguageModel)
+    check_best_metric(PretrainLMConfig(best_metric="perplexity"), task, [])
+    with pytest.raises(ValueError, match=r"best_metric: got 'perplexty', expected one of loss, perplexity\. Did you"):
+        check_best_metric(PretrainLMConfig(best_metric="perplexty"), task, [])
+
+
+def test_a_metric_that_takes_a_flag_is_one_with_that_flag_alone():
+    from modelcenter.training.config import LMConfig
+    from modelcenter.training.tasks.lm import LanguageModelling
+
+    task = LanguageModelling.__new__(LanguageModelling)
+    for task.cfg in (LMConfig(best_metric="accuracy", token_accuracy=True), LMConfig(best_metric="accuracy")):
+        if task.cfg.token_accuracy:
+            check_best_metric(task.cfg, task, [])
+    with pytest.raises(ValueError, match=r"best_metric: got 'accuracy', expected one of loss, perplexity$"):
+        check_best_metric(task.cfg, task, [])
+
+
+def test_a_metric_of_groups_is_one_where_rows_have_them():
+    from modelcenter.data.labels import Labels
+    from modelcenter.training.config import Seq2SeqConfig
+    from modelcenter.training.tasks.classification import Classification
+    from modelcenter.training.tasks.seq2seq import SequenceToSequence
+
+    classes, texts = Classification.__new__(Classification), SequenceToSequence.__new__(SequenceToSequence)
+    classes.labels = Labels("single_label_classification", ["bad", "good"])
+    texts.cfg = Seq2SeqConfig(metrics=["accuracy"], eval_generate=True)
+    for groups in (np.array([0, 0]), None):
+        texts.group = None if groups is None else "group"
+        for task in (classes, texts):
+            said = nullcontext() if groups is not None else pytest.raises(ValueError, match="best_metric: got 'exact_m")
+            with said:
+                check_best_metric(ClassificationConfig(best_metric="exact_match"), task, SimpleNamespace(groups=groups))
+
+
+def test_fewer_rewards_of_rejected_answers_are_better():
+    assert ModelSelection("rejected", None).smaller_is_better and not ModelSelection("chosen", None).smaller_is_better

@@ -1,0 +1,95 @@
+"""When checkpoints are written, and what a full disk costs."""
+
+import json
+import re
+import resource
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from toydata import command, write_folder
+from toyruns import (
+    run_values,
+    short_run_values,
+    stop_at,
+)
+
+import engine
+import engine.checkpoint.training
+from engine.testing import run as on_ranks
+from modelcenter.training import loop
+from modelcenter.training.checkpoints import writer
+from modelcenter.training.config import ClassificationConfig
+from modelcenter.training.stopping import Stopping
+from scripts.finetune_classification import main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path, train=27)
+
+
+def test_minutes_alone_are_a_reason_to_save():
+    cfg = ClassificationConfig(output_dir="run", save_every="never", save_minutes=1.0)
+    for seconds in (59, 61):
+        checkpoints = SimpleNamespace(minutes_since_last=seconds / 60)
+        run: Any = SimpleNamespace(cfg=cfg, stopping=Stopping(None), checkpoints=checkpoints)
+        assert loop.Run._save_is_due(run, last=False) == (seconds > 60)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_checkpoints_after_so_many_minutes(folder, ranks):
+    values = run_values(folder, "run", max_steps=3, save_minutes=1e-9, keep=9) | {"save_every": 99}
+    on_ranks(lambda: main(command(values)), 2, timeout=90) if ranks == 2 else main(command(values))
+    assert len(list((folder / "run" / "checkpoints").glob("step-*"))) == 3
+
+
+def test_a_full_disk_costs_the_checkpoint_only(folder, monkeypatch, capsys):
+    good, calls = writer.save_checkpoint, []
+
+    def save(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return good(*args, **kwargs)
+
+    monkeypatch.setattr(writer, "save_checkpoint", save)
+    main(command(run_values(folder, "run")))
+    said = capsys.readouterr().out
+    assert "step 4: the checkpoint could not be written: [Errno 28] No space left" in said
+    assert re.search(r"No space left on device; [\d,.]+ MB are free at .*run\n", said)
+    assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
+    assert not (folder / "run" / "checkpoints" / "step-00000004").exists()
+
+
+def test_a_disk_that_stays_full_is_said_with_the_file(folder, curves, capfd):
+    """Files may grow to 6000 bytes: the records fit, checkpoints, curves and the model do not."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
+    try:
+        with pytest.raises(ValueError, match="saving to .*run/model failed: File too large; nothing was changed"):
+            main(command(run_values(folder, "run", max_steps=4, trackers="no")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed" and summary["steps"] == 4
+    out, err = capfd.readouterr()
+    assert "checkpoint could not be written" in out and "curves.png could not be written" in err
+    assert "Traceback" not in out + err
+    assert not list((folder / "run" / "checkpoints").glob("*")) and not (folder / "run" / "model").exists()
+
+
+def test_a_checkpoint_that_could_not_be_written_does_not_cost_the_next(folder, monkeypatch, capsys):
+    """Not even that of a stop, for which the disk has room again."""
+    write, calls = engine.checkpoint.training._write, []
+
+    def fails_once(job, group):
+        calls.append(job.step)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        write(job, group)
+
+    monkeypatch.setattr("engine.checkpoint.training._write", fails_once)
+    stop_at(monkeypatch, 2, short_run_values(folder, "run"))
+    assert calls == [2, 3] and (folder / "run" / "checkpoints" / "step-00000003").is_dir()
+    assert "the last checkpoint could not be written: [Errno 28] No space left on device" in capsys.readouterr().out

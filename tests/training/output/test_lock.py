@@ -1,0 +1,48 @@
+"""One run at a time in an output folder."""
+
+import multiprocessing
+import os
+import platform
+import re
+
+import pytest
+from toydata import command, write_folder
+from toyruns import short_run_values
+
+from modelcenter.training.output.lock import lock_folder
+from scripts.finetune_classification import main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path, train=27, dev=4)
+
+
+def _hold(folder, held, done):
+    with lock_folder(folder):
+        held.set()
+        done.wait(30)
+
+
+def test_two_runs_do_not_share_a_folder(folder, monkeypatch):
+    out = folder / "run"
+    out.mkdir()
+    context = multiprocessing.get_context("fork")
+    held, done = context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(out, held, done))
+    other.start()
+    assert held.wait(30)
+    said = f"output_dir: process {other.pid} on {platform.node()} is training in {out}; wait until it has ended"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        main(command(short_run_values(folder, "run")))
+    assert os.listdir(out) == [".lock"]
+    done.set()
+    other.join()
+    assert os.listdir(out) == []
+    monkeypatch.setattr("fcntl.lockf", _no_locks)
+    with lock_folder(out):
+        pass
+
+
+def _no_locks(*_):
+    raise OSError(95, "Operation not supported")

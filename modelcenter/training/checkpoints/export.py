@@ -1,4 +1,4 @@
-"""What a run with low-rank updates leaves in its checkpoints, as a Hugging Face directory or as an adapter."""
+"""Export of the checkpoints of runs with low-rank updates: as a Hugging Face directory or as an adapter."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from modelcenter.training.tasks import TASKS
 
 
 def has_adapter(path: Path) -> bool:
-    """Whether it is a checkpoint of a run with low-rank updates, or such a run that finished."""
+    """Whether a path is a checkpoint of a run with low-rank updates, or the model/ of such a run that finished."""
     if (path / RUN_FILE).is_file():
         return json.loads((path / RUN_FILE).read_text(encoding="utf-8"))["flags"].get("lora_rank") is not None
     return (path.parent / "adapter").is_dir() and path.name == "model"
@@ -31,7 +31,7 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
     """Write the model with its updates merged, or (keep) the adapter alone, in peft's format. One process.
 
     Args:
-        path: a checkpoint, or the model/ of a finished run. idle: flags given that have no part in it.
+        path: a checkpoint, or the model/ of a finished run. idle: flags that were given and have no effect here.
         options: of save_pretrained.
 
     Returns:
@@ -52,22 +52,22 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
         with new_directory(target) as scratch:
             shutil.copytree(path.parent / "adapter", scratch, dirs_exist_ok=True)
         return f"{target}: the adapter of {path.parent}"
-    about = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-    kind = TASKS[about["task"]].flags()
+    run = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+    kind = TASKS[run["task"]].flags()
     known = {field.name for field in dataclasses.fields(kind)}  # another version may have had others
-    cfg = kind(**{name: value for name, value in about["flags"].items() if name in known})
+    cfg = kind(**{name: value for name, value in run["flags"].items() if name in known})
     values = read_json(path / CONFIG_FILE)
     arch = registry.get(values["model_type"], values.get("architectures")).arch_map()
     model = modelcenter.from_config(
         values,
         arch.declared_task(values.get("architectures")),  # of the heads that the task may train
-        # What the model that the run began with lacked is in no file: the run says what it trained whole.
-        adapter=make_adapters(cfg, about.get("trained")),
+        # No file has what the initial model lacked: run.json lists what the run trained whole.
+        adapter=make_adapters(cfg, run.get("trained")),
         policy=False,
         dtype=values.get("dtype", "float32"),
     )
     if not cfg.from_scratch:
-        # As a run that finishes names it: by its repository, where the name is one of ours.
+        # Named as by a run that finishes: by its repository, where the name is one of ours.
         model.adapter.base = cfg.model if Path(str(cfg.model)).exists() else repo_of(str(cfg.model))[0]
         model.adapter.revision = cfg.revision
     if (path / GENERATION_FILE).is_file():

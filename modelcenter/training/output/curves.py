@@ -1,4 +1,4 @@
-"""curves.png: a run, drawn."""
+"""curves.png: loss, learning rate and evaluation metrics of a run, drawn."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(15, 4))
     FigureCanvasAgg(figure)
-    # Margins of their own: a layout that matplotlib works out draws everything twice.
+    # Fixed margins: a layout that matplotlib works out draws everything twice.
     margins = {"left": 0.04, "right": 0.99, "bottom": 0.13, "top": 0.91, "wspace": 0.19}
     loss, rate, metrics = figure.subplots(1, 3, gridspec_kw=margins)
     train, evals = [r for r in rows if "loss" in r], [r for r in rows if "eval_loss" in r]
@@ -25,9 +25,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     rate.plot([r["step"] for r in train], [r["lr"] for r in train])
     if evals:
         loss.plot([r["step"] for r in evals], [_nan(r["eval_loss"]) for r in evals], "o-", label="evaluation")
-    apart = ("eval_loss", "eval_mse", "eval_seconds")  # of another scale
-    for name in dict.fromkeys(name for row in evals for name in row if name.startswith("eval_") and name not in apart):
-        known = [row for row in evals if name in row]  # a run that goes on may be judged by other metrics
+    omitted = ("eval_loss", "eval_mse", "eval_seconds")  # of another scale
+    names = dict.fromkeys(name for row in evals for name in row if name.startswith("eval_"))
+    for name in (name for name in names if name not in omitted):
+        known = [row for row in evals if name in row]  # a run that goes on may have other metrics than before
         metrics.plot([r["step"] for r in known], [_nan(r[name]) for r in known], "o-", label=name[5:])
     for axes, title in ((loss, "loss"), (rate, "learning rate"), (metrics, "evaluation")):
         axes.set(title=title, xlabel="step")

@@ -1,4 +1,4 @@
-"""JSON as the files of a run and the results of the verbs have it."""
+"""JSON for the files of a run and the results of the verbs."""
 
 import json
 import math
@@ -15,6 +15,6 @@ def finite(value: Any) -> Any:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """A value as JSON that any file takes: what of a path is not UTF-8 becomes escapes, which read back as it was."""
+    """A value as JSON that any file takes: bytes of a path that are not UTF-8 become escapes, and read back alike."""
     text = json.dumps(finite(value), indent=indent, ensure_ascii=False)
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,11 @@
-"""Training: flags, tasks, the one loop. Names are imported on first use, so that flags and --help need no torch."""
+"""Training: flags, tasks, and the one loop.
+
+script.py goes from the command line to the end of a run: config/ has the flags; tasks/ and metrics/ say what rows,
+heads and scores are; setup/ makes the model, the optimizer and the sizes of a step; loop.py trains, on the batches of
+batch_sources.py; monitoring/ measures, checkpoints/ saves and resumes, output/ writes files and shows lines.
+
+Names are imported on first use, so that flags and --help need no torch.
+"""
 
 import importlib
 from typing import Any

@@ -1,8 +1,8 @@
 """Flags whose values depend on the machine, the ranks, the model or the rows: what `auto` and none mean for this run.
 
-A run resolves each as soon as it knows what the flag depends on, in the order of the four functions below. They are all
-that changes the configuration of a run once its task has read the data; config.yaml has what they found. What they
-call only computes.
+A run resolves each as soon as it knows what the flag depends on, in the order of the first four functions below. Beside
+the task, which sets its own flags, nothing else changes the configuration of a run; config.yaml has the results. What
+these functions call only computes.
 """
 
 from collections.abc import Mapping

@@ -295,8 +295,8 @@ class Run:
         return self.stopping.any_rank(self.checkpoints.minutes_since_last > self.cfg.save_minutes)
 
     def save(self, wait: bool = False) -> None:
-        """Write a checkpoint beside the training, which goes on; wait: until it is on the disk. Where output_dir is
-        not given, or the checkpoint of this step is there, do nothing. Collective."""
+        """Write a checkpoint while training goes on; wait: until it is on the disk. Does nothing without output_dir, or
+        if this step has one. Collective."""
         if self.checkpoints is None or self.checkpoints.newest == self.step:
             return
         self._log_skipped_steps()

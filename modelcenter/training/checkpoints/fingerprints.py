@@ -17,25 +17,25 @@ def identity(data: Any) -> Any:
 
 def differences(before: Any, now: Any) -> str:
     """How the data of two fingerprints differ, in brackets: rows and files; "" if the fingerprints do not tell."""
-    found = []
+    parts = []
     if all(isinstance(data, dict) and "rows" in data for data in (before, now)):
-        found.append(f"{_amount(now)} now, {_amount(before)} then")
+        parts.append(f"{_amount(now)} now, {_amount(before)} then")
     old, new = _files(before), _files(now)
     files = [f"{path} has changed" for path in old if path in new and old[path] != new[path]]
     files += [f"{path} is gone" for path in old if path not in new]
     files += [f"{path} is new" for path in new if path not in old]
-    found += files[:5]
-    return f" ({'; '.join(found)})" if found else ""
+    parts += files[:5]
+    return f" ({'; '.join(parts)})" if parts else ""
 
 
 def _files(data: Any) -> dict[str, Any]:
     """{path: hash} of all files in a fingerprint."""
     if isinstance(data, list):
         return {path: value for part in data for path, value in _files(part).items()}
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for name, value in data.items() if isinstance(data, dict) else ():
-        found |= value if name in _HASHES and isinstance(value, dict) else _files(value)
-    return found
+        files |= value if name in _HASHES and isinstance(value, dict) else _files(value)
+    return files
 
 
 def _amount(data: dict[str, Any]) -> str:

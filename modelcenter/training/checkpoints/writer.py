@@ -13,7 +13,7 @@ from modelcenter.training.output.folder import CHECKPOINTS, free_space
 
 
 class CheckpointWriter:
-    """Writes checkpoints beside the training, which goes on.
+    """Writes checkpoints while training goes on.
 
     One that cannot be written is reported and costs nothing but itself: those before it stay.
 

@@ -77,12 +77,16 @@ def _trained_parameters(model: Model, muon: bool) -> _Parameters:
     if muon:
         layers = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
         hidden_names = {f"{name}.weight" for name in layers if not model.is_head(clean_name(f"{name}."))}
-    found = _Parameters([], [], [])
+    trained = _Parameters([], [], [])
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            kind = found.hidden if name in hidden_names else found.matrices if parameter.dim() > 1 else found.vectors
-            kind.append(parameter)
-    return found
+            if name in hidden_names:
+                trained.hidden.append(parameter)
+            elif parameter.dim() > 1:
+                trained.matrices.append(parameter)
+            else:
+                trained.vectors.append(parameter)
+    return trained
 
 
 def _elementwise_optimizer(cfg: TrainConfig, groups: list[dict[str, Any]]) -> Any:

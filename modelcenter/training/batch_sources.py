@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 import engine
-from modelcenter.data.mixture import draw_of
+from modelcenter.data.batching.mixture import draw_of
+from modelcenter.data.pretraining.text_rows import StreamRows
 from modelcenter.data.sampling import EpochBatches, TokenBatches
 from modelcenter.data.streaming import StreamBatches
-from modelcenter.data.text_rows import StreamRows
 from modelcenter.training.config import TrainConfig
 
 

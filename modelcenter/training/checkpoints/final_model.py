@@ -7,7 +7,7 @@ import engine
 from engine.checkpoint import load_model, together
 from modelcenter.adapters import merge_lora, save_adapter
 from modelcenter.hub.card import complete_card
-from modelcenter.hub.push import push_directory
+from modelcenter.hub.remote.push import push_directory
 from modelcenter.training.checkpoints.model_selection import best_checkpoint
 from modelcenter.training.output.folder import CHECKPOINTS
 from modelcenter.training.output.messages import model_card

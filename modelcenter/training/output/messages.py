@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import engine
 from engine.checkpoint import latest_checkpoint
-from modelcenter.data.mixture import parse_weight
+from modelcenter.data.batching.mixture import parse_weight
 from modelcenter.data.sources import is_hub_name
 from modelcenter.data.token_files import is_tokens
 from modelcenter.training.config import TrainConfig

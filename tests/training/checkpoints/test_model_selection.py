@@ -338,7 +338,7 @@ def test_a_metric_that_takes_a_flag_is_one_with_that_flag_alone():
 
 
 def test_a_metric_of_groups_is_one_where_rows_have_them():
-    from modelcenter.data.labels import Labels
+    from modelcenter.data.schemas.labels import Labels
     from modelcenter.training.config import Seq2SeqConfig
     from modelcenter.training.tasks.classification import Classification
     from modelcenter.training.tasks.seq2seq import SequenceToSequence

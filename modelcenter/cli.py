@@ -44,7 +44,7 @@ def _predict(argv: Sequence[str]) -> None:
     cfg = PredictConfig.from_args(
         argv, "modelcenter predict", "What a trained model makes of rows: a JSON line for each."
     )
-    from modelcenter.training.predict import run_predict
+    from modelcenter.training.inference.predict import run_predict
 
     run_predict(cfg)
 
@@ -55,7 +55,7 @@ def _evaluate(argv: Sequence[str]) -> None:
 
     about = "Loss and metrics of a trained model on labelled rows."
     cfg = EvaluateConfig.from_args(argv, "modelcenter evaluate", about)
-    from modelcenter.training.predict import run_evaluate
+    from modelcenter.training.inference.predict import run_evaluate
 
     run_evaluate(cfg)
 
@@ -66,7 +66,7 @@ def _generate(argv: Sequence[str]) -> None:
 
     about = "Continue texts with a causal model, or write what an encoder-decoder makes of them."
     cfg = GenerateConfig.from_args(argv, "modelcenter generate", about)
-    from modelcenter.training.generate import run_generate
+    from modelcenter.training.inference.generate import run_generate
 
     run_generate(cfg)
 

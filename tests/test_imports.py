@@ -222,7 +222,7 @@ ONLY_IN: dict[tuple[str, ...], set[str]] = {
     ("cross_entropy", "CrossEntropyLoss", "nll_loss", "NLLLoss"): {
         "engine/loss.py",
         "modelcenter/testing/reference.py",  # what others are held against
-        "modelcenter/training/class_weights.py",  # few classes, each with a weight
+        "modelcenter/training/tasks/class_weights.py",  # few classes, each with a weight
         "modelcenter/training/metrics/lm.py",  # of each row by itself
     },
 }

@@ -35,7 +35,7 @@ def stoppable(asked: Callable[[], bool]) -> Iterator[None]:
         _asked.pop()
 
 
-def may_stop() -> None:
+def check_stop() -> None:
     """A place between two batches, which all ranks come to equally often. Collective."""
     if _asked and _asked[-1]():
         raise EvaluationStopped
@@ -139,7 +139,7 @@ def _outputs(
     try:
         for turn in range(int(rounds)):
             if pipeline is None or turn % _TURNS_OF_A_PIPELINE == 0:
-                may_stop()
+                check_stop()
             mine = turn < len(batches)
             batch = to_device(batches[turn] if mine else model.empty_batch(), model.device)
             given = inputs(batch)

@@ -20,7 +20,7 @@ from modelcenter.data.structured import (
     structured_batch,
 )
 from modelcenter.models.base import Model
-from modelcenter.training.texts import most_of_ranks, new_tokens
+from modelcenter.training.inference.text_generation import max_over_ranks, new_tokens
 
 
 @dataclass
@@ -99,7 +99,7 @@ def fill(
     rows = [encoder.encode(one, samples, answered=False) for one in objects]
     texts = [_Text(copy.deepcopy(dict(one)), row, row.values) for one, row in zip(objects, rows, strict=True)]
     turns, several = max(len(row.answers) for row in rows), int(search.pop("num_return_sequences", 1))
-    turns, table = most_of_ranks(turns), extension_table(rows)
+    turns, table = max_over_ranks(turns), extension_table(rows)
     if "max_new_tokens" in search:
         search["max_new_tokens"] = new_tokens(model, search["max_new_tokens"], max(len(row) for row in rows))
     for turn in range(turns):

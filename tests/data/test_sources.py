@@ -9,7 +9,7 @@ import pytest
 
 from modelcenter.data import sources
 from modelcenter.data.readers import read_file
-from modelcenter.training.tasks.base import evaluation_split, split_to_use
+from modelcenter.training.tasks.base import evaluation_split, inference_split
 
 
 @pytest.fixture
@@ -241,8 +241,8 @@ def test_a_file_beside_a_folder_with_splits_is_not_left_out_where_one_split_is_c
         path.write_text("text,label\na,b\n")
     source = sources.find([str(tmp_path / "extra.csv"), str(tmp_path / "data")])
     assert len(source.read("train")) == 2
-    for choose in (evaluation_split, lambda found: split_to_use(found, None, True)):
+    for choose in (evaluation_split, lambda found: inference_split(found, None, True)):
         with pytest.raises(ValueError, match="extra.csv is of no split, .* are the splits train, test"):
             choose(source)
-    assert split_to_use(source, "test", True) == "test"
+    assert inference_split(source, "test", True) == "test"
     assert evaluation_split(sources.find(str(tmp_path / "data"))) == "test"

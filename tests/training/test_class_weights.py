@@ -13,7 +13,7 @@ import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import main
 from modelcenter.training.accumulation import accumulate
-from modelcenter.training.class_weights import WeightedClasses, weights_of
+from modelcenter.training.tasks.class_weights import WeightedClasses, weights_of
 
 ROOMY = {"model_config": SIZES | STILL | {"num_layers": 2, "max_positions": 64}}
 

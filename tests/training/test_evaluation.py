@@ -10,8 +10,8 @@ import engine
 import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.training.evaluation import EvaluationStopped, logits_of, stoppable
+from modelcenter.training.inference.text_generation import map_over_ranks
 from modelcenter.training.metrics import SingleLabel
-from modelcenter.training.texts import share_out
 
 VOCAB = 31
 
@@ -134,6 +134,6 @@ def test_what_goes_over_batches_stops_between_two_of_them():
     assert model.training and len(asked) == 2
     written = []
     with pytest.raises(EvaluationStopped), stoppable(lambda: len(written) == 2):
-        share_out(7, 1, lambda numbers: written.append(numbers) or numbers)
+        map_over_ranks(7, 1, lambda numbers: written.append(numbers) or numbers)
     assert written == [[0], [1]]
-    assert share_out(2, 1, list) == [0, 1] and modelcenter.training.evaluate(model, batches)["loss"] > 0
+    assert map_over_ranks(2, 1, list) == [0, 1] and modelcenter.training.evaluate(model, batches)["loss"] > 0

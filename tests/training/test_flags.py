@@ -13,7 +13,7 @@ from modelcenter.training.config import (
 )
 from modelcenter.training.config.common import NOT_OF_THE_MODEL
 from modelcenter.training.config.use import ColumnFlags
-from modelcenter.training.predict import search_of
+from modelcenter.training.inference.predict import search_of
 from modelcenter.training.tasks import TASKS
 
 

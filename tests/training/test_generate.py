@@ -18,10 +18,10 @@ import modelcenter as mc
 from modelcenter.cli import main
 from modelcenter.command_line.errors import user_errors
 from modelcenter.testing import randomize_
-from modelcenter.training import texts
 from modelcenter.training.config import GenerateConfig
-from modelcenter.training.generate import _Terminal, run_generate
-from modelcenter.training.texts import _say, new_tokens
+from modelcenter.training.inference import text_generation
+from modelcenter.training.inference.generate import _Terminal, run_generate
+from modelcenter.training.inference.text_generation import _say, new_tokens
 
 PROMPTS = ["the film was", "a", "it is dull and slow and"]
 
@@ -213,10 +213,10 @@ def test_no_two_groups_of_prompts_are_drawn_alike(monkeypatch):
         seeds.append(seed)
         return [[[]] for _ in prompts]
 
-    monkeypatch.setattr(texts, "_write", write)
+    monkeypatch.setattr(text_generation, "_write", write)
     for number in range(40):
-        search = texts.own_draws({"seed": 0}, number)
-        texts.complete_ids(None, None, [[1]] * 8, max_new_tokens=list(range(8)), **search)
+        search = text_generation.with_batch_seed({"seed": 0}, number)
+        text_generation.complete_ids(None, None, [[1]] * 8, max_new_tokens=list(range(8)), **search)
     assert len(set(seeds)) == len(seeds) == 40 * 8 and seeds[0] == 0
 
 

@@ -13,8 +13,8 @@ from toydata import command, flags, make_rows, write_folder, write_jsonl
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.training.config import ClassificationConfig
+from modelcenter.training.inference.predict import check_output, write_lines
 from modelcenter.training.output.json_text import finite
-from modelcenter.training.predict import check_output, write_lines
 from modelcenter.training.tasks.classification import Classification
 from scripts.finetune_classification import main
 

@@ -14,7 +14,7 @@ import modelcenter
 from modelcenter.cli import run as cli
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training.config import PretrainLMConfig
-from modelcenter.training.tasks.causal import CausalLanguageModel
+from modelcenter.training.tasks.pretraining.causal import CausalPretraining
 
 TIMES = ("seconds", "tokens_per_second", "eval_seconds")
 
@@ -170,7 +170,7 @@ def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, capfd, kind, data):
 def test_no_token_sees_what_follows(folder, model):
     """CPM-Ant's tokens see all of a context, and what batches do not say to be none is one."""
     made = modelcenter.from_config(model, "causal-lm").eval()
-    task = CausalLanguageModel(PretrainLMConfig(**flags(folder, "tiny/gpt2")))
+    task = CausalPretraining(PretrainLMConfig(**flags(folder, "tiny/gpt2")))
     task.attach(made)
     train_set, _ = task.tokenize(TOKENIZERS["tiny/gpt2"](), 24)
     batch = train_set.batch(np.array([0]))

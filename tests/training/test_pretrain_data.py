@@ -15,7 +15,7 @@ from modelcenter.data.blocks import Blocks
 from modelcenter.data.pretraining.text_rows import encode_texts
 from modelcenter.data.token_files import open_tokens
 from modelcenter.training.batch_sources import StreamBatchSource
-from modelcenter.training.tasks.spans import SpanCorruptionModel
+from modelcenter.training.tasks.pretraining.span_corruption import SpanCorruptionPretraining
 
 
 @pytest.fixture
@@ -334,7 +334,7 @@ def test_dry_run_shows_what_is_asked(folder, kind, changes, capsys):
 def test_a_decoder_starts_with_a_token_of_its_tokenizer(first, starts):
     tokens = {"pad_token_id": 7, "eos_token_id": 1, "bos_token_id": first}
     tokenizer = SimpleNamespace(get_vocab=lambda: {"<extra_id_0>": 3}, **tokens)
-    task = SpanCorruptionModel.__new__(SpanCorruptionModel)
+    task = SpanCorruptionPretraining.__new__(SpanCorruptionPretraining)
     said = {name: token for name, token in tokens.items() if token is not None} | {"decoder_start_token_id": starts}
     assert task.special_tokens(tokenizer) == said
     tokenizer.pad_token_id = None

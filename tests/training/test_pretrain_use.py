@@ -9,7 +9,7 @@ from toydata import write_jsonl
 
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
-from modelcenter.training.tasks.spans import SpanCorruptionModel
+from modelcenter.training.tasks.pretraining.span_corruption import SpanCorruptionPretraining
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_sentinels_are_filled(trained):
     assert other == found
     with pytest.raises(ValueError, match="line 1: the row has no sentinel to fill; put <extra_id_0> where"):
         predict(trained, "span-corruption", ["a film"])
-    task = SpanCorruptionModel.__new__(SpanCorruptionModel)
+    task = SpanCorruptionPretraining.__new__(SpanCorruptionPretraining)
     tokenizer = TOKENIZERS["tiny/t5"]()
     marks = tokenizer.convert_tokens_to_ids(["<extra_id_0>", "<extra_id_1>", "<extra_id_2>"])
     task.sentinels = tokenizer.convert_tokens_to_ids([f"<extra_id_{i}>" for i in range(20)])

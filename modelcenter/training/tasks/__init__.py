@@ -34,41 +34,31 @@ class TaskInfo:
         return any(head in heads for head in self.heads)
 
 
+# fmt: off
 TASKS: dict[str, TaskInfo] = {
-    "classification": TaskInfo(
-        "finetune",
-        "finetune_classification",
-        "ClassificationConfig",
-        "classification:Classification",
-        ("sequence-classification",),
-    ),
-    "multiple-choice": TaskInfo(
-        "finetune",
-        "finetune_multiple_choice",
-        "MultipleChoiceConfig",
-        "multiple_choice:MultipleChoice",
-        ("multiple-choice",),
-    ),
-    "seq2seq": TaskInfo("finetune", "finetune_seq2seq", "Seq2SeqConfig", "seq2seq:SequenceToSequence", ("seq2seq-lm",)),
-    "token-classification": TaskInfo(
-        "finetune",
-        "finetune_token_classification",
-        "TokenClassificationConfig",
-        "token_classification:TokenClassification",
-        ("token-classification",),
-    ),
-    "qa": TaskInfo("finetune", "finetune_qa", "QAConfig", "qa:QuestionAnswering", ("question-answering",)),
-    "lm": TaskInfo("finetune", "finetune_lm", "LMConfig", "lm:LanguageModelling", ("causal-lm",)),
-    "dpo": TaskInfo("finetune", "finetune_dpo", "DPOConfig", "dpo:DPO", ("causal-lm",)),
+    "classification": TaskInfo("finetune", "finetune_classification", "ClassificationConfig",
+        "classification:Classification", ("sequence-classification",)),
+    "multiple-choice": TaskInfo("finetune", "finetune_multiple_choice", "MultipleChoiceConfig",
+        "multiple_choice:MultipleChoice", ("multiple-choice",)),
+    "seq2seq": TaskInfo("finetune", "finetune_seq2seq", "Seq2SeqConfig",
+        "seq2seq:SequenceToSequence", ("seq2seq-lm",)),
+    "token-classification": TaskInfo("finetune", "finetune_token_classification", "TokenClassificationConfig",
+        "token_classification:TokenClassification", ("token-classification",)),
+    "qa": TaskInfo("finetune", "finetune_qa", "QAConfig",
+        "qa:QuestionAnswering", ("question-answering",)),
+    "lm": TaskInfo("finetune", "finetune_lm", "LMConfig",
+        "lm:LanguageModelling", ("causal-lm",)),
+    "dpo": TaskInfo("finetune", "finetune_dpo", "DPOConfig",
+        "dpo:DPO", ("causal-lm",)),
     # Pretraining comes last: a model is used by the first task that its head is for.
-    "mlm": TaskInfo("pretrain", "pretrain_mlm", "MLMConfig", "mlm:MaskedLanguageModel", ("masked-lm", "pretraining")),
-    "pretrain-lm": TaskInfo(
-        "pretrain", "pretrain_lm", "PretrainLMConfig", "causal:CausalLanguageModel", ("causal-lm",)
-    ),
-    "span-corruption": TaskInfo(
-        "pretrain", "pretrain_span_corruption", "SpanCorruptionConfig", "spans:SpanCorruptionModel", ("seq2seq-lm",)
-    ),
+    "mlm": TaskInfo("pretrain", "pretrain_mlm", "MLMConfig",
+        "pretraining.masked:MaskedPretraining", ("masked-lm", "pretraining")),
+    "pretrain-lm": TaskInfo("pretrain", "pretrain_lm", "PretrainLMConfig",
+        "pretraining.causal:CausalPretraining", ("causal-lm",)),
+    "span-corruption": TaskInfo("pretrain", "pretrain_span_corruption", "SpanCorruptionConfig",
+        "pretraining.span_corruption:SpanCorruptionPretraining", ("seq2seq-lm",)),
 }
+# fmt: on
 
 
 def tasks_of(verb: str) -> dict[str, TaskInfo]:

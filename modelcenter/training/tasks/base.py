@@ -30,7 +30,7 @@ from modelcenter.training.metrics import Score
 
 
 @dataclass(frozen=True)
-class TokenRows:
+class TokenExamples:
     """Examples that are rows of tokens. A subclass adds what is asked of them to `batch` and `show`."""
 
     table: Table
@@ -156,7 +156,7 @@ class Task(ABC):
 
     def evaluate(self, model: Model, examples: Examples, batch_size: int) -> dict[str, float | None]:
         """The loss and the metrics over all rows. Collective."""
-        batches = Batches(examples, own_batches(examples, batch_size))
+        batches = Batches(examples, rank_batches(examples, batch_size))
         return evaluate(model, batches, self.metrics(model.device), self.feed)
 
     def count(self, examples: Examples) -> int:
@@ -173,7 +173,7 @@ class Task(ABC):
     def read(cls, cfg: Any, run: TrainConfig | None, labelled: bool) -> Any:
         """The rows that a trained model shall work on, for `to_use`."""
         source = sources.find(cfg.data or [], cfg.data_config)
-        return apply_form(source.read(split_to_use(source, cfg.split, labelled)), form_to_use(cfg, run), cls.name)
+        return apply_form(source.read(inference_split(source, cfg.split, labelled)), inference_form(cfg, run), cls.name)
 
     @classmethod
     @abstractmethod
@@ -194,7 +194,7 @@ class Task(ABC):
         """What the model says of each row, in order, on rank 0 (the other ranks get nothing to read). Collective."""
 
 
-def own_batches(examples: Examples, batch_size: int) -> list[np.ndarray]:
+def rank_batches(examples: Examples, batch_size: int) -> list[np.ndarray]:
     """This rank's batches of an evaluation."""
     return evaluation_batches(examples.lengths, batch_size, engine.data_size())[engine.data_rank()]
 
@@ -260,7 +260,7 @@ def check_one_split(source: sources.Source, flag: str) -> None:
         )
 
 
-def split_to_use(source: sources.Source, given: str | None, labelled: bool) -> str:
+def inference_split(source: sources.Source, given: str | None, labelled: bool) -> str:
     """The split that a trained model is used on: the one given, else the usual one."""
     if given is None:
         check_one_split(source, "split")
@@ -282,7 +282,7 @@ def strings(table: Table, name: str) -> list[str]:
     return [v if isinstance(v, str) else str(v) for v in values]
 
 
-def token_of_decoder(tokenizer: Any, name: str, use: str) -> int:
+def decoder_token(tokenizer: Any, name: str, use: str) -> int:
     """The tokenizer's special token that an encoder-decoder uses so.
 
     Raises:
@@ -302,14 +302,14 @@ def shortened(text: str, most: int = 160) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def form_to_use(cfg: Any, run: TrainConfig | None) -> str | None:
+def inference_form(cfg: Any, run: TrainConfig | None) -> str | None:
     """The form of the rows that a trained model shall work on: the one given ("raw": columns as they are), else the
     run's."""
     form = cfg.form or (run and run.form)
     return None if form == "raw" else form
 
 
-def has_several(table: Table, form: str | None) -> bool:
+def has_several_answers(table: Table, form: str | None) -> bool:
     """Whether rows of a form name all their right choices."""
     return form is not None and "answers" in table.columns
 
@@ -332,7 +332,9 @@ def groups_of(table: Table, column: str | None) -> np.ndarray | None:
     return np.array([numbers.setdefault(str(value), len(numbers)) for value in table.columns[column]], np.int64)
 
 
-def usual_columns(cfg: Any, run: TrainConfig | None, table: Table, roles: Sequence[str], needed: str) -> dict[str, Any]:
+def inference_columns(
+    cfg: Any, run: TrainConfig | None, table: Table, roles: Sequence[str], needed: str
+) -> dict[str, Any]:
     """{role: column} for new rows: what the flags say, else the run's columns where the rows have them.
 
     Args:

@@ -17,28 +17,28 @@ from modelcenter.data.schemas.labels import Labels, find_labels
 from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, tokenize
 from modelcenter.models.base import Model
-from modelcenter.training.class_weights import WeightedClasses, weights_of
 from modelcenter.training.config import ClassificationConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate, logits_of
 from modelcenter.training.metrics import Metrics, MultiLabel, Regression, SingleLabel, sum_over_ranks
 from modelcenter.training.tasks.base import (
     Batches,
     Task,
-    TokenRows,
-    form_to_use,
+    TokenExamples,
     group_column,
     groups_of,
-    own_batches,
+    inference_columns,
+    inference_form,
+    rank_batches,
     read_splits,
     strings,
-    usual_columns,
 )
+from modelcenter.training.tasks.class_weights import WeightedClasses, weights_of
 
 log = logging.getLogger("modelcenter")
 
 
 @dataclass(frozen=True)
-class LabelledRows(TokenRows):
+class LabelledExamples(TokenExamples):
     """Rows of text with their labels (targets None: none were read). groups: int64 (rows,), which rows are judged as
     one; None: each by itself."""
 
@@ -114,10 +114,10 @@ class Classification(Task):
         names = dict(enumerate(self.labels.names))
         return {"num_labels": len(names), "id2label": names, "problem_type": self.labels.problem_type}
 
-    def tokenize(self, tokenizer: Any, max_length: int) -> tuple[LabelledRows, LabelledRows | None]:
-        def examples(table: Table, targets: np.ndarray | None) -> LabelledRows:
+    def tokenize(self, tokenizer: Any, max_length: int) -> tuple[LabelledExamples, LabelledExamples | None]:
+        def examples(table: Table, targets: np.ndarray | None) -> LabelledExamples:
             tokens = tokenize_rows(tokenizer, table, self.columns, max_length)
-            return LabelledRows(table, tokens, self.labels, targets, groups_of(table, self.group))
+            return LabelledExamples(table, tokens, self.labels, targets, groups_of(table, self.group))
 
         return examples(self.train, self.train_targets), self.eval and examples(self.eval, self.eval_targets)
 
@@ -156,7 +156,7 @@ class Classification(Task):
         """Also exact_match, where rows have groups: those that are right in all their rows."""
         if examples.groups is None:
             return super().evaluate(model, examples, batch_size)
-        batches = Batches(examples, own_batches(examples, batch_size))
+        batches = Batches(examples, rank_batches(examples, batch_size))
         turns = iter(batches.rows)
         wrong = torch.zeros(int(examples.groups.max()) + 1, dtype=torch.int64)
 
@@ -179,15 +179,15 @@ class Classification(Task):
         task = cls.__new__(cls)
         if labelled:
             join_labels(table, getattr(run, "label_column", None))
-        given = usual_columns(cfg, run, table, ClassificationConfig.roles, needed="text")
-        task.group = group_column(table, given.pop("group"), form_to_use(cfg, run))
+        given = inference_columns(cfg, run, table, ClassificationConfig.roles, needed="text")
+        task.group = group_column(table, given.pop("group"), inference_form(cfg, run))
         if not labelled:
             given["label"] = None
         task.train, task.eval = table, None
         task.columns = find_columns(table, **given, labelled=labelled)
         return task
 
-    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> LabelledRows:
+    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> LabelledExamples:
         names = [(model.config.id2label or {}).get(i, f"LABEL_{i}") for i in range(model.config.num_labels)]
         kind = model.config.problem_type or ("regression" if len(names) == 1 else None)
         if self.columns.label is None:
@@ -197,11 +197,11 @@ class Classification(Task):
             self.labels = find_labels(values, where, problem_type=kind, num_labels=len(names), names=names)
             targets = self.labels.encode(values, where, known_from="the model")
         tokens = tokenize_rows(tokenizer, self.train, self.columns, max_length)
-        return LabelledRows(self.train, tokens, self.labels, targets, groups_of(self.train, self.group))
+        return LabelledExamples(self.train, tokens, self.labels, targets, groups_of(self.train, self.group))
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """label, score and probabilities of each row (several labels: labels; regression: score)."""
-        rows = own_batches(examples, cfg.batch_size)
+        rows = rank_batches(examples, cfg.batch_size)
         places = [torch.from_numpy(part) for part in rows]
         logits = logits_of(model, Batches(examples, rows), places, len(examples), model.config.num_labels)
         return predictions(logits, self.labels) if engine.rank() == 0 else iter(())

@@ -28,18 +28,18 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import DPOConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate, log_probs_of
 from modelcenter.training.metrics import Preference
-from modelcenter.training.tasks.answer_rows import AnswerRows
-from modelcenter.training.tasks.base import Batches, TokenRows, own_batches, read_splits, usual_columns
-from modelcenter.training.tasks.lm import LanguageModelling, add_stops, kept, prompts_of, rows_of, say_left_out
+from modelcenter.training.tasks.answer_examples import AnswerExamples
+from modelcenter.training.tasks.base import Batches, TokenExamples, inference_columns, rank_batches, read_splits
+from modelcenter.training.tasks.lm import LanguageModelling, add_stops, kept, prompts_of, rows_of, warn_left_out
 
 
 @dataclass(frozen=True)
-class PairRows(TokenRows):
+class PreferenceExamples(TokenExamples):
     """Rows of pairs, over the tokens of `answers`. pairs: int64 (n, 2), numbers of the chosen and of the rejected
     sequence; reference: fp32 (n, 2), their log-probabilities by the reference model, NaN until these are known.
     truncated: pairs of which an answer was cut."""
 
-    answers: AnswerRows
+    answers: AnswerExamples
     pairs: np.ndarray
     reference: np.ndarray
     truncated: int = 0  # type: ignore[assignment]
@@ -139,7 +139,7 @@ class DPO(LanguageModelling):
         names = ", ".join(f"{role} {name!r}" for role, name in self.pair_columns.items() if name is not None)
         return f"{names}, template {self.template.name}"
 
-    def _label(self, table: Table, rows: Any, max_length: int) -> PairRows:  # type: ignore[override]
+    def _label(self, table: Table, rows: Any, max_length: int) -> PreferenceExamples:  # type: ignore[override]
         options = {"too_long": self.cfg.too_long, "max_length": max_length}
         found = label_conversations(self.template, rows, lambda i: table.where(i // 2), **options)
         numbers = np.full(len(rows), -1, np.int64)
@@ -148,14 +148,14 @@ class DPO(LanguageModelling):
         whole = np.flatnonzero((pairs >= 0).all(1))
         if not len(whole):
             raise ValueError(f"{table.name}: in no row both answers have a token within max_length {max_length}")
-        say_left_out(table, _of_pairs(found), max_length)
+        warn_left_out(table, _of_pairs(found), max_length)
         if self.model is not None:
             add_stops(self.model, found.stops, anew=self.cfg.from_scratch)
-        answers = AnswerRows(table, found.tokens, found.labels, self.context)
+        answers = AnswerExamples(table, found.tokens, found.labels, self.context)
         unknown = np.full((len(whole), 2), np.nan, np.float32)
         assert found.cut is not None
         cut = int(found.cut[pairs[whole]].any(1).sum())
-        return PairRows(kept(table, whole), found.tokens, answers, pairs[whole], unknown, cut)
+        return PreferenceExamples(kept(table, whole), found.tokens, answers, pairs[whole], unknown, cut)
 
     def before_training(self, model: Model, train_set: Any, eval_set: Any) -> None:
         if self.cfg.reference is not None:
@@ -174,7 +174,7 @@ class DPO(LanguageModelling):
         """
         tokenizer, policy = self.template.tokenizer, policy_of(like) or False
         if name == self.cfg.reference and self.cfg.tokenizer is None:  # else the model's own is another one, too
-            check_words(name, tokenizer)
+            check_same_vocabulary(name, tokenizer)
         if self.cfg.add_tokens:  # new rows are made before anything is sharded
             model = modelcenter.from_pretrained(name, self.head, **{**options, "dtype": "float32", "policy": False})
             fit_vocabulary(model, tokenizer)
@@ -188,12 +188,12 @@ class DPO(LanguageModelling):
             )
         return model
 
-    def set_reference(self, model: Model, *examples: PairRows | None) -> None:
+    def set_reference(self, model: Model, *examples: PreferenceExamples | None) -> None:
         """Work out the log-probabilities of all answers by the reference model. Collective."""
         for rows in examples:
             if rows is not None:
                 size = self.cfg.eval_batch_size or max(self.cfg.batch_size, 8)  # auto is not settled yet
-                own = own_batches(rows, size)
+                own = rank_batches(rows, size)
                 places = [torch.from_numpy(part) for part in own]
                 found = log_probs_of(model, Batches(rows, own), places, len(rows), 2, self.loss_fn)
                 rows.reference[:] = found.numpy()
@@ -205,7 +205,7 @@ class DPO(LanguageModelling):
         metrics.update(*self.loss_fn.rewards(out, batch))
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
-        batches = Batches(examples, own_batches(examples, batch_size))
+        batches = Batches(examples, rank_batches(examples, batch_size))
         return evaluate(model, batches, self.metrics(), self.feed, self.loss_fn)
 
     def samples(self, model: Model, tokenizer: Any, examples: Any) -> list[dict[str, Any]]:
@@ -220,7 +220,7 @@ class DPO(LanguageModelling):
         task.settle_template(cfg.template)
         # Without a prompt column the answers begin with what is asked.
         needed = "chosen" if run.prompt_column is None else "prompt"
-        given = usual_columns(cfg, run, table, DPOConfig.roles, needed=needed)
+        given = inference_columns(cfg, run, table, DPOConfig.roles, needed=needed)
         begun = given["chosen"] is not None or "chosen" in map(str.lower, table.columns)
         if labelled or (given["prompt"] is None and begun):
             task.pair_columns = find_preference_columns(table, given)
@@ -233,7 +233,7 @@ class DPO(LanguageModelling):
     def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> Any:
         self.template = ChatTemplate(tokenizer, self.cfg.template)
         if not self.answered:
-            return TokenRows(self.train, prompts_of(self.template, self.train_rows, self.train, max_length))
+            return TokenExamples(self.train, prompts_of(self.template, self.train_rows, self.train, max_length))
         self.attach(model)
         self.model = None  # what ends its answers is settled
         rows = self._label(self.train, self.train_rows, max_length)
@@ -249,7 +249,7 @@ class DPO(LanguageModelling):
         return rows
 
 
-def check_words(name: str, tokenizer: Any) -> None:
+def check_same_vocabulary(name: str, tokenizer: Any) -> None:
     """Raise ValueError for a model whose own tokenizer, if it has one, gives most words other numbers."""
     try:
         own = modelcenter.AutoTokenizer.from_pretrained(name)

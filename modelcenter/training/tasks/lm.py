@@ -19,21 +19,26 @@ from modelcenter.generation.settings import config_tokens
 from modelcenter.models.base import Model
 from modelcenter.training.config import LMConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate
+from modelcenter.training.inference.text_generation import complete, map_over_ranks, with_batch_seed
 from modelcenter.training.metrics import LanguageModel, Metrics, perplexity
-from modelcenter.training.tasks.answer_rows import AnswerRows
+from modelcenter.training.tasks.answer_examples import AnswerExamples
 from modelcenter.training.tasks.base import (
     Batches,
     LossBatches,
     Task,
-    TokenRows,
-    own_batches,
+    TokenExamples,
+    inference_columns,
+    rank_batches,
     read_splits,
     strings,
-    usual_columns,
 )
-from modelcenter.training.tasks.pretraining import Perplexity
-from modelcenter.training.tasks.structured import StructuredRows, label_objects, objects_of, objects_to_fill
-from modelcenter.training.texts import complete, own_draws, share_out
+from modelcenter.training.tasks.pretraining.base import Perplexity
+from modelcenter.training.tasks.structured_examples import (
+    StructuredExamples,
+    label_objects,
+    objects_of,
+    objects_to_fill,
+)
 
 log = logging.getLogger("modelcenter")
 
@@ -73,7 +78,7 @@ class LanguageModelling(Task):
         self.model, self.context = model, getattr(model, "usual", {}).get("context") == 1
         self.reader = model  # of objects
 
-    def tokenize(self, tokenizer: Any, max_length: int) -> tuple[AnswerRows, AnswerRows | None]:
+    def tokenize(self, tokenizer: Any, max_length: int) -> tuple[AnswerExamples, AnswerExamples | None]:
         self.use_tokenizer(tokenizer)
         train = self._label(self.train, self.train_rows, max_length)
         held = self._label(self.eval, self.eval_rows, max_length) if self.eval is not None else None
@@ -84,17 +89,17 @@ class LanguageModelling(Task):
         if self.columns.answers is None:
             self.template = ChatTemplate(tokenizer, self.cfg.template)
             self.cfg.template = self.template.name
-            say_unused_tools(self.template, self.columns.tools)
+            warn_unused_tools(self.template, self.columns.tools)
 
-    def _label(self, table: Table, rows: Any, max_length: int) -> AnswerRows:
-        made: AnswerRows
+    def _label(self, table: Table, rows: Any, max_length: int) -> AnswerExamples:
+        made: AnswerExamples
         if self.columns.answers is not None:
             made, found = label_objects(self.reader, self.tokenizer, table, rows, max_length, self.cfg.too_long)
         else:
             options = {"too_long": self.cfg.too_long, "train_on": self.cfg.train_on}
             found = label_conversations(self.template, rows, table.where, max_length=max_length, **options)
-            made = AnswerRows(kept(table, found.rows), found.tokens, found.labels, self.context)
-        say_left_out(table, found, max_length)
+            made = AnswerExamples(kept(table, found.rows), found.tokens, found.labels, self.context)
+        warn_left_out(table, found, max_length)
         if self.model is not None:
             add_stops(self.model, found.stops, anew=self.cfg.from_scratch)
         return made
@@ -107,7 +112,7 @@ class LanguageModelling(Task):
         return LanguageModel() if self.cfg.token_accuracy else Perplexity()
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
-        rows = own_batches(examples, batch_size)
+        rows = rank_batches(examples, batch_size)
         if self.cfg.token_accuracy:
             return evaluate(model, Batches(examples, rows), LanguageModel(), _feed_logits)
         found = evaluate(model, LossBatches(examples, rows))
@@ -117,7 +122,7 @@ class LanguageModelling(Task):
     def samples(self, model: Model, tokenizer: Any, examples: Any) -> list[dict[str, Any]]:
         """Answers to the first rows of the evaluation data; of a plain text, how its first half goes on."""
         count, most = min(self.cfg.eval_samples, len(examples)), self.cfg.eval_max_new_tokens
-        if isinstance(examples, StructuredRows):
+        if isinstance(examples, StructuredExamples):
             return examples.samples(model, count, self.cfg.eval_batch_size or count, most)
         prompts, truths = [], []
         for row in range(count):
@@ -137,7 +142,7 @@ class LanguageModelling(Task):
             limits = [new[i] for i in rows]
             return complete(model, tokenizer, [prompts[i] for i in rows], max_new_tokens=limits)
 
-        said = share_out(count, self.cfg.eval_batch_size or count, work)
+        said = map_over_ranks(count, self.cfg.eval_batch_size or count, work)
         return [
             {"where": examples.where(i), "prompt": tokenizer.decode(p), "completion": s[0], "reference": truth}
             for i, (p, s, truth) in enumerate(zip(prompts, said, truths, strict=True))
@@ -152,7 +157,7 @@ class LanguageModelling(Task):
             (role for role in ("messages", "answers", "prompt", "text") if getattr(run, f"{role}_column", None)),
             "prompt",
         )
-        given = usual_columns(cfg, run, table, LMConfig.roles, needed=main)
+        given = inference_columns(cfg, run, table, LMConfig.roles, needed=main)
         if not labelled:
             given["response"] = None
         task.train, task.eval, task.answered = table, None, labelled
@@ -175,21 +180,21 @@ class LanguageModelling(Task):
             return self._label(self.train, self.train_rows, max_length)
         if self.columns.answers is not None:
             return objects_to_fill(model, tokenizer, self.train, self.train_rows, max_length)
-        return TokenRows(self.train, prompts_of(self.template, self.train_rows, self.train, max_length))
+        return TokenExamples(self.train, prompts_of(self.template, self.train_rows, self.train, max_length))
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """prompt and completion of each row; with num_return_sequences above 1 completions."""
         order = np.argsort(-examples.lengths, kind="stable")  # rows of similar length together
-        objects = isinstance(examples, StructuredRows)
+        objects = isinstance(examples, StructuredExamples)
 
         def work(numbers: list[int]) -> list[list[str]]:
-            search = own_draws(cfg.search(), numbers[0])
+            search = with_batch_seed(cfg.search(), numbers[0])
             if objects:
                 return examples.fill(model, [int(order[i]) for i in numbers], **search)
             rows = [examples.tokens.row(int(order[i])) for i in numbers]
             return complete(model, tokenizer, rows, **search)
 
-        texts = share_out(len(order), cfg.batch_size, work)
+        texts = map_over_ranks(len(order), cfg.batch_size, work)
         if engine.rank() != 0:
             return iter(())
         placed = dict(zip(order.tolist(), texts, strict=True))
@@ -235,7 +240,7 @@ def prompts_of(template: ChatTemplate, rows: Sequence[Any], table: Table, max_le
     return Tokens(np.concatenate(found).astype(np.int32), offsets, None, 0)
 
 
-def say_left_out(table: Table, found: LabelledTokens, max_length: int) -> None:
+def warn_left_out(table: Table, found: LabelledTokens, max_length: int) -> None:
     """Tell, once, which rows cannot be trained on."""
     reasons = ((found.unanswered, "have no answer"), (found.unfitting, f"have no answer within {max_length} tokens"))
     for rows, why in reasons:
@@ -243,7 +248,7 @@ def say_left_out(table: Table, found: LabelledTokens, max_length: int) -> None:
             log.warning("%s: %d rows %s and are left out (first: %s)", table.name, len(rows), why, table.where(rows[0]))
 
 
-def say_unused_tools(template: ChatTemplate, column: str | None) -> None:
+def warn_unused_tools(template: ChatTemplate, column: str | None) -> None:
     """Tell, once, that the tools of rows go unread."""
     if column is not None and not template.uses_tools and engine.rank() == 0:
         log.warning(

@@ -19,18 +19,18 @@ from modelcenter.training.metrics import Accuracy, ExtractiveAnswers, Score, gat
 from modelcenter.training.tasks.base import (
     Batches,
     Task,
-    TokenRows,
-    form_to_use,
-    has_several,
-    own_batches,
+    TokenExamples,
+    has_several_answers,
+    inference_columns,
+    inference_form,
+    rank_batches,
     read_splits,
     shortened,
-    usual_columns,
 )
 
 
 @dataclass(frozen=True)
-class ChoiceRows(TokenRows):
+class ChoiceExamples(TokenExamples):
     """Rows of several sequences, one for each choice: `tokens` has those of all rows, end to end.
 
     first: int64 (rows + 1,), the first sequence of each row. targets: int64 (rows,), the right choice; None: unknown.
@@ -97,7 +97,7 @@ class MultipleChoice(Task):
             ValueError: no such data or columns; rows without a text, choices or a label; see data.choices.
         """
         self.train, self.eval = read_splits(cfg)
-        self.several = has_several(self.train, cfg.form)
+        self.several = has_several_answers(self.train, cfg.form)
         given = {role: getattr(cfg, f"{role}_column") for role in cfg.roles}
         self.columns = find_choice_columns(self.train, **given)
         # The columns that were found count as given from here on: in config.yaml, and for the evaluation data.
@@ -116,7 +116,7 @@ class MultipleChoice(Task):
         assert self.columns.label is not None
         return correct_choices(table, self.columns.label, choices, first)
 
-    def tokenize(self, tokenizer: Any, max_length: int) -> tuple[ChoiceRows, ChoiceRows | None]:
+    def tokenize(self, tokenizer: Any, max_length: int) -> tuple[ChoiceExamples, ChoiceExamples | None]:
         train = _rows(tokenizer, self.train, self.choices, self.targets, max_length, self.several)
         if self.eval is None:
             return train, None
@@ -129,7 +129,7 @@ class MultipleChoice(Task):
         """Where rows have several right choices: exact_match and f1 of the text of the one that is taken."""
         if examples.answers is None:
             return super().evaluate(model, examples, batch_size)
-        batches = Batches(examples, own_batches(examples, batch_size))
+        batches = Batches(examples, rank_batches(examples, batch_size))
         turns = iter(batches.rows)
 
         def feed(metrics: Any, out: Any, batch: dict[str, Any]) -> None:
@@ -150,26 +150,26 @@ class MultipleChoice(Task):
     def to_use(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
         task = cls.__new__(cls)
         needed = "context" if run is None or getattr(run, "context_column", None) else "question"
-        given = usual_columns(cfg, run, table, MultipleChoiceConfig.roles, needed=needed)
+        given = inference_columns(cfg, run, table, MultipleChoiceConfig.roles, needed=needed)
         usual = getattr(run, "choices_column", None) or ""
         if given["choices"] is None and usual and all(name in table.columns for name in usual.split(",")):
             given["choices"] = usual
         if not labelled:
             given["label"] = None
         task.train, task.eval = table, None
-        task.several = has_several(table, form_to_use(cfg, run))
+        task.several = has_several_answers(table, inference_form(cfg, run))
         task.columns = find_choice_columns(table, **given, labelled=labelled)
         task.choices, task.targets = read_choices(table, task.columns), None
         if labelled:
             task.targets, _ = task._right(table, task.choices, getattr(run, "first_choice", None))
         return task
 
-    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> ChoiceRows:
+    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> ChoiceExamples:
         return _rows(tokenizer, self.train, self.choices, self.targets, max_length, self.several)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """choice (its text), label (its name in the row, else its number from 0), score and probabilities."""
-        rows = own_batches(examples, cfg.batch_size)
+        rows = rank_batches(examples, cfg.batch_size)
         said: list[tuple[int, list[float]]] = []
         for turn, out in outputs(model, Batches(examples, rows)):
             chances = out.logits.float().softmax(-1).tolist()
@@ -193,8 +193,8 @@ class MultipleChoice(Task):
 
 def _rows(
     tokenizer: Any, table: Table, choices: Choices, targets: np.ndarray | None, max_length: int, several: bool
-) -> ChoiceRows:
+) -> ChoiceExamples:
     tokens = tokenize(tokenizer, *choices.pairs(), max_length=max_length)
     first = np.concatenate(([0], np.cumsum(choices.counts)))
     answers = table.columns["answers"] if several and targets is not None else None
-    return ChoiceRows(table, tokens, choices, first, targets, answers)
+    return ChoiceExamples(table, tokens, choices, first, targets, answers)

@@ -16,10 +16,10 @@ from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.config import QAConfig, TrainConfig
 from modelcenter.training.metrics import ExtractiveAnswers
 from modelcenter.training.metrics.qa import is_han
-from modelcenter.training.spans import Answer, WindowSpans, best_answer, best_spans
-from modelcenter.training.tasks.base import read_splits, shortened, strings, usual_columns
+from modelcenter.training.tasks.answer_spans import Answer, WindowSpans, best_answer, best_spans
+from modelcenter.training.tasks.base import inference_columns, read_splits, shortened, strings
 from modelcenter.training.tasks.named_columns import find_named
-from modelcenter.training.tasks.windows import WindowRows, WindowTask
+from modelcenter.training.tasks.windows import WindowExamples, WindowTask
 
 QUESTIONS = ("question", "query", "question_text")
 CONTEXTS = ("context", "passage", "document", "paragraph", "context_text")
@@ -47,7 +47,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class QuestionWindows(WindowRows):
+class QuestionWindows(WindowExamples):
     """Windows of the contexts of questions, with the places of the answers."""
 
     asked: Asked
@@ -185,7 +185,7 @@ class QuestionAnswering(WindowTask):
     @classmethod
     def to_use(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
         task = cls.__new__(cls)
-        given = usual_columns(cfg, run, table, QAConfig.roles, needed="question")
+        given = inference_columns(cfg, run, table, QAConfig.roles, needed="question")
         if not labelled:
             given["answers"] = None
         task.train, task.eval = table, None

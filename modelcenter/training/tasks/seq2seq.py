@@ -20,21 +20,21 @@ from modelcenter.data.tokenization.tokenize import Tokens, tokenize, tokenize_ta
 from modelcenter.models.base import Model
 from modelcenter.training.config import Seq2SeqConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate
+from modelcenter.training.inference.text_generation import complete, map_over_ranks, with_batch_seed
 from modelcenter.training.metrics import Generation, Score
 from modelcenter.training.tasks.base import (
     LossBatches,
     Task,
-    TokenRows,
-    form_to_use,
+    TokenExamples,
+    decoder_token,
     group_column,
-    has_several,
-    own_batches,
+    has_several_answers,
+    inference_columns,
+    inference_form,
+    rank_batches,
     read_splits,
     shortened,
-    token_of_decoder,
-    usual_columns,
 )
-from modelcenter.training.texts import complete, own_draws, share_out
 
 log = logging.getLogger("modelcenter")
 
@@ -43,7 +43,7 @@ _USE = ("source_lang", "target_lang", "prefix", "metrics", "language")
 
 
 @dataclass(frozen=True)
-class PairRows(TokenRows):
+class SourceTargetExamples(TokenExamples):
     """Rows of a text to read, `tokens`, and, where it is known, the text to write (target None: it is not).
 
     first: int64 (rows + 1,), the first target of each row, where rows have several right ones: training takes them in
@@ -135,16 +135,16 @@ class SequenceToSequence(Task):
             self.eval = whole_rows(held, self.columns)
 
     def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
-        pad, end = token_of_decoder(tokenizer, "pad", "starts"), token_of_decoder(tokenizer, "eos", "ends")
+        pad, end = decoder_token(tokenizer, "pad", "starts"), decoder_token(tokenizer, "eos", "ends")
         return {"pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": end}
 
     def attach(self, model: Model) -> None:
         self.model = model
 
-    def tokenize(self, tokenizer: Any, max_length: int) -> tuple[PairRows, PairRows | None]:
+    def tokenize(self, tokenizer: Any, max_length: int) -> tuple[SourceTargetExamples, SourceTargetExamples | None]:
         return self._rows(self.train, tokenizer, max_length), self.eval and self._rows(self.eval, tokenizer, max_length)
 
-    def _rows(self, table: Table, tokenizer: Any, max_length: int) -> PairRows:
+    def _rows(self, table: Table, tokenizer: Any, max_length: int) -> SourceTargetExamples:
         self.tokenizer = tokenizer
         check_end(tokenizer, self.model)
         columns, prefix, most = self.columns, self.cfg.prefix, self.cfg.max_target_length
@@ -154,17 +154,17 @@ class SequenceToSequence(Task):
             empty = int(np.flatnonzero(source.lengths == 0)[0])
             raise ValueError(f"{table.where(empty)}: {texts[empty]!r:.60} has no token, expected a text to read")
         if columns.target is None:
-            return PairRows(table, source, columns)
+            return SourceTargetExamples(table, source, columns)
         targets = [text or "" for text in column_texts(table, columns.target, columns.target_lang)]
         first = None
-        if has_several(table, self.cfg.form):
+        if has_several_answers(table, self.cfg.form):
             answers = table.columns["answers"]
             first = np.concatenate(([0], np.cumsum(list(map(len, answers)))))
             targets = [text for several in answers for text in several]
         target = tokenize_targets(tokenizer, targets, max_length=most)
         if target.truncated and engine.rank() == 0:
             log.warning("%s: %d targets cut at max_target_length %d", table.name, target.truncated, most)
-        return PairRows(table, source, columns, target, first)
+        return SourceTargetExamples(table, source, columns, target, first)
 
     def about_columns(self) -> str:
         return self.columns.shown() + (f", prefix {self.cfg.prefix!r}" if self.cfg.prefix else "")
@@ -180,7 +180,7 @@ class SequenceToSequence(Task):
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
         """The loss; with eval_generate also the metrics of what the model writes for each row."""
-        found = evaluate(model, LossBatches(examples, own_batches(examples, batch_size)))
+        found = evaluate(model, LossBatches(examples, rank_batches(examples, batch_size)))
         if not self.cfg.eval_generate:
             return found
         self.written = [several[0] for several in self.write(model, examples, batch_size, self.search)]
@@ -191,15 +191,17 @@ class SequenceToSequence(Task):
         metrics.update(self.written[mine], examples.references()[mine], groups)
         return {**found, **metrics.result()}
 
-    def write(self, model: Model, examples: PairRows, batch_size: int, search: dict[str, Any]) -> list[list[str]]:
+    def write(
+        self, model: Model, examples: SourceTargetExamples, batch_size: int, search: dict[str, Any]
+    ) -> list[list[str]]:
         """What the model writes for each row, in order, on every rank. Collective."""
         order = np.argsort(-examples.tokens.lengths, kind="stable")  # rows of similar length together
 
         def work(numbers: list[int]) -> list[list[str]]:
             sources: Any = [examples.tokens.row(int(order[i])) for i in numbers]
-            return complete(model, self.tokenizer, sources, **own_draws(search, numbers[0]))
+            return complete(model, self.tokenizer, sources, **with_batch_seed(search, numbers[0]))
 
-        texts = share_out(len(order), batch_size, work)
+        texts = map_over_ranks(len(order), batch_size, work)
         placed = dict(zip(order.tolist(), texts, strict=True))
         return [[text.strip() for text in placed[row]] for row in range(len(order))]
 
@@ -221,10 +223,10 @@ class SequenceToSequence(Task):
         task = cls.__new__(cls)
         own = {name: value for name in _USE if (value := getattr(cfg, name)) is not None}
         own |= {"eval_generate": True} if cfg.metrics is not None else {}
-        form = form_to_use(cfg, run)
+        form = inference_form(cfg, run)
         task.cfg = dataclasses.replace(run if isinstance(run, Seq2SeqConfig) else Seq2SeqConfig(form=form), **own)
         task.search = {**cfg.search(run), "num_return_sequences": 1}
-        given = usual_columns(cfg, run, table, Seq2SeqConfig.roles, needed="source")
+        given = inference_columns(cfg, run, table, Seq2SeqConfig.roles, needed="source")
         task.group = group_column(table, given.pop("group"), form)
         if not labelled:
             given["target"] = None
@@ -236,7 +238,7 @@ class SequenceToSequence(Task):
             task.metrics()
         return task
 
-    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> PairRows:
+    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> SourceTargetExamples:
         self.attach(model)
         return self._rows(self.train, tokenizer, max_length)
 

@@ -19,14 +19,14 @@ from modelcenter.data.table import Table
 from modelcenter.data.tokenization.words import TokenizedWords, space_before_words, tokenize_words
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
-from modelcenter.training.class_weights import WeightedClasses, weights_of
 from modelcenter.training.config import TokenClassificationConfig, TrainConfig
 from modelcenter.training.metrics import TokenLabels, entities
 from modelcenter.training.metrics.qa import is_han
 from modelcenter.training.metrics.tagging import OUTSIDE
-from modelcenter.training.tasks.base import read_splits, shortened, usual_columns
+from modelcenter.training.tasks.base import inference_columns, read_splits, shortened
+from modelcenter.training.tasks.class_weights import WeightedClasses, weights_of
 from modelcenter.training.tasks.named_columns import find_named
-from modelcenter.training.tasks.windows import WindowRows, WindowTask
+from modelcenter.training.tasks.windows import WindowExamples, WindowTask
 
 WORDS = ("words", "tokens", "token", "word", "sentence", "text")
 TAGS = ("tags", "ner_tags", "ner", "ner_tag", "tag", "labels", "label", "pos_tags", "bio", "entities", "spans", "ents")
@@ -35,7 +35,7 @@ _TEXT = re.compile(r"\w+(?:[-'\u2019.]\w+)*|[^\w\s]")
 
 
 @dataclass(frozen=True)
-class TaggedWords(WindowRows):
+class TaggedWords(WindowExamples):
     """Rows of words as windows of tokens, with their tags.
 
     rows: the words of each row. targets: int64, the tag of each word over all rows; None: there are none. inner: the
@@ -154,7 +154,7 @@ class TokenClassification(WindowTask):
     @classmethod
     def to_use(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
         task = cls.__new__(cls)
-        given = usual_columns(cfg, run, table, TokenClassificationConfig.roles, needed="words")
+        given = inference_columns(cfg, run, table, TokenClassificationConfig.roles, needed="words")
         if not labelled:
             given["tags"] = None
         task.train, task.eval = table, None

@@ -13,11 +13,11 @@ from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.evaluation import evaluate, outputs
 from modelcenter.training.metrics import Score, gather_lists
-from modelcenter.training.tasks.base import Batches, Task, TokenRows
+from modelcenter.training.tasks.base import Batches, Task, TokenExamples
 
 
 @dataclass(frozen=True)
-class WindowRows(TokenRows):
+class WindowExamples(TokenExamples):
     """Examples that are windows of rows. owner: int64 (windows,), the row of each, in ascending order."""
 
     owner: np.ndarray
@@ -27,7 +27,7 @@ class WindowRows(TokenRows):
 
 
 class WindowTask(Task):
-    """A task whose examples are WindowRows.
+    """A task whose examples are WindowExamples.
 
     What the model says of a window is kept on the host in a few numbers, so that all windows of a row can be put
     together, and no logits of many rows are held at once.
@@ -50,7 +50,7 @@ class WindowTask(Task):
         """Rows, those without windows too."""
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
-        batches = Batches(examples, own_windows(examples.owner, examples.lengths, batch_size))
+        batches = Batches(examples, rank_window_batches(examples.owner, examples.lengths, batch_size))
         said: dict[int, list[Any]] = {}
         turns = iter(batches.rows)
 
@@ -60,7 +60,7 @@ class WindowTask(Task):
         return {**evaluate(model, batches, None, feed), **self.judge(examples, said).result()}
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
-        batches = Batches(examples, own_windows(examples.owner, examples.lengths, cfg.batch_size))
+        batches = Batches(examples, rank_window_batches(examples.owner, examples.lengths, cfg.batch_size))
         said: dict[int, list[Any]] = {}
         for turn, out in outputs(model, batches):
             self._keep(said, examples, batches.rows[turn], out)
@@ -74,7 +74,7 @@ class WindowTask(Task):
             said.setdefault(int(examples.owner[window]), []).append(found)
 
 
-def own_windows(owner: np.ndarray, lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
+def rank_window_batches(owner: np.ndarray, lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
     """This rank's batches of windows: all windows of a row are on one rank, one after another."""
     rows, starts = np.unique(owner, return_index=True)
     ends = np.append(starts[1:], len(owner))

@@ -88,7 +88,7 @@ def text_column(table: Table, given: str | None) -> str:
     return find_columns(table, text=given, labelled=False).text
 
 
-def texts_of(table: Table, column: str) -> list[str]:
+def document_texts(table: Table, column: str) -> list[str]:
     """The texts of a column, "" for a row without one; how many these are is logged.
 
     Raises:
@@ -107,7 +107,7 @@ def texts_of(table: Table, column: str) -> list[str]:
     return texts
 
 
-def head_of(source: RowSource, count: int = 1000) -> Table:
+def stream_head(source: RowSource, count: int = 1000) -> Table:
     """The first rows of a stream, to find its columns by."""
     rows = []
     for row, _ in source.read():

@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 import engine
 from modelcenter.data.pretraining.objectives import Causal, Objective
 from modelcenter.models.base import Model
+from modelcenter.training.inference.text_generation import complete, map_over_ranks, with_batch_seed
 from modelcenter.training.tasks.base import strings
-from modelcenter.training.tasks.pretraining import Pretraining
-from modelcenter.training.texts import complete, own_draws, share_out
+from modelcenter.training.tasks.pretraining.base import Pretraining
 
 
-class CausalLanguageModel(Pretraining):
+class CausalPretraining(Pretraining):
     """Causal pretraining. Flags: PretrainLMConfig."""
 
     name: ClassVar[str] = "pretrain-lm"
@@ -29,22 +29,22 @@ class CausalLanguageModel(Pretraining):
         self.attach(model)
         return super().rows_for(model, tokenizer, max_length)
 
-    def asked_rows(self, model: Model, tokenizer: Any, max_length: int, table: Any, column: str) -> Any:
-        return asked_ids(tokenizer, table, column, max_length, special=False)
+    def prompt_examples(self, model: Model, tokenizer: Any, max_length: int, table: Any, column: str) -> Any:
+        return encode_prompts(tokenizer, table, column, max_length, special=False)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """The text that goes on from each row."""
 
         def work(rows: list[int]) -> list[list[str]]:
-            return complete(model, tokenizer, [examples[i] for i in rows], **own_draws(cfg.search(), rows[0]))
+            return complete(model, tokenizer, [examples[i] for i in rows], **with_batch_seed(cfg.search(), rows[0]))
 
-        texts = share_out(len(examples), cfg.batch_size, work)
+        texts = map_over_ranks(len(examples), cfg.batch_size, work)
         several = cfg.num_return_sequences > 1
         found = ({"texts": row} if several else {"text": row[0]} for row in texts)
         return found if engine.rank() == 0 else iter(())
 
 
-def asked_ids(tokenizer: Any, table: Any, column: str, max_length: int, special: bool) -> list[list[int]]:
+def encode_prompts(tokenizer: Any, table: Any, column: str, max_length: int, special: bool) -> list[list[int]]:
     """The tokens of each text.
 
     Raises:

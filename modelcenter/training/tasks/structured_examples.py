@@ -20,15 +20,15 @@ from modelcenter.data.table import Table
 from modelcenter.data.tokenization.answer_labels import IGNORED, LabelledTokens
 from modelcenter.data.tokenization.tokenize import Tokens
 from modelcenter.models.base import Model
+from modelcenter.training.inference.text_generation import map_over_ranks
 from modelcenter.training.structured import as_text, fill
-from modelcenter.training.tasks.answer_rows import AnswerRows
-from modelcenter.training.texts import share_out
+from modelcenter.training.tasks.answer_examples import AnswerExamples
 
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class StructuredRows(AnswerRows):
+class StructuredExamples(AnswerExamples):
     """Objects as tokens. Every batch has the table of all rows, so that the loss of a row is its own."""
 
     objects: Sequence[Object] = ()
@@ -52,7 +52,7 @@ class StructuredRows(AnswerRows):
 
     def samples(self, model: Model, count: int, size: int, most: int) -> list[dict[str, Any]]:
         """As Task.samples, of the first rows; size: of them at a time, most: tokens of each answer. Collective."""
-        said = share_out(count, size, lambda rows: self.fill(model, rows, max_new_tokens=most)) if count else []
+        said = map_over_ranks(count, size, lambda rows: self.fill(model, rows, max_new_tokens=most)) if count else []
         return [
             {
                 "where": self.where(i),
@@ -79,7 +79,7 @@ def objects_of(table: Table, column: str) -> list[Object]:
 
 def label_objects(
     model: Any, tokenizer: Any, table: Table, objects: Sequence[Object], max_length: int, too_long: str
-) -> tuple[StructuredRows, LabelledTokens]:
+) -> tuple[StructuredExamples, LabelledTokens]:
     """The objects to train on, and which were left out: those without answers, and those that are too long, as nothing
     of them can be cut.
 
@@ -117,7 +117,7 @@ def label_objects(
 
 def objects_to_fill(
     model: Any, tokenizer: Any, table: Table, objects: Sequence[Object], max_length: int
-) -> StructuredRows:
+) -> StructuredExamples:
     """The objects whose answers the model is to write; what stands there says no more than where they go.
 
     Raises:
@@ -142,9 +142,9 @@ def _rows(
     more: Sequence[Token],
     encoder: StructuredEncoder,
     vocab_size: int,
-) -> StructuredRows:
+) -> StructuredExamples:
     kinds = {"objects": objects, "rows": rows, "more": more, "encoder": encoder, "vocab_size": vocab_size}
-    return StructuredRows(table, _tokens(rows), labels, **kinds)  # type: ignore[arg-type]
+    return StructuredExamples(table, _tokens(rows), labels, **kinds)  # type: ignore[arg-type]
 
 
 def _encoder(model: Any, tokenizer: Any) -> StructuredEncoder:

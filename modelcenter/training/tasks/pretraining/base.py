@@ -24,8 +24,15 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import PretrainConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate
 from modelcenter.training.metrics import Metrics, perplexity
-from modelcenter.training.tasks.base import Batches, Task, evaluation_split, own_batches, split_to_use, usual_columns
-from modelcenter.training.tasks.documents import Part, head_of, read_parts, text_column, texts_of
+from modelcenter.training.tasks.base import (
+    Batches,
+    Task,
+    evaluation_split,
+    inference_columns,
+    inference_split,
+    rank_batches,
+)
+from modelcenter.training.tasks.pretraining.documents import Part, document_texts, read_parts, stream_head, text_column
 
 log = logging.getLogger("modelcenter")
 _FIXED = 0  # seed of what is drawn for evaluations: the same in all of them, and in all runs
@@ -95,7 +102,7 @@ class Pretraining(Task):
         """The column of all texts; it counts as given from here on."""
         tables = [part.data for part in parts if isinstance(part.data, Table)]
         if self.stream is not None:
-            tables.append(head_of(self.stream))
+            tables.append(stream_head(self.stream))
         column = self.cfg.text_column
         for table in tables:
             column = text_column(table, column)
@@ -140,7 +147,7 @@ class Pretraining(Task):
             file = with_end(file, end_of(tokenizer))
         else:
             assert self.column is not None
-            file = encode_texts(tokenizer, texts_of(table, self.column), table.name, end)
+            file = encode_texts(tokenizer, document_texts(table, self.column), table.name, end)
         cut: Any = {"packing": self.cfg.packing, "min_length": objective.min_piece, "bare": objective.bare}
         return TextRows(Blocks(file, objective.max_piece, eos=end, **cut), objective, table)
 
@@ -158,7 +165,7 @@ class Pretraining(Task):
 
     def evaluate(self, model: Model, examples: Examples, batch_size: int) -> dict[str, float | None]:
         """The loss, the perplexity and what else the metrics say. Collective."""
-        batches = AskedBatches(examples, own_batches(examples, batch_size), self.evaluated_logits)
+        batches = AskedBatches(examples, rank_batches(examples, batch_size), self.evaluated_logits)
         found = evaluate(model, batches, self.metrics(model.device), self.feed)
         loss = found["loss"]
         return {"loss": loss, "perplexity": None if loss is None else perplexity(loss), **found}
@@ -174,7 +181,7 @@ class Pretraining(Task):
         if not labelled:
             return super().read(cfg, run, labelled)
         document = run.document if isinstance(run, PretrainConfig) else "line"
-        return read_parts(cfg.data or [], cfg.data_config, document, lambda s: split_to_use(s, cfg.split, labelled))
+        return read_parts(cfg.data or [], cfg.data_config, document, lambda s: inference_split(s, cfg.split, labelled))
 
     @classmethod
     def to_use(cls, cfg: Any, run: TrainConfig | None, table: Any, labelled: bool) -> Self:
@@ -186,7 +193,7 @@ class Pretraining(Task):
         tables = [part.data for part in (*task.train, *task.eval) if isinstance(part.data, Table)]
         task.cfg.text_column = None
         if tables:
-            task.cfg.text_column = usual_columns(cfg, run, tables[0], PretrainConfig.roles, needed="text")["text"]
+            task.cfg.text_column = inference_columns(cfg, run, tables[0], PretrainConfig.roles, needed="text")["text"]
         task._find_column([*task.train, *task.eval])
         return task
 
@@ -195,10 +202,10 @@ class Pretraining(Task):
             objective = self.objective(tokenizer, max_length, _FIXED)
             return joined([self.rows(part, tokenizer, objective) for part in self.eval])
         assert self.column is not None
-        return self.asked_rows(model, tokenizer, max_length, self.train[0].data, self.column)
+        return self.prompt_examples(model, tokenizer, max_length, self.train[0].data, self.column)
 
     @abstractmethod
-    def asked_rows(self, model: Model, tokenizer: Any, max_length: int, table: Any, column: str) -> Any:
+    def prompt_examples(self, model: Model, tokenizer: Any, max_length: int, table: Any, column: str) -> Any:
         """The rows to predict from."""
 
 

@@ -15,9 +15,9 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import MLMConfig
 from modelcenter.training.evaluation import evaluate
 from modelcenter.training.metrics import LanguageModel, Metrics, sum_over_ranks, sums
-from modelcenter.training.tasks.base import own_batches
-from modelcenter.training.tasks.causal import asked_ids
-from modelcenter.training.tasks.pretraining import AskedBatches, Pretraining
+from modelcenter.training.tasks.base import rank_batches
+from modelcenter.training.tasks.pretraining.base import AskedBatches, Pretraining
+from modelcenter.training.tasks.pretraining.causal import encode_prompts
 
 _FILLINGS = 5  # for each mask, unless top_k says how many
 
@@ -49,7 +49,7 @@ class MaskedMetrics:
         return found
 
 
-class MaskedLanguageModel(Pretraining):
+class MaskedPretraining(Pretraining):
     """Masked-language-model pretraining. Flags: MLMConfig."""
 
     name: ClassVar[str] = "mlm"
@@ -83,8 +83,8 @@ class MaskedLanguageModel(Pretraining):
         self.cfg.next_sentence = model.task == "pretraining"
         return super().rows_for(model, tokenizer, max_length)
 
-    def asked_rows(self, model: Model, tokenizer: Any, max_length: int, table: Any, column: str) -> "MaskedTexts":
-        rows = asked_ids(tokenizer, table, column, max_length, special=True)
+    def prompt_examples(self, model: Model, tokenizer: Any, max_length: int, table: Any, column: str) -> "MaskedTexts":
+        rows = encode_prompts(tokenizer, table, column, max_length, special=True)
         mask = tokenizer.mask_token_id
         for i, ids in enumerate(rows):
             if mask not in ids:
@@ -96,7 +96,7 @@ class MaskedLanguageModel(Pretraining):
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """For each mask of a row the most probable tokens with their probabilities, and the row with the first ones."""
         count = min(cfg.top_k or _FILLINGS, model.config.vocab_size)
-        rows = own_batches(examples, cfg.batch_size)
+        rows = rank_batches(examples, cfg.batch_size)
         best = BestTokens(examples, rows, count)
         evaluate(model, AskedBatches(examples, rows, "labelled"), best, best.feed)
         return best.said(tokenizer) if engine.rank() == 0 else iter(())

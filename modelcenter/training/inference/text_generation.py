@@ -11,7 +11,7 @@ import torch.distributed as dist
 import engine
 from modelcenter.generation.state import room
 from modelcenter.models.base import Model
-from modelcenter.training.evaluation import may_stop
+from modelcenter.training.evaluation import check_stop
 
 _MOST_NEW = 128  # tokens to write where nobody says how many
 # How far apart the seeds of batches are, and those of the groups of one: multiples of the two do not meet.
@@ -39,7 +39,7 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def own_draws(search: Mapping[str, Any], number: int, step: int = _BATCHES) -> dict[str, Any]:
+def with_batch_seed(search: Mapping[str, Any], number: int, step: int = _BATCHES) -> dict[str, Any]:
     """Arguments of model.generate for a batch that begins with row `number`: with the same seed in every batch, rows at
     the same place in two of them would be drawn alike."""
     if search.get("seed") is None:
@@ -79,9 +79,9 @@ def complete_ids(
         groups.setdefault(most, []).append(i)
     turns = list(groups.items())
     found: list[list[list[int]]] = [[] for _ in prompts]
-    for turn in range(most_of_ranks(len(turns))):
+    for turn in range(max_over_ranks(len(turns))):
         most, rows = turns[min(turn, len(turns) - 1)]  # where none is left, others still write
-        search_of_turn = own_draws(search, rows[0], _GROUPS) | {"max_new_tokens": most}
+        search_of_turn = with_batch_seed(search, rows[0], _GROUPS) | {"max_new_tokens": most}
         texts = _write(model, tokenizer, [prompts[i] for i in rows], streamer=streamer, **search_of_turn)
         for i, several in zip(rows, texts, strict=True):
             found[i] = several
@@ -99,7 +99,7 @@ def _write(model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], **sea
     return [part.tolist() for part in new.split(several)]
 
 
-def most_of_ranks(number: int) -> int:
+def max_over_ranks(number: int) -> int:
     """The largest of the numbers that the ranks give. Collective."""
     if engine.world_size() == 1:
         return number
@@ -108,7 +108,7 @@ def most_of_ranks(number: int) -> int:
     return max(everyone)
 
 
-def share_out(count: int, batch_size: int, work: Callable[[list[int]], list[Any]]) -> list[Any]:
+def map_over_ranks(count: int, batch_size: int, work: Callable[[list[int]], list[Any]]) -> list[Any]:
     """What `work` makes of the numbers 0 to count - 1, a result for each, in order, on every rank. Collective.
 
     Every rank takes as many turns of at most batch_size numbers, as ranks of a sharded model must: where none is left
@@ -117,7 +117,7 @@ def share_out(count: int, batch_size: int, work: Callable[[list[int]], list[Any]
     ranks = engine.data_size()
     mine: list[tuple[int, Any]] = []
     for start in range(0, count, batch_size * ranks):
-        may_stop()
+        check_stop()
         numbers = list(range(start, min(start + batch_size * ranks, count)))[engine.data_rank() :: ranks]
         mine += zip(numbers, work(numbers or [0]), strict=False)
     everyone: list[Any] = [mine]

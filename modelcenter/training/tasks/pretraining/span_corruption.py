@@ -9,13 +9,13 @@ from modelcenter.data.pretraining.objectives import Objective, Spans
 from modelcenter.data.pretraining.span_corruption import SpanCorruption, sentinels_of
 from modelcenter.models.base import Model
 from modelcenter.training.config import SpanCorruptionConfig
-from modelcenter.training.tasks.base import token_of_decoder
-from modelcenter.training.tasks.causal import asked_ids
-from modelcenter.training.tasks.pretraining import Pretraining, end_of
-from modelcenter.training.texts import complete_ids, own_draws, share_out
+from modelcenter.training.inference.text_generation import complete_ids, map_over_ranks, with_batch_seed
+from modelcenter.training.tasks.base import decoder_token
+from modelcenter.training.tasks.pretraining.base import Pretraining, end_of
+from modelcenter.training.tasks.pretraining.causal import encode_prompts
 
 
-class SpanCorruptionModel(Pretraining):
+class SpanCorruptionPretraining(Pretraining):
     """Span corruption. Flags: SpanCorruptionConfig."""
 
     name: ClassVar[str] = "span-corruption"
@@ -24,16 +24,18 @@ class SpanCorruptionModel(Pretraining):
 
     def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
         sentinels_of(tokenizer)
-        pad, first = token_of_decoder(tokenizer, "pad", "starts"), tokenizer.bos_token_id  # CPM-2 has the latter
+        pad, first = decoder_token(tokenizer, "pad", "starts"), tokenizer.bos_token_id  # CPM-2 has the latter
         return super().special_tokens(tokenizer) | {"decoder_start_token_id": pad if first is None else first}
 
     def objective(self, tokenizer: Any, max_length: int, seed: int) -> Objective:
         sizes = (self.cfg.noise_density, self.cfg.mean_span)
         return Spans(SpanCorruption(sentinels_of(tokenizer), max_length, end_of(tokenizer), *sizes), seed)
 
-    def asked_rows(self, model: Model, tokenizer: Any, max_length: int, table: Any, column: str) -> list[list[int]]:
+    def prompt_examples(
+        self, model: Model, tokenizer: Any, max_length: int, table: Any, column: str
+    ) -> list[list[int]]:
         self.sentinels = sentinels_of(tokenizer).tolist()
-        rows = asked_ids(tokenizer, table, column, max_length, special=True)
+        rows = encode_prompts(tokenizer, table, column, max_length, special=True)
         known = set(self.sentinels)
         for i, ids in enumerate(rows):
             if known.isdisjoint(ids):
@@ -45,11 +47,11 @@ class SpanCorruptionModel(Pretraining):
         """What stands at each sentinel, by its name, and the text with it filled in."""
 
         def work(rows: list[int]) -> list[dict[str, Any]]:
-            search = own_draws(cfg.search(), rows[0])
+            search = with_batch_seed(cfg.search(), rows[0])
             found = complete_ids(model, tokenizer, [examples[i] for i in rows], **search)
             return [self.filled(tokenizer, examples[i], several[0]) for i, several in zip(rows, found, strict=True)]
 
-        said = share_out(len(examples), cfg.batch_size, work)
+        said = map_over_ranks(len(examples), cfg.batch_size, work)
         return iter(said) if engine.rank() == 0 else iter(())
 
     def filled(self, tokenizer: Any, asked: list[int], answer: list[int]) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import torch
 import engine
 import modelcenter
 from modelcenter.training.config import GenerateConfig
+from modelcenter.training.inference.predict import check_output, write_lines
+from modelcenter.training.inference.text_generation import complete, map_over_ranks, with_batch_seed
 from modelcenter.training.output.json_text import json_text
-from modelcenter.training.predict import check_output, write_lines
 from modelcenter.training.setup.resolve import resolve_precision
 from modelcenter.training.structured import write_answers
-from modelcenter.training.texts import complete, own_draws, share_out
 from modelcenter.training.trained import Trained
 
 # What decoding may join to the word before it, by what comes next: "it '" and "s" make "it's".
@@ -152,7 +152,7 @@ class _Writer:
 
     def texts(self, prompts: list[str], number: int, streamer: Any = None) -> list[list[str]]:
         """What is written for each prompt, the first of which is the prompt `number` of all."""
-        search = own_draws(self.cfg.search(), number)
+        search = with_batch_seed(self.cfg.search(), number)
         if self.reads_objects(prompts):
             return write_answers(self.model, self.tokenizer, prompts, **search)
         return complete(self.model, self.tokenizer, self.encode(prompts), streamer=streamer, **search)
@@ -183,7 +183,7 @@ class _Writer:
             self.streamed = True
             self.show(prompts[0])
             return [[]]
-        return share_out(len(prompts), size, lambda numbers: self.texts([prompts[i] for i in numbers], numbers[0]))
+        return map_over_ranks(len(prompts), size, lambda numbers: self.texts([prompts[i] for i in numbers], numbers[0]))
 
 
 def _typed(cfg: GenerateConfig) -> bool:

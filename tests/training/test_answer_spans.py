@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from modelcenter.training.spans import WindowSpans, best_answer, best_spans
-from modelcenter.training.tasks.windows import own_windows
+from modelcenter.training.tasks.answer_spans import WindowSpans, best_answer, best_spans
+from modelcenter.training.tasks.windows import rank_window_batches
 
 
 def test_the_best_spans_of_a_window():
@@ -59,8 +59,8 @@ def test_nothing_to_answer_with():
 
 def test_windows_of_a_row_come_one_after_another():
     owner = np.array([0, 0, 0, 2, 3, 3, 5])
-    batches = own_windows(owner, np.array([9, 9, 2, 30, 5, 1, 4]), 2)
+    batches = rank_window_batches(owner, np.array([9, 9, 2, 30, 5, 1, 4]), 2)
     flat = np.concatenate(batches).tolist()
     assert max(map(len, batches)) == 2 and sorted(flat) == list(range(7))
     assert flat == [3, 0, 1, 2, 4, 5, 6]  # the longest row first, its windows in order
-    assert own_windows(owner[:0], owner[:0], 2) == []
+    assert rank_window_batches(owner[:0], owner[:0], 2) == []

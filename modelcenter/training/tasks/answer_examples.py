@@ -10,11 +10,11 @@ import torch
 
 from modelcenter.data.batching.collate import pack
 from modelcenter.data.tokenization.answer_labels import IGNORED
-from modelcenter.training.tasks.base import TokenRows
+from modelcenter.training.tasks.base import TokenExamples
 
 
 @dataclass(frozen=True)
-class AnswerRows(TokenRows):
+class AnswerExamples(TokenExamples):
     """Rows of tokens with the labels of those that are trained on. context: batches say which tokens come before the
     first of them."""
 

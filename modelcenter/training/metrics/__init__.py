@@ -4,7 +4,7 @@ Each has `update` for the batches of this rank, `result` for all ranks together,
 are compared. Fractions are from 0 to 1; BLEU and chrF are on sacrebleu's scale, 0 to 100.
 """
 
-from modelcenter.training.metrics.base import SMALLER_IS_BETTER, Metrics, Score
+from modelcenter.training.metrics.base import SMALLER_IS_BETTER, LossOnly, Metrics, Score
 from modelcenter.training.metrics.classification import Accuracy, MultiLabel, Regression, SingleLabel
 from modelcenter.training.metrics.generation import Generation, rouge
 from modelcenter.training.metrics.lm import LanguageModel, perplexity
@@ -19,6 +19,7 @@ __all__ = [
     "ExtractiveAnswers",
     "Generation",
     "LanguageModel",
+    "LossOnly",
     "Metrics",
     "MultiLabel",
     "Preference",

@@ -10,9 +10,9 @@ SMALLER_IS_BETTER = frozenset({"loss", "perplexity", "mse", "rejected"})  # reje
 
 
 class Score(Protocol):
-    """What is asked of all metrics, once, on every rank. How they are fed is between them and their task."""
+    """Metrics, of which `result` is called once, on every rank. How they are updated is between them and their task."""
 
-    main: str  # the metric by which runs are compared; higher is better, but for SMALLER_IS_BETTER
+    main: str  # the metric by which runs are compared; higher is better, except for SMALLER_IS_BETTER
 
     def result(self) -> dict[str, float | None]: ...
 
@@ -23,13 +23,28 @@ class Metrics(Score, Protocol):
     def update(self, logits: Tensor, targets: Tensor) -> None: ...
 
 
+class LossOnly:
+    """No metrics beyond the loss and what follows from it. main: "loss" or "perplexity"."""
+
+    def __init__(self, main: str = "loss"):
+        self.main = main
+
+    def result(self) -> dict[str, float | None]:
+        return {}
+
+
 def ratio(part: float, whole: float) -> float:
     """part / whole, and 0 where there is nothing."""
     return part / whole if whole else 0.0
 
 
+def f1_score(both: float, predicted: float, actual: float) -> float:
+    """From the number of predicted items, of actual ones, and of those that are both."""
+    return ratio(2 * both, predicted + actual)
+
+
 def f1_of_classes(hits: Sequence[int], predicted: Sequence[int], actual: Sequence[int]) -> float:
     """From the counts of each class: of two the F1 of the second, of more the mean over those that occur."""
-    f1 = [ratio(2 * hit, p + a) for hit, p, a in zip(hits, predicted, actual, strict=True)]
-    seen = [score for score, p, a in zip(f1, predicted, actual, strict=True) if p + a]
-    return f1[1] if len(f1) == 2 else ratio(sum(seen), len(seen))
+    scores = [f1_score(*counts) for counts in zip(hits, predicted, actual, strict=True)]
+    seen = [score for score, p, a in zip(scores, predicted, actual, strict=True) if p + a]
+    return scores[1] if len(scores) == 2 else ratio(sum(seen), len(seen))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.loss import IGNORE_INDEX
-from modelcenter.training.metrics.base import f1_of_classes, ratio
+from modelcenter.training.metrics.base import f1_of_classes, f1_score, ratio
 from modelcenter.training.metrics.reduce import gather_rows, sum_over_ranks, sums
 
 
@@ -82,10 +82,10 @@ class MultiLabel:
     def result(self) -> dict[str, float | None]:
         predicted, actual, hit = sum_over_ranks(self.counts).tolist()
         rows, right = sum_over_ranks(self.rows).tolist()
-        each = [ratio(2 * h, p + a) for h, p, a in zip(hit, predicted, actual, strict=True)]
+        of_labels = [f1_score(*counts) for counts in zip(hit, predicted, actual, strict=True)]
         return {
-            "f1": ratio(2 * sum(hit), sum(predicted) + sum(actual)),
-            "f1_macro": ratio(sum(each), len(each)),
+            "f1": f1_score(sum(hit), sum(predicted), sum(actual)),
+            "f1_macro": ratio(sum(of_labels), len(of_labels)),
             "accuracy": ratio(right, rows),
         }
 
@@ -115,13 +115,13 @@ class Regression:
         pearson = [_pearson(p, a) for p, a in columns]
         spearman = [_pearson(_ranks(p), _ranks(a)) for p, a in columns]
         return {
-            "pearson": _mean(pearson),
-            "spearman": _mean(spearman),
+            "pearson": _mean_if_defined(pearson),
+            "spearman": _mean_if_defined(spearman),
             "mse": ((predicted - actual) ** 2).mean().item() if len(predicted) else None,
         }
 
 
-def _mean(values: list[float | None]) -> float | None:
+def _mean_if_defined(values: list[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known and len(known) == len(values) else None
 

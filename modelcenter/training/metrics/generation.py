@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from modelcenter.training.config.seq2seq import GENERATION_METRICS, LANGUAGES, check_metrics
-from modelcenter.training.metrics.base import f1_of_classes, ratio
+from modelcenter.training.metrics.base import f1_of_classes, f1_score, ratio
 from modelcenter.training.metrics.qa import ExtractiveAnswers, is_han
 from modelcenter.training.metrics.reduce import gather_lists, sums
 
@@ -27,16 +27,12 @@ def rouge_tokens(text: str, language: str = "other") -> list[str]:
     return _WORDS.findall(text)
 
 
-def _f(both: int, predicted: int, actual: int) -> float:
-    return ratio(2 * both, predicted + actual)
-
-
 def _n_grams(tokens: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
     return Counter(zip(*(tokens[i:] for i in range(n)), strict=False))
 
 
-def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    """The length of the longest common subsequence."""
+def _longest_common_subsequence(one: Sequence[str], other: Sequence[str]) -> int:
+    """Its length."""
     row = [0] * (len(other) + 1)
     for token in one:
         above = 0
@@ -53,8 +49,8 @@ def rouge(prediction: str, references: Sequence[str], language: str = "other") -
         truth = rouge_tokens(reference, language)
         for i, n in enumerate((1, 2)):
             a, b = _n_grams(tokens, n), _n_grams(truth, n)
-            best[i] = max(best[i], _f((a & b).total(), a.total(), b.total()))
-        best[2] = max(best[2], _f(_common(tokens, truth), len(tokens), len(truth)))
+            best[i] = max(best[i], f1_score((a & b).total(), a.total(), b.total()))
+        best[2] = max(best[2], f1_score(_longest_common_subsequence(tokens, truth), len(tokens), len(truth)))
     return best[0], best[1], best[2]
 
 
@@ -165,11 +161,11 @@ class Generation:
 def _of_words(rows: Sequence[tuple[str, str, Any]]) -> dict[str, float | None]:
     """accuracy, f1 and exact_match of (text, reference, group)."""
     classes = sorted({truth for _, truth, _ in rows})
-    said, actual = Counter(text for text, _, _ in rows), Counter(truth for _, truth, _ in rows)
+    predicted, actual = Counter(text for text, _, _ in rows), Counter(truth for _, truth, _ in rows)
     hits = Counter(truth for text, truth, _ in rows if text == truth)
     scores: dict[str, float | None] = {
         "accuracy": ratio(hits.total(), len(rows)),
-        "f1": f1_of_classes(*([counts[word] for word in classes] for counts in (hits, said, actual))),
+        "f1": f1_of_classes(*([counts[word] for word in classes] for counts in (hits, predicted, actual))),
     }
     wrong = {group for text, truth, group in rows if text != truth}
     groups = {group for _, _, group in rows}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from modelcenter.training.metrics.base import ratio
+from modelcenter.training.metrics.base import f1_score, ratio
 from modelcenter.training.metrics.reduce import gather_rows, sums
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
@@ -49,20 +49,24 @@ def _is_punctuation(character: str) -> bool:
 def _squad_f1(predicted: list[str], actual: list[str]) -> float:
     if not predicted or not actual:
         return float(predicted == actual)
-    both = sum((Counter(predicted) & Counter(actual)).values())
-    return 2 * both / (len(predicted) + len(actual))
+    return f1_score((Counter(predicted) & Counter(actual)).total(), len(predicted), len(actual))
 
 
 def _cmrc_f1(predicted: list[str], actual: list[str]) -> float:
     if not predicted or not actual:
         return float(predicted == actual)
-    longest, row = 0, [0] * (len(actual) + 1)
-    for unit in predicted:
+    return f1_score(_longest_common_run(predicted, actual), len(predicted), len(actual))
+
+
+def _longest_common_run(one: list[str], other: list[str]) -> int:
+    """Its length."""
+    longest, row = 0, [0] * (len(other) + 1)
+    for unit in one:
         above = 0
-        for j, other in enumerate(actual, 1):
-            above, row[j] = row[j], above + 1 if unit == other else 0
+        for j, candidate in enumerate(other, 1):
+            above, row[j] = row[j], above + 1 if unit == candidate else 0
             longest = max(longest, row[j])
-    return 2 * longest / (len(predicted) + len(actual))
+    return longest
 
 
 class ExtractiveAnswers:

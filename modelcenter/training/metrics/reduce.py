@@ -1,9 +1,10 @@
-"""What the ranks have counted, together on every rank.
+"""Counts of all ranks, on every rank.
 
-The rule for all metrics: each rank's share counts, so of ranks that compute the same batch only one feeds it. Nothing
-is reduced in place: a metric can go on counting after its `result`.
+The rule for all metrics: the shares of all ranks are put together, so of ranks that compute the same batch only one
+adds it to its metrics. Nothing is reduced in place: a metric can go on counting after its `result`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return total.to(tensor.device)
 
 
-def sums(values: list[int], dtype: torch.dtype = torch.int64) -> list[Any]:
+def sums(values: Sequence[float], dtype: torch.dtype = torch.int64) -> list[Any]:
     """The sums of these numbers over all ranks."""
     return sum_over_ranks(torch.tensor(values, dtype=dtype)).tolist()
 

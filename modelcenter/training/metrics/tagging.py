@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.loss import IGNORE_INDEX
-from modelcenter.training.metrics.base import ratio
+from modelcenter.training.metrics.base import f1_score, ratio
 from modelcenter.training.metrics.reduce import sums
 
 OUTSIDE = "O"
@@ -93,11 +93,11 @@ class TokenLabels:
         counts = torch.tensor(numbers[:-2]).view(3, -1)
         predicted, actual, both = counts.sum(1).tolist()
         found: dict[str, float | None] = {
-            "f1": ratio(2 * both, predicted + actual),
+            "f1": f1_score(both, predicted, actual),
             "precision": ratio(both, predicted),
             "recall": ratio(both, actual),
             "accuracy": ratio(numbers[-1], numbers[-2]),
         }
         for kind, (p, a, b) in zip(self.types, counts.T.tolist(), strict=True):
-            found[f"f1_{kind or 'entity'}"] = ratio(2 * b, p + a)
+            found[f"f1_{kind or 'entity'}"] = f1_score(b, p, a)
         return found

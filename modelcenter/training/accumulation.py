@@ -1,7 +1,7 @@
 """Forward and backward of microbatches as one global batch, for models that follow the protocol."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,6 +13,65 @@ from modelcenter.models.base import Model
 
 Batch = Mapping[str, Any]
 LossFn = Callable[[Any, Batch, Mapping[str, int]], Tensor]
+
+
+@runtime_checkable
+class TrainingLoss(Protocol):
+    """A loss that is a sum of means over the items of a global batch. The usual one is ModelLoss."""
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """The keyword arguments of the model's forward, from a batch."""
+        ...
+
+    def counts(self, batch: Batch) -> Mapping[str, int]:
+        """{term: items of the batch}."""
+        ...
+
+    def __call__(self, out: Any, batch: Batch, totals: Mapping[str, int]) -> Tensor:
+        """0-d: the sum over the items of the batch, in each term divided by `totals[term]`, the items of the global
+        batch. out: the model's output for `inputs(batch)`."""
+        ...
+
+
+class ModelLoss:
+    """The loss of the model's own head."""
+
+    def __init__(self, model: Model):
+        self.model = model
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        return dict(batch)
+
+    def counts(self, batch: Batch) -> Mapping[str, int]:
+        return self.model.loss_counts(batch)
+
+    def __call__(self, out: Any, batch: Batch, totals: Mapping[str, int]) -> Tensor:
+        return out.loss
+
+
+class _FunctionLoss(ModelLoss):
+    """A caller's function, which may have `inputs` or `counts` as attributes."""
+
+    def __init__(self, model: Model, function: LossFn):
+        super().__init__(model)
+        self.function = function
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        return getattr(self.function, "inputs", super().inputs)(batch)
+
+    def counts(self, batch: Batch) -> Mapping[str, int]:
+        return getattr(self.function, "counts", super().counts)(batch)
+
+    def __call__(self, out: Any, batch: Batch, totals: Mapping[str, int]) -> Tensor:
+        return self.function(out, batch, totals)
+
+
+def training_loss(model: Model, loss_fn: LossFn | None) -> TrainingLoss:
+    """The loss of `accumulate` and `evaluate`: `loss_fn`, with the model's own `inputs` and `counts` where it has none;
+    without it the model's loss."""
+    if loss_fn is None:
+        return ModelLoss(model)
+    return loss_fn if isinstance(loss_fn, TrainingLoss) else _FunctionLoss(model, loss_fn)
 
 
 def accumulate(
@@ -45,23 +104,16 @@ def accumulate(
     Raises:
         ValueError: there are no microbatches on any rank, or a batch does not fit the model.
     """
+    loss = training_loss(model, loss_fn)
 
     def forward(microbatch: Batch, totals: Mapping[str, int]) -> Tensor:
         batch = to_device(microbatch, model.device)
         with dropout_rows(batch.pop("row_ids", None)):
-            out = model(**inputs(batch), loss_counts=totals)
-        return out.loss if loss_fn is None else loss_fn(out, batch, totals)
+            out = model(**loss.inputs(batch), loss_counts=totals)
+        return loss(out, batch, totals)
 
-    inputs, counts = parts_of(model, loss_fn)
     batches: Sequence[Batch] = list(microbatches)
-    return engine.accumulate(model, batches, forward, counts, model.empty_batch, backward)
-
-
-def parts_of(
-    model: Model, loss_fn: LossFn | None
-) -> tuple[Callable[[Batch], Batch], Callable[[Batch], Mapping[str, int]]]:
-    """(what the model is given of a batch, what is counted in it): the loss function's, else all, and the model's."""
-    return getattr(loss_fn, "inputs", dict), getattr(loss_fn, "counts", model.loss_counts)
+    return engine.accumulate(model, batches, forward, loss.counts, model.empty_batch, backward)
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:

@@ -12,32 +12,34 @@ from torch import Tensor
 import engine
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
-from modelcenter.training.accumulation import Batch, LossFn, parts_of, to_device
+from modelcenter.training.accumulation import Batch, LossFn, TrainingLoss, to_device, training_loss
 from modelcenter.training.metrics import Score, sum_over_ranks, sums
 
-Feed = Callable[[Any, ModelOutput, Any], None]
+MetricUpdate = Callable[[Any, ModelOutput, Any], None]
 
-_TURNS_OF_A_PIPELINE = 8  # between two questions, for which its stages wait for each other
-_asked: list[Callable[[], bool]] = []
+_PIPELINE_BATCHES = 8  # between two checks for a stop, at which the stages of a pipeline wait for each other
+_stop_checks: list[Callable[[], bool]] = []  # of the `stoppable` blocks that are open, the innermost last
 
 
 class EvaluationStopped(Exception):
-    """An evaluation was left between two batches, on all ranks."""
+    """An evaluation was stopped between two batches, on all ranks."""
 
 
 @contextmanager
-def stoppable(asked: Callable[[], bool]) -> Iterator[None]:
-    """Let what goes over batches inside raise EvaluationStopped once `asked` says so. asked: collective."""
-    _asked.append(asked)
+def stoppable(should_stop: Callable[[], bool]) -> Iterator[None]:
+    """Let evaluations and generation inside the block raise EvaluationStopped between two batches once `should_stop`,
+    which is collective, returns true."""
+    _stop_checks.append(should_stop)
     try:
         yield
     finally:
-        _asked.pop()
+        _stop_checks.pop()
 
 
 def check_stop() -> None:
-    """A place between two batches, which all ranks come to equally often. Collective."""
-    if _asked and _asked[-1]():
+    """Raise EvaluationStopped if the innermost `stoppable` block says so. For a point between two batches that all
+    ranks reach equally often. Collective."""
+    if _stop_checks and _stop_checks[-1]():
         raise EvaluationStopped
 
 
@@ -45,7 +47,7 @@ def evaluate(
     model: Model,
     batches: Sequence[Batch],
     metrics: Score | None = None,
-    feed: Feed | None = None,
+    feed: MetricUpdate | None = None,
     loss_fn: LossFn | None = None,
 ) -> dict[str, float | None]:
     """The loss over all labelled items of all ranks, and the metrics of all rows. Collective.
@@ -61,24 +63,24 @@ def evaluate(
         {"loss": mean over the items (a sum of means, for a loss of several terms; None: there are no items),
         **metrics.result()}.
     """
-    inputs, count = parts_of(model, loss_fn)
-    terms = sorted(count(model.empty_batch()))
-    own = [count(batch) for batch in (batches if _counts() else ())]
-    counts = sums([sum(found[term] for found in own) for term in terms])
+    loss = training_loss(model, loss_fn)
+    terms = sorted(loss.counts(model.empty_batch()))
+    rank_counts = [loss.counts(batch) for batch in (batches if _is_counted() else ())]
+    counts = sums([sum(found[term] for found in rank_counts) for term in terms])
     totals = {term: max(1, n) for term, n in zip(terms, counts, strict=True)}
     total = torch.zeros((), dtype=torch.float64, device=model.device)
-    for batch, out in _outputs(model, batches, totals, inputs):
+    for batch, out in _outputs(model, batches, totals, loss.inputs):
         if batch is not None:
-            total += (out.loss if loss_fn is None else loss_fn(out, batch, totals)).double()
+            total += loss(out, batch, totals).double()
             if metrics is not None or feed is not None:
-                (feed or _feed)(metrics, out, batch)
+                (feed or _update_metrics)(metrics, out, batch)
         del out  # as in _outputs
-    loss = sum_over_ranks(total).item()
-    result: dict[str, float | None] = {"loss": loss if any(counts) else None}
+    mean = sum_over_ranks(total).item()
+    result: dict[str, float | None] = {"loss": mean if any(counts) else None}
     return {**result, **(metrics.result() if metrics is not None else {})}
 
 
-def _feed(metrics: Any, out: ModelOutput, batch: Batch) -> None:
+def _update_metrics(metrics: Any, out: ModelOutput, batch: Batch) -> None:
     metrics.update(out.logits, batch["labels"])
 
 
@@ -91,32 +93,36 @@ def logits_of(model: Model, batches: Sequence[Batch], places: Sequence[Tensor], 
     Returns:
         (rows, width) fp32 on the host.
     """
-    return _placed(_outputs(model, batches, None, _unlabelled), "logits", places, rows, width)
+    return _in_row_order(_outputs(model, batches, None, _unlabelled), "logits", places, rows, width)
 
 
 def log_probs_of(
-    model: Model, batches: Sequence[Batch], places: Sequence[Tensor], rows: int, width: int, loss_fn: LossFn
+    model: Model, batches: Sequence[Batch], places: Sequence[Tensor], rows: int, width: int, loss_fn: TrainingLoss
 ) -> Tensor:
-    """As logits_of, of the log-probabilities of the labels of `width` neighbouring sequences; loss_fn: whose inputs ask
-    for them."""
-    return _placed(_outputs(model, batches, None, parts_of(model, loss_fn)[0]), "log_probs", places, rows, width)
+    """The log-probabilities of the labels of `width` neighbouring sequences; otherwise as logits_of.
+
+    Args:
+        loss_fn: asks the model for log-probabilities in its `inputs`.
+    """
+    return _in_row_order(_outputs(model, batches, None, loss_fn.inputs), "log_probs", places, rows, width)
 
 
-def _placed(
+def _in_row_order(
     found: Iterator[tuple[Batch | None, ModelOutput]], name: str, places: Sequence[Tensor], rows: int, width: int
 ) -> Tensor:
+    """(rows, width) one output of all batches of all ranks, on every rank."""
     result = torch.zeros(rows, width)
-    for turn, (batch, out) in enumerate(found):
+    for number, (batch, out) in enumerate(found):
         if batch is not None:
-            result[places[turn]] = out[name].float().cpu().view(-1, width)
+            result[places[number]] = out[name].float().cpu().view(-1, width)
     return sum_over_ranks(result)  # a row is zero on all ranks but one, so the sum is exact
 
 
 def outputs(model: Model, batches: Sequence[Batch]) -> Iterator[tuple[int, ModelOutput]]:
-    """(number of the batch, what the model makes of it) of this rank's batches whose results count here. Collective."""
-    for turn, (batch, out) in enumerate(_outputs(model, batches, None, _unlabelled)):
+    """(number of the batch, the model's output) of this rank's batches whose results count here. Collective."""
+    for number, (batch, out) in enumerate(_outputs(model, batches, None, _unlabelled)):
         if batch is not None:
-            yield turn, out
+            yield number, out
 
 
 def _unlabelled(batch: Batch) -> Batch:
@@ -138,7 +144,7 @@ def _outputs(
     model.eval()
     try:
         for turn in range(int(rounds)):
-            if pipeline is None or turn % _TURNS_OF_A_PIPELINE == 0:
+            if pipeline is None or turn % _PIPELINE_BATCHES == 0:
                 check_stop()
             mine = turn < len(batches)
             batch = to_device(batches[turn] if mine else model.empty_batch(), model.device)
@@ -146,7 +152,7 @@ def _outputs(
             forward = functools.partial(model, **given, loss_counts=totals)
             with torch.no_grad():
                 out = forward() if pipeline is None else pipeline.forward(forward)
-            yield (batch if mine and _counts() else None), out
+            yield (batch if mine and _is_counted() else None), out
             del out  # or its logits would be held beside those of the next batch
     finally:
         if pipeline is not None:
@@ -154,7 +160,7 @@ def _outputs(
         model.train(was_training)
 
 
-def _counts() -> bool:
+def _is_counted() -> bool:
     """Whether this rank's results are those of a batch: of ranks that compute it together, the first one's of the last
     stage."""
     return engine.runtime.stage() == engine.runtime.stages() - 1 and engine.rank() % engine.runtime.model_ranks() == 0

@@ -120,5 +120,5 @@ def rows_of(folder: Path, kind: str, **changes: Any) -> tuple[Any, Any]:
     from modelcenter.training.tasks import TASKS
 
     model, task, _ = KINDS[kind]
-    made = TASKS[task].load()(TASKS[task].flags()(**flags(folder, model, **changes)))
+    made = TASKS[task].load().from_flags(TASKS[task].flags()(**flags(folder, model, **changes)))
     return made.tokenize(TOKENIZERS[model](), 24)

@@ -27,7 +27,7 @@ def dry_run(
         print("\nFirst batch, longest rows first:")
         for row in first.rows[:4]:
             print(f"  {train_set.show(row, tokenizer)}  ({train_set.where(row)})")
-    task.prepare_model(model, tokenizer)
+    task.on_train_begin(model, tokenizer)
     model.train()
     began = time.perf_counter()
     loss, norm, _ = run.train_step(first)

@@ -121,7 +121,7 @@ class Run:
         check_data(train_set, eval_set)  # before anything that all ranks work out together
         check_best_metric(cfg, task, eval_set)
         resolve_eval_batch_size(cfg, train_set, eval_set)
-        task.before_training(model, train_set, eval_set)
+        task.precompute(model, train_set, eval_set)
         resolve_automatic_batch_size(cfg, task, model, train_set)
         self.batch_source = make_batch_source(cfg, train_set)
         self.source_state: dict[str, Any] = {}
@@ -163,7 +163,7 @@ class Run:
     def train(self) -> None:
         """All steps, with the evaluations and checkpoints between them."""
         first = self.step
-        self.task.prepare_model(self.model, self.tokenizer)  # also of a run that has only model/ to write yet
+        self.task.on_train_begin(self.model, self.tokenizer)  # also of a run that has only model/ to write yet
         over = self.evaluation_pending and self._evaluate_and_save(
             first == self.batch_source.steps, self._row_of_this_step()
         )

@@ -44,13 +44,13 @@ def _run(cfg: Any, info: TaskInfo, began: float) -> None:
     from modelcenter.training.setup.model import build_model, load_tokenizer
     from modelcenter.training.setup.resolve import resolve_for_model, resolve_for_ranks
 
-    task = info.load()(cfg)  # reads or opens the data, finds its columns and labels
+    task = info.load().from_flags(cfg)  # reads or opens the data, finds its columns and labels
     start_ranks(cfg)
     continuation = find_continuation(cfg)
     resolve_for_ranks(cfg, continuation)
     config = check_family(cfg, task.head)
     if not cfg.from_scratch:
-        task.number_as(class_names(config))
+        task.adopt_label_order(class_names(config))
     tokenizer = load_tokenizer(cfg)
     model = build_model(cfg, task, tokenizer)
     resolve_for_model(cfg, model, tokenizer)

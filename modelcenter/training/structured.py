@@ -24,30 +24,35 @@ from modelcenter.training.inference.text_generation import max_over_ranks, new_t
 
 
 @dataclass
-class _Text:
-    """An object that is being filled in, and what the model has read of it: its row and the answers so far."""
+class _PartlyFilled:
+    """An object with some of its answers.
+
+    filled: a copy of the object with the answers so far. row: the object as the model reads it, and values its tokens,
+    with those of the answers so far.
+    """
 
     filled: dict[str, Any]
     row: StructuredRow
     values: np.ndarray
 
-    def asks(self, turn: int, start: int) -> StructuredRow:
-        """The row with the beginning of an answer."""
+    def with_start(self, turn: int, start: int) -> StructuredRow:
+        """The row with the token that starts an answer."""
         segment = self.row.answers[min(turn, len(self.row.answers) - 1)].segment
-        return replace(self.row, values=np.vstack([self.values, [[start, 0, *self._marks(segment)]]]))
+        return replace(self.row, values=np.vstack([self.values, [[start, 0, *self._token_inputs(segment)]]]))
 
-    def answered(self, turn: int, start: int, tokens: Sequence[Token], text: str) -> "_Text":
-        """It with an answer that was written."""
+    def with_answer(self, turn: int, start: int, tokens: Sequence[Token], text: str) -> "_PartlyFilled":
+        """The object with one more answer."""
         answer, filled = self.row.answers[turn], copy.deepcopy(self.filled)
         keys, inside = (ANSWER, *answer.path), filled
         for key in keys[:-1]:
             inside = inside[key]
         inside[keys[-1]] = text
-        new = [[*token, *self._marks(answer.segment)] for token in ((start, 0), *tokens)]
+        new = [[*token, *self._token_inputs(answer.segment)] for token in ((start, 0), *tokens)]
         return replace(self, filled=filled, values=np.vstack([self.values, new]))
 
-    def _marks(self, segment: int) -> tuple[int, ...]:
-        """Of a token of an answer: no context, its segment, and what every token of the row's own sample has."""
+    def _token_inputs(self, segment: int) -> tuple[int, ...]:
+        """The other inputs of a token of an answer: no context, its segment, and those that are the same for every
+        token of the row's own sample."""
         return 0, segment, int(self.values[0, FIELDS.index("num_segments")]), 0, 0
 
 
@@ -74,7 +79,7 @@ def write_answers(model: Model, tokenizer: Any, prompts: Sequence[str], **search
 
 
 def as_text(answer: Any) -> str:
-    """What stands below "<ans>": a text as it is, several as JSON."""
+    """The value below "<ans>": a text as it is, several as JSON."""
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
@@ -97,31 +102,37 @@ def fill(
         ValueError: see StructuredEncoder.encode and generate.
     """
     rows = [encoder.encode(one, samples, answered=False) for one in objects]
-    texts = [_Text(copy.deepcopy(dict(one)), row, row.values) for one, row in zip(objects, rows, strict=True)]
+    states = [_PartlyFilled(copy.deepcopy(dict(one)), row, row.values) for one, row in zip(objects, rows, strict=True)]
     turns, several = max(len(row.answers) for row in rows), int(search.pop("num_return_sequences", 1))
     turns, table = max_over_ranks(turns), extension_table(rows)
     if "max_new_tokens" in search:
         search["max_new_tokens"] = new_tokens(model, search["max_new_tokens"], max(len(row) for row in rows))
     for turn in range(turns):
         copies = 1 if turn else several
-        places = [i for i, text in enumerate(texts) if turn < len(text.row.answers)]
-        asked = [texts[i] for i in places] or texts[:1]  # where none is left, others still write
-        found = _write(model, encoder, asked, turn, table, num_return_sequences=copies, **search)
+        unfinished = [i for i, state in enumerate(states) if turn < len(state.row.answers)]
+        # A rank with nothing left repeats one, as others still write.
+        batch = [states[i] for i in unfinished] or states[:1]
+        answers = _write(model, encoder, batch, turn, table, num_return_sequences=copies, **search)
         if not turn:
-            texts = [text for text in texts for _ in range(several)]
-            places = list(range(len(texts)))
-        for i, tokens in zip(places, found, strict=bool(places)):
-            said = encoder.decode(tokens, texts[i].row.texts)
-            texts[i] = texts[i].answered(turn, encoder.start, tokens, said)
-    return [[text.filled for text in texts[i : i + several]] for i in range(0, len(texts), several)]
+            states = [state for state in states for _ in range(several)]
+            unfinished = list(range(len(states)))
+        for i, tokens in zip(unfinished, answers, strict=bool(unfinished)):
+            text = encoder.decode(tokens, states[i].row.texts)
+            states[i] = states[i].with_answer(turn, encoder.start, tokens, text)
+    return [[state.filled for state in states[i : i + several]] for i in range(0, len(states), several)]
 
 
 def _write(
-    model: Model, encoder: StructuredEncoder, texts: Sequence[_Text], turn: int, table: Sequence[Token], **search: Any
+    model: Model,
+    encoder: StructuredEncoder,
+    states: Sequence[_PartlyFilled],
+    turn: int,
+    table: Sequence[Token],
+    **search: Any,
 ) -> list[list[Token]]:
     """The tokens of an answer, without its end, for each text and each of num_return_sequences."""
     config: Any = model.config
-    rows = [text.asks(turn, encoder.start) for text in texts]
+    rows = [state.with_start(turn, encoder.start) for state in states]
     lengths = [len(row) for row in rows]
     batch = structured_batch(rows, config.vocab_size, table)
     padded = {name: pad_sequence(batch[name][0].split(lengths), batch_first=True).to(model.device) for name in FIELDS}
@@ -134,7 +145,7 @@ def _write(
     for i, row in enumerate(rows):
         banned[i, unknown] = (unknown, 0) not in row.texts
         banned[i, config.vocab_size :] = torch.tensor([token not in row.texts for token in table], dtype=torch.bool)
-    whole = model.generate(
+    output = model.generate(
         ids,
         mask,
         token_inputs=padded,
@@ -143,7 +154,7 @@ def _write(
         **{"eos_token_id": encoder.end, "pad_token_id": encoder.end, "tokenizer": encoder.tokenizer} | search,
     )
     out: list[list[Token]] = []
-    for line in whole[:, ids.shape[1] :].tolist():
+    for line in output[:, ids.shape[1] :].tolist():
         line = line[: line.index(encoder.end)] if encoder.end in line else line
         out.append([(n, 0) if n < config.vocab_size else table[n - config.vocab_size] for n in line])
     return out

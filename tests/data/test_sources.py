@@ -9,7 +9,7 @@ import pytest
 
 from modelcenter.data import sources
 from modelcenter.data.readers import read_file
-from modelcenter.training.tasks.base import evaluation_split, inference_split
+from modelcenter.training.tasks.splits import evaluation_split, inference_split
 
 
 @pytest.fixture

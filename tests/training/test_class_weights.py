@@ -13,7 +13,7 @@ import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import main
 from modelcenter.training.accumulation import accumulate
-from modelcenter.training.tasks.class_weights import WeightedClasses, weights_of
+from modelcenter.training.tasks.class_weights import ClassWeightedLoss, parse_class_weights
 
 ROOMY = {"model_config": SIZES | STILL | {"num_layers": 2, "max_positions": 64}}
 
@@ -28,7 +28,7 @@ def test_the_loss_is_that_of_torch(head, smoothing):
     labels = torch.from_numpy(rng.integers(0, 3, 6 if head[0] == "s" else (6, 7)))
     if head[0] == "t":
         labels[:, ::3] = -100
-    loss_fn = WeightedClasses([0.2, 1.0, 7.25], smoothing)
+    loss_fn = ClassWeightedLoss([0.2, 1.0, 7.25], smoothing)
     parts = [slice(0, 1), slice(1, 4), slice(4, 6)]
     found = accumulate(model, [{"input_ids": ids[p], "labels": labels[p]} for p in parts], loss_fn)
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -43,13 +43,13 @@ def test_the_loss_is_that_of_torch(head, smoothing):
 
 def test_weights_that_are_meant():
     targets = np.array([0, 0, 0, 2])
-    assert weights_of(["balanced"], ("a", "b", "c"), targets) == [4 / 9, 1.0, 4 / 3]  # as scikit-learn
-    assert weights_of(["c=3", "x=y=0.5"], ("a", "c", "x=y"), targets) == [1.0, 3.0, 0.5]
+    assert parse_class_weights(["balanced"], ("a", "b", "c"), targets) == [4 / 9, 1.0, 4 / 3]  # as scikit-learn
+    assert parse_class_weights(["c=3", "x=y=0.5"], ("a", "c", "x=y"), targets) == [1.0, 3.0, 0.5]
     for wrong, said in (("d=1", "'d' is no class. .*They are a, b"), ("a=0", "above 0"), ("2", "'2' is no class")):
         with pytest.raises(ValueError, match=said):
-            weights_of([wrong], ("a", "b"), targets)
+            parse_class_weights([wrong], ("a", "b"), targets)
     with pytest.raises(ValueError, match="'a' is twice"):
-        weights_of(["a=1", "a=2"], ("a", "b"), targets)
+        parse_class_weights(["a=1", "a=2"], ("a", "b"), targets)
 
 
 CASES = [("classification", "dp"), *((task, split) for task in ("classification", "token-classification")

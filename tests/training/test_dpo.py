@@ -260,7 +260,7 @@ def test_pairs_of_which_an_answer_is_cut_are_counted(folder):
 
 
 def tokenized(data, tokenizer, max_length):
-    task = DPO(DPOConfig(model="m", train_data=[data]))
+    task = DPO.from_flags(DPOConfig(model="m", train_data=[data]))
     return task.tokenize(tokenizer, max_length)
 
 
@@ -270,9 +270,9 @@ def test_a_runs_own_columns_of_messages_are_used(tmp_path):
     answers = [[asked, {"role": "assistant", "content": text}] for text in "xy"]
     table = read_file(write_jsonl(tmp_path / "a.jsonl", [{"better": answers[0], "worse": answers[1]}]))
     run = DPOConfig(model="m", chosen_column="better", rejected_column="worse")
-    made = [DPO.to_use(PredictConfig(run="r", data=["d"]), run, table, labelled) for labelled in (True, False)]
-    assert [turns[-1]["content"] for turns in made[0].train_rows] == ["x", "y"]
-    assert made[1].train_rows == [[asked]]
+    made = [DPO.for_inference(PredictConfig(run="r", data=["d"]), run, table, labelled) for labelled in (True, False)]
+    assert [turns[-1]["content"] for turns in made[0].rows] == ["x", "y"]
+    assert made[1].rows == [[asked]]
 
 
 def test_an_instruction_is_asked_with_what_it_is_about(tmp_path):
@@ -284,8 +284,8 @@ def test_an_instruction_is_asked_with_what_it_is_about(tmp_path):
     asked = [turns[0]["content"] for turns in preferences(table, columns)]
     assert asked == ["do\nthis"] * 2 + ["do"] * 4
     run = DPOConfig(model="m", prompt_column="instruction", input_column="input")
-    made = [DPO.to_use(PredictConfig(run="r", data=["d"]), run, table, labelled) for labelled in (True, False)]
-    assert made[0].train_rows[0][0]["content"] == made[1].train_rows[0][0]["content"] == "do\nthis"
+    made = [DPO.for_inference(PredictConfig(run="r", data=["d"]), run, table, labelled) for labelled in (True, False)]
+    assert made[0].rows[0][0]["content"] == made[1].rows[0][0]["content"] == "do\nthis"
     with pytest.raises(ValueError, match="prompt_column: which column is the prompt that input_column belongs to"):
         find_preference_columns(
             read_file(write_jsonl(tmp_path / "b.jsonl", [{"about": "z", "chosen": "x", "rejected": "y"}])),

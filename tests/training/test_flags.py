@@ -13,7 +13,7 @@ from modelcenter.training.config import (
 )
 from modelcenter.training.config.common import NOT_OF_THE_MODEL
 from modelcenter.training.config.use import ColumnFlags
-from modelcenter.training.inference.predict import search_of
+from modelcenter.training.inference.predict import search_flags
 from modelcenter.training.tasks import TASKS
 
 
@@ -83,7 +83,7 @@ def test_every_column_of_a_task_has_a_flag_in_predict():
 def test_flags_without_meaning_for_the_model_are_told(task, words, says):
     cfg = PredictConfig.from_args(["run", "data", *words.split()])
     with pytest.raises(ValueError, match=says):
-        cfg.check_task(TASKS[task].flags(), search_of(TASKS[task], labelled=False))
+        cfg.check_task(TASKS[task].flags(), search_flags(TASKS[task], labelled=False))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_flags_without_meaning_for_the_model_are_told(task, words, says):
 )
 def test_flags_with_meaning_for_the_model(task, words):
     cfg = PredictConfig.from_args(["run", "data", *words.split()])
-    cfg.check_task(TASKS[task].flags(), search_of(TASKS[task], labelled=False))
+    cfg.check_task(TASKS[task].flags(), search_flags(TASKS[task], labelled=False))
 
 
 def test_a_search_without_draws_takes_no_flags_of_draws():

@@ -14,8 +14,8 @@ from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.training.config import ClassificationConfig, Seq2SeqConfig
 from modelcenter.training.metrics import Generation
-from modelcenter.training.tasks.base import read_splits
 from modelcenter.training.tasks.seq2seq import SequenceToSequence
+from modelcenter.training.tasks.splits import read_splits
 from scripts.finetune_classification import main as classify
 from scripts.finetune_lm import main as continue_texts
 from scripts.finetune_seq2seq import main as write_texts
@@ -133,7 +133,7 @@ def test_clozes_with_several_right_texts(folder, ranks):
     tokenizer.save_pretrained(folder / "tokenizer")
     cfg = Seq2SeqConfig(**seq2seq_toys.flags(folder, form="record", prefix="", max_new_tokens=3, epochs=8))
     assert cfg.metrics == ["squad"]
-    task = SequenceToSequence(cfg)
+    task = SequenceToSequence.from_flags(cfg)
     rows, _ = task.tokenize(tokenizer, 64)
     offered = [[text for text in row["entities"] if text in GOOD] for row in clozes(1)]
     for epoch in range(3):

@@ -20,8 +20,9 @@ from modelcenter.command_line.errors import user_errors
 from modelcenter.testing import randomize_
 from modelcenter.training.config import GenerateConfig
 from modelcenter.training.inference import text_generation
-from modelcenter.training.inference.generate import _Terminal, run_generate
-from modelcenter.training.inference.text_generation import _say, new_tokens
+from modelcenter.training.inference.generate import run_generate
+from modelcenter.training.inference.streaming import TerminalStreamer
+from modelcenter.training.inference.text_generation import _print_once, new_tokens
 
 PROMPTS = ["the film was", "a", "it is dull and slow and"]
 
@@ -87,7 +88,7 @@ def test_a_pipe(folder, monkeypatch, capsys):
 
 
 def test_texts_end_with_the_positions_where_nobody_says_how_long(folder, capsys):
-    _say.cache_clear()
+    _print_once.cache_clear()
     model, tokenizer = mc.from_pretrained(str(folder)), mc.AutoTokenizer.from_pretrained(str(folder))
     run_generate(GenerateConfig(run=str(folder), prompt=PROMPTS))  # in a batch; each has its own room
     said = capsys.readouterr()
@@ -115,7 +116,7 @@ def test_a_session_outlives_a_bad_prompt_and_ctrl_c(folder, capsys, monkeypatch)
         raise EOFError
 
     monkeypatch.setattr("builtins.input", typed)
-    put, turns = _Terminal.put, []
+    put, turns = TerminalStreamer.put, []
 
     def interrupted(self, tokens):
         turns.append(tokens)
@@ -123,7 +124,7 @@ def test_a_session_outlives_a_bad_prompt_and_ctrl_c(folder, capsys, monkeypatch)
             raise KeyboardInterrupt
         put(self, tokens)
 
-    monkeypatch.setattr(_Terminal, "put", interrupted)
+    monkeypatch.setattr(TerminalStreamer, "put", interrupted)
     with pytest.raises(ValueError, match="output: a typed prompt"):
         run_generate(config(folder, output="x.jsonl"))
     run_generate(config(folder))
@@ -163,7 +164,7 @@ def test_what_is_shown_while_it_comes_is_the_text(capsys):
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=True)
     for text in ("it ' s seen !", "do n ' t it", "do n't", "seen it '", "do n"):
         ids = tokenizer.convert_tokens_to_ids(text.split())
-        terminal = _Terminal(tokenizer, 0)
+        terminal = TerminalStreamer(tokenizer, 0)
         for token in ids:
             terminal.put(torch.tensor([token]))
         terminal.end()
@@ -185,7 +186,7 @@ def test_a_long_text_that_comes_is_not_decoded_anew_at_each_token(capsys, kind):
         ids = torch.randint(5, (700,), generator=torch.Generator().manual_seed(0)).tolist()
     decode, sizes = tokenizer.decode, []
     tokenizer.decode = lambda tokens, **options: sizes.append(len(tokens)) or decode(tokens, **options)
-    terminal = _Terminal(tokenizer, 0)
+    terminal = TerminalStreamer(tokenizer, 0)
     for token in ids:
         terminal.put(torch.tensor([token]))
     terminal.end()
@@ -213,7 +214,7 @@ def test_no_two_groups_of_prompts_are_drawn_alike(monkeypatch):
         seeds.append(seed)
         return [[[]] for _ in prompts]
 
-    monkeypatch.setattr(text_generation, "_write", write)
+    monkeypatch.setattr(text_generation, "_generate", write)
     for number in range(40):
         search = text_generation.with_batch_seed({"seed": 0}, number)
         text_generation.complete_ids(None, None, [[1]] * 8, max_new_tokens=list(range(8)), **search)

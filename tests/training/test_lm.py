@@ -222,15 +222,15 @@ def test_end_tokens_of_answers_end_generation(tmp_path):
 def test_a_generation_config_that_a_run_begins_keeps_the_other_tokens_of_the_config(tmp_path):
     """transformers reads either file, not both: with the end tokens alone it would pad prompts without knowing it."""
     model = modelcenter.from_config("tiny/llama", "causal-lm", bos_token_id=0, eos_token_id=1, pad_token_id=2)
-    add_stops(model, [4], anew=False)
+    add_stops(model, [4], replace=False)
     model.save_pretrained(tmp_path)
     read = transformers.GenerationConfig.from_pretrained(tmp_path)
     assert (read.bos_token_id, read.eos_token_id, read.pad_token_id) == (0, [1, 4], 2)
     t5 = modelcenter.from_config("tiny/t5", "seq2seq-lm")
-    add_stops(t5, [7], anew=False)
+    add_stops(t5, [7], replace=False)
     assert t5.generation_config["decoder_start_token_id"] == t5.config.decoder_start_token_id
     model.generation_config = {"eos_token_id": 1, "do_sample": True}  # what the checkpoint brought stays as it is
-    add_stops(model, [4], anew=False)
+    add_stops(model, [4], replace=False)
     assert model.generation_config == {"eos_token_id": [1, 4], "do_sample": True}
 
 
@@ -357,10 +357,10 @@ def test_cpm_ant_in_chinese(tmp_path, capsys):
     truth = read(folder / "data" / "dev.jsonl")
     assert [row["completion"] for row in said] == [row["output"] for row in truth]
     # The loss of a row, from tokens that are given one after another.
-    task = TASKS["lm"].load()(LMConfig(train_data=[str(folder / "data")]))
+    task = TASKS["lm"].load().from_flags(LMConfig(train_data=[str(folder / "data")]))
     model = modelcenter.from_pretrained(str(folder / "run" / "model"))
     tokenizer = modelcenter.AutoTokenizer.from_pretrained(str(folder / "tokenizer"))
-    task.attach(model)
+    task.on_model_built(model)
     rows, _ = task.tokenize(tokenizer, 64)
     ids, at = torch.from_numpy(np.array(rows.tokens.row(0), np.int64))[None], rows.prompt_length(0)
     assert tokenizer.decode(ids[0, :at]) == "去北京吃什么？\n说一样\n"

@@ -34,7 +34,7 @@ def mixture(folder, a, b, **changes):
 def drawn(task, values, tokenizer, epochs=3):
     """Where the rows of each epoch come from, in the order of the run."""
     cfg = TASKS[task].flags()(**values | {"epochs": epochs, "gradient_accumulation_steps": 1, "global_batch_size": 4})
-    made = TASKS[task].load()(cfg)
+    made = TASKS[task].load().from_flags(cfg)
     rows, held = made.tokenize(tokenizer, 64)
     source = make_batch_source(cfg, rows)
     found = [[rows.where(int(row)) for row in batch.rows] for batch in source.batches()]
@@ -145,12 +145,14 @@ def test_a_killed_run_goes_on_with_the_same_rows(folder, monkeypatch, capfd):
 def test_mistakes(folder, monkeypatch, task, data, says):
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match=says):
-        TASKS[task].load()(TASKS[task].flags()(model="m", train_data=data))
+        TASKS[task].load().from_flags(TASKS[task].flags()(model="m", train_data=data))
 
 
 def test_a_file_may_be_named_like_a_share(folder, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "b.jsonl").rename(folder / "b@2")
     (folder / "c@2.jsonl").write_text((folder / "b@2").read_text())
-    made = TASKS["classification"].load()(TASKS["classification"].flags()(model="m", train_data=["c@2.jsonl"]))
-    assert len(made.train) == 6 and not made.train.shares
+    made = (
+        TASKS["classification"].load().from_flags(TASKS["classification"].flags()(model="m", train_data=["c@2.jsonl"]))
+    )
+    assert len(made.table) == 6 and not made.table.shares

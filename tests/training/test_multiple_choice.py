@@ -155,7 +155,7 @@ def test_one_of_several_right_entities(folder):
     assert read(folder / "eval.json")[0]["exact_match"] == pytest.approx(sum(exact) / 9)
 
     cfg = MultipleChoiceConfig(model="m", form="record", train_data=[str(folder / "data")])
-    examples, _ = MultipleChoice(cfg).tokenize(make_tokenizer(), 32)
+    examples, _ = MultipleChoice.from_flags(cfg).tokenize(make_tokenizer(), 32)
     labels = [examples.batch(np.arange(9), epoch)["labels"].tolist() for epoch in range(3)]
     index = [[r["entities"].index(r["answers"][turn]) for r in rows] for turn in (0, 1, 0)]
     assert labels == index and labels[0] != labels[1]

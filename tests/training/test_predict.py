@@ -13,7 +13,7 @@ from toydata import command, flags, make_rows, write_folder, write_jsonl
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.training.config import ClassificationConfig
-from modelcenter.training.inference.predict import check_output, write_lines
+from modelcenter.training.inference.output_file import check_output, write_lines
 from modelcenter.training.output.json_text import finite
 from modelcenter.training.tasks.classification import Classification
 from scripts.finetune_classification import main
@@ -232,10 +232,10 @@ def test_a_run_is_a_model_to_start_from(folder, tmp_path):
 def test_several_labels_keep_their_meaning(tmp_path):
     rows = [{"text": "a", "label": labels} for labels in (["x", "z"], ["y"], [])]
     data = str(write_jsonl(tmp_path / "a.jsonl", rows))
-    task = Classification(ClassificationConfig(train_data=[data], eval_data=[data]))
-    task.number_as(["Z", "x", "y"])
+    task = Classification.from_flags(ClassificationConfig(train_data=[data], eval_data=[data]))
+    task.adopt_label_order(["Z", "x", "y"])
     assert task.labels.names == ("z", "x", "y")
-    assert task.train_targets.tolist() == task.eval_targets.tolist() == [[1, 1, 0], [0, 0, 1], [0, 0, 0]]
+    assert task.targets.tolist() == task.eval_targets.tolist() == [[1, 1, 0], [0, 0, 1], [0, 0, 0]]
 
 
 def turned(folder, tmp_path):

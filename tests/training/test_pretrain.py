@@ -170,8 +170,8 @@ def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, capfd, kind, data):
 def test_no_token_sees_what_follows(folder, model):
     """CPM-Ant's tokens see all of a context, and what batches do not say to be none is one."""
     made = modelcenter.from_config(model, "causal-lm").eval()
-    task = CausalPretraining(PretrainLMConfig(**flags(folder, "tiny/gpt2")))
-    task.attach(made)
+    task = CausalPretraining.from_flags(PretrainLMConfig(**flags(folder, "tiny/gpt2")))
+    task.on_model_built(made)
     train_set, _ = task.tokenize(TOKENIZERS["tiny/gpt2"](), 24)
     batch = train_set.batch(np.array([0]))
     del batch["labels"]

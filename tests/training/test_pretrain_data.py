@@ -15,6 +15,7 @@ from modelcenter.data.blocks import Blocks
 from modelcenter.data.pretraining.text_rows import encode_texts
 from modelcenter.data.token_files import open_tokens
 from modelcenter.training.batch_sources import StreamBatchSource
+from modelcenter.training.config import SpanCorruptionConfig
 from modelcenter.training.tasks.pretraining.span_corruption import SpanCorruptionPretraining
 
 
@@ -195,7 +196,7 @@ def test_a_stream_has_all_tokens_of_its_texts(folder):
     values = flags(folder, "tiny/gpt2", streaming=True, max_steps=100, shuffle_window=7)
     cfg = TASKS["pretrain-lm"].flags()(**values)
     cfg.global_batch_size, cfg.gradient_accumulation_steps = 8, 1
-    rows, _ = TASKS["pretrain-lm"].load()(cfg).tokenize(TOKENIZERS["tiny/gpt2"](), 24)
+    rows, _ = TASKS["pretrain-lm"].load().from_flags(cfg).tokenize(TOKENIZERS["tiny/gpt2"](), 24)
     source = stream_batch_source(cfg, rows)
     assert isinstance(source, StreamBatchSource)
     pieces = {}
@@ -334,7 +335,7 @@ def test_dry_run_shows_what_is_asked(folder, kind, changes, capsys):
 def test_a_decoder_starts_with_a_token_of_its_tokenizer(first, starts):
     tokens = {"pad_token_id": 7, "eos_token_id": 1, "bos_token_id": first}
     tokenizer = SimpleNamespace(get_vocab=lambda: {"<extra_id_0>": 3}, **tokens)
-    task = SpanCorruptionPretraining.__new__(SpanCorruptionPretraining)
+    task = SpanCorruptionPretraining(cfg=SpanCorruptionConfig())
     said = {name: token for name, token in tokens.items() if token is not None} | {"decoder_start_token_id": starts}
     assert task.special_tokens(tokenizer) == said
     tokenizer.pad_token_id = None

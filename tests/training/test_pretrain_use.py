@@ -9,7 +9,7 @@ from toydata import write_jsonl
 
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
-from modelcenter.training.tasks.pretraining.span_corruption import SpanCorruptionPretraining
+from modelcenter.training.tasks.pretraining.span_corruption import fill_spans
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +97,11 @@ def test_sentinels_are_filled(trained):
     assert other == found
     with pytest.raises(ValueError, match="line 1: the row has no sentinel to fill; put <extra_id_0> where"):
         predict(trained, "span-corruption", ["a film"])
-    task = SpanCorruptionPretraining.__new__(SpanCorruptionPretraining)
     tokenizer = TOKENIZERS["tiny/t5"]()
     marks = tokenizer.convert_tokens_to_ids(["<extra_id_0>", "<extra_id_1>", "<extra_id_2>"])
-    task.sentinels = tokenizer.convert_tokens_to_ids([f"<extra_id_{i}>" for i in range(20)])
+    sentinels = tokenizer.convert_tokens_to_ids([f"<extra_id_{i}>" for i in range(20)])
     film, plot, fine = tokenizer.convert_tokens_to_ids(["film", "plot", "fine"])
     answer = [marks[0], film, plot, marks[1], marks[2], fine, marks[0], plot, 1, fine]
-    said = task.filled(tokenizer, [marks[0], fine, marks[2], marks[1], 1], answer)
+    said = fill_spans(tokenizer, sentinels, [marks[0], fine, marks[2], marks[1], 1], answer)
     assert said["spans"] == {"<extra_id_0>": "film plot", "<extra_id_2>": "fine", "<extra_id_1>": ""}
     assert said["text"] == "film plot fine fine"

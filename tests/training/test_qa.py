@@ -20,7 +20,7 @@ from modelcenter.data.sampling import EpochBatches
 from modelcenter.data.table import Origin, Table
 from modelcenter.training import metrics
 from modelcenter.training.config import QAConfig
-from modelcenter.training.tasks import qa as module
+from modelcenter.training.tasks import qa, questions
 from scripts.finetune_qa import main
 
 LONG = SIZES | {"max_positions": 64}
@@ -48,17 +48,17 @@ def read(path) -> list[dict]:
 
 
 def test_metrics_to_choose_by_are_those_that_the_rows_have(folder):
-    task = module.QuestionAnswering(
+    task = qa.QuestionAnswering.from_flags(
         QAConfig(train_data=[str(folder / "data" / "train.jsonl")], eval_fraction=0.5, doc_stride=8)
     )
     _, held = task.tokenize(make_tokenizer(), 48)
     every = {f"{of}{name}" for of in ("", "has_answer_", "no_answer_", "best_") for name in ("exact_match", "f1")}
     assert set(task.metric_names(held)) == {"loss", *every}
-    answered = dataclasses.replace(held.asked, answers=[["x"] for _ in held.asked.questions])
-    found = set(task.metric_names(dataclasses.replace(held, asked=answered)))
+    answered = dataclasses.replace(held.questions, answers=[["x"] for _ in held.questions.questions])
+    found = set(task.metric_names(dataclasses.replace(held, questions=answered)))
     assert found == {"loss", *(name for name in every if not re.match("has|no", name))}
-    task.null_threshold = None  # --no_answer false
-    assert set(task.metric_names(dataclasses.replace(held, asked=answered))) == {"loss", "exact_match", "f1"}
+    task.settings = dataclasses.replace(task.settings, null_threshold=None)  # --no_answer false
+    assert set(task.metric_names(dataclasses.replace(held, questions=answered))) == {"loss", "exact_match", "f1"}
 
 
 def encoded(rows: list[dict], targets: bool = True):
@@ -242,20 +242,20 @@ def test_chinese(folder, tmp_path, capsys):
     cli(["predict", str(folder / "run"), data])
     found = json.loads(capsys.readouterr().out.splitlines()[0])
     assert (found["answer"], found["start"], found["end"]) == ("\u5317\u4eac", 3, 5) and "null_score" not in found
-    task = module.QuestionAnswering(QAConfig(train_data=[data]))
-    assert task.scoring == "cmrc"  # characters, found by the script of the contexts
-    assert module.QuestionAnswering(QAConfig(train_data=[str(folder / "data")])).scoring == "squad"
+    task = qa.QuestionAnswering.from_flags(QAConfig(train_data=[data]))
+    assert task.settings.scoring == "cmrc"  # characters, found by the script of the contexts
+    assert qa.QuestionAnswering.from_flags(QAConfig(train_data=[str(folder / "data")])).settings.scoring == "squad"
 
 
 @pytest.mark.parametrize(
     ("text", "start", "expected"),
     [
         ("red", 4, 4), (" red", 3, 4), ("red ", 4, 4), ("red", 5, 4), ("red", 0, 4), ("red", 11, 12), ("red", 90, 12),
-        ("red", -7, 4), ("blue", 4, module.UNKNOWN),
+        ("red", -7, 4), ("blue", 4, questions.UNKNOWN),
     ],
 )  # fmt: skip
 def test_answers_are_looked_for_near_where_they_should_be(text, start, expected):
-    assert module.find_answer("the red car red", text, start) == expected
+    assert questions.find_answer("the red car red", text, start) == expected
 
 
 def test_wrong_answers(folder, capsys):
@@ -273,8 +273,8 @@ def test_wrong_answers(folder, capsys):
     assert "windows of 8 questions; question 'question'" in shown and "1 answers found elsewhere than said" in shown
     assert "left out: 1 rows have answers that their context does not hold, the first at" in shown
     assert np.isfinite(found[-1]["eval_loss"])  # all questions are judged, the wrong one has no place in the loss
-    task = module.QuestionAnswering(QAConfig(train_data=[data]))
-    assert len(task.asked.questions) == 8 and task.train.where(2).endswith("line 4")
+    task = qa.QuestionAnswering.from_flags(QAConfig(train_data=[data]))
+    assert len(task.questions.questions) == 8 and task.table.where(2).endswith("line 4")
     for row in rows:
         row["answers"] = {"text": ["nowhere"], "answer_start": [0]}
     data = str(write_jsonl(folder / "wrong.jsonl", rows))
@@ -321,12 +321,12 @@ def test_forms_of_answers(folder):
     listed = write_jsonl(folder / "a.jsonl", [row | {"answers": p} for row, p in zip(rows, pairs, strict=True)])
     single = [row | {"answers": p[0]} for row, p in zip(rows, pairs, strict=True)]
     asked = [
-        module.questions_of(read_file(path), "question", "context", "answers")
+        questions.read_questions(read_file(path), "question", "context", "answers")
         for path in (write_jsonl(folder / "b.jsonl", rows), listed, write_jsonl(folder / "c.jsonl", single))
     ]
     assert asked[0] == asked[1] == asked[2] and asked[0].starts[0] == rows[0]["answers"]["answer_start"][0]
     table = read_file(write_jsonl(folder / "d.jsonl", [row | {"answers": None} for row in rows]))
-    assert module.questions_of(table, "question", "context", "answers").starts == (-1,) * 4
+    assert questions.read_questions(table, "question", "context", "answers").starts == (-1,) * 4
 
 
 def test_answers_in_the_cells_of_a_csv_file():
@@ -340,16 +340,16 @@ def test_answers_in_the_cells_of_a_csv_file():
     ]
     six = {"question": ["q"] * 6, "context": ["a b"] * 6, "answers": cells}
     table = Table({**six, "answer_start": ["2"] * 6}, [Origin("a.csv", 6, "0")])
-    asked = module.questions_of(table, "question", "context", "answers")
+    asked = questions.read_questions(table, "question", "context", "answers")
     assert asked.answers == [["b"]] * 3 + [[], ["b"], []] and asked.starts == (2, 2, 2, -1, 2, -1)
     with pytest.raises(ValueError, match="row 5: got 'b' in column 'answers', expected"):
-        module.questions_of(Table(six, table.origins), "question", "context", "answers")
+        questions.read_questions(Table(six, table.origins), "question", "context", "answers")
 
 
 def test_spaces_before_a_question_are_no_part_of_it():
     """As in transformers' example: for RoBERTa's and Llama's tokenizers they are tokens."""
     columns = {"question": ["  what ", "\u3000q"], "context": [" a b", "c"]}
-    asked = module.questions_of(Table(columns, [Origin("a.csv", 2, "0")]), "question", "context", None)
+    asked = questions.read_questions(Table(columns, [Origin("a.csv", 2, "0")]), "question", "context", None)
     assert asked.questions == ["what ", "q"] and asked.contexts == [" a b", "c"]
 
 

@@ -12,7 +12,7 @@ import modelcenter as mc
 from modelcenter.cli import run as cli
 from modelcenter.data.structured import StructuredEncoder, structured_batch
 from modelcenter.training.config import LMConfig
-from modelcenter.training.structured import _Text, fill
+from modelcenter.training.structured import _PartlyFilled, fill
 from modelcenter.training.tasks import TASKS
 
 # No word of several letters: a text is cut into the tokens that it was written with.
@@ -90,9 +90,9 @@ def test_each_token_is_the_best_of_a_forward_over_all(folder):
 def test_answers_are_read_as_they_are_trained_on(folder):
     _, encoder = load(folder)
     row, whole = encoder.encode(ROWS[0], answered=False), encoder.encode(ROWS[0])
-    text = _Text(copy.deepcopy(ROWS[0]) | {"<ans>": {"<mask_0>": "", "<mask_1>": ""}}, row, row.values)
+    text = _PartlyFilled(copy.deepcopy(ROWS[0]) | {"<ans>": {"<mask_0>": "", "<mask_1>": ""}}, row, row.values)
     for turn, said in enumerate(("ab", "c")):
-        text = text.answered(turn, encoder.start, [(WORDS.index(letter), 0) for letter in said], said)
+        text = text.with_answer(turn, encoder.start, [(WORDS.index(letter), 0) for letter in said], said)
     context = whole.values[:, 2] == 1
     assert np.array_equal(text.values, np.vstack([whole.values[context], whole.values[~context]]))
     assert text.filled == ROWS[0]
@@ -119,11 +119,11 @@ def test_what_a_row_lacks_is_not_written(folder):
 
 
 def test_the_loss_of_a_row_is_its_own(folder, caplog):
-    task = TASKS["lm"].load()(LMConfig(train_data=[str(folder / "data")]))
+    task = TASKS["lm"].load().from_flags(LMConfig(train_data=[str(folder / "data")]))
     model, encoder = load(folder)
-    task.attach(model)
+    task.on_model_built(model)
     rows, held = task.tokenize(encoder.tokenizer, 64)
-    assert task.about_columns() == "answers '<ans>'" and len(rows) == 3 and len(held) == 2
+    assert task.describe_columns() == "answers '<ans>'" and len(rows) == 3 and len(held) == 2
     assert "1 rows have no answer and are left out" in caplog.text
     parts = [rows.batch(np.array([i])) for i in range(3)]
     counts = [int((part["labels"] != -100).sum()) for part in parts]

@@ -15,9 +15,11 @@ from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.data.table import Origin, Table
+from modelcenter.data.tokenization.words import tokenize_words
 from modelcenter.training import metrics
 from modelcenter.training.config import TokenClassificationConfig
-from modelcenter.training.tasks import token_classification as module
+from modelcenter.training.tasks import word_tags
+from modelcenter.training.tasks.token_classification import TokenClassification, windows_of
 from scripts.finetune_token_classification import main
 
 LONG = SIZES | {"max_positions": 64}
@@ -165,18 +167,18 @@ def test_plain_texts_and_empty_rows(folder, tmp_path, capsys):
     cli(["predict", str(folder / "run"), str(data)])
     first = json.loads(capsys.readouterr().out.splitlines()[0])
     assert first == {"words": [], "tags": [], "entities": []}
-    assert module.joined(["\u5f20", "\u4e09", "a", "b", "\u5728"]) == "\u5f20\u4e09 a b \u5728"
+    assert word_tags.joined(["\u5f20", "\u4e09", "a", "b", "\u5728"]) == "\u5f20\u4e09 a b \u5728"
 
 
 def test_all_tokens_of_a_word(folder):
     names = ("B-PER", "I-PER", "B-LOC", "O")
-    assert module.inside_tags(names).tolist() == [1, 1, 2, 3]
+    assert word_tags.inside_tags(names).tolist() == [1, 1, 2, 3]
     rows = [["zurich", "met"]]  # a word in pieces
-    words = module.tokenize_words(make_tokenizer(), rows, max_length=20)
+    words = tokenize_words(make_tokenizer(), rows, max_length=20)
     pieces = int((words.word == 0).sum())
     assert pieces > 1
-    table = module.Table({}, [])
-    examples = module.windows_of(table, rows, words, names, np.array([0, 3]), module.inside_tags(names))
+    table = Table({}, [])
+    examples = windows_of(table, rows, words, names, np.array([0, 3]), word_tags.inside_tags(names))
     rest = (words.word == 1).sum() - 1
     assert examples.labels.tolist() == [-100, 0, *[1] * (pieces - 1), 3, *[3] * rest, -100]
     one = finetune(folder, max_steps=2, label_all_tokens=True)
@@ -217,11 +219,11 @@ def test_numbers_and_their_names(folder):
     assert numbers[0]["loss"] == names[0]["loss"]
     saved = modelcenter.from_pretrained(str(folder / "run" / "model"), None)
     assert saved.config.id2label == dict(enumerate(TAGS))
-    task = module.TokenClassification(TokenClassificationConfig.from_args(command(flags(folder))))
-    meant = [[task.names[tag] for tag in targets] for targets in (task.targets, task.eval_targets)]
-    task.number_as([name.lower() for name in TAGS[::-1]])  # as a checkpoint that training starts from has them
-    assert task.names == tuple(TAGS[::-1])
-    assert meant == [[task.names[tag] for tag in targets] for targets in (task.targets, task.eval_targets)]
+    task = TokenClassification.from_flags(TokenClassificationConfig.from_args(command(flags(folder))))
+    meant = [[task.tag_names[tag] for tag in targets] for targets in (task.targets, task.eval_targets)]
+    task.adopt_label_order([name.lower() for name in TAGS[::-1]])  # as a checkpoint that training starts from has them
+    assert task.tag_names == tuple(TAGS[::-1])
+    assert meant == [[task.tag_names[tag] for tag in targets] for targets in (task.targets, task.eval_targets)]
     rows[4]["ner_tags"][1] = 7
     write_jsonl(folder / "numbers.jsonl", rows)
     with pytest.raises(ValueError, match=r"numbers.jsonl, line 5, word 2 \(.*\): the tag 7 is not one of the tags"):
@@ -232,12 +234,15 @@ def test_lists_that_a_table_of_texts_holds():
     """What pandas makes of a column of lists in csv."""
     rows = [["it's", "[1]"], ["b"]]
     made = Table({"words": [str(row) for row in rows], "tags": ["['O' 'B-X']", '["O"]']}, [Origin("a.csv", 2, "")])
-    assert module.words_of(made, "words", tagged=True) == rows
-    assert module.tags_of(made, "tags", rows) == [["O", "B-X"], ["O"]]
+    assert word_tags.words_of(made, "words", tagged=True) == rows
+    assert word_tags.tags_of(made, "tags", rows) == [["O", "B-X"], ["O"]]
     numbered = Table({"tags": [[1, 0], [0]]}, made.origins, {"tags": ["b-x", "o"]})
-    assert module.tags_of(numbered, "tags", rows, ("O", "B-X")) == [["O", "B-X"], ["B-X"]]  # as the source calls them
+    assert word_tags.tags_of(numbered, "tags", rows, ("O", "B-X")) == [
+        ["O", "B-X"],
+        ["B-X"],
+    ]  # as the source calls them
     plain = Table({"words": ["[ 1 ]", "[x] b c"]}, made.origins)
-    assert module.words_of(plain, "words", tagged=True) == [["[", "1", "]"], ["[x]", "b", "c"]]
+    assert word_tags.words_of(plain, "words", tagged=True) == [["[", "1", "]"], ["[x]", "b", "c"]]
 
 
 def test_entities_by_characters(folder, capsys):
@@ -270,7 +275,7 @@ def test_entities_by_characters(folder, capsys):
 def test_forms_and_mistakes_of_entities_by_characters():
     def made(*spans, text="Dr. Ada Lovelace \u4f4f\u5728\u4f26\u6566"):
         table = Table({"text": [text] * len(spans), "entities": list(spans)}, [Origin("a.jsonl", len(spans), "")])
-        assert module.find_words(table, None, None) == ("text", "entities")
+        assert word_tags.find_word_columns(table, None, None) == ("text", "entities")
         return list(zip(*table.columns.values(), strict=True))
 
     words = ["Dr", ".", "Ada", "Lovelace", "\u4f4f", "\u5728", "\u4f26", "\u6566"]

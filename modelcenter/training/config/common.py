@@ -6,6 +6,7 @@ no torch.
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -271,6 +272,15 @@ class TrainConfig(Flags):
                 )
             setattr(self, f"{role}_column", column)
         self.columns = {}
+
+    def role_columns(self) -> dict[str, str | None]:
+        """{role: column} as the flags name them; None: to be found."""
+        return {role: getattr(self, f"{role}_column") for role in self.roles}
+
+    def set_role_columns(self, columns: Mapping[str, str | None]) -> None:
+        """Take columns that were found for given ones, in config.yaml and for the evaluation data. columns: by role."""
+        for role, column in columns.items():
+            setattr(self, f"{role}_column", column)
 
     @property
     def max_seconds(self) -> float | None:

@@ -1,58 +1,60 @@
-"""Texts that a model writes for rows of prompts, on any number of ranks."""
+"""Texts that a model writes for many prompts, in batches on any number of ranks."""
 
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 import engine
 from modelcenter.generation.state import room
 from modelcenter.models.base import Model
 from modelcenter.training.evaluation import check_stop
+from modelcenter.training.metrics import gather_lists
 
-_MOST_NEW = 128  # tokens to write where nobody says how many
-# How far apart the seeds of batches are, and those of the groups of one: multiples of the two do not meet.
-_BATCHES, _GROUPS = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+_DEFAULT_NEW_TOKENS = 128
+# Between the seeds of batches, and between those of the groups of a batch: multiples of the two do not meet.
+_BATCH_STRIDE, _GROUP_STRIDE = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
-def new_tokens(model: Model, asked: int | None, length: int) -> int:
-    """How many tokens to write at most after a prompt of `length`: those asked for, else 128, or as many as the model
-    has positions for, which is said once."""
-    if asked is not None:
-        return asked
-    left = room(model, length)
-    if left is None or left >= _MOST_NEW:
-        return _MOST_NEW
+def new_tokens(model: Model, given: int | None, prompt_length: int) -> int:
+    """The number of tokens to write at most after a prompt: the given one, else 128, or as many as the model has
+    positions for, which is printed once."""
+    if given is not None:
+        return given
+    left = room(model, prompt_length)
+    if left is None or left >= _DEFAULT_NEW_TOKENS:
+        return _DEFAULT_NEW_TOKENS
     if left > 0:
         most = model.config.max_written_tokens
-        _say(f"max_new_tokens: not given; a text ends where the {most} positions of the model do")
+        _print_once(f"max_new_tokens: not given; a text ends where the {most} positions of the model do")
     return max(left, 1)  # no room for one: generate says what is too long
 
 
 @functools.cache
-def _say(text: str) -> None:
-    """On the terminal of rank 0, once."""
+def _print_once(text: str) -> None:
+    """On the terminal of rank 0."""
     if engine.rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
-def with_batch_seed(search: Mapping[str, Any], number: int, step: int = _BATCHES) -> dict[str, Any]:
-    """Arguments of model.generate for a batch that begins with row `number`: with the same seed in every batch, rows at
-    the same place in two of them would be drawn alike."""
+def with_batch_seed(search: Mapping[str, Any], number: int, stride: int = _BATCH_STRIDE) -> dict[str, Any]:
+    """Arguments of model.generate for the batch that begins with row `number`. It gets a seed of its own: with one seed
+    for all batches, rows at the same place in two of them would be drawn alike."""
     if search.get("seed") is None:
         return dict(search)
-    return {**search, "seed": (search["seed"] + number * step) % 2**63}
+    return {**search, "seed": (search["seed"] + number * stride) % 2**63}
 
 
 def complete(
     model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], *, streamer: Any = None, **search: Any
 ) -> list[list[str]]:
     """The num_return_sequences texts for each prompt, without the prompt: see `complete_ids`."""
-    found = complete_ids(model, tokenizer, prompts, streamer=streamer, **search)
-    return [tokenizer.batch_decode(several, skip_special_tokens=True) for several in found]
+    completions = complete_ids(model, tokenizer, prompts, streamer=streamer, **search)
+    return [tokenizer.batch_decode(of_prompt, skip_special_tokens=True) for of_prompt in completions]
 
 
 def complete_ids(
@@ -71,58 +73,62 @@ def complete_ids(
         search: other arguments of model.generate.
     """
     if isinstance(max_new_tokens, int):
-        return _write(model, tokenizer, prompts, max_new_tokens=max_new_tokens, streamer=streamer, **search)
+        return _generate(model, tokenizer, prompts, max_new_tokens=max_new_tokens, streamer=streamer, **search)
     # Prompts that may get as many tokens go together: what is written for one does not depend on how long others are.
     groups: dict[int, list[int]] = {}
     for i, prompt in enumerate(prompts):
-        most = new_tokens(model, None, len(prompt)) if max_new_tokens is None else max_new_tokens[i]
-        groups.setdefault(most, []).append(i)
+        limit = new_tokens(model, None, len(prompt)) if max_new_tokens is None else max_new_tokens[i]
+        groups.setdefault(limit, []).append(i)
     turns = list(groups.items())
-    found: list[list[list[int]]] = [[] for _ in prompts]
+    completions: list[list[list[int]]] = [[] for _ in prompts]
     for turn in range(max_over_ranks(len(turns))):
-        most, rows = turns[min(turn, len(turns) - 1)]  # where none is left, others still write
-        search_of_turn = with_batch_seed(search, rows[0], _GROUPS) | {"max_new_tokens": most}
-        texts = _write(model, tokenizer, [prompts[i] for i in rows], streamer=streamer, **search_of_turn)
-        for i, several in zip(rows, texts, strict=True):
-            found[i] = several
-    return found
+        limit, rows = turns[min(turn, len(turns) - 1)]  # a rank without groups left repeats one: others still write
+        group_search = with_batch_seed(search, rows[0], _GROUP_STRIDE) | {"max_new_tokens": limit}
+        texts = _generate(model, tokenizer, [prompts[i] for i in rows], streamer=streamer, **group_search)
+        for i, of_prompt in zip(rows, texts, strict=True):
+            completions[i] = of_prompt
+    return completions
 
 
-def _write(model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], **search: Any) -> list[list[list[int]]]:
-    rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(list(one)) for one in prompts], batch_first=True).long()
-    lengths = torch.tensor([len(one) for one in prompts])
-    mask = (torch.arange(rows.shape[1]) < lengths[:, None]).long()
-    rows, mask = rows.to(model.device), mask.to(model.device)
-    whole = model.generate(rows, mask, tokenizer=tokenizer, **search)
-    new = whole[:, 1:] if model.is_encoder_decoder else whole[:, rows.shape[1] :]
-    several = search.get("num_return_sequences", 1)
-    return [part.tolist() for part in new.split(several)]
+def _generate(model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], **search: Any) -> list[list[list[int]]]:
+    ids = pad_sequence([torch.tensor(list(prompt)) for prompt in prompts], batch_first=True).long()
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    output = model.generate(ids, mask, tokenizer=tokenizer, **search)
+    new = output[:, 1:] if model.is_encoder_decoder else output[:, ids.shape[1] :]
+    return [part.tolist() for part in new.split(search.get("num_return_sequences", 1))]
 
 
 def max_over_ranks(number: int) -> int:
-    """The largest of the numbers that the ranks give. Collective."""
-    if engine.world_size() == 1:
-        return number
-    everyone: list[Any] = [None] * engine.world_size()
-    dist.all_gather_object(everyone, number)
-    return max(everyone)
+    """The largest of the ranks' numbers. Collective."""
+    return max(gather_lists([number]))
 
 
 def map_over_ranks(count: int, batch_size: int, work: Callable[[list[int]], list[Any]]) -> list[Any]:
-    """What `work` makes of the numbers 0 to count - 1, a result for each, in order, on every rank. Collective.
+    """The results of `work` for the numbers 0 to count - 1, in order, on every rank. Collective.
 
-    Every rank takes as many turns of at most batch_size numbers, as ranks of a sharded model must: where none is left
-    for a rank, it does the number 0 again.
+    Args:
+        work: numbers of a batch -> a result for each. Every rank calls it equally often, as ranks of a sharded model
+            must: one without numbers left does the number 0 again.
     """
     ranks = engine.data_size()
-    mine: list[tuple[int, Any]] = []
+    results: list[tuple[int, Any]] = []
     for start in range(0, count, batch_size * ranks):
         check_stop()
         numbers = list(range(start, min(start + batch_size * ranks, count)))[engine.data_rank() :: ranks]
-        mine += zip(numbers, work(numbers or [0]), strict=False)
-    everyone: list[Any] = [mine]
-    if engine.world_size() > 1:
-        everyone = [None] * engine.world_size()
-        dist.all_gather_object(everyone, mine)
-    found = {number: result for part in everyone for number, result in part}
-    return [found[i] for i in range(count)]
+        results += zip(numbers, work(numbers or [0]), strict=False)
+    by_number = dict(gather_lists(results))
+    return [by_number[i] for i in range(count)]
+
+
+def map_longest_first(lengths: np.ndarray, batch_size: int, work: Callable[[list[int], int], list[Any]]) -> list[Any]:
+    """The results of `work` for each row, in order, on every rank; rows of similar length are in one batch. Collective.
+
+    Args:
+        work: (rows of a batch, number of the batch's first row for with_batch_seed) -> a result for each.
+    """
+    order = np.argsort(-lengths, kind="stable").tolist()
+    results = map_over_ranks(len(order), batch_size, lambda numbers: work([order[i] for i in numbers], numbers[0]))
+    by_row = dict(zip(order, results, strict=True))
+    return [by_row[row] for row in range(len(order))]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def start_message(run: "Run") -> str:
     """One line on what is about to happen."""
     count = f"{len(run.train_set):,} rows" if run.batch_source.steps_per_epoch is not None else "a stream of rows"
-    rows = f"{count} ({run.task.about_columns()})"
+    rows = f"{count} ({run.task.describe_columns()})"
     if run.train_set.truncated:
         rows += f", {run.train_set.truncated:,} of them cut at {run.cfg.max_length} tokens"
     evaluation = f"evaluation on {len(run.eval_set):,} rows" if run.eval_set is not None else "no evaluation data"

@@ -53,7 +53,7 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
     omit_unused_token_types(tokenizer, model)
     if cfg.label_smoothing and task.loss_fn is None:
         smooth_labels(model, cfg.label_smoothing)
-    task.attach(model)
+    task.on_model_built(model)
     return model
 
 

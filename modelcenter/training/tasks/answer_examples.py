@@ -1,7 +1,5 @@
-"""Rows of tokens of which some, the answers, are trained on."""
+"""Examples in which some tokens, the answers, are trained on."""
 
-import os
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +9,12 @@ import torch
 from modelcenter.data.batching.collate import pack
 from modelcenter.data.tokenization.answer_labels import IGNORED
 from modelcenter.training.tasks.base import TokenExamples
+from modelcenter.training.tasks.preview import highlighted, on_one_line, without_middle
 
 
 @dataclass(frozen=True)
 class AnswerExamples(TokenExamples):
-    """Rows of tokens with the labels of those that are trained on. context: batches say which tokens come before the
+    """Sequences of tokens with labels for those that are trained on. context: batches say which tokens come before the
     first of them."""
 
     labels: np.ndarray  # int32 (T,)
@@ -37,18 +36,14 @@ class AnswerExamples(TokenExamples):
         return batch
 
     def show(self, row: int, tokenizer: Any) -> str:
-        return marked_text(self.tokens.row(row), self.labels_of(row) != IGNORED, tokenizer)
+        return highlight_trained(self.tokens.row(row), self.labels_of(row) != IGNORED, tokenizer)
 
 
-def marked_text(ids: np.ndarray, trained: np.ndarray, tokenizer: Any) -> str:
-    """The text of some tokens, those that are trained on in green on a terminal, else between marks; the middle of long
-    parts is left out."""
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    start, end = ("\x1b[32m", "\x1b[0m") if colour else ("⟦", "⟧")
+def highlight_trained(ids: np.ndarray, trained: np.ndarray, tokenizer: Any) -> str:
+    """The text of some tokens, with those that are trained on highlighted, and long parts without their middle."""
     bounds = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(ids)]
     parts = []
     for a, b in zip(bounds, bounds[1:], strict=False):
-        text = tokenizer.decode(ids[a:b])
-        text = text if len(text) <= 240 else f"{text[:160]} ... {text[-70:]}"
-        parts.append(f"{start}{text}{end}" if trained[a] else text)
-    return "".join(parts).replace("\n", "\\n")
+        text = without_middle(tokenizer.decode(ids[a:b]))
+        parts.append(highlighted(text) if trained[a] else text)
+    return on_one_line("".join(parts))

@@ -15,9 +15,9 @@ BALANCED = "balanced"
 _ONE = 1 << 20  # weights are whole multiples of 1 / _ONE, so that their sum over a global batch is one of integers
 
 
-class WeightedClasses:
-    """The loss_fn of training.accumulate that is torch's cross_entropy with `weight` over the global batch: the losses
-    of the items, each times the weight of its class, divided by the sum of these weights."""
+class ClassWeightedLoss:
+    """A TrainingLoss that is torch's cross_entropy with `weight` over the global batch: the losses of the items, each
+    times the weight of its class, divided by the sum of these weights."""
 
     def __init__(self, weights: Sequence[float], label_smoothing: float = 0.0):
         self.units = torch.tensor([max(1, round(weight * _ONE)) for weight in weights])
@@ -27,6 +27,9 @@ class WeightedClasses:
     def weights(self) -> Tensor:
         """fp32 (classes,)."""
         return self.units.double().div(_ONE).float()
+
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(batch)
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, int]:
         labels = batch["labels"]
@@ -39,7 +42,7 @@ class WeightedClasses:
         return total / (max(totals["loss"], 1) / _ONE)
 
 
-def weights_of(given: Sequence[str], names: Sequence[str], targets: np.ndarray) -> list[float]:
+def parse_class_weights(given: Sequence[str], names: Sequence[str], targets: np.ndarray) -> list[float]:
     """The weight of each class.
 
     Args:

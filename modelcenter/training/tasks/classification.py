@@ -1,5 +1,6 @@
 """Text classification: one label, several or scores; one text or a pair."""
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,27 +21,18 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import ClassificationConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate, logits_of
 from modelcenter.training.metrics import Metrics, MultiLabel, Regression, SingleLabel, sum_over_ranks
-from modelcenter.training.tasks.base import (
-    Batches,
-    Task,
-    TokenExamples,
-    group_column,
-    groups_of,
-    inference_columns,
-    inference_form,
-    rank_batches,
-    read_splits,
-    strings,
-)
-from modelcenter.training.tasks.class_weights import WeightedClasses, weights_of
+from modelcenter.training.tasks.base import Batches, Task, TokenExamples, rank_batches
+from modelcenter.training.tasks.class_weights import ClassWeightedLoss, parse_class_weights
+from modelcenter.training.tasks.column_roles import group_column, groups_of, inference_columns, inference_form, strings
+from modelcenter.training.tasks.splits import read_splits
 
 log = logging.getLogger("modelcenter")
 
 
 @dataclass(frozen=True)
 class LabelledExamples(TokenExamples):
-    """Rows of text with their labels (targets None: none were read). groups: int64 (rows,), which rows are judged as
-    one; None: each by itself."""
+    """Texts with their labels. targets None: they have none. groups: int64 (rows,), the group of each row, of which all
+    rows are judged as one; None: each row by itself."""
 
     labels: Labels
     targets: np.ndarray | None = None
@@ -53,83 +45,100 @@ class LabelledExamples(TokenExamples):
         return f"[{label_text(self.labels, self.targets, row)}] {super().show(row, tokenizer)}"
 
 
+@dataclass(eq=False, kw_only=True)
 class Classification(Task):
-    """Text classification. Flags: ClassificationConfig."""
+    """Text classification. Flags: ClassificationConfig.
+
+    Attributes:
+        table: rows to train on, or that a trained model is used on. group: column of the groups, see LabelledExamples.
+        labels: for inference those of the model, once it is loaded.
+    """
 
     name: ClassVar[str] = "classification"
     head: ClassVar[str] = "sequence-classification"
-    labels: Labels
-    group: str | None
+    table: Table
+    columns: Columns
+    group: str | None = None
+    labels: Labels = Labels("single_label_classification", ())
+    targets: np.ndarray | None = None
+    eval_table: Table | None = None
+    eval_targets: np.ndarray | None = None
+    class_weights: list[str] | None = None
+    label_smoothing: float = 0.0
 
-    def __init__(self, cfg: ClassificationConfig):
-        """Read the data, find its columns and labels.
-
-        Raises:
-            ValueError: no such data, column or label; see data.sources, data.columns and data.labels.
-        """
-        self.train, self.eval = read_splits(cfg)
-        self.columns = find_columns(self.train, cfg.text_column, cfg.text_pair_column, cfg.label_column)
-        self.group = cfg.group_column = group_column(self.train, cfg.group_column, cfg.form)
-        # The columns that were found count as given from here on: in config.yaml, and for the evaluation data.
-        cfg.text_column, cfg.text_pair_column, cfg.label_column = _names(self.columns)
-        assert self.columns.label is not None
-        check_texts(self.train, self.columns)
-        values, where = self.train.columns[self.columns.label], self.train.where
-        self.labels = find_labels(
-            values,
-            where,
-            problem_type=cfg.problem_type,
-            num_labels=cfg.num_labels,
-            names=self.train.classes.get(self.columns.label),
+    @classmethod
+    def from_flags(cls, cfg: ClassificationConfig) -> Self:
+        """See Task; also data.sources, data.columns and data.labels for what is raised."""
+        table, eval_table = read_splits(cfg)
+        columns = find_columns(table, cfg.text_column, cfg.text_pair_column, cfg.label_column)
+        group = group_column(table, cfg.group_column, cfg.form)
+        cfg.set_role_columns({**dataclasses.asdict(columns), "group": group})
+        assert columns.label is not None
+        check_texts(table, columns)
+        values = table.columns[columns.label]
+        names = table.classes.get(columns.label)
+        options: dict[str, Any] = {"problem_type": cfg.problem_type, "num_labels": cfg.num_labels, "names": names}
+        labels = find_labels(values, table.where, **options)
+        targets = labels.encode(values, table.where)
+        for flag in ("group_column", "class_weights"):
+            if getattr(cfg, flag) and labels.problem_type != "single_label_classification":
+                raise ValueError(f"{flag}: for rows with one label each, not for {labels.problem_type}")
+        eval_targets = None
+        if eval_table is not None:
+            find_columns(eval_table, columns.text, columns.text_pair, columns.label)
+            check_columns(eval_table, {"group": group})
+            eval_targets = labels.encode(named_values(eval_table, columns.label, labels.names), eval_table.where)
+        return cls(
+            table=table,
+            columns=columns,
+            group=group,
+            labels=labels,
+            targets=targets,
+            eval_table=eval_table,
+            eval_targets=eval_targets,
+            class_weights=cfg.class_weights,
+            label_smoothing=cfg.label_smoothing,
         )
-        self.train_targets = self.labels.encode(values, where)
-        if self.group is not None and self.labels.problem_type != "single_label_classification":
-            raise ValueError(f"group_column: for rows with one label each, not for {self.labels.problem_type}")
-        if cfg.class_weights and self.labels.problem_type != "single_label_classification":
-            raise ValueError(f"class_weights: for rows with one label each, not for {self.labels.problem_type}")
-        self.class_weights, self.smoothing = cfg.class_weights, cfg.label_smoothing
-        self.eval_targets = None
-        if self.eval is not None:
-            find_columns(self.eval, *_names(self.columns))
-            check_columns(self.eval, {"group": self.group})
-            self.eval_targets = self.labels.encode(
-                named_values(self.eval, self.columns.label, self.labels.names), self.eval.where
-            )
 
-    def number_as(self, names: Sequence[str]) -> None:
+    def adopt_label_order(self, names: Sequence[str]) -> None:
         found = renumbering(self.labels.names, names)
         if found is None or self.labels.problem_type == "regression":
             return
         order, numbers = found
         multi = self.labels.problem_type == "multi_label_classification"
 
-        def renumbered(targets: np.ndarray) -> np.ndarray:
+        def renumbered(targets: np.ndarray | None) -> np.ndarray | None:
+            if targets is None:
+                return None
             return targets[:, np.argsort(numbers)] if multi else numbers[targets]
 
         self.labels = Labels(self.labels.problem_type, order)
-        self.train_targets = renumbered(self.train_targets)
-        self.eval_targets = None if self.eval_targets is None else renumbered(self.eval_targets)
+        self.targets, self.eval_targets = renumbered(self.targets), renumbered(self.eval_targets)
 
     def model_options(self) -> dict[str, Any]:
         names = dict(enumerate(self.labels.names))
         return {"num_labels": len(names), "id2label": names, "problem_type": self.labels.problem_type}
 
-    def tokenize(self, tokenizer: Any, max_length: int) -> tuple[LabelledExamples, LabelledExamples | None]:
-        def examples(table: Table, targets: np.ndarray | None) -> LabelledExamples:
-            tokens = tokenize_rows(tokenizer, table, self.columns, max_length)
-            return LabelledExamples(table, tokens, self.labels, targets, groups_of(table, self.group))
-
-        return examples(self.train, self.train_targets), self.eval and examples(self.eval, self.eval_targets)
-
-    def attach(self, model: Model) -> None:
+    def on_model_built(self, model: Model) -> None:
         if self.class_weights:
-            weights = weights_of(self.class_weights, self.labels.names, self.train_targets)
-            self.loss_fn = WeightedClasses(weights, self.smoothing)
+            assert self.targets is not None
+            weights = parse_class_weights(self.class_weights, self.labels.names, self.targets)
+            self.loss_fn = ClassWeightedLoss(weights, self.label_smoothing)
 
-    def prepare_model(self, model: Model, tokenizer: Any) -> None:
-        """Name a token that pads, where none is named: transformers needs one to find where the rows of a batch end, of
-        which decoders read the last token that is not padding. The end of a text will do, where texts do not bring
-        it."""
+    def tokenize(self, tokenizer: Any, max_length: int) -> tuple[LabelledExamples, LabelledExamples | None]:
+        train_set = self._examples(self.table, self.targets, tokenizer, max_length)
+        if self.eval_table is None:
+            return train_set, None
+        return train_set, self._examples(self.eval_table, self.eval_targets, tokenizer, max_length)
+
+    def _examples(self, table: Table, targets: np.ndarray | None, tokenizer: Any, max_length: int) -> LabelledExamples:
+        tokens = tokenize_texts(tokenizer, table, self.columns, max_length)
+        return LabelledExamples(table, tokens, self.labels, targets, groups_of(table, self.group))
+
+    def on_train_begin(self, model: Model, tokenizer: Any) -> None:
+        """Name a padding token where none is named: transformers finds the end of each row of a batch by it, for
+        decoders, which read the last token that is no padding. The token that ends texts will do, unless texts already
+        end with it."""
         if tokenizer.pad_token is None and tokenizer.eos_token is not None:
             if tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
                 return
@@ -153,51 +162,49 @@ class Classification(Task):
         return super().metric_names(examples) + ([] if examples.groups is None else ["exact_match"])
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
-        """Also exact_match, where rows have groups: those that are right in all their rows."""
+        """Also exact_match, where rows have groups: the share of groups whose rows are all right."""
         if examples.groups is None:
             return super().evaluate(model, examples, batch_size)
         batches = Batches(examples, rank_batches(examples, batch_size))
-        turns = iter(batches.rows)
-        wrong = torch.zeros(int(examples.groups.max()) + 1, dtype=torch.int64)
+        rows_of_batches = iter(batches.rows)
+        has_error = torch.zeros(int(examples.groups.max()) + 1, dtype=torch.int64)
 
-        def feed(metrics: Any, out: Any, batch: dict[str, Any]) -> None:
-            self.feed(metrics, out, batch)
-            missed = (out.logits.argmax(-1) != batch["labels"]).cpu().numpy()
-            wrong[torch.from_numpy(examples.groups[next(turns)][missed])] = 1
+        def update(metrics: Any, out: Any, batch: dict[str, Any]) -> None:
+            self.update_metrics(metrics, out, batch)
+            wrong = (out.logits.argmax(-1) != batch["labels"]).cpu().numpy()
+            has_error[torch.from_numpy(examples.groups[next(rows_of_batches)][wrong])] = 1
 
-        found = evaluate(model, batches, self.metrics(model.device), feed)
-        return {**found, "exact_match": (sum_over_ranks(wrong) == 0).double().mean().item()}
+        result = evaluate(model, batches, self.metrics(model.device), update)
+        return {**result, "exact_match": (sum_over_ranks(has_error) == 0).double().mean().item()}
 
-    def about_columns(self) -> str:
+    def describe_columns(self) -> str:
         pair = f" and {self.columns.text_pair!r}" if self.columns.text_pair is not None else ""
         names = ", ".join(self.labels.names[:4]) + (", ..." if len(self.labels.names) > 4 else "")
         count = "" if self.labels.problem_type == "regression" else f" with {len(self.labels.names)} classes: {names}"
         return f"text {self.columns.text!r}{pair}, label {self.columns.label!r}{count}"
 
+    # -- inference with a trained model ------------------------------------------------------------------------------
+
     @classmethod
-    def to_use(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
-        task = cls.__new__(cls)
+    def for_inference(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
         if labelled:
             join_labels(table, getattr(run, "label_column", None))
         given = inference_columns(cfg, run, table, ClassificationConfig.roles, needed="text")
-        task.group = group_column(table, given.pop("group"), inference_form(cfg, run))
+        group = group_column(table, given.pop("group"), inference_form(cfg, run))
         if not labelled:
             given["label"] = None
-        task.train, task.eval = table, None
-        task.columns = find_columns(table, **given, labelled=labelled)
-        return task
+        return cls(table=table, columns=find_columns(table, **given, labelled=labelled), group=group)
 
-    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> LabelledExamples:
+    def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> LabelledExamples:
         names = [(model.config.id2label or {}).get(i, f"LABEL_{i}") for i in range(model.config.num_labels)]
         kind = model.config.problem_type or ("regression" if len(names) == 1 else None)
         if self.columns.label is None:
             self.labels, targets = Labels(kind or "single_label_classification", tuple(names)), None
         else:
-            values, where = named_values(self.train, self.columns.label, names), self.train.where
+            values, where = named_values(self.table, self.columns.label, names), self.table.where
             self.labels = find_labels(values, where, problem_type=kind, num_labels=len(names), names=names)
             targets = self.labels.encode(values, where, known_from="the model")
-        tokens = tokenize_rows(tokenizer, self.train, self.columns, max_length)
-        return LabelledExamples(self.train, tokens, self.labels, targets, groups_of(self.train, self.group))
+        return self._examples(self.table, targets, tokenizer, max_length)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """label, score and probabilities of each row (several labels: labels; regression: score)."""
@@ -208,7 +215,7 @@ class Classification(Task):
 
 
 def predictions(logits: Tensor, labels: Labels) -> Iterator[dict[str, Any]]:
-    """What is said of each row. logits (rows, classes), fp32."""
+    """The prediction for each row. logits (rows, classes), fp32."""
     names = labels.names
     if labels.problem_type == "regression":
         for values in logits.tolist():
@@ -216,12 +223,13 @@ def predictions(logits: Tensor, labels: Labels) -> Iterator[dict[str, Any]]:
         return
     multi = labels.problem_type == "multi_label_classification"
     for values in (logits.sigmoid() if multi else logits.softmax(-1)).tolist():
-        chances = dict(zip(names, (round(v, 6) for v in values), strict=True))
+        probabilities = dict(zip(names, (round(v, 6) for v in values), strict=True))
         if multi:
-            yield {"labels": [n for n, v in zip(names, values, strict=True) if v > 0.5], "probabilities": chances}
+            chosen = [n for n, v in zip(names, values, strict=True) if v > 0.5]
+            yield {"labels": chosen, "probabilities": probabilities}
         else:
-            best = max(range(len(values)), key=values.__getitem__)
-            yield {"label": names[best], "score": chances[names[best]], "probabilities": chances}
+            best = names[max(range(len(values)), key=values.__getitem__)]
+            yield {"label": best, "score": probabilities[best], "probabilities": probabilities}
 
 
 def named_values(table: Table, column: str, names: Sequence[str]) -> Sequence[Any]:
@@ -230,10 +238,10 @@ def named_values(table: Table, column: str, names: Sequence[str]) -> Sequence[An
 
 
 def check_texts(table: Table, columns: Columns) -> None:
-    """Tell, once, which rows have nothing to read: they are trained on, as the labels say something of them.
+    """Warn, once, of rows with empty texts: they are trained on, as they have labels.
 
     Raises:
-        ValueError: no row has something to read.
+        ValueError: all rows have.
     """
     texts = [table.columns[name] for name in (columns.text, columns.text_pair) if name is not None]
     blank = [i for i, row in enumerate(zip(*texts, strict=True)) if all(v == "" or str(v).isspace() for v in row)]
@@ -243,7 +251,7 @@ def check_texts(table: Table, columns: Columns) -> None:
         log.warning("%s: %d rows have an empty text (first: %s)", table.name, len(blank), table.where(blank[0]))
 
 
-def tokenize_rows(tokenizer: Any, table: Table, columns: Columns, max_length: int) -> Tokens:
+def tokenize_texts(tokenizer: Any, table: Table, columns: Columns, max_length: int) -> Tokens:
     """Tokens of the text (and second text) of every row. Raises ValueError: a row without text, or of no token."""
     pairs = None if columns.text_pair is None else strings(table, columns.text_pair)
     tokens = tokenize(tokenizer, strings(table, columns.text), pairs, max_length=max_length)
@@ -267,7 +275,3 @@ def label_text(labels: Labels, targets: np.ndarray | None, row: int) -> str:
             ", ".join(name for name, on in zip(labels.names, targets[row], strict=True) if on) or "none of the labels"
         )
     return ", ".join(f"{value:g}" for value in np.atleast_1d(targets[row]))
-
-
-def _names(columns: Columns) -> tuple[str, str | None, str | None]:
-    return columns.text, columns.text_pair, columns.label

@@ -1,13 +1,17 @@
-"""Columns that are known by their usual names."""
+"""Which columns of a table have which role for a task: given by the flags, used by an earlier run, or known by name."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from modelcenter.data.schemas.columns import check_columns
 from modelcenter.data.table import Table
+from modelcenter.training.config import TrainConfig
 
 
 def find_named(table: Table, roles: Mapping[str, tuple[str | None, Sequence[str]]]) -> dict[str, str]:
-    """{role: column}.
+    """Columns that are given, or known by their usual names, as {role: column}.
 
     Args:
         roles: {role: (the column that was given or None, usual names in lower case, the likeliest first)}.
@@ -32,3 +36,63 @@ def find_named(table: Table, roles: Mapping[str, tuple[str | None, Sequence[str]
             raise ValueError(f"{role}_column: got {column!r}, which is the column of the {other} already")
         found[role] = column
     return found
+
+
+def inference_columns(
+    cfg: Any, run: TrainConfig | None, table: Table, roles: Sequence[str], needed: str
+) -> dict[str, Any]:
+    """{role: column} for new rows: what the flags say, else the run's columns where the rows have them.
+
+    Args:
+        needed: the role without which the run's columns mean nothing here.
+    """
+    given = {role: cfg.column(role) for role in roles}
+    if run is not None:
+        usual = {role: getattr(run, f"{role}_column", None) for role in roles}
+        if usual.get(needed) in table.columns:
+            given |= {role: name for role, name in usual.items() if given[role] is None and name in table.columns}
+    return given
+
+
+def inference_form(cfg: Any, run: TrainConfig | None) -> str | None:
+    """The form of the rows that a trained model is used on: the one given ("raw": columns as they are), else the
+    run's."""
+    form = cfg.form or (run and run.form)
+    return None if form == "raw" else form
+
+
+def has_several_answers(table: Table, form: str | None) -> bool:
+    """Whether rows of a form name all their right choices."""
+    return form is not None and "answers" in table.columns
+
+
+def group_column(table: Table, given: str | None, form: str | None) -> str | None:
+    """The column of the groups of rows that are judged as one: the one given, else that of a form with groups.
+
+    Raises:
+        ValueError: the given one is not there.
+    """
+    check_columns(table, {"group": given})
+    return given or ("group" if form is not None and "group" in table.columns else None)
+
+
+def groups_of(table: Table, column: str | None) -> np.ndarray | None:
+    """The number of each row's group, int64, from 0; None: there is no such column."""
+    if column is None:
+        return None
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(str(value), len(numbers)) for value in table.columns[column]], np.int64)
+
+
+def strings(table: Table, name: str) -> list[str]:
+    """The texts of a column.
+
+    Raises:
+        ValueError: a row without text.
+    """
+    values = table.columns[name]
+    missing = next((i for i, v in enumerate(values) if v is None or isinstance(v, (list, dict, bytes))), None)
+    if missing is not None:
+        found = "no text" if values[missing] is None else f"{values[missing]!r:.60}, expected a text,"
+        raise ValueError(f"{table.where(missing)}: the row has {found} in column {name!r}")
+    return [v if isinstance(v, str) else str(v) for v in values]

@@ -1,5 +1,6 @@
 """Multiple choice: which of a few texts goes with another one."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -9,24 +10,17 @@ import torch
 
 import engine
 from modelcenter.data.batching.collate import pack
-from modelcenter.data.schemas.choices import Choices, correct_choices, find_choice_columns, read_choices
+from modelcenter.data.schemas.choices import ChoiceColumns, Choices, correct_choices, find_choice_columns, read_choices
 from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import tokenize
 from modelcenter.models.base import Model
 from modelcenter.training.config import MultipleChoiceConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate, outputs
 from modelcenter.training.metrics import Accuracy, ExtractiveAnswers, Score, gather_lists
-from modelcenter.training.tasks.base import (
-    Batches,
-    Task,
-    TokenExamples,
-    has_several_answers,
-    inference_columns,
-    inference_form,
-    rank_batches,
-    read_splits,
-    shortened,
-)
+from modelcenter.training.tasks.base import Batches, Task, TokenExamples, rank_batches
+from modelcenter.training.tasks.column_roles import has_several_answers, inference_columns, inference_form
+from modelcenter.training.tasks.preview import shortened
+from modelcenter.training.tasks.splits import read_splits
 
 
 @dataclass(frozen=True)
@@ -81,74 +75,93 @@ class ChoiceExamples(TokenExamples):
         return f"[choice {number + 1} of {self.counts[row]}{'' if self.targets is None else ' is right'}] {text}"
 
 
+@dataclass(eq=False, kw_only=True)
 class MultipleChoice(Task):
-    """Multiple choice. Flags: MultipleChoiceConfig."""
+    """Multiple choice. Flags: MultipleChoiceConfig.
+
+    Attributes:
+        table: rows to train on, or that a trained model is used on. several_answers: rows may have several right
+            choices.
+    """
 
     name: ClassVar[str] = "multiple-choice"
     head: ClassVar[str] = "multiple-choice"
-    targets: np.ndarray | None
+    table: Table
+    columns: ChoiceColumns
+    choices: Choices
+    targets: np.ndarray | None = None
+    eval_table: Table | None = None
+    eval_choices: Choices | None = None
     eval_targets: np.ndarray | None = None
-    several: bool  # rows may have several right choices
+    several_answers: bool = False
 
-    def __init__(self, cfg: MultipleChoiceConfig):
-        """Read the data, find its columns, choices and labels.
-
-        Raises:
-            ValueError: no such data or columns; rows without a text, choices or a label; see data.choices.
-        """
-        self.train, self.eval = read_splits(cfg)
-        self.several = has_several_answers(self.train, cfg.form)
-        given = {role: getattr(cfg, f"{role}_column") for role in cfg.roles}
-        self.columns = find_choice_columns(self.train, **given)
-        # The columns that were found count as given from here on: in config.yaml, and for the evaluation data.
-        cfg.context_column, cfg.question_column = self.columns.context, self.columns.question
-        cfg.choices_column, cfg.label_column = ",".join(self.columns.choices), self.columns.label
-        self.choices = read_choices(self.train, self.columns)
-        self.targets, cfg.first_choice = self._right(self.train, self.choices, cfg.first_choice)
-        if self.eval is not None:
-            find_choice_columns(self.eval, **{role: getattr(cfg, f"{role}_column") for role in cfg.roles})
-            self.eval_choices = read_choices(self.eval, self.columns)
-            self.eval_targets, _ = self._right(self.eval, self.eval_choices, cfg.first_choice)
-        if cfg.label_smoothing and len(set(self.choices.counts.tolist())) > 1:
+    @classmethod
+    def from_flags(cls, cfg: MultipleChoiceConfig) -> Self:
+        """See Task; also data.choices for what is raised."""
+        table, eval_table = read_splits(cfg)
+        columns = find_choice_columns(table, **cfg.role_columns())
+        cfg.set_role_columns({**dataclasses.asdict(columns), "choices": ",".join(columns.choices)})
+        assert columns.label is not None
+        choices = read_choices(table, columns)
+        targets, cfg.first_choice = correct_choices(table, columns.label, choices, cfg.first_choice)
+        eval_choices, eval_targets = None, None
+        if eval_table is not None:
+            find_choice_columns(eval_table, **cfg.role_columns())
+            eval_choices = read_choices(eval_table, columns)
+            eval_targets, _ = correct_choices(eval_table, columns.label, eval_choices, cfg.first_choice)
+        if cfg.label_smoothing and len(set(choices.counts.tolist())) > 1:
             raise ValueError("label_smoothing: for rows with equally many choices, these differ; leave it out")
-
-    def _right(self, table: Table, choices: Choices, first: int | None) -> tuple[np.ndarray, int]:
-        assert self.columns.label is not None
-        return correct_choices(table, self.columns.label, choices, first)
+        return cls(
+            table=table,
+            columns=columns,
+            choices=choices,
+            targets=targets,
+            eval_table=eval_table,
+            eval_choices=eval_choices,
+            eval_targets=eval_targets,
+            several_answers=has_several_answers(table, cfg.form),
+        )
 
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[ChoiceExamples, ChoiceExamples | None]:
-        train = _rows(tokenizer, self.train, self.choices, self.targets, max_length, self.several)
-        if self.eval is None:
-            return train, None
-        return train, _rows(tokenizer, self.eval, self.eval_choices, self.eval_targets, max_length, self.several)
+        train_set = self._examples(self.table, self.choices, self.targets, tokenizer, max_length)
+        if self.eval_table is None or self.eval_choices is None:
+            return train_set, None
+        return train_set, self._examples(self.eval_table, self.eval_choices, self.eval_targets, tokenizer, max_length)
+
+    def _examples(
+        self, table: Table, choices: Choices, targets: np.ndarray | None, tokenizer: Any, max_length: int
+    ) -> ChoiceExamples:
+        tokens = tokenize(tokenizer, *choices.pairs(), max_length=max_length)
+        first = np.concatenate(([0], np.cumsum(choices.counts)))
+        answers = table.columns["answers"] if self.several_answers and targets is not None else None
+        return ChoiceExamples(table, tokens, choices, first, targets, answers)
 
     def metrics(self, device: torch.device | str = "cpu") -> Score:
-        return ExtractiveAnswers() if self.several else Accuracy()
+        return ExtractiveAnswers() if self.several_answers else Accuracy()
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
-        """Where rows have several right choices: exact_match and f1 of the text of the one that is taken."""
+        """Where rows have several right choices: exact_match and f1 of the text of the choice."""
         if examples.answers is None:
             return super().evaluate(model, examples, batch_size)
         batches = Batches(examples, rank_batches(examples, batch_size))
-        turns = iter(batches.rows)
+        rows_of_batches = iter(batches.rows)
 
-        def feed(metrics: Any, out: Any, batch: dict[str, Any]) -> None:
-            rows, best = next(turns).tolist(), out.logits.argmax(-1).tolist()
-            taken = [examples.choices.offered[row][choice] for row, choice in zip(rows, best, strict=True)]
-            metrics.update(taken, [examples.answers[row] for row in rows])
+        def update(metrics: Any, out: Any, batch: dict[str, Any]) -> None:
+            rows, best = next(rows_of_batches).tolist(), out.logits.argmax(-1).tolist()
+            texts = [examples.choices.offered[row][choice] for row, choice in zip(rows, best, strict=True)]
+            metrics.update(texts, [examples.answers[row] for row in rows])
 
-        return evaluate(model, batches, self.metrics(), feed)
+        return evaluate(model, batches, self.metrics(), update)
 
-    def about_columns(self) -> str:
+    def describe_columns(self) -> str:
         counts = self.choices.counts
         low, high = int(counts.min()), int(counts.max())
         return f"{self.columns.shown()}; {low if low == high else f'{low} to {high}'} choices each"
 
-    # -- use of a trained model --------------------------------------------------------------------------------------
+    # -- inference with a trained model ------------------------------------------------------------------------------
 
     @classmethod
-    def to_use(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
-        task = cls.__new__(cls)
+    def for_inference(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
         needed = "context" if run is None or getattr(run, "context_column", None) else "question"
         given = inference_columns(cfg, run, table, MultipleChoiceConfig.roles, needed=needed)
         usual = getattr(run, "choices_column", None) or ""
@@ -156,45 +169,35 @@ class MultipleChoice(Task):
             given["choices"] = usual
         if not labelled:
             given["label"] = None
-        task.train, task.eval = table, None
-        task.several = has_several_answers(table, inference_form(cfg, run))
-        task.columns = find_choice_columns(table, **given, labelled=labelled)
-        task.choices, task.targets = read_choices(table, task.columns), None
+        several = has_several_answers(table, inference_form(cfg, run))
+        columns = find_choice_columns(table, **given, labelled=labelled)
+        choices, targets = read_choices(table, columns), None
         if labelled:
-            task.targets, _ = task._right(table, task.choices, getattr(run, "first_choice", None))
-        return task
+            assert columns.label is not None
+            targets, _ = correct_choices(table, columns.label, choices, getattr(run, "first_choice", None))
+        return cls(table=table, columns=columns, choices=choices, targets=targets, several_answers=several)
 
-    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> ChoiceExamples:
-        return _rows(tokenizer, self.train, self.choices, self.targets, max_length, self.several)
+    def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> ChoiceExamples:
+        return self._examples(self.table, self.choices, self.targets, tokenizer, max_length)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """choice (its text), label (its name in the row, else its number from 0), score and probabilities."""
         rows = rank_batches(examples, cfg.batch_size)
-        said: list[tuple[int, list[float]]] = []
-        for turn, out in outputs(model, Batches(examples, rows)):
-            chances = out.logits.float().softmax(-1).tolist()
-            said += [
-                (row, found[: examples.counts[row]]) for row, found in zip(rows[turn].tolist(), chances, strict=True)
+        probabilities: list[tuple[int, list[float]]] = []  # (row, of its choices)
+        for number, out in outputs(model, Batches(examples, rows)):
+            values = out.logits.float().softmax(-1).tolist()
+            probabilities += [
+                (row, of_row[: examples.counts[row]]) for row, of_row in zip(rows[number].tolist(), values, strict=True)
             ]
-        every = dict(gather_lists(said))
-        return (self._say(row, every[row]) for row in range(len(examples) if engine.rank() == 0 else 0))
+        every = dict(gather_lists(probabilities))
+        return (self._prediction(row, every[row]) for row in range(len(examples) if engine.rank() == 0 else 0))
 
-    def _say(self, row: int, chances: list[float]) -> dict[str, Any]:
-        best = max(range(len(chances)), key=chances.__getitem__)
-        names, chances = self.choices.names, [round(chance, 6) for chance in chances]
-        label = best if names is None else names[row][best]
+    def _prediction(self, row: int, probabilities: list[float]) -> dict[str, Any]:
+        best = max(range(len(probabilities)), key=probabilities.__getitem__)
+        names, probabilities = self.choices.names, [round(value, 6) for value in probabilities]
         return {
             "choice": self.choices.offered[row][best],
-            "label": label,
-            "score": chances[best],
-            "probabilities": chances,
+            "label": best if names is None else names[row][best],
+            "score": probabilities[best],
+            "probabilities": probabilities,
         }
-
-
-def _rows(
-    tokenizer: Any, table: Table, choices: Choices, targets: np.ndarray | None, max_length: int, several: bool
-) -> ChoiceExamples:
-    tokens = tokenize(tokenizer, *choices.pairs(), max_length=max_length)
-    first = np.concatenate(([0], np.cumsum(choices.counts)))
-    answers = table.columns["answers"] if several and targets is not None else None
-    return ChoiceExamples(table, tokens, choices, first, targets, answers)

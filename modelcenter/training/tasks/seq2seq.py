@@ -2,8 +2,6 @@
 
 import dataclasses
 import logging
-import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -20,31 +18,27 @@ from modelcenter.data.tokenization.tokenize import Tokens, tokenize, tokenize_ta
 from modelcenter.models.base import Model
 from modelcenter.training.config import Seq2SeqConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate
-from modelcenter.training.inference.text_generation import complete, map_over_ranks, with_batch_seed
-from modelcenter.training.metrics import Generation, Score
-from modelcenter.training.tasks.base import (
-    LossBatches,
-    Task,
-    TokenExamples,
-    decoder_token,
+from modelcenter.training.inference.text_generation import complete, map_longest_first, with_batch_seed
+from modelcenter.training.metrics import Generation, LossOnly, Score
+from modelcenter.training.tasks.base import Batches, Task, TokenExamples, decoder_token, rank_batches
+from modelcenter.training.tasks.column_roles import (
     group_column,
     has_several_answers,
     inference_columns,
     inference_form,
-    rank_batches,
-    read_splits,
-    shortened,
 )
+from modelcenter.training.tasks.preview import highlighted, on_one_line, shortened
+from modelcenter.training.tasks.splits import read_splits
 
 log = logging.getLogger("modelcenter")
 
-_SEARCH = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size")
-_USE = ("source_lang", "target_lang", "prefix", "metrics", "language")
+_SEARCH_FLAGS = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size")
+_INFERENCE_FLAGS = ("source_lang", "target_lang", "prefix", "metrics", "language")
 
 
 @dataclass(frozen=True)
 class SourceTargetExamples(TokenExamples):
-    """Rows of a text to read, `tokens`, and, where it is known, the text to write (target None: it is not).
+    """Source texts, `tokens`, and target texts; target None: these are not known.
 
     first: int64 (rows + 1,), the first target of each row, where rows have several right ones: training takes them in
     turn, epoch by epoch; None: each row has one.
@@ -76,7 +70,7 @@ class SourceTargetExamples(TokenExamples):
         if self.target is None:
             return text
         (target,) = self.target_rows(np.array([row]), 0)
-        return f"{text} -> {_marked(tokenizer.decode(self.target.row(target)))}"
+        return f"{text} -> {on_one_line(highlighted(shortened(tokenizer.decode(self.target.row(target)))))}"
 
     def references(self) -> list[list[str]]:
         """All texts that are right for each row."""
@@ -90,176 +84,180 @@ class SourceTargetExamples(TokenExamples):
         return [text or "" for text in column_texts(self.table, column, lang)]
 
 
-class LossAlone:
-    """No metric beside the loss."""
-
-    main = "loss"
-
-    def result(self) -> dict[str, float | None]:
-        return {}
-
-
+@dataclass(eq=False, kw_only=True)
 class SequenceToSequence(Task):
-    """Texts from texts. Flags: Seq2SeqConfig."""
+    """Texts from texts. Flags: Seq2SeqConfig.
+
+    Attributes:
+        table: rows to train on, or that a trained model is used on. group: column of the groups of rows that are judged
+            as one. search: arguments of model.generate. generated: the texts of the last evaluation.
+    """
 
     name: ClassVar[str] = "seq2seq"
     head: ClassVar[str] = "seq2seq-lm"
     cfg: Seq2SeqConfig
-    train: Table
+    table: Table
     columns: PairColumns
-    group: str | None
-    search: dict[str, Any]  # arguments of model.generate in evaluations
+    search: dict[str, Any]
+    group: str | None = None
+    eval_table: Table | None = None
     model: Model | None = None
     tokenizer: Any = None
-    written: list[str] | None = None  # by the last evaluation
+    generated: list[str] | None = None
 
-    def __init__(self, cfg: Seq2SeqConfig):
-        """Read the data, find its columns, leave out rows that lack a text.
+    @classmethod
+    def from_flags(cls, cfg: Seq2SeqConfig) -> Self:
+        """See Task; rows that lack a text are left out.
 
         Raises:
-            ValueError: no such data or column, no row with both texts, a metric whose package is missing.
+            ValueError: also where no row has both texts, or the package of a metric is missing.
         """
-        self.cfg = cfg
         cfg.max_new_tokens = cfg.max_new_tokens or cfg.max_target_length
-        self.search = {name: getattr(cfg, name) for name in _SEARCH}
-        self.metrics()
-        train, held = read_splits(cfg)
-        self.group = cfg.group_column = group_column(train, cfg.group_column, cfg.form)
-        self.columns = find_pair_columns(train, cfg.source_column, cfg.target_column, cfg.source_lang, cfg.target_lang)
-        # The columns that were found count as given from here on: in config.yaml, and for the evaluation data.
-        cfg.source_column, cfg.target_column = self.columns.source, self.columns.target
-        self.train, self.eval = whole_rows(train, self.columns), None
-        if held is not None:
-            find_pair_columns(held, *dataclasses.astuple(self.columns))
-            check_columns(held, {"group": self.group})
-            self.eval = whole_rows(held, self.columns)
+        _metrics(cfg)
+        table, eval_table = read_splits(cfg)
+        group = cfg.group_column = group_column(table, cfg.group_column, cfg.form)
+        columns = find_pair_columns(table, cfg.source_column, cfg.target_column, cfg.source_lang, cfg.target_lang)
+        cfg.set_role_columns({"source": columns.source, "target": columns.target})
+        table = complete_rows(table, columns)
+        if eval_table is not None:
+            find_pair_columns(eval_table, *dataclasses.astuple(columns))
+            check_columns(eval_table, {"group": group})
+            eval_table = complete_rows(eval_table, columns)
+        search = {name: getattr(cfg, name) for name in _SEARCH_FLAGS}
+        return cls(cfg=cfg, table=table, columns=columns, search=search, group=group, eval_table=eval_table)
 
     def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
         pad, end = decoder_token(tokenizer, "pad", "starts"), decoder_token(tokenizer, "eos", "ends")
         return {"pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": end}
 
-    def attach(self, model: Model) -> None:
+    def on_model_built(self, model: Model) -> None:
         self.model = model
 
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[SourceTargetExamples, SourceTargetExamples | None]:
-        return self._rows(self.train, tokenizer, max_length), self.eval and self._rows(self.eval, tokenizer, max_length)
+        train_set = self._examples(self.table, tokenizer, max_length)
+        if self.eval_table is None:
+            return train_set, None
+        return train_set, self._examples(self.eval_table, tokenizer, max_length)
 
-    def _rows(self, table: Table, tokenizer: Any, max_length: int) -> SourceTargetExamples:
+    def _examples(self, table: Table, tokenizer: Any, max_length: int) -> SourceTargetExamples:
         self.tokenizer = tokenizer
         check_end(tokenizer, self.model)
-        columns, prefix, most = self.columns, self.cfg.prefix, self.cfg.max_target_length
-        texts = [prefix + (text or "") for text in column_texts(table, columns.source, columns.source_lang)]
+        columns = self.columns
+        texts = [self.cfg.prefix + (text or "") for text in column_texts(table, columns.source, columns.source_lang)]
         source = tokenize(tokenizer, texts, max_length=max_length)
         if not source.lengths.all():
             empty = int(np.flatnonzero(source.lengths == 0)[0])
             raise ValueError(f"{table.where(empty)}: {texts[empty]!r:.60} has no token, expected a text to read")
         if columns.target is None:
             return SourceTargetExamples(table, source, columns)
-        targets = [text or "" for text in column_texts(table, columns.target, columns.target_lang)]
-        first = None
+        target, first = self._targets(table, tokenizer, columns.target)
+        return SourceTargetExamples(table, source, columns, target, first)
+
+    def _targets(self, table: Table, tokenizer: Any, column: str) -> tuple[Tokens, np.ndarray | None]:
+        """`target` and `first` of SourceTargetExamples."""
+        targets = [text or "" for text in column_texts(table, column, self.columns.target_lang)]
+        first, longest = None, self.cfg.max_target_length
         if has_several_answers(table, self.cfg.form):
             answers = table.columns["answers"]
             first = np.concatenate(([0], np.cumsum(list(map(len, answers)))))
-            targets = [text for several in answers for text in several]
-        target = tokenize_targets(tokenizer, targets, max_length=most)
-        if target.truncated and engine.rank() == 0:
-            log.warning("%s: %d targets cut at max_target_length %d", table.name, target.truncated, most)
-        return SourceTargetExamples(table, source, columns, target, first)
+            targets = [text for of_row in answers for text in of_row]
+        tokens = tokenize_targets(tokenizer, targets, max_length=longest)
+        if tokens.truncated and engine.rank() == 0:
+            log.warning("%s: %d targets cut at max_target_length %d", table.name, tokens.truncated, longest)
+        return tokens, first
 
-    def about_columns(self) -> str:
+    def describe_columns(self) -> str:
         return self.columns.shown() + (f", prefix {self.cfg.prefix!r}" if self.cfg.prefix else "")
 
     def metrics(self, device: torch.device | str = "cpu") -> Score:
-        if not self.cfg.eval_generate:
-            return LossAlone()
-        return Generation(self.cfg.metrics or (), self.cfg.language)
+        return _metrics(self.cfg)
 
     def metric_names(self, examples: Any) -> list[str]:
         grouped = self.cfg.eval_generate and self.group is not None and "accuracy" in (self.cfg.metrics or ())
         return super().metric_names(examples) + (["exact_match"] if grouped else [])
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
-        """The loss; with eval_generate also the metrics of what the model writes for each row."""
-        found = evaluate(model, LossBatches(examples, rank_batches(examples, batch_size)))
+        """The loss; with eval_generate also the metrics of the texts that the model writes."""
+        loss = evaluate(model, Batches(examples, rank_batches(examples, batch_size), output_logits=False))
         if not self.cfg.eval_generate:
-            return found
-        self.written = [several[0] for several in self.write(model, examples, batch_size, self.search)]
+            return loss
+        self.generated = [texts[0] for texts in self.generate_texts(model, examples, batch_size, self.search)]
         metrics: Any = self.metrics()
-        # All ranks have all texts by now: each counts some of them.
-        mine = slice(engine.rank(), None, engine.world_size())
-        groups = None if self.group is None else [str(value) for value in examples.table.columns[self.group][mine]]
-        metrics.update(self.written[mine], examples.references()[mine], groups)
-        return {**found, **metrics.result()}
+        # All ranks have all texts: each adds some of them to its metrics.
+        share = slice(engine.rank(), None, engine.world_size())
+        groups = None if self.group is None else [str(value) for value in examples.table.columns[self.group][share]]
+        metrics.update(self.generated[share], examples.references()[share], groups)
+        return {**loss, **metrics.result()}
 
-    def write(
+    def generate_texts(
         self, model: Model, examples: SourceTargetExamples, batch_size: int, search: dict[str, Any]
     ) -> list[list[str]]:
-        """What the model writes for each row, in order, on every rank. Collective."""
-        order = np.argsort(-examples.tokens.lengths, kind="stable")  # rows of similar length together
+        """The num_return_sequences texts that the model writes for each row, in order, on every rank. Collective."""
 
-        def work(numbers: list[int]) -> list[list[str]]:
-            sources: Any = [examples.tokens.row(int(order[i])) for i in numbers]
-            return complete(model, self.tokenizer, sources, **with_batch_seed(search, numbers[0]))
+        def complete_rows_of(rows: list[int], number: int) -> list[list[str]]:
+            sources: Any = [examples.tokens.row(row) for row in rows]
+            return complete(model, self.tokenizer, sources, **with_batch_seed(search, number))
 
-        texts = map_over_ranks(len(order), batch_size, work)
-        placed = dict(zip(order.tolist(), texts, strict=True))
-        return [[text.strip() for text in placed[row]] for row in range(len(order))]
+        texts = map_longest_first(examples.tokens.lengths, batch_size, complete_rows_of)
+        return [[text.strip() for text in of_row] for of_row in texts]
 
     def samples(self, model: Model, tokenizer: Any, examples: Any) -> list[dict[str, Any]]:
-        """What the last evaluation wrote for its first rows."""
-        if self.written is None:
+        """The texts of the last evaluation for its first rows."""
+        if self.generated is None:
             return []
         count = min(self.cfg.eval_samples, len(examples))
-        texts = zip(examples.texts("source"), self.written, examples.texts("target"), strict=True)
+        texts = zip(examples.texts("source"), self.generated, examples.texts("target"), strict=True)
         return [
-            {"where": examples.where(row), "source": source, "prediction": written, "reference": target}
-            for row, (source, written, target) in zip(range(count), texts, strict=False)
+            {"where": examples.where(row), "source": source, "prediction": prediction, "reference": target}
+            for row, (source, prediction, target) in zip(range(count), texts, strict=False)
         ]
 
-    # -- use of a trained model --------------------------------------------------------------------------------------
+    # -- inference with a trained model ------------------------------------------------------------------------------
 
     @classmethod
-    def to_use(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
-        task = cls.__new__(cls)
-        own = {name: value for name in _USE if (value := getattr(cfg, name)) is not None}
-        own |= {"eval_generate": True} if cfg.metrics is not None else {}
+    def for_inference(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
+        given = {name: value for name in _INFERENCE_FLAGS if (value := getattr(cfg, name)) is not None}
+        given |= {"eval_generate": True} if cfg.metrics is not None else {}
         form = inference_form(cfg, run)
-        task.cfg = dataclasses.replace(run if isinstance(run, Seq2SeqConfig) else Seq2SeqConfig(form=form), **own)
-        task.search = {**cfg.search(run), "num_return_sequences": 1}
-        given = inference_columns(cfg, run, table, Seq2SeqConfig.roles, needed="source")
-        task.group = group_column(table, given.pop("group"), form)
+        flags = dataclasses.replace(run if isinstance(run, Seq2SeqConfig) else Seq2SeqConfig(form=form), **given)
+        roles = inference_columns(cfg, run, table, Seq2SeqConfig.roles, needed="source")
+        group = group_column(table, roles.pop("group"), form)
         if not labelled:
-            given["target"] = None
-        langs = {"source_lang": task.cfg.source_lang, "target_lang": task.cfg.target_lang}
-        task.columns = find_pair_columns(table, **given, **langs, labelled=labelled)
-        task.train = whole_rows(table, task.columns) if labelled else table
-        task.eval = None
+            roles["target"] = None
+        langs = {"source_lang": flags.source_lang, "target_lang": flags.target_lang}
+        columns = find_pair_columns(table, **roles, **langs, labelled=labelled)
         if labelled:
-            task.metrics()
-        return task
+            table = complete_rows(table, columns)
+            _metrics(flags)
+        search = {**cfg.search(run), "num_return_sequences": 1}
+        return cls(cfg=flags, table=table, columns=columns, search=search, group=group)
 
-    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> SourceTargetExamples:
-        self.attach(model)
-        return self._rows(self.train, tokenizer, max_length)
+    def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> SourceTargetExamples:
+        self.model = model
+        return self._examples(self.table, tokenizer, max_length)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """source and prediction of each row; with num_return_sequences above 1 predictions."""
         search = {**self.search, "num_return_sequences": cfg.num_return_sequences}
-        texts = self.write(model, examples, cfg.batch_size, search)
+        predictions = self.generate_texts(model, examples, cfg.batch_size, search)
         if engine.rank() != 0:
             return iter(())
-        names = ("prediction", "predictions")
         return (
-            {"source": source, **({names[0]: said[0]} if len(said) == 1 else {names[1]: said})}
-            for source, said in zip(examples.texts("source"), texts, strict=True)
+            {"source": source, **({"prediction": texts[0]} if len(texts) == 1 else {"predictions": texts})}
+            for source, texts in zip(examples.texts("source"), predictions, strict=True)
         )
 
 
-def whole_rows(table: Table, columns: PairColumns) -> Table:
-    """The rows that have a source and a target; how many have not is said.
+def _metrics(cfg: Seq2SeqConfig) -> Score:
+    """Raises ValueError: the package of a metric is missing."""
+    return Generation(cfg.metrics or (), cfg.language) if cfg.eval_generate else LossOnly()
+
+
+def complete_rows(table: Table, columns: PairColumns) -> Table:
+    """The rows that have a source and a target; how many have not is logged.
 
     Raises:
-        ValueError: there are none.
+        ValueError: no row has both.
     """
     assert columns.target is not None
     sources = column_texts(table, columns.source, columns.source_lang)
@@ -292,9 +290,3 @@ def check_end(tokenizer: Any, model: Model | None) -> None:
             f"tokenizer: its token that ends a text is {shown}, the model's {models}: they do not belong together; "
             "give the tokenizer of the model"
         )
-
-
-def _marked(text: str) -> str:
-    """A text that is trained on: green on a terminal, else between marks."""
-    start, end = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("⟦", "⟧")
-    return f"{start}{shortened(text)}{end}".replace("\n", "\\n")

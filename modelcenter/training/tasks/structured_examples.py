@@ -29,30 +29,35 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class StructuredExamples(AnswerExamples):
-    """Objects as tokens. Every batch has the table of all rows, so that the loss of a row is its own."""
+    """Objects as tokens. rows: the objects, encoded. extra_tokens: those of all rows that the vocabulary lacks. Every
+    batch has all of them, so that the loss of a row does not depend on the others."""
 
     objects: Sequence[Object] = ()
     rows: Sequence[StructuredRow] = ()
-    more: Sequence[Token] = ()
+    extra_tokens: Sequence[Token] = ()
     encoder: StructuredEncoder | None = None
     vocab_size: int = 0
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
-        return structured_batch([self.rows[int(i)] for i in rows], self.vocab_size, self.more)
+        return structured_batch([self.rows[int(i)] for i in rows], self.vocab_size, self.extra_tokens)
 
     def prompt(self, row: int) -> str:
         """The object as JSON, without its answers."""
         return json.dumps(_emptied(self.objects[row]), ensure_ascii=False)
 
     def fill(self, model: Model, rows: Sequence[int], **search: Any) -> list[list[str]]:
-        """What the model writes below "<ans>" in each of the rows. Collective."""
+        """The num_return_sequences texts that the model writes below "<ans>" in each of the rows. Collective."""
         assert self.encoder is not None
-        found = fill(model, self.encoder, [self.objects[i] for i in rows], **search)
-        return [[as_text(filled[ANSWER]) for filled in several] for several in found]
+        copies = fill(model, self.encoder, [self.objects[i] for i in rows], **search)
+        return [[as_text(filled[ANSWER]) for filled in of_row] for of_row in copies]
 
-    def samples(self, model: Model, count: int, size: int, most: int) -> list[dict[str, Any]]:
-        """As Task.samples, of the first rows; size: of them at a time, most: tokens of each answer. Collective."""
-        said = map_over_ranks(count, size, lambda rows: self.fill(model, rows, max_new_tokens=most)) if count else []
+    def samples(self, model: Model, count: int, batch_size: int, max_new_tokens: int) -> list[dict[str, Any]]:
+        """As Task.samples, for the first rows. max_new_tokens: of each answer. Collective."""
+
+        def fill_rows(rows: list[int]) -> list[list[str]]:
+            return self.fill(model, rows, max_new_tokens=max_new_tokens)
+
+        completions = map_over_ranks(count, batch_size, fill_rows) if count else []
         return [
             {
                 "where": self.where(i),
@@ -60,15 +65,15 @@ class StructuredExamples(AnswerExamples):
                 "completion": texts[0],
                 "reference": as_text(self.objects[i][ANSWER]),
             }
-            for i, texts in enumerate(said)
+            for i, texts in enumerate(completions)
         ]
 
 
 def objects_of(table: Table, column: str) -> list[Object]:
-    """The rows as objects. column: of what is below "<ans>". A value None is no key.
+    """The rows as objects, without the keys of values that are None. column: of the values of "<ans>".
 
-    Keys are in the order of the columns, "<ans>" last: marks are numbered in the order in which they come, so that an
-    answer that came before its options would turn their numbers about.
+    Keys are in the order of the columns, "<ans>" last: marks are numbered in the order in which they come, so an answer
+    before its options would change their numbers.
     """
     names = {name: name for name in table.columns if name != column} | {column: ANSWER}
     return [
@@ -80,8 +85,8 @@ def objects_of(table: Table, column: str) -> list[Object]:
 def label_objects(
     model: Any, tokenizer: Any, table: Table, objects: Sequence[Object], max_length: int, too_long: str
 ) -> tuple[StructuredExamples, LabelledTokens]:
-    """The objects to train on, and which were left out: those without answers, and those that are too long, as nothing
-    of them can be cut.
+    """The objects to train on, and which were left out: those without answers, and those that are too long, as an
+    object cannot be cut.
 
     Raises:
         ValueError: a model or tokenizer of another kind, a row that is no such object, no row that can be used, and
@@ -92,7 +97,7 @@ def label_objects(
     kept, unanswered, unfitting = [], [], []
     for i, one in enumerate(objects):
         row = _encoded(encoder, table, one, i, answered=True)
-        if not any(_leaves(one[ANSWER])):
+        if not any(_texts_below(one[ANSWER])):
             unanswered.append(i)
         elif len(row) > max_length:
             if too_long == "error":
@@ -107,18 +112,27 @@ def label_objects(
     if not rows:
         why = f"has {max_length} tokens or fewer" if unfitting else "has an answer"
         raise ValueError(f"{table.where(0)}: neither this row nor any other {why}")
-    more, size = extension_table(rows), model.config.vocab_size
-    labels = np.concatenate([target_ids(row, more, size) for row in rows])
+    extra, size = extension_table(rows), model.config.vocab_size
+    labels = np.concatenate([target_ids(row, extra, size) for row in rows])
     which = [np.array(numbers, np.int64) for numbers in (kept, unanswered, unfitting)]
-    found = LabelledTokens(_tokens(rows), labels, which[0], which[1], which[2], [encoder.end])
-    used = table if len(kept) == len(table) else table.take(which[0])
-    return _rows(used, rows, labels, [objects[i] for i in kept], more, encoder, size), found
+    labelled = LabelledTokens(_tokens(rows), labels, which[0], which[1], which[2], [encoder.end])
+    examples = StructuredExamples(
+        table if len(kept) == len(table) else table.take(which[0]),
+        labelled.tokens,
+        labels,
+        objects=[objects[i] for i in kept],
+        rows=rows,
+        extra_tokens=extra,
+        encoder=encoder,
+        vocab_size=size,
+    )
+    return examples, labelled
 
 
 def objects_to_fill(
     model: Any, tokenizer: Any, table: Table, objects: Sequence[Object], max_length: int
 ) -> StructuredExamples:
-    """The objects whose answers the model is to write; what stands there says no more than where they go.
+    """The objects whose answers the model is to write. Of answers that are there only the keys are used.
 
     Raises:
         ValueError: as `label_objects`, or an object longer than max_length.
@@ -129,22 +143,18 @@ def objects_to_fill(
     for i, row in enumerate(rows):
         if len(row) > max_length:
             raise ValueError(f"{table.where(i)}: the row has {len(row)} tokens, expected at most {max_length}")
-    more, size = extension_table(rows), model.config.vocab_size
+    extra, size = extension_table(rows), model.config.vocab_size
     labels = np.full(sum(map(len, rows)), IGNORED, np.int32)
-    return _rows(table, rows, labels, emptied, more, encoder, size)
-
-
-def _rows(
-    table: Table,
-    rows: Sequence[StructuredRow],
-    labels: np.ndarray,
-    objects: Sequence[Object],
-    more: Sequence[Token],
-    encoder: StructuredEncoder,
-    vocab_size: int,
-) -> StructuredExamples:
-    kinds = {"objects": objects, "rows": rows, "more": more, "encoder": encoder, "vocab_size": vocab_size}
-    return StructuredExamples(table, _tokens(rows), labels, **kinds)  # type: ignore[arg-type]
+    return StructuredExamples(
+        table,
+        _tokens(rows),
+        labels,
+        objects=emptied,
+        rows=rows,
+        extra_tokens=extra,
+        encoder=encoder,
+        vocab_size=size,
+    )
 
 
 def _encoder(model: Any, tokenizer: Any) -> StructuredEncoder:
@@ -168,8 +178,8 @@ def _tokens(rows: Sequence[StructuredRow]) -> Tokens:
     return Tokens(ids, np.cumsum([0, *map(len, rows)]).astype(np.int64), None, 0)
 
 
-def _leaves(value: Any) -> list[str]:
-    return [text for below in value.values() for text in _leaves(below)] if isinstance(value, dict) else [value]
+def _texts_below(value: Any) -> list[str]:
+    return [text for below in value.values() for text in _texts_below(below)] if isinstance(value, dict) else [value]
 
 
 def _emptied(one: Object) -> Object:

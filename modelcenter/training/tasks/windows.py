@@ -1,4 +1,5 @@
-"""What tasks share whose rows may be too long for the model: a row is read in several windows, and judged as one."""
+"""What tasks share whose rows may be too long for the model: it reads a row in several windows, which are judged as
+one."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from modelcenter.training.tasks.base import Batches, Task, TokenExamples
 
 @dataclass(frozen=True)
 class WindowExamples(TokenExamples):
-    """Examples that are windows of rows. owner: int64 (windows,), the row of each, in ascending order."""
+    """Windows of rows. owner: int64 (windows,), the row of each, in ascending order."""
 
     owner: np.ndarray
 
@@ -29,49 +30,50 @@ class WindowExamples(TokenExamples):
 class WindowTask(Task):
     """A task whose examples are WindowExamples.
 
-    What the model says of a window is kept on the host in a few numbers, so that all windows of a row can be put
-    together, and no logits of many rows are held at once.
+    The model's output for a window is reduced to a few numbers on the host, its result, so that the windows of a row
+    can be put together without holding the logits of many rows at once.
     """
 
     @abstractmethod
-    def read_windows(self, examples: Any, windows: np.ndarray, out: ModelOutput) -> list[Any]:
-        """What is kept of the model's output for each window of a batch."""
+    def window_results(self, examples: Any, windows: np.ndarray, out: ModelOutput) -> list[Any]:
+        """The result of each window of a batch, from the model's output for it."""
 
     @abstractmethod
-    def judge(self, examples: Any, said: dict[int, list[Any]]) -> Score:
-        """The score of these rows: {row: what was kept of its windows, in order}."""
+    def score(self, examples: Any, results: dict[int, list[Any]]) -> Score:
+        """The metrics of these rows. results: {row: the results of its windows, in order}."""
 
     @abstractmethod
-    def say(self, examples: Any, row: int, read: list[Any]) -> dict[str, Any]:
-        """The prediction of a row; read: what was kept of its windows, none for a row without any."""
+    def prediction(self, examples: Any, row: int, results: list[Any]) -> dict[str, Any]:
+        """The prediction for a row. results: of its windows; empty for a row that has none."""
 
     @abstractmethod
-    def count(self, examples: Any) -> int:
+    def count_rows(self, examples: Any) -> int:
         """Rows, those without windows too."""
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
         batches = Batches(examples, rank_window_batches(examples.owner, examples.lengths, batch_size))
-        said: dict[int, list[Any]] = {}
-        turns = iter(batches.rows)
+        results: dict[int, list[Any]] = {}
+        windows_of_batches = iter(batches.rows)
 
-        def feed(_: Any, out: ModelOutput, __: Any) -> None:
-            self._keep(said, examples, next(turns), out)
+        def update(_: Any, out: ModelOutput, __: Any) -> None:
+            self._add_results(results, examples, next(windows_of_batches), out)
 
-        return {**evaluate(model, batches, None, feed), **self.judge(examples, said).result()}
+        loss = evaluate(model, batches, None, update)
+        return {**loss, **self.score(examples, results).result()}
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         batches = Batches(examples, rank_window_batches(examples.owner, examples.lengths, cfg.batch_size))
-        said: dict[int, list[Any]] = {}
-        for turn, out in outputs(model, batches):
-            self._keep(said, examples, batches.rows[turn], out)
-        # All ranks have done their part before anyone reads: only rank 0 will.
-        every = dict(gather_lists([(row, self.say(examples, row, read)) for row, read in said.items()]))
-        rows = range(self.count(examples) if engine.rank() == 0 else 0)
-        return (every[row] if row in every else self.say(examples, row, []) for row in rows)
+        results: dict[int, list[Any]] = {}
+        for number, out in outputs(model, batches):
+            self._add_results(results, examples, batches.rows[number], out)
+        # Before anything is read from the iterator, which only rank 0 does: the other ranks take part in this.
+        predictions = dict(gather_lists([(row, self.prediction(examples, row, r)) for row, r in results.items()]))
+        rows = range(self.count_rows(examples) if engine.rank() == 0 else 0)
+        return (predictions[row] if row in predictions else self.prediction(examples, row, []) for row in rows)
 
-    def _keep(self, said: dict[int, list[Any]], examples: Any, windows: np.ndarray, out: ModelOutput) -> None:
-        for window, found in zip(windows.tolist(), self.read_windows(examples, windows, out), strict=True):
-            said.setdefault(int(examples.owner[window]), []).append(found)
+    def _add_results(self, results: dict[int, list[Any]], examples: Any, windows: np.ndarray, out: ModelOutput) -> None:
+        for window, result in zip(windows.tolist(), self.window_results(examples, windows, out), strict=True):
+            results.setdefault(int(examples.owner[window]), []).append(result)
 
 
 def rank_window_batches(owner: np.ndarray, lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
@@ -79,7 +81,7 @@ def rank_window_batches(owner: np.ndarray, lengths: np.ndarray, batch_size: int)
     rows, starts = np.unique(owner, return_index=True)
     ends = np.append(starts[1:], len(owner))
     totals = np.add.reduceat(lengths, starts) if len(starts) else np.zeros(0, np.int64)
-    mine = evaluation_batches(totals, batch_size, engine.data_size())[engine.data_rank()]
-    windows = [np.arange(starts[row], ends[row]) for batch in mine for row in batch]
+    rank_rows = evaluation_batches(totals, batch_size, engine.data_size())[engine.data_rank()]
+    windows = [np.arange(starts[row], ends[row]) for batch in rank_rows for row in batch]
     flat = np.concatenate(windows) if windows else np.zeros(0, np.int64)
     return [flat[i : i + batch_size] for i in range(0, len(flat), batch_size)]

@@ -9,7 +9,7 @@ from modelcenter.data.readers import read_file
 from modelcenter.data.schemas.labels import find_labels
 from modelcenter.data.schemas.text_pairs import column_texts
 from modelcenter.data.streams import Cursor, FileRows
-from modelcenter.training.tasks.base import strings
+from modelcenter.training.tasks.column_roles import strings
 
 
 def test_parquet_with_class_names(tmp_path):

@@ -317,35 +317,39 @@ def test_patience_is_not_that_of_another_folder(folder, monkeypatch):
 
 def test_a_metric_of_pretraining_that_is_misspelt_is_said_before_the_first_step():
     from modelcenter.training.config import PretrainLMConfig
-    from modelcenter.training.tasks.causal import CausalLanguageModel
+    from modelcenter.training.tasks.pretraining.causal import CausalPretraining
 
-    task = CausalLanguageModel.__new__(CausalLanguageModel)
+    task = CausalPretraining(cfg=PretrainLMConfig())
     check_best_metric(PretrainLMConfig(best_metric="perplexity"), task, [])
     with pytest.raises(ValueError, match=r"best_metric: got 'perplexty', expected one of loss, perplexity\. Did you"):
         check_best_metric(PretrainLMConfig(best_metric="perplexty"), task, [])
 
 
 def test_a_metric_that_takes_a_flag_is_one_with_that_flag_alone():
+    from modelcenter.data.table import Table
     from modelcenter.training.config import LMConfig
     from modelcenter.training.tasks.lm import LanguageModelling
 
-    task = LanguageModelling.__new__(LanguageModelling)
-    for task.cfg in (LMConfig(best_metric="accuracy", token_accuracy=True), LMConfig(best_metric="accuracy")):
-        if task.cfg.token_accuracy:
-            check_best_metric(task.cfg, task, [])
+    cfg = LMConfig(best_metric="accuracy", token_accuracy=True)
+    check_best_metric(cfg, LanguageModelling(cfg=cfg, table=Table({}, []), rows=[]), [])
+    cfg = LMConfig(best_metric="accuracy")
     with pytest.raises(ValueError, match=r"best_metric: got 'accuracy', expected one of loss, perplexity$"):
-        check_best_metric(task.cfg, task, [])
+        check_best_metric(cfg, LanguageModelling(cfg=cfg, table=Table({}, []), rows=[]), [])
 
 
 def test_a_metric_of_groups_is_one_where_rows_have_them():
+    from modelcenter.data.schemas.columns import Columns
     from modelcenter.data.schemas.labels import Labels
+    from modelcenter.data.schemas.text_pairs import PairColumns
+    from modelcenter.data.table import Table
     from modelcenter.training.config import Seq2SeqConfig
     from modelcenter.training.tasks.classification import Classification
     from modelcenter.training.tasks.seq2seq import SequenceToSequence
 
-    classes, texts = Classification.__new__(Classification), SequenceToSequence.__new__(SequenceToSequence)
-    classes.labels = Labels("single_label_classification", ["bad", "good"])
-    texts.cfg = Seq2SeqConfig(metrics=["accuracy"], eval_generate=True)
+    table, labels = Table({}, []), Labels("single_label_classification", ("bad", "good"))
+    classes = Classification(table=table, columns=Columns("text"), labels=labels)
+    cfg = Seq2SeqConfig(metrics=["accuracy"], eval_generate=True)
+    texts = SequenceToSequence(cfg=cfg, table=table, columns=PairColumns("text"), search={})
     for groups in (np.array([0, 0]), None):
         texts.group = None if groups is None else "group"
         for task in (classes, texts):

@@ -1,1 +1,1 @@
-"""Pretraining on text: what its tasks share in base.py, where its documents come from, and a file for each objective."""
+"""Pretraining on text: what its tasks share (base, documents, prompts), and a module for each objective."""

@@ -1,6 +1,7 @@
 """Masked-language-model pretraining: hidden tokens, and BERT's next sentence."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,46 +16,47 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import MLMConfig
 from modelcenter.training.evaluation import evaluate
 from modelcenter.training.metrics import LanguageModel, Metrics, sum_over_ranks, sums
-from modelcenter.training.tasks.base import rank_batches
-from modelcenter.training.tasks.pretraining.base import AskedBatches, Pretraining
-from modelcenter.training.tasks.pretraining.causal import encode_prompts
+from modelcenter.training.tasks.base import Batches, rank_batches
+from modelcenter.training.tasks.pretraining.base import Pretraining
+from modelcenter.training.tasks.pretraining.prompts import encode_prompts
 
-_FILLINGS = 5  # for each mask, unless top_k says how many
+_TOP_K = 5  # predictions for each mask, unless top_k is given
 
 
 class MaskedMetrics:
-    """perplexity and accuracy of the hidden tokens; next_sentence_accuracy where pairs are judged."""
+    """perplexity and accuracy of the hidden tokens; next_sentence_accuracy of pairs of sentences."""
 
     main = "perplexity"
 
     def __init__(self, pairs: bool):
-        self.tokens, self.pairs = LanguageModel(causal=False), pairs
-        self.judged = [0, 0]  # pairs, right
+        self.tokens, self.has_pairs = LanguageModel(causal=False), pairs
+        self.pairs = [0, 0]  # all, right
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """logits (n, vocabulary), targets (n,)."""
         self.tokens.update(logits, targets)
 
     def add_pairs(self, right: Tensor) -> None:
-        """Whether each pair was judged right."""
-        self.judged[0] += len(right)
-        self.judged[1] += int(right.sum())
+        """right: bool (n,), whether the prediction of each pair is."""
+        self.pairs[0] += len(right)
+        self.pairs[1] += int(right.sum())
 
     def result(self) -> dict[str, float | None]:
-        found = self.tokens.result()
-        del found["loss"]  # of several terms, it is not the perplexity's
-        if self.pairs:
-            total, right = sums(self.judged)
-            found["next_sentence_accuracy"] = right / total if total else None
-        return found
+        result = self.tokens.result()
+        del result["loss"]  # of several terms, it is not the perplexity's
+        if self.has_pairs:
+            total, right = sums(self.pairs)
+            result["next_sentence_accuracy"] = right / total if total else None
+        return result
 
 
+@dataclass(eq=False, kw_only=True)
 class MaskedPretraining(Pretraining):
     """Masked-language-model pretraining. Flags: MLMConfig."""
 
     name: ClassVar[str] = "mlm"
+    evaluated_logits: ClassVar[bool | str] = "labelled"
     cfg: MLMConfig
-    evaluated_logits = "labelled"
 
     @property
     def head(self) -> str:  # type: ignore[override]
@@ -72,18 +74,17 @@ class MaskedPretraining(Pretraining):
     def metrics(self, device: torch.device | str = "cpu") -> Metrics:
         return MaskedMetrics(self.cfg.next_sentence)
 
-    def feed(self, metrics: Any, out: Any, batch: dict[str, Any]) -> None:
+    def update_metrics(self, metrics: Any, out: Any, batch: dict[str, Any]) -> None:
         labels = batch["labels"]
         metrics.update(out.logits, labels[labels != IGNORED])
         if self.cfg.next_sentence:
-            right = out.seq_relationship_logits.argmax(-1) == batch["next_sentence_label"]
-            metrics.add_pairs(right)
+            metrics.add_pairs(out.seq_relationship_logits.argmax(-1) == batch["next_sentence_label"])
 
-    def rows_for(self, model: Model, tokenizer: Any, max_length: int) -> Any:
+    def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> Any:
         self.cfg.next_sentence = model.task == "pretraining"
-        return super().rows_for(model, tokenizer, max_length)
+        return super().inference_examples(model, tokenizer, max_length)
 
-    def prompt_examples(self, model: Model, tokenizer: Any, max_length: int, table: Any, column: str) -> "MaskedTexts":
+    def prompt_examples(self, tokenizer: Any, max_length: int, table: Any, column: str) -> "MaskedTexts":
         rows = encode_prompts(tokenizer, table, column, max_length, special=True)
         mask = tokenizer.mask_token_id
         for i, ids in enumerate(rows):
@@ -95,11 +96,12 @@ class MaskedPretraining(Pretraining):
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """For each mask of a row the most probable tokens with their probabilities, and the row with the first ones."""
-        count = min(cfg.top_k or _FILLINGS, model.config.vocab_size)
+        count = min(cfg.top_k or _TOP_K, model.config.vocab_size)
         rows = rank_batches(examples, cfg.batch_size)
         best = BestTokens(examples, rows, count)
-        evaluate(model, AskedBatches(examples, rows, "labelled"), best, best.feed)
-        return best.said(tokenizer) if engine.rank() == 0 else iter(())
+        batches = Batches(examples, rows, self.evaluated_logits)
+        evaluate(model, batches, best, lambda metrics, out, batch: metrics.update(out.logits))
+        return best.predictions(tokenizer) if engine.rank() == 0 else iter(())
 
 
 class MaskedTexts:
@@ -116,7 +118,7 @@ class MaskedTexts:
         return np.array([len(ids) for ids in self.ids], np.int64)
 
     def masks(self, row: int) -> np.ndarray:
-        """Where the masks of a row are."""
+        """The places of the masks of a row."""
         return np.flatnonzero(self.ids[row] == self.mask)
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
@@ -126,38 +128,38 @@ class MaskedTexts:
 
 
 class BestTokens:
-    """The most probable tokens at each mask of all rows: metrics fed batch by batch, in the order of `rows`."""
+    """The most probable tokens at each mask of all rows: metrics that are updated batch by batch, in the order of
+    `rows`."""
 
     main = ""
 
     def __init__(self, examples: MaskedTexts, rows: list[np.ndarray], count: int):
-        self.examples, self.rows, self.turn = examples, rows, 0
+        self.examples, self.rows, self.batches_seen = examples, rows, 0
         self.starts = np.concatenate(([0], np.cumsum([len(examples.masks(i)) for i in range(len(examples))])))
         self.tokens = torch.zeros(int(self.starts[-1]), count, dtype=torch.int64)
-        self.chances = torch.zeros(int(self.starts[-1]), count)
+        self.probabilities = torch.zeros(int(self.starts[-1]), count)
 
-    def update(self, logits: Tensor, targets: Tensor) -> None:
+    def update(self, logits: Tensor) -> None:
         """logits (masks, vocabulary), of the next batch."""
-        places = np.concatenate([np.arange(self.starts[row], self.starts[row + 1]) for row in self.rows[self.turn]])
-        best = logits.float().softmax(-1).topk(self.chances.shape[1])
-        self.tokens[places], self.chances[places] = best.indices.cpu(), best.values.cpu()
-        self.turn += 1
-
-    def feed(self, metrics: Any, out: Any, batch: dict[str, Any]) -> None:
-        metrics.update(out.logits, batch["labels"])
+        rows = self.rows[self.batches_seen]
+        places = np.concatenate([np.arange(self.starts[row], self.starts[row + 1]) for row in rows])
+        best = logits.float().softmax(-1).topk(self.probabilities.shape[1])
+        self.tokens[places], self.probabilities[places] = best.indices.cpu(), best.values.cpu()
+        self.batches_seen += 1
 
     def result(self) -> dict[str, float | None]:
         """A mask is zero on all ranks but one, so the sums are exact."""
-        self.tokens, self.chances = sum_over_ranks(self.tokens), sum_over_ranks(self.chances)
+        self.tokens, self.probabilities = sum_over_ranks(self.tokens), sum_over_ranks(self.probabilities)
         return {}
 
-    def said(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    def predictions(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
+        """A line for each row, after `result`."""
         for row in range(len(self.examples)):
             part = slice(self.starts[row], self.starts[row + 1])
-            tokens, chances = self.tokens[part].tolist(), self.chances[part].tolist()
+            tokens, probabilities = self.tokens[part].tolist(), self.probabilities[part].tolist()
             masks = [
-                [{"token": tokenizer.decode([t]).strip(), "score": round(c, 6)} for t, c in zip(*pair, strict=True)]
-                for pair in zip(tokens, chances, strict=True)
+                [{"token": tokenizer.decode([t]).strip(), "score": round(p, 6)} for t, p in zip(*best, strict=True)]
+                for best in zip(tokens, probabilities, strict=True)
             ]
             ids = self.examples.ids[row].copy()
             ids[self.examples.masks(row)] = [best[0] for best in tokens]

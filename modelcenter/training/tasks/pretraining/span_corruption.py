@@ -1,7 +1,8 @@
-"""T5's pretraining: spans are hidden from the encoder, and the decoder says what they were."""
+"""T5's pretraining: spans are hidden from the encoder, and the decoder writes them."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import engine
@@ -11,10 +12,11 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import SpanCorruptionConfig
 from modelcenter.training.inference.text_generation import complete_ids, map_over_ranks, with_batch_seed
 from modelcenter.training.tasks.base import decoder_token
-from modelcenter.training.tasks.pretraining.base import Pretraining, end_of
-from modelcenter.training.tasks.pretraining.causal import encode_prompts
+from modelcenter.training.tasks.pretraining.base import Pretraining, document_end
+from modelcenter.training.tasks.pretraining.prompts import encode_prompts
 
 
+@dataclass(eq=False, kw_only=True)
 class SpanCorruptionPretraining(Pretraining):
     """Span corruption. Flags: SpanCorruptionConfig."""
 
@@ -29,48 +31,51 @@ class SpanCorruptionPretraining(Pretraining):
 
     def objective(self, tokenizer: Any, max_length: int, seed: int) -> Objective:
         sizes = (self.cfg.noise_density, self.cfg.mean_span)
-        return Spans(SpanCorruption(sentinels_of(tokenizer), max_length, end_of(tokenizer), *sizes), seed)
+        return Spans(SpanCorruption(sentinels_of(tokenizer), max_length, document_end(tokenizer), *sizes), seed)
 
-    def prompt_examples(
-        self, model: Model, tokenizer: Any, max_length: int, table: Any, column: str
-    ) -> list[list[int]]:
-        self.sentinels = sentinels_of(tokenizer).tolist()
+    def prompt_examples(self, tokenizer: Any, max_length: int, table: Any, column: str) -> list[list[int]]:
+        sentinels = sentinels_of(tokenizer).tolist()
         rows = encode_prompts(tokenizer, table, column, max_length, special=True)
-        known = set(self.sentinels)
         for i, ids in enumerate(rows):
-            if known.isdisjoint(ids):
-                mark = tokenizer.convert_ids_to_tokens(self.sentinels[0])
-                raise ValueError(f"{table.where(i)}: the row has no sentinel to fill; put {mark} where text is missing")
+            if set(sentinels).isdisjoint(ids):
+                name = tokenizer.convert_ids_to_tokens(sentinels[0])
+                raise ValueError(f"{table.where(i)}: the row has no sentinel to fill; put {name} where text is missing")
         return rows
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
-        """What stands at each sentinel, by its name, and the text with it filled in."""
+        """The text of each sentinel, by its name, and the row with it filled in."""
+        sentinels = set(sentinels_of(tokenizer).tolist())
 
-        def work(rows: list[int]) -> list[dict[str, Any]]:
+        def fill_rows(rows: list[int]) -> list[dict[str, Any]]:
             search = with_batch_seed(cfg.search(), rows[0])
-            found = complete_ids(model, tokenizer, [examples[i] for i in rows], **search)
-            return [self.filled(tokenizer, examples[i], several[0]) for i, several in zip(rows, found, strict=True)]
+            answers = complete_ids(model, tokenizer, [examples[i] for i in rows], **search)
+            return [
+                fill_spans(tokenizer, sentinels, examples[i], of_row[0])
+                for i, of_row in zip(rows, answers, strict=True)
+            ]
 
-        said = map_over_ranks(len(examples), cfg.batch_size, work)
-        return iter(said) if engine.rank() == 0 else iter(())
+        predictions = map_over_ranks(len(examples), cfg.batch_size, fill_rows)
+        return iter(predictions) if engine.rank() == 0 else iter(())
 
-    def filled(self, tokenizer: Any, asked: list[int], answer: list[int]) -> dict[str, Any]:
-        """The spans of an answer, and the text that they complete."""
-        spans: dict[int, list[int]] = {}
-        last: list[int] | None = None
-        special = set(tokenizer.all_special_ids) - set(self.sentinels)
-        for token in answer:
-            if token in self.sentinels:
-                last = None if token in spans else spans.setdefault(token, [])
-            elif token == tokenizer.eos_token_id:
-                break
-            elif last is not None and token not in special:
-                last.append(token)
-        wanted = [token for token in asked if token in self.sentinels]
-        whole = [
-            t for token in asked if token not in special for t in (spans.get(token, []) if token in wanted else [token])
-        ]
-        names = tokenizer.convert_ids_to_tokens(wanted)
-        texts = [tokenizer.decode(spans.get(token, [])).strip() for token in wanted]
-        text = re.sub(r"\s+", " ", tokenizer.decode(whole)).strip()
-        return {"spans": dict(zip(names, texts, strict=True)), "text": text}
+
+def fill_spans(tokenizer: Any, sentinels: Collection[int], prompt: list[int], answer: list[int]) -> dict[str, Any]:
+    """The spans of an answer by the sentinels of its prompt, and the text that they complete. sentinels: all tokens of
+    the tokenizer that are."""
+    spans: dict[int, list[int]] = {}
+    span: list[int] | None = None
+    special = set(tokenizer.all_special_ids) - set(sentinels)
+    for token in answer:
+        if token in sentinels:
+            span = None if token in spans else spans.setdefault(token, [])
+        elif token == tokenizer.eos_token_id:
+            break
+        elif span is not None and token not in special:
+            span.append(token)
+    hidden = [token for token in prompt if token in sentinels]
+    filled = [
+        t for token in prompt if token not in special for t in (spans.get(token, []) if token in hidden else [token])
+    ]
+    names = tokenizer.convert_ids_to_tokens(hidden)
+    texts = [tokenizer.decode(spans.get(token, [])).strip() for token in hidden]
+    text = re.sub(r"\s+", " ", tokenizer.decode(filled)).strip()
+    return {"spans": dict(zip(names, texts, strict=True)), "text": text}

@@ -1,0 +1,112 @@
+"""Rows of questions, contexts and answers, in the forms of SQuAD's data and their like."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from modelcenter.data.readers import Table
+from modelcenter.data.readers.literals import parse_list, parse_object
+from modelcenter.training.tasks.column_roles import find_named, strings
+
+QUESTIONS = ("question", "query", "question_text")
+CONTEXTS = ("context", "passage", "document", "paragraph", "context_text")
+ANSWERS = ("answers", "answer")
+_START = "answer_start"
+NO_ANSWER, UNKNOWN = -1, -2  # starts of answers: of none, and of one that the context does not hold
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Questions with their true answers.
+
+    answers: texts of each question; an empty list: it has no answer. None: the answers are not known. starts, ends: the
+    characters of the first answer; start NO_ANSWER or UNKNOWN: there is none, or none was found. wrong: questions whose
+    answer was not found. moved: how many answers were found elsewhere than the data say.
+    """
+
+    questions: list[str]
+    contexts: list[str]
+    answers: list[list[str]] | None = None
+    starts: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+    wrong: tuple[int, ...] = ()
+    moved: int = 0
+
+
+def find_question_columns(
+    table: Table, question: str | None, context: str | None, answers: str | None, labelled: bool = True
+) -> tuple[str, str, str | None]:
+    """The columns of question, context and answers; see column_roles.find_named."""
+    roles = {"question": (question, QUESTIONS), "context": (context, CONTEXTS), "answers": (answers, ANSWERS)}
+    if not labelled:
+        del roles["answers"]
+    found = find_named(table, roles)
+    return found["question"], found["context"], found.get("answers")
+
+
+def read_questions(table: Table, question: str, context: str, answers: str | None) -> Questions:
+    """The questions and contexts of the rows and, where there is a column of them, the answers, found in the contexts.
+
+    Raises:
+        ValueError: a row without question or context; answers that are not texts with their starts.
+    """
+    questions, contexts = strings(table, question), strings(table, context)
+    questions = [text.lstrip() for text in questions]  # SQuAD has some behind many spaces, which are tokens for some
+    for column, texts in ((question, questions), (context, contexts)):
+        empty = next((i for i, text in enumerate(texts) if not text.strip()), None)
+        if empty is not None:
+            raise ValueError(f"{table.where(empty)}: the row has no text in column {column!r}")
+    if answers is None:
+        return Questions(questions, contexts)
+    true_answers, starts, ends, wrong, moved = [], [], [], [], 0
+    for i, value in enumerate(table.columns[answers]):
+        texts, places = _parse_answers(table, i, answers, value)
+        true_answers.append(texts)
+        start = find_answer(contexts[i], texts[0], places[0]) if texts else NO_ANSWER
+        if start == UNKNOWN:
+            wrong.append(i)
+        elif texts and contexts[i][places[0] : places[0] + len(texts[0])].strip() != texts[0].strip():
+            moved += 1
+        starts.append(start)
+        ends.append(start + len(texts[0].strip()) if texts else -1)
+    return Questions(questions, contexts, true_answers, tuple(starts), tuple(ends), tuple(wrong), moved)
+
+
+def find_answer(context: str, text: str, start: int) -> int:
+    """Where an answer, without the spaces around it, begins: at `start` if it is there, else at the nearest place;
+    UNKNOWN: the context does not hold it."""
+    bare = text.strip()
+    given = start + len(text) - len(text.lstrip())
+    if context[given : given + len(bare)] == bare and given >= 0:
+        return given
+    before, behind = context.rfind(bare, 0, max(given, 0) + len(bare)), context.find(bare, max(given, 0))
+    places = [place for place in (before, behind) if place >= 0]
+    return min(places, key=lambda place: abs(place - given), default=UNKNOWN)
+
+
+def _parse_answers(table: Table, row: int, column: str, value: Any) -> tuple[list[str], list[int]]:
+    """The texts and starts of {"text": [...], "answer_start": [...]} or a list of {"text", "answer_start"}, each as it
+    is or as a text spells it; or of a text with its start in a column of that name."""
+    if isinstance(value, str):
+        spelt = parse_object(value) or parse_list(value)
+        if spelt is None and _START in table.columns:
+            start = table.columns[_START][row]
+            whole = isinstance(start, str) and re.fullmatch(r"\s*-?\d+(\.0)?\s*", start)
+            value = {"text": value, "answer_start": int(float(start)) if whole else start} if value.strip() else None
+        else:
+            value = value if spelt is None else spelt
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        value = {name: [item.get(name) for item in value] for name in ("text", _START)}
+    value = {} if value is None else value
+    if isinstance(value, dict):
+        texts, starts = value.get("text", []), value.get(_START, [])
+        texts, starts = (part if isinstance(part, list) else [part] for part in (texts, starts))
+        starts = [int(s) if isinstance(s, float) and s.is_integer() else s for s in starts]  # of pandas
+        whole = all(isinstance(t, str) for t in texts) and all(type(s) is int for s in starts)
+        if whole and len(texts) == len(starts):
+            pairs = [(text, start) for text, start in zip(texts, starts, strict=True) if text.strip()]
+            return [text for text, _ in pairs], [start for _, start in pairs]
+    raise ValueError(
+        f"{table.where(row)}: got {value!r:.80} in column {column!r}, expected "
+        '{"text": ["..."], "answer_start": [0]}; both empty: there is no answer'
+    )

@@ -1,0 +1,79 @@
+"""Which rows a run trains and evaluates on, and which a trained model is used on: data sets, their splits, mixtures."""
+
+import dataclasses
+
+from modelcenter.data import sources
+from modelcenter.data.batching.mixture import mixed, parse_weights
+from modelcenter.data.readers import Table, concatenate
+from modelcenter.data.schemas.forms import apply_form
+from modelcenter.training.config import TrainConfig
+from modelcenter.training.tasks.column_roles import group_column, groups_of
+
+
+def read_splits(cfg: TrainConfig) -> tuple[Table, Table | None]:
+    """The rows to train on and, if the flags or the data set name some, the rows to evaluate on."""
+    cfg.require("train_data")
+
+    def read(source: sources.Source, split: str) -> Table:
+        return apply_form(source.read(split), cfg.form, cfg.task)
+
+    found, weights = train_sources(cfg)
+    tables = [read(source, cfg.train_split) for source in found]
+    train = tables[0] if weights is None else mixed(tables, weights)
+    if cfg.eval_fraction is not None:
+        groups = groups_of(train, group_column(train, getattr(cfg, "group_column", None), cfg.form))
+        return sources.hold_out(train, cfg.eval_fraction, cfg.seed, groups)
+    if cfg.eval_data is not None:
+        other = sources.find(cfg.eval_data, cfg.data_config if cfg.eval_data == cfg.train_data else None)
+        held = read(other, cfg.eval_split or evaluation_split(other))
+        return train, dataclasses.replace(held, like=train.name)
+    if cfg.eval_split is not None:
+        return train, concatenate([read(source, cfg.eval_split) for source in found])
+    split = sources.SPLITS["dev"]
+    others = [read(source, split) for source in found if split in source.splits and cfg.train_split != split]
+    return train, concatenate(others) if others else None
+
+
+def train_sources(cfg: TrainConfig) -> tuple[list[sources.Source], list[float] | None]:
+    """What train_data names: one source; or the parts of a mixture, and their weights.
+
+    Raises:
+        ValueError: nothing is there; weights of some parts only, or for a task that mixes nothing.
+    """
+    data = cfg.train_data or []
+    weighted = parse_weights(data)
+    if weighted is None:
+        return [sources.find(data, cfg.data_config)], None
+    if not cfg.mixes:
+        raise ValueError(f"train_data: {data[0]}: {cfg.task} takes no weights; write {weighted[0][0]}")
+    return [sources.find(path, cfg.data_config) for path, _ in weighted], [weight for _, weight in weighted]
+
+
+def evaluation_split(source: sources.Source) -> str:
+    """The split meant when a data set is named for evaluation: validation, else test, else its only one."""
+    check_one_split(source, "eval_split")
+    for split in ("validation", "test"):
+        if split in source.splits:
+            return split
+    if len(source.splits) > 1:
+        raise ValueError(
+            f"eval_split: {source.name} has the splits {', '.join(source.splits)}; say which to evaluate on"
+        )
+    return source.splits[0]
+
+
+def check_one_split(source: sources.Source, flag: str) -> None:
+    """Raise ValueError where one split would be chosen, and a file that was named beside a folder be left out."""
+    if source.unsplit is not None:
+        raise ValueError(
+            f"{flag}: {source.unsplit} is of no split, and beside it there are the splits {', '.join(source.splits)}: "
+            f"name the files that are meant, or give {flag}"
+        )
+
+
+def inference_split(source: sources.Source, given: str | None, labelled: bool) -> str:
+    """The split that a trained model is used on: the one given, else the usual one."""
+    if given is None:
+        check_one_split(source, "split")
+    order = ("validation", "test") if labelled else ("test", "validation")
+    return given or next((split for split in order if split in source.splits), source.splits[0])

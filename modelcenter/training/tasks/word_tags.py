@@ -1,0 +1,134 @@
+"""Rows of words with a tag for each: their columns, what may stand in them, and the numbers of the tags."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from modelcenter.data.readers import Table
+from modelcenter.data.readers.literals import parse_lists
+from modelcenter.data.schemas.class_names import reordered_ids_to_names
+from modelcenter.data.schemas.entity_spans import has_entity_spans, spans_to_tags
+from modelcenter.training.metrics.qa import is_han
+from modelcenter.training.tasks.column_roles import find_named
+
+WORDS = ("words", "tokens", "token", "word", "sentence", "text")
+TAGS = ("tags", "ner_tags", "ner", "ner_tag", "tag", "labels", "label", "pos_tags", "bio", "entities", "spans", "ents")
+# Of a plain text: words with what is written inside them, Chinese characters and other signs each by itself.
+_TEXT = re.compile(r"\w+(?:[-'\u2019.]\w+)*|[^\w\s]")
+
+
+def find_word_columns(table: Table, words: str | None, tags: str | None, tagged: bool = True) -> tuple[str, str | None]:
+    """The columns of the words and the tags; see column_roles.find_named. Entities given by the characters of a text
+    are turned into words and tags, in the table."""
+    roles = {"words": (words, WORDS), "tags": (tags, TAGS)}
+    found = find_named(table, roles if tagged or tags is not None else {"words": roles["words"]})
+    tags_column = found.get("tags")
+    if tags_column is not None and has_entity_spans(table.columns[tags_column]):
+        words_and_tags = spans_to_tags(table, found["words"], tags_column, split_text)
+        table.columns[found["words"]], table.columns[tags_column] = words_and_tags
+    return found["words"], tags_column
+
+
+def words_of(table: Table, column: str, tagged: bool) -> list[list[str]]:
+    """The words of each row: a list as it is, or as a text spells it; another text at its spaces, or, where no tags
+    count its words, into words, signs and Chinese characters.
+
+    Raises:
+        ValueError: a row with neither.
+    """
+    rows = []
+    for i, value in enumerate(parse_lists(table.columns[column])):
+        if isinstance(value, str):
+            value = value.split() if tagged else split_text(value)
+        wrong = not isinstance(value, (list, tuple)) or any(not isinstance(word, (str, int, float)) for word in value)
+        if wrong or any(word == "" for word in value):
+            raise ValueError(
+                f"{table.where(i)}: got {value!r:.60} in column {column!r}, expected a list of words that are not empty"
+            )
+        rows.append([str(word) for word in value])
+    return rows
+
+
+def split_text(text: str) -> list[str]:
+    """The words of a plain text."""
+    spaced = "".join(f" {character} " if is_han(character) else character for character in text)
+    return _TEXT.findall(spaced)
+
+
+def joined(words: list[str]) -> str:
+    """Words as a text: with spaces, but between Chinese characters."""
+    text = ""
+    for word in words:
+        close = text and is_han(text[-1]) and is_han(word[0])
+        text += word if close or not text else f" {word}"
+    return text
+
+
+def tags_of(table: Table, column: str | None, rows: list[list[str]], names: Sequence[str] = ()) -> list[list[Any]]:
+    """The tags of each row, names or numbers: names where the data number the same tags otherwise than `names`.
+
+    Raises:
+        ValueError: more or fewer than words.
+    """
+    assert column is not None
+    all_tags = []
+    for i, (value, words) in enumerate(zip(parse_lists(table.columns[column]), rows, strict=True)):
+        tags = value.split() if isinstance(value, str) else value
+        if not isinstance(tags, (list, tuple)) or len(tags) != len(words):
+            count = f"{len(tags)} tags" if isinstance(tags, (list, tuple)) else f"{value!r:.40}"
+            raise ValueError(f"{table.where(i)}: got {count} in column {column!r} for {len(words)} words")
+        all_tags.append(list(tags))
+    return list(reordered_ids_to_names(all_tags, table.classes.get(column), names))
+
+
+def names_of_tags(table: Table, column: str | None, tags: list[list[Any]], given: list[str] | None) -> tuple[str, ...]:
+    """The names of the tags by number: those given, those the data bring, else those that occur, sorted.
+
+    Raises:
+        ValueError: tags that are numbers without names.
+    """
+    names = given or table.classes.get(column or "")
+    if names:
+        return tuple(names)
+    distinct = {tag for row in tags for tag in row}
+    if not all(isinstance(tag, str) for tag in distinct):
+        odd = next(tag for tag in distinct if not isinstance(tag, str))
+        raise ValueError(
+            f"tag_names: {table.name} has the tag {odd!r} in column {column!r}, a number without a name; give their "
+            "names in order, such as tag_names O B-PER I-PER"
+        )
+    return tuple(sorted(distinct))
+
+
+def encode_tags(
+    table: Table, rows: list[list[str]], tags: list[list[Any]], names: tuple[str, ...], known_from: str = "the tags"
+) -> np.ndarray:
+    """Tags as numbers, int64, of all rows end to end.
+
+    Raises:
+        ValueError: a tag that is none of the names, with file, line and word.
+    """
+    number: dict[Any, int] = {name: i for i, name in enumerate(names)}
+    flat = np.empty(sum(map(len, tags)), np.int64)
+    at = 0
+    for i, row in enumerate(tags):
+        for j, tag in enumerate(row):
+            known = number.get(tag) if isinstance(tag, str) else tag if type(tag) is int else None
+            if known is None or not 0 <= known < len(names):
+                shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+                source = "of the training data" if known_from == "the tags" else f"of {known_from}"
+                raise ValueError(
+                    f"{table.where(i)}, word {j + 1} ({rows[i][j]!r}): the tag {tag!r} is not one of the tags {source} "
+                    f"({shown})"
+                )
+            flat[at] = known
+            at += 1
+    return flat
+
+
+def inside_tags(names: tuple[str, ...]) -> np.ndarray:
+    """For each tag the one that goes on inside its word: I-PER behind B-PER, where there is such a tag."""
+    number = {name: i for i, name in enumerate(names)}
+    return np.array([number.get("I-" + name[2:], i) if name[:2] == "B-" else i for i, name in enumerate(names)])

@@ -10,7 +10,7 @@ from typing import Any
 
 import engine
 from modelcenter.training.tasks import TASKS, TaskInfo
-from modelcenter.training.trained import check_family, class_names, name_models
+from modelcenter.training.trained import check_family, class_names, resolve_model_names
 
 
 def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, about: str | None = None) -> None:
@@ -26,7 +26,7 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
     info = TASKS[name]
     cfg = info.flags().from_args(sys.argv[1:] if argv is None else argv, prog, about)
     cfg.require("model", "train_data", *(() if cfg.dry_run else ("output_dir",)))
-    name_models(cfg)
+    resolve_model_names(cfg)
 
     engine.memory.prepare_torch()  # before it is imported
     from modelcenter.training.setup.launch import claim_output

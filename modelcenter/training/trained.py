@@ -1,4 +1,4 @@
-"""A model to start from or to use, as people name it: a run's folder, or anything that from_pretrained takes."""
+"""Models by the names that users give them: the folder of a run, or anything that from_pretrained takes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +15,19 @@ from modelcenter.training.tasks import TASKS, TaskInfo, task_of_head, tasks_of
 
 
 @dataclass
-class Trained:
-    """A model to use: where its files are, and the task and flags of the run that made it, if a run did."""
+class TrainedModel:
+    """A trained model: its folder or Hub name, and the task and flags of the run that trained it, if they are known."""
 
     source: str
     task: str | None = None
     run: TrainConfig | None = None
 
     @classmethod
-    def find(cls, name: str) -> "Trained":
-        """A run's folder, else anything that modelcenter.from_pretrained takes.
+    def find(cls, name: str) -> "TrainedModel":
+        """The model of a run's folder, or of anything else that modelcenter.from_pretrained takes.
 
         Raises:
-            ValueError: the folder is of a run that left no model, or an adapter alone.
+            ValueError: the folder is of a run that left no model, or only an adapter.
         """
         folder = Path(name).expanduser()
         if not (folder / "config.yaml").is_file() or (folder / CONFIG_FILE).is_file():
@@ -43,10 +43,10 @@ class Trained:
         return cls(str(folder / "model"), task, TASKS[task].flags().from_yaml(folder / "config.yaml"))
 
     def task_info(self, revision: str | None = None) -> TaskInfo:
-        """The task whose rows the model takes: the run's, else the one that the head of the checkpoint is for.
+        """The task of the model: the run's, else the one that the head of the checkpoint is for.
 
         Raises:
-            ValueError: the checkpoint names no head that a task is for.
+            ValueError: no task is for the head of the checkpoint.
         """
         if self.task is not None:
             return TASKS[self.task]
@@ -63,7 +63,7 @@ class Trained:
         return TASKS[task]
 
     def _config(self, options: HubOptions) -> dict[str, Any]:
-        """config.json in Hugging Face's form; of a checkpoint of ModelCenter, what the names in its weights tell."""
+        """config.json in Hugging Face's form; for a checkpoint of ModelCenter, inferred from its weights."""
         found = resolve(self.source, options, weights=Path(self.source).expanduser().is_file())
         if model_type_of(found.config) is not None:
             return found.config
@@ -73,7 +73,7 @@ class Trained:
 
 
 def _check_adapter(folder: Path) -> None:
-    """Raise ValueError for a run that has finished without a model: one over weights in 4 bits."""
+    """Raise ValueError for a finished run that left no model, as its weights are in 4 bits."""
     flags, adapter = _flags_of_run(folder / "config.yaml"), folder / "adapter"
     kind = flags.get("quantize")
     if kind is not None and adapter.is_dir():
@@ -101,9 +101,9 @@ def _task_of_run(path: Path) -> str:
     return task
 
 
-def name_models(cfg: Any) -> None:
-    """Put a run's model in the place of the run, in the flags that name models, and let local models be found from any
-    folder: to evaluate DPO looks for the one that its run began with.
+def resolve_model_names(cfg: Any) -> None:
+    """In the flags that name models, replace runs by their models, and local paths by absolute ones. An evaluation of
+    DPO may run in another folder, and looks for the model that its run began with.
 
     Raises:
         ValueError: the run left no model.
@@ -111,14 +111,14 @@ def name_models(cfg: Any) -> None:
     for name in ("model", "tokenizer", "reference"):
         given = getattr(cfg, name, None)
         if given is not None:
-            source = Trained.find(given).source
+            source = TrainedModel.find(given).source
             path = Path(source).expanduser()
             local = (path / CONFIG_FILE).is_file() or (path.suffix and path.is_file())
             setattr(cfg, name, str(path.absolute()) if local else source)
 
 
 def class_names(config: dict[str, Any]) -> list[str]:
-    """The names of the classes of a checkpoint's head by its configuration, in order; none where it says none."""
+    """The names of the classes of a checkpoint's head, in order; empty if its configuration has none."""
     named = config.get("id2label")
     if not isinstance(named, dict) or not all(str(number).isdecimal() for number in named):
         return []
@@ -126,13 +126,13 @@ def class_names(config: dict[str, Any]) -> list[str]:
 
 
 def check_family(cfg: TrainConfig, head: str) -> dict[str, Any]:
-    """Make sure that the model, of which the configuration alone is read, is of a family with the head of the task.
+    """Make sure that the model is of a family that has the head of the task. Only its configuration is read.
 
     Returns:
         The configuration, in Hugging Face's names.
 
     Raises:
-        ValueError: there is no such model, or it is of another family; those that the task takes are named.
+        ValueError: there is no such model, or it is of a family without the head; those with it are named.
     """
     path = Path(str(cfg.model)).expanduser()
     with flag_in_errors("model"):
@@ -141,7 +141,7 @@ def check_family(cfg: TrainConfig, head: str) -> dict[str, Any]:
         else:
             values = read_config(cfg.model, HubOptions(cfg.revision))
     kind = values.get("model_type")
-    if kind is None:  # of ModelCenter: what it is shows in its weights
+    if kind is None:  # a checkpoint of ModelCenter, known by its weights
         return values
     spec = registry.get(kind, values.get("architectures"))
     heads = spec.arch_map().tasks

@@ -15,7 +15,7 @@ from engine import testing
 from modelcenter.hub.legacy import in_hf_form, open_hf_source
 from modelcenter.hub.resolve import resolve
 from modelcenter.testing import randomize_
-from modelcenter.training.trained import Trained
+from modelcenter.training.trained import TrainedModel
 
 SIZE = {"vocab_size": 61, "dim_model": 24, "num_heads": 4, "dim_head": 6, "dim_ff": 40, "num_layers": 3}
 
@@ -250,7 +250,7 @@ def test_predict_and_evaluate_find_what_it_is_for(name, head, tmp_path):
     _, config, tensors = make(name)
     path = save(tmp_path / "old", config, tensors)
     for source in (path, path / "pytorch_model.pt"):
-        assert head in Trained.find(str(source)).task_info().heads
+        assert head in TrainedModel.find(str(source)).task_info().heads
 
 
 @pytest.mark.parametrize("name", CASES)

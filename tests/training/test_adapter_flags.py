@@ -15,7 +15,7 @@ from engine.testing import run as on_ranks
 from modelcenter.adapters import load_lora, merge_lora
 from modelcenter.hub.remote.push import model_directory
 from modelcenter.training.config import ClassificationConfig
-from modelcenter.training.trained import Trained
+from modelcenter.training.trained import TrainedModel
 from scripts.finetune_classification import main
 from scripts.finetune_seq2seq import main as seq2seq
 
@@ -193,7 +193,7 @@ def test_a_run_over_4_bit_weights_leaves_its_adapter_and_ends_well(folder, monke
     assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
     assert (folder / "run" / "adapter" / "adapter_model.safetensors").is_file() and not (folder / "run/model").exists()
     with pytest.raises(ValueError, match=r"4 bits \(nf4\), which leaves .*run/adapter and no model.*load_lora") as told:
-        Trained.find(str(folder / "run"))
+        TrainedModel.find(str(folder / "run"))
     call = str(told.value).partition("In Python, ")[2].partition(" puts it")[0]  # what it says to do, done
     known = {"load_lora": load_lora, "from_pretrained": mc.from_pretrained, "NAMES": ["bad", "good"]}
     model = merge_lora(eval(call, known))

@@ -11,8 +11,8 @@ from modelcenter.training.config import (
     GenerateConfig,
     PredictConfig,
 )
-from modelcenter.training.config.common import NOT_OF_THE_MODEL
-from modelcenter.training.config.use import ColumnFlags
+from modelcenter.training.config.common import NOT_MODEL_FIELDS
+from modelcenter.training.config.inference import ColumnFlags
 from modelcenter.training.inference.predict import search_flags
 from modelcenter.training.tasks import TASKS
 
@@ -30,7 +30,7 @@ def test_arguments_of_the_loader_are_no_fields_of_a_model():
     found = inspect.signature(load_model).parameters.values()
     of_the_model = {"num_labels", "id2label"}
     arguments = {p.name for p in found if p.kind is not p.VAR_KEYWORD} | {"torch_dtype"}
-    assert arguments - of_the_model == set(NOT_OF_THE_MODEL)
+    assert arguments - of_the_model == set(NOT_MODEL_FIELDS)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,19 @@
 """The flags of runs and verbs: a dataclass is the command line, the keys of a YAML file and the record in config.yaml.
 
-common.py has the flags of every task, one file each adds those of a task, use.py has the verbs that use a trained
-model. Imports no torch.
+common.py has the flags of every task, inference.py those of the verbs that use a trained model; there is a
+file for each task. Imports no torch.
 """
 
 from modelcenter.training.config.classification import ClassificationConfig
 from modelcenter.training.config.common import TrainConfig
 from modelcenter.training.config.dpo import DPOConfig
+from modelcenter.training.config.inference import EvaluateConfig, GenerateConfig, PredictConfig
 from modelcenter.training.config.lm import LMConfig
 from modelcenter.training.config.multiple_choice import MultipleChoiceConfig
 from modelcenter.training.config.pretrain import MLMConfig, PretrainConfig, PretrainLMConfig, SpanCorruptionConfig
 from modelcenter.training.config.qa import QAConfig
 from modelcenter.training.config.seq2seq import Seq2SeqConfig
 from modelcenter.training.config.token_classification import TokenClassificationConfig
-from modelcenter.training.config.use import EvaluateConfig, GenerateConfig, PredictConfig
 
 __all__ = [
     "ClassificationConfig",

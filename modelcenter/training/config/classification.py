@@ -5,6 +5,7 @@ from functools import partial
 from typing import ClassVar
 
 from modelcenter.command_line.flags import flag
+from modelcenter.training.config.checks import check_positive
 from modelcenter.training.config.common import TrainConfig
 
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
@@ -37,7 +38,6 @@ class ClassificationConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        if self.num_labels is not None and self.num_labels <= 0:
-            raise ValueError(f"num_labels: got {self.num_labels}, expected a number above 0")
+        check_positive(self, "num_labels")
         if self.num_labels == 1 and self.problem_type not in (None, "regression"):
             raise ValueError(f"num_labels: got 1, which is for regression, but problem_type is {self.problem_type}")

@@ -14,13 +14,14 @@ from typing import Any, ClassVar
 from modelcenter.command_line.flags import Flags, flag
 from modelcenter.data.schemas.forms import FORMS
 from modelcenter.registry import nearest
+from modelcenter.training.config.checks import check_fraction, check_not_negative, check_positive
 
 RECOMPUTES = ("none", "full", "selective")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
 SCHEDULERS = ("linear", "cosine", "constant", "wsd")
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "muon")
 # Flags that say how a run is cut, watched or kept, not what it computes: they may change when it goes on.
-FREE = frozenset(
+MAY_CHANGE = frozenset(
     "eval_generate eval_samples num_beams max_new_tokens length_penalty no_repeat_ngram_size metrics language "
     "train_data eval_data eval_split output_dir overwrite_output_dir log_every eval_every save_every save_minutes keep "
     "resume max_time dry_run trackers push_to_hub batch_size gradient_accumulation_steps eval_batch_size zero "
@@ -30,7 +31,7 @@ FREE = frozenset(
 # Flags that name a place, of which every node may have one of its own.
 PLACES = frozenset("model reference tokenizer train_data eval_data output_dir".split())
 # Arguments of hub.load.load_model that are no fields of a model's configuration, and what a run has in their place.
-NOT_OF_THE_MODEL = dict.fromkeys(
+NOT_MODEL_FIELDS = dict.fromkeys(
     "name_or_path task strict architecture config prefix ignore local_files_only".split(), "leave it out"
 ) | {
     "dtype": "weights are trained in fp32, and --precision says the arithmetic",
@@ -188,24 +189,46 @@ class TrainConfig(Flags):
             self.max_steps = None
         if self.adam_beta2 is None:
             self.adam_beta2 = 0.99 if self.optimizer == "lion" else 0.999
-        positive = ("global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "epochs", "batch_tokens")
-        more = ("global_batch_tokens", "max_steps", "max_length", "log_every", "keep", "early_stopping", "save_minutes")
-        for name in (*positive, *more, "batch_size", "dp_replicate", "tp", "cp", "pp", "peak_flops"):
-            if name == "batch_size" and self.batch_size == self.AUTO:
-                continue
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected a number above 0")
-        for name in ("lr", "weight_decay", "max_grad_norm", "warmup", "adam_epsilon", "seed", "prefetch"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected 0 or more")
-        for name in self.model_config:
-            if name in NOT_OF_THE_MODEL:
+        self._check_numbers()
+        self._check_model_config()
+        self._check_schedule()
+        if self.offload == "optimizer" and self.optimizer != "adamw":
+            raise ValueError(
+                f"offload: optimizer keeps AdamW's state on the host, but the optimizer is {self.optimizer}"
+            )
+        self._check_batches()
+        if self.form is not None and self.task not in FORMS[self.form].tasks:
+            usable = " and ".join(FORMS[self.form].tasks)
+            raise ValueError(f"form: got {self.form}, which is for {usable}, not for {self.task}")
+        self._check_columns()
+        self._check_adapters()
+        if self.eval_fraction is not None:
+            check_fraction(self, "eval_fraction")
+            if self.eval_data is not None or self.eval_split is not None:
                 raise ValueError(
-                    f"model_config: {name} is no field of the model's configuration; {NOT_OF_THE_MODEL[name]}"
+                    "eval_fraction: it holds out training rows, so give it or eval_data and eval_split, not both"
                 )
+
+    def _check_numbers(self) -> None:
+        check_positive(self, "global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "epochs")
+        check_positive(self, "batch_tokens", "global_batch_tokens", "max_steps", "max_length", "log_every", "keep")
+        check_positive(self, "early_stopping", "save_minutes")
+        if self.batch_size != self.AUTO:
+            check_positive(self, "batch_size")
+        check_positive(self, "dp_replicate", "tp", "cp", "pp", "peak_flops")
+        check_not_negative(self, "lr", "weight_decay", "max_grad_norm", "warmup", "adam_epsilon", "seed", "prefetch")
         for name in ("adam_beta1", "adam_beta2", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected 0 or more and less than 1")
+
+    def _check_model_config(self) -> None:
+        for name in self.model_config:
+            if name in NOT_MODEL_FIELDS:
+                raise ValueError(
+                    f"model_config: {name} is no field of the model's configuration; {NOT_MODEL_FIELDS[name]}"
+                )
+
+    def _check_schedule(self) -> None:
         for name in ("eval_every", "save_every"):
             value = getattr(self, name)
             if value not in ("epoch", "never") and not (value.isdigit() and int(value)):
@@ -214,10 +237,8 @@ class TrainConfig(Flags):
             seconds_of(self.max_time)
         if self.overwrite_output_dir and self.resume not in ("auto", "never"):
             raise ValueError(f"resume: got {self.resume!r} beside overwrite_output_dir, which starts anew; give either")
-        if self.offload == "optimizer" and self.optimizer != "adamw":
-            raise ValueError(
-                f"offload: optimizer keeps AdamW's state on the host, but the optimizer is {self.optimizer}"
-            )
+
+    def _check_batches(self) -> None:
         if self.batch_tokens is not None and self.global_batch_size is not None:
             raise ValueError(
                 "batch_tokens: it fills batches by tokens, so they have no fixed number of rows; give it with "
@@ -227,23 +248,10 @@ class TrainConfig(Flags):
             raise ValueError("batch_size: auto counts rows, but batch_tokens fills microbatches by tokens; give either")
         if self.global_batch_tokens is not None and self.batch_tokens is None:
             raise ValueError("global_batch_tokens: it needs batch_tokens, the tokens of a microbatch")
-        if self.form is not None and self.task not in FORMS[self.form].tasks:
-            usable = " and ".join(FORMS[self.form].tasks)
-            raise ValueError(f"form: got {self.form}, which is for {usable}, not for {self.task}")
-        self._check_columns()
-        self._check_adapters()
-        if self.eval_fraction is not None:
-            if not 0 < self.eval_fraction < 1:
-                raise ValueError(f"eval_fraction: got {self.eval_fraction}, expected a fraction between 0 and 1")
-            if self.eval_data is not None or self.eval_split is not None:
-                raise ValueError(
-                    "eval_fraction: it holds out training rows, so give it or eval_data and eval_split, not both"
-                )
 
     def _check_adapters(self) -> None:
         if self.lora_rank is not None:
-            if self.lora_rank <= 0:
-                raise ValueError(f"lora_rank: got {self.lora_rank}, expected a number above 0")
+            check_positive(self, "lora_rank")
             if self.quantize is not None and self.push_to_hub is not None:
                 raise ValueError(
                     "push_to_hub: a run with quantize leaves an adapter and no model to push; leave it out, and upload "
@@ -289,7 +297,7 @@ class TrainConfig(Flags):
 
     def arithmetic(self) -> dict[str, Any]:
         """The flags that decide what a run computes: those that must be the same for it to go on."""
-        return {name: value for name, value in self.to_dict().items() if name not in FREE}
+        return {name: value for name, value in self.to_dict().items() if name not in MAY_CHANGE}
 
     def accumulation(self, ranks: int) -> int:
         """Microbatches per step of each of `ranks` ranks.

@@ -5,6 +5,7 @@ from functools import partial
 from typing import ClassVar
 
 from modelcenter.command_line.flags import flag
+from modelcenter.training.config.checks import check_positive
 from modelcenter.training.config.common import TrainConfig
 from modelcenter.training.config.lm import TOO_LONG
 
@@ -44,8 +45,7 @@ class DPOConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        if self.beta <= 0:
-            raise ValueError(f"beta: got {self.beta}, expected a number above 0")
+        check_positive(self, "beta")
         if self.label_smoothing >= 0.5:
             raise ValueError(f"label_smoothing: got {self.label_smoothing}, expected less than 0.5 for preferences")
         if self.label_smoothing and self.loss_type != "sigmoid":

@@ -5,6 +5,7 @@ from functools import partial
 from typing import ClassVar
 
 from modelcenter.command_line.flags import flag
+from modelcenter.training.config.checks import check_not_negative, check_positive
 from modelcenter.training.config.common import TrainConfig
 
 TOO_LONG = ("cut", "drop", "error")
@@ -49,9 +50,7 @@ class LMConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        if self.eval_samples < 0:
-            raise ValueError(f"eval_samples: got {self.eval_samples}, expected 0 or more")
-        if self.eval_max_new_tokens <= 0:
-            raise ValueError(f"eval_max_new_tokens: got {self.eval_max_new_tokens}, expected a number above 0")
+        check_not_negative(self, "eval_samples")
+        check_positive(self, "eval_max_new_tokens")
         if self.eval_samples and self.cp > 1:
             raise ValueError("eval_samples: a model that is split by --cp generates nothing; leave it out")

@@ -5,6 +5,7 @@ from functools import partial
 from typing import ClassVar
 
 from modelcenter.command_line.flags import flag
+from modelcenter.training.config.checks import check_fraction, check_positive
 from modelcenter.training.config.common import TrainConfig
 
 DOCUMENTS = ("line", "paragraph", "file")
@@ -31,8 +32,7 @@ class PretrainConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        if self.shuffle_window <= 0:
-            raise ValueError(f"shuffle_window: got {self.shuffle_window}, expected a number above 0")
+        check_positive(self, "shuffle_window")
         if not self.streaming:
             return
         if self.max_steps is None:
@@ -66,8 +66,7 @@ class MLMConfig(PretrainConfig):
 
     def check(self) -> None:
         super().check()
-        if not 0 < self.mask_fraction < 1:
-            raise ValueError(f"mask_fraction: got {self.mask_fraction}, expected a fraction between 0 and 1")
+        check_fraction(self, "mask_fraction")
         if self.word_segmenter != "none" and not self.whole_word:
             raise ValueError(f"word_segmenter: {self.word_segmenter} finds words for whole_word; give that too")
         if self.next_sentence and self.streaming:
@@ -99,7 +98,6 @@ class SpanCorruptionConfig(PretrainConfig):
 
     def check(self) -> None:
         super().check()
-        if not 0 < self.noise_density < 1:
-            raise ValueError(f"noise_density: got {self.noise_density}, expected a fraction between 0 and 1")
+        check_fraction(self, "noise_density")
         if not self.mean_span >= 1:
             raise ValueError(f"mean_span: got {self.mean_span}, expected at least 1 token")

@@ -5,6 +5,7 @@ from functools import partial
 from typing import ClassVar
 
 from modelcenter.command_line.flags import flag
+from modelcenter.training.config.checks import check_not_negative, check_positive
 from modelcenter.training.config.common import TrainConfig
 
 _data, _answers = partial(flag, "data"), partial(flag, "answers")
@@ -42,8 +43,5 @@ class QAConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        for name in ("max_question_length", "max_answer_length", "n_best"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected a number above 0")
-        if self.doc_stride < 0:
-            raise ValueError(f"doc_stride: got {self.doc_stride}, expected 0 or more")
+        check_positive(self, "max_question_length", "max_answer_length", "n_best")
+        check_not_negative(self, "doc_stride")

@@ -8,6 +8,7 @@ from typing import ClassVar
 from modelcenter.command_line.flags import flag
 from modelcenter.data.schemas.forms import FORMS
 from modelcenter.registry import nearest
+from modelcenter.training.config.checks import check_not_negative, check_positive
 from modelcenter.training.config.common import TrainConfig
 
 GENERATION_METRICS = ("rouge", "bleu", "chrf", "accuracy", "squad")
@@ -56,12 +57,8 @@ class Seq2SeqConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        for name in ("max_target_length", "max_new_tokens", "num_beams"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected a number above 0")
-        for name in ("eval_samples", "no_repeat_ngram_size"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected 0 or more")
+        check_positive(self, "max_target_length", "max_new_tokens", "num_beams")
+        check_not_negative(self, "eval_samples", "no_repeat_ngram_size")
         self.metrics = self.metrics or ["rouge" if self.form is None else FORMS[self.form].metric]
         check_metrics(self.metrics)
         if (self.source_lang is None) != (self.target_lang is None):

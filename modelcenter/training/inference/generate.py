@@ -14,7 +14,7 @@ from modelcenter.training.inference.streaming import TerminalStreamer
 from modelcenter.training.inference.text_generation import complete, map_over_ranks, with_batch_seed
 from modelcenter.training.output.json_text import json_text
 from modelcenter.training.structured import write_answers
-from modelcenter.training.trained import Trained
+from modelcenter.training.trained import TrainedModel
 
 
 def run_generate(cfg: GenerateConfig) -> None:
@@ -62,7 +62,7 @@ class _Generator:
 
     def __init__(self, cfg: GenerateConfig):
         self.cfg = cfg
-        trained = Trained.find(cfg.run or "")
+        trained = TrainedModel.find(cfg.run or "")
         self.model = load_model(cfg, trained)
         if self.model.task not in ("causal-lm", "seq2seq-lm"):
             raise ValueError(

@@ -6,16 +6,16 @@ import engine
 import modelcenter
 from modelcenter.models.base import Model
 from modelcenter.training import setup
-from modelcenter.training.trained import Trained
+from modelcenter.training.trained import TrainedModel
 
 
-def load_model(cfg: Any, trained: Trained, **options: Any) -> Model:
+def load_model(cfg: Any, trained: TrainedModel, **options: Any) -> Model:
     """The model on all ranks. cfg: a PredictConfig or GenerateConfig. options: of modelcenter.from_pretrained."""
     policy = engine.Policy(zero_level=cfg.zero, precision=setup.resolve_precision(cfg.precision))
     return modelcenter.from_pretrained(trained.source, None, revision=cfg.revision, policy=policy, **options)
 
 
-def load_tokenizer(cfg: Any, trained: Trained) -> Any:
+def load_tokenizer(cfg: Any, trained: TrainedModel) -> Any:
     """The tokenizer that the flags name, else the model's."""
     revision = {"revision": cfg.revision} if cfg.revision and cfg.tokenizer is None else {}
     return modelcenter.AutoTokenizer.from_pretrained(cfg.tokenizer or trained.source, **revision)

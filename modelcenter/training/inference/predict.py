@@ -11,7 +11,7 @@ from modelcenter.data import sources
 from modelcenter.data.token_files import is_tokens
 from modelcenter.models.base import Model
 from modelcenter.training.config import EvaluateConfig, PredictConfig
-from modelcenter.training.config.use import SearchFlags
+from modelcenter.training.config.inference import SearchFlags
 from modelcenter.training.inference.loading import load_model, load_tokenizer
 from modelcenter.training.inference.output_file import check_output, write_lines
 from modelcenter.training.output.json_text import json_text
@@ -19,7 +19,7 @@ from modelcenter.training.setup.model import omit_unused_token_types
 from modelcenter.training.setup.resolve import resolve_max_length
 from modelcenter.training.tasks import TASKS, TaskInfo
 from modelcenter.training.tasks.base import Examples, Task
-from modelcenter.training.trained import Trained
+from modelcenter.training.trained import TrainedModel
 
 
 def run_predict(cfg: PredictConfig) -> None:
@@ -52,10 +52,10 @@ def run_evaluate(cfg: EvaluateConfig) -> dict[str, float | None]:
     return metrics
 
 
-def _read_task(cfg: PredictConfig, labelled: bool) -> tuple[Task, Trained]:
+def _read_task(cfg: PredictConfig, labelled: bool) -> tuple[Task, TrainedModel]:
     """The task of the model with the rows of the data."""
     cfg.require("run", "data")
-    trained = Trained.find(cfg.run or "")
+    trained = TrainedModel.find(cfg.run or "")
     if not any(map(is_tokens, cfg.data or [])):
         sources.find(cfg.data or [], cfg.data_config)  # data that are not there are told before the model is looked for
     info = trained.task_info(cfg.revision)
@@ -72,7 +72,7 @@ def search_flags(info: TaskInfo, labelled: bool) -> Collection[str]:
     return [field.name for field in dataclasses.fields(SearchFlags)] if writes else ()
 
 
-def _prepare(cfg: PredictConfig, task: Task, trained: Trained) -> tuple[Model, Any, Examples]:
+def _prepare(cfg: PredictConfig, task: Task, trained: TrainedModel) -> tuple[Model, Any, Examples]:
     """The model on all ranks, its tokenizer, and the rows as examples."""
     engine.init_distributed(zero_level=cfg.zero)
     model = load_model(cfg, trained, dtype="float32")

@@ -1,4 +1,4 @@
-"""From scores of starts and ends to answers: the best spans of each window, and the best answer of all windows."""
+"""Answers from the logits of their starts and ends: the best spans of a window, and the best answer of all windows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ Span = tuple[float, int, int]  # score, first character, character after the las
 
 @dataclass(frozen=True)
 class WindowSpans:
-    """What one window of a context says: its best spans, best first, and the score of `no answer here`."""
+    """The best spans of a window of a context, best first, and the score of `no answer here`."""
 
     spans: list[Span]
     null: float
 
 
 def best_spans(start: Tensor, end: Tensor, chars: np.ndarray, first: int, n_best: int, longest: int) -> WindowSpans:
-    """The spans of a window with the highest start plus end score; all are looked at.
+    """The spans of a window with the highest sums of start and end score, of all spans.
 
     Args:
         start, end: (tokens,) scores of a window's tokens, special ones included. chars: int (n, 2), the characters of
@@ -29,9 +29,9 @@ def best_spans(start: Tensor, end: Tensor, chars: np.ndarray, first: int, n_best
     a, b = (scores[first : first + len(chars)].float().cpu() for scores in (start, end))
     longest = min(longest, len(chars))
     lowest = float("-inf")
-    # sums[i, j]: from token i to token i + j.
-    behind = torch.nn.functional.pad(b, (0, longest - 1), value=lowest).unfold(0, longest, 1)
-    sums = (a[:, None] + behind).flatten()
+    # sums[i, j]: of the span from token i to token i + j.
+    end_scores = torch.nn.functional.pad(b, (0, longest - 1), value=lowest).unfold(0, longest, 1)
+    sums = (a[:, None] + end_scores).flatten()
     values, places = sums.topk(min(n_best, len(sums)))
     spans: list[Span] = []
     for value, place in zip(values.tolist(), places.tolist(), strict=True):
@@ -55,11 +55,11 @@ class Answer:
 
 
 def best_answer(context: str, windows: Sequence[WindowSpans], n_best: int, null_threshold: float | None) -> Answer:
-    """The answer of a question from all windows of its context, as SQuAD's scripts choose it.
+    """The answer to a question from all windows of its context, chosen as by SQuAD's scripts.
 
     Args:
-        null_threshold: `no answer` is given where it scores so much better than any text; None: it never is. Its score
-            is the lowest of all windows, as each window that does not hold the answer says there is none.
+        null_threshold: how much better than any text `no answer` must score to be given; None: it never is. Its score
+            is the lowest of all windows, as it is high in each window that does not hold the answer.
     """
     best: dict[tuple[int, int], float] = {}
     for window in windows:
@@ -72,16 +72,16 @@ def best_answer(context: str, windows: Sequence[WindowSpans], n_best: int, null_
     if not ranked:
         return Answer("", 1.0, -1, -1, 0.0, "")
     scores = [score for _, score in ranked] + ([null] if null_threshold is not None else [])
-    chances = np.exp(np.array(scores) - max(scores))
-    chances /= chances.sum()
+    probabilities = np.exp(np.array(scores) - max(scores))
+    probabilities /= probabilities.sum()
     (start, end), top = ranked[0]
     text, difference = context[start:end], null - top
     if null_threshold is not None and difference > null_threshold:
-        return Answer("", float(chances[-1]), -1, -1, difference, text)
-    return Answer(text, float(chances[0]), start, end, difference, text)
+        return Answer("", float(probabilities[-1]), -1, -1, difference, text)
+    return Answer(text, float(probabilities[0]), start, end, difference, text)
 
 
 def _trimmed(context: str, start: int, end: int) -> tuple[int, int]:
-    """Without the spaces at its ends, which some tokenizers count to their tokens."""
+    """The span without the spaces at its ends, which some tokenizers make part of their tokens."""
     text = context[start:end]
     return start + len(text) - len(text.lstrip()), start + len(text.rstrip())

@@ -116,8 +116,9 @@ class LanguageModelling(Task):
         return examples, labelled
 
     def describe_columns(self) -> str:
-        has_template = self.columns.text is None and self.template is not None
-        return self.columns.shown() + (f", template {self.template.name}" if has_template else "")
+        if self.columns.text is not None or self.template is None:
+            return self.columns.shown()
+        return f"{self.columns.shown()}, template {self.template.name}"
 
     def metrics(self, device: torch.device | str = "cpu") -> Score:
         return LanguageModel() if self.cfg.token_accuracy else LossOnly("perplexity")

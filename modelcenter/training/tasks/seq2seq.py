@@ -118,11 +118,11 @@ class SequenceToSequence(Task):
         group = cfg.group_column = group_column(table, cfg.group_column, cfg.form)
         columns = find_pair_columns(table, cfg.source_column, cfg.target_column, cfg.source_lang, cfg.target_lang)
         cfg.set_role_columns({"source": columns.source, "target": columns.target})
-        table = complete_rows(table, columns)
+        table = rows_with_both_texts(table, columns)
         if eval_table is not None:
             find_pair_columns(eval_table, *dataclasses.astuple(columns))
             check_columns(eval_table, {"group": group})
-            eval_table = complete_rows(eval_table, columns)
+            eval_table = rows_with_both_texts(eval_table, columns)
         search = {name: getattr(cfg, name) for name in _SEARCH_FLAGS}
         return cls(cfg=cfg, table=table, columns=columns, search=search, group=group, eval_table=eval_table)
 
@@ -194,11 +194,11 @@ class SequenceToSequence(Task):
     ) -> list[list[str]]:
         """The num_return_sequences texts that the model writes for each row, in order, on every rank. Collective."""
 
-        def complete_rows_of(rows: list[int], number: int) -> list[list[str]]:
+        def complete_sources(rows: list[int], number: int) -> list[list[str]]:
             sources: Any = [examples.tokens.row(row) for row in rows]
             return complete(model, self.tokenizer, sources, **with_batch_seed(search, number))
 
-        texts = map_longest_first(examples.tokens.lengths, batch_size, complete_rows_of)
+        texts = map_longest_first(examples.tokens.lengths, batch_size, complete_sources)
         return [[text.strip() for text in of_row] for of_row in texts]
 
     def samples(self, model: Model, tokenizer: Any, examples: Any) -> list[dict[str, Any]]:
@@ -227,7 +227,7 @@ class SequenceToSequence(Task):
         langs = {"source_lang": flags.source_lang, "target_lang": flags.target_lang}
         columns = find_pair_columns(table, **roles, **langs, labelled=labelled)
         if labelled:
-            table = complete_rows(table, columns)
+            table = rows_with_both_texts(table, columns)
             _metrics(flags)
         search = {**cfg.search(run), "num_return_sequences": 1}
         return cls(cfg=flags, table=table, columns=columns, search=search, group=group)
@@ -253,7 +253,7 @@ def _metrics(cfg: Seq2SeqConfig) -> Score:
     return Generation(cfg.metrics or (), cfg.language) if cfg.eval_generate else LossOnly()
 
 
-def complete_rows(table: Table, columns: PairColumns) -> Table:
+def rows_with_both_texts(table: Table, columns: PairColumns) -> Table:
     """The rows that have a source and a target; how many have not is logged.
 
     Raises:

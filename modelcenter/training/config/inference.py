@@ -8,6 +8,7 @@ from typing import Any
 from modelcenter.command_line.flags import Flags, flag
 from modelcenter.data.schemas.forms import FORMS
 from modelcenter.registry import nearest
+from modelcenter.training.config.checks import check_positive
 from modelcenter.training.config.common import PRECISIONS, TrainConfig
 from modelcenter.training.config.seq2seq import LANGUAGES, check_metrics
 
@@ -123,9 +124,7 @@ class PredictConfig(ColumnFlags, SearchFlags):
     # fmt: on
 
     def check(self) -> None:
-        for name in ("max_length", "batch_size", "max_answer_length", "n_best"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected a number above 0")
+        check_positive(self, "max_length", "batch_size", "max_answer_length", "n_best")
         if self.metrics is not None:
             check_metrics(self.metrics)
         for role, column in self.columns.items():
@@ -189,8 +188,7 @@ class GenerateConfig(SearchFlags):
     # fmt: on
 
     def check(self) -> None:
-        if self.batch_size <= 0:
-            raise ValueError(f"batch_size: got {self.batch_size}, expected a number above 0")
+        check_positive(self, "batch_size")
         if self.prompt and self.prompts_file:
             raise ValueError("prompt: was given beside prompts_file; give either")
         self.check_search()

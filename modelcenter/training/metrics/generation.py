@@ -116,8 +116,8 @@ class Generation:
         """
         if len(predictions) != len(references):
             raise ValueError(f"predictions, references: got {len(predictions)} and {len(references)}, expected as many")
-        truths = [[found] if isinstance(found, str) else list(found) for found in references]
-        if empty := [i for i, found in enumerate(truths) if not found]:
+        truths = [[reference] if isinstance(reference, str) else list(reference) for reference in references]
+        if empty := [i for i, truth in enumerate(truths) if not truth]:
             raise ValueError(f"references: row {empty[0]} of the batch has none, expected at least one text")
         if not truths:
             return
@@ -125,40 +125,42 @@ class Generation:
             for prediction, truth in zip(predictions, truths, strict=True):
                 self.rouge += torch.tensor([1.0, *rouge(prediction, truth, self.language)], dtype=torch.float64)
         if self._bleu is not None:
-            found = self._bleu.corpus_score(list(predictions), _streams(truths))
-            numbers = [found.sys_len, found.ref_len, *found.counts, *found.totals]
+            bleu = self._bleu.corpus_score(list(predictions), _reference_streams(truths))
+            numbers = [bleu.sys_len, bleu.ref_len, *bleu.counts, *bleu.totals]
             self.counts = [a + int(b) for a, b in zip(self.counts, numbers, strict=True)]
         if self._chrf is not None:
             self.texts += zip(predictions, truths, strict=True)
         if self._answers is not None:
             self._answers.update(predictions, truths)
         if "accuracy" in self.metrics:
-            firsts = [found[0] for found in truths]
+            firsts = [truth[0] for truth in truths]
             self.words += zip(predictions, firsts, groups or [None] * len(firsts), strict=True)
 
     def result(self) -> dict[str, float | None]:
-        found: dict[str, float | None] = {}
+        scores: dict[str, float | None] = {}
         if "rouge" in self.metrics:
-            rows, *scores = sums(self.rouge.tolist(), torch.float64)
-            found |= {f"rouge{n}": ratio(score, rows) for n, score in zip("12L", scores, strict=True)}
+            rows, *totals = sums(self.rouge.tolist(), torch.float64)
+            scores |= {f"rouge{n}": ratio(total, rows) for n, total in zip("12L", totals, strict=True)}
         if self._bleu is not None:
-            texts, truths, *rest = sums(self.counts)
+            text_length, reference_length, *n_grams = sums(self.counts)
             # Smoothed as corpus_score does it: texts without four right words in a row are not all alike.
             how = {name: getattr(self._bleu, name) for name in ("smooth_method", "smooth_value", "effective_order")}
-            score = self._bleu.compute_bleu(correct=rest[:4], total=rest[4:], sys_len=texts, ref_len=truths, **how)
-            found["bleu"] = score.score
+            bleu = self._bleu.compute_bleu(
+                correct=n_grams[:4], total=n_grams[4:], sys_len=text_length, ref_len=reference_length, **how
+            )
+            scores["bleu"] = bleu.score
         if self._chrf is not None:
-            every = gather_lists(self.texts)
-            score = self._chrf.corpus_score([p for p, _ in every], _streams([t for _, t in every])) if every else None
-            found["chrf"] = 0.0 if score is None else score.score
+            pairs = gather_lists(self.texts)
+            texts, truths = [text for text, _ in pairs], [truth for _, truth in pairs]
+            scores["chrf"] = self._chrf.corpus_score(texts, _reference_streams(truths)).score if pairs else 0.0
         if self._answers is not None:
-            found |= self._answers.result()
+            scores |= self._answers.result()
         if "accuracy" in self.metrics:
-            found |= _of_words(gather_lists(self.words))
-        return found
+            scores |= _label_scores(gather_lists(self.words))
+        return scores
 
 
-def _of_words(rows: Sequence[tuple[str, str, Any]]) -> dict[str, float | None]:
+def _label_scores(rows: Sequence[tuple[str, str, Any]]) -> dict[str, float | None]:
     """accuracy, f1 and exact_match of (text, reference, group)."""
     classes = sorted({truth for _, truth, _ in rows})
     predicted, actual = Counter(text for text, _, _ in rows), Counter(truth for _, truth, _ in rows)
@@ -174,7 +176,7 @@ def _of_words(rows: Sequence[tuple[str, str, Any]]) -> dict[str, float | None]:
     return {**scores, "exact_match": ratio(len(groups - wrong), len(groups))}
 
 
-def _streams(truths: Sequence[Sequence[str]]) -> list[list[str | None]]:
+def _reference_streams(truths: Sequence[Sequence[str]]) -> list[list[str | None]]:
     """References as sacrebleu takes them: the first of all rows, the second of all rows, ..."""
-    most = max(len(found) for found in truths)
-    return [[found[i] if i < len(found) else None for found in truths] for i in range(most)]
+    most = max(len(truth) for truth in truths)
+    return [[truth[i] if i < len(truth) else None for truth in truths] for i in range(most)]

@@ -116,7 +116,7 @@ class ExtractiveAnswers:
         self.scored = given
         for prediction, true, score in zip(predictions, answers, scores, strict=True):
             units = self.units(prediction)
-            real = [found for found in map(self.units, true) if found]
+            real = [answer for answer in map(self.units, true) if answer]
             choices = real or [[]]
             exact = float(any(units == choice for choice in choices))
             f1 = max(self.score(units, choice) for choice in choices)
@@ -127,14 +127,14 @@ class ExtractiveAnswers:
         rows, scored = gather_rows(own), any(sums([self.scored is True]))  # a rank without rows does not know
         exact, f1, score, answered, text = rows.unbind(1)
         has = answered.bool()
-        found: dict[str, float | None] = {"exact_match": _mean(exact), "f1": _mean(f1)}
+        scores: dict[str, float | None] = {"exact_match": _mean(exact), "f1": _mean(f1)}
         if len(rows) and not bool(has.all()):
-            found["has_answer_exact_match"], found["has_answer_f1"] = _mean(exact[has]), _mean(f1[has])
-            found["no_answer_exact_match"], found["no_answer_f1"] = _mean(exact[~has]), _mean(f1[~has])
+            scores["has_answer_exact_match"], scores["has_answer_f1"] = _mean(exact[has]), _mean(f1[has])
+            scores["no_answer_exact_match"], scores["no_answer_f1"] = _mean(exact[~has]), _mean(f1[~has])
         if len(rows) and scored:
             for name, value in (("exact_match", exact), ("f1", f1)):
-                found[f"best_{name}"], found[f"best_{name}_threshold"] = _best(value, score, has, text.bool())
-        return found
+                scores[f"best_{name}"], scores[f"best_{name}_threshold"] = _best(value, score, has, text.bool())
+        return scores
 
 
 def _mean(values: torch.Tensor) -> float:

@@ -36,15 +36,15 @@ def entities(tags: Iterable[str]) -> list[Entity]:
 
 
 def _entities(tags: Sequence[tuple[str, str]]) -> list[Entity]:
-    found: list[Entity] = []
+    spans: list[Entity] = []
     start, before, kind_before = 0, OUTSIDE, ""
     for i, (tag, kind) in enumerate([*tags, (OUTSIDE, "")]):
         if before != OUTSIDE and (before in "ES" or tag in "BSO" or kind != kind_before):
-            found.append((kind_before, start, i))
+            spans.append((kind_before, start, i))
         if tag in "BS" or (tag != OUTSIDE and (before in "ESO" or kind != kind_before)):
             start = i
         before, kind_before = tag, kind
-    return found
+    return spans
 
 
 class TokenLabels:
@@ -84,20 +84,20 @@ class TokenLabels:
         self.tokens[1] += sum(p == a for p, a in zip(predicted, actual, strict=True))
         guessed = set(_entities([self.tags[i] for i in predicted]))
         true = set(_entities([self.tags[i] for i in actual]))
-        for row, found in enumerate((guessed, true, guessed & true)):
-            for kind, _, _ in found:
+        for row, spans in enumerate((guessed, true, guessed & true)):
+            for kind, _, _ in spans:
                 self.counts[row, self.number[kind]] += 1
 
     def result(self) -> dict[str, float | None]:
         numbers = sums([*self.counts.flatten().tolist(), *self.tokens])
         counts = torch.tensor(numbers[:-2]).view(3, -1)
         predicted, actual, both = counts.sum(1).tolist()
-        found: dict[str, float | None] = {
+        scores: dict[str, float | None] = {
             "f1": f1_score(both, predicted, actual),
             "precision": ratio(both, predicted),
             "recall": ratio(both, actual),
             "accuracy": ratio(numbers[-1], numbers[-2]),
         }
         for kind, (p, a, b) in zip(self.types, counts.T.tolist(), strict=True):
-            found[f"f1_{kind or 'entity'}"] = f1_score(b, p, a)
-        return found
+            scores[f"f1_{kind or 'entity'}"] = f1_score(b, p, a)
+        return scores

@@ -46,27 +46,32 @@ def parse_class_weights(given: Sequence[str], names: Sequence[str], targets: np.
     """The weight of each class.
 
     Args:
-        given: ["balanced"], the rows divided by the classes and by the rows of the class, 1 for one without rows; or
-            NAME=WEIGHT of some classes, the others have 1. targets: int64, the classes of all rows.
+        given: ["balanced"]: the number of rows divided by that of classes and by that of rows of the class, and 1 for a
+            class without rows. Or NAME=WEIGHT of some classes; the others have 1.
+        names: of the classes. targets: int64, the classes of all rows.
 
     Raises:
-        ValueError: a weight of no class, twice, or that is no number above 0.
+        ValueError: a weight of an unknown class, two weights of one class, or a weight that is no number above 0.
     """
     if list(given) == [BALANCED]:
         counts = np.bincount(targets, minlength=len(names))
         return [len(targets) / (len(names) * n) if n else 1.0 for n in counts.tolist()]
-    found: dict[str, float] = {}
-    for one in given:
-        name, _, value = one.rpartition("=")
-        if name not in names or name in found:
-            problem = "twice" if name in found else f"no class.{nearest(name, names)} They are {', '.join(names[:12])}"
+    weights: dict[str, float] = {}
+    for entry in given:
+        name, _, value = entry.rpartition("=")
+        if name not in names or name in weights:
+            problem = (
+                "twice" if name in weights else f"no class.{nearest(name, names)} They are {', '.join(names[:12])}"
+            )
             raise ValueError(
-                f"class_weights: got {one!r}, {name or one!r} is {problem}; expected balanced or NAME=WEIGHT"
+                f"class_weights: got {entry!r}, {name or entry!r} is {problem}; expected balanced or NAME=WEIGHT"
             )
         try:
-            found[name] = float(value)
+            weights[name] = float(value)
         except ValueError:
-            found[name] = 0.0
-        if not 0 < found[name] < 1e6:
-            raise ValueError(f"class_weights: got {one!r}, expected a number above 0 and below 1000000 behind the name")
-    return [found.get(name, 1.0) for name in names]
+            weights[name] = 0.0
+        if not 0 < weights[name] < 1e6:
+            raise ValueError(
+                f"class_weights: got {entry!r}, expected a number above 0 and below 1000000 behind the name"
+            )
+    return [weights.get(name, 1.0) for name in names]

@@ -55,8 +55,8 @@ def evaluate(
     Args:
         model: a model of ours, plain or sharded; it is left in the mode (train or eval) it was in.
         batches: this rank's, with labels; read twice, the first time to count labels. Ranks may have different numbers.
-        metrics: Metrics, fed with the logits and labels of every batch; or any Score, fed by
-            `feed(metrics, output, batch)` (which may do without one).
+        metrics: Metrics, updated with the logits and labels of every batch; or any Score, with `feed`.
+        feed: updates the metrics, `feed(metrics, output, batch)`; it may also be given without metrics.
         loss_fn: as for accumulate.
 
     Returns:

@@ -137,7 +137,7 @@ def check_family(cfg: TrainConfig, head: str) -> dict[str, Any]:
     path = Path(str(cfg.model)).expanduser()
     with flag_in_errors("model"):
         if path.is_file() and not cfg.from_scratch:
-            values = resolve_file(path).config  # weights, with their configuration beside them
+            values = resolve_file(path).config  # weights, whose configuration is in the same folder
         else:
             values = read_config(cfg.model, HubOptions(cfg.revision))
     kind = values.get("model_type")

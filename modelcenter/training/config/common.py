@@ -20,7 +20,7 @@ RECOMPUTES = ("none", "full", "selective")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
 SCHEDULERS = ("linear", "cosine", "constant", "wsd")
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "muon")
-# Flags that say how a run is cut, watched or kept, not what it computes: they may change when it goes on.
+# Flags of how a run is distributed, evaluated, logged or saved, not of what it computes: a run may go on with others.
 MAY_CHANGE = frozenset(
     "eval_generate eval_samples num_beams max_new_tokens length_penalty no_repeat_ngram_size metrics language "
     "train_data eval_data eval_split output_dir overwrite_output_dir log_every eval_every save_every save_minutes keep "
@@ -28,9 +28,9 @@ MAY_CHANGE = frozenset(
     "dp_replicate tp cp pp pp_schedule recompute compile offload best_metric early_stopping prefetch "
     "eval_max_new_tokens token_accuracy peak_flops".split()
 )
-# Flags that name a place, of which every node may have one of its own.
+# Flags that name a file or folder, whose path may differ between nodes.
 PLACES = frozenset("model reference tokenizer train_data eval_data output_dir".split())
-# Arguments of hub.load.load_model that are no fields of a model's configuration, and what a run has in their place.
+# Arguments of hub.load.load_model that are no fields of a model's configuration, and what to use for them in a run.
 NOT_MODEL_FIELDS = dict.fromkeys(
     "name_or_path task strict architecture config prefix ignore local_files_only".split(), "leave it out"
 ) | {
@@ -185,7 +185,7 @@ class TrainConfig(Flags):
     def check(self) -> None:
         if self.output_dir is not None:  # no shell expands it in a file of flags
             self.output_dir = os.path.expanduser(self.output_dir)
-        if self.max_steps == -1:  # how the Hugging Face Trainer says none
+        if self.max_steps == -1:  # no limit, in the Hugging Face Trainer
             self.max_steps = None
         if self.adam_beta2 is None:
             self.adam_beta2 = 0.99 if self.optimizer == "lion" else 0.999

@@ -136,8 +136,8 @@ class PredictConfig(ColumnFlags, SearchFlags):
         """The arguments of model.generate: those given, else those of the flags of a run, else the usual ones."""
         given = super().search()
         usual = {field.name: field.default for field in fields(SearchFlags)}
-        said = {name: getattr(run, name, None) for name, value in given.items() if value is None}
-        return usual | {n: v for found in (said, given) for n, v in found.items() if v is not None}
+        of_run = {name: getattr(run, name, None) for name, value in given.items() if value is None}
+        return usual | {n: v for flags in (of_run, given) for n, v in flags.items() if v is not None}
 
     def column(self, role: str) -> str | None:
         """The column that the flags name for a role; None: they name none."""

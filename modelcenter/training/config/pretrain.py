@@ -9,7 +9,7 @@ from modelcenter.training.config.checks import check_fraction, check_positive
 from modelcenter.training.config.common import TrainConfig
 
 DOCUMENTS = ("line", "paragraph", "file")
-STREAM_EVERY = "1000"  # steps between checkpoints and evaluations of a stream, whose epochs nobody can count
+STREAM_EVERY = "1000"  # steps between checkpoints and evaluations of a stream, whose epochs have no known length
 _data, _objective = partial(flag, "data"), partial(flag, "objective")
 
 

@@ -57,7 +57,7 @@ def _read_task(cfg: PredictConfig, labelled: bool) -> tuple[Task, TrainedModel]:
     cfg.require("run", "data")
     trained = TrainedModel.find(cfg.run or "")
     if not any(map(is_tokens, cfg.data or [])):
-        sources.find(cfg.data or [], cfg.data_config)  # data that are not there are told before the model is looked for
+        sources.find(cfg.data or [], cfg.data_config)  # missing data are an error before the model is looked for
     info = trained.task_info(cfg.revision)
     cfg.check_task(info.flags(), search_flags(info, labelled))
     task = info.load()
@@ -65,7 +65,7 @@ def _read_task(cfg: PredictConfig, labelled: bool) -> tuple[Task, TrainedModel]:
 
 
 def search_flags(info: TaskInfo, labelled: bool) -> Collection[str]:
-    """The flags of the search that a task has a use for. One that is judged by its loss alone writes nothing then."""
+    """The search flags that a task uses. A task that is evaluated by its loss only writes no texts then."""
     if info.heads[0] == "masked-lm":
         return () if labelled else ("top_k",)
     writes = info is TASKS["seq2seq"] if labelled else info.heads[0] in ("causal-lm", "seq2seq-lm")

@@ -8,7 +8,7 @@ import torch
 
 # What decoding may join to the word before it, by what comes next: "it '" and "s" make "it's".
 _UNCERTAIN = re.compile(r"( n)?( '?)? ?\Z")
-_CONTEXT = 64  # tokens that newer ones are decoded behind: decoding all at each of them would take the square of them
+_CONTEXT = 64  # tokens that newer ones are decoded with: decoding all of them each time would take quadratic time
 
 
 class TerminalStreamer:

@@ -31,9 +31,9 @@ def gather_lists(own: list[Any]) -> list[Any]:
     """The lists of all ranks, one after another, on every rank. For texts; numbers are summed instead."""
     if engine.world_size() == 1:
         return own
-    every: list[Any] = [None] * engine.world_size()
-    dist.all_gather_object(every, own)
-    return [item for part in every for item in part]
+    lists: list[Any] = [None] * engine.world_size()
+    dist.all_gather_object(lists, own)
+    return [item for of_rank in lists for item in of_rank]
 
 
 def gather_rows(own: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What a task is, for the one loop and for predict and evaluate.
 
-A task says what its examples are made of, which head it asks the model for and how the model is evaluated. It has read
-its data when it is made, so that wrong data is an error before anything else starts.
+A task defines the examples, the head of the model, the metrics and the predictions. It reads its data when it is
+created, so that wrong data is an error before anything else starts.
 """
 
 from abc import ABC, abstractmethod
@@ -72,8 +72,7 @@ class Batches:
     """Batches of an evaluation, each made when it is read, which may be more than once.
 
     Args:
-        rows: the rows of each batch. output_logits: which logits the model is asked for, as in its forward; None: the
-            batches do not say.
+        rows: of each batch. output_logits: argument of the model's forward, in each batch; None: it is left out.
     """
 
     def __init__(self, examples: Examples, rows: list[np.ndarray], output_logits: bool | str | None = None):

@@ -32,7 +32,7 @@ def find_named(table: Table, roles: Mapping[str, tuple[str | None, Sequence[str]
                 f"the columns are {shown}. Give {role}_column"
             )
         if column in found.values():
-            other = next(name for name, taken in found.items() if taken == column)
+            other = next(name for name, its_column in found.items() if its_column == column)
             raise ValueError(f"{role}_column: got {column!r}, which is the column of the {other} already")
         found[role] = column
     return found

@@ -218,10 +218,10 @@ def _prediction(prompt: str, texts: list[str]) -> dict[str, Any]:
     return {"prompt": prompt, **({"completion": texts[0]} if len(texts) == 1 else {"completions": texts})}
 
 
-def choose_template(flags: Any, wanted: str) -> None:
-    """Let the flags of a run name the template for inference: the wanted one, else the run's."""
-    if wanted != "auto":
-        flags.template = wanted
+def choose_template(flags: Any, given: str) -> None:
+    """Set the template of a run's flags to that for inference: the given one, else the run's."""
+    if given != "auto":
+        flags.template = given
     elif flags.template not in ("auto", "chat", *LAYOUTS):
         flags.template = "chat"  # a file, which is the tokenizer's own template by now
 

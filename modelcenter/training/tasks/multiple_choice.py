@@ -189,8 +189,8 @@ class MultipleChoice(Task):
             probabilities += [
                 (row, of_row[: examples.counts[row]]) for row, of_row in zip(rows[number].tolist(), values, strict=True)
             ]
-        every = dict(gather_lists(probabilities))
-        return (self._prediction(row, every[row]) for row in range(len(examples) if engine.rank() == 0 else 0))
+        by_row = dict(gather_lists(probabilities))
+        return (self._prediction(row, by_row[row]) for row in range(len(examples) if engine.rank() == 0 else 0))
 
     def _prediction(self, row: int, probabilities: list[float]) -> dict[str, Any]:
         best = max(range(len(probabilities)), key=probabilities.__getitem__)

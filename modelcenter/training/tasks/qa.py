@@ -127,7 +127,7 @@ class QuestionAnswering(WindowTask):
         """See Task; each answer is looked for in its context.
 
         Raises:
-            ValueError: also for answers that the context does not hold, if wrong_answers says so or all are wrong.
+            ValueError: also for answers that the context does not hold, if wrong_answers is "error" or all are wrong.
         """
         table, eval_table = read_splits(cfg)
         columns = find_question_columns(table, cfg.question_column, cfg.context_column, cfg.answers_column)
@@ -252,7 +252,7 @@ def _describe_wrong(table: Table, questions: Questions, wrong_answers: str) -> s
     """For people: the rows that are left out, as their context does not hold the answer.
 
     Raises:
-        ValueError: wrong_answers says that it is an error, or no other row is left.
+        ValueError: wrong_answers is "error", or no other row is left.
     """
     count, first = len(questions.wrong), table.where(min(questions.wrong))
     rows = f"{count} rows have answers that their context does not hold, the first at {first}"

@@ -51,7 +51,9 @@ def read_questions(table: Table, question: str, context: str, answers: str | Non
         ValueError: a row without question or context; answers that are not texts with their starts.
     """
     questions, contexts = strings(table, question), strings(table, context)
-    questions = [text.lstrip() for text in questions]  # SQuAD has some behind many spaces, which are tokens for some
+    questions = [
+        text.lstrip() for text in questions
+    ]  # SQuAD has some after many spaces, which some tokenizers make tokens of
     for column, texts in ((question, questions), (context, contexts)):
         empty = next((i for i, text in enumerate(texts) if not text.strip()), None)
         if empty is not None:

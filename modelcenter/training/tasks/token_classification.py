@@ -40,7 +40,7 @@ class TaggedWords(WindowExamples):
     """Rows of words as windows of tokens, with their tags.
 
     rows: the words of each row. targets: int64, the tag of each word over all rows; None: there are none. inner: the
-    tag of the tokens of a word behind its first, by the tag of the word.
+    tag of the tokens of a word after its first, by the tag of the word.
     """
 
     rows: list[list[str]]

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from modelcenter.training.metrics import Score, sum_over_ranks, sums
 MetricUpdate = Callable[[Any, ModelOutput, Any], None]
 
 _PIPELINE_BATCHES = 8  # between two checks for a stop, at which the stages of a pipeline wait for each other
-_stop_checks: list[Callable[[], bool]] = []  # of the `stoppable` blocks that are open, the innermost last
+_should_stop: ContextVar[Callable[[], bool] | None] = ContextVar("should_stop", default=None)  # see `stoppable`
 
 
 class EvaluationStopped(Exception):
@@ -29,17 +30,18 @@ class EvaluationStopped(Exception):
 def stoppable(should_stop: Callable[[], bool]) -> Iterator[None]:
     """Let evaluations and generation inside the block raise EvaluationStopped between two batches once `should_stop`,
     which is collective, returns true."""
-    _stop_checks.append(should_stop)
+    token = _should_stop.set(should_stop)
     try:
         yield
     finally:
-        _stop_checks.pop()
+        _should_stop.reset(token)
 
 
 def check_stop() -> None:
     """Raise EvaluationStopped if the innermost `stoppable` block says so. For a point between two batches that all
     ranks reach equally often. Collective."""
-    if _stop_checks and _stop_checks[-1]():
+    should_stop = _should_stop.get()
+    if should_stop is not None and should_stop():
         raise EvaluationStopped
 
 

@@ -77,7 +77,7 @@ class Batches:
 
     def __init__(self, examples: Examples, rows: list[np.ndarray], output_logits: bool | str | None = None):
         self.examples, self.rows = examples, rows
-        self.options = {} if output_logits is None else {"output_logits": output_logits}
+        self.options: dict[str, Any] = {} if output_logits is None else {"output_logits": output_logits}
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -107,12 +107,12 @@ class Pretraining(Task):
     def _rows(self, part: Part, tokenizer: Any, objective: Objective) -> TextRows:
         """The documents of a part, as rows under an objective."""
         end = None if objective.bare else document_end(tokenizer)
+        table = part.data if isinstance(part.data, Table) else None
         if isinstance(part.data, TokenFile):
             check_tokenizer(part.data, tokenizer)
-            table, file = None, with_end(part.data, document_end(tokenizer))
+            file = with_end(part.data, document_end(tokenizer))
         else:
-            assert self.column is not None
-            table = part.data
+            assert self.column is not None and table is not None
             file = encode_texts(tokenizer, document_texts(table, self.column), table.name, end)
         cut: Any = {"packing": self.cfg.packing, "min_length": objective.min_piece, "bare": objective.bare}
         return TextRows(Blocks(file, objective.max_piece, eos=end, **cut), objective, table)

@@ -133,7 +133,7 @@ def test_the_loss_of_a_row_is_its_own(folder, caplog):
         whole = model(**rows.batch(np.arange(3))).loss.item()
         # Written out, from the logits of a row alone and the targets of the published layout.
         logits = model(**parts[1]).logits[0].double().log_softmax(-1)
-    place = len(WORDS) + rows.more.index((10, 1))
+    place = len(WORDS) + rows.extra_tokens.index((10, 1))
     expected = -(logits[-3, place] + logits[-2, encoder.end])
     assert losses[1] == pytest.approx(float(expected), abs=1e-4)
     assert whole == pytest.approx(sum(losses) / sum(counts), abs=1e-5)

@@ -1,4 +1,4 @@
-"""Rows of marked tokens as batches, and mistakes, for the tests of the CPM family."""
+"""Rows of tokens with segments as batches, and mistakes, for the tests of the CPM family."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ def cross_boundaries(model):
         x, ctx = begin(batch)
         n = ctx.num_tokens
         ctx.lengths, ctx.cu_seqlens, ctx.max_seqlen = [n], torch.tensor([0, n]), n
-        model.look(ctx, ctx.marks)
+        model.set_attention_bias(ctx, ctx.segments)
         return x, ctx
 
     model.begin = merged

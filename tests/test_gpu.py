@@ -54,7 +54,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize(("name", "task"), FAMILIES)
 def test_families_have_the_gradients_of_the_cpu(name: str, task: str):
-    """Rotary and relative positions, grouped heads, marks; fp32, without dropout."""
+    """Rotary and relative positions, grouped heads, segments; fp32, without dropout."""
     import torch
 
     import modelcenter as mc

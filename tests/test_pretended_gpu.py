@@ -67,7 +67,7 @@ def test_generation(name, task):
 @pytest.mark.parametrize(("name", "task"), [("tiny/bert", "pretraining"), ("tiny/cpmant", "causal-lm")])
 def test_a_step_waits_for_nothing(name, task, monkeypatch):
     test_gpu.test_a_step_waits_for_nothing(name, task)
-    monkeypatch.setattr(packing, "on_host", lambda value: value)
+    monkeypatch.setattr(packing, "host_copy", lambda value: value)
     with pytest.raises(Waited):
         test_gpu.test_a_step_waits_for_nothing(name, task)
 

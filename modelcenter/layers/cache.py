@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelcenter.layers.marks import Marks, by_pair
 from modelcenter.layers.mask import Mask
 from modelcenter.layers.packing import Packed
+from modelcenter.layers.segments import Segments, with_segment_bias
 
 
 class KVCache:
@@ -25,7 +25,7 @@ class KVCache:
         """`capacity`: tokens per sequence to reserve room for; it grows as needed, up to `most` where that is known."""
         self.lengths: list[int] = []
         self._capacity, self._most = capacity, most
-        # k, v: (n, kv_heads, capacity, head_dim); under None the tokens' marks, (n, 1, capacity, k)
+        # k, v: (n, kv_heads, capacity, head_dim); under None the tokens' segments, (n, 1, capacity, k)
         self._own: dict[nn.Module | None, list[Tensor]] = {}
         self._memory: dict[nn.Module, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._step: Packed | None = None
@@ -72,7 +72,7 @@ class KVCache:
         self._step = None
 
     def has(self, layer: nn.Module | None) -> bool:
-        """Whether it holds keys of a layer; None: marks."""
+        """Whether it holds keys of a layer; None: segments."""
         return layer in self._own or (layer is not None and layer in self._memory)
 
     @property
@@ -83,13 +83,13 @@ class KVCache:
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor, kv_heads: int, ctx: Packed) -> bool:
         """Add k, v (T, kv_heads * head_dim) of the current batch; whether there was a past to attend to."""
         self._append(layer, (k, v), kv_heads, ctx)
-        if ctx.marks is not None and "marks" not in self._places:
-            self._append(None, (ctx.marks.values,), 1, ctx)
-            self._places["marks"] = None
+        if ctx.segments is not None and "segments" not in self._places:
+            self._append(None, (ctx.segments.values,), 1, ctx)
+            self._places["segments"] = None
         return bool(self.lengths)
 
     def _append(self, layer: nn.Module | None, new_ones: tuple[Tensor, ...], kv_heads: int, ctx: Packed) -> None:
-        """Add tensors (T, kv_heads * head_dim) of the current batch; `layer` None: its marks."""
+        """Add tensors (T, kv_heads * head_dim) of the current batch; `layer` None: its segments."""
         k = new_ones[0]
         if "plan" not in self._places:
             new, n = ctx.host_lengths(), ctx.num_sequences
@@ -142,7 +142,9 @@ class KVCache:
         else:
             whole = self._own[layer]
             k, v = (x[:, :, : self._reach()] for x in whole)
-            hidden = self._hidden(mask, q.device) if mask.marks is None else self._unseen(*self._marks(mask.marks))
+            hidden = (
+                self._hidden(mask, q.device) if mask.segments is None else self._unseen(*self._segments(mask.segments))
+            )
         rows, groups = k.shape[0], k.shape[1]
         n = self._step.num_sequences
         new = q.shape[0] // n
@@ -161,8 +163,8 @@ class KVCache:
         view = scores.view(rows, groups * (n // rows) * (heads // groups), new, -1)
         if mask.bias is not None:
             added = self._biased(mask.bias)
-            if mask.others is not None and mask.marks is not None:
-                added = by_pair(mask.others, added, *self._marks(mask.marks))
+            if mask.segment_bias is not None and mask.segments is not None:
+                added = with_segment_bias(mask.segment_bias, added, *self._segments(mask.segments))
             view.add_(added)
         if hidden is not None:
             view.masked_fill_(hidden, -math.inf)
@@ -213,11 +215,11 @@ class KVCache:
             self._places[key] = hidden
         return self._places[key]
 
-    def _marks(self, new: Marks) -> tuple[Marks, Marks]:
+    def _segments(self, new: Segments) -> tuple[Segments, Segments]:
         """Of the new tokens (n, m) and of all (n, keys)."""
-        return new.view(len(self.lengths), -1), Marks(self._own[None][0][:, 0, : self._reach()])
+        return new.view(len(self.lengths), -1), Segments(self._own[None][0][:, 0, : self._reach()])
 
-    def _unseen(self, queries: Marks, keys: Marks) -> Tensor:
+    def _unseen(self, queries: Segments, keys: Segments) -> Tensor:
         """(n, 1, m, keys). Places without a token come after every query and are of no context, so nobody sees them."""
         return queries.hidden(keys, torch.tensor(self.lengths, device=keys.values.device))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine.loss import IGNORE_INDEX, cross_entropy, linear_cross_entropy, linear_log_probs, vocabulary_logits
 from modelcenter.layers.dropout import Dropout
-from modelcenter.layers.host import on_host, to_device
+from modelcenter.layers.host_copies import host_copy, to_device
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS
 from modelcenter.layers.norm import LayerNorm
@@ -279,9 +279,9 @@ class VocabularyHead(Smoothing, nn.Module):
 
         def find() -> tuple[Tensor, Tensor]:
             labels = ctx.unpad(self.targets(batch), IGNORE_INDEX)  # type: ignore[arg-type]
-            if on_host(batch["labels"]) is batch["labels"] or not ctx.as_given:
+            if host_copy(batch["labels"]) is batch["labels"] or not ctx.as_given:
                 return labels, (labels != IGNORE_INDEX).nonzero().flatten()
-            known = self.targets({name: on_host(value) for name, value in batch.items()})
+            known = self.targets({name: host_copy(value) for name, value in batch.items()})
             where = (known.flatten() != IGNORE_INDEX).nonzero().flatten()  # type: ignore[union-attr]
             return labels, ctx.among_all(to_device(where, labels.device))
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelcenter.layers.buckets import Bucket
-from modelcenter.layers.marks import Marks, by_pair
 from modelcenter.layers.packing import Packed
+from modelcenter.layers.segments import Segments, with_segment_bias
 
 Rectangles = tuple[Tensor, ...]
 
@@ -55,16 +55,16 @@ class Mask:
         causal: itself and what is before it. window: no more than so many of these, itself among them.
         bias: (heads, 2 * n - 1), added to the scores: column n - 1 + d is for a key d places after the query. n is at
             least the length of the longest sequence.
-        marks: of all tokens, which say who sees whom in place of the rest (layers.marks). others: (heads, kinds,
-            ...), added in place of `bias` where query and key are of different segments; not without those two.
+        segments: of all tokens; they say who sees whom in place of the rest (layers.segments). segment_bias: (heads,
+            kinds, ...), added in place of `bias` where query and key are of different segments; needs those two.
         rectangles: what all this comes to in each rectangle of the batch, where it is known (`shared_rectangles`).
     """
 
     causal: bool = False
     window: int | None = None
     bias: Tensor | None = None
-    marks: Marks | None = None
-    others: Tensor | None = None
+    segments: Segments | None = None
+    segment_bias: Tensor | None = None
     rectangles: Rectangles | None = None
 
     def hidden(self, queries: int, keys: int, first: int = 0, device: torch.device | None = None) -> Tensor | None:
@@ -85,21 +85,21 @@ class Mask:
         """The same for some of the heads."""
         if self.bias is None:
             return self
-        others = None if self.others is None else self.others.narrow(0, first, heads)
+        segment_bias = None if self.segment_bias is None else self.segment_bias.narrow(0, first, heads)
         rectangles = self.rectangles and tuple(x.narrow(-3, first, heads) for x in self.rectangles)
-        return replace(self, bias=self.bias.narrow(0, first, heads), others=others, rectangles=rectangles)
+        return replace(self, bias=self.bias.narrow(0, first, heads), segment_bias=segment_bias, rectangles=rectangles)
 
     def of_tokens(self, start: int, stop: int) -> "Mask":
         """The same for the tokens start to stop - 1 as if they were all."""
-        return self if self.marks is None else replace(self, marks=self.marks[start:stop])
+        return self if self.segments is None else replace(self, segments=self.segments[start:stop])
 
-    def rows(self, bucket: Bucket) -> Marks | None:
-        """Marks (n, length) of a bucket's tokens, padding included."""
-        if self.marks is None:
+    def rows(self, bucket: Bucket) -> Segments | None:
+        """Segments (n, length) of a bucket's tokens, padding included."""
+        if self.segments is None:
             return None
-        return (self.marks[bucket.start : bucket.stop] if bucket.index is None else self.marks[bucket.index]).view(
-            bucket.n, bucket.length
-        )
+        return (
+            self.segments[bucket.start : bucket.stop] if bucket.index is None else self.segments[bucket.index]
+        ).view(bucket.n, bucket.length)
 
     def rectangle(
         self,
@@ -109,22 +109,22 @@ class Mask:
         *,
         like: Tensor,
         first: int = 0,
-        marks: tuple[Marks | None, Marks | None] = (None, None),
+        segments: tuple[Segments | None, Segments | None] = (None, None),
     ) -> Tensor | None:
         """What scaled_dot_product_attention takes: False, or -inf beside a bias, where a query must not look.
 
         Args:
             keep: (n, keys), False at padding. like: of whose device and dtype. first: place of the first query.
-            marks: of queries and keys.
+            segments: of queries and keys.
 
         Returns:
             What becomes (n, heads, queries, keys) by broadcasting. None: each query sees each key.
         """
         hidden, added = self.hidden(queries, keys, first, like.device), self.additive(queries, keys, first)
-        if marks[0] is not None and marks[1] is not None:
-            hidden = marks[0].hidden(marks[1], first)
-            if added is not None and self.others is not None:
-                added = by_pair(self.others, added, *marks)
+        if segments[0] is not None and segments[1] is not None:
+            hidden = segments[0].hidden(segments[1], first)
+            if added is not None and self.segment_bias is not None:
+                added = with_segment_bias(self.segment_bias, added, *segments)
         seen = None if hidden is None else ~hidden
         if keep is not None:
             seen = keep[:, None, None, :] if seen is None else seen & keep[:, None, None, :]
@@ -134,8 +134,8 @@ class Mask:
 
     def of_buckets(self, queries: Bucket, keys: Bucket, like: Tensor) -> Tensor | None:
         """`rectangle` of two buckets of the same sequences."""
-        marks = self.rows(queries), self.rows(keys)
-        return self.rectangle(queries.length, keys.length, keys.keep, like=like, marks=marks)
+        segments = self.rows(queries), self.rows(keys)
+        return self.rectangle(queries.length, keys.length, keys.keep, like=like, segments=segments)
 
 
 NO_MASK = Mask()

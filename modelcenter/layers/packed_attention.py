@@ -1,7 +1,7 @@
 """Attention over packed tokens: no T x T mask, no padding beyond what a bucket of similar lengths needs.
 
 On a CPU that the compiled operator is made for (engine.ops.attention) it takes each sequence by itself. Elsewhere on a
-CPU, in other types than fp32 and under marks, sequences of similar length are attended as one rectangle
+CPU, in other types than fp32 and under segments, sequences of similar length are attended as one rectangle
 (`Packed.buckets`) by one autograd function: it keeps the softmax, draws dropout's masks anew in backward, and writes
 gradients without zero-filling. On CUDA in 16 bits without a bias it is torch's variable-length flash attention;
 otherwise scaled_dot_product_attention per bucket.
@@ -19,9 +19,9 @@ from torch import Tensor
 from engine.ops import Draws, attention, dropout, eager, fresh_key
 from engine.ops.autograd import once_differentiable
 from modelcenter.layers.buckets import Bucket
-from modelcenter.layers.marks import by_pair
 from modelcenter.layers.mask import NO_MASK, Mask, add_diagonals_, toeplitz
 from modelcenter.layers.packing import Packed
+from modelcenter.layers.segments import with_segment_bias
 
 Pairs = Sequence[tuple[Bucket, Bucket]]
 
@@ -126,7 +126,7 @@ class _BucketedAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
-        others: Tensor | None,
+        segment_bias: Tensor | None,
         mask: Mask,
         pairs: Pairs,
         heads: tuple[int, int],
@@ -135,7 +135,7 @@ class _BucketedAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.mask, ctx.pairs, ctx.heads, ctx.scale = mask, pairs, heads, scale
         ctx.drop, ctx.key, ctx.numbers = drop, drop.key if drop.p else 0, []
-        ctx.rows, ctx.bias, ctx.others = (q.shape, k.shape, v.shape), bias, others
+        ctx.rows, ctx.bias, ctx.segment_bias = (q.shape, k.shape, v.shape), bias, segment_bias
         of_queries, of_keys = heads
         out = torch.zeros_like(q) if _partial(pairs, q.shape[0]) else torch.empty_like(q)
         saved: list[Tensor | None] = []
@@ -144,12 +144,16 @@ class _BucketedAttention(torch.autograd.Function):
             kb, vb = (_matrices(x, keys, of_keys, of_keys) for x in (k, v))
             scores = torch.bmm(qb, kb.transpose(1, 2)).mul_(scale)
             by_row = scores.view(queries.n, of_queries, queries.length, keys.length)
-            marks = mask.rows(queries)
+            segments = mask.rows(queries)
             if bias is not None:
                 added = toeplitz(bias, queries.length, queries.length).flip(1)
-                by_row.add_(added if others is None or marks is None else by_pair(others, added, marks, marks))
-            if marks is not None:
-                hidden = marks.hidden(marks)
+                by_row.add_(
+                    added
+                    if segment_bias is None or segments is None
+                    else with_segment_bias(segment_bias, added, segments, segments)
+                )
+            if segments is not None:
+                hidden = segments.hidden(segments)
                 by_row.masked_fill_(hidden if keys.keep is None else hidden | ~keys.keep[:, None, None, :], -math.inf)
             elif (hidden := mask.hidden(queries.length, keys.length)) is not None:
                 # no token sees the padding, which comes after all
@@ -174,7 +178,7 @@ class _BucketedAttention(torch.autograd.Function):
             (grad.new_zeros if _partial(ctx.pairs, shape[0], side) else grad.new_empty)(shape)
             for shape, side in zip(ctx.rows, (0, 1, 1), strict=True)
         )
-        dbias, dothers = (None if x is None else torch.zeros_like(x) for x in (ctx.bias, ctx.others))
+        dbias, dsegment_bias = (None if x is None else torch.zeros_like(x) for x in (ctx.bias, ctx.segment_bias))
         saved = ctx.saved_tensors
         for i, (queries, keys) in enumerate(ctx.pairs):
             qb, kb, vb, probs = saved[4 * i : 4 * i + 4]
@@ -189,16 +193,16 @@ class _BucketedAttention(torch.autograd.Function):
             dscores = torch._softmax_backward_data(dprobs, probs, -1, probs.dtype)
             if dbias is not None:
                 n = queries.length
-                by_row, marks = dscores.view(queries.n, of_queries, n, n), ctx.mask.rows(queries)
-                if dothers is not None and marks is not None:
-                    apart = marks.apart(marks)
-                    marks.add_pairs_(dothers, by_row * apart)
-                    by_row = by_row.masked_fill(apart, 0.0)
+                by_row, segments = dscores.view(queries.n, of_queries, n, n), ctx.mask.rows(queries)
+                if dsegment_bias is not None and segments is not None:
+                    differ = segments.differ(segments)
+                    segments.add_pairs_(dsegment_bias, by_row * differ)
+                    by_row = by_row.masked_fill(differ, 0.0)
                 add_diagonals_(dbias, by_row.sum(0))
             dscores.mul_(ctx.scale)
             _scatter(dq, torch.bmm(dscores, kb), queries, of_queries)
             _scatter(dk, torch.bmm(dscores.transpose(1, 2), qb), keys, of_keys)
-        return dq, dk, dv, dbias, dothers, None, None, None, None, None
+        return dq, dk, dv, dbias, dsegment_bias, None, None, None, None, None
 
 
 def _partial(pairs: Pairs, tokens: int, side: int = 0) -> bool:
@@ -235,7 +239,7 @@ def _bucketed_sdpa(
         index = torch.arange(queries.start, queries.stop, device=q.device) if queries.index is None else queries.index
         places.append(index if queries.tokens is None else queries.real)
     if not mixed:  # no token on this rank: keep the graph whole
-        return torch.zeros_like(q) + 0 * sum(x.sum() for x in (q, k, v, mask.bias, mask.others) if x is not None)
+        return torch.zeros_like(q) + 0 * sum(x.sum() for x in (q, k, v, mask.bias, mask.segment_bias) if x is not None)
     return torch.zeros_like(q).index_copy(0, torch.cat(places), torch.cat(mixed))
 
 
@@ -341,10 +345,10 @@ def _shared_attention(
             parts = ((q[rows], heads[0]), (k[keys], heads[1]), (v[keys], heads[1]))
             one = [x.unflatten(1, (n, -1)).transpose(0, 1)[None] for x, n in parts]
             first = piece.first if among is None else 0
-            marks = None if mask.marks is None else mask.marks[keys][None]
+            segments = None if mask.segments is None else mask.segments[keys][None]
             places = one[0].shape[2], one[1].shape[2]
-            both_marks = None if marks is None else marks[:, first : first + places[0]], marks
-            seen = mask.rectangle(*places, like=q, first=first, marks=both_marks)
+            both = None if segments is None else segments[:, first : first + places[0]], segments
+            seen = mask.rectangle(*places, like=q, first=first, segments=both)
             mixed.append(_sdpa(*one, seen, scale, own_drop)[0].transpose(0, 1).flatten(1))
     return torch.cat(mixed)
 
@@ -360,7 +364,7 @@ def _attention(
     memory: Packed | None,
     scale: float,
 ) -> Tensor:
-    plain = mask.bias is None and mask.marks is None
+    plain = mask.bias is None and mask.segments is None
     if plain and _has_flash(q.device, q.dtype, q.shape[1] // heads[0], drop.p) and q.shape[0] and k.shape[0]:
         return _varlen(q, k, v, packed, heads, mask, memory or packed, scale, drop.p)
     return _in_buckets(q, k, v, packed, heads, drop, mask, memory, scale)
@@ -387,7 +391,7 @@ def _in_buckets(
     scale: float,
 ) -> Tensor:
     offsets = packed.cu_seqlens, packed.cu_seqlens if memory is None else memory.cu_seqlens
-    alike = mask.marks is None and drop.p < 1 and offsets[0].numel() == offsets[1].numel()
+    alike = mask.segments is None and drop.p < 1 and offsets[0].numel() == offsets[1].numel()
     if alike and attention.serves(q, k, v, mask.bias):
         if memory is not None:
             packed.with_memory(memory)
@@ -395,10 +399,10 @@ def _in_buckets(
         return attention.attention(q, k, v, *offsets, shape, mask.bias, drop.rule())
     pairs = packed.pairs(memory)
     if q.device.type == "cpu":
-        rest = replace(mask, bias=None, others=None)
-        return _BucketedAttention.apply(q, k, v, mask.bias, mask.others, rest, pairs, heads, scale, drop)
+        rest = replace(mask, bias=None, segment_bias=None)
+        return _BucketedAttention.apply(q, k, v, mask.bias, mask.segment_bias, rest, pairs, heads, scale, drop)
     seen: Sequence[Tensor | None] | None = mask.rectangles
-    if seen is None and mask.bias is None and mask.marks is None:
+    if seen is None and mask.bias is None and mask.segments is None:
         name = f"seen {mask.causal} {mask.window} {id(memory)}"
         seen = packed.once(name, lambda: [mask.of_buckets(*pair, q) for pair in pairs])
     return _bucketed_sdpa(q, k, v, mask, pairs, heads, scale, drop, seen)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.ops import Draws, draws_of
 from modelcenter.layers.buckets import Bucket, bucket_cost, plan_buckets, plan_pairs
-from modelcenter.layers.host import on_host, to_device
-from modelcenter.layers.marks import Marks
+from modelcenter.layers.host_copies import host_copy, to_device
+from modelcenter.layers.segments import Segments
 
 
 @dataclass
@@ -66,8 +66,8 @@ class Packed:
             tokens, with a dummy sequence at their end.
         dummy: the number of tokens of that sequence, 0 without it.
         rotary: (cos, sin) of each token, made once for all layers (layers.rotary). bias: relative position bias, as
-            layers.mask.Mask has it, as it has marks, others and rectangles. memory: (states, Packed) of the encoder,
-            for cross-attention.
+            layers.mask.Mask has it, as are segments, segment_bias and rectangles. memory: (states, Packed) of the
+            encoder, for cross-attention.
         cache: keys and values of earlier tokens (layers.cache.KVCache).
         inner: (T',) places among all tokens of those that the caller gave, where the model put some of its own before
             each sequence (`prefixed`), and own: the places of these; None: all are the caller's.
@@ -88,8 +88,8 @@ class Packed:
     bias: Tensor | None = None
     memory: "tuple[Tensor, Packed] | None" = None
     cache: Any = None
-    marks: Marks | None = None
-    others: Tensor | None = None
+    segments: Segments | None = None
+    segment_bias: Tensor | None = None
     rectangles: tuple[Tensor, ...] | None = None
     inner: Tensor | None = None
     own: Tensor | None = None
@@ -113,7 +113,7 @@ class Packed:
                 "int32, starting at 0 and ending at the number of tokens"
             )
         lengths = None
-        if (known := on_host(cu_seqlens)).device.type == "cpu":  # on a GPU this check would wait for the device
+        if (known := host_copy(cu_seqlens)).device.type == "cpu":  # on a GPU this check would wait for the device
             ends = known.tolist()
             lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
             if ends[0] != 0 or ends[-1] != tokens or min(lengths, default=0) < 0:
@@ -395,7 +395,7 @@ class Packed:
         kept: (batch, seq) or packed (1, T), bool; on the host only if the offsets are known there.
         """
         flat = kept.flatten() if self.indices is None else kept.flatten().index_select(0, self.indices)
-        ends = on_host(self.cu_seqlens)
+        ends = host_copy(self.cu_seqlens)
         ends = (ends if ends.device == flat.device else self.cu_seqlens)[1 : self.num_sequences + 1].long()
         numbers = torch.arange(flat.numel(), device=flat.device) if self.inner is None else self.inner
         rows = torch.searchsorted(ends, numbers, right=True)

@@ -200,7 +200,7 @@ class Model(nn.Module):
         if self.prefix_tokens and not prefix and (cache is None or not cache.lengths):
             ctx = ctx.prefixed(self.prefix_tokens, getattr(self.config, "first_position", 0))
         if cache is None and not self.prefix_tokens:
-            ctx = self.needed(ctx, batch)
+            ctx = self.without_unneeded(ctx, batch)
         if self.training:
             if not self._sites_named:
                 name_sites(self)
@@ -211,7 +211,7 @@ class Model(nn.Module):
             cache.begin(ctx)
         return ctx
 
-    def needed(self, ctx: Packed, batch: Batch) -> Packed:
+    def without_unneeded(self, ctx: Packed, batch: Batch) -> Packed:
         """The same without tokens that no output of the batch depends on; `pack` asks, where there is no cache."""
         return ctx
 

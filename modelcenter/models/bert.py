@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engine.loss import cross_entropy
 from modelcenter.layers.heads import MaskedLM, SequenceClassifier, check_labels, count_labels
-from modelcenter.layers.host import on_host, to_device
+from modelcenter.layers.host_copies import host_copy, to_device
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch
@@ -84,7 +84,7 @@ class Bert(Encoder):
         labelled = lm.reads(ctx, batch, self.wants_logits(batch))
         if labelled is None:
             return None
-        first, known = ctx.first_tokens(), on_host(labelled)
+        first, known = ctx.first_tokens(), host_copy(labelled)
         if known is not labelled:  # a device would have to say how many of them are labelled too
             first = torch.tensor([*accumulate(ctx.host_lengths()[:-1], initial=0)])
         return to_device(torch.cat((first, known)).unique(), labelled.device)

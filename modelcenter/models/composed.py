@@ -129,10 +129,10 @@ class Composed(EncoderDecoder):
 
     # -- the protocol -------------------------------------------------------------------------------------------------
 
-    def leave(self, x: Tensor, ctx: Packed, side: Any) -> Tensor:
+    def after_units(self, x: Tensor, ctx: Packed, side: Any) -> Tensor:
         return side.finish(x)
 
-    def across(self, states: Tensor) -> Tensor:
+    def bridge_states(self, states: Tensor) -> Tensor:
         return states if self.bridge is None else self.bridge(states)
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
@@ -148,10 +148,10 @@ class Composed(EncoderDecoder):
         """What the first unit of a side is given, and the shape of its tokens."""
         own = {name: batch[prefix + name] for name in _INPUTS if batch.get(prefix + name) is not None}
         cache = {name: batch[name] for name in CACHE if name in batch}
-        placed = side.placed({**own, **cache})
+        placed = side.with_position_ids({**own, **cache})
         named = {prefix + name: value for name, value in own.items()}
         ctx = self.pack({**named, **cache, "position_ids": placed.get("position_ids")}, prefix)
-        return side.enter(own, ctx, self), ctx
+        return side.input_states(own, ctx, self), ctx
 
     def stage_homes(self) -> dict[str, Sequence[int]]:
         if self.bridge is not None:

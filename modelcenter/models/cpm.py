@@ -16,10 +16,10 @@ from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import PreNormBlock
 from modelcenter.layers.cache import KVCache
 from modelcenter.layers.heads import CausalLM
-from modelcenter.layers.marks import Marks
 from modelcenter.layers.mlp import GatedMLP
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
+from modelcenter.layers.segments import Segments
 from modelcenter.models.base import Batch
 from modelcenter.models.decoder import Decoder
 from modelcenter.models.outputs import ModelOutput
@@ -75,7 +75,7 @@ class CPM(Decoder):
     implements `begin`."""
 
     tasks = ("base", "causal-lm")
-    looks_back = False
+    causal = False
 
     # What a token says of itself where the caller does not.
     usual: ClassVar[Mapping[str, int]] = {"context": 0, "span": 0, "segment": 0}
@@ -105,12 +105,12 @@ class CPM(Decoder):
             return None
         return CausalLM(c.hidden_size, c.vocab_size, c.tie_embeddings, scale=c.hidden_size**-0.5 if scaled else 1.0)
 
-    def marked(self, batch: Batch, ctx: Packed, of_prompt: Sequence[int] = ()) -> Tensor:
+    def token_segments(self, batch: Batch, ctx: Packed, of_prompt: Sequence[int] = ()) -> Tensor:
         """(T, len(usual)) integers: what the tokens say of themselves, in the order of `usual`; of_prompt: what those
         of the model's own prompt say.
 
         Raises:
-            ValueError: marks of another shape than the input, naming all shapes.
+            ValueError: values of another shape than the input, naming all shapes.
         """
         device = ctx.cu_seqlens.device
         given = [batch.get(name, torch.full(ctx.shape, value, device=device)) for name, value in self.usual.items()]
@@ -127,11 +127,11 @@ class CPM(Decoder):
         """x (T, ...) of all tokens, where several ranks share them."""
         return x if ctx.split is None else ctx.split.gather(x)
 
-    def look(self, ctx: Packed, marks: Marks | None) -> None:
+    def set_attention_bias(self, ctx: Packed, segments: Segments | None) -> None:
         """Tell attention who sees whom and what it adds for their distance and their segments."""
-        ctx.marks = marks
+        ctx.segments = segments
         bias = self.relative(ctx.longest)
-        ctx.bias, ctx.others = bias if isinstance(bias, tuple) else (bias, None)
+        ctx.bias, ctx.segment_bias = bias if isinstance(bias, tuple) else (bias, None)
 
     def tp_plan(self) -> dict[str, str]:
         return super().tp_plan() | {"relative": "partial"}

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from engine.ops import Embedding
-from modelcenter.layers.marks import Marks
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.relative import RelativeBias
+from modelcenter.layers.segments import Segments
 from modelcenter.models.base import Batch
 from modelcenter.models.cpm import CPM, CPMConfig
 
@@ -54,9 +54,12 @@ class CPM1(CPM):
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         c: Any = self.config
         ctx = self.pack(batch)
-        # Without marks it is causal, which takes no mask of pairs.
+        # Without segments it is causal, which takes no mask of pairs.
         plain = not (any(name in batch for name in self.usual) or (ctx.cache is not None and ctx.cache.has(None)))
-        self.look(ctx, None if plain else Marks(nn.functional.pad(self.of_all(ctx, self.marked(batch, ctx)), (0, 1))))
+        self.set_attention_bias(
+            ctx,
+            None if plain else Segments(nn.functional.pad(self.of_all(ctx, self.token_segments(batch, ctx)), (0, 1))),
+        )
         x = self.embedded(batch, ctx, self.embed)
         scaled = c.length_scale and "input_ids" in batch
         return x * c.hidden_size**-0.5 if scaled else x, ctx

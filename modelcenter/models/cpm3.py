@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.ops import Embedding
-from modelcenter.layers.marks import Marks, SegmentBias
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
+from modelcenter.layers.segments import SegmentBias, Segments
 from modelcenter.models.base import Batch
 from modelcenter.models.cpm import CPM, CPMConfig
 
@@ -67,6 +67,6 @@ class CPM3(CPM):
             words = self.look_up(self.embed, ctx.unpad(ids), ids) * scale
         prompt = self.prompt(which[:, 0].clamp(min=0)) * scale
         # All is causal, the prompt too, until the caller says what the context is.
-        marks = self.marked(batch, ctx, of_prompt=(int("context" in batch), 0, 0))
-        self.look(ctx, Marks(self.of_all(ctx, marks)))
+        values = self.token_segments(batch, ctx, of_prompt=(int("context" in batch), 0, 0))
+        self.set_attention_bias(ctx, Segments(self.of_all(ctx, values)))
         return torch.where(which >= 0, prompt.to(words.dtype), words), ctx

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from engine.ops import Embedding
 from modelcenter.layers.heads import CausalLM
-from modelcenter.layers.host import on_host
-from modelcenter.layers.marks import Marks, SegmentBias
+from modelcenter.layers.host_copies import host_copy
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
+from modelcenter.layers.segments import SegmentBias, Segments
 from modelcenter.models.base import Batch
 from modelcenter.models.cpm import CPM, CPMConfig
 
@@ -67,13 +67,13 @@ class CPMAnt(CPM):
         if ids is None:
             x = ctx.unpad(batch["inputs_embeds"], prefix=self.embed(prompt))
         else:
-            known = on_host(ids)  # the table goes on with the prompts, so that looking up refuses none of theirs
+            known = host_copy(ids)  # the table goes on with the prompts, so that looking up refuses none of theirs
             if known.device.type == "cpu" and known.numel() and int(known.max()) >= c.vocab_size:
                 raise self.outside(known, "input_ids", "vocab_size")
             x = self.look_up(self.embed, ctx.unpad(ids, prefix=prompt), ids)
-        marks = self.marked(batch, ctx, of_prompt=(1, 0, OF_PROMPT))
-        self.look(ctx, Marks(self.of_all(ctx, marks)))
-        return x + self.segment(marks[:, 2]), ctx
+        values = self.token_segments(batch, ctx, of_prompt=(1, 0, OF_PROMPT))
+        self.set_attention_bias(ctx, Segments(self.of_all(ctx, values)))
+        return x + self.segment(values[:, 2]), ctx
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
         """As CPM-Live, whose factors of 1 / sqrt(inputs) are part of the weights here."""

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from engine.ops import Embedding
 from modelcenter.layers.cache import KVCache
-from modelcenter.layers.marks import RelatedMarks, RelationBias
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary, rotate
+from modelcenter.layers.segments import RelatedSegments, RelationBias
 from modelcenter.models.base import Batch
 from modelcenter.models.cpm import CPM, CPMConfig
 from modelcenter.models.outputs import ModelOutput
@@ -59,7 +59,7 @@ class CPMBee(CPM):
 
     config_class = CPMBeeConfig
     structured = True  # reads what data.structured makes
-    # As RelatedMarks has them. A sample of one segment, unless the caller says more.
+    # As RelatedSegments has them. A sample of one segment, unless the caller says more.
     usual = {"context": 0, "span": 0, "segment": 0, "sample_ids": 0, "num_segments": 1, "segment_rel_offset": 0}
 
     def __init__(self, config: CPMBeeConfig, task: str = "base"):
@@ -81,14 +81,14 @@ class CPMBee(CPM):
             of_table = batch["ext_table_sub"][place]
             number = torch.where(ids < c.vocab_size, of_table.new_zeros(()) if number is None else number, of_table)
             ids = torch.where(ids < c.vocab_size, ids, more[place])
-        marks = self.of_all(ctx, self.marked(batch, ctx))
+        values = self.of_all(ctx, self.token_segments(batch, ctx))
         relations = batch.get("segment_rel")
         if relations is None:
-            relations = marks.new_zeros(ctx.shape[0], 1)
+            relations = values.new_zeros(ctx.shape[0], 1)
         if relations.shape[0] > 1:  # a table for each row, one after the other
-            row = torch.arange(ctx.shape[0], device=marks.device)[:, None].expand(ctx.shape)
-            marks[:, 5] += self.of_all(ctx, ctx.unpad(row)) * relations.shape[1]
-        self.look(ctx, RelatedMarks(marks, relations.flatten().long()))
+            row = torch.arange(ctx.shape[0], device=values.device)[:, None].expand(ctx.shape)
+            values[:, 5] += self.of_all(ctx, ctx.unpad(row)) * relations.shape[1]
+        self.set_attention_bias(ctx, RelatedSegments(values, relations.flatten().long()))
         if ids is None:
             return ctx.unpad(batch["inputs_embeds"]), ctx
         x = self.look_up(self.embed, ctx.unpad(ids), ids) * c.hidden_size**-0.5

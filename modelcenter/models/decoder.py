@@ -17,14 +17,14 @@ from modelcenter.models.outputs import ModelOutput
 class Decoder(Model):
     """Base of causal models. A subclass builds `embed`, `layers`, `final_norm` and `head`, and implements `begin`.
 
-    A pooled head reads one token of each sequence, see `judged`.
+    A pooled head reads one token of each sequence, see `classified_tokens`.
     """
 
     tasks = ("base", "causal-lm", "sequence-classification", "token-classification", "question-answering")
     # Parameters of the vocabulary's matrix have a bias (GPT-J).
     lm_bias: ClassVar[bool] = False
     # No token sees one after it.
-    looks_back: ClassVar[bool] = True
+    causal: ClassVar[bool] = True
 
     layers: nn.ModuleList
     embed: nn.Embedding
@@ -54,12 +54,12 @@ class Decoder(Model):
     def units(self) -> nn.ModuleList:
         return self.layers
 
-    def needed(self, ctx: Packed, batch: Batch) -> Packed:
+    def without_unneeded(self, ctx: Packed, batch: Batch) -> Packed:
         """Without what follows the last token of each sequence that has something to predict: the end of an answer, of
         a row and of a conversation. Where ranks share tokens they have agreed how many there are, and a GPU is not
         asked which these are."""
         shared = self.token_split is not None or self.pipeline is not None
-        if shared or self.task != "causal-lm" or not self.looks_back or ctx.cu_seqlens.device.type != "cpu":
+        if shared or self.task != "causal-lm" or not self.causal or ctx.cu_seqlens.device.type != "cpu":
             return ctx
         logits = self.wants_logits(batch) and not batch.get("output_log_probs")
         if logits or batch.get("labels") is None or batch.get("output_hidden_states"):
@@ -76,10 +76,10 @@ class Decoder(Model):
             case "causal-lm":
                 return head.reads(ctx, batch, self.wants_logits(batch))
             case "sequence-classification":
-                return self.judged(ctx, batch)
+                return self.classified_tokens(ctx, batch)
         return None
 
-    def judged(self, ctx: Packed, batch: Batch) -> Tensor:
+    def classified_tokens(self, ctx: Packed, batch: Batch) -> Tensor:
         """(n,) number of the token by which each sequence is classified: its last but for those that are pad_token_id,
         as in transformers, even if they are part of the text (an end of text that is the padding, too)."""
         c, last, ids = self.config, ctx.last_tokens(), batch.get("input_ids")
@@ -97,7 +97,7 @@ class Decoder(Model):
             case "causal-lm":
                 out = head(x, ctx, batch, counts["loss"], self.embed.weight, self.wants_logits(batch))
             case "sequence-classification":
-                out = head(ctx.at(x, self.judged(ctx, batch)), batch, counts, ctx)
+                out = head(ctx.at(x, self.classified_tokens(ctx, batch)), batch, counts, ctx)
             case _:
                 out = head(x, ctx, batch, counts)
         return self.ordered(out)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from modelcenter.layers.heads import CausalLM, MultipleChoice
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch
-from modelcenter.models.choices import choices_of, merged
+from modelcenter.models.multiple_choice import TOKEN_INPUTS, count_choices, flatten_choices
 
-_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels")
+_TOKENS = (*TOKEN_INPUTS, "labels")
 
 
 class DoubleHeads(nn.Module):
@@ -24,7 +24,7 @@ class DoubleHeads(nn.Module):
 
     def counts(self, batch: Batch) -> dict[str, int]:
         if (labels := batch.get("labels")) is not None and labels.dim() == 3:
-            batch = {**batch, **merged(batch, _TOKENS)}
+            batch = {**batch, **flatten_choices(batch, _TOKENS)}
         return self.lm.counts(batch) | {"choice": self.choice.counts({"labels": batch.get("mc_labels")})["loss"]}
 
     def forward(
@@ -93,6 +93,6 @@ def flattened(batch: Batch) -> dict[str, Any]:
             raise ValueError(f"mc_labels: got {examples} for {sequences} sequences; every example needs as many")
         out["num_choices"] = sequences // examples if sequences else 1
     else:
-        out["num_choices"] = choices_of(batch)
-        out |= merged(batch, _TOKENS)
+        out["num_choices"] = count_choices(batch)
+        out |= flatten_choices(batch, _TOKENS)
     return out

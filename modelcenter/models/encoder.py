@@ -26,8 +26,8 @@ from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch, Model
-from modelcenter.models.choices import choices_of, merged
-from modelcenter.models.crossing import Crossing
+from modelcenter.models.cross_attention import CrossAttentionMixin
+from modelcenter.models.multiple_choice import TOKEN_INPUTS, count_choices, flatten_choices
 from modelcenter.models.outputs import ModelOutput
 
 
@@ -76,7 +76,7 @@ class EncoderConfig(ModelConfig):
         return self.dropout if self.classifier_dropout is None else self.classifier_dropout
 
 
-class Encoder(Crossing):
+class Encoder(CrossAttentionMixin):
     """Base of encoders. Body names do not depend on the task.
 
     With `is_decoder` they are decoders, which have a task of their own, causal-lm.
@@ -141,18 +141,18 @@ class Encoder(Crossing):
         return self.layers
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
-        ctx = self.pack(self.placed(batch))
-        x = self.enter(batch, ctx, self)
-        self.meet(batch, ctx)
+        ctx = self.pack(self.with_position_ids(batch))
+        x = self.input_states(batch, ctx, self)
+        self.attend_to_encoder(batch, ctx)
         return x, ctx
 
-    def enter(self, batch: Batch, ctx: Packed, whole: Model) -> Tensor:
-        """(T, hidden_size): what the first unit is given; whole: the model of which this is perhaps a side."""
+    def input_states(self, batch: Batch, ctx: Packed, owner: Model) -> Tensor:
+        """(T, hidden_size): what the first unit is given; owner: the model itself, or the one of which it is a side."""
         self.check_positions(batch, ctx, self.config.max_positions)
         types = batch.get("token_type_ids")
         numbers = torch.zeros_like(ctx.positions) if types is None else ctx.unpad(types, name="token_type_ids")
         kinds = self.look_up(self.token_type, numbers, numbers, "token_type_ids", "type_vocab_size")
-        words = whole.embedded(batch, ctx, self.embed)
+        words = owner.embedded(batch, ctx, self.embed)
         places = self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
         x = self.embed_norm(words + places + kinds)
         return self.embed_dropout(x, ctx)
@@ -280,6 +280,6 @@ class Encoder(Crossing):
         if asked and not self.config.is_decoder:
             raise ValueError(f"{asked[0]}: this model is an encoder, not a decoder (is_decoder is false); leave it out")
         if self.task == "multiple-choice" and cu_seqlens is None:
-            batch["num_choices"] = choices_of(batch)
-            batch |= merged(batch, ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds"))
+            batch["num_choices"] = count_choices(batch)
+            batch |= flatten_choices(batch, TOKEN_INPUTS)
         return self.answer(batch)

@@ -28,7 +28,7 @@ from modelcenter.layers.heads import (
     check_labels,
     of_tokens,
 )
-from modelcenter.layers.host import on_host, to_device
+from modelcenter.layers.host_copies import host_copy, to_device
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch, Model
 from modelcenter.models.outputs import ModelOutput
@@ -51,7 +51,7 @@ def _first(given: Any) -> Tensor:
 
 class EncoderDecoder(Model):
     """Base of models with an encoder and a decoder. A subclass builds `embed`, `encoder`, `decoder` and `head`, and
-    says what precedes (`enter`) and follows (`leave`) the units of a side.
+    says what precedes (`before_units`) and follows (`after_units`) the units of a side.
 
     Token classification and text encoding have no decoder. A sequence is classified by what the decoder, which is given
     the input moved one place to the right, makes of its last end-of-sequence token; question answering reads all tokens
@@ -93,18 +93,18 @@ class EncoderDecoder(Model):
         """The units of both sides, in order."""
         return nn.ModuleList([*self.encoder.layers, *(() if self.decoder is None else self.decoder.layers)])
 
-    def look(self, ctx: Packed, side: Side) -> None:
+    def set_attention_bias(self, ctx: Packed, side: Side) -> None:
         """Tell the units of a side, of which some run here, what they share."""
 
-    def enter(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
+    def before_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         """Embeddings (T, hidden_size) as the units of a side take them."""
         return x
 
-    def leave(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
+    def after_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         """The final hidden states (T, hidden_size) of a side."""
         return side.final_norm(x)
 
-    def across(self, states: Tensor) -> Tensor:
+    def bridge_states(self, states: Tensor) -> Tensor:
         """The final states (T, hidden_size) of the encoder as the decoder's units see them."""
         return states
 
@@ -113,7 +113,7 @@ class EncoderDecoder(Model):
         ctx = self._encoder_shape(batch)
         if (given := batch.get("encoder_outputs")) is not None:
             return ctx.unpad(_first(given)), ctx
-        return self.enter(self.embedded(batch, ctx, self.embed), ctx, self.encoder), ctx
+        return self.before_units(self.embedded(batch, ctx, self.embed), ctx, self.encoder), ctx
 
     def begin_decoder(self, batch: Batch) -> tuple[Tensor, Packed]:
         """The decoder's embeddings.
@@ -124,7 +124,7 @@ class EncoderDecoder(Model):
         assert self.decoder is not None
         batch = self.decoder_inputs(batch)
         ctx = self.pack(batch, "decoder_")
-        return self.enter(self.embedded(batch, ctx, self.embed, "decoder_"), ctx, self.decoder), ctx
+        return self.before_units(self.embedded(batch, ctx, self.embed, "decoder_"), ctx, self.decoder), ctx
 
     def _encoder_shape(self, batch: Batch) -> Packed:
         batch = {name: value for name, value in batch.items() if name not in CACHE}
@@ -152,15 +152,15 @@ class EncoderDecoder(Model):
             own = len(given) - (0 if ctx is None else self._decoder_states(part.start, wanted))
             encoded, decoded = given[:own], given[own:]
         if runs_encoder and memory is not None and part.start < depth:
-            self.look(memory, self.encoder)
+            self.set_attention_bias(memory, self.encoder)
             encoded = self.through([*self.encoder.layers][part.start : part.stop], encoded, memory, kept)
             if part.stop >= depth:
-                encoded[-1] = self.leave(encoded[-1], memory, self.encoder)
+                encoded[-1] = self.after_units(encoded[-1], memory, self.encoder)
         if self.decoder is not None and ctx is not None and part.stop > depth:
-            self.look(ctx, self.decoder)
+            self.set_attention_bias(ctx, self.decoder)
             if memory is not None:
                 split = self.token_split
-                seen = self.across(encoded[-1])
+                seen = self.bridge_states(encoded[-1])
                 ctx.memory = (seen if split is None else split.to_units(seen), memory)
             units = [*self.decoder.layers][max(0, part.start - depth) : part.stop - depth]
             decoded = self.through(units, decoded, ctx, wanted)
@@ -175,7 +175,7 @@ class EncoderDecoder(Model):
                 self._with_states(out, "", encoded, memory)
                 out["last_hidden_state"] = memory.repad(encoded[-1])
             return out
-        decoded[-1] = self.leave(decoded[-1], ctx, self.decoder)
+        decoded[-1] = self.after_units(decoded[-1], ctx, self.decoder)
         out = self.end(decoded[-1], ctx, batch)
         if cache is not None:
             out["past_key_values"] = cache
@@ -318,8 +318,8 @@ class EncoderDecoder(Model):
             raise ValueError("input_ids: sequence classification looks for the last eos_token_id in them; pass them")
         if tuple(ids.shape) != ctx.shape:
             raise ValueError(f"decoder_input_ids: got shape {ctx.shape}, expected that of input_ids {tuple(ids.shape)}")
-        known = on_host(ids)  # which a check here may read
-        if ctx.indices is not None or known.device != on_host(ctx.cu_seqlens).device:
+        known = host_copy(ids)  # which a check here may read
+        if ctx.indices is not None or known.device != host_copy(ctx.cu_seqlens).device:
             known = ids
         last = ctx.last_of(known == c.eos_token_id)
         if bool((last < 0).any()):

@@ -17,7 +17,7 @@ from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Batch, Model
-from modelcenter.models.crossing import INPUTS, Crossing
+from modelcenter.models.cross_attention import INPUTS, CrossAttentionMixin
 from modelcenter.models.decoder import Decoder, scaled_residuals
 from modelcenter.models.double_heads import DoubleHeads, flattened
 from modelcenter.models.outputs import ModelOutput
@@ -71,7 +71,7 @@ class GPT2Config(ModelConfig):
         return scale / (layer + 1) if self.scale_attention_by_layer else scale
 
 
-class GPT2(Crossing, Decoder):
+class GPT2(CrossAttentionMixin, Decoder):
     """GPT-2 with the head of `task`. Body names do not depend on the task.
 
     "double-heads" writes and chooses: its inputs have a dimension of choices, and its losses stand apart.
@@ -115,15 +115,15 @@ class GPT2(Crossing, Decoder):
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(batch)
-        x = self.enter(batch, ctx, self)
-        self.meet(batch, ctx)
+        x = self.input_states(batch, ctx, self)
+        self.attend_to_encoder(batch, ctx)
         return x, ctx
 
-    def enter(self, batch: Batch, ctx: Packed, whole: Model) -> Tensor:
-        """(T, hidden_size): what the first unit is given; whole: the model of which this is perhaps a side."""
+    def input_states(self, batch: Batch, ctx: Packed, owner: Model) -> Tensor:
+        """(T, hidden_size): what the first unit is given; owner: the model itself, or the one of which it is a side."""
         self.check_positions(batch, ctx, self.config.max_positions)
         places = self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
-        x = whole.embedded(batch, ctx, self.embed) + places
+        x = owner.embedded(batch, ctx, self.embed) + places
         if (types := batch.get("token_type_ids")) is not None:  # tokens of the vocabulary
             kinds = self.look_up(self.embed, ctx.unpad(types, name="token_type_ids"), types, "token_type_ids")
             x = x + (kinds if ctx.own is None else kinds.index_fill(0, ctx.own, 0.0))

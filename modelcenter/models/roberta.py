@@ -69,7 +69,7 @@ class Roberta(Encoder):
             return DenseClassifier(c.hidden_size, c.num_labels, c.head_dropout, c.problem_type)
         return super().make_head(task)
 
-    def placed(self, batch: Batch) -> Batch:
+    def with_position_ids(self, batch: Batch) -> Batch:
         """Tokens count up from first_position in their sequence; padding among them takes no number.
 
         With inputs_embeds nothing tells what is padding, so every column counts.

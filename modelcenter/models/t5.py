@@ -130,17 +130,17 @@ class T5(EncoderDecoder):
                 layer.position = position()
         return T5Side(layers, RMSNorm(width, c.norm_eps), None if c.bias_per_layer else position(), c.dropout)
 
-    def look(self, ctx: Packed, side: Side) -> None:
+    def set_attention_bias(self, ctx: Packed, side: Side) -> None:
         assert isinstance(side, T5Side)
         if side.position is not None:
             ctx.bias = side.position(ctx.longest)
             ctx.rectangles = shared_rectangles(ctx, Mask(side is self.decoder, bias=ctx.bias))
 
-    def enter(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
+    def before_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         assert isinstance(side, T5Side)
         return side.embed_dropout(x, ctx)
 
-    def leave(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
+    def after_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         assert isinstance(side, T5Side)
         return side.final_dropout(side.final_norm(x), ctx)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import engine
 from engine.ops import dropout_rows
-from modelcenter.layers import host
+from modelcenter.layers import host_copies
 from modelcenter.models.base import Model
 
 Batch = Mapping[str, Any]
@@ -118,4 +118,4 @@ def accumulate(
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
     """The batch with its tensors on the device, copied without waiting where it is a GPU."""
-    return {name: host.to_device(value, device) for name, value in batch.items()}
+    return {name: host_copies.to_device(value, device) for name, value in batch.items()}

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from engine.ops import attention, dropout_key, dropout_rows, library
 from modelcenter.layers import packed_attention as packed_attention_module
-from modelcenter.layers.marks import Marks
 from modelcenter.layers.mask import Mask, aligned_rectangles
 from modelcenter.layers.packed_attention import NO_DROP, Drop, _bucketed_sdpa, packed_attention
 from modelcenter.layers.packing import Packed
+from modelcenter.layers.segments import Segments
 
 LENGTHS = {
     "one": [9],
@@ -30,7 +30,7 @@ def packed(request):
     return Packed.from_cu_seqlens(ends, None, int(ends[-1]))
 
 
-KINDS = ("plain", "causal", "window", "bias", "causal bias", "grouped", "cross", "marks with bias")
+KINDS = ("plain", "causal", "window", "bias", "causal bias", "grouped", "cross", "segments with bias")
 KINDS_OF_SEGMENTS = 3
 
 
@@ -51,10 +51,10 @@ class Problem:
         self.inputs += [torch.randn(sum(keys), self.kv_heads * 3) for _ in range(2)]
         if "bias" in kind:
             self.inputs.append(torch.randn(2 * packed.max_seqlen + 3, heads).t())  # its heads lie apart
-        self.marks = None
-        if "marks" in kind:
+        self.segments = None
+        if "segments" in kind:
             context, span, segment = (torch.randint(0, n, (packed.num_tokens,)) for n in (2, 2, KINDS_OF_SEGMENTS))
-            self.marks = Marks.of(context, span, segment)
+            self.segments = Segments.of(context, span, segment)
             self.inputs.append(torch.randn(heads, KINDS_OF_SEGMENTS, KINDS_OF_SEGMENTS))
         self.scale = 0.7
 
@@ -63,8 +63,8 @@ class Problem:
         masks made once for many layers, for the first heads and the others apart."""
         q, k, v, *bias = inputs
         mask = Mask(self.causal, self.window, *bias[:1])
-        if self.marks is not None:
-            mask = Mask(bias=bias[0], marks=self.marks, others=bias[1])
+        if self.segments is not None:
+            mask = Mask(bias=bias[0], segments=self.segments, segment_bias=bias[1])
         memory = self.memory if self.kind == "cross" else None
         if path == "sdpa":
             heads = self.heads, self.kv_heads
@@ -81,7 +81,7 @@ class Problem:
         more = {"kv_heads": self.kv_heads, "mask": mask, "memory": memory, "scale": self.scale}
         return packed_attention(q, k, v, self.packed, self.heads, **more)
 
-    def truth(self, q, k, v, bias=None, others=None):
+    def truth(self, q, k, v, bias=None, segment_bias=None):
         outs, at = [], 0
         for s, n in enumerate(self.packed.host_lengths()):
             a, b = self.memory.cu_seqlens[s : s + 2].tolist()
@@ -96,9 +96,11 @@ class Problem:
             scores = self.scale * one @ keys.transpose(1, 2)
             for i in range(n):
                 for j in range(b - a):
-                    segments = [None, None] if others is None else [self.marks.values[at + x, 2] for x in (i, j)]
+                    segments = (
+                        [None, None] if segment_bias is None else [self.segments.values[at + x, 2] for x in (i, j)]
+                    )
                     if segments[0] != segments[1]:
-                        scores[:, i, j] = scores[:, i, j] + others[:, segments[0], segments[1]]
+                        scores[:, i, j] = scores[:, i, j] + segment_bias[:, segments[0], segments[1]]
                     elif bias is not None:
                         scores[:, i, j] = scores[:, i, j] + bias[:, bias.shape[1] // 2 + j - i]
             hidden = (
@@ -108,8 +110,8 @@ class Problem:
                 .view(n, b - a)
                 .bool()
             )
-            if self.marks is not None:
-                context, span, _ = self.marks.values[at : at + n].unbind(-1)
+            if self.segments is not None:
+                context, span, _ = self.segments.values[at : at + n].unbind(-1)
                 for i in range(n):
                     for j in range(n):
                         seen = context[j] == 1 or (context[i] == 0 and j <= i)

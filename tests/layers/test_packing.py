@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from modelcenter.layers.host import to_device
+from modelcenter.layers.host_copies import to_device
 from modelcenter.layers.packing import Packed, plan_buckets
 
 

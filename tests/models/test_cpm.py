@@ -10,7 +10,7 @@ from transformers import CpmAntConfig, CpmAntForCausalLM
 
 import modelcenter as mc
 from modelcenter import compare
-from modelcenter.layers.marks import Marks
+from modelcenter.layers.segments import Segments
 from modelcenter.registry import preset
 from modelcenter.testing import two_ranks
 
@@ -83,7 +83,7 @@ class TestCPMBee(CPMTests):
     mutations = CPMTests.mutations | {"a plain residual": _plain_residual, "sight of what follows": _see_all}
 
 
-# -- marks -------------------------------------------------------------------------------------------------------------
+# -- segments ----------------------------------------------------------------------------------------------------------
 
 LENGTHS = (7, 3, 11, 5)
 MARKS = {
@@ -187,8 +187,8 @@ def test_marks_in_a_cache(kind, tmp_path):
     assert_same("logits", torch.cat(found, 1), whole, 1e-5)
 
 
-def test_marks_that_come_late(tmp_path):
-    """A cache that was filled without marks, and one whose marks are not said again: as if all were said at once."""
+def test_segments_that_come_late(tmp_path):
+    """A cache filled without segments, and one whose segments are not given again: as if all were given at once."""
     reference("cpm1", tmp_path)
     ours = mc.from_pretrained(tmp_path)
     ids = torch.arange(1, 9)[None]
@@ -295,7 +295,7 @@ THEIRS = {
 
 
 def wavy(kind, n=12):
-    """A row of n tokens, with marks of all kinds."""
+    """A row of n tokens, with segments of all kinds."""
     at = torch.arange(n)
     row = {"input_ids": at * 37 % 130 + 1, "context": (at % 3 == 0).long(), "span": (at % 5 == 4).long()}
     if kind != "cpm1":
@@ -396,5 +396,5 @@ def test_configs_that_do_not_fit():
 
 
 def test_marks_keep_their_kind():
-    marks = Marks.of(torch.tensor([[1, 0]]), torch.zeros(1, 2), torch.zeros(1, 2))
-    assert marks.hidden(marks).tolist() == [[[[False, True], [False, False]]]]
+    segments = Segments.of(torch.tensor([[1, 0]]), torch.zeros(1, 2), torch.zeros(1, 2))
+    assert segments.hidden(segments).tolist() == [[[[False, True], [False, False]]]]

@@ -21,7 +21,7 @@ def _bias_of_places_alone(model):
 
     def changed(batch):
         x, ctx = begin(batch)
-        ctx.others = torch.zeros_like(ctx.others)
+        ctx.segment_bias = torch.zeros_like(ctx.segment_bias)
         return x, ctx
 
     model.begin = changed

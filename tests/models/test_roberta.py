@@ -91,7 +91,7 @@ def test_padding_without_a_mask(pair):
 def test_packed_positions_restart_where_a_sequence_is_empty():
     config = RobertaConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8, pad_token_id=1)
     batch = {"input_ids": torch.tensor([[5, 1, 6, 7, 8, 1]]), "cu_seqlens": torch.tensor([0, 3, 3, 5, 6])}
-    assert Roberta(config).placed(batch)["position_ids"].tolist() == [[2, 1, 3, 2, 3, 1]]
+    assert Roberta(config).with_position_ids(batch)["position_ids"].tolist() == [[2, 1, 3, 2, 3, 1]]
 
 
 def test_too_long_a_sequence_names_rows_and_usable_length():

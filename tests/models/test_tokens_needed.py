@@ -44,7 +44,7 @@ def test_losses_and_gradients_are_those_of_all_tokens(monkeypatch, case, side):
     loss, grads, embedded = trained(name, shown, **config)
     # The token that predicts the last label of each row is its last.
     assert embedded == 8 + 4 + 0 + 1 if side != "left" else embedded < MASK.sum()
-    monkeypatch.setattr(Decoder, "looks_back", False)
+    monkeypatch.setattr(Decoder, "causal", False)
     whole, wanted, every = trained(name, shown, **config)
     assert every == MASK.sum()
     torch.testing.assert_close(loss, whole, rtol=1e-6, atol=0)

@@ -9,7 +9,7 @@ import modelcenter as mc
 from engine.ops import dropout_key
 from modelcenter.adapters import PromptTuning
 from modelcenter.compare import pack_rows, rows_for
-from modelcenter.layers import host
+from modelcenter.layers import host_copies
 
 CASES = [
     ("tiny/bert", "masked-lm", False), ("tiny/gpt2", "causal-lm", False), ("tiny/t5", "seq2seq-lm", False),
@@ -40,7 +40,7 @@ def test_forward_and_backward_read_nothing(name, task, prompt, monkeypatch):
         loss = mc.training.accumulate(model.to("meta"), [batch])
     assert loss.is_meta and {name for name, p in model.named_parameters() if p.grad is not None} == wanted
     for user in ("packing", "heads"):
-        monkeypatch.setattr(f"modelcenter.layers.{user}.on_host", lambda value: value)
+        monkeypatch.setattr(f"modelcenter.layers.{user}.host_copy", lambda value: value)
     with pytest.raises((NotImplementedError, RuntimeError)):  # without the host's copies it has to ask
         mc.training.accumulate(model, [batch])
 
@@ -54,5 +54,5 @@ def test_labels_found_on_the_host_are_those_of_the_device(name):
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
             batch[name] = value.clone()
-            setattr(batch[name], host._NAME, value)
+            setattr(batch[name], host_copies._NAME, value)
     assert torch.equal(model(**batch).loss, wanted)

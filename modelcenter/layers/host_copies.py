@@ -18,6 +18,6 @@ def to_device(value: Any, device: torch.device) -> Any:
     return moved
 
 
-def on_host(value: Any) -> Any:
+def host_copy(value: Any) -> Any:
     """The copy on the host that a tensor remembers, which nobody has changed; else the value itself."""
     return getattr(value, _NAME, value)

@@ -1,4 +1,7 @@
-"""Marks on tokens, from which follows who sees whom: the attention of CPM-Ant and CPM-Bee (after CPM-Live)."""
+"""Attention by context, span and segment of the tokens: who sees whom, and the bias between two segments.
+
+This is the attention of CPM-Ant and CPM-Bee (after CPM-Live).
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,34 +13,34 @@ from modelcenter.layers.relative import RelativeBias
 
 
 @dataclass(frozen=True)
-class Marks:
-    """What tokens say of themselves.
+class Segments:
+    """Context flag, span and segment of each token.
 
-    A token of the context sees the context; any other sees that too, and what is not after it; both only in their own
-    span.
+    A token of the context sees the whole context; any other token sees the context and what is not after itself. Both
+    see tokens of their own span only.
 
     Attributes:
-        values: integers (..., 3): whether in the context (1 or 0), number of the span, number of the segment.
+        values: integers (..., 3): 1 in the context and 0 outside it, number of the span, number of the segment.
     """
 
     values: Tensor
 
     @classmethod
-    def of(cls, context: Tensor, span: Tensor, segment: Tensor) -> "Marks":
+    def of(cls, context: Tensor, span: Tensor, segment: Tensor) -> "Segments":
         """From three tensors of one shape."""
         return cls(torch.stack((context.long(), span.long(), segment.long()), -1))
 
-    def __getitem__(self, index: Any) -> "Marks":
+    def __getitem__(self, index: Any) -> "Segments":
         return replace(self, values=self.values[index])
 
-    def view(self, *shape: int) -> "Marks":
+    def view(self, *shape: int) -> "Segments":
         return replace(self, values=self.values.view(*shape, self.values.shape[-1]))
 
     def field(self, number: int, of_keys: bool = False) -> Tensor:
-        """One of the marks, (n, m, 1) of queries or (n, 1, k) of keys, to be compared."""
+        """One of the values, (n, m, 1) of queries or (n, 1, k) of keys, ready to be compared."""
         return self.values[..., number].unsqueeze(1 if of_keys else 2)
 
-    def hidden(self, keys: "Marks", first: int | Tensor = 0) -> Tensor:
+    def hidden(self, keys: "Segments", first: int | Tensor = 0) -> Tensor:
         """Of queries (n, m) and keys (n, k): (n, 1, m, k) bool, True where a query must not look.
 
         first: place of the first query among the keys, one for all or (n,).
@@ -48,11 +51,11 @@ class Marks:
         seen = keys.field(0, True).bool() | (before & ~self.field(0).bool())
         return ~(seen & (self.field(1) == keys.field(1, True)))[:, None]
 
-    def apart(self, keys: "Marks") -> Tensor:
-        """(n, 1, m, k) bool: the two are of different segments."""
+    def differ(self, keys: "Segments") -> Tensor:
+        """(n, 1, m, k) bool: query and key are of different segments."""
         return (self.field(2) != keys.field(2, True))[:, None]
 
-    def pairs(self, keys: "Marks", kinds: int) -> Tensor:
+    def pairs(self, keys: "Segments", kinds: int) -> Tensor:
         """(n, m, k) number of the pair of their segments, of `kinds` squared."""
         return self.field(2) * kinds + keys.field(2, True)
 
@@ -63,46 +66,46 @@ class Marks:
 
 
 @dataclass(frozen=True)
-class RelatedMarks(Marks):
-    """Marks of CPM-Bee: a table names the relation of each two segments, and a token belongs to a sample, too.
+class RelatedSegments(Segments):
+    """Segments of CPM-Bee: a table gives the relation of each two segments, and tokens also belong to samples.
 
-    A token of sample 0 sees all samples, any other only its own.
+    A token of sample 0 sees all samples, any other token only its own.
 
     Attributes:
-        values: integers (..., 6): as of Marks, then number of the sample, how many segments that has, and where in
-            `relations` its rows begin: the relation of segment a to b stands at begin + a * segments + b.
+        values: integers (..., 6): as of Segments, then number of the sample, number of segments in that sample, and
+            where in `relations` its rows begin: the relation of segment a to b stands at begin + a * segments + b.
         relations: integers (size,): 0: the same segment, where the distance counts; else the kind of relation. Tokens
             of different samples or spans have relation 1.
     """
 
     relations: Tensor
 
-    def relation(self, keys: Marks) -> Tensor:
+    def relation(self, keys: Segments) -> Tensor:
         """(n, m, k)"""
         together = (self.field(1) == keys.field(1, True)) & (self.field(3) == keys.field(3, True))
         index = self.field(5) + self.field(2) * self.field(4) + keys.field(2, True)
         return self.relations[index.masked_fill(~together, 0)].masked_fill(~together, 1)
 
-    def hidden(self, keys: Marks, first: int | Tensor = 0) -> Tensor:
+    def hidden(self, keys: Segments, first: int | Tensor = 0) -> Tensor:
         elsewhere = (self.field(3) != 0) & (self.field(3) != keys.field(3, True))
         return super().hidden(keys, first) | elsewhere[:, None]
 
-    def apart(self, keys: Marks) -> Tensor:
+    def differ(self, keys: Segments) -> Tensor:
         return (self.relation(keys) != 0)[:, None]
 
-    def pairs(self, keys: Marks, kinds: int) -> Tensor:
+    def pairs(self, keys: Segments, kinds: int) -> Tensor:
         """(n, m, k) number of the relation, from 0; meaningless inside a segment."""
         return (self.relation(keys) - 1).clamp(min=0)
 
 
-def by_pair(others: Tensor, bias: Tensor, queries: Marks, keys: Marks) -> Tensor:
-    """(n, heads, m, k): `bias` of such a shape, or `others` (heads, kinds, ...) where the segments differ."""
-    pairs = others.flatten(1)[:, queries.pairs(keys, others.shape[1])].transpose(0, 1)
-    return torch.where(queries.apart(keys), pairs, bias)
+def with_segment_bias(segment_bias: Tensor, bias: Tensor, queries: Segments, keys: Segments) -> Tensor:
+    """(n, heads, m, k): `bias` of that shape inside a segment, `segment_bias` (heads, kinds, ...) between two."""
+    pairs = segment_bias.flatten(1)[:, queries.pairs(keys, segment_bias.shape[1])].transpose(0, 1)
+    return torch.where(queries.differ(keys), pairs, bias)
 
 
 class RelationBias(RelativeBias):
-    """A relative position bias inside a segment, and between two segments a number for each kind of their relation.
+    """A relative position bias inside a segment; between two segments, a number for each kind of their relation.
 
     Attributes:
         weight: (num_buckets, num_heads). pairs: (kinds, num_heads).
@@ -114,7 +117,7 @@ class RelationBias(RelativeBias):
         self.pairs = nn.Parameter(torch.empty(kinds, num_heads).normal_(std=0.02))
 
     def forward(self, longest: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """`bias` and `others` of layers.mask.Mask, for sequences of up to `longest` tokens."""
+        """`bias` and `segment_bias` of layers.mask.Mask, for sequences of up to `longest` tokens."""
         return super().forward(longest), self.pairs.t()
 
 

@@ -13,14 +13,14 @@ STATES = "encoder_hidden_states"
 INPUTS = (STATES, "encoder_attention_mask", "encoder_cu_seqlens", "encoder_max_seqlen")
 
 
-class Crossing(Model):
+class CrossAttentionMixin(Model):
     """Base of such models. `begin` calls `meet` last; a config without `cross_attention` takes none of INPUTS."""
 
-    def placed(self, batch: Batch) -> Batch:
+    def with_position_ids(self, batch: Batch) -> Batch:
         """The batch, with position_ids where they are not simply 0, 1, 2, ... in each sequence."""
         return batch
 
-    def meet(self, batch: Batch, ctx: Packed) -> None:
+    def attend_to_encoder(self, batch: Batch, ctx: Packed) -> None:
         """Let the units see the encoder's tokens, where the batch has them and the cache does not. After all that is
         computed before the units: the rows may be split from here on.
 

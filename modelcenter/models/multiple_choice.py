@@ -1,4 +1,4 @@
-"""Inputs of which an example has several: (batch, choices, seq, ...)."""
+"""Padded inputs whose examples have several choices: (batch, choices, seq, ...)."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,11 @@ from torch import Tensor
 
 from modelcenter.models.base import Batch
 
+TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 
-def choices_of(batch: Batch) -> int:
-    """How many choices the examples of a padded batch have.
+
+def count_choices(batch: Batch) -> int:
+    """How many choices each example of a padded batch has.
 
     Raises:
         ValueError: there are no tokens, or they have no dimension of choices.
@@ -22,8 +24,8 @@ def choices_of(batch: Batch) -> int:
     return int(given.shape[1])
 
 
-def merged(batch: Batch, names: Sequence[str]) -> dict[str, Tensor]:
-    """Those of the inputs that the batch has, with the choices of an example as consecutive rows.
+def flatten_choices(batch: Batch, names: Sequence[str]) -> dict[str, Tensor]:
+    """Those of the named inputs that the batch has, (batch * choices, seq, ...): choices as consecutive rows.
 
     Raises:
         ValueError: one has no dimension of choices.

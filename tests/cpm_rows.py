@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from modelcenter.layers.sequences import Sequences
+
 
 def cross_boundaries(model):
     begin = model.begin
@@ -10,7 +12,7 @@ def cross_boundaries(model):
     def merged(batch):
         x, ctx = begin(batch)
         n = ctx.num_tokens
-        ctx.lengths, ctx.cu_seqlens, ctx.max_seqlen = [n], torch.tensor([0, n]), n
+        ctx.sequences = Sequences.of_lengths([n], x.device)
         model.set_attention_bias(ctx, ctx.segments)
         return x, ctx
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from modelcenter.layers.packing import Packed
+from modelcenter.layers.sequences import Sequences
 
 
 def swap_layers(model):
@@ -18,8 +18,7 @@ def merge_rows(model):
 
         def merged(x, ctx, forward=unit.attn.forward):
             n = ctx.num_tokens
-            ends = torch.tensor([0, n], dtype=torch.int32)
-            return forward(x, replace(ctx, cu_seqlens=ends, max_seqlen=n, lengths=[n], _cache={}))
+            return forward(x, replace(ctx, sequences=Sequences.of_lengths([n], x.device)))
 
         unit.attn.forward = merged
 
@@ -31,9 +30,8 @@ def attend_to_the_wrong_row(model):
             states, memory = ctx.memory
             rows, lengths = states.split(memory.host_lengths()), memory.host_lengths()
             lengths = lengths[-1:] + lengths[:-1]
-            ends = torch.tensor([0, *lengths]).cumsum(0).int()
-            other = Packed.from_cu_seqlens(ends, None, states.shape[0])
-            return forward(x, replace(ctx, memory=(torch.cat(rows[-1:] + rows[:-1]), other), _cache={}))
+            other = Sequences.of_lengths(lengths, states.device)
+            return forward(x, replace(ctx, memory=(torch.cat(rows[-1:] + rows[:-1]), other)))
 
         unit.cross.forward = turned
 

@@ -154,7 +154,8 @@ def test_attention_with_a_bias_in_16_bits(causal: bool, shared: bool):
         q, k, v, grad, bias = (x.to(device, dtype) for x in values)
         inputs = [x.requires_grad_() for x in (q, k, v, bias)]
         packed = Packed.from_cu_seqlens(ends, None, 400)
-        packed.cu_seqlens, packed.positions = packed.cu_seqlens.to(device), packed.positions.to(device)
+        packed.positions = packed.positions.to(device)
+        packed.sequences.cu_seqlens = packed.cu_seqlens.to(device)
         rectangles = shared_rectangles(packed, Mask(causal, bias=bias)) if shared else None
         out = packed_attention(q, k, v, packed, 4, mask=Mask(causal, bias=bias, rectangles=rectangles))
         found.append([x.detach().float().cpu() for x in (out, *torch.autograd.grad(out, inputs, grad))])

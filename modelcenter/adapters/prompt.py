@@ -40,9 +40,9 @@ class Prompt(nn.Module):
         nn.init.uniform_(self.weight, -0.5, 0.5)
 
     def forward(self, x: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """x (T, hidden_size) -> the same, with the prompt at `ctx.own`."""
+        """x (T, hidden_size) -> the same, with the prompt at `ctx.layout.prefix_tokens`."""
         rows = self.weight.to(x.dtype).repeat(ctx.num_sequences, 1)
-        return x.index_copy(0, ctx.own, rows)
+        return x.index_copy(0, ctx.layout.prefix_tokens, rows)
 
 
 @dataclass

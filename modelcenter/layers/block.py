@@ -1,7 +1,7 @@
 """Transformer blocks: how attention, feed-forward, residual and norm are wired.
 
-A block that is told which tokens are read of it (`Packed.reading`) does what follows its attention for these alone. Its
-attention gives no other rows, either.
+A block that is told which tokens it is to compute (`Packed.with_outputs`) runs only these through what follows the
+products of its attention.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class PostNormBlock(nn.Module):
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         cross = self.cross
-        own = ctx.reading(None) if cross is not None and cross.sees(ctx) else ctx
+        own = ctx.with_outputs(None) if cross is not None and cross.sees(ctx) else ctx
         x = self.attn_norm(self.attn_dropout(self.attn(x, own), own, own.narrow(x)))
         if cross is not None and cross.sees(ctx):
             x = self.cross_norm(self.cross_dropout(cross(x, ctx), ctx, ctx.narrow(x)))
@@ -87,7 +87,7 @@ class PreNormBlock(nn.Module):
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         cross = self.cross
-        own = ctx.reading(None) if cross is not None and cross.sees(ctx) else ctx
+        own = ctx.with_outputs(None) if cross is not None and cross.sees(ctx) else ctx
         x = self.attn_dropout(self._scaled(self.attn(self.attn_norm(x), own)), own, own.narrow(x))
         if cross is not None and cross.sees(ctx):
             x = self.cross_dropout(self._scaled(cross(self.cross_norm(x), ctx)), ctx, ctx.narrow(x))

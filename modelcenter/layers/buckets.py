@@ -1,10 +1,12 @@
-"""Rectangles of sequences, which attention makes of a batch that it cannot read as it is, and who shares one."""
+"""Rectangles of sequences of similar length, in which attention runs where it cannot read a packed batch as it is."""
 
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from modelcenter.layers.host_copies import to_device
 
 
 @dataclass
@@ -15,6 +17,7 @@ class Bucket:
         index: (n * length,) token numbers; padding repeats the first token of its sequence. None: tokens start:stop.
         keep: (n, length) bool, False at padding; None: no padding.
         tokens: (n * length - padding,) places in the rectangle that hold a token, in the order of `index[keep]`.
+        real: their token numbers, `index[tokens]`.
     """
 
     n: int
@@ -86,3 +89,21 @@ def plan_pairs(queries: list[int], keys: list[int], cost: int = _CPU_COST) -> li
         groups.append(sorted(n for _, _, n in rows[cuts[i] : cuts[j]]))
         j = i
     return groups
+
+
+def make_bucket(numbers: list[int], lengths: list[int], starts: list[int], device: torch.device) -> Bucket:
+    """The sequences of these numbers as one rectangle; lengths, starts: of all sequences."""
+    sizes = [lengths[i] for i in numbers]
+    n, length, start = len(numbers), max(sizes), starts[numbers[0]]
+    equal = min(sizes) == length
+    if equal and all(starts[number] - start == i * length for i, number in enumerate(numbers)):
+        return Bucket(n, length, start, start + n * length)
+    # Worked out on the host, where the lengths are, and copied: no wait for a GPU.
+    first = torch.tensor([starts[i] for i in numbers])[:, None]
+    column = torch.arange(length)
+    if equal:
+        return Bucket(n, length, -1, -1, to_device((first + column).flatten(), device))
+    keep = column < torch.tensor(sizes)[:, None]
+    index = torch.where(keep, first + column, first).flatten()
+    tokens = keep.flatten().nonzero().flatten()
+    return Bucket(n, length, -1, -1, *(to_device(x, device) for x in (index, keep, tokens, index[tokens])))

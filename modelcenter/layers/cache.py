@@ -6,13 +6,76 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelcenter.layers.layout import InputLayout
 from modelcenter.layers.mask import Mask
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.segments import Segments, with_segment_bias
+from modelcenter.layers.sequences import Sequences
+
+
+class _Step:
+    """One forward that continues n sequences: their lengths, and the masks and indices that its layers share.
+
+    Attributes:
+        past, new: tokens of each sequence before it and in it, on the host. longest: of a sequence after it, at most.
+        width: columns of keys that a new token may see, those of later tokens and of other sequences' ends included.
+        even: each sequence has the same number of tokens before it, and of new ones.
+        has_segments: the cache holds the segments of the new tokens.
+    """
+
+    def __init__(self, ctx: Packed, lengths: list[int]):
+        self.num_sequences, self.cu_seqlens = ctx.num_sequences, ctx.cu_seqlens
+        self.new = ctx.sequences.host_lengths()
+        self.past = lengths or [0] * self.num_sequences
+        self.longest = max((a + b for a, b in zip(self.past, self.new, strict=True)), default=0)
+        self.width = max(lengths, default=0) + ctx.max_seqlen
+        self.even = bool(self.past) and min(self.past) == max(self.past) and min(self.new) == max(self.new)
+        self.has_segments = False
+        self._max_new = ctx.max_seqlen
+        self._places: tuple[Tensor, Tensor] | None = None
+        self._distance: Tensor | None = None
+        self._hidden: dict[int | None, Tensor | None] = {}
+        self._bias: tuple[Tensor, Tensor] | None = None
+
+    def places(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(T,) the sequence of each new token, and its place in that."""
+        if self._places is None:
+            counts = torch.tensor(self.new, device=device)
+            first = self.cu_seqlens[:-1].long() - torch.tensor(self.past, device=device)
+            row = torch.repeat_interleave(torch.arange(self.num_sequences, device=device), counts, output_size=tokens)
+            self._places = row, torch.arange(tokens, device=device) - first[row]
+        return self._places
+
+    def distance(self, device: torch.device) -> Tensor:
+        """(n, 1, m, keys): place of each key minus that of each query."""
+        if self._distance is None:
+            query = torch.tensor(self.past, device=device)[:, None] + torch.arange(self._max_new, device=device)
+            self._distance = torch.arange(self.width, device=device) - query[:, None, :, None]
+        return self._distance
+
+    def hidden(self, window: int | None, device: torch.device) -> Tensor | None:
+        """(n, 1, m, keys) bool, True where a query must not look; None: nowhere."""
+        if window not in self._hidden:
+            one_each = min(self.past) == max(self.past) and self._max_new == 1
+            hidden = None
+            if not (one_each and (window is None or self.width <= window)):
+                distance = self.distance(device)
+                hidden = distance > 0
+                if window is not None:
+                    hidden = hidden | (distance <= -window)
+            self._hidden[window] = hidden
+        return self._hidden[window]
+
+    def bias(self, bias: Tensor) -> Tensor:
+        """(n, heads, m, keys) of a relative position bias; made once for the layers that share it."""
+        if self._bias is None or self._bias[0] is not bias:
+            place = self.distance(bias.device).squeeze(1) + bias.shape[1] // 2
+            self._bias = bias, bias[:, place.clamp(0, bias.shape[1] - 1)].transpose(0, 1)
+        return self._bias[1]
 
 
 class KVCache:
-    """What attention layers remember of n sequences: keys and values of each token, never repeated for grouped heads.
+    """Keys and values of each token of n sequences, for each attention layer, never repeated for grouped heads.
 
     The first forward takes a batch of any lengths; later ones give each sequence the same number of new tokens. A
     cross-attention layer remembers the encoder's, which all beams of a row share.
@@ -28,15 +91,14 @@ class KVCache:
         # k, v: (n, kv_heads, capacity, head_dim); under None the tokens' segments, (n, 1, capacity, k)
         self._own: dict[nn.Module | None, list[Tensor]] = {}
         self._memory: dict[nn.Module, tuple[Tensor, Tensor, Tensor | None]] = {}
-        self._step: Packed | None = None
-        self._places: dict[str, Any] = {}  # what the layers of a step share
+        self._step: _Step | None = None
 
     def __len__(self) -> int:
         """Tokens of the longest sequence."""
         return max(self.lengths, default=0)
 
     def next(self, rows: int, tokens: int, device: torch.device, mask: Tensor | None = None) -> Packed:
-        """The shape of a batch (rows, tokens) that continues the sequences.
+        """A batch (rows, tokens) that continues the sequences.
 
         mask: (rows, tokens), or with the columns of the past before them, 1 at each new token.
 
@@ -57,18 +119,17 @@ class KVCache:
         ends = torch.arange(rows + 1, dtype=torch.int32, device=device) * tokens
         past = torch.tensor(self.lengths, device=device)[:, None]
         positions = (past + torch.arange(tokens, device=device)).flatten()
-        return Packed(ends, tokens, positions, (rows, tokens), None, False, [tokens] * rows)
+        return Packed(Sequences(ends, tokens, [tokens] * rows), InputLayout((rows, tokens)), positions)
 
     def begin(self, ctx: Packed) -> None:
         """A forward of the batch `ctx` begins."""
-        self._step, self._places = ctx, {}
+        self._step = _Step(ctx, self.lengths)
         ctx.cache = self
 
     def end(self) -> None:
-        """It is through: its tokens are part of the past."""
+        """The forward is through: its tokens are part of the past."""
         assert self._step is not None
-        new = self._step.host_lengths()
-        self.lengths = [a + b for a, b in zip(self.lengths or [0] * len(new), new, strict=True)]
+        self.lengths = [a + b for a, b in zip(self._step.past, self._step.new, strict=True)]
         self._step = None
 
     def has(self, layer: nn.Module | None) -> bool:
@@ -82,45 +143,33 @@ class KVCache:
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor, kv_heads: int, ctx: Packed) -> bool:
         """Add k, v (T, kv_heads * head_dim) of the current batch; whether there was a past to attend to."""
-        self._append(layer, (k, v), kv_heads, ctx)
-        if ctx.segments is not None and "segments" not in self._places:
-            self._append(None, (ctx.segments.values,), 1, ctx)
-            self._places["segments"] = None
+        assert self._step is not None
+        self._append(layer, (k, v), kv_heads, self._step)
+        if ctx.segments is not None and not self._step.has_segments:
+            self._append(None, (ctx.segments.values,), 1, self._step)
+            self._step.has_segments = True
         return bool(self.lengths)
 
-    def _append(self, layer: nn.Module | None, new_ones: tuple[Tensor, ...], kv_heads: int, ctx: Packed) -> None:
+    def _append(self, layer: nn.Module | None, added: tuple[Tensor, ...], kv_heads: int, step: _Step) -> None:
         """Add tensors (T, kv_heads * head_dim) of the current batch; `layer` None: its segments."""
-        k = new_ones[0]
-        if "plan" not in self._places:
-            new, n = ctx.host_lengths(), ctx.num_sequences
-            past = self.lengths or [0] * n
-            most = max((a + b for a, b in zip(past, new, strict=True)), default=0)
-            even = min(past) == max(past) and min(new) == max(new)
-            self._places["plan"] = new, past, n, most, even
-        new, past, n, most, even = self._places["plan"]
-        kept = self._own.get(layer)
-        if kept is None or kept[0].shape[2] < most:
-            room = max(self._capacity, most if kept is None else 2 * kept[0].shape[2], most)
-            room = room if self._most is None else max(most, min(room, self._most))
-            fresh = [x.new_zeros(n, kv_heads, room, x.shape[1] // kv_heads) for x in new_ones]
+        n, longest, kept = step.num_sequences, step.longest, self._own.get(layer)
+        if kept is None or kept[0].shape[2] < longest:
+            room = max(self._capacity, longest if kept is None else 2 * kept[0].shape[2], longest)
+            room = room if self._most is None else max(longest, min(room, self._most))
+            larger = [x.new_zeros(n, kv_heads, room, x.shape[1] // kv_heads) for x in added]
             if kept is not None:
-                for whole, part in zip(fresh, kept, strict=True):
+                for whole, part in zip(larger, kept, strict=True):
                     whole[:, :, : part.shape[2]] = part
-            self._own[layer] = kept = fresh
-        if even:
-            for whole, x in zip(kept, new_ones, strict=True):
-                whole[:, :, past[0] : most] = x.view(n, new[0], kv_heads, -1).transpose(1, 2)
+            self._own[layer] = kept = larger
+        if step.even:
+            for whole, x in zip(kept, added, strict=True):
+                whole[:, :, step.past[0] : longest] = x.view(n, step.new[0], kv_heads, -1).transpose(1, 2)
             return
-        if "row" not in self._places:
-            counts = torch.tensor(new, device=k.device)
-            first = ctx.cu_seqlens[:-1].long() - torch.tensor(past, device=k.device)
-            row = torch.repeat_interleave(torch.arange(n, device=k.device), counts, output_size=k.shape[0])
-            self._places |= {"row": row, "column": torch.arange(k.shape[0], device=k.device) - first[row]}
-        row, column = self._places["row"], self._places["column"]
-        for whole, x in zip(kept, new_ones, strict=True):
+        row, column = step.places(added[0].shape[0], added[0].device)
+        for whole, x in zip(kept, added, strict=True):
             whole[row, :, column] = x.view(x.shape[0], kv_heads, -1)
 
-    def remember(self, layer: nn.Module, k: Tensor, v: Tensor, kv_heads: int, memory: Packed) -> None:
+    def remember(self, layer: nn.Module, k: Tensor, v: Tensor, kv_heads: int, memory: Sequences) -> None:
         """Keep the keys and values (T, kv_heads * head_dim) of the encoder's tokens."""
         lengths = memory.host_lengths()
         longest = max(lengths)
@@ -134,19 +183,21 @@ class KVCache:
 
     def attend(self, layer: nn.Module, q: Tensor, heads: int, mask: Mask, scale: float | None) -> Tensor:
         """q (n * m, heads * head_dim) of m new tokens of each sequence, over all that is remembered -> the same."""
-        assert self._step is not None
+        step, segments = self._step, None
+        assert step is not None
         hidden: Tensor | None
         if layer in self._memory:
             k, v, hidden = self._memory[layer]
             hidden = None if hidden is None else hidden[:, None, None, :]
         else:
-            whole = self._own[layer]
-            k, v = (x[:, :, : self._reach()] for x in whole)
-            hidden = (
-                self._hidden(mask, q.device) if mask.segments is None else self._unseen(*self._segments(mask.segments))
-            )
+            k, v = (x[:, :, : step.width] for x in self._own[layer])
+            if mask.segments is None:
+                hidden = step.hidden(mask.window, q.device)
+            else:  # a place without a token comes after each query and is of no context: nobody sees it
+                segments = self._segments(mask.segments, step)
+                hidden = segments[0].hidden(segments[1], torch.tensor(step.past, device=q.device))
         rows, groups = k.shape[0], k.shape[1]
-        n = self._step.num_sequences
+        n = step.num_sequences
         new = q.shape[0] // n
         head_dim = q.shape[1] // heads
         # Query heads of one key head, and beams of one encoder row, are so many more queries of the same keys. Where
@@ -162,9 +213,9 @@ class KVCache:
             scores = scores.mul_(1.0 / math.sqrt(head_dim) if scale is None else scale)
         view = scores.view(rows, groups * (n // rows) * (heads // groups), new, -1)
         if mask.bias is not None:
-            added = self._biased(mask.bias)
-            if mask.segment_bias is not None and mask.segments is not None:
-                added = with_segment_bias(mask.segment_bias, added, *self._segments(mask.segments))
+            added = step.bias(mask.bias)
+            if mask.segment_bias is not None and segments is not None:
+                added = with_segment_bias(mask.segment_bias, added, *segments)
             view.add_(added)
         if hidden is not None:
             view.masked_fill_(hidden, -math.inf)
@@ -186,51 +237,9 @@ class KVCache:
             for whole, x in zip(self._own[layer], kept, strict=True):  # not the room for what is yet to come
                 whole[:, :, :filled] = x[:, :, :filled].index_select(0, index)
 
-    def _reach(self) -> int:
-        assert self._step is not None
-        return len(self) + self._step.max_seqlen
-
-    def _distance(self, device: torch.device) -> Tensor:
-        """(n, 1, m, keys): place of each key minus that of each query."""
-        if "distance" not in self._places:
-            assert self._step is not None
-            query = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(
-                self._step.max_seqlen, device=device
-            )
-            self._places["distance"] = torch.arange(self._reach(), device=device) - query[:, None, :, None]
-        return self._places["distance"]  # type: ignore[return-value]
-
-    def _hidden(self, mask: Mask, device: torch.device) -> Tensor | None:
-        key = f"hidden {mask.window}"
-        if key not in self._places:
-            assert self._step is not None
-            even = min(self.lengths) == max(self.lengths) and self._step.max_seqlen == 1
-            within = mask.window is None or self._reach() <= mask.window
-            hidden = None
-            if not (even and within):
-                distance = self._distance(device)
-                hidden = distance > 0
-                if mask.window is not None:
-                    hidden = hidden | (distance <= -mask.window)
-            self._places[key] = hidden
-        return self._places[key]
-
-    def _segments(self, new: Segments) -> tuple[Segments, Segments]:
+    def _segments(self, new: Segments, step: _Step) -> tuple[Segments, Segments]:
         """Of the new tokens (n, m) and of all (n, keys)."""
-        return new.view(len(self.lengths), -1), Segments(self._own[None][0][:, 0, : self._reach()])
-
-    def _unseen(self, queries: Segments, keys: Segments) -> Tensor:
-        """(n, 1, m, keys). Places without a token come after every query and are of no context, so nobody sees them."""
-        return queries.hidden(keys, torch.tensor(self.lengths, device=keys.values.device))
-
-    def _biased(self, bias: Tensor) -> Tensor:
-        """(n, heads, m, keys); made once for the layers that share a bias."""
-        kept = self._places.get("bias")
-        if kept is None or kept[0] is not bias:
-            place = self._distance(bias.device).squeeze(1) + bias.shape[1] // 2
-            kept = bias, bias[:, place.clamp(0, bias.shape[1] - 1)].transpose(0, 1)
-            self._places["bias"] = kept
-        return kept[1]
+        return new.view(step.num_sequences, -1), Segments(self._own[None][0][:, 0, : step.width])
 
 
 def past_of(batch: Any) -> KVCache | None:

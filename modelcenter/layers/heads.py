@@ -186,7 +186,7 @@ class TokenClassifier(Smoothing, Linear):
             labels = ctx.unpad(of_tokens(batch), IGNORE_INDEX)
             check_labels(labels, self.out_features)
             loss = cross_entropy(logits, labels, counts["loss"], label_smoothing=self.smoothing)
-            out["loss"] = ctx.total(loss)
+            out["loss"] = ctx.sum_over_ranks(loss)
         return out
 
 
@@ -234,7 +234,7 @@ class ExtractiveQA(Linear):
         loss = x.new_zeros((), dtype=torch.float32)
         for i, name in enumerate(("start", "end")):
             at, valid = self._valid(f"{name}_positions", batch)
-            rows = ctx.by_sequence(both[:, i], lowest) if ctx.packed else padded[..., i]
+            rows = ctx.pad_by_sequence(both[:, i], lowest) if ctx.layout.packed else padded[..., i]
             targets = torch.where(valid, at, IGNORE_INDEX)
             loss = loss + cross_entropy(rows, targets, counts[name])
         return {"loss": loss / 2, **out}
@@ -276,16 +276,17 @@ class VocabularyHead(Smoothing, nn.Module):
 
     def labelled(self, ctx: Packed, batch: Batch) -> tuple[Tensor, Tensor]:
         """(T,) the labels of a batch that has some, at the tokens that predict them, and (m,) numbers of these."""
+        if ctx.labelled is None:
+            ctx.labelled = self._find_labelled(ctx, batch)
+        return ctx.labelled
 
-        def find() -> tuple[Tensor, Tensor]:
-            labels = ctx.unpad(self.targets(batch), IGNORE_INDEX)  # type: ignore[arg-type]
-            if host_copy(batch["labels"]) is batch["labels"] or not ctx.as_given:
-                return labels, (labels != IGNORE_INDEX).nonzero().flatten()
-            known = self.targets({name: host_copy(value) for name, value in batch.items()})
-            where = (known.flatten() != IGNORE_INDEX).nonzero().flatten()  # type: ignore[union-attr]
-            return labels, ctx.among_all(to_device(where, labels.device))
-
-        return ctx.once("labelled", find)
+    def _find_labelled(self, ctx: Packed, batch: Batch) -> tuple[Tensor, Tensor]:
+        labels = ctx.unpad(self.targets(batch), IGNORE_INDEX)  # type: ignore[arg-type]
+        if host_copy(batch["labels"]) is batch["labels"] or not ctx.in_input_order:
+            return labels, (labels != IGNORE_INDEX).nonzero().flatten()
+        known = self.targets({name: host_copy(value) for name, value in batch.items()})
+        where = (known.flatten() != IGNORE_INDEX).nonzero().flatten()  # type: ignore[union-attr]
+        return labels, ctx.layout.token_numbers(to_device(where, labels.device))
 
     def reads(self, ctx: Packed, batch: Batch, want_logits: bool | str) -> Tensor | None:
         """(m,) numbers of the tokens whose hidden states `forward` uses; None: all."""
@@ -316,11 +317,13 @@ class VocabularyHead(Smoothing, nn.Module):
             loss = linear_cross_entropy(
                 hidden, weight, self.bias, targets, count, label_smoothing=smoothing, all_labelled=True
             )
-            out["loss"] = ctx.total(loss)
+            out["loss"] = ctx.sum_over_ranks(loss)
             if want_logits == "labelled":
                 out["logits"], want_logits = vocabulary_logits(hidden, weight, self.bias), False
         if want_logits and batch.get("logits_to_keep"):
-            out["logits"] = vocabulary_logits(self.transform(ctx.at(x, ctx.last_tokens())), weight, self.bias)[:, None]
+            out["logits"] = vocabulary_logits(self.transform(ctx.select(x, ctx.last_tokens())), weight, self.bias)[
+                :, None
+            ]
         elif want_logits:
             out["logits"] = ctx.repad(vocabulary_logits(self.transform(x), weight, self.bias))
         return out
@@ -369,7 +372,9 @@ class NextToken(VocabularyHead):
         weight = table if self.weight is None else self.weight
         check_labels(labels, weight.shape[0])
         hidden = self.transform(x.index_select(0, labelled))
-        return ctx.sums(linear_log_probs(hidden, weight, self.bias, labels.index_select(0, labelled)), labelled)
+        return ctx.sum_by_sequence(
+            linear_log_probs(hidden, weight, self.bias, labels.index_select(0, labelled)), labelled
+        )
 
 
 class CausalLM(NextToken):

@@ -11,6 +11,7 @@ from torch import Tensor
 from modelcenter.layers.buckets import Bucket
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.segments import Segments, with_segment_bias
+from modelcenter.layers.sequences import Sequences
 
 Rectangles = tuple[Tensor, ...]
 
@@ -144,12 +145,12 @@ NO_MASK = Mask()
 _ALIGNED = 16
 
 
-def aligned_rectangles(packed: Packed, mask: Mask) -> Rectangles:
+def aligned_rectangles(sequences: Sequences, mask: Mask) -> Rectangles:
     """`mask`, which has a bias, in each rectangle of the batch: (n, heads, length, length), or without n the same for
     all its sequences."""
     assert mask.bias is not None
     found = []
-    for queries, keys in packed.pairs():
+    for queries, keys in sequences.bucket_pairs():
         whole = mask.of_buckets(queries, keys, mask.bias)
         assert whole is not None
         found.append(F.pad(whole, (0, -keys.length % _ALIGNED))[..., : keys.length])
@@ -165,4 +166,4 @@ def shared_rectangles(packed: Packed, mask: Mask) -> Rectangles | None:
     assert mask.bias is not None
     if mask.bias.device.type == "cpu" or packed.cache is not None or packed.split is not None:
         return None
-    return aligned_rectangles(packed, mask)
+    return aligned_rectangles(packed.sequences, mask)

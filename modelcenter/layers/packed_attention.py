@@ -1,8 +1,8 @@
 """Attention over packed tokens: no T x T mask, no padding beyond what a bucket of similar lengths needs.
 
 On a CPU that the compiled operator is made for (engine.ops.attention) it takes each sequence by itself. Elsewhere on a
-CPU, in other types than fp32 and under segments, sequences of similar length are attended as one rectangle
-(`Packed.buckets`) by one autograd function: it keeps the softmax, draws dropout's masks anew in backward, and writes
+CPU, in other types than fp32 and by segments, sequences of similar length are attended as one rectangle
+(`Sequences.buckets`) by one autograd function: it keeps the softmax, draws dropout's masks anew in backward, and writes
 gradients without zero-filling. On CUDA in 16 bits without a bias it is torch's variable-length flash attention;
 otherwise scaled_dot_product_attention per bucket.
 """
@@ -22,6 +22,7 @@ from modelcenter.layers.buckets import Bucket
 from modelcenter.layers.mask import NO_MASK, Mask, add_diagonals_, toeplitz
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.segments import with_segment_bias
+from modelcenter.layers.sequences import Sequences
 
 Pairs = Sequence[tuple[Bucket, Bucket]]
 
@@ -287,7 +288,7 @@ def packed_attention(
     *,
     kv_heads: int | None = None,
     mask: Mask = NO_MASK,
-    memory: Packed | None = None,
+    memory: Sequences | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Attention inside each sequence, or of each sequence to the one of the same number in `memory`.
@@ -304,7 +305,7 @@ def packed_attention(
     scale = 1.0 / math.sqrt(q.shape[1] // heads) if scale is None else scale
     if packed.split is not None and packed.split.size > 1:
         return _shared_attention(q, k, v, packed, (heads, kv_heads), drop, mask, memory, scale)
-    return _attention(q, k, v, packed, (heads, kv_heads), drop, mask, memory, scale)
+    return _attention(q, k, v, packed.sequences, (heads, kv_heads), drop, mask, memory, scale)
 
 
 def _shared_attention(
@@ -315,7 +316,7 @@ def _shared_attention(
     heads: tuple[int, int],
     drop: Drop,
     mask: Mask,
-    memory: Packed | None,
+    memory: Sequences | None,
     scale: float,
 ) -> Tensor:
     """Attention of this rank's tokens where several ranks share the tokens (context parallelism)."""
@@ -326,48 +327,63 @@ def _shared_attention(
         q = split.to_heads(q[:, None]).squeeze(1)
         k, v = (x.contiguous() for x in split.to_heads(both).unbind(1))
         mask, drop = mask.of_heads(split.rank * own[0], own[0]), drop.of_heads(split.rank * own[0])
-        return split.to_tokens(_attention(q, k, v, packed, own, drop, mask, memory, scale))
+        return split.to_tokens(_attention(q, k, v, packed.sequences, own, drop, mask, memory, scale))
     k, v = (x.contiguous() for x in split.gather(both).unbind(1))
-    mixed, before = [], split.rank * packed.num_tokens
-    for piece in packed.own_pieces():
+    mixed, low = [], split.rank * packed.num_tokens
+    for piece in packed.sequences.pieces(low, low + packed.num_tokens):
         rows, keys = slice(*piece.rows), slice(*piece.tokens)
-        own_drop = drop.of_queries(*(before + place for place in piece.rows))
-        among = None if memory is None else memory.some(*piece.sequences)
-        if among is not None:
-            keys = slice(*among.tokens)
-            if piece.packed is None and not among.packed.num_sequences:  # the dummy sequence has no memory
-                mixed.append(0 * q[rows])
-                continue
-        if piece.packed is not None:
-            inner, part = None if among is None else among.packed, mask.of_tokens(*piece.tokens)
-            mixed.append(_attention(q[rows], k[keys], v[keys], piece.packed, heads, own_drop, part, inner, scale))
+        own_drop = drop.of_queries(*(low + row for row in piece.rows))
+        of_memory = None
+        if memory is not None:
+            numbers = [min(number, memory.num_sequences) for number in piece.numbers]
+            of_memory, keys = memory.part(*numbers), slice(*(memory.starts()[number] for number in numbers))
+        if piece.whole is not None:
+            part = mask.of_tokens(*piece.tokens)
+            mixed.append(_attention(q[rows], k[keys], v[keys], piece.whole, heads, own_drop, part, of_memory, scale))
+        elif of_memory is not None and not of_memory.num_sequences:  # the dummy sequence has no memory
+            mixed.append(0 * q[rows])
         else:
-            parts = ((q[rows], heads[0]), (k[keys], heads[1]), (v[keys], heads[1]))
-            one = [x.unflatten(1, (n, -1)).transpose(0, 1)[None] for x, n in parts]
-            first = piece.first if among is None else 0
-            segments = None if mask.segments is None else mask.segments[keys][None]
-            places = one[0].shape[2], one[1].shape[2]
-            both = None if segments is None else segments[:, first : first + places[0]], segments
-            seen = mask.rectangle(*places, like=q, first=first, segments=both)
-            mixed.append(_sdpa(*one, seen, scale, own_drop)[0].transpose(0, 1).flatten(1))
+            first = piece.first if memory is None else 0
+            mixed.append(_attention_of_part(q[rows], k[keys], v[keys], heads, own_drop, mask, first, keys, scale))
     return torch.cat(mixed)
+
+
+def _attention_of_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: tuple[int, int],
+    drop: Drop,
+    mask: Mask,
+    first: int,
+    keys: slice,
+    scale: float,
+) -> Tensor:
+    """Attention of a part of one sequence, whose first token stands at place `first`, to the tokens `keys`."""
+    parts = ((q, heads[0]), (k, heads[1]), (v, heads[1]))
+    one = [x.unflatten(1, (n, -1)).transpose(0, 1)[None] for x, n in parts]
+    sizes = one[0].shape[2], one[1].shape[2]
+    of_keys = None if mask.segments is None else mask.segments[keys][None]
+    of_queries = None if of_keys is None else of_keys[:, first : first + sizes[0]]
+    seen = mask.rectangle(*sizes, like=q, first=first, segments=(of_queries, of_keys))
+    return _sdpa(*one, seen, scale, drop)[0].transpose(0, 1).flatten(1)
 
 
 def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    packed: Packed,
+    sequences: Sequences,
     heads: tuple[int, int],
     drop: Drop,
     mask: Mask,
-    memory: Packed | None,
+    memory: Sequences | None,
     scale: float,
 ) -> Tensor:
     plain = mask.bias is None and mask.segments is None
     if plain and _has_flash(q.device, q.dtype, q.shape[1] // heads[0], drop.p) and q.shape[0] and k.shape[0]:
-        return _varlen(q, k, v, packed, heads, mask, memory or packed, scale, drop.p)
-    return _in_buckets(q, k, v, packed, heads, drop, mask, memory, scale)
+        return _varlen(q, k, v, sequences, heads, mask, memory or sequences, scale, drop.p)
+    return _in_buckets(q, k, v, sequences, heads, drop, mask, memory, scale)
 
 
 def _has_flash(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> bool:
@@ -383,28 +399,28 @@ def _in_buckets(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    packed: Packed,
+    sequences: Sequences,
     heads: tuple[int, int],
     drop: Drop,
     mask: Mask,
-    memory: Packed | None,
+    memory: Sequences | None,
     scale: float,
 ) -> Tensor:
-    offsets = packed.cu_seqlens, packed.cu_seqlens if memory is None else memory.cu_seqlens
+    offsets = sequences.cu_seqlens, sequences.cu_seqlens if memory is None else memory.cu_seqlens
     alike = mask.segments is None and drop.p < 1 and offsets[0].numel() == offsets[1].numel()
     if alike and attention.serves(q, k, v, mask.bias):
         if memory is not None:
-            packed.with_memory(memory)
+            sequences.paired_lengths(memory)
         shape = attention.Heads(*heads, scale, mask.causal, mask.window)
         return attention.attention(q, k, v, *offsets, shape, mask.bias, drop.rule())
-    pairs = packed.pairs(memory)
+    pairs = sequences.bucket_pairs(memory)
     if q.device.type == "cpu":
         rest = replace(mask, bias=None, segment_bias=None)
         return _BucketedAttention.apply(q, k, v, mask.bias, mask.segment_bias, rest, pairs, heads, scale, drop)
     seen: Sequence[Tensor | None] | None = mask.rectangles
     if seen is None and mask.bias is None and mask.segments is None:
-        name = f"seen {mask.causal} {mask.window} {id(memory)}"
-        seen = packed.once(name, lambda: [mask.of_buckets(*pair, q) for pair in pairs])
+        key = "hidden", mask.causal, mask.window, memory
+        seen = sequences.derived(key, lambda: [mask.of_buckets(*pair, q) for pair in pairs])
     return _bucketed_sdpa(q, k, v, mask, pairs, heads, scale, drop, seen)
 
 
@@ -412,10 +428,10 @@ def _varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    packed: Packed,
+    sequences: Sequences,
     heads: tuple[int, int],
     mask: Mask,
-    memory: Packed,
+    memory: Sequences,
     scale: float,
     dropout: float,
 ) -> Tensor:
@@ -425,8 +441,8 @@ def _varlen(
     window = mask.window if mask.causal else None
     out, *_ = torch.ops.aten._flash_attention_forward(
         *parts,
-        *_as_many(packed.cu_seqlens, memory.cu_seqlens),
-        packed.max_seqlen,
+        *_as_many(sequences.cu_seqlens, memory.cu_seqlens),
+        sequences.max_seqlen,
         memory.max_seqlen,
         dropout,
         mask.causal and window is None,

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from modelcenter.config import ModelConfig
 from modelcenter.layers.cache import past_of
 from modelcenter.layers.dropout import name_sites
-from modelcenter.layers.packing import Packed, spread
+from modelcenter.layers.layout import flat_positions
+from modelcenter.layers.packing import Packed
 from modelcenter.models import vocabulary
 from modelcenter.models.outputs import ModelOutput
 
@@ -139,7 +140,7 @@ class Model(nn.Module):
         states = [*states] if wanted else []
         x = x if split is None else split.to_units(x)
         for i, unit in enumerate(units):
-            x = unit(x, ctx if read is None or i < len(units) - 1 else ctx.reading(read))
+            x = unit(x, ctx if read is None or i < len(units) - 1 else ctx.with_outputs(read))
             if wanted:
                 states.append(x if split is None else split.from_units(x, last=False))
         x = x if split is None else split.from_units(x)
@@ -188,7 +189,7 @@ class Model(nn.Module):
         if cache is not None and cache.lengths:
             ctx = cache.next(*shape, source.device, batch.get(f"{prefix}attention_mask"))
             if position_ids is not None:
-                ctx.positions = spread(position_ids, shape)
+                ctx.positions = flat_positions(position_ids, shape)
         elif (ends := batch.get(f"{prefix}cu_seqlens")) is not None:
             if shape[0] != 1:
                 raise ValueError(f"{prefix}cu_seqlens: packed input must be of shape (1, T), got {tuple(source.shape)}")
@@ -198,14 +199,14 @@ class Model(nn.Module):
             count = self.counts_positions or cache is not None
             ctx = Packed.from_mask(shape, batch.get(f"{prefix}attention_mask"), source.device, position_ids, count)
         if self.prefix_tokens and not prefix and (cache is None or not cache.lengths):
-            ctx = ctx.prefixed(self.prefix_tokens, getattr(self.config, "first_position", 0))
+            ctx = ctx.with_prefix(self.prefix_tokens, getattr(self.config, "first_position", 0))
         if cache is None and not self.prefix_tokens:
             ctx = self.without_unneeded(ctx, batch)
         if self.training:
             if not self._sites_named:
                 name_sites(self)
                 self._sites_named = True
-            ctx = ctx.keyed()
+            ctx = ctx.with_draws()
         ctx = self.divide(ctx)
         if cache is not None:
             cache.begin(ctx)
@@ -229,7 +230,7 @@ class Model(nn.Module):
                 raise ValueError(f"{prefix}inputs_embeds: got width {x.shape[-1]}, expected {table.embedding_dim}")
         else:
             x = self.look_up(table, ctx.unpad(ids), ids, f"{prefix}input_ids")
-        return x if self.tuned_prompt is None or ctx.own is None else self.tuned_prompt(x, ctx)
+        return x if self.tuned_prompt is None or ctx.layout.prefix_tokens is None else self.tuned_prompt(x, ctx)
 
     def look_up(
         self, table: nn.Module, rows: Tensor, given: Tensor, name: str = "input_ids", size: str = "vocab_size"
@@ -257,8 +258,8 @@ class Model(nn.Module):
     def check_positions(self, batch: Batch, ctx: Packed, most: int) -> None:
         """Raise ValueError for a sequence longer than the table of `most` positions."""
         past = 0 if ctx.cache is None else len(ctx.cache)
-        columns = not (ctx.packed or past or self.counts_positions)
-        longest = past + (ctx.shape[1] + ctx.count_own if columns else ctx.max_seqlen)
+        columns = not (ctx.layout.packed or past or self.counts_positions)
+        longest = past + (ctx.shape[1] + ctx.layout.prefix_length if columns else ctx.max_seqlen)
         if batch.get("position_ids") is None and longest > most:
             raise ValueError(
                 f"input_ids: a sequence has {longest} tokens, the position table of this model has {most} "
@@ -306,7 +307,7 @@ class Model(nn.Module):
         if self.token_split is None:
             return ctx
         self.token_split.enter(self.training)
-        return ctx.divided(self.token_split)
+        return ctx.split_over(self.token_split)
 
     def tp_plan(self) -> dict[str, str]:
         """{name of modules or parameters: how tensor parallelism splits them} (engine.parallel.tensor.STYLES)."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -86,7 +85,7 @@ class Bert(Encoder):
             return None
         first, known = ctx.first_tokens(), host_copy(labelled)
         if known is not labelled:  # a device would have to say how many of them are labelled too
-            first = torch.tensor([*accumulate(ctx.host_lengths()[:-1], initial=0)])
+            first = torch.tensor(ctx.sequences.starts()[:-1], dtype=torch.long)
         return to_device(torch.cat((first, known)).unique(), labelled.device)
 
     def run_head(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from modelcenter.layers.cache import KVCache
 from modelcenter.layers.heads import IGNORE_INDEX, CausalLM, ExtractiveQA, SequenceClassifier, TokenClassifier
 from modelcenter.layers.packing import Packed
+from modelcenter.layers.sequences import Sequences
 from modelcenter.models.base import Batch, Model
 from modelcenter.models.outputs import ModelOutput
 
@@ -97,7 +98,7 @@ class Decoder(Model):
             case "causal-lm":
                 out = head(x, ctx, batch, counts["loss"], self.embed.weight, self.wants_logits(batch))
             case "sequence-classification":
-                out = head(ctx.at(x, self.classified_tokens(ctx, batch)), batch, counts, ctx)
+                out = head(ctx.select(x, self.classified_tokens(ctx, batch)), batch, counts, ctx)
             case _:
                 out = head(x, ctx, batch, counts)
         return self.ordered(out)
@@ -170,13 +171,12 @@ def until_last(ctx: Packed, used: Tensor) -> Packed:
     if index.numel() == used.numel():
         return ctx
     cu = torch.nn.functional.pad(seqlens.cumsum(0), (1, 0)).to(ctx.cu_seqlens.dtype)
+    indices = ctx.layout.indices
     return replace(
         ctx,
-        cu_seqlens=cu,
+        sequences=Sequences(cu, ctx.max_seqlen, seqlens.tolist()),
+        layout=replace(ctx.layout, indices=index if indices is None else indices.index_select(0, index)),
         positions=ctx.positions.index_select(0, index),
-        indices=index if ctx.indices is None else ctx.indices.index_select(0, index),
-        lengths=seqlens.tolist(),
-        _cache={},
     )
 
 

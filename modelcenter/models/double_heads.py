@@ -39,9 +39,9 @@ class DoubleHeads(nn.Module):
         assert not isinstance(want_logits, str)
         out = self.lm(x, ctx, batch, counts["loss"], table, want_logits)
         choices = batch["num_choices"]
-        if "logits" in out and not ctx.packed:
+        if "logits" in out and not ctx.layout.packed:
             out["logits"] = out["logits"].unflatten(0, (-1, choices))
-        pooled = ctx.at(x, places(ctx, batch.get("mc_token_ids")))
+        pooled = ctx.select(x, places(ctx, batch.get("mc_token_ids")))
         chosen = self.choice(pooled, {"labels": batch.get("mc_labels")}, {"loss": counts["choice"]}, choices, ctx)
         return out | {f"mc_{name}": value for name, value in chosen.items()}
 
@@ -63,16 +63,16 @@ def places(ctx: Packed, columns: Tensor | None) -> Tensor:
         raise ValueError(
             f"mc_token_ids: got {at.numel()} numbers for {ctx.num_sequences} sequences, expected one for each"
         )
-    if ctx.packed:
+    if ctx.layout.packed:
         where, inside = starts + at, (at >= 0) & (starts + at < ends)
     else:
-        rows, width = ctx.shape
+        (rows, width), indices = ctx.shape, ctx.layout.indices
         inside = (at >= 0) & (at < width)
         cells = torch.arange(rows, device=at.device) * width + at.clamp(0, max(width - 1, 0))
         where = cells
-        if ctx.indices is not None:  # how many tokens come before the cell, and whether it holds one
-            where = torch.searchsorted(ctx.indices, cells).clamp(max=max(ctx.indices.numel() - 1, 0))
-            inside = inside & (ctx.indices[where] == cells)
+        if indices is not None:  # how many tokens come before the cell, and whether it holds one
+            where = torch.searchsorted(indices, cells).clamp(max=max(indices.numel() - 1, 0))
+            inside = inside & (indices[where] == cells)
     if not bool(inside.all()):
         row = int((~inside).nonzero()[0])
         raise ValueError(f"mc_token_ids: sequence {row} has no token at {int(at[row])}; give the place of one")

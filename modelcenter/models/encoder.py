@@ -167,7 +167,7 @@ class Encoder(CrossAttentionMixin):
         return None
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
-        pooled = None if self.pooler is None else torch.tanh(self.pooler(ctx.first(x)))
+        pooled = None if self.pooler is None else torch.tanh(self.pooler(ctx.select(x, ctx.first_tokens())))
         if self.task == "base":
             return ModelOutput(last_hidden_state=ctx.repad(x), pooler_output=pooled)
         out = self.run_head(x, pooled, ctx, batch, self.counts(batch))
@@ -181,7 +181,7 @@ class Encoder(CrossAttentionMixin):
             case "masked-lm" | "causal-lm":
                 return head(x, ctx, batch, counts["loss"], self.embed.weight, self.wants_logits(batch))
             case "sequence-classification":
-                return head(ctx.first(x) if pooled is None else pooled, batch, counts, ctx)
+                return head(ctx.select(x, ctx.first_tokens()) if pooled is None else pooled, batch, counts, ctx)
             case "multiple-choice":
                 return head(pooled, batch, counts, self._choices(ctx, batch), ctx)
         return head(x, ctx, batch, counts)

@@ -3,7 +3,7 @@
     x, memory = self.begin(batch)              # the encoder's tokens
     y, ctx = self.begin_decoder(batch)         # the decoder's
     x = each unit of self.encoder.layers
-    ctx.memory = (x, memory)
+    ctx.memory = (x, memory.sequences)
     y = each unit of self.decoder.layers
     return self.end(y, ctx, batch)
 
@@ -161,7 +161,7 @@ class EncoderDecoder(Model):
             if memory is not None:
                 split = self.token_split
                 seen = self.bridge_states(encoded[-1])
-                ctx.memory = (seen if split is None else split.to_units(seen), memory)
+                ctx.memory = (seen if split is None else split.to_units(seen), memory.sequences)
             units = [*self.decoder.layers][max(0, part.start - depth) : part.stop - depth]
             decoded = self.through(units, decoded, ctx, wanted)
         if cache is not None and (stage is None or stage.leaves):
@@ -245,7 +245,7 @@ class EncoderDecoder(Model):
             case "seq2seq-lm":
                 out = head(x, ctx, batch, counts["loss"], self.embed.weight, self.wants_logits(batch))
             case "sequence-classification":
-                out = head(ctx.at(x, self._ends(ctx, batch)), batch, counts, ctx)
+                out = head(ctx.select(x, self._ends(ctx, batch)), batch, counts, ctx)
             case _:
                 out = head(x, ctx, batch, counts)
         return self.ordered(out)
@@ -319,7 +319,7 @@ class EncoderDecoder(Model):
         if tuple(ids.shape) != ctx.shape:
             raise ValueError(f"decoder_input_ids: got shape {ctx.shape}, expected that of input_ids {tuple(ids.shape)}")
         known = host_copy(ids)  # which a check here may read
-        if ctx.indices is not None or known.device != host_copy(ctx.cu_seqlens).device:
+        if ctx.layout.indices is not None or known.device != host_copy(ctx.cu_seqlens).device:
             known = ids
         last = ctx.last_of(known == c.eos_token_id)
         if bool((last < 0).any()):

@@ -126,7 +126,8 @@ class GPT2(CrossAttentionMixin, Decoder):
         x = owner.embedded(batch, ctx, self.embed) + places
         if (types := batch.get("token_type_ids")) is not None:  # tokens of the vocabulary
             kinds = self.look_up(self.embed, ctx.unpad(types, name="token_type_ids"), types, "token_type_ids")
-            x = x + (kinds if ctx.own is None else kinds.index_fill(0, ctx.own, 0.0))
+            own = ctx.layout.prefix_tokens
+            x = x + (kinds if own is None else kinds.index_fill(0, own, 0.0))
         return self.embed_dropout(x, ctx)
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:

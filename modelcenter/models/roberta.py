@@ -104,9 +104,9 @@ class Roberta(Encoder):
         return {**batch, "position_ids": count * real + c.first_position - 1}
 
     def check_positions(self, batch: Batch, ctx: Packed, most: int) -> None:
-        columns = batch.get("input_ids") is None and not ctx.packed
+        columns = batch.get("input_ids") is None and not ctx.layout.packed
         past = 0 if ctx.cache is None else len(ctx.cache)
-        longest = past + (ctx.shape[1] + ctx.count_own if columns and not past else ctx.max_seqlen)
+        longest = past + (ctx.shape[1] + ctx.layout.prefix_length if columns and not past else ctx.max_seqlen)
         usable = self.config.max_tokens
         if batch.get("position_ids") is None and longest > usable:
             raise ValueError(

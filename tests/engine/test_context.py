@@ -86,20 +86,20 @@ def attended(lengths, heads, kind, split=None):
     )
     q, k, v = parts
     if split is not None:
-        packed, memory = packed.divided(split), memory.divided(split)
+        packed, memory = packed.split_over(split), memory.split_over(split)
 
         def own(x, ctx):
-            return split.local(torch.cat([x, x.new_ones(ctx.dummy, x.shape[1])]))
+            return split.local(torch.cat([x, x.new_ones(ctx.sequences.dummy, x.shape[1])]))
 
         q, k, v = own(q, packed), own(k, memory), own(v, memory)
-        grad = torch.cat([grad, grad.new_zeros(packed.dummy, grad.shape[1])]).chunk(split.size)[split.rank]
+        grad = torch.cat([grad, grad.new_zeros(packed.sequences.dummy, grad.shape[1])]).chunk(split.size)[split.rank]
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     bias = None if bias is None else bias.requires_grad_()
     mask = Mask("causal" in kind or kind in ("window", "grouped"), 3 if kind == "window" else None, bias)
-    among = memory if kind == "cross" else None
+    among = memory.sequences if kind == "cross" else None
     out = packed_attention(q, k, v, packed, heads, kv_heads=of_keys, mask=mask, memory=among)
     out.backward(grad)
-    found = [packed.whole(out), packed.whole(q.grad), memory.whole(k.grad), memory.whole(v.grad)]
+    found = [packed.gather(out), packed.gather(q.grad), memory.gather(k.grad), memory.gather(v.grad)]
     if bias is not None:
         found.append(bias.grad if split is None else split.sum(bias.grad))
     return [x.detach() for x in found]

@@ -38,11 +38,11 @@ class Problem:
     """Random q, k, v and bias of one kind of attention, and its truth in float64, sequence by sequence."""
 
     def __init__(self, packed, kind, heads=4):
-        lengths = packed.host_lengths()
+        lengths = packed.sequences.host_lengths()
         self.packed, self.kind, self.heads = packed, kind, heads
         self.kv_heads = 2 if kind == "grouped" else heads
         keys = [n and 1 + (5 * n) % 23 for n in lengths] if kind == "cross" else lengths
-        self.memory = Packed.from_cu_seqlens(torch.tensor([0, *keys]).cumsum(0).int(), None, sum(keys))
+        self.memory = Packed.from_cu_seqlens(torch.tensor([0, *keys]).cumsum(0).int(), None, sum(keys)).sequences
         self.causal, self.window = (
             kind in ("causal", "window", "causal bias", "grouped"),
             5 if kind == "window" else None,
@@ -68,14 +68,22 @@ class Problem:
         memory = self.memory if self.kind == "cross" else None
         if path == "sdpa":
             heads = self.heads, self.kv_heads
-            return _bucketed_sdpa(q, k, v, mask, self.packed.pairs(memory), heads, self.scale, NO_DROP)
+            return _bucketed_sdpa(q, k, v, mask, self.packed.sequences.bucket_pairs(memory), heads, self.scale, NO_DROP)
         if path == "shared":
-            mask, found = replace(mask, rectangles=aligned_rectangles(self.packed, mask)), []
+            mask, found = replace(mask, rectangles=aligned_rectangles(self.packed.sequences, mask)), []
             for first, some in ((0, 1), (1, self.heads - 1)):
                 own = [x.unflatten(1, (self.heads, -1))[:, first : first + some].flatten(1) for x in (q, k, v)]
                 part = mask.of_heads(first, some)
                 found.append(
-                    _bucketed_sdpa(*own, part, self.packed.pairs(), (some, some), self.scale, NO_DROP, part.rectangles)
+                    _bucketed_sdpa(
+                        *own,
+                        part,
+                        self.packed.sequences.bucket_pairs(),
+                        (some, some),
+                        self.scale,
+                        NO_DROP,
+                        part.rectangles,
+                    )
                 )
             return torch.cat(found, 1)
         more = {"kv_heads": self.kv_heads, "mask": mask, "memory": memory, "scale": self.scale}
@@ -83,7 +91,7 @@ class Problem:
 
     def truth(self, q, k, v, bias=None, segment_bias=None):
         outs, at = [], 0
-        for s, n in enumerate(self.packed.host_lengths()):
+        for s, n in enumerate(self.packed.sequences.host_lengths()):
             a, b = self.memory.cu_seqlens[s : s + 2].tolist()
             one = q[at : at + n].unflatten(1, (self.heads, 3)).transpose(0, 1)
             keys, values = (
@@ -157,16 +165,16 @@ def test_values_and_gradients(monkeypatch, packed, path, kind):
 
 def test_a_row_without_memory_is_refused(packed):
     if packed.num_tokens:
-        nothing = Packed.from_cu_seqlens(torch.zeros_like(packed.cu_seqlens), None, 0)
+        nothing = Packed.from_cu_seqlens(torch.zeros_like(packed.cu_seqlens), None, 0).sequences
         with pytest.raises(ValueError, match="no token for the encoder"):
-            packed.pairs(nothing)
+            packed.sequences.bucket_pairs(nothing)
 
 
 @pytest.mark.parametrize("path", ["compiled", "buckets"])
 def test_one_row_without_memory_is_refused(monkeypatch, path):
     choose(monkeypatch, path)
     rows = Packed.from_cu_seqlens(torch.tensor([0, 2, 5], dtype=torch.int32), None, 5)
-    memory = Packed.from_cu_seqlens(torch.tensor([0, 4, 4], dtype=torch.int32), None, 4)
+    memory = Packed.from_cu_seqlens(torch.tensor([0, 4, 4], dtype=torch.int32), None, 4).sequences
     with pytest.raises(ValueError, match="no token for the encoder"):
         packed_attention(torch.randn(5, 8), torch.randn(4, 8), torch.randn(4, 8), rows, 2, memory=memory)
 
@@ -193,7 +201,7 @@ def test_dropout_backward_is_the_derivative_of_its_forward(packed):
 def test_both_ways_on_a_cpu_drop_the_same_weights(monkeypatch, drawn):
     packed = Packed.from_cu_seqlens(torch.tensor([0, 40, 53]), None, 53)
     with dropout_key(3, 4), dropout_rows(torch.tensor([7, 2])):
-        draws = packed.keyed().draws if drawn == "by the batch" else None
+        draws = packed.with_draws().draws if drawn == "by the batch" else None
     tokens = torch.randint(0, 2**40, (53,)) if drawn == "by given numbers" else None
     drop = Drop(0.3, draws, 11, 2, tokens)
     inputs, found = [torch.randn(53, 32, requires_grad=True) for _ in range(3)], []
@@ -220,7 +228,7 @@ def test_what_flash_attention_is_asked_for_on_a_gpu(packed, kind, monkeypatch):
     problem, calls = Problem(packed, kind), []
     operator = torch.ops.aten._flash_attention_forward
     on_meta = [x.to("meta", torch.bfloat16).requires_grad_() for x in problem.inputs]
-    memory = problem.memory if kind == "cross" else packed
+    memory = problem.memory if kind == "cross" else packed.sequences
     mask, heads = Mask(problem.causal, problem.window), (problem.heads, problem.kv_heads)
 
     def noted(*args, **kwargs):
@@ -228,7 +236,7 @@ def test_what_flash_attention_is_asked_for_on_a_gpu(packed, kind, monkeypatch):
         return operator(*args, **kwargs)
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", noted)
-    out = packed_attention_module._varlen(*on_meta, packed, heads, mask, memory, 0.7, 0.1)
+    out = packed_attention_module._varlen(*on_meta, packed.sequences, heads, mask, memory, 0.7, 0.1)
     grads = torch.autograd.grad(out.sum(), on_meta)
     assert [g.shape for g in grads] == [x.shape for x in on_meta] and out.shape == on_meta[0].shape
     ((_, k, _, cu_q, cu_k, longest_q, longest_k, dropout, causal, debug), named) = calls[0]
@@ -253,9 +261,9 @@ def test_flash_attention_across_where_one_side_has_a_dummy_sequence(side, monkey
     split = types.SimpleNamespace(padding=lambda tokens: 2, local=lambda x: x, size=1)
     sides = [Packed.from_cu_seqlens(torch.tensor([0, 3, n], dtype=torch.int32), None, n) for n in (8, 6)]
     at = side == "keys"
-    sides[at] = sides[at].divided(split)
+    sides[at] = sides[at].split_over(split)
     inputs = [torch.randn(sides[i > 0].num_tokens, 8) for i in range(3)]
-    packed_attention_module._varlen(*inputs, sides[0], (2, 2), Mask(), sides[1], 1.0, 0.0)
+    packed_attention_module._varlen(*inputs, sides[0].sequences, (2, 2), Mask(), sides[1].sequences, 1.0, 0.0)
     wanted = [[0, 3, 8, 10], [0, 3, 6, 6]] if side == "queries" else [[0, 3, 8, 8], [0, 3, 6, 8]]
     assert [x.tolist() for x in calls[0]] == wanted and {x.dtype for x in calls[0]} == {torch.int32}
 
@@ -270,7 +278,7 @@ def test_a_gpu_attends_without_cudnn(monkeypatch):
         return sdpa(*args, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
-    packed.cu_seqlens = packed.cu_seqlens.to("meta")  # its lengths are known
+    packed.sequences.cu_seqlens = packed.cu_seqlens.to("meta")  # its lengths are known
     q, k, v, bias = (torch.randn(*size, device="meta", requires_grad=True) for size in [(8, 8)] * 3 + [(2, 15)])
     out = packed_attention(q, k, v, packed, 2, mask=Mask(bias=bias))
     assert all(g.is_meta for g in torch.autograd.grad(out.sum(), (q, k, v, bias)))

@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
+from modelcenter.layers.buckets import plan_buckets
 from modelcenter.layers.host_copies import to_device
-from modelcenter.layers.packing import Packed, plan_buckets
+from modelcenter.layers.packing import Packed
 
 
 def test_plan_covers_each_sequence_once():
@@ -35,8 +36,9 @@ def test_a_gpu_is_given_fewer_and_larger_rectangles():
     cu = torch.tensor([0, 5, 20, 60, 160, 360], dtype=torch.int32)
     found = {}
     for device in ("cpu", "meta"):
-        packed, memory = (Packed.from_cu_seqlens(to_device(cu, torch.device(device)), None, 360) for _ in range(2))
-        found[device] = len(packed.pairs()), len(packed.pairs(memory))
+        ends = to_device(cu, torch.device(device))
+        packed, memory = (Packed.from_cu_seqlens(ends, None, 360).sequences for _ in range(2))
+        found[device] = len(packed.bucket_pairs()), len(packed.bucket_pairs(memory))
     assert min(found["cpu"]) > 2 and found["meta"] == (1, 1)
 
 
@@ -52,7 +54,7 @@ def test_unpad_then_repad(side):
     flat = ctx.unpad(x)
     assert flat.shape == (int(mask.sum()), 2)
     assert torch.equal(ctx.repad(flat, 7.0), torch.where(mask.bool()[..., None], x, 7.0))
-    assert ctx.host_lengths() == mask.sum(1).tolist() and ctx.max_seqlen == mask.sum(1).max()
+    assert ctx.sequences.host_lengths() == mask.sum(1).tolist() and ctx.max_seqlen == mask.sum(1).max()
     columns = torch.arange(4).expand(3, 4)[mask.bool()]
     assert torch.equal(ctx.positions, columns)  # as transformers: a token's position is its column
 
@@ -76,26 +78,26 @@ def test_tokens_of_the_model_before_each_sequence(how):
         mask = mask if how == "padded" else None
         ctx = Packed.from_mask((3, 3), mask, torch.device("cpu"), count=True)
         x = torch.tensor([[0, 5, 6], [0, 0, 0], [7, 8, 9]])
-    ctx = ctx.prefixed(2)
+    ctx = ctx.with_prefix(2)
     middle = [0, 0, 0] if how == "full" else []
     first = [0, 5, 6] if how == "full" else [5, 6]
     own = torch.tensor([1, 2])
     assert ctx.unpad(x, prefix=own).tolist() == [1, 2, *first, 1, 2, *middle, 1, 2, 7, 8, 9]
     assert ctx.unpad(x, -1).tolist() == [-1, -1, *first, -1, -1, *middle, -1, -1, 7, 8, 9]
     assert torch.equal(ctx.repad(ctx.unpad(x)), x)
-    assert ctx.host_lengths() == [2 + len(first), 2 + len(middle), 5] and ctx.max_seqlen == 5
+    assert ctx.sequences.host_lengths() == [2 + len(first), 2 + len(middle), 5] and ctx.max_seqlen == 5
     assert ctx.cu_seqlens.tolist() == [0, 2 + len(first), 4 + len(first) + len(middle), ctx.num_tokens]
-    assert ctx.positions.tolist() == [i for n in ctx.host_lengths() for i in range(n)]
+    assert ctx.positions.tolist() == [i for n in ctx.sequences.host_lengths() for i in range(n)]
     vectors = torch.randn(*x.shape, 4)
     prompts = torch.randn(2, 4)
     assert torch.equal(ctx.unpad(vectors, prefix=prompts)[:2], prompts)
-    assert torch.equal(ctx.at(ctx.unpad(vectors, prefix=prompts), ctx.last_tokens())[2], vectors.flatten(0, 1)[-1])
+    assert torch.equal(ctx.select(ctx.unpad(vectors, prefix=prompts), ctx.last_tokens())[2], vectors.flatten(0, 1)[-1])
 
 
 def test_packed_positions_restart():
     ctx = Packed.from_cu_seqlens(torch.tensor([0, 3, 3, 5], dtype=torch.int32), None, 5)
     assert ctx.positions.tolist() == [0, 1, 2, 0, 1] and ctx.max_seqlen == 3 and ctx.num_sequences == 3
-    assert ctx.by_sequence(torch.arange(5.0), -1.0).tolist() == [[0, 1, 2], [-1, -1, -1], [3, 4, -1]]
+    assert ctx.pad_by_sequence(torch.arange(5.0), -1.0).tolist() == [[0, 1, 2], [-1, -1, -1], [3, 4, -1]]
     with pytest.raises(ValueError, match="row 1 of the batch has no token"):
         ctx.first_tokens()
 

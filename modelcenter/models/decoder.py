@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from engine.loss import IGNORE_INDEX
 from modelcenter.layers.cache import KVCache
-from modelcenter.layers.heads import IGNORE_INDEX, CausalLM, ExtractiveQA, SequenceClassifier, TokenClassifier
+from modelcenter.layers.heads import CausalLM, ExtractiveQA, SequenceClassifier, TokenClassifier
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.sequences import Sequences
 from modelcenter.models.base import Batch, Model

@@ -26,7 +26,7 @@ from modelcenter.layers.heads import (
     Seq2SeqLM,
     TokenClassifier,
     check_labels,
-    of_tokens,
+    token_labels,
 )
 from modelcenter.layers.host_copies import host_copy, to_device
 from modelcenter.layers.packing import Packed
@@ -269,7 +269,7 @@ class EncoderDecoder(Model):
                 source = None
                 if self.task == "seq2seq-lm" and batch.get("labels") is not None:
                     c: Any = self.config
-                    source = of_tokens(batch, "decoder_")
+                    source = token_labels(batch, "decoder_")
                     check_labels(source, c.vocab_size)
                 said = (batch.get("decoder_attention_mask"), batch.get("decoder_cu_seqlens"))
                 if source is not None and said == (None, None):

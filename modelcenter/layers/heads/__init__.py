@@ -1,0 +1,23 @@
+"""Task heads over the hidden states of a packed batch.
+
+A head has `forward(x, ctx, batch, counts, ...)` -> dict of outputs, with `loss` when the batch has labels, and
+`counts(batch)` -> {term: supervised items}, from labels alone. Each term of a loss is a sum divided by counts[term].
+"""
+
+from modelcenter.layers.heads.classification import DenseClassifier, MultipleChoice, SequenceClassifier, TokenClassifier
+from modelcenter.layers.heads.labels import check_labels, count_labels, next_labels, token_labels
+from modelcenter.layers.heads.question_answering import ExtractiveQA
+from modelcenter.layers.heads.vocabulary import (
+    CausalLM,
+    DenseCausalLM,
+    DenseSeq2SeqLM,
+    MaskedLM,
+    Seq2SeqLM,
+    VocabularyHead,
+)
+
+__all__ = [
+    "CausalLM", "DenseCausalLM", "DenseClassifier", "DenseSeq2SeqLM", "ExtractiveQA", "MaskedLM", "MultipleChoice",
+    "Seq2SeqLM", "SequenceClassifier", "TokenClassifier", "VocabularyHead", "check_labels", "count_labels",
+    "next_labels", "token_labels",
+]  # fmt: skip

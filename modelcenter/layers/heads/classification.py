@@ -1,0 +1,125 @@
+"""Heads that give each sequence, choice or token one of several labels."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.loss import IGNORE_INDEX, cross_entropy
+from modelcenter.layers.dropout import Dropout
+from modelcenter.layers.heads.labels import Batch, Counts, Smoothing, check_labels, count_labels, token_labels
+from modelcenter.layers.linear import Linear
+from modelcenter.layers.packing import Packed
+
+
+class SequenceClassifier(Smoothing, Linear):
+    """One vector per sequence -> (n, num_labels); regression, one label or several, as transformers' problem_type."""
+
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float, problem_type: str | None, bias: bool = True):
+        super().__init__(hidden_size, num_labels, bias)
+        self.dropout, self.problem_type = Dropout(dropout), problem_type
+
+    def kind(self, labels: Tensor) -> str:
+        if self.problem_type is not None:
+            return self.problem_type
+        if self.out_features == 1:
+            return "regression"
+        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        labels = batch.get("labels")
+        if labels is None:
+            return {"loss": 0}
+        single = self.kind(labels) == "single_label_classification"
+        return {"loss": count_labels(labels) if single else labels.shape[0]}
+
+    def empty_labels(self, device: torch.device) -> Tensor:
+        """Labels of no example, of the kind this head expects."""
+        if self.problem_type == "multi_label_classification":
+            return torch.zeros(0, self.out_features, device=device)
+        regression = self.problem_type == "regression" or (self.problem_type is None and self.out_features == 1)
+        return torch.zeros(0, dtype=torch.float32 if regression else torch.long, device=device)
+
+    def forward(self, pooled: Tensor, batch: Batch, counts: Counts, ctx: Packed | None = None) -> dict[str, Tensor]:
+        logits = super().forward(self.dropout(pooled, ctx, pooled=True))
+        labels = batch.get("labels")
+        if labels is None:
+            return {"logits": logits}
+        kind = self.kind(labels)
+        if kind == "single_label_classification":
+            check_labels(labels, self.out_features, sequences=logits.shape[0])
+            loss = cross_entropy(logits, labels.reshape(-1), counts["loss"], label_smoothing=self.smoothing)
+        else:
+            if labels.numel() != logits.numel():
+                raise ValueError(
+                    f"labels: got shape {tuple(labels.shape)} for {kind}, expected {tuple(logits.shape)} (num_labels "
+                    f"is {self.out_features})"
+                )
+            labels = labels.reshape(logits.shape).to(logits.dtype)
+            loss_fn = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
+            loss = loss_fn(logits, labels, reduction="sum") / (max(counts["loss"], 1) * self.out_features)
+        return {"loss": loss, "logits": logits}
+
+
+class DenseClassifier(SequenceClassifier):
+    """As SequenceClassifier, after a dense layer with tanh."""
+
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float, problem_type: str | None):
+        super().__init__(hidden_size, num_labels, dropout, problem_type)
+        self.dense = Linear(hidden_size, hidden_size)
+        self.dense_dropout = Dropout(dropout)
+
+    def forward(self, pooled: Tensor, batch: Batch, counts: Counts, ctx: Packed | None = None) -> dict[str, Tensor]:
+        pooled = torch.tanh(self.dense(self.dense_dropout(pooled, ctx, pooled=True)))
+        return super().forward(pooled, batch, counts, ctx)
+
+
+class MultipleChoice(Smoothing, Linear):
+    """One vector per choice -> (batch, choices); the choices of an example are consecutive sequences."""
+
+    def __init__(self, hidden_size: int, dropout: float):
+        super().__init__(hidden_size, 1)
+        self.dropout = Dropout(dropout)
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"loss": count_labels(batch.get("labels"))}
+
+    def forward(
+        self, pooled: Tensor, batch: Batch, counts: Counts, choices: Tensor | int, ctx: Packed | None = None
+    ) -> dict[str, Tensor]:
+        """choices: of every example, or (batch,) those of each: logits of choices that an example lacks are the
+        lowest number."""
+        logits = super().forward(self.dropout(pooled, ctx, pooled=True))
+        logits = logits.view(-1, choices) if isinstance(choices, int) else _pad_choices(logits.flatten(), choices)
+        labels = batch.get("labels")
+        if labels is None:
+            return {"logits": logits}
+        check_labels(labels, logits.shape[1], sequences=logits.shape[0])
+        loss = cross_entropy(logits, labels.reshape(-1), counts["loss"], label_smoothing=self.smoothing)
+        return {"loss": loss, "logits": logits}
+
+
+def _pad_choices(scores: Tensor, counts: Tensor) -> Tensor:
+    """(rows, most): the scores of each row, and behind them the lowest number, whose probability is 0."""
+    there = torch.arange(int(counts.max()), device=scores.device) < counts[:, None]
+    return torch.full_like(there, torch.finfo(scores.dtype).min, dtype=scores.dtype).masked_scatter(there, scores)
+
+
+class TokenClassifier(Smoothing, Linear):
+    """Each token -> (batch, seq, num_labels)."""
+
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float, bias: bool = True):
+        super().__init__(hidden_size, num_labels, bias)
+        self.dropout = Dropout(dropout)
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"loss": count_labels(batch.get("labels"))}
+
+    def forward(self, x: Tensor, ctx: Packed, batch: Batch, counts: Counts) -> dict[str, Tensor]:
+        logits = super().forward(self.dropout(x, ctx))
+        out = {"logits": ctx.repad(logits)}
+        if batch.get("labels") is not None:
+            labels = ctx.unpad(token_labels(batch), IGNORE_INDEX)
+            check_labels(labels, self.out_features)
+            loss = cross_entropy(logits, labels, counts["loss"], label_smoothing=self.smoothing)
+            out["loss"] = ctx.sum_over_ranks(loss)
+        return out

@@ -1,0 +1,175 @@
+"""Heads over the vocabulary: masked tokens, the next token, the tokens of a decoder."""
+
+import torch
+from torch import Tensor, nn
+
+from engine.loss import IGNORE_INDEX, linear_cross_entropy, linear_log_probs, vocabulary_logits
+from modelcenter.layers.heads.labels import Batch, Smoothing, check_labels, count_labels, next_labels, token_labels
+from modelcenter.layers.host_copies import host_copy, to_device
+from modelcenter.layers.linear import Linear
+from modelcenter.layers.mlp import ACTIVATIONS
+from modelcenter.layers.norm import LayerNorm
+from modelcenter.layers.packing import Packed
+
+
+class VocabularyHead(Smoothing, nn.Module):
+    """Hidden states -> the vocabulary, for labelled positions only in the loss, chunk by chunk.
+
+    It owns no output matrix while embeddings are tied: it is called with the table.
+    """
+
+    bias: Tensor | None
+    weight: Tensor | None
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"loss": count_labels(self.targets(batch))}
+
+    def transform(self, x: Tensor) -> Tensor:
+        """Hidden states as the output matrix takes them."""
+        return x
+
+    def targets(self, batch: Batch) -> Tensor | None:
+        """Labels shaped as the input, each at the token that is to predict it.
+
+        Raises:
+            ValueError: as `token_labels`.
+        """
+        return None if batch.get("labels") is None else token_labels(batch)
+
+    def labelled(self, ctx: Packed, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(T,) the labels of a batch that has some, at the tokens that predict them, and (m,) numbers of these."""
+        if ctx.labelled is None:
+            ctx.labelled = self._find_labelled(ctx, batch)
+        return ctx.labelled
+
+    def _find_labelled(self, ctx: Packed, batch: Batch) -> tuple[Tensor, Tensor]:
+        labels = ctx.unpad(self.targets(batch), IGNORE_INDEX)  # type: ignore[arg-type]
+        if host_copy(batch["labels"]) is batch["labels"] or not ctx.in_input_order:
+            return labels, (labels != IGNORE_INDEX).nonzero().flatten()
+        # The host remembers the labels, so the device need not be asked which these are.
+        known = self.targets({name: host_copy(value) for name, value in batch.items()})
+        where = (known.flatten() != IGNORE_INDEX).nonzero().flatten()  # type: ignore[union-attr]
+        return labels, ctx.layout.token_numbers(to_device(where, labels.device))
+
+    def reads(self, ctx: Packed, batch: Batch, want_logits: bool | str) -> Tensor | None:
+        """(m,) numbers of the tokens whose hidden states `forward` uses; None: all."""
+        if want_logits is True and not batch.get("logits_to_keep"):
+            return None
+        if batch.get("labels") is not None:
+            return None if want_logits is True else self.labelled(ctx, batch)[1]
+        return ctx.last_tokens() if want_logits is True else None
+
+    def forward(
+        self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool | str
+    ) -> dict[str, Tensor]:
+        """Loss where there are labels, logits where wanted, of last tokens only with `logits_to_keep`.
+
+        want_logits: "labelled": (labels, vocabulary), of the tokens that have one, in their order.
+        """
+        weight, given = table if self.weight is None else self.weight, batch.get("labels") is not None
+        out = {}
+        if want_logits == "labelled" and given and ctx.split is not None:
+            whole = ctx.repad(vocabulary_logits(self.transform(x), weight, self.bias))
+            out["logits"], want_logits = whole[self.targets(batch) != IGNORE_INDEX], False
+        if given:
+            labels, labelled = self.labelled(ctx, batch)
+            check_labels(labels, weight.shape[0])
+            hidden = self.transform(x.index_select(0, labelled))
+            targets = labels.index_select(0, labelled)
+            smoothing = self.smoothing
+            loss = linear_cross_entropy(
+                hidden, weight, self.bias, targets, count, label_smoothing=smoothing, all_labelled=True
+            )
+            out["loss"] = ctx.sum_over_ranks(loss)
+            if want_logits == "labelled":
+                out["logits"], want_logits = vocabulary_logits(hidden, weight, self.bias), False
+        if want_logits and batch.get("logits_to_keep"):
+            last = self.transform(ctx.select(x, ctx.last_tokens()))
+            out["logits"] = vocabulary_logits(last, weight, self.bias)[:, None]
+        elif want_logits:
+            out["logits"] = ctx.repad(vocabulary_logits(self.transform(x), weight, self.bias))
+        return out
+
+
+class MaskedLM(VocabularyHead):
+    """BERT's masked-language-model head: dense, activation, norm, then the vocabulary."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, activation: str, norm_eps: float, tied: bool):
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.dense = Linear(hidden_size, hidden_size)
+        self.norm = LayerNorm(hidden_size, norm_eps)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=0.02))
+
+    def transform(self, x: Tensor) -> Tensor:
+        return self.norm(self.activation(self.dense(x)))
+
+
+class NextTokenHead(VocabularyHead):
+    """The next token: labels are the input's tokens, and token t is to predict label t + 1 of its sequence."""
+
+    def targets(self, batch: Batch) -> Tensor | None:
+        return next_labels(batch)
+
+    def reads(self, ctx: Packed, batch: Batch, want_logits: bool | str) -> Tensor | None:
+        return super().reads(ctx, batch, want_logits and not batch.get("output_log_probs"))
+
+    def forward(
+        self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool | str
+    ) -> dict[str, Tensor]:
+        if batch.get("output_log_probs"):
+            return {"log_probs": self.log_probs(x, ctx, batch, table)}
+        return super().forward(x, ctx, batch, count, table, want_logits)
+
+    def log_probs(self, x: Tensor, ctx: Packed, batch: Batch, table: Tensor) -> Tensor:
+        """(n,) fp32: the log-probability of all labels of each sequence.
+
+        Raises:
+            ValueError: there are no labels.
+        """
+        if batch.get("labels") is None:
+            raise ValueError("output_log_probs: of which tokens? Pass labels, -100 where there is none")
+        labels, labelled = self.labelled(ctx, batch)
+        weight = table if self.weight is None else self.weight
+        check_labels(labels, weight.shape[0])
+        hidden = self.transform(x.index_select(0, labelled))
+        log_probs = linear_log_probs(hidden, weight, self.bias, labels.index_select(0, labelled))
+        return ctx.sum_by_sequence(log_probs, labelled)
+
+
+class CausalLM(NextTokenHead):
+    """The next token, from the hidden states as they are."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, tied: bool, bias: bool = False, scale: float = 1.0):
+        """`scale` multiplies the hidden states before the output matrix."""
+        super().__init__()
+        self.scale = scale
+        self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=0.02))
+
+    def transform(self, x: Tensor) -> Tensor:
+        return x if self.scale == 1.0 else x * self.scale
+
+
+class DenseCausalLM(NextTokenHead, MaskedLM):
+    """The next token, with the layers and tensors of a masked language model: an encoder that is a decoder."""
+
+
+class DecoderLabels(VocabularyHead):
+    """The next token of a decoder, whose labels stand at the token before it already."""
+
+    def targets(self, batch: Batch) -> Tensor | None:
+        if batch.get("labels") is None:
+            return None
+        labels, mask = token_labels(batch, "decoder_"), batch.get("decoder_attention_mask")
+        # Where there is no token, nothing is predicted.
+        return labels if mask is None else labels.masked_fill(mask == 0, IGNORE_INDEX)
+
+
+class Seq2SeqLM(DecoderLabels, CausalLM):
+    """The next token of a decoder, from the hidden states as they are."""
+
+
+class DenseSeq2SeqLM(DecoderLabels, DenseCausalLM):
+    """The next token of a decoder that was an encoder."""

@@ -33,14 +33,18 @@ VOCABULARY_TASKS = (
 )  # their heads may be tied to the embedding
 # The share of the tokens above which picking those that are read of the last unit costs more than it saves.
 _MOST_READ = 0.8
-_NOT_INPUTS = ("self", "__class__")  # among the local names of a forward
+
+
+def given_inputs(**inputs: Any) -> dict[str, Any]:
+    """The arguments of a forward by name, without those that the caller left out: a batch."""
+    return {name: value for name, value in inputs.items() if value is not None}
 
 
 class Model(nn.Module):
     """Base of all architectures: `Bert(config, task="sequence-classification")`, on CPU or under torch.device("meta").
 
     A subclass sets `config_class`, `tasks`, `head_prefixes`; builds its modules; implements begin, end, `units`,
-    `loss_counts`, `init_spec` where it differs, and a forward that names its inputs.
+    `loss_counts`, `init_spec` where it differs, and a forward that names its inputs and gives them to `run_checked`.
     """
 
     config_class: ClassVar[type[ModelConfig]] = ModelConfig
@@ -89,12 +93,11 @@ class Model(nn.Module):
         """What follows the last unit and is part of the hidden states: a final norm."""
         return x
 
-    def answer(self, given: Mapping[str, Any]) -> ModelOutput:
-        """What `forward` gives for its arguments by name, `self`, None and those of Python's own among them.
+    def run_checked(self, batch: dict[str, Any]) -> ModelOutput:
+        """`run`, after checks of the inputs that every forward has.
 
         Raises ValueError as `run`, and for logits_to_keep and output_hidden_states.
         """
-        batch = {name: value for name, value in given.items() if name not in _NOT_INPUTS and value is not None}
         if (kept := batch.get("logits_to_keep", 0)) not in (0, 1):
             raise ValueError(f"logits_to_keep: got {kept}, expected 0 (all tokens) or 1 (the last)")
         if not isinstance(wanted := batch.get("output_hidden_states", False), bool):

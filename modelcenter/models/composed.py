@@ -14,7 +14,7 @@ from modelcenter.layers.cache import KVCache
 from modelcenter.layers.heads import DenseSeq2SeqLM, Seq2SeqLM
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch
+from modelcenter.models.base import Batch, given_inputs
 from modelcenter.models.bert import Bert
 from modelcenter.models.encoder import EncoderConfig
 from modelcenter.models.encoder_decoder import CACHE, EncoderDecoder
@@ -248,4 +248,14 @@ class Composed(EncoderDecoder):
         Raises:
             ValueError: inputs that do not fit together or the model, naming the field.
         """
-        return self.answer(locals())
+        batch = given_inputs(
+            input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids,
+            position_ids=position_ids, decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask, decoder_position_ids=decoder_position_ids,
+            inputs_embeds=inputs_embeds, decoder_inputs_embeds=decoder_inputs_embeds, encoder_outputs=encoder_outputs,
+            labels=labels, past_key_values=past_key_values, use_cache=use_cache, cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen, decoder_cu_seqlens=decoder_cu_seqlens, decoder_max_seqlen=decoder_max_seqlen,
+            loss_counts=loss_counts, num_items_in_batch=num_items_in_batch, output_logits=output_logits,
+            logits_to_keep=logits_to_keep, output_hidden_states=output_hidden_states,
+        )  # fmt: skip
+        return self.run_checked(batch)

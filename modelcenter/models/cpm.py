@@ -20,7 +20,7 @@ from modelcenter.layers.mlp import GatedMLP
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.segments import Segments
-from modelcenter.models.base import Batch
+from modelcenter.models.base import Batch, given_inputs
 from modelcenter.models.decoder import Decoder
 from modelcenter.models.outputs import ModelOutput
 
@@ -176,16 +176,22 @@ class CPM(Decoder):
         Raises:
             ValueError: inputs that do not fit together or the model, naming the field.
         """
-        return self.run_checked({name: value for name, value in locals().items() if name != "self"})
+        batch = given_inputs(
+            input_ids=input_ids, attention_mask=attention_mask, length=length, context=context, span=span,
+            segment=segment, inputs_embeds=inputs_embeds, labels=labels, past_key_values=past_key_values,
+            use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, loss_counts=loss_counts,
+            num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
+            output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
+        )  # fmt: skip
+        return self.run_checked(batch)
 
     def run_checked(self, batch: dict[str, Any]) -> ModelOutput:
-        """`answer`, after what every CPM checks of its inputs; None stands for what was not given."""
-        batch = {name: value for name, value in batch.items() if value is not None}
+        """`run`, after checks of what every CPM is given."""
         if "length" in batch:
             batch["attention_mask"] = self._mask_of(batch.pop("length"), batch)
         if "segment" in batch:
             self.check_segments(batch)
-        return self.answer(batch)
+        return super().run_checked(batch)
 
     def check_segments(self, batch: Batch) -> None:
         segment, c = batch["segment"], self.config

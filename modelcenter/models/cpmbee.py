@@ -19,7 +19,7 @@ from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary, rotate
 from modelcenter.layers.segments import RelatedSegments, RelationBias
-from modelcenter.models.base import Batch
+from modelcenter.models.base import Batch, given_inputs
 from modelcenter.models.cpm import CPM, CPMConfig
 from modelcenter.models.outputs import ModelOutput
 
@@ -191,7 +191,16 @@ class CPMBee(CPM):
             ValueError: inputs that do not fit together or the model, naming the field; ext_table_ids under tensor
                 parallelism.
         """
-        batch = {name: value for name, value in locals().items() if name != "self" and value is not None}
+        batch = given_inputs(
+            input_ids=input_ids, attention_mask=attention_mask, input_id_sub=input_id_sub, length=length,
+            context=context, span=span, sample_ids=sample_ids, segment=segment, num_segments=num_segments,
+            segment_rel=segment_rel, segment_rel_offset=segment_rel_offset, ext_table_ids=ext_table_ids,
+            ext_table_sub=ext_table_sub, inputs_embeds=inputs_embeds, labels=labels, past_key_values=past_key_values,
+            use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, loss_counts=loss_counts,
+            num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
+            output_hidden_states=output_hidden_states,
+        )  # fmt: skip
+
         if ("ext_table_ids" in batch) != ("ext_table_sub" in batch) or (
             ext_table_ids is not None and ext_table_sub is not None and ext_table_ids.shape != ext_table_sub.shape
         ):

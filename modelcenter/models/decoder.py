@@ -12,7 +12,7 @@ from modelcenter.layers.cache import KVCache
 from modelcenter.layers.heads import CausalLM, ExtractiveQA, SequenceClassifier, TokenClassifier
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.sequences import Sequences
-from modelcenter.models.base import Batch, Model
+from modelcenter.models.base import Batch, Model, given_inputs
 from modelcenter.models.outputs import ModelOutput
 
 
@@ -152,7 +152,15 @@ class Decoder(Model):
         Raises:
             ValueError: inputs that do not fit together or the model, naming the field.
         """
-        return self.answer(locals())
+        batch = given_inputs(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
+            labels=labels, start_positions=start_positions, end_positions=end_positions,
+            past_key_values=past_key_values, use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+            loss_counts=loss_counts, num_items_in_batch=num_items_in_batch, output_logits=output_logits,
+            logits_to_keep=logits_to_keep, output_log_probs=output_log_probs,
+            output_hidden_states=output_hidden_states,
+        )  # fmt: skip
+        return self.run_checked(batch)
 
 
 def until_last(ctx: Packed, used: Tensor) -> Packed:

@@ -25,7 +25,7 @@ from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch, Model
+from modelcenter.models.base import Batch, Model, given_inputs
 from modelcenter.models.cross_attention import CrossAttentionMixin
 from modelcenter.models.multiple_choice import TOKEN_INPUTS, count_choices, flatten_choices
 from modelcenter.models.outputs import ModelOutput
@@ -269,7 +269,17 @@ class Encoder(CrossAttentionMixin):
         Raises:
             ValueError: inputs that do not fit together or the model, naming the field.
         """
-        batch = {name: value for name, value in locals().items() if name != "self" and value is not None}
+        batch = given_inputs(
+            input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids,
+            position_ids=position_ids, inputs_embeds=inputs_embeds, encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask, labels=labels, next_sentence_label=next_sentence_label,
+            start_positions=start_positions, end_positions=end_positions, past_key_values=past_key_values,
+            use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, encoder_cu_seqlens=encoder_cu_seqlens,
+            encoder_max_seqlen=encoder_max_seqlen, num_choices=num_choices, loss_counts=loss_counts,
+            num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
+            output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
+        )  # fmt: skip
+
         if next_sentence_label is not None and "pretraining" not in self.tasks:
             raise ValueError(f"next_sentence_label: {type(self).__name__} has no next-sentence head; leave it out")
         if self.task == "causal-lm":  # a checkpoint that lacks it can be loaded, and converted
@@ -282,4 +292,4 @@ class Encoder(CrossAttentionMixin):
         if self.task == "multiple-choice" and cu_seqlens is None:
             batch["num_choices"] = count_choices(batch)
             batch |= flatten_choices(batch, TOKEN_INPUTS)
-        return self.answer(batch)
+        return self.run_checked(batch)

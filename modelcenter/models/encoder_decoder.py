@@ -30,7 +30,7 @@ from modelcenter.layers.heads import (
 )
 from modelcenter.layers.host_copies import host_copy, to_device
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch, Model
+from modelcenter.models.base import Batch, Model, given_inputs
 from modelcenter.models.outputs import ModelOutput
 
 CACHE = ("past_key_values", "use_cache")
@@ -415,4 +415,13 @@ class EncoderDecoder(Model):
         Raises:
             ValueError: inputs that do not fit together or the model, naming the field.
         """
-        return self.answer(locals())
+        batch = given_inputs(
+            input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask, inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds, encoder_outputs=encoder_outputs, labels=labels,
+            start_positions=start_positions, end_positions=end_positions, past_key_values=past_key_values,
+            use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, decoder_cu_seqlens=decoder_cu_seqlens,
+            decoder_max_seqlen=decoder_max_seqlen, loss_counts=loss_counts, num_items_in_batch=num_items_in_batch,
+            output_logits=output_logits, logits_to_keep=logits_to_keep, output_hidden_states=output_hidden_states,
+        )  # fmt: skip
+        return self.run_checked(batch)

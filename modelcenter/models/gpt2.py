@@ -16,7 +16,7 @@ from modelcenter.layers.heads import CausalLM
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch, Model
+from modelcenter.models.base import Batch, Model, given_inputs
 from modelcenter.models.cross_attention import INPUTS, CrossAttentionMixin
 from modelcenter.models.decoder import Decoder, scaled_residuals
 from modelcenter.models.double_heads import DoubleHeads, flattened
@@ -196,16 +196,26 @@ class GPT2(CrossAttentionMixin, Decoder):
         Raises:
             ValueError: inputs that do not fit together or the model, naming the field.
         """
-        given = locals()
+        batch = given_inputs(
+            input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids,
+            position_ids=position_ids, inputs_embeds=inputs_embeds, encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask, labels=labels, mc_token_ids=mc_token_ids,
+            mc_labels=mc_labels, start_positions=start_positions, end_positions=end_positions,
+            past_key_values=past_key_values, use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+            encoder_cu_seqlens=encoder_cu_seqlens, encoder_max_seqlen=encoder_max_seqlen, loss_counts=loss_counts,
+            num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
+            output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
+        )  # fmt: skip
+
         if self.task != "double-heads":
             if mc_token_ids is not None or mc_labels is not None:
                 raise ValueError(f"mc_token_ids, mc_labels: of task double-heads; this model has {self.task!r}")
-            return self.answer(given)
-        if any(given[name] is not None for name in INPUTS):
+            return self.run_checked(batch)
+        if any(name in batch for name in INPUTS):
             raise ValueError(f"{INPUTS[0]}: not with double heads; load the model with task causal-lm")
         if use_cache or past_key_values is not None or logits_to_keep or output_log_probs:
             raise ValueError("use_cache, logits_to_keep, output_log_probs: load the model with task causal-lm")
-        return self.answer(flattened({name: value for name, value in given.items() if value is not None}))
+        return self.run_checked(flattened(batch))
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
         return scaled_residuals(super().init_spec(), self.config.num_layers)

@@ -16,31 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from modelcenter.config import ModelConfig
-from modelcenter.layers.cache import past_of
-from modelcenter.layers.dropout import name_sites
-from modelcenter.layers.layout import flat_positions
 from modelcenter.layers.packing import Packed
 from modelcenter.models import vocabulary
+from modelcenter.models.inputs import Batch, ModelInputs
 from modelcenter.models.outputs import ModelOutput
 
-Batch = Mapping[str, Any]
-VOCABULARY_TASKS = (
-    "masked-lm",
-    "causal-lm",
-    "seq2seq-lm",
-    "pretraining",
-    "double-heads",
-)  # their heads may be tied to the embedding
+# Their heads may be tied to the embedding.
+VOCABULARY_TASKS = ("masked-lm", "causal-lm", "seq2seq-lm", "pretraining", "double-heads")
 # The share of the tokens above which picking those that are read of the last unit costs more than it saves.
 _MOST_READ = 0.8
 
 
-def given_inputs(**inputs: Any) -> dict[str, Any]:
-    """The arguments of a forward by name, without those that the caller left out: a batch."""
-    return {name: value for name, value in inputs.items() if value is not None}
-
-
-class Model(nn.Module):
+class Model(ModelInputs):
     """Base of all architectures: `Bert(config, task="sequence-classification")`, on CPU or under torch.device("meta").
 
     A subclass sets `config_class`, `tasks`, `head_prefixes`; builds its modules; implements begin, end, `units`,
@@ -54,17 +41,12 @@ class Model(nn.Module):
     is_encoder_decoder: ClassVar[bool] = False
     # HF Trainer: our loss takes num_items_in_batch, do not rescale it.
     accepts_loss_kwargs: ClassVar[bool] = True
-    # Positions of a padded batch number the tokens of a row, not its columns.
-    counts_positions: ClassVar[bool] = False
     # A sequence has at most config.max_tokens tokens, as positions come from a table (`check_positions`).
     bounded: ClassVar[bool] = False
     # Hidden states of the published weights, which were trained in bfloat16, do not fit into float16.
     exceeds_fp16: ClassVar[bool] = False
-    # Tokens that the model puts before each sequence.
-    prefix_tokens: int = 0
     # What modelcenter.adapters put in (adapters.state.AdapterState).
     adapter: Any = None
-    _sites_named = False
 
     def __init__(self, config: ModelConfig, task: str = "base"):
         super().__init__()
@@ -73,7 +55,7 @@ class Model(nn.Module):
         if task not in self.tasks:
             raise ValueError(f"task: got {task!r}, {type(self).__name__} has {', '.join(self.tasks)}")
         self.config, self.task = config, task
-        self.tuned_prompt: nn.Module | None = None  # of prompt tuning, before each sequence
+        self.tuned_prompt = None
         # The checkpoint's generation_config.json: its end and padding tokens are what `generate` takes.
         self.generation_config: dict[str, Any] = {}
 
@@ -105,46 +87,51 @@ class Model(nn.Module):
         return self.run(batch)
 
     def run(self, batch: Batch) -> ModelOutput:
-        """What every `forward` does with its named inputs."""
-        stage, wanted = self.pipeline, bool(batch.get("output_hidden_states"))
+        """The protocol, and under pipeline parallelism this rank's part of it."""
+        stage, all_states = self.pipeline, bool(batch.get("output_hidden_states"))
         part = range(len(self.units)) if stage is None else stage.part
         if stage is None or stage.first:
             x, ctx = self.begin(batch)
             states = [x]
         else:
             ctx = stage.context(self, batch)
-            states = stage.receive(self._travelling(ctx, part.start, wanted))
-        read = None if wanted or (stage is not None and not stage.last) else self._read(ctx, batch)
-        states = self.through([self.units[i] for i in part], states, ctx, wanted, read)
+            states = stage.receive(self._stage_shapes(ctx, part.start, all_states))
+        last = stage is None or stage.last
+        outputs = self._output_tokens(ctx, batch) if last and not all_states else None
+        states = self.run_units([self.units[i] for i in part], states, ctx, all_states, outputs)
         if ctx.cache is not None and (stage is None or stage.leaves):
             ctx.cache.end()
-        if stage is not None and not stage.last:
-            return stage.hand_over(states, self._travelling(ctx, part.stop, wanted))
+        if not last:
+            return stage.hand_over(states, self._stage_shapes(ctx, part.stop, all_states))
         x = states[-1] = self.finish(states[-1])
         out = self.end(x, ctx, batch)
         if ctx.cache is not None:
             out["past_key_values"] = ctx.cache
-        if wanted:
+        if all_states:
             out["hidden_states"] = tuple(ctx.repad(state) for state in states)
             out["last_hidden_state"] = ctx.repad(x)  # behind what transformers' outputs hold, whose places count
         return out
 
-    def through(
+    def run_units(
         self,
         units: Sequence[nn.Module],
         states: list[Tensor],
         ctx: Packed,
-        wanted: bool,
-        read: Tensor | None = None,
+        all_states: bool,
+        outputs: Tensor | None = None,
     ) -> list[Tensor]:
-        """Hidden states (T, hidden_size) after the units, which go on from the last of `states`: all of them and what
-        each unit gives if they are `wanted`, else one, of which only the tokens `read` need be right; None: all."""
+        """Hidden states (T, hidden_size) after the units, the first of which reads the last of `states`.
+
+        Args:
+            all_states: return `states` and what each unit gives; False: only the last.
+            outputs: numbers of the tokens whose last states need be right; None: all.
+        """
         split, x = self.token_split, states[-1]
-        states = [*states] if wanted else []
+        states = [*states] if all_states else []
         x = x if split is None else split.to_units(x)
         for i, unit in enumerate(units):
-            x = unit(x, ctx if read is None or i < len(units) - 1 else ctx.with_outputs(read))
-            if wanted:
+            x = unit(x, ctx if outputs is None or i < len(units) - 1 else ctx.with_outputs(outputs))
+            if all_states:
                 states.append(x if split is None else split.from_units(x, last=False))
         x = x if split is None else split.from_units(x)
         return [*states[:-1], x]
@@ -152,131 +139,26 @@ class Model(nn.Module):
     def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
         """(m,) numbers of the tokens, in rising order, whose final hidden states `end` uses; None: all.
 
-        The last unit works out no others. A subclass whose `end` differs says here what it reads.
+        The last unit computes no others. A subclass whose `end` differs says here what it reads.
         """
         return None
 
-    def _read(self, ctx: Packed, batch: Batch) -> Tensor | None:
-        """What `reads` says, where the last unit gains by it."""
+    def _output_tokens(self, ctx: Packed, batch: Batch) -> Tensor | None:
+        """What `reads` gives, where the last unit gains by it."""
         if ctx.max_seqlen <= 1 or self.token_split is not None:
             return None
         read = self.reads(ctx, batch)
         return None if read is None or read.numel() > _MOST_READ * ctx.num_tokens else read
 
-    def _travelling(self, ctx: Packed, units: int, wanted: bool) -> list[tuple[int, int]]:
+    def _stage_shapes(self, ctx: Packed, units: int, all_states: bool) -> list[tuple[int, int]]:
         """Shapes of the hidden states that go from a stage to the next, after so many units."""
-        return [(ctx.num_tokens, self.config.hidden_size)] * (units + 1 if wanted else 1)
-
-    # -- what `begin` is made of --------------------------------------------------------------------------------------
-
-    def pack(self, batch: Batch, prefix: str = "") -> Packed:
-        """The shape of the tokens in `{prefix}input_ids` or `{prefix}inputs_embeds`, padded or packed.
-
-        In generation it continues what `past_key_values` holds: then every row has the same number of new tokens.
-
-        Raises:
-            ValueError: inputs that do not fit together, naming the field.
-        """
-        ids, embeds = batch.get(f"{prefix}input_ids"), batch.get(f"{prefix}inputs_embeds")
-        if (ids is None) == (embeds is None):
-            raise ValueError(f"{prefix}input_ids, {prefix}inputs_embeds: pass exactly one of them")
-        source = embeds if ids is None else ids
-        if source.dim() != (2 if ids is not None else 3):
-            name, width = (f"{prefix}inputs_embeds", ", width") if ids is None else (f"{prefix}input_ids", "")
-            wanted = f"(batch, seq{width}) or packed (1, T{width})"
-            raise ValueError(f"{name}: got shape {tuple(source.shape)}, expected {wanted}")
-        shape, position_ids = (source.shape[0], source.shape[1]), batch.get("position_ids")
-        cache = past_of(batch)
-        if cache is not None and self.token_split is not None:
-            raise ValueError("use_cache: not with context or sequence parallelism; load the model with cp_size=1")
-        if cache is not None and cache.lengths:
-            ctx = cache.next(*shape, source.device, batch.get(f"{prefix}attention_mask"))
-            if position_ids is not None:
-                ctx.positions = flat_positions(position_ids, shape)
-        elif (ends := batch.get(f"{prefix}cu_seqlens")) is not None:
-            if shape[0] != 1:
-                raise ValueError(f"{prefix}cu_seqlens: packed input must be of shape (1, T), got {tuple(source.shape)}")
-            ctx = Packed.from_cu_seqlens(ends, batch.get(f"{prefix}max_seqlen"), shape[1], position_ids)
-        else:
-            # What a cache holds is continued at the number of its tokens.
-            count = self.counts_positions or cache is not None
-            ctx = Packed.from_mask(shape, batch.get(f"{prefix}attention_mask"), source.device, position_ids, count)
-        if self.prefix_tokens and not prefix and (cache is None or not cache.lengths):
-            ctx = ctx.with_prefix(self.prefix_tokens, getattr(self.config, "first_position", 0))
-        if cache is None and not self.prefix_tokens:
-            ctx = self.without_unneeded(ctx, batch)
-        if self.training:
-            if not self._sites_named:
-                name_sites(self)
-                self._sites_named = True
-            ctx = ctx.with_draws()
-        ctx = self.divide(ctx)
-        if cache is not None:
-            cache.begin(ctx)
-        return ctx
-
-    def without_unneeded(self, ctx: Packed, batch: Batch) -> Packed:
-        """The same without tokens that no output of the batch depends on; `pack` asks, where there is no cache."""
-        return ctx
-
-    def embedded(self, batch: Batch, ctx: Packed, table: nn.Module, prefix: str = "") -> Tensor:
-        """(T, hidden_size): the caller's embeddings, or those of its tokens.
-
-        Raises:
-            ValueError: embeddings of another width than the table's; a token that the table has not (on a GPU the
-                kernel says it).
-        """
-        ids = batch.get(f"{prefix}input_ids")
-        if ids is None:
-            x = ctx.unpad(batch[f"{prefix}inputs_embeds"])
-            if x.shape[-1] != table.embedding_dim:
-                raise ValueError(f"{prefix}inputs_embeds: got width {x.shape[-1]}, expected {table.embedding_dim}")
-        else:
-            x = self.look_up(table, ctx.unpad(ids), ids, f"{prefix}input_ids")
-        return x if self.tuned_prompt is None or ctx.layout.prefix_tokens is None else self.tuned_prompt(x, ctx)
-
-    def look_up(
-        self, table: nn.Module, rows: Tensor, given: Tensor, name: str = "input_ids", size: str = "vocab_size"
-    ) -> Tensor:
-        """Rows of a table, of the numbers that the caller gave as `name`; size: the config's field of its length.
-
-        Raises:
-            ValueError: as `embedded`, or `given` are no whole numbers.
-        """
-        if given.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"{name}: got {given.dtype}, expected torch.int64 or torch.int32; convert by .long()")
-        try:
-            return table(rows)
-        except IndexError as error:
-            raise self.outside(given, name, size) from error
-
-    def outside(self, given: Tensor, name: str, size: str) -> ValueError:
-        """The error that says so of numbers of which some are not in the table; arguments as of `look_up`."""
-        hint = "; the tokenizer may be another model's" if size == "vocab_size" else ""
-        return ValueError(
-            f"{name}: got numbers from {int(given.min())} to {int(given.max())}, expected 0 to "
-            f"{getattr(self.config, size) - 1} ({size}){hint}"
-        )
-
-    def check_positions(self, batch: Batch, ctx: Packed, most: int) -> None:
-        """Raise ValueError for a sequence longer than the table of `most` positions."""
-        past = 0 if ctx.cache is None else len(ctx.cache)
-        columns = not (ctx.layout.packed or past or self.counts_positions)
-        longest = past + (ctx.shape[1] + ctx.layout.prefix_length if columns else ctx.max_seqlen)
-        if batch.get("position_ids") is None and longest > most:
-            raise ValueError(
-                f"input_ids: a sequence has {longest} tokens, the position table of this model has {most} "
-                "(max_positions); truncate to that"
-            )
+        return [(ctx.num_tokens, self.config.hidden_size)] * (units + 1 if all_states else 1)
 
     def wants_logits(self, batch: Batch) -> bool | str:
         """Whether a vocabulary-sized head is to return logits: not in training with labels, unless asked; "labelled":
         those of the tokens that have a label."""
         wanted = batch.get("output_logits")
         return not (self.training and batch.get("labels") is not None) if wanted is None else wanted
-
-    # Set by engine.shard where several ranks share the tokens of a batch (engine.parallel.context).
-    token_split: Any = None
 
     # Set by engine.shard where this rank is a stage of a pipeline (engine.parallel.pipeline).
     pipeline: Any = None
@@ -304,13 +186,6 @@ class Model(nn.Module):
     def ties_head(self) -> bool:
         """Whether the head reads the table of embeddings."""
         return getattr(self.config, "tie_embeddings", False) and self.task in VOCABULARY_TASKS
-
-    def divide(self, ctx: Packed) -> Packed:
-        """What `begin` does with the Packed it made, before it looks at the tokens."""
-        if self.token_split is None:
-            return ctx
-        self.token_split.enter(self.training)
-        return ctx.split_over(self.token_split)
 
     def tp_plan(self) -> dict[str, str]:
         """{name of modules or parameters: how tensor parallelism splits them} (engine.parallel.tensor.STYLES)."""

@@ -12,8 +12,8 @@ from modelcenter.layers.heads import MaskedLM, SequenceClassifier, check_labels,
 from modelcenter.layers.host_copies import host_copy, to_device
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch
 from modelcenter.models.encoder import Encoder, EncoderConfig
+from modelcenter.models.inputs import Batch
 
 
 @dataclass(kw_only=True)

@@ -14,11 +14,11 @@ from modelcenter.layers.cache import KVCache
 from modelcenter.layers.heads import DenseSeq2SeqLM, Seq2SeqLM
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch, given_inputs
 from modelcenter.models.bert import Bert
 from modelcenter.models.encoder import EncoderConfig
 from modelcenter.models.encoder_decoder import CACHE, EncoderDecoder
 from modelcenter.models.gpt2 import GPT2, GPT2Config
+from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.models.roberta import Roberta, XLMRoberta
 

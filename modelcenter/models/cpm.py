@@ -20,8 +20,8 @@ from modelcenter.layers.mlp import GatedMLP
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.segments import Segments
-from modelcenter.models.base import Batch, given_inputs
 from modelcenter.models.decoder import Decoder
+from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
 
 

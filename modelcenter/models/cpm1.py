@@ -14,8 +14,8 @@ from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.relative import RelativeBias
 from modelcenter.layers.segments import Segments
-from modelcenter.models.base import Batch
 from modelcenter.models.cpm import CPM, CPMConfig
+from modelcenter.models.inputs import Batch
 
 
 @dataclass(kw_only=True)

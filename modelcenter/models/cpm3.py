@@ -12,8 +12,8 @@ from engine.ops import Embedding
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.segments import SegmentBias, Segments
-from modelcenter.models.base import Batch
 from modelcenter.models.cpm import CPM, CPMConfig
+from modelcenter.models.inputs import Batch
 
 
 @dataclass(kw_only=True)

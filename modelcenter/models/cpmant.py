@@ -12,8 +12,8 @@ from modelcenter.layers.host_copies import host_copy
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.segments import SegmentBias, Segments
-from modelcenter.models.base import Batch
 from modelcenter.models.cpm import CPM, CPMConfig
+from modelcenter.models.inputs import Batch
 
 PROMPT = 2  # which of the learnt prompts stands before every text
 OF_PROMPT, OF_TEXT = 0, 2  # their segments

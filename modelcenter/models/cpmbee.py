@@ -19,8 +19,8 @@ from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary, rotate
 from modelcenter.layers.segments import RelatedSegments, RelationBias
-from modelcenter.models.base import Batch, given_inputs
 from modelcenter.models.cpm import CPM, CPMConfig
+from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
 
 SHRINK = 1.05  # what each sum of residual and branch is divided by

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch, Model
+from modelcenter.models.base import Model
+from modelcenter.models.inputs import Batch
 
 STATES = "encoder_hidden_states"
 INPUTS = (STATES, "encoder_attention_mask", "encoder_cu_seqlens", "encoder_max_seqlen")

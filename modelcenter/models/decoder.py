@@ -12,7 +12,8 @@ from modelcenter.layers.cache import KVCache
 from modelcenter.layers.heads import CausalLM, ExtractiveQA, SequenceClassifier, TokenClassifier
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.sequences import Sequences
-from modelcenter.models.base import Batch, Model, given_inputs
+from modelcenter.models.base import Model
+from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from modelcenter.layers.heads import CausalLM, MultipleChoice
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch
+from modelcenter.models.inputs import Batch
 from modelcenter.models.multiple_choice import TOKEN_INPUTS, count_choices, flatten_choices
 
 _TOKENS = (*TOKEN_INPUTS, "labels")

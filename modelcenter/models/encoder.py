@@ -25,8 +25,9 @@ from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch, Model, given_inputs
+from modelcenter.models.base import Model
 from modelcenter.models.cross_attention import CrossAttentionMixin
+from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.multiple_choice import TOKEN_INPUTS, count_choices, flatten_choices
 from modelcenter.models.outputs import ModelOutput
 

@@ -15,22 +15,19 @@ may be half of the model, and a stage in the middle would need a copy of it.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from engine.loss import IGNORE_INDEX
 from modelcenter.layers.cache import KVCache, past_of
 from modelcenter.layers.heads import (
     DenseClassifier,
     ExtractiveQA,
     Seq2SeqLM,
     TokenClassifier,
-    check_labels,
-    token_labels,
 )
 from modelcenter.layers.host_copies import host_copy, to_device
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch, Model, given_inputs
+from modelcenter.models.decoder_inputs import DecoderInputs
+from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
 
 CACHE = ("past_key_values", "use_cache")
@@ -49,7 +46,7 @@ def _first(given: Any) -> Tensor:
     return given if isinstance(given, Tensor) else given[0]
 
 
-class EncoderDecoder(Model):
+class EncoderDecoder(DecoderInputs):
     """Base of models with an encoder and a decoder. A subclass builds `embed`, `encoder`, `decoder` and `head`, and
     says what precedes (`before_units`) and follows (`after_units`) the units of a side.
 
@@ -137,57 +134,74 @@ class EncoderDecoder(Model):
         return self.pack(batch)
 
     def run(self, batch: Batch) -> ModelOutput:
-        stage, wanted, cache = self.pipeline, bool(batch.get("output_hidden_states")), past_of(batch)
+        stage, cache = self.pipeline, past_of(batch)
         if cache is not None:
             batch = {**batch, "past_key_values": cache}
         memory, ctx, encoded, decoded = self._begin_sides(batch, cache)
+        all_states = bool(batch.get("output_hidden_states"))
         runs_encoder = memory is not None and batch.get("encoder_outputs") is None
-        kept = wanted and runs_encoder  # states of the encoder's units
+        all_encoded = all_states and runs_encoder
         depth = len(self.encoder.layers)
         total = depth + (0 if self.decoder is None else len(self.decoder.layers))
         part = range(total) if stage is None else stage.part
         if stage is not None and not stage.first:
-            shapes = self._both(memory, ctx, part.start, kept, wanted)
-            given = stage.receive(shapes)
-            own = len(given) - (0 if ctx is None else self._decoder_states(part.start, wanted))
-            encoded, decoded = given[:own], given[own:]
+            received = stage.receive(self._shapes_of_sides(memory, ctx, part.start, all_encoded, all_states))
+            split_at = len(received) - (0 if ctx is None else self._num_decoder_states(part.start, all_states))
+            encoded, decoded = received[:split_at], received[split_at:]
         if runs_encoder and memory is not None and part.start < depth:
             self.set_attention_bias(memory, self.encoder)
-            encoded = self.through([*self.encoder.layers][part.start : part.stop], encoded, memory, kept)
+            encoded = self.run_units([*self.encoder.layers][part.start : part.stop], encoded, memory, all_encoded)
             if part.stop >= depth:
                 encoded[-1] = self.after_units(encoded[-1], memory, self.encoder)
         if self.decoder is not None and ctx is not None and part.stop > depth:
             self.set_attention_bias(ctx, self.decoder)
             if memory is not None:
-                split = self.token_split
-                seen = self.bridge_states(encoded[-1])
+                seen, split = self.bridge_states(encoded[-1]), self.token_split
                 ctx.memory = (seen if split is None else split.to_units(seen), memory.sequences)
             units = [*self.decoder.layers][max(0, part.start - depth) : part.stop - depth]
-            decoded = self.through(units, decoded, ctx, wanted)
+            decoded = self.run_units(units, decoded, ctx, all_states)
         if cache is not None and (stage is None or stage.leaves):
             cache.end()
         if stage is not None and not stage.last:
-            return stage.hand_over([*encoded, *decoded], self._both(memory, ctx, part.stop, kept, wanted))
+            shapes = self._shapes_of_sides(memory, ctx, part.stop, all_encoded, all_states)
+            return stage.hand_over([*encoded, *decoded], shapes)
         if self.decoder is None or ctx is None:
             assert memory is not None
-            out = self.end(encoded[-1], memory, batch)
-            if kept:
-                self._with_states(out, "", encoded, memory)
-                out["last_hidden_state"] = memory.repad(encoded[-1])
-            return out
+            return self._encoder_output(batch, encoded, memory, all_encoded)
         decoded[-1] = self.after_units(decoded[-1], ctx, self.decoder)
         out = self.end(decoded[-1], ctx, batch)
         if cache is not None:
             out["past_key_values"] = cache
-        if wanted:
-            self._with_states(out, "decoder_", decoded, ctx)
-        if memory is not None and (wanted or not self.training):
-            out["encoder_last_hidden_state"] = memory.repad(encoded[-1])
-        if memory is not None and kept:
-            self._with_states(out, "encoder_", encoded, memory)
-        if wanted:
-            out["last_hidden_state"] = ctx.repad(decoded[-1])  # as in Model.run
+        self._add_states(out, encoded, decoded, memory, ctx, all_encoded, all_states)
         return out
+
+    def _encoder_output(self, batch: Batch, encoded: list[Tensor], memory: Packed, all_states: bool) -> ModelOutput:
+        """The output of a task without a decoder."""
+        out = self.end(encoded[-1], memory, batch)
+        if all_states:
+            out["hidden_states"] = tuple(memory.repad(state) for state in encoded)
+            out["last_hidden_state"] = memory.repad(encoded[-1])
+        return out
+
+    def _add_states(
+        self,
+        out: ModelOutput,
+        encoded: list[Tensor],
+        decoded: list[Tensor],
+        memory: Packed | None,
+        ctx: Packed,
+        all_encoded: bool,
+        all_states: bool,
+    ) -> None:
+        """Add the hidden states of both sides that are asked for to the outputs, in transformers' names and order."""
+        if all_states:
+            out["decoder_hidden_states"] = tuple(ctx.repad(state) for state in decoded)
+        if memory is not None and (all_states or not self.training):
+            out["encoder_last_hidden_state"] = memory.repad(encoded[-1])
+        if memory is not None and all_encoded:
+            out["encoder_hidden_states"] = tuple(memory.repad(state) for state in encoded)
+        if all_states:
+            out["last_hidden_state"] = ctx.repad(decoded[-1])  # last, as in Model.run
 
     def _begin_sides(
         self, batch: Batch, cache: KVCache | None
@@ -217,24 +231,19 @@ class EncoderDecoder(Model):
             )
         return memory, ctx, encoded, decoded
 
-    @staticmethod
-    def _with_states(out: ModelOutput, prefix: str, states: list[Tensor], ctx: Packed) -> None:
-        """Add the hidden states of a side's units to the outputs, in transformers' names."""
-        out[f"{prefix}hidden_states"] = tuple(ctx.repad(state) for state in states)
-
-    def _decoder_states(self, units: int, wanted: bool) -> int:
+    def _num_decoder_states(self, units: int, all_states: bool) -> int:
         """How many of the decoder's hidden states there are after so many units of both sides."""
-        return max(0, units - len(self.encoder.layers)) + 1 if wanted else 1
+        return max(0, units - len(self.encoder.layers)) + 1 if all_states else 1
 
-    def _both(
-        self, memory: Packed | None, ctx: Packed | None, units: int, kept: bool, wanted: bool
+    def _shapes_of_sides(
+        self, memory: Packed | None, ctx: Packed | None, units: int, all_encoded: bool, all_states: bool
     ) -> list[tuple[int, int]]:
         """Shapes of the hidden states that go from a stage to the next, after so many units of both sides."""
         shapes: list[tuple[int, int]] = []
         if memory is not None:
-            shapes += self._travelling(memory, min(units, len(self.encoder.layers)), kept)
+            shapes += self._stage_shapes(memory, min(units, len(self.encoder.layers)), all_encoded)
         if ctx is not None:
-            shapes += self._travelling(ctx, self._decoder_states(units, wanted) - 1, wanted)
+            shapes += self._stage_shapes(ctx, self._num_decoder_states(units, all_states) - 1, all_states)
         return shapes
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
@@ -249,63 +258,6 @@ class EncoderDecoder(Model):
             case _:
                 out = head(x, ctx, batch, counts)
         return self.ordered(out)
-
-    # -- the decoder's inputs -----------------------------------------------------------------------------------------
-
-    def decoder_inputs(self, batch: Batch) -> dict[str, Any]:
-        """The batch with decoder inputs: the caller's, else the labels (the input, for heads that read the input
-        again) moved one place to the right inside each sequence.
-
-        Where labels are padded at the end of a row, the decoder has no tokens there.
-        """
-        batch = dict(batch)
-        if batch.get("decoder_input_ids") is None and batch.get("decoder_inputs_embeds") is None:
-            if self.task in ("sequence-classification", "question-answering"):
-                source = batch.get("input_ids")
-                for name in ("attention_mask", "cu_seqlens", "max_seqlen"):
-                    if batch.get(name) is not None:
-                        batch[f"decoder_{name}"] = batch[name]
-            else:
-                source = None
-                if self.task == "seq2seq-lm" and batch.get("labels") is not None:
-                    c: Any = self.config
-                    source = token_labels(batch, "decoder_")
-                    check_labels(source, c.vocab_size)
-                said = (batch.get("decoder_attention_mask"), batch.get("decoder_cu_seqlens"))
-                if source is not None and said == (None, None):
-                    labelled = (source != IGNORE_INDEX).flip(1).cumsum(1).flip(1) > 0
-                    batch["decoder_attention_mask"] = labelled
-            if source is None:
-                needed = "labels" if self.task == "seq2seq-lm" else "input_ids"
-                also = f" or {needed}, of which the decoder's inputs are made" if self.task != "base" else ""
-                raise ValueError(f"decoder_input_ids: pass them{also}")
-            ends, mask = batch.get("decoder_cu_seqlens"), batch.get("decoder_attention_mask")
-            batch["decoder_input_ids"] = self.shift_right(source, mask, ends)
-        return batch
-
-    def shift_right(self, ids: Tensor, mask: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
-        """ids (batch, seq), or packed (1, T) with `ends`, moved one place to the right inside each sequence: a start
-        token first, padding for -100. `mask` (batch, seq) is 0 where there is no token."""
-        c: Any = self.config
-        moved = ids.roll(1, 1)
-        moved = moved.masked_fill(moved == IGNORE_INDEX, c.pad_token_id)
-        if not ids.numel():
-            return moved
-        if ends is not None:
-            # A sequence of no token begins where another does, or behind all of them.
-            first = torch.zeros(ids.shape[1] + 1, dtype=torch.bool, device=ids.device)
-            first[ends[:-1].long()] = True
-            moved = moved.masked_fill(first[:-1], c.decoder_start_token_id)
-        elif mask is not None:
-            at = mask.int().argmax(1, keepdim=True)
-            moved = moved.scatter(1, at, c.decoder_start_token_id)
-        else:
-            moved[:, 0] = c.decoder_start_token_id
-        return moved
-
-    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """transformers' name of `shift_right`, which its data collator calls."""
-        return self.shift_right(labels)
 
     def _ends(self, ctx: Packed, batch: Batch) -> Tensor:
         """(n,) number among all tokens of each sequence's last end-of-sequence token.

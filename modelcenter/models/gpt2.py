@@ -16,10 +16,11 @@ from modelcenter.layers.heads import CausalLM
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch, Model, given_inputs
+from modelcenter.models.base import Model
 from modelcenter.models.cross_attention import INPUTS, CrossAttentionMixin
 from modelcenter.models.decoder import Decoder, scaled_residuals
 from modelcenter.models.double_heads import DoubleHeads, flattened
+from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
 
 # How the second of the double heads reads its token: with a matrix of one row. transformers' defaults.

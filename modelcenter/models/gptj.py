@@ -14,8 +14,8 @@ from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary
-from modelcenter.models.base import Batch
 from modelcenter.models.decoder import Decoder
+from modelcenter.models.inputs import Batch
 
 THETA = 10000.0  # base of the rotary frequencies, which no config changes
 

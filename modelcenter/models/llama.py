@@ -15,8 +15,8 @@ from modelcenter.layers.mlp import ACTIVATIONS, GatedMLP
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary
-from modelcenter.models.base import Batch
 from modelcenter.models.decoder import Decoder
+from modelcenter.models.inputs import Batch
 
 
 @dataclass(kw_only=True)

@@ -13,8 +13,8 @@ from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch
 from modelcenter.models.decoder import Decoder
+from modelcenter.models.inputs import Batch
 
 OFFSET = 2  # rows of the position table before the first position
 NORM_EPS = 1e-5  # which no config changes

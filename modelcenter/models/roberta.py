@@ -11,8 +11,8 @@ from torch import nn
 
 from modelcenter.layers.heads import DenseClassifier
 from modelcenter.layers.packing import Packed
-from modelcenter.models.base import Batch
 from modelcenter.models.encoder import Encoder, EncoderConfig
+from modelcenter.models.inputs import Batch
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,70 @@
+"""The decoder's inputs of an encoder-decoder: the caller's, or made of the labels or of the encoder's input."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.loss import IGNORE_INDEX
+from modelcenter.layers.heads import check_labels, token_labels
+from modelcenter.models.base import Model
+from modelcenter.models.inputs import Batch
+
+
+class DecoderInputs(Model):
+    """Base of EncoderDecoder. Its config names pad_token_id and decoder_start_token_id."""
+
+    def decoder_inputs(self, batch: Batch) -> dict[str, Any]:
+        """The batch with decoder inputs: the caller's, else the labels (the input, for heads that read the input
+        again) moved one place to the right inside each sequence.
+
+        Where labels are padded at the end of a row, the decoder has no tokens there.
+
+        Raises:
+            ValueError: there is nothing to make them of, or labels that do not fit.
+        """
+        batch, source = dict(batch), None
+        if batch.get("decoder_input_ids") is not None or batch.get("decoder_inputs_embeds") is not None:
+            return batch
+        if self.task in ("sequence-classification", "question-answering"):
+            source = batch.get("input_ids")
+            for name in ("attention_mask", "cu_seqlens", "max_seqlen"):
+                if batch.get(name) is not None:
+                    batch[f"decoder_{name}"] = batch[name]
+        elif self.task == "seq2seq-lm" and batch.get("labels") is not None:
+            c: Any = self.config
+            source = token_labels(batch, "decoder_")
+            check_labels(source, c.vocab_size)
+            if batch.get("decoder_attention_mask") is None and batch.get("decoder_cu_seqlens") is None:
+                batch["decoder_attention_mask"] = (source != IGNORE_INDEX).flip(1).cumsum(1).flip(1) > 0
+        if source is None:
+            needed = "labels" if self.task == "seq2seq-lm" else "input_ids"
+            also = f" or {needed}, of which the decoder's inputs are made" if self.task != "base" else ""
+            raise ValueError(f"decoder_input_ids: pass them{also}")
+        ends, mask = batch.get("decoder_cu_seqlens"), batch.get("decoder_attention_mask")
+        batch["decoder_input_ids"] = self.shift_right(source, mask, ends)
+        return batch
+
+    def shift_right(self, ids: Tensor, mask: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+        """ids (batch, seq), or packed (1, T) with `ends`, moved one place to the right inside each sequence: a start
+        token first, padding for -100. `mask` (batch, seq) is 0 where there is no token."""
+        c: Any = self.config
+        moved = ids.roll(1, 1)
+        moved = moved.masked_fill(moved == IGNORE_INDEX, c.pad_token_id)
+        if not ids.numel():
+            return moved
+        if ends is not None:
+            # A sequence of no token begins where another does, or behind all of them.
+            first = torch.zeros(ids.shape[1] + 1, dtype=torch.bool, device=ids.device)
+            first[ends[:-1].long()] = True
+            moved = moved.masked_fill(first[:-1], c.decoder_start_token_id)
+        elif mask is not None:
+            at = mask.int().argmax(1, keepdim=True)
+            moved = moved.scatter(1, at, c.decoder_start_token_id)
+        else:
+            moved[:, 0] = c.decoder_start_token_id
+        return moved
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """transformers' name of `shift_right`, which its data collator calls."""
+        return self.shift_right(labels)

@@ -1,18 +1,19 @@
-"""The door: `model.generate`."""
+"""`model.generate`: arguments are checked, prompts go in, texts come out."""
 
 import difflib
 import functools
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from modelcenter.generation.search import beam, extend
-from modelcenter.generation.settings import Settings, config_tokens
-from modelcenter.generation.state import State, unpadded
+from modelcenter.generation.settings import Settings, SpecialTokens, config_tokens
+from modelcenter.generation.state import State, guessed_mask
 from modelcenter.generation.stopping import StopStrings
 
 _log = logging.getLogger(__name__)
@@ -104,6 +105,49 @@ def generate(
         ValueError: an argument out of range or of the wrong kind, a model without a language-model head, a prompt that
             leaves no room in the position table, or other rows on another rank of the pipeline.
     """
+    _check_call(model, input_ids)
+    token_inputs = _inputs_of_tokens(model, {**(token_inputs or {}), **more})
+    checkpoint = {**config_tokens(model.config), **model.generation_config}
+    encodes = bool(getattr(model, "is_encoder_decoder", False))
+    settings = Settings(
+        tokens=SpecialTokens.resolve(eos_token_id, pad_token_id, checkpoint, model.config.vocab_size, encodes),
+        max_new_tokens=max_new_tokens,
+        num_beams=num_beams,
+        do_sample=do_sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        length_penalty=length_penalty,
+        no_repeat_ngram_size=no_repeat_ngram_size,
+        num_return_sequences=num_return_sequences,
+        early_stopping=early_stopping,
+        seed=seed,
+    )
+    _warn_unused(_unused_settings(model.generation_config, settings))
+    if attention_mask is None and settings.tokens.marks_padding:
+        attention_mask = guessed_mask(input_ids, settings.tokens.pad)
+    stop = StopStrings(stop_strings, tokenizer)
+    if streamer is not None and (num_beams > 1 or len(input_ids) * num_return_sequences > 1):
+        raise ValueError("streamer: shows one sequence as it grows; use one row, num_beams=1, num_return_sequences=1")
+    rng = _generator(model, settings, input_ids.device) if settings.do_sample else None
+    with _evaluating(model):
+        state = State(model, input_ids, attention_mask, settings, token_inputs, other_inputs, banned)
+        if streamer is not None:
+            streamer.put(state.tokens.cpu())
+        if num_beams == 1:
+            tokens = extend(state, settings, stop, streamer, rng)
+        else:
+            tokens = beam(state, settings, stop, rng)
+        if streamer is not None:
+            streamer.end()
+        while not state.all_done(True):
+            state.idle_step()
+        return tokens
+
+
+def _check_call(model: Any, input_ids: Any) -> None:
+    """Raise ValueError for a model that writes no text, or prompts that are no tensor of tokens."""
     if model.task not in ("causal-lm", "seq2seq-lm"):
         raise ValueError(f"generate: task {model.task!r} writes no text; load the model with causal-lm or seq2seq-lm")
     if not isinstance(input_ids, Tensor):
@@ -111,38 +155,25 @@ def generate(
         raise ValueError(f"input_ids: got {type(input_ids).__name__}, expected a tensor of shape (batch, seq){hint}")
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected (batch, seq), none of them 0")
-    apart = ("model", "input_ids", "attention_mask", "token_inputs", "other_inputs", "banned", "more")
-    given = {k: v for k, v in locals().items() if k not in (*apart, "apart")}
-    token_inputs = _inputs_of_tokens(model, {**(token_inputs or {}), **more})
-    config = model.config
-    _say_what_is_left(_settings_of_file(model.generation_config, given))
-    encodes = bool(getattr(model, "is_encoder_decoder", False))
-    s = Settings.make(given, {**config_tokens(config), **model.generation_config}, config.vocab_size, encodes)
-    if attention_mask is None and s.marks_padding:
-        attention_mask = unpadded(input_ids, s.pad)
-    stop = StopStrings(stop_strings, tokenizer)
-    if streamer is not None and (num_beams > 1 or len(input_ids) * num_return_sequences > 1):
-        raise ValueError("streamer: shows one sequence as it grows; use one row, num_beams=1, num_return_sequences=1")
-    rng = None
-    if s.do_sample:
-        number = int(torch.randint(2**62, ())) if seed is None else seed
-        if (pipeline := getattr(model, "pipeline", None)) is not None:  # whose stages draw different numbers
-            number = int(pipeline.from_last(torch.tensor([number], device=input_ids.device)))
-        rng = torch.Generator(input_ids.device).manual_seed(number)
+
+
+def _generator(model: Any, settings: Settings, device: torch.device) -> torch.Generator:
+    """What samples are drawn from; the same on all stages of a pipeline."""
+    seed = int(torch.randint(2**62, ())) if settings.seed is None else settings.seed
+    if (pipeline := getattr(model, "pipeline", None)) is not None:  # whose stages draw different seeds
+        seed = int(pipeline.from_last(torch.tensor([seed], device=device)))
+    return torch.Generator(device).manual_seed(seed)
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """The model in eval mode; afterwards its modules are as they were, those that were in eval mode, too."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        state = State(model, input_ids, attention_mask, s, token_inputs, other_inputs, banned)
-        if streamer is not None:
-            streamer.put(state.tokens.cpu())
-        tokens = extend(state, s, stop, streamer, rng) if num_beams == 1 else beam(state, s, stop, rng)
-        if streamer is not None:
-            streamer.end()
-        while not state.all_done(True):
-            state.idle()
-        return tokens
+        yield
     finally:
-        for module in training:  # parts that the caller had put into eval mode stay there
+        for module in training:
             module.training = True
 
 
@@ -165,15 +196,16 @@ def _refuse(model: Any, name: str) -> NoReturn:
     )
 
 
-def _settings_of_file(settings: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a generation_config.json asks for beyond what the caller gave, as NAME=VALUE."""
-    asked = ((name, settings[name]) for name in _NO_EFFECT if settings.get(name) is not None)
-    return tuple(f"{name}={v!r}" for name, v in asked if v not in _NO_EFFECT[name] and v != given.get(name))
+def _unused_settings(checkpoint: Mapping[str, Any], settings: Settings) -> tuple[str, ...]:
+    """What a generation_config.json asks for and the caller did not, as NAME=VALUE."""
+    asked = ((name, checkpoint[name]) for name in _NO_EFFECT if checkpoint.get(name) is not None)
+    used = vars(settings)
+    return tuple(f"{name}={v!r}" for name, v in asked if v not in _NO_EFFECT[name] and v != used.get(name))
 
 
 @functools.cache
-def _say_what_is_left(settings: tuple[str, ...]) -> None:
-    """Once for the same settings."""
+def _warn_unused(settings: tuple[str, ...]) -> None:
+    """Warn of settings that a generation_config.json asks for and nobody follows; once for the same ones."""
     if settings:
         shown = ", ".join(settings)
         _log.warning(

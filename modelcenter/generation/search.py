@@ -10,17 +10,17 @@ from modelcenter.generation.settings import Settings
 from modelcenter.generation.state import State
 from modelcenter.generation.stopping import StopStrings
 
-_NEVER = -1e9
+_NEVER = -1e9  # a score that no sequence has
 
 
 def _drawn(scores: Tensor, count: int, rng: torch.Generator | None) -> Tensor:
     return torch.multinomial(scores.softmax(-1), count, generator=rng)
 
 
-def _ended(tokens: Tensor, s: Settings) -> Tensor:
+def _ends_text(tokens: Tensor, s: Settings) -> Tensor:
     """Which tokens end a sequence."""
     ended = torch.zeros_like(tokens, dtype=torch.bool)
-    for end in s.eos:
+    for end in s.tokens.eos:
         ended |= tokens == end
     return ended
 
@@ -30,17 +30,17 @@ def extend(state: State, s: Settings, stop: StopStrings, streamer: Any, rng: tor
     state.repeat(s.num_return_sequences)
     start, tokens = state.tokens.shape[1], state.tokens
     done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    can_end = bool(s.eos or stop.strings)
+    can_end = bool(s.tokens.eos or stop.strings)
     while True:
-        scores = penalised(state.logits, state.came, tokens[:, start:], s)
+        scores = penalised(state.logits, state.written, tokens[:, start:], s)
         new = _drawn(narrowed(scores, s), 1, rng)[:, 0] if s.do_sample else scores.argmax(-1)
         if can_end:
-            new = new.masked_fill(done, s.pad)
+            new = new.masked_fill(done, s.tokens.pad)
         tokens = torch.cat((tokens, new[:, None]), 1)
         if streamer is not None:
             streamer.put(new.cpu())
-        if s.eos:
-            done |= _ended(new, s)
+        if s.tokens.eos:
+            done |= _ends_text(new, s)
         if stop.strings:
             done |= torch.tensor(stop.found(tokens[:, start:]), device=done.device)
         full = tokens.shape[1] - start == s.max_new_tokens
@@ -51,6 +51,76 @@ def extend(state: State, s: Settings, stop: StopStrings, streamer: Any, rng: tor
     return tokens
 
 
+def _num_candidates(s: Settings) -> int:
+    """So many that num_beams go on even if the others end."""
+    return max(2, 1 + len(s.tokens.eos)) * s.num_beams
+
+
+def _beam_candidates(
+    state: State, running: Tensor, scores: Tensor, s: Settings, rng: torch.Generator | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The best continuations of each row's beams, or those drawn, each (rows, count): scores, beams, next tokens."""
+    start = state.tokens.shape[1]
+    log_probs = penalised(state.logits.log_softmax(-1), state.written, running[:, :, start:].flatten(0, 1), s)
+    if s.do_sample:
+        log_probs = narrowed(log_probs, s, len(s.tokens.eos) + 1 if s.tokens.eos else 2)
+    rows, beams, vocab = *scores.shape, log_probs.shape[1]
+    total = (log_probs.view(rows, beams, vocab) + scores[:, :, None]).flatten(1)
+    count = _num_candidates(s)
+    if s.do_sample:
+        index = _drawn(total, count, rng)
+        best = total.gather(1, index)
+    else:
+        best, index = total.topk(count)
+    return best, index // vocab, index % vocab
+
+
+class _EndedBeams:
+    """The best num_beams texts of each row that have ended.
+
+    Attributes:
+        tokens: (rows, num_beams, longest). lengths: (rows, num_beams) of them.
+        scores: (rows, num_beams). filled: (rows, num_beams), there is a text.
+    """
+
+    def __init__(self, rows: int, longest: int, s: Settings, device: torch.device):
+        size = rows, s.num_beams
+        self.settings = s
+        self.tokens = torch.full((*size, longest), s.tokens.pad, device=device)
+        self.scores = torch.full(size, _NEVER, device=device)
+        self.filled = torch.zeros(size, dtype=torch.bool, device=device)
+        self.lengths = torch.zeros(size, dtype=torch.long, device=device)
+        self.open = torch.ones(rows, 1, dtype=torch.bool, device=device)  # a better text may come
+
+    def add(self, texts: Tensor, scores: Tensor, new_length: int, ended: Tensor) -> None:
+        """Consider texts (rows, count, length) with sums of log-probabilities `scores`, those that `ended` now.
+
+        new_length: tokens of them that are not the prompt's.
+        """
+        s, longest, length = self.settings, self.tokens.shape[2], texts.shape[2]
+        final = scores / new_length**s.length_penalty
+        full = self.filled.all(1, keepdim=True) & (s.early_stopping is True)
+        final = final + (full | ~self.open | ~ended) * _NEVER
+        padded = torch.nn.functional.pad(texts, (0, longest - length), value=s.tokens.pad)
+        self.scores, chosen = torch.cat((self.scores, final), 1).topk(s.num_beams)
+        self.tokens = torch.cat((self.tokens, padded), 1).gather(1, chosen[:, :, None].expand(-1, -1, longest))
+        self.filled = torch.cat((self.filled, ended), 1).gather(1, chosen)
+        lengths = torch.full(ended.shape, length, device=ended.device)
+        self.lengths = torch.cat((self.lengths, lengths), 1).gather(1, chosen)
+
+    def close(self, running: Tensor, new_length: int) -> None:
+        """Close the rows whose worst text is no worse than what the best running one, of score `running` (rows, 1),
+        may reach at `new_length` tokens."""
+        worst = torch.where(self.filled, self.scores.min(1, keepdim=True).values, _NEVER)
+        possible = running / new_length**self.settings.length_penalty
+        self.open = self.open & (possible > worst).any(1, keepdim=True)
+
+    def best(self) -> Tensor:
+        """(rows * num_return_sequences, length), cut behind the longest."""
+        count = self.settings.num_return_sequences
+        return self.tokens[:, :count].flatten(0, 1)[:, : int(self.lengths[:, :count].max())]
+
+
 def beam(state: State, s: Settings, stop: StopStrings, rng: torch.Generator | None) -> Tensor:
     """Beam search: the num_return_sequences best of each row.
 
@@ -59,64 +129,33 @@ def beam(state: State, s: Settings, stop: StopStrings, rng: torch.Generator | No
     the worst ended one. With early_stopping it ends when num_beams have ended; with "never" and a length_penalty above
     0 the best running one counts as if it had the greatest length.
     """
-    rows, beams = len(state.tokens), s.num_beams
-    device, start = state.tokens.device, state.tokens.shape[1]
+    rows, beams, device, start = len(state.tokens), s.num_beams, state.tokens.device, state.tokens.shape[1]
+    longest = start + s.max_new_tokens
     state.repeat(beams)
-    keep = max(2, 1 + len(s.eos)) * beams  # so many that num_beams go on even if others end
     running = state.tokens.view(rows, beams, start)
     scores = torch.zeros(rows, beams, device=device)
     scores[:, 1:] = _NEVER  # all beams of a row are the same as yet
-    longest = start + s.max_new_tokens
-    ended = torch.full((rows, beams, longest), s.pad, device=device)
-    ended_scores, has_ended = torch.full_like(scores, _NEVER), torch.zeros(rows, beams, dtype=torch.bool, device=device)
-    ended_lengths = torch.zeros(rows, beams, dtype=torch.long, device=device)
-    open_ = torch.ones(rows, 1, dtype=torch.bool, device=device)  # a better sequence may come
-    first = torch.arange(keep, device=device) < beams
+    ended = _EndedBeams(rows, longest, s, device)
     offsets = torch.arange(rows, device=device)[:, None] * beams
+    among_best = torch.arange(_num_candidates(s), device=device) < beams
     while True:
-        length = running.shape[2]
-        log_probs = penalised(state.logits.log_softmax(-1), state.came, running[:, :, start:].flatten(0, 1), s)
-        if s.do_sample:
-            log_probs = narrowed(log_probs, s, len(s.eos) + 1 if s.eos else 2)
-        vocab = log_probs.shape[1]
-        total = (log_probs.view(rows, beams, vocab) + scores[:, :, None]).flatten(1)
-        if s.do_sample:
-            index = _drawn(total, keep, rng)
-            best = total.gather(1, index)
-        else:
-            best, index = total.topk(keep)
-        origin, new = index // vocab, index % vocab
-        longer = torch.cat((running.gather(1, origin[:, :, None].expand(-1, -1, length)), new[:, :, None]), 2)
-        hits = _ended(new, s)
+        best, origin, new = _beam_candidates(state, running, scores, s, rng)
+        length = running.shape[2] + 1
+        texts = torch.cat((running.gather(1, origin[:, :, None].expand(-1, -1, length - 1)), new[:, :, None]), 2)
+        ends = _ends_text(new, s)
         if stop.strings:
-            found = stop.found(longer[:, :, start:].flatten(0, 1))
-            hits = hits | torch.tensor(found, device=device).view(hits.shape)
-        if length + 1 == longest:
-            hits = torch.ones_like(hits)
-        # Those that go on.
-        alive = best + hits * _NEVER
-        scores, chosen = alive.topk(beams)
-        running = longer.gather(1, chosen[:, :, None].expand(-1, -1, length + 1))
+            found = stop.found(texts[:, :, start:].flatten(0, 1))
+            ends = ends | torch.tensor(found, device=device).view(ends.shape)
+        if length == longest:
+            ends = torch.ones_like(ends)
+        scores, chosen = (best + ends * _NEVER).topk(beams)
+        running = texts.gather(1, chosen[:, :, None].expand(-1, -1, length))
         order = (origin.gather(1, chosen) + offsets).flatten()
-        # Those that ended now, beside those that had.
-        counted = hits & first
-        final = best / (length + 1 - start) ** s.length_penalty
-        full = has_ended.all(1, keepdim=True) & (s.early_stopping is True)
-        final = final + (full | ~open_ | ~counted) * _NEVER
-        padded = torch.nn.functional.pad(longer, (0, longest - length - 1), value=s.pad)
-        ended_scores, chosen = torch.cat((ended_scores, final), 1).topk(beams)
-        ended = torch.cat((ended, padded), 1).gather(1, chosen[:, :, None].expand(-1, -1, longest))
-        has_ended = torch.cat((has_ended, counted), 1).gather(1, chosen)
-        lengths = torch.full_like(new, length + 1)
-        ended_lengths = torch.cat((ended_lengths, lengths), 1).gather(1, chosen)
-        # Whether anything better may come.
-        worst = torch.where(has_ended, ended_scores.min(1, keepdim=True).values, _NEVER)
-        farthest = longest if s.early_stopping == "never" and s.length_penalty > 0 else length + 1
-        possible = scores[:, :1] / (farthest - start) ** s.length_penalty
-        open_ = open_ & (possible > worst).any(1, keepdim=True)
-        if bool(hits.all()) or not bool(open_.any()) or (s.early_stopping is True and bool(has_ended.all())):
+        ended.add(texts, best, length - start, ends & among_best)
+        farthest = longest if s.early_stopping == "never" and s.length_penalty > 0 else length
+        ended.close(scores[:, :1], farthest - start)
+        if bool(ends.all()) or not bool(ended.open.any()) or (s.early_stopping is True and bool(ended.filled.all())):
             break
         state.all_done(False)
         state.step(running[:, :, -1].flatten(), order)
-    best_ones = ended[:, : s.num_return_sequences].flatten(0, 1)
-    return best_ones[:, : int(ended_lengths[:, : s.num_return_sequences].max())]
+    return ended.best()

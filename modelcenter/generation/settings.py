@@ -1,7 +1,7 @@
-"""What `generate` is asked for."""
+"""What `generate` is asked for, checked."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
@@ -35,102 +35,114 @@ def _ids(value: Any, name: str, vocab_size: int) -> list[int]:
     return ids
 
 
-def _start(defaults: Mapping[str, Any], pads: Sequence[int], vocab_size: int) -> int | None:
+def _start(checkpoint: Mapping[str, Any], pads: Sequence[int], vocab_size: int) -> int | None:
     """The token that a decoder begins with: what the checkpoint names first, else the padding token; None: it names
     neither. Raises ValueError: it is not one token of the vocabulary."""
     names = ("decoder_start_token_id", "bos_token_id")
-    name = next((name for name in names if defaults.get(name) is not None), None)
+    name = next((name for name in names if checkpoint.get(name) is not None), None)
     if name is None:
         return pads[0] if pads else None
-    ids = _ids(defaults[name], f"{name} of the checkpoint's generation_config.json or config.json", vocab_size)
+    ids = _ids(checkpoint[name], f"{name} of the checkpoint's generation_config.json or config.json", vocab_size)
     if len(ids) != 1:
         raise ValueError(
-            f"{name} of the checkpoint: got {defaults[name]!r}, expected one token, with which every row begins"
+            f"{name} of the checkpoint: got {checkpoint[name]!r}, expected one token, with which every row begins"
         )
     return ids[0]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Checked arguments of `generate`; see there. marks_padding: `pad` is named, and does not end texts, too."""
+class SpecialTokens:
+    """Tokens that begin, end and fill texts.
 
-    max_new_tokens: int
-    num_beams: int
-    do_sample: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    repetition_penalty: float
-    length_penalty: float
-    no_repeat_ngram_size: int
-    num_return_sequences: int
-    eos: tuple[int, ...]
-    pad: int
-    marks_padding: bool
-    start: int | None
-    early_stopping: bool | str
+    Attributes:
+        eos: they end a text. pad: follows an end.
+        marks_padding: `pad` is named and ends no text, so that the padding of a prompt can be told by it.
+        start: an encoder-decoder's text begins with it; None: it is not named, or the model has no decoder.
+    """
+
+    eos: tuple[int, ...] = ()
+    pad: int = 0
+    marks_padding: bool = False
+    start: int | None = None
 
     @classmethod
-    def make(
-        cls, given: Mapping[str, Any], defaults: Mapping[str, Any], vocab_size: int, encodes: bool = False
-    ) -> "Settings":
-        """Check what the caller gave; `defaults` hold the checkpoint's token numbers. encodes: it is for an
-        encoder-decoder, which begins with a token of its own.
+    def resolve(
+        cls, eos_token_id: Any, pad_token_id: Any, checkpoint: Mapping[str, Any], vocab_size: int, starts: bool
+    ) -> "SpecialTokens":
+        """What the caller gave, or for None the checkpoint names. starts: the model begins texts with a token.
 
         Raises:
-            ValueError: a value out of range, naming it, what came and what was expected.
+            ValueError: not numbers of tokens, naming the argument or the field.
         """
 
-        def check(name: str, good: bool, expected: str) -> Any:
-            if not good:
-                raise ValueError(f"{name}: got {given[name]!r}, expected {expected}")
-            return given[name]
-
-        def whole(name: str, least: int) -> int:
-            value = given[name]
-            return check(name, isinstance(value, Integral) and value >= least, f"a whole number of at least {least}")
-
-        def number(name: str) -> float:
-            good = isinstance(given[name], Real) and not isinstance(given[name], bool)
-            return float(check(name, good, "a number"))
-
-        def switch(name: str, *others: str) -> bool | str:
-            good = isinstance(given[name], bool) or given[name] in others
-            *most, last = ("True", "False", *map(repr, others))
-            return check(name, good, f"{', '.join(most)} or {last}")
-
-        beams, several = whole("num_beams", 1), whole("num_return_sequences", 1)
-        if several > beams and (beams > 1 or not given["do_sample"]):
-            raise ValueError(
-                f"num_return_sequences: got {several}, expected at most num_beams={beams}: raise num_beams, or draw "
-                "with do_sample=True and num_beams=1"
-            )
-        temperature, top_p, penalty = number("temperature"), number("top_p"), number("repetition_penalty")
-        if given["seed"] is not None:
-            whole("seed", 0)
-
-        def tokens(name: str) -> list[int]:
-            if given[name] is not None:
-                return _ids(given[name], name, vocab_size)
+        def tokens(name: str, given: Any) -> list[int]:
+            if given is not None:
+                return _ids(given, name, vocab_size)
             # Some checkpoints name tokens that their vocabulary does not have.
-            held = _numbers(defaults.get(name), f"{name} of the checkpoint's generation_config.json or config.json")
-            return [token for token in held if 0 <= token < vocab_size]
+            named = _numbers(checkpoint.get(name), f"{name} of the checkpoint's generation_config.json or config.json")
+            return [token for token in named if 0 <= token < vocab_size]
 
-        ends, pads = tuple(tokens("eos_token_id")), tokens("pad_token_id")
+        ends, pads = tuple(tokens("eos_token_id", eos_token_id)), tokens("pad_token_id", pad_token_id)
         return cls(
-            max_new_tokens=whole("max_new_tokens", 1),
-            num_beams=beams,
-            do_sample=bool(switch("do_sample")),
-            temperature=check("temperature", temperature > 0, "a number above 0 (do_sample=False takes the best)"),
-            top_k=whole("top_k", 0),
-            top_p=check("top_p", 0 < top_p <= 1, "a probability, 0 < top_p <= 1"),
-            repetition_penalty=check("repetition_penalty", penalty > 0, "a number above 0"),
-            length_penalty=number("length_penalty"),
-            no_repeat_ngram_size=whole("no_repeat_ngram_size", 0),
-            num_return_sequences=several,
             eos=ends,
             pad=pads[0] if pads else ends[0] if ends else 0,
             marks_padding=bool(pads) and pads[0] not in ends,
-            start=_start(defaults, pads, vocab_size) if encodes else None,
-            early_stopping=switch("early_stopping", "never"),
+            start=_start(checkpoint, pads, vocab_size) if starts else None,
         )
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Arguments of `generate` that say which texts are searched for and how; see there.
+
+    Raises:
+        ValueError: a value out of range, naming it, what came and what was expected.
+    """
+
+    tokens: SpecialTokens
+    max_new_tokens: int = 20
+    num_beams: int = 1
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    length_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    num_return_sequences: int = 1
+    early_stopping: bool | str = False
+    seed: int | None = field(default=None, repr=False)  # the ranks of a pipeline may have different ones
+
+    def __post_init__(self) -> None:
+        self._check_whole("num_beams", 1)
+        self._check_whole("num_return_sequences", 1)
+        if self.num_return_sequences > self.num_beams and (self.num_beams > 1 or not self.do_sample):
+            raise ValueError(
+                f"num_return_sequences: got {self.num_return_sequences}, expected at most num_beams={self.num_beams}: "
+                "raise num_beams, or draw with do_sample=True and num_beams=1"
+            )
+        numbers = ("temperature", "top_p", "repetition_penalty", "length_penalty")
+        for name in numbers:
+            value = getattr(self, name)
+            self._check(name, isinstance(value, Real) and not isinstance(value, bool), "a number")
+        if self.seed is not None:
+            self._check_whole("seed", 0)
+        self._check_whole("max_new_tokens", 1)
+        self._check("do_sample", isinstance(self.do_sample, bool), "True or False")
+        self._check("temperature", self.temperature > 0, "a number above 0 (do_sample=False takes the best)")
+        self._check_whole("top_k", 0)
+        self._check("top_p", 0 < self.top_p <= 1, "a probability, 0 < top_p <= 1")
+        self._check("repetition_penalty", self.repetition_penalty > 0, "a number above 0")
+        self._check_whole("no_repeat_ngram_size", 0)
+        known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        self._check("early_stopping", known, "True, False or 'never'")
+        for name in numbers:
+            setattr(self, name, float(getattr(self, name)))
+
+    def _check(self, name: str, good: bool, expected: str) -> None:
+        if not good:
+            raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}")
+
+    def _check_whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        self._check(name, isinstance(value, Integral) and value >= least, f"a whole number of at least {least}")

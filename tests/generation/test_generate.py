@@ -11,10 +11,10 @@ from harness import randomize_
 
 import engine
 import modelcenter as mc
-from modelcenter.generation.generate import _say_what_is_left
+from modelcenter.generation.generate import _warn_unused
 from modelcenter.generation.scores import narrowed, penalised
-from modelcenter.generation.settings import Settings
-from modelcenter.generation.state import room
+from modelcenter.generation.settings import Settings, SpecialTokens
+from modelcenter.generation.state import positions_left
 from modelcenter.layers.cache import KVCache
 
 VOCAB = 61
@@ -165,18 +165,7 @@ def test_sampling_follows_the_distribution(pair):
 
 
 def test_top_p_keeps_at_least_one():
-    s = Settings.make(
-        {
-            **dict.fromkeys(("max_new_tokens", "num_beams", "num_return_sequences"), 1),
-            **dict.fromkeys(("top_k", "no_repeat_ngram_size"), 0),
-            **dict.fromkeys(("temperature", "repetition_penalty", "length_penalty"), 1.0),
-            **dict.fromkeys(("do_sample", "early_stopping"), False),
-            **dict.fromkeys(("eos_token_id", "pad_token_id", "seed")),
-            "top_p": 1e-6,
-        },
-        {},
-        5,
-    )
+    s = Settings(tokens=SpecialTokens(), max_new_tokens=1, top_p=1e-6)
     assert (narrowed(torch.tensor([[0.0, 3.0, 1.0, 2.0, 2.9]]), s) > -torch.inf).tolist() == [[0, 1, 0, 0, 0]]
 
 
@@ -215,7 +204,7 @@ def test_stop_strings_end_beams_where_the_longest_ends(pair):
 
 def test_settings_of_the_file_that_are_left_are_said_once(pair, caplog):
     ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
-    _say_what_is_left.cache_clear()
+    _warn_unused.cache_clear()
     ours.generation_config = {"repetition_penalty": 1.05, "num_beams": 1, "min_length": 3, "temperature": 0.6}
     for more in ({}, {}, {"repetition_penalty": 1.05}):
         ours.generate(ids, None, 2, **more)
@@ -338,7 +327,7 @@ def test_models_with_a_table_of_positions_say_so(name):
     encoder = {"is_decoder": True} if name in ("bert", "roberta") else {}
     model = mc.from_config(f"tiny/{name}", "causal-lm", **encoder)
     longest = model.config.max_tokens or 64
-    left = room(model, 5)
+    left = positions_left(model, 5)
     assert left == (longest - 5 if model.bounded else None)
     try:
         model.begin({"input_ids": torch.zeros(1, longest + 1, dtype=torch.long)})

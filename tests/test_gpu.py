@@ -167,13 +167,14 @@ def test_attention_weights_are_dropped_in_16_bits():
     """With values of 1 an output is the sum of what is kept, whose mean is 1; the gradient has the same mask."""
     import torch
 
-    from modelcenter.layers.packed_attention import Drop, packed_attention
+    from modelcenter.layers.dropout import AttentionDropout
+    from modelcenter.layers.packed_attention import packed_attention
     from modelcenter.layers.packing import Packed
 
     packed = Packed.from_cu_seqlens(torch.tensor([0, 500, 1000], dtype=torch.int32, device=DEVICE), 500, 1000)
     q, k = (torch.randn(1000, 256, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     v = torch.ones(1000, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    out = packed_attention(q, k, v, packed, 4, Drop(0.3))
+    out = packed_attention(q, k, v, packed, 4, AttentionDropout(0.3))
     (grad,) = torch.autograd.grad(out.sum(), v)
     assert abs(out.float().mean().item() - 1) < 0.02 and out.float().std().item() > 0.01
     assert abs(grad.float().sum().item() / out.float().sum().item() - 1) < 0.01

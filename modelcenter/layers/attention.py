@@ -2,15 +2,16 @@
 
 from torch import Tensor, nn
 
+from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
 from modelcenter.layers.linear import Linear, first_output
 from modelcenter.layers.mask import NO_MASK, Mask
 from modelcenter.layers.norm import RMSNorm
-from modelcenter.layers.packed_attention import NO_DROP, Drop, packed_attention
+from modelcenter.layers.packed_attention import packed_attention
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import rotate
 
 
-class Heads(nn.Module):
+class MultiHeadAttention(nn.Module):
     """What self- and cross-attention share: which of the heads are here, and how their weights are dropped."""
 
     site: int | None = None  # as layers.dropout has it
@@ -27,14 +28,14 @@ class Heads(nn.Module):
         """Number of the first head on this rank, under tensor parallelism."""
         return first_output(self.queries) // self.head_dim
 
-    def drop(self, ctx: Packed) -> Drop:
+    def weights_dropout(self, ctx: Packed) -> AttentionDropout:
         """The dropout of the attention weights in this forward."""
         if not self.training or self.dropout == 0.0:
-            return NO_DROP
-        return Drop(self.dropout, ctx.draws, self.site, self.first_head)
+            return NO_DROPOUT
+        return AttentionDropout(self.dropout, ctx.draws, self.site, self.first_head)
 
 
-class SelfAttention(Heads):
+class SelfAttention(MultiHeadAttention):
     """Multi-head self-attention. x: (T, hidden_size) -> the same, or (m, hidden_size) of the tokens that are read.
 
     Rotates queries and keys where the batch has rotary angles (`ctx.rotary`), adds the batch's relative position bias
@@ -101,10 +102,11 @@ class SelfAttention(Heads):
             mask = mask.of_heads(self.first_head, heads)
         if ctx.cache is not None and ctx.cache.extend(self, k, v, kv_heads, ctx):
             return ctx.cache.attend(self, q, heads, mask, self.scale)
-        return packed_attention(q, k, v, ctx, heads, self.drop(ctx), kv_heads=kv_heads, mask=mask, scale=self.scale)
+        drop = self.weights_dropout(ctx)
+        return packed_attention(q, k, v, ctx, heads, drop, kv_heads=kv_heads, mask=mask, scale=self.scale)
 
 
-class CrossAttention(Heads):
+class CrossAttention(MultiHeadAttention):
     """Attention of a decoder's tokens to the encoder's, `ctx.memory`. x: (T, hidden_size) -> the same, or (m,
     hidden_size) of the tokens that are read."""
 
@@ -141,5 +143,5 @@ class CrossAttention(Heads):
         k, v = self.k(states), self.v(states)
         if ctx.cache is not None:
             ctx.cache.remember(self, k, v, heads, memory)
-        mixed = packed_attention(q, k, v, ctx, heads, self.drop(ctx), memory=memory, scale=self.scale)
+        mixed = packed_attention(q, k, v, ctx, heads, self.weights_dropout(ctx), memory=memory, scale=self.scale)
         return self.out(ctx.narrow(mixed))

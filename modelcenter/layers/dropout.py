@@ -1,13 +1,13 @@
-"""Dropout of hidden states, keyed by the token where a training loop says which rows a batch holds.
-
-That of attention weights is layers.packed_attention.Drop.
-"""
+"""Dropout of hidden states and of attention weights, keyed by the token where a training loop says which rows a batch
+holds."""
 
 import zlib
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
-from engine.ops import Draws, dropout, dropout_add, eager
+from engine.ops import Draws, attention, dropout, dropout_add, eager, fresh_key
 from modelcenter.layers.packing import Packed
 
 
@@ -15,7 +15,7 @@ class Dropout(nn.Module):
     """dropout(x), or residual + dropout(x). x: (..., channels) -> the same.
 
     Attributes:
-        site: a number of the place in the model, of its name (`name_sites`), so that places draw apart.
+        site: a number of the module, made of its name (`name_sites`), so that no two modules draw the same.
     """
 
     site: int | None = None
@@ -36,7 +36,8 @@ class Dropout(nn.Module):
         pooled: bool = False,
         first_channel: int = 0,
     ) -> Tensor:
-        """x: a row for each token of ctx, or with `pooled` for each sequence. first_channel: of a part of them."""
+        """x: a row for each token of ctx, or with `pooled` for each sequence. first_channel: the number of its
+        first channel, where it has a part of them."""
         if not self.training or self.p == 0.0:
             return x if residual is None else residual + x
         draws = None if ctx is None else ctx.draws
@@ -63,3 +64,65 @@ def name_sites(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if hasattr(type(module), "site"):
             module.site = zlib.crc32(name.encode())
+
+
+@dataclass(frozen=True)
+class AttentionDropout:
+    """The dropout of attention weights in one forward of a layer.
+
+    On a CPU the mask of a weight is a function of its query, its head and the place of its key, as that of a hidden
+    state is of token and channel (engine.ops.dropout_masks); on CUDA it is torch's.
+
+    Attributes:
+        p: the probability. draws, site: of the batch and of the layer; None: from torch's generator. first_head: the
+            number of the first head here, where several ranks share the heads.
+        tokens: (T,) int64, the numbers of the queries; None: those of the draws, or where there are none 0, 1, 2, ...
+    """
+
+    p: float = 0.0
+    draws: Draws | None = None
+    site: int | None = None
+    first_head: int = 0
+    tokens: Tensor | None = None
+
+    def of_heads(self, first: int) -> "AttentionDropout":
+        """The same for the heads from `first` on."""
+        return replace(self, first_head=self.first_head + first)
+
+    def of_queries(self, start: int, stop: int) -> "AttentionDropout":
+        """The same for the queries start to stop - 1 as if they were all."""
+        return self if self.draws is None else replace(self, tokens=self.draws.whole[start:stop])
+
+    def numbers(self, total: int, places: Tensor | slice, n: int, heads: int) -> Tensor:
+        """Numbers of the rows of (n, heads, queries, keys) weights, whose queries are `places` among `total`.
+
+        A token's number has its place in its sequence in the lower 32 bits; the head stands above the first 20 of them.
+        """
+        tokens = self.queries
+        if tokens is None:
+            tokens = torch.arange(total)
+        head = torch.arange(self.first_head, self.first_head + heads, device=tokens.device) << 20
+        return (tokens[places].view(n, 1, -1) + head[:, None]).flatten()
+
+    @property
+    def queries(self) -> Tensor | None:
+        """The numbers of the queries, where there are any."""
+        return self.tokens if self.tokens is not None or self.draws is None else self.draws.whole
+
+    @property
+    def key(self) -> int:
+        """Of the draws, or one drawn now."""
+        return fresh_key() if self.draws is None else self.draws.key
+
+    def rule(self) -> attention.Dropped:
+        """The same for the compiled operator."""
+        if not self.p:
+            return attention.NOTHING_DROPPED
+        return attention.Dropped(self.p, self.key, self.site or 0, self.queries, self.first_head)
+
+    def drop(self, weights: Tensor, key: int, numbers: Tensor) -> Tensor:
+        """Weights (..., keys), a row for each of the numbers -> the same, those that are kept scaled up."""
+        return dropout(weights, self.p, key=key, site=self.site or 0, tokens=numbers)
+
+
+NO_DROPOUT = AttentionDropout()

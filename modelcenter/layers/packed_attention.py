@@ -9,84 +9,23 @@ otherwise scaled_dot_product_attention per bucket.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops import Draws, attention, dropout, eager, fresh_key
+from engine.ops import attention, eager
 from engine.ops.autograd import once_differentiable
 from modelcenter.layers.buckets import Bucket
+from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
 from modelcenter.layers.mask import NO_MASK, Mask, add_diagonals_, toeplitz
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.segments import with_segment_bias
 from modelcenter.layers.sequences import Sequences
 
 Pairs = Sequence[tuple[Bucket, Bucket]]
-
-
-@dataclass(frozen=True)
-class Drop:
-    """Which attention weights are dropped.
-
-    On a CPU the mask of a weight is a function of its query, its head and the place of its key, as that of a hidden
-    state is of token and channel (engine.ops.dropout_masks); on CUDA it is torch's.
-
-    Attributes:
-        p: the probability. draws, site: of the batch and of the layer; None: from torch's generator. first_head: the
-            number of the first head here, where several ranks share the heads.
-        tokens: (T,) int64, the numbers of the queries; None: those of the draws, or where there are none 0, 1, 2, ...
-    """
-
-    p: float = 0.0
-    draws: Draws | None = None
-    site: int | None = None
-    first_head: int = 0
-    tokens: Tensor | None = None
-
-    def of_heads(self, first: int) -> "Drop":
-        """The same for the heads from `first` on."""
-        return replace(self, first_head=self.first_head + first)
-
-    def of_queries(self, start: int, stop: int) -> "Drop":
-        """The same for the queries start to stop - 1 as if they were all."""
-        return self if self.draws is None else replace(self, tokens=self.draws.whole[start:stop])
-
-    def numbers(self, total: int, places: Tensor | slice, n: int, heads: int) -> Tensor:
-        """Numbers of the rows of (n, heads, queries, keys) weights, whose queries are `places` among `total`.
-
-        A token's number has its place in its sequence in the lower 32 bits; the head stands above the first 20 of them.
-        """
-        tokens = self.queries
-        if tokens is None:
-            tokens = torch.arange(total)
-        head = torch.arange(self.first_head, self.first_head + heads, device=tokens.device) << 20
-        return (tokens[places].view(n, 1, -1) + head[:, None]).flatten()
-
-    @property
-    def queries(self) -> Tensor | None:
-        """The numbers of the queries, where there are any."""
-        return self.tokens if self.tokens is not None or self.draws is None else self.draws.whole
-
-    @property
-    def key(self) -> int:
-        """Of the draws, or one drawn now."""
-        return fresh_key() if self.draws is None else self.draws.key
-
-    def rule(self) -> attention.Dropped:
-        """The same for the compiled operator."""
-        if not self.p:
-            return attention.NOTHING_DROPPED
-        return attention.Dropped(self.p, self.key, self.site or 0, self.queries, self.first_head)
-
-    def drop(self, weights: Tensor, key: int, numbers: Tensor) -> Tensor:
-        """Weights (..., keys), a row for each of the numbers -> the same, those that are kept scaled up."""
-        return dropout(weights, self.p, key=key, site=self.site or 0, tokens=numbers)
-
-
-NO_DROP = Drop()
 
 
 def _gather(x: Tensor, bucket: Bucket, heads: int) -> Tensor:
@@ -132,7 +71,7 @@ class _BucketedAttention(torch.autograd.Function):
         pairs: Pairs,
         heads: tuple[int, int],
         scale: float,
-        drop: Drop,
+        drop: AttentionDropout,
     ) -> Tensor:
         ctx.mask, ctx.pairs, ctx.heads, ctx.scale = mask, pairs, heads, scale
         ctx.drop, ctx.key, ctx.numbers = drop, drop.key if drop.p else 0, []
@@ -221,7 +160,7 @@ def _bucketed_sdpa(
     pairs: Pairs,
     heads: tuple[int, int],
     scale: float,
-    drop: Drop,
+    drop: AttentionDropout,
     seen: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
     """The same arithmetic by torch's scaled_dot_product_attention, any device; also the reference of the CPU path.
@@ -244,7 +183,7 @@ def _bucketed_sdpa(
     return torch.zeros_like(q).index_copy(0, torch.cat(places), torch.cat(mixed))
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, drop: Drop) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, drop: AttentionDropout) -> Tensor:
     """One rectangle, (n, heads, length, head_dim); `seen` as Mask.rectangle gives it."""
     if drop.p and q.device.type == "cpu":
         return _dropping(q, k, v, seen, scale, drop)
@@ -267,7 +206,7 @@ def _without_cudnn(*args: Any, **kwargs: Any) -> Tensor:
 
 # The key changes at each step: it must not be a constant of a compiled graph.
 @eager
-def _dropping(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, drop: Drop) -> Tensor:
+def _dropping(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, drop: AttentionDropout) -> Tensor:
     """One rectangle whose weights are dropped by query, head and key, by torch's operators."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.transpose(2, 3)) * scale
@@ -284,7 +223,7 @@ def packed_attention(
     v: Tensor,
     packed: Packed,
     heads: int,
-    drop: Drop = NO_DROP,
+    drop: AttentionDropout = NO_DROPOUT,
     *,
     kv_heads: int | None = None,
     mask: Mask = NO_MASK,
@@ -314,7 +253,7 @@ def _shared_attention(
     v: Tensor,
     packed: Packed,
     heads: tuple[int, int],
-    drop: Drop,
+    drop: AttentionDropout,
     mask: Mask,
     memory: Sequences | None,
     scale: float,
@@ -353,7 +292,7 @@ def _attention_of_part(
     k: Tensor,
     v: Tensor,
     heads: tuple[int, int],
-    drop: Drop,
+    drop: AttentionDropout,
     mask: Mask,
     first: int,
     keys: slice,
@@ -375,7 +314,7 @@ def _attention(
     v: Tensor,
     sequences: Sequences,
     heads: tuple[int, int],
-    drop: Drop,
+    drop: AttentionDropout,
     mask: Mask,
     memory: Sequences | None,
     scale: float,
@@ -401,7 +340,7 @@ def _in_buckets(
     v: Tensor,
     sequences: Sequences,
     heads: tuple[int, int],
-    drop: Drop,
+    drop: AttentionDropout,
     mask: Mask,
     memory: Sequences | None,
     scale: float,

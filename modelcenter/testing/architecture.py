@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from modelcenter import compare
 from modelcenter.compare import pack_rows, pad_rows
 from modelcenter.layers import dropout
-from modelcenter.layers.packed_attention import Drop
+from modelcenter.layers.dropout import AttentionDropout
 from modelcenter.models.base import VOCABULARY_TASKS
 from modelcenter.testing.largest_tensor import LargestTensor
 from modelcenter.testing.mutations import MUTATIONS
@@ -127,7 +127,7 @@ class ArchitectureTests(ReferenceModels):
         monkeypatch.setattr(torch.nn.functional, "dropout", scaled)
         monkeypatch.setattr(dropout, "dropout", scaled)
         monkeypatch.setattr(dropout, "dropout_add", lambda x, residual, p: residual + scaled(x, p))
-        monkeypatch.setattr(Drop, "drop", lambda drop, weights, key, numbers: scaled(weights, drop.p))
+        monkeypatch.setattr(AttentionDropout, "drop", lambda drop, weights, key, numbers: scaled(weights, drop.p))
         theirs = self.reference(task, tmp_path, **{name: 0.1 * i for i, name in enumerate(self.no_dropout, 1)})
         if hasattr(theirs, "set_attn_implementation"):
             theirs.set_attn_implementation("eager")

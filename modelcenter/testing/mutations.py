@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from modelcenter.layers.sequences import Sequences
+
 
 def _swap_k_and_v(model: Any) -> None:
     attn = model.units[1].attn
@@ -50,7 +52,7 @@ def _cross_boundaries(model: Any) -> None:
     def merged(batch: Any) -> Any:
         x, ctx = begin(batch)
         n = ctx.num_tokens
-        ctx.lengths, ctx.cu_seqlens, ctx.max_seqlen = [n], torch.tensor([0, n]), n
+        ctx.sequences = Sequences.of_lengths([n], x.device)
         return x, ctx
 
     model.begin = merged

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from engine.ops import attention, dropout_key, dropout_rows, library
 from modelcenter.layers import packed_attention as packed_attention_module
+from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
 from modelcenter.layers.mask import Mask, aligned_rectangles
-from modelcenter.layers.packed_attention import NO_DROP, Drop, _bucketed_sdpa, packed_attention
+from modelcenter.layers.packed_attention import _bucketed_sdpa, packed_attention
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.segments import Segments
 
@@ -68,23 +69,15 @@ class Problem:
         memory = self.memory if self.kind == "cross" else None
         if path == "sdpa":
             heads = self.heads, self.kv_heads
-            return _bucketed_sdpa(q, k, v, mask, self.packed.sequences.bucket_pairs(memory), heads, self.scale, NO_DROP)
+            pairs = self.packed.sequences.bucket_pairs(memory)
+            return _bucketed_sdpa(q, k, v, mask, pairs, heads, self.scale, NO_DROPOUT)
         if path == "shared":
             mask, found = replace(mask, rectangles=aligned_rectangles(self.packed.sequences, mask)), []
             for first, some in ((0, 1), (1, self.heads - 1)):
                 own = [x.unflatten(1, (self.heads, -1))[:, first : first + some].flatten(1) for x in (q, k, v)]
                 part = mask.of_heads(first, some)
-                found.append(
-                    _bucketed_sdpa(
-                        *own,
-                        part,
-                        self.packed.sequences.bucket_pairs(),
-                        (some, some),
-                        self.scale,
-                        NO_DROP,
-                        part.rectangles,
-                    )
-                )
+                pairs = self.packed.sequences.bucket_pairs()
+                found.append(_bucketed_sdpa(*own, part, pairs, (some, some), self.scale, NO_DROPOUT, part.rectangles))
             return torch.cat(found, 1)
         more = {"kv_heads": self.kv_heads, "mask": mask, "memory": memory, "scale": self.scale}
         return packed_attention(q, k, v, self.packed, self.heads, **more)
@@ -190,7 +183,7 @@ def test_dropout_backward_is_the_derivative_of_its_forward(packed):
     def run(step: float) -> torch.Tensor:
         torch.manual_seed(5)
         moved = [x + step * direction for x in (q, k, v)]
-        return (packed_attention(*moved, packed, heads, Drop(0.3)) * grad).sum()
+        return (packed_attention(*moved, packed, heads, AttentionDropout(0.3)) * grad).sum()
 
     analytic = sum((g * direction).sum() for g in torch.autograd.grad(run(0.0), (q, k, v)))
     numeric = (run(1e-6) - run(-1e-6)) / 2e-6
@@ -203,7 +196,7 @@ def test_both_ways_on_a_cpu_drop_the_same_weights(monkeypatch, drawn):
     with dropout_key(3, 4), dropout_rows(torch.tensor([7, 2])):
         draws = packed.with_draws().draws if drawn == "by the batch" else None
     tokens = torch.randint(0, 2**40, (53,)) if drawn == "by given numbers" else None
-    drop = Drop(0.3, draws, 11, 2, tokens)
+    drop = AttentionDropout(0.3, draws, 11, 2, tokens)
     inputs, found = [torch.randn(53, 32, requires_grad=True) for _ in range(3)], []
     for path in ("compiled", "buckets"):
         choose(monkeypatch, path)
@@ -218,7 +211,7 @@ def test_dropout_keeps_the_mean():
     packed = Packed.from_cu_seqlens(torch.tensor([0, 6, 14], dtype=torch.int32), None, 14)
     q, k, v = (torch.randn(14, 8) for _ in range(3))
     wanted = packed_attention(q, k, v, packed, 2)
-    mean = sum(packed_attention(q, k, v, packed, 2, Drop(0.2)) for _ in range(3000)) / 3000
+    mean = sum(packed_attention(q, k, v, packed, 2, AttentionDropout(0.2)) for _ in range(3000)) / 3000
     assert (mean - wanted).abs().max() < 0.06
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import engine
-from modelcenter.generation.state import room
+from modelcenter.generation.state import positions_left
 from modelcenter.models.base import Model
 from modelcenter.training.evaluation import check_stop
 from modelcenter.training.metrics import gather_lists
@@ -25,7 +25,7 @@ def new_tokens(model: Model, given: int | None, prompt_length: int) -> int:
     positions for, which is printed once."""
     if given is not None:
         return given
-    left = room(model, prompt_length)
+    left = positions_left(model, prompt_length)
     if left is None or left >= _DEFAULT_NEW_TOKENS:
         return _DEFAULT_NEW_TOKENS
     if left > 0:

@@ -94,13 +94,12 @@ class Mask:
         """The same for the tokens start to stop - 1 as if they were all."""
         return self if self.segments is None else replace(self, segments=self.segments[start:stop])
 
-    def rows(self, bucket: Bucket) -> Segments | None:
+    def bucket_segments(self, bucket: Bucket) -> Segments | None:
         """Segments (n, length) of a bucket's tokens, padding included."""
         if self.segments is None:
             return None
-        return (
-            self.segments[bucket.start : bucket.stop] if bucket.index is None else self.segments[bucket.index]
-        ).view(bucket.n, bucket.length)
+        tokens = slice(bucket.start, bucket.stop) if bucket.index is None else bucket.index
+        return self.segments[tokens].view(bucket.n, bucket.length)
 
     def rectangle(
         self,
@@ -135,7 +134,7 @@ class Mask:
 
     def of_buckets(self, queries: Bucket, keys: Bucket, like: Tensor) -> Tensor | None:
         """`rectangle` of two buckets of the same sequences."""
-        segments = self.rows(queries), self.rows(keys)
+        segments = self.bucket_segments(queries), self.bucket_segments(keys)
         return self.rectangle(queries.length, keys.length, keys.keep, like=like, segments=segments)
 
 

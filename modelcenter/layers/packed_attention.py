@@ -84,7 +84,7 @@ class _BucketedAttention(torch.autograd.Function):
             kb, vb = (_matrices(x, keys, of_keys, of_keys) for x in (k, v))
             scores = torch.bmm(qb, kb.transpose(1, 2)).mul_(scale)
             by_row = scores.view(queries.n, of_queries, queries.length, keys.length)
-            segments = mask.rows(queries)
+            segments = mask.bucket_segments(queries)
             if bias is not None:
                 added = toeplitz(bias, queries.length, queries.length).flip(1)
                 by_row.add_(
@@ -133,7 +133,7 @@ class _BucketedAttention(torch.autograd.Function):
             dscores = torch._softmax_backward_data(dprobs, probs, -1, probs.dtype)
             if dbias is not None:
                 n = queries.length
-                by_row, segments = dscores.view(queries.n, of_queries, n, n), ctx.mask.rows(queries)
+                by_row, segments = dscores.view(queries.n, of_queries, n, n), ctx.mask.bucket_segments(queries)
                 if dsegment_bias is not None and segments is not None:
                     differ = segments.differ(segments)
                     segments.add_pairs_(dsegment_bias, by_row * differ)

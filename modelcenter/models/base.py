@@ -47,6 +47,8 @@ class Model(ModelInputs):
     exceeds_fp16: ClassVar[bool] = False
     # What modelcenter.adapters put in (adapters.state.AdapterState).
     adapter: Any = None
+    # Set by engine.shard where this rank is a stage of a pipeline (engine.parallel.pipeline).
+    pipeline: Any = None
 
     def __init__(self, config: ModelConfig, task: str = "base"):
         super().__init__()
@@ -154,62 +156,13 @@ class Model(ModelInputs):
         """Shapes of the hidden states that go from a stage to the next, after so many units."""
         return [(ctx.num_tokens, self.config.hidden_size)] * (units + 1 if all_states else 1)
 
+    # -- losses and outputs --------------------------------------------------------------------------------------------
+
     def wants_logits(self, batch: Batch) -> bool | str:
         """Whether a vocabulary-sized head is to return logits: not in training with labels, unless asked; "labelled":
         those of the tokens that have a label."""
         wanted = batch.get("output_logits")
         return not (self.training and batch.get("labels") is not None) if wanted is None else wanted
-
-    # Set by engine.shard where this rank is a stage of a pipeline (engine.parallel.pipeline).
-    pipeline: Any = None
-
-    def stage_homes(self) -> dict[str, Sequence[int]]:
-        """{name of a module outside the units: numbers of the units with which a pipeline keeps it on a stage}.
-
-        What is defined before the units is `begin`'s, on the first stage; what is defined after them is `end`'s, on the
-        last. `end` of a tied vocabulary head reads the table, too. `begin` must not do anything with these modules but
-        call them; one whose results all units read is at home with range(len(self.units)).
-
-        Raises ValueError if the units are not one list.
-        """
-        names = [name for name, module in self._modules.items() if module is not None]
-        lists = [i for i, name in enumerate(names) if isinstance(self._modules[name], nn.ModuleList)]
-        if len(lists) != 1 or self._modules[names[lists[0]]] is not self.units:
-            raise ValueError(
-                f"{type(self).__name__} cannot be split into stages: its units are not one list; use pp_size=1"
-            )
-        at, last = lists[0], len(self.units) - 1
-        homes: dict[str, Sequence[int]] = {name: [0] if i < at else [last] for i, name in enumerate(names) if i != at}
-        return homes | ({"embed": [0, last]} if self.ties_head else {})
-
-    @property
-    def ties_head(self) -> bool:
-        """Whether the head reads the table of embeddings."""
-        return getattr(self.config, "tie_embeddings", False) and self.task in VOCABULARY_TASKS
-
-    def tp_plan(self) -> dict[str, str]:
-        """{name of modules or parameters: how tensor parallelism splits them} (engine.parallel.tensor.STYLES)."""
-        plan = {
-            "embed": "vocab",
-            "layers.*.attn.q": "colwise",
-            "layers.*.attn.k": "colwise",
-            "layers.*.attn.v": "colwise",
-            "layers.*.attn.out": "rowwise",
-            "layers.*.mlp.gate": "colwise",
-            "layers.*.mlp.up": "colwise",
-            "layers.*.mlp.down": "rowwise",
-        }
-        if not any(name.endswith(".mlp.gate") for name, _ in self.named_modules()):
-            del plan["layers.*.mlp.gate"]
-        return plan
-
-    def shard_units(self) -> list[nn.Module]:
-        """Modules that are gathered one at a time when parameters are sharded."""
-        return list(self.units)
-
-    def looked_up_tables(self) -> list[nn.Embedding]:
-        """Tables with which the model does nothing but look up words, so that ranks may keep their rows apart."""
-        return [] if self.ties_head else list(self.word_tables().values())
 
     def loss_counts(self, batch: Batch) -> dict[str, int]:
         """{term of the loss: supervised items of this batch}, from labels alone."""
@@ -262,6 +215,8 @@ class Model(ModelInputs):
             order = ("loss", "start_logits", "end_logits", "logits")
         return ModelOutput((name, out[name]) for name in order if name in out)
 
+    # -- how the model is started and split -----------------------------------------------------------------------------
+
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
         """How each parameter starts: {name: ("normal", std) | ("zeros",) | ("ones",)}."""
         spec: dict[str, tuple[Any, ...]] = {}
@@ -273,6 +228,54 @@ class Model(ModelInputs):
                 else:
                     spec[name] = ("ones",) if parameter.dim() == 1 else ("normal", std)
         return spec
+
+    def stage_homes(self) -> dict[str, Sequence[int]]:
+        """{name of a module outside the units: numbers of the units with which a pipeline keeps it on a stage}.
+
+        What is defined before the units is `begin`'s, on the first stage; what is defined after them is `end`'s, on the
+        last. `end` of a tied vocabulary head reads the table, too. `begin` must not do anything with these modules but
+        call them; one whose results all units read is at home with range(len(self.units)).
+
+        Raises ValueError if the units are not one list.
+        """
+        names = [name for name, module in self._modules.items() if module is not None]
+        lists = [i for i, name in enumerate(names) if isinstance(self._modules[name], nn.ModuleList)]
+        if len(lists) != 1 or self._modules[names[lists[0]]] is not self.units:
+            raise ValueError(
+                f"{type(self).__name__} cannot be split into stages: its units are not one list; use pp_size=1"
+            )
+        at, last = lists[0], len(self.units) - 1
+        homes: dict[str, Sequence[int]] = {name: [0] if i < at else [last] for i, name in enumerate(names) if i != at}
+        return homes | ({"embed": [0, last]} if self.ties_head else {})
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether the head reads the table of embeddings."""
+        return getattr(self.config, "tie_embeddings", False) and self.task in VOCABULARY_TASKS
+
+    def tp_plan(self) -> dict[str, str]:
+        """{name of modules or parameters: how tensor parallelism splits them} (engine.parallel.tensor.STYLES)."""
+        plan = {
+            "embed": "vocab",
+            "layers.*.attn.q": "colwise",
+            "layers.*.attn.k": "colwise",
+            "layers.*.attn.v": "colwise",
+            "layers.*.attn.out": "rowwise",
+            "layers.*.mlp.gate": "colwise",
+            "layers.*.mlp.up": "colwise",
+            "layers.*.mlp.down": "rowwise",
+        }
+        if not any(name.endswith(".mlp.gate") for name, _ in self.named_modules()):
+            del plan["layers.*.mlp.gate"]
+        return plan
+
+    def shard_units(self) -> list[nn.Module]:
+        """Modules that are gathered one at a time when parameters are sharded."""
+        return list(self.units)
+
+    def looked_up_tables(self) -> list[nn.Embedding]:
+        """Tables with which the model does nothing but look up words, so that ranks may keep their rows apart."""
+        return [] if self.ties_head else list(self.word_tables().values())
 
     # -- conveniences ------------------------------------------------------------------------------------------------
 

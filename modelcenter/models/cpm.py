@@ -77,8 +77,8 @@ class CPM(Decoder):
     tasks = ("base", "causal-lm")
     causal = False
 
-    # What a token says of itself where the caller does not.
-    usual: ClassVar[Mapping[str, int]] = {"context": 0, "span": 0, "segment": 0}
+    # Inputs of each token that the caller may leave out, with what then stands for them.
+    input_defaults: ClassVar[Mapping[str, int]] = {"context": 0, "span": 0, "segment": 0}
 
     def make_layers(self, scaled: bool, shrink: float = 1.0, **options: Any) -> nn.ModuleList:
         """The blocks. scaled: of ScaledBlock; options: of SelfAttention."""
@@ -88,15 +88,14 @@ class CPM(Decoder):
         def norm() -> RMSNorm:
             return RMSNorm(width, c.norm_eps)
 
-        layers: list[nn.Module] = []
-        for _ in range(c.num_layers):
+        def block() -> nn.Module:
             attn = SelfAttention(width, c.num_heads, c.dropout, head_dim=c.head_dim, bias=False, **options)
             mlp = GatedMLP(width, c.intermediate_size, "gelu", dropout=c.dropout)
-            block = (
-                ScaledBlock(attn, mlp, norm, c.dropout, shrink) if scaled else PreNormBlock(attn, mlp, norm, c.dropout)
-            )
-            layers.append(block)
-        return nn.ModuleList(layers)
+            if scaled:
+                return ScaledBlock(attn, mlp, norm, c.dropout, shrink)
+            return PreNormBlock(attn, mlp, norm, c.dropout)
+
+        return nn.ModuleList(block() for _ in range(c.num_layers))
 
     def lm_head(self, task: str, scaled: bool) -> nn.Module | None:
         """The vocabulary, with a matrix of its own or the embedding; scaled: used with 1 / sqrt(hidden_size)."""
@@ -106,24 +105,23 @@ class CPM(Decoder):
         return CausalLM(c.hidden_size, c.vocab_size, c.tie_embeddings, scale=c.hidden_size**-0.5 if scaled else 1.0)
 
     def token_segments(self, batch: Batch, ctx: Packed, of_prompt: Sequence[int] = ()) -> Tensor:
-        """(T, len(usual)) integers: what the tokens say of themselves, in the order of `usual`; of_prompt: what those
-        of the model's own prompt say.
+        """(T, len(input_defaults)) integers: the inputs of these names; of_prompt: those of the model's own prompt.
 
         Raises:
             ValueError: values of another shape than the input, naming all shapes.
         """
-        device = ctx.cu_seqlens.device
-        given = [batch.get(name, torch.full(ctx.shape, value, device=device)) for name, value in self.usual.items()]
+        device, defaults = ctx.cu_seqlens.device, self.input_defaults
+        given = [batch.get(name, torch.full(ctx.shape, value, device=device)) for name, value in defaults.items()]
         if any(tuple(value.shape) != ctx.shape for value in given):
-            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in zip(self.usual, given, strict=True))
+            shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in zip(defaults, given, strict=True))
             raise ValueError(f"got {shapes} beside input of shape {ctx.shape}; they must agree")
-        # Filled there, since a copy of numbers of the host would wait for the device.
+        # Filled on the device: a copy of numbers from the host would wait for it.
         prompt = [torch.full((self.prefix_tokens,), value, device=device) for value in of_prompt]
         prefix = torch.stack(prompt, -1) if prompt else None
         return ctx.unpad(torch.stack([value.long() for value in given], -1), prefix=prefix)
 
     @staticmethod
-    def of_all(ctx: Packed, x: Tensor) -> Tensor:
+    def gathered(ctx: Packed, x: Tensor) -> Tensor:
         """x (T, ...) of all tokens, where several ranks share them."""
         return x if ctx.split is None else ctx.split.gather(x)
 

@@ -40,7 +40,7 @@ class CPM1(CPM):
     """CPM-1 with the head of `task`."""
 
     config_class = CPM1Config
-    usual = {"context": 0, "span": 0}
+    input_defaults = {"context": 0, "span": 0}
 
     def __init__(self, config: CPM1Config, task: str = "base"):
         super().__init__(config, task)
@@ -55,11 +55,11 @@ class CPM1(CPM):
         c: Any = self.config
         ctx = self.pack(batch)
         # Without segments it is causal, which takes no mask of pairs.
-        plain = not (any(name in batch for name in self.usual) or (ctx.cache is not None and ctx.cache.has(None)))
-        self.set_attention_bias(
-            ctx,
-            None if plain else Segments(nn.functional.pad(self.of_all(ctx, self.token_segments(batch, ctx)), (0, 1))),
-        )
+        segments = None
+        if any(name in batch for name in self.input_defaults) or (ctx.cache is not None and ctx.cache.has(None)):
+            values = self.gathered(ctx, self.token_segments(batch, ctx))
+            segments = Segments(nn.functional.pad(values, (0, 1)))
+        self.set_attention_bias(ctx, segments)
         x = self.embedded(batch, ctx, self.embed)
         scaled = c.length_scale and "input_ids" in batch
         return x * c.hidden_size**-0.5 if scaled else x, ctx

@@ -68,5 +68,5 @@ class CPM3(CPM):
         prompt = self.prompt(which[:, 0].clamp(min=0)) * scale
         # All is causal, the prompt too, until the caller says what the context is.
         values = self.token_segments(batch, ctx, of_prompt=(int("context" in batch), 0, 0))
-        self.set_attention_bias(ctx, Segments(self.of_all(ctx, values)))
+        self.set_attention_bias(ctx, Segments(self.gathered(ctx, values)))
         return torch.where(which >= 0, prompt.to(words.dtype), words), ctx

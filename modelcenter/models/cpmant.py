@@ -45,7 +45,7 @@ class CPMAnt(CPM):
     """CPM-Ant with the head of `task`. A learnt prompt stands before each sequence and is part of no output."""
 
     config_class = CPMAntConfig
-    usual = {"context": 1, "span": 0, "segment": OF_TEXT}
+    input_defaults = {"context": 1, "span": 0, "segment": OF_TEXT}
     ties_head = False
 
     def __init__(self, config: CPMAntConfig, task: str = "base"):
@@ -72,7 +72,7 @@ class CPMAnt(CPM):
                 raise self.outside(known, "input_ids", "vocab_size")
             x = self.look_up(self.embed, ctx.unpad(ids, prefix=prompt), ids)
         values = self.token_segments(batch, ctx, of_prompt=(1, 0, OF_PROMPT))
-        self.set_attention_bias(ctx, Segments(self.of_all(ctx, values)))
+        self.set_attention_bias(ctx, Segments(self.gathered(ctx, values)))
         return x + self.segment(values[:, 2]), ctx
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:

@@ -43,7 +43,7 @@ class CPMBeeConfig(CPMConfig):
         self.require(self.num_relations >= 1, "num_relations", "at least 1, that between samples")
 
 
-class Turned(nn.Module):
+class SubIdRotary(nn.Module):
     """Embeddings (T, hidden_size) of tokens with a number (T,) below theirs."""
 
     def __init__(self, hidden_size: int):
@@ -60,13 +60,20 @@ class CPMBee(CPM):
     config_class = CPMBeeConfig
     structured = True  # reads what data.structured makes
     # As RelatedSegments has them. A sample of one segment, unless the caller says more.
-    usual = {"context": 0, "span": 0, "segment": 0, "sample_ids": 0, "num_segments": 1, "segment_rel_offset": 0}
+    input_defaults = {
+        "context": 0,
+        "span": 0,
+        "segment": 0,
+        "sample_ids": 0,
+        "num_segments": 1,
+        "segment_rel_offset": 0,
+    }
 
     def __init__(self, config: CPMBeeConfig, task: str = "base"):
         super().__init__(config, task)
         c = config
         self.embed = Embedding(c.vocab_size, c.hidden_size)
-        self.turned = Turned(c.hidden_size)
+        self.sub_rotary = SubIdRotary(c.hidden_size)
         self.relative = RelationBias(c.num_buckets, c.num_heads, c.max_distance, c.num_relations)
         self.layers = self.make_layers(scaled=True, shrink=SHRINK)
         self.final_norm = RMSNorm(c.hidden_size, c.norm_eps)
@@ -81,18 +88,18 @@ class CPMBee(CPM):
             of_table = batch["ext_table_sub"][place]
             number = torch.where(ids < c.vocab_size, of_table.new_zeros(()) if number is None else number, of_table)
             ids = torch.where(ids < c.vocab_size, ids, more[place])
-        values = self.of_all(ctx, self.token_segments(batch, ctx))
+        values = self.gathered(ctx, self.token_segments(batch, ctx))
         relations = batch.get("segment_rel")
         if relations is None:
             relations = values.new_zeros(ctx.shape[0], 1)
         if relations.shape[0] > 1:  # a table for each row, one after the other
             row = torch.arange(ctx.shape[0], device=values.device)[:, None].expand(ctx.shape)
-            values[:, 5] += self.of_all(ctx, ctx.unpad(row)) * relations.shape[1]
+            values[:, 5] += self.gathered(ctx, ctx.unpad(row)) * relations.shape[1]
         self.set_attention_bias(ctx, RelatedSegments(values, relations.flatten().long()))
         if ids is None:
             return ctx.unpad(batch["inputs_embeds"]), ctx
         x = self.look_up(self.embed, ctx.unpad(ids), ids) * c.hidden_size**-0.5
-        return x if number is None else self.turned(x, ctx.unpad(number)), ctx
+        return x if number is None else self.sub_rotary(x, ctx.unpad(number)), ctx
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         if self.task == "base" or batch.get("ext_table_ids") is None:
@@ -100,7 +107,7 @@ class CPMBee(CPM):
         table, ids, number = self.embed.weight, batch["ext_table_ids"], batch["ext_table_sub"]
         if isinstance(table, DTensor):
             raise ValueError("ext_table_ids: not under tensor parallelism, which splits the vocabulary; use tp_size=1")
-        more = self.turned(nn.functional.embedding(ids, table), number)
+        more = self.sub_rotary(nn.functional.embedding(ids, table), number)
         counts = self.counts(batch)["loss"]
         out = self.head(x, ctx, batch, counts, torch.cat((table, more)), self.wants_logits(batch))
         return self.ordered(out)
@@ -135,7 +142,7 @@ class CPMBee(CPM):
                 f"{c.num_relations} (num_relations)"
             )
         segment, count, first = (
-            batch.get(name, torch.tensor(self.usual[name]))
+            batch.get(name, torch.tensor(self.input_defaults[name]))
             for name in ("segment", "num_segments", "segment_rel_offset")
         )
         size = relations.shape[1]
@@ -200,7 +207,6 @@ class CPMBee(CPM):
             num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
             output_hidden_states=output_hidden_states,
         )  # fmt: skip
-
         if ("ext_table_ids" in batch) != ("ext_table_sub" in batch) or (
             ext_table_ids is not None and ext_table_sub is not None and ext_table_ids.shape != ext_table_sub.shape
         ):

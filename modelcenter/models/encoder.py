@@ -219,6 +219,20 @@ class Encoder(CrossAttentionMixin):
             )
         return ctx.num_sequences // labels.numel()
 
+    def _check_inputs(self, batch: Batch) -> None:
+        """Raise ValueError for inputs that this model has no use for, or a task its config cannot do."""
+        if "next_sentence_label" in batch and "pretraining" not in self.tasks:
+            raise ValueError(f"next_sentence_label: {type(self).__name__} has no next-sentence head; leave it out")
+        is_decoder = self.config.is_decoder
+        if self.task == "causal-lm":  # a checkpoint that lacks it can be loaded, and converted
+            self.config.require(is_decoder, "is_decoder", "True for causal-lm: else a token sees the one it predicts")
+        of_decoders = [name for name in ("use_cache", "logits_to_keep", "output_log_probs") if batch.get(name)]
+        of_decoders += ["past_key_values"] if "past_key_values" in batch else []
+        if of_decoders and not is_decoder:
+            raise ValueError(
+                f"{of_decoders[0]}: this model is an encoder, not a decoder (is_decoder is false); leave it out"
+            )
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -280,16 +294,7 @@ class Encoder(CrossAttentionMixin):
             num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
             output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
         )  # fmt: skip
-
-        if next_sentence_label is not None and "pretraining" not in self.tasks:
-            raise ValueError(f"next_sentence_label: {type(self).__name__} has no next-sentence head; leave it out")
-        if self.task == "causal-lm":  # a checkpoint that lacks it can be loaded, and converted
-            decides = self.config.is_decoder
-            self.config.require(decides, "is_decoder", "True for causal-lm: else a token sees the one it predicts")
-        writing = {"use_cache": use_cache, "logits_to_keep": logits_to_keep, "output_log_probs": output_log_probs}
-        asked = [name for name, value in writing.items() if value] + ["past_key_values"] * (past_key_values is not None)
-        if asked and not self.config.is_decoder:
-            raise ValueError(f"{asked[0]}: this model is an encoder, not a decoder (is_decoder is false); leave it out")
+        self._check_inputs(batch)
         if self.task == "multiple-choice" and cu_seqlens is None:
             batch["num_choices"] = count_choices(batch)
             batch |= flatten_choices(batch, TOKEN_INPUTS)

@@ -207,7 +207,6 @@ class GPT2(CrossAttentionMixin, Decoder):
             num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
             output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
         )  # fmt: skip
-
         if self.task != "double-heads":
             if mc_token_ids is not None or mc_labels is not None:
                 raise ValueError(f"mc_token_ids, mc_labels: of task double-heads; this model has {self.task!r}")

@@ -241,4 +241,4 @@ def decoder_token(tokenizer: Any, name: str, use: str) -> int:
 
 def takes_tokens_for_context(model: Model) -> bool:
     """Whether all tokens are context, which sees what comes after it, unless a batch says otherwise: CPM-Ant's."""
-    return getattr(model, "usual", {}).get("context") == 1
+    return getattr(model, "input_defaults", {}).get("context") == 1

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-_ROOM = 64  # the bias is made for a multiple of so many places, so that most batches find its buckets made
+_LENGTH_STEP = 64  # the bias is made for a multiple of so many tokens, so that most batches find its buckets ready
 
 
 class RelativeBias(nn.Module):
@@ -21,7 +21,7 @@ class RelativeBias(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads).normal_(std=0.02))
         self.max_distance, self.bidirectional = max_distance, bidirectional
-        self._made: tuple[int, Tensor] | None = None
+        self._bucket_cache: tuple[int, Tensor] | None = None
 
     def buckets(self, distance: Tensor) -> Tensor:
         """The bucket of each place of a key minus that of its query, integers of any shape."""
@@ -42,8 +42,8 @@ class RelativeBias(nn.Module):
     def forward(self, longest: int) -> Tensor:
         """(heads, 2 * n - 1) as layers.mask.Mask has it, n at least `longest`."""
         device = self.weight.device
-        n = max(-(-longest // _ROOM), 1) * _ROOM
-        if self._made is None or self._made[0] != n or self._made[1].device != device:
-            self._made = n, self.buckets(torch.arange(1 - n, n, device=device))
+        n = max(-(-longest // _LENGTH_STEP), 1) * _LENGTH_STEP
+        if self._bucket_cache is None or self._bucket_cache[0] != n or self._bucket_cache[1].device != device:
+            self._bucket_cache = n, self.buckets(torch.arange(1 - n, n, device=device))
         # The gradients of a bucket are added up in fp32.
-        return self.weight.float().t().index_select(1, self._made[1]).to(self.weight.dtype)
+        return self.weight.float().t().index_select(1, self._bucket_cache[1]).to(self.weight.dtype)

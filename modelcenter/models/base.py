@@ -215,7 +215,7 @@ class Model(ModelInputs):
             order = ("loss", "start_logits", "end_logits", "logits")
         return ModelOutput((name, out[name]) for name in order if name in out)
 
-    # -- how the model is started and split -----------------------------------------------------------------------------
+    # -- how the model is started and split ----------------------------------------------------------------------------
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
         """How each parameter starts: {name: ("normal", std) | ("zeros",) | ("ones",)}."""

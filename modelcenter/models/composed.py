@@ -16,7 +16,7 @@ from modelcenter.layers.linear import Linear
 from modelcenter.layers.packing import Packed
 from modelcenter.models.bert import Bert
 from modelcenter.models.encoder import EncoderConfig
-from modelcenter.models.encoder_decoder import CACHE, EncoderDecoder
+from modelcenter.models.encoder_decoder import CACHE_INPUTS, EncoderDecoder
 from modelcenter.models.gpt2 import GPT2, GPT2Config
 from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
@@ -138,16 +138,18 @@ class Composed(EncoderDecoder):
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         if batch.get("encoder_outputs") is not None:
             return super().begin(batch)
-        x, ctx = self._start(self.encoder, {name: value for name, value in batch.items() if name not in CACHE}, "")
+        x, ctx = self._begin_side(
+            self.encoder, {name: value for name, value in batch.items() if name not in CACHE_INPUTS}, ""
+        )
         return unused(x, self.encoder.pooler), ctx
 
     def begin_decoder(self, batch: Batch) -> tuple[Tensor, Packed]:
-        return self._start(self.decoder, self.decoder_inputs(batch), "decoder_")
+        return self._begin_side(self.decoder, self.decoder_inputs(batch), "decoder_")
 
-    def _start(self, side: Any, batch: Batch, prefix: str) -> tuple[Tensor, Packed]:
+    def _begin_side(self, side: Any, batch: Batch, prefix: str) -> tuple[Tensor, Packed]:
         """What the first unit of a side is given, and the shape of its tokens."""
         own = {name: batch[prefix + name] for name in _INPUTS if batch.get(prefix + name) is not None}
-        cache = {name: batch[name] for name in CACHE if name in batch}
+        cache = {name: batch[name] for name in CACHE_INPUTS if name in batch}
         placed = side.with_position_ids({**own, **cache})
         named = {prefix + name: value for name, value in own.items()}
         ctx = self.pack({**named, **cache, "position_ids": placed.get("position_ids")}, prefix)

@@ -68,7 +68,7 @@ class Decoder(Model):
         if logits or batch.get("labels") is None or batch.get("output_hidden_states"):
             return ctx
         head: Any = self.head
-        return until_last(ctx, ctx.unpad(head.targets(batch), IGNORE_INDEX) != IGNORE_INDEX)
+        return drop_after_last(ctx, ctx.unpad(head.targets(batch), IGNORE_INDEX) != IGNORE_INDEX)
 
     def finish(self, x: Tensor) -> Tensor:
         return self.final_norm(x)
@@ -164,16 +164,16 @@ class Decoder(Model):
         return self.run_checked(batch)
 
 
-def until_last(ctx: Packed, used: Tensor) -> Packed:
+def drop_after_last(ctx: Packed, used: Tensor) -> Packed:
     """The same with each sequence up to the last of its tokens that is `used` (T,); one without any has no token left.
 
     `max_seqlen`, of which rotary angles may depend, stays as it was.
     """
-    places, starts, ends = used.nonzero().flatten(), ctx.cu_seqlens[:-1].long(), ctx.cu_seqlens[1:].long()
-    if not places.numel():
+    tokens, starts, ends = used.nonzero().flatten(), ctx.cu_seqlens[:-1].long(), ctx.cu_seqlens[1:].long()
+    if not tokens.numel():
         return ctx
-    before = torch.searchsorted(places, ends)  # used tokens up to the end of each sequence
-    last = torch.maximum(places[(before - 1).clamp(min=0)] + 1, starts)
+    before = torch.searchsorted(tokens, ends)  # used tokens up to the end of each sequence
+    last = torch.maximum(tokens[(before - 1).clamp(min=0)] + 1, starts)
     last = torch.where(before > 0, last, starts)
     seqlens = last - starts
     keep = torch.arange(used.numel()) < torch.repeat_interleave(last, ends - starts, output_size=used.numel())

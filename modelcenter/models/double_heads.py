@@ -41,12 +41,12 @@ class DoubleHeads(nn.Module):
         choices = batch["num_choices"]
         if "logits" in out and not ctx.layout.packed:
             out["logits"] = out["logits"].unflatten(0, (-1, choices))
-        pooled = ctx.select(x, places(ctx, batch.get("mc_token_ids")))
+        pooled = ctx.select(x, choice_tokens(ctx, batch.get("mc_token_ids")))
         chosen = self.choice(pooled, {"labels": batch.get("mc_labels")}, {"loss": counts["choice"]}, choices, ctx)
         return out | {f"mc_{name}": value for name, value in chosen.items()}
 
 
-def places(ctx: Packed, columns: Tensor | None) -> Tensor:
+def choice_tokens(ctx: Packed, columns: Tensor | None) -> Tensor:
     """(n,) the number among all tokens of the one that each sequence is judged by.
 
     Args:
@@ -79,7 +79,7 @@ def places(ctx: Packed, columns: Tensor | None) -> Tensor:
     return where
 
 
-def flattened(batch: Batch) -> dict[str, Any]:
+def flatten_batch(batch: Batch) -> dict[str, Any]:
     """The batch with the choices of an example as consecutive rows, and `num_choices`.
 
     Raises:

@@ -150,12 +150,12 @@ class Encoder(CrossAttentionMixin):
     def input_states(self, batch: Batch, ctx: Packed, owner: Model) -> Tensor:
         """(T, hidden_size): what the first unit is given; owner: the model itself, or the one of which it is a side."""
         self.check_positions(batch, ctx, self.config.max_positions)
-        types = batch.get("token_type_ids")
-        numbers = torch.zeros_like(ctx.positions) if types is None else ctx.unpad(types, name="token_type_ids")
-        kinds = self.look_up(self.token_type, numbers, numbers, "token_type_ids", "type_vocab_size")
+        given = batch.get("token_type_ids")
+        types = torch.zeros_like(ctx.positions) if given is None else ctx.unpad(given, name="token_type_ids")
+        type_states = self.look_up(self.token_type, types, types, "token_type_ids", "type_vocab_size")
         words = owner.embedded(batch, ctx, self.embed)
-        places = self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
-        x = self.embed_norm(words + places + kinds)
+        positions = self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
+        x = self.embed_norm(words + positions + type_states)
         return self.embed_dropout(x, ctx)
 
     def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:

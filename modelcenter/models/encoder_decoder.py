@@ -30,7 +30,7 @@ from modelcenter.models.decoder_inputs import DecoderInputs
 from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
 
-CACHE = ("past_key_values", "use_cache")
+CACHE_INPUTS = ("past_key_values", "use_cache")
 
 
 class Side(nn.Module):
@@ -42,7 +42,7 @@ class Side(nn.Module):
         self.final_norm = final_norm
 
 
-def _first(given: Any) -> Tensor:
+def _encoder_states(given: Any) -> Tensor:
     return given if isinstance(given, Tensor) else given[0]
 
 
@@ -107,9 +107,9 @@ class EncoderDecoder(DecoderInputs):
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         """The encoder's embeddings, or its final states if the caller has them of an earlier forward."""
-        ctx = self._encoder_shape(batch)
+        ctx = self._pack_encoder(batch)
         if (given := batch.get("encoder_outputs")) is not None:
-            return ctx.unpad(_first(given)), ctx
+            return ctx.unpad(_encoder_states(given)), ctx
         return self.before_units(self.embedded(batch, ctx, self.embed), ctx, self.encoder), ctx
 
     def begin_decoder(self, batch: Batch) -> tuple[Tensor, Packed]:
@@ -123,14 +123,14 @@ class EncoderDecoder(DecoderInputs):
         ctx = self.pack(batch, "decoder_")
         return self.before_units(self.embedded(batch, ctx, self.embed, "decoder_"), ctx, self.decoder), ctx
 
-    def _encoder_shape(self, batch: Batch) -> Packed:
-        batch = {name: value for name, value in batch.items() if name not in CACHE}
+    def _pack_encoder(self, batch: Batch) -> Packed:
+        batch = {name: value for name, value in batch.items() if name not in CACHE_INPUTS}
         if (given := batch.pop("encoder_outputs", None)) is not None:
             if self.tuned_prompt is not None:
                 raise ValueError(
                     "encoder_outputs: the encoder's states do not hold those of the learnt prompt; pass input_ids"
                 )
-            batch = {**batch, "input_ids": None, "inputs_embeds": _first(given)}
+            batch = {**batch, "input_ids": None, "inputs_embeds": _encoder_states(given)}
         return self.pack(batch)
 
     def run(self, batch: Batch) -> ModelOutput:
@@ -217,7 +217,7 @@ class EncoderDecoder(DecoderInputs):
             x, memory = self.begin(batch)
             encoded = [x]
         elif encodes:
-            memory = self._encoder_shape(batch)
+            memory = self._pack_encoder(batch)
         if first and self.decoder is not None:
             x, ctx = self.begin_decoder(batch)
             decoded = [x]
@@ -254,12 +254,12 @@ class EncoderDecoder(DecoderInputs):
             case "seq2seq-lm":
                 out = head(x, ctx, batch, counts["loss"], self.embed.weight, self.wants_logits(batch))
             case "sequence-classification":
-                out = head(ctx.select(x, self._ends(ctx, batch)), batch, counts, ctx)
+                out = head(ctx.select(x, self._eos_tokens(ctx, batch)), batch, counts, ctx)
             case _:
                 out = head(x, ctx, batch, counts)
         return self.ordered(out)
 
-    def _ends(self, ctx: Packed, batch: Batch) -> Tensor:
+    def _eos_tokens(self, ctx: Packed, batch: Batch) -> Tensor:
         """(n,) number among all tokens of each sequence's last end-of-sequence token.
 
         Raises:

@@ -19,7 +19,7 @@ from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Model
 from modelcenter.models.cross_attention import INPUTS, CrossAttentionMixin
 from modelcenter.models.decoder import Decoder, scaled_residuals
-from modelcenter.models.double_heads import DoubleHeads, flattened
+from modelcenter.models.double_heads import DoubleHeads, flatten_batch
 from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
 
@@ -123,12 +123,12 @@ class GPT2(CrossAttentionMixin, Decoder):
     def input_states(self, batch: Batch, ctx: Packed, owner: Model) -> Tensor:
         """(T, hidden_size): what the first unit is given; owner: the model itself, or the one of which it is a side."""
         self.check_positions(batch, ctx, self.config.max_positions)
-        places = self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
-        x = owner.embedded(batch, ctx, self.embed) + places
+        positions = self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
+        x = owner.embedded(batch, ctx, self.embed) + positions
         if (types := batch.get("token_type_ids")) is not None:  # tokens of the vocabulary
-            kinds = self.look_up(self.embed, ctx.unpad(types, name="token_type_ids"), types, "token_type_ids")
-            own = ctx.layout.prefix_tokens
-            x = x + (kinds if own is None else kinds.index_fill(0, own, 0.0))
+            rows, own = ctx.unpad(types, name="token_type_ids"), ctx.layout.prefix_tokens
+            type_states = self.look_up(self.embed, rows, types, "token_type_ids")
+            x = x + (type_states if own is None else type_states.index_fill(0, own, 0.0))
         return self.embed_dropout(x, ctx)
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
@@ -215,7 +215,7 @@ class GPT2(CrossAttentionMixin, Decoder):
             raise ValueError(f"{INPUTS[0]}: not with double heads; load the model with task causal-lm")
         if use_cache or past_key_values is not None or logits_to_keep or output_log_probs:
             raise ValueError("use_cache, logits_to_keep, output_log_probs: load the model with task causal-lm")
-        return self.run_checked(flattened(batch))
+        return self.run_checked(flatten_batch(batch))
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
         return scaled_residuals(super().init_spec(), self.config.num_layers)

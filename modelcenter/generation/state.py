@@ -162,7 +162,7 @@ class State:
         return not waiting.item()
 
     def idle_step(self) -> None:
-        """A step whose result nobody reads, for a rank that is done before others. The cache stays as long as it is."""
+        """A step without a use, for a rank that is done while others go on; the cache stays as long as it is."""
         self.cache.lengths = [n - 1 for n in self.cache.lengths]
         rows = len(self.cache.lengths)
         self._run(self._next(self.tokens.new_zeros(rows, 1)))

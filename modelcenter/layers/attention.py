@@ -20,7 +20,7 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def queries(self) -> nn.Module:
-        """What makes the queries of all heads, or under tensor parallelism of some."""
+        """The projection that makes the queries: of all heads, or under tensor parallelism of this rank's."""
         return self.q
 
     @property

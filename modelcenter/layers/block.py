@@ -19,7 +19,7 @@ from modelcenter.layers.packing import Packed
 class PostNormBlock(nn.Module):
     """norm(x + attn(x)), then norm(x + mlp(x)), as the original Transformer. x: (T, hidden_size) -> the same.
 
-    With `cross`, a decoder's attention to an encoder stands between the two, left out where there is none to attend to.
+    With `cross`, attention to an encoder stands between the two; it is skipped where a batch has no encoder.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class PostNormBlock(nn.Module):
 class PreNormBlock(nn.Module):
     """x + attn(norm(x)), then x + mlp(norm(x)), as GPT-2 and most since. x: (T, hidden_size) -> the same.
 
-    `norm` makes the norms: `lambda: LayerNorm(hidden_size, eps)`. With `cross`, a decoder's attention to an encoder
-    stands between the two, left out where there is none to attend to. `scale` multiplies what is added to x.
+    `norm` makes the norms: `lambda: LayerNorm(hidden_size, eps)`. With `cross`, attention to an encoder stands between
+    the two; it is skipped where a batch has no encoder. `scale` multiplies what is added to x.
     """
 
     def __init__(
@@ -133,6 +133,6 @@ class _Unused(torch.autograd.Function):
 
 
 def unused(x: Tensor, *modules: nn.Module) -> Tensor:
-    """x, after modules that had nothing to do: ranks of which some have batches without an encoder (an empty one is)
-    must agree which parameters have gradients."""
+    """x, with gradients of zero for modules that were skipped: ranks must agree which parameters have gradients, and a
+    rank with an empty batch has no encoder to attend to."""
     return _Unused.apply(x, *(p for module in modules for p in module.parameters()))

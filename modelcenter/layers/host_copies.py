@@ -1,4 +1,4 @@
-"""Tensors on a device that remember their copy on the host, so that reading them there waits for no device."""
+"""Tensors on a device that remember their copy on the host, so that reading them need not wait for the device."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ _NAME = "_on_host"
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A tensor of the host on the device, copied without waiting where that is a GPU; anything else as it is."""
+    """A tensor of the host copied to the device, without waiting for a GPU; the copy remembers it. Anything else as it
+    is."""
     if not isinstance(value, Tensor) or value.device == device:
         return value
     moved = value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
@@ -19,5 +20,5 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def host_copy(value: Any) -> Any:
-    """The copy on the host that a tensor remembers, which nobody has changed; else the value itself."""
+    """The host's copy that a tensor remembers from `to_device`; a value without one as it is."""
     return getattr(value, _NAME, value)

@@ -394,6 +394,6 @@ def _varlen(
 
 
 def _as_many(queries: Tensor, keys: Tensor) -> list[Tensor]:
-    """Both offsets, of as many sequences: a dummy sequence that one side alone has holds nothing on the other."""
+    """Both offsets, for the same number of sequences: a dummy sequence that only one side has is empty on the other."""
     most = max(queries.numel(), keys.numel())
     return [x if x.numel() == most else torch.cat([x, x[-1:].expand(most - x.numel())]) for x in (queries, keys)]

@@ -84,8 +84,8 @@ class Model(ModelInputs):
         """
         if (kept := batch.get("logits_to_keep", 0)) not in (0, 1):
             raise ValueError(f"logits_to_keep: got {kept}, expected 0 (all tokens) or 1 (the last)")
-        if not isinstance(wanted := batch.get("output_hidden_states", False), bool):
-            raise ValueError(f"output_hidden_states: got {wanted!r}, expected True (of all layers) or False")
+        if not isinstance(value := batch.get("output_hidden_states", False), bool):
+            raise ValueError(f"output_hidden_states: got {value!r}, expected True (of all layers) or False")
         return self.run(batch)
 
     def run(self, batch: Batch) -> ModelOutput:
@@ -161,8 +161,8 @@ class Model(ModelInputs):
     def wants_logits(self, batch: Batch) -> bool | str:
         """Whether a vocabulary-sized head is to return logits: not in training with labels, unless asked; "labelled":
         those of the tokens that have a label."""
-        wanted = batch.get("output_logits")
-        return not (self.training and batch.get("labels") is not None) if wanted is None else wanted
+        requested = batch.get("output_logits")
+        return not (self.training and batch.get("labels") is not None) if requested is None else requested
 
     def loss_counts(self, batch: Batch) -> dict[str, int]:
         """{term of the loss: supervised items of this batch}, from labels alone."""

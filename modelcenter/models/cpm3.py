@@ -66,7 +66,7 @@ class CPM3(CPM):
         else:
             words = self.look_up(self.embed, ctx.unpad(ids), ids) * scale
         prompt = self.prompt(which[:, 0].clamp(min=0)) * scale
-        # All is causal, the prompt too, until the caller says what the context is.
+        # Everything is causal, the prompt too, unless the caller passes a context.
         values = self.token_segments(batch, ctx, of_prompt=(int("context" in batch), 0, 0))
         self.set_attention_bias(ctx, Segments(self.gathered(ctx, values)))
         return torch.where(which >= 0, prompt.to(words.dtype), words), ctx

@@ -1,8 +1,8 @@
 """CPM-Bee (OpenBMB 2023), after OpenBMB/CPM-Live's bee_torch.py.
 
-Its input is structured: a table names how segments are related, and tokens that stand for something in a sample alone
-(answers, options, unknown words) have a number below their own, which turns their embedding. Such tokens of a batch are
-a table by themselves, with which the vocabulary goes on.
+Its input is structured: a table gives the relations of its segments. Tokens that mean something in one sample only
+(answers, options, unknown words) have a second number, by which their embedding is rotated. Those of a batch are a
+table of their own, which extends the vocabulary.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class CPMBeeConfig(CPMConfig):
 
 
 class SubIdRotary(nn.Module):
-    """Embeddings (T, hidden_size) of tokens with a number (T,) below theirs."""
+    """Embeddings (T, hidden_size) rotated by the second number (T,) of their tokens."""
 
     def __init__(self, hidden_size: int):
         super().__init__()
@@ -59,7 +59,7 @@ class CPMBee(CPM):
 
     config_class = CPMBeeConfig
     structured = True  # reads what data.structured makes
-    # As RelatedSegments has them. A sample of one segment, unless the caller says more.
+    # In the order of RelatedSegments. By default a sample has one segment.
     input_defaults = {
         "context": 0,
         "span": 0,
@@ -83,7 +83,7 @@ class CPMBee(CPM):
         c: Any = self.config
         ctx, ids, number = self.pack(batch), batch.get("input_ids"), batch.get("input_id_sub")
         if ids is not None and (more := batch.get("ext_table_ids")) is not None and more.numel():
-            # What a label or an output says of a token of the table, an input says, too: generation feeds it back.
+            # In inputs, too, numbers from vocab_size on are of the table: generation feeds back what it predicts.
             place = (ids - c.vocab_size).clamp(min=0)
             of_table = batch["ext_table_sub"][place]
             number = torch.where(ids < c.vocab_size, of_table.new_zeros(()) if number is None else number, of_table)
@@ -183,14 +183,14 @@ class CPMBee(CPM):
         """Run the model; arguments that are not named here are those of the other CPM.
 
         Args:
-            input_id_sub: as input_ids, the number below a token. None: 0.
+            input_id_sub: as input_ids, the second number of a token. None: 0.
             sample_ids: as input_ids, number of the sample; tokens of 0 see all, others only their own sample. None: 0.
             segment, num_segments, segment_rel_offset: as input_ids, number of the segment, how many its sample has, and
                 where the relations of these begin in the row of segment_rel: that of a to b at begin +
                 a * num_segments + b. None: 0, 1 and 0.
             segment_rel: (batch, size), or one row for all: 0 the same segment, else the kind of relation. A packed
                 input is one row.
-            ext_table_ids, ext_table_sub: (n,) tokens, and numbers below them, with which the vocabulary goes on: token,
+            ext_table_ids, ext_table_sub: (n,) tokens and their second numbers, which extend the vocabulary: token,
                 label and logit vocab_size + i are of the i-th.
             labels: as input_ids, shifted here (CPM-Live's targets are shifted already).
 

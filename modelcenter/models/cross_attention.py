@@ -1,5 +1,5 @@
-"""Models that write by themselves or beside another's encoder: the units of a decoder with `cross_attention` attend to
-the hidden states that the caller gives of it (transformers' add_cross_attention).
+"""Decoders that may attend to an encoder: with `cross_attention` their units read hidden states that the caller passes
+(transformers' add_cross_attention).
 """
 
 from typing import Any
@@ -15,18 +15,19 @@ INPUTS = (STATES, "encoder_attention_mask", "encoder_cu_seqlens", "encoder_max_s
 
 
 class CrossAttentionMixin(Model):
-    """Base of such models. `begin` calls `meet` last; a config without `cross_attention` takes none of INPUTS."""
+    """Base of such models. `begin` calls `attend_to_encoder` last; without `cross_attention` INPUTS are refused."""
 
     def with_position_ids(self, batch: Batch) -> Batch:
         """The batch, with position_ids where they are not simply 0, 1, 2, ... in each sequence."""
         return batch
 
     def attend_to_encoder(self, batch: Batch, ctx: Packed) -> None:
-        """Let the units see the encoder's tokens, where the batch has them and the cache does not. After all that is
-        computed before the units: the rows may be split from here on.
+        """Let the units attend to the encoder's tokens, where the batch has them and the cache does not.
+
+        It comes after all that is computed before the units: the rows may be split from here on.
 
         Raises:
-            ValueError: there is nothing in this model that could, or they do not fit the batch.
+            ValueError: the model has no cross-attention, or the states do not fit it or the batch.
         """
         c: Any = self.config
         states = batch.get(STATES)

@@ -58,9 +58,11 @@ class Decoder(Model):
         return self.layers
 
     def without_unneeded(self, ctx: Packed, batch: Batch) -> Packed:
-        """Without what follows the last token of each sequence that has something to predict: the end of an answer, of
-        a row and of a conversation. Where ranks share tokens they have agreed how many there are, and a GPU is not
-        asked which these are."""
+        """Without the tokens behind the last one of each sequence that predicts a label (the end of a conversation).
+
+        Not where ranks share the tokens, since they have agreed on a number, nor on a GPU, which finding them would
+        wait for.
+        """
         shared = self.token_split is not None or self.pipeline is not None
         if shared or self.task != "causal-lm" or not self.causal or ctx.cu_seqlens.device.type != "cpu":
             return ctx
@@ -83,8 +85,8 @@ class Decoder(Model):
         return None
 
     def classified_tokens(self, ctx: Packed, batch: Batch) -> Tensor:
-        """(n,) number of the token by which each sequence is classified: its last but for those that are pad_token_id,
-        as in transformers, even if they are part of the text (an end of text that is the padding, too)."""
+        """(n,) number of the token by which each sequence is classified: its last one that is not pad_token_id, as in
+        transformers, even where that token is part of the text (an end of text that is also the padding)."""
         c, last, ids = self.config, ctx.last_tokens(), batch.get("input_ids")
         pad = getattr(c, "pad_token_id", c.extra.get("pad_token_id"))
         if ids is None or pad is None:

@@ -15,7 +15,7 @@ _TOKENS = (*TOKEN_INPUTS, "labels")
 
 
 class DoubleHeads(nn.Module):
-    """`lm` reads all tokens, `choice` one of each sequence. Two losses, which the caller adds as he likes."""
+    """`lm` reads all tokens, `choice` one of each sequence. The two losses are returned apart."""
 
     def __init__(self, lm: CausalLM, hidden_size: int, dropout: float):
         super().__init__()
@@ -47,7 +47,7 @@ class DoubleHeads(nn.Module):
 
 
 def choice_tokens(ctx: Packed, columns: Tensor | None) -> Tensor:
-    """(n,) the number among all tokens of the one that each sequence is judged by.
+    """(n,) number among all tokens of the one by which each sequence is scored.
 
     Args:
         columns: of the padded input, or offsets in packed sequences, any shape of n numbers; None: the last tokens.

@@ -269,14 +269,14 @@ class Encoder(CrossAttentionMixin):
             inputs_embeds: (batch, seq, hidden_size) in place of input_ids.
             encoder_hidden_states: (batch, encoder seq, hidden_size), or packed (1, T, hidden_size) with
                 encoder_cu_seqlens: what a decoder with cross_attention attends to; a cache remembers it. Without them
-                its tokens see their own text alone. encoder_attention_mask: (batch, encoder seq), 1 at tokens.
+                its tokens attend to their own text only. encoder_attention_mask: (batch, encoder seq), 1 at tokens.
             labels: (batch, seq) for token tasks, (batch,) for classification, -100 where there is none; causal-lm is to
                 predict label t + 1 from token t, the shift is made here.
             start_positions, end_positions, next_sentence_label: (batch,).
             past_key_values, use_cache, logits_to_keep, output_log_probs: of decoders, as in Decoder.forward.
             cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
             num_choices: of packed multiple choice, consecutive sequences of an example, or (batch,) of each example;
-                else told by the labels.
+                else found from the labels.
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
                 for a loss of one term. output_logits: None leaves vocabulary logits out in training with labels;
                 "labelled": (labels, vocab_size), those of the tokens that have a label, in their order.

@@ -48,11 +48,11 @@ def _encoder_states(given: Any) -> Tensor:
 
 class EncoderDecoder(DecoderInputs):
     """Base of models with an encoder and a decoder. A subclass builds `embed`, `encoder`, `decoder` and `head`, and
-    says what precedes (`before_units`) and follows (`after_units`) the units of a side.
+    overrides what precedes (`before_units`) and follows (`after_units`) the units of a side.
 
-    Token classification and text encoding have no decoder. A sequence is classified by what the decoder, which is given
-    the input moved one place to the right, makes of its last end-of-sequence token; question answering reads all tokens
-    of it.
+    Token classification and text encoding have no decoder. For sequence classification and question answering the
+    decoder reads the input moved one place to the right; a sequence is classified by the decoder's state at its last
+    end-of-sequence token.
     """
 
     is_encoder_decoder = True
@@ -91,7 +91,7 @@ class EncoderDecoder(DecoderInputs):
         return nn.ModuleList([*self.encoder.layers, *(() if self.decoder is None else self.decoder.layers)])
 
     def set_attention_bias(self, ctx: Packed, side: Side) -> None:
-        """Tell the units of a side, of which some run here, what they share."""
+        """Give the units of a side the relative position bias that they share."""
 
     def before_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         """Embeddings (T, hidden_size) as the units of a side take them."""

@@ -186,7 +186,7 @@ class GPT2(CrossAttentionMixin, Decoder):
             token_type_ids: as input_ids, tokens whose embeddings are added to those of the text.
             encoder_hidden_states: (batch, encoder seq, hidden_size), or packed (1, T, hidden_size) with
                 encoder_cu_seqlens: what a model with cross_attention attends to; a cache remembers it. Without them
-                its tokens see their own text alone. encoder_attention_mask: (batch, encoder seq), 1 at tokens.
+                its tokens attend to their own text only. encoder_attention_mask: (batch, encoder seq), 1 at tokens.
             mc_token_ids: (batch, choices) the column of the token that judges each choice, or its offset in a packed
                 sequence; None: its last token. mc_labels: (batch,) the right choice.
 

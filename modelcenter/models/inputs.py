@@ -99,8 +99,8 @@ class ModelInputs(nn.Module):
         """(T, hidden_size): the caller's embeddings, or those of its tokens.
 
         Raises:
-            ValueError: embeddings of another width than the table's; a token that the table has not (on a GPU the
-                kernel says it).
+            ValueError: embeddings of another width than the table's; a token outside the table (on a GPU the kernel
+                raises).
         """
         ids = batch.get(f"{prefix}input_ids")
         if ids is None:

@@ -95,7 +95,7 @@ class Roberta(Encoder):
         elif ids is None and embeds is not None and embeds.dim() == 3:
             real = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
         else:
-            return batch  # `pack` says what is wrong with it
+            return batch  # `pack` raises the error
         count = real.cumsum(1)
         if ends is not None and ends.numel() > 1:
             before = F.pad(count[0], (1, 0))[ends[:-1].long().clamp(0, count.shape[1])]

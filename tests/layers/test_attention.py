@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 from engine.ops import attention, dropout_key, dropout_rows, library
 from modelcenter.layers import packed_attention as packed_attention_module
-from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
+from modelcenter.layers.bucketed_attention import AttentionOptions, bucketed_sdpa
+from modelcenter.layers.dropout import AttentionDropout
 from modelcenter.layers.mask import Mask, aligned_rectangles
-from modelcenter.layers.packed_attention import _bucketed_sdpa, packed_attention
+from modelcenter.layers.packed_attention import packed_attention
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.segments import Segments
 
@@ -68,16 +69,16 @@ class Problem:
             mask = Mask(bias=bias[0], segments=self.segments, segment_bias=bias[1])
         memory = self.memory if self.kind == "cross" else None
         if path == "sdpa":
-            heads = self.heads, self.kv_heads
-            pairs = self.packed.sequences.bucket_pairs(memory)
-            return _bucketed_sdpa(q, k, v, mask, pairs, heads, self.scale, NO_DROPOUT)
+            options = AttentionOptions(self.heads, self.kv_heads, self.scale, mask)
+            return bucketed_sdpa(q, k, v, self.packed.sequences.bucket_pairs(memory), options)
         if path == "shared":
             mask, found = replace(mask, rectangles=aligned_rectangles(self.packed.sequences, mask)), []
             for first, some in ((0, 1), (1, self.heads - 1)):
                 own = [x.unflatten(1, (self.heads, -1))[:, first : first + some].flatten(1) for x in (q, k, v)]
                 part = mask.of_heads(first, some)
                 pairs = self.packed.sequences.bucket_pairs()
-                found.append(_bucketed_sdpa(*own, part, pairs, (some, some), self.scale, NO_DROPOUT, part.rectangles))
+                options = AttentionOptions(some, some, self.scale, part)
+                found.append(bucketed_sdpa(*own, pairs, options, part.rectangles))
             return torch.cat(found, 1)
         more = {"kv_heads": self.kv_heads, "mask": mask, "memory": memory, "scale": self.scale}
         return packed_attention(q, k, v, self.packed, self.heads, **more)
@@ -222,14 +223,15 @@ def test_what_flash_attention_is_asked_for_on_a_gpu(packed, kind, monkeypatch):
     operator = torch.ops.aten._flash_attention_forward
     on_meta = [x.to("meta", torch.bfloat16).requires_grad_() for x in problem.inputs]
     memory = problem.memory if kind == "cross" else packed.sequences
-    mask, heads = Mask(problem.causal, problem.window), (problem.heads, problem.kv_heads)
+    mask = Mask(problem.causal, problem.window)
+    options = AttentionOptions(problem.heads, problem.kv_heads, 0.7, mask, AttentionDropout(0.1))
 
     def noted(*args, **kwargs):
         calls.append((args, kwargs))
         return operator(*args, **kwargs)
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", noted)
-    out = packed_attention_module._varlen(*on_meta, packed.sequences, heads, mask, memory, 0.7, 0.1)
+    out = packed_attention_module._varlen(*on_meta, packed.sequences, memory, options)
     grads = torch.autograd.grad(out.sum(), on_meta)
     assert [g.shape for g in grads] == [x.shape for x in on_meta] and out.shape == on_meta[0].shape
     ((_, k, _, cu_q, cu_k, longest_q, longest_k, dropout, causal, debug), named) = calls[0]
@@ -256,7 +258,7 @@ def test_flash_attention_across_where_one_side_has_a_dummy_sequence(side, monkey
     at = side == "keys"
     sides[at] = sides[at].split_over(split)
     inputs = [torch.randn(sides[i > 0].num_tokens, 8) for i in range(3)]
-    packed_attention_module._varlen(*inputs, sides[0].sequences, (2, 2), Mask(), sides[1].sequences, 1.0, 0.0)
+    packed_attention_module._varlen(*inputs, sides[0].sequences, sides[1].sequences, AttentionOptions(2, 2, 1.0))
     wanted = [[0, 3, 8, 10], [0, 3, 6, 6]] if side == "queries" else [[0, 3, 8, 8], [0, 3, 6, 8]]
     assert [x.tolist() for x in calls[0]] == wanted and {x.dtype for x in calls[0]} == {torch.int32}
 

@@ -1,0 +1,238 @@
+"""Attention by rectangles: sequences of similar length are padded to one length and attended together.
+
+On a CPU one autograd function does it: it keeps the softmax, draws the masks of dropout anew in backward, and writes
+gradients without zero-filling. Elsewhere it is scaled_dot_product_attention for each rectangle.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.ops import eager
+from engine.ops.once import once_differentiable
+from modelcenter.layers.buckets import Bucket
+from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
+from modelcenter.layers.mask import NO_MASK, Mask, add_diagonals_, toeplitz
+from modelcenter.layers.segments import with_segment_bias
+
+Pairs = Sequence[tuple[Bucket, Bucket]]
+
+
+class AttentionOptions(NamedTuple):
+    """How a layer attends: its heads, the scale of the scores, what each query sees, and which weights are dropped."""
+
+    heads: int
+    kv_heads: int
+    scale: float
+    mask: Mask = NO_MASK
+    drop: AttentionDropout = NO_DROPOUT
+
+
+def bucketed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pairs: Pairs,
+    options: AttentionOptions,
+    seen: Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """q (T, heads * head_dim), k and v (T', kv_heads * head_dim), in rectangles of both -> (T, heads * head_dim).
+
+    seen: the mask in each of the pairs, where that is known already; read on a GPU only.
+    """
+    if q.device.type == "cpu":
+        mask = options.mask
+        plain = options._replace(mask=replace(mask, bias=None, segment_bias=None))
+        return _BucketedAttention.apply(q, k, v, mask.bias, mask.segment_bias, pairs, plain)
+    return bucketed_sdpa(q, k, v, pairs, options, seen)
+
+
+def _gather(x: Tensor, bucket: Bucket, heads: int) -> Tensor:
+    """(T, heads * head_dim) -> (n, heads, length, head_dim)."""
+    rows = x[bucket.start : bucket.stop] if bucket.index is None else x.index_select(0, bucket.index)
+    return rows.view(bucket.n, bucket.length, heads, -1).transpose(1, 2)
+
+
+def _matrices(x: Tensor, bucket: Bucket, heads: int, groups: int) -> Tensor:
+    """(T, heads * head_dim) -> (n * groups, heads / groups * length, head_dim), contiguous, for batched products.
+
+    The query heads that share a key head are so many more rows of one matrix.
+    """
+    rows = _gather(x, bucket, heads)
+    return rows.reshape(bucket.n * groups, heads // groups * bucket.length, rows.shape[3])
+
+
+def _scatter(out: Tensor, x: Tensor, bucket: Bucket, heads: int) -> None:
+    """Write (n * groups, heads / groups * length, head_dim) to the bucket's rows of `out`."""
+    rows = x.view(bucket.n, heads, bucket.length, x.shape[2]).transpose(1, 2)
+    if bucket.index is None:
+        out[bucket.start : bucket.stop].view(rows.shape).copy_(rows)
+        return
+    rows = rows.reshape(-1, out.shape[1])
+    if bucket.tokens is None:
+        out.index_copy_(0, bucket.index, rows)
+    else:
+        out.index_copy_(0, bucket.real, rows.index_select(0, bucket.tokens))
+
+
+def _partial(pairs: Pairs, tokens: int, side: int = 0) -> bool:
+    """Whether the buckets leave out some of the tokens."""
+    return (
+        sum(b.n * b.length if b.tokens is None else b.tokens.numel() for b in (pair[side] for pair in pairs)) < tokens
+    )
+
+
+class _BucketedAttention(torch.autograd.Function):
+    """dropout(softmax(scale q k^T + bias)) v per bucket, on the CPU. q, out: (T, heads * head_dim).
+
+    The biases are arguments, not part of the options' mask, since they have gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        segment_bias: Tensor | None,
+        pairs: Pairs,
+        options: AttentionOptions,
+    ) -> Tensor:
+        of_queries, of_keys, scale, _, drop = options
+        ctx.pairs, ctx.options, ctx.bias, ctx.segment_bias = pairs, options, bias, segment_bias
+        ctx.key, ctx.numbers, ctx.shapes = drop.key if drop.p else 0, [], (q.shape, k.shape, v.shape)
+        out = torch.zeros_like(q) if _partial(pairs, q.shape[0]) else torch.empty_like(q)
+        saved: list[Tensor | None] = []
+        for queries, keys in pairs:
+            qb = _matrices(q, queries, of_queries, of_keys)
+            kb, vb = (_matrices(x, keys, of_keys, of_keys) for x in (k, v))
+            scores = torch.bmm(qb, kb.transpose(1, 2)).mul_(scale)
+            by_head = scores.view(queries.n, of_queries, queries.length, keys.length)
+            _add_bias_and_mask_(by_head, bias, segment_bias, options.mask, queries, keys)
+            dropped = probs = torch.softmax(scores, -1)
+            if drop.p:
+                places = slice(queries.start, queries.stop) if queries.index is None else queries.index
+                ctx.numbers.append(drop.numbers(q.shape[0], places, queries.n, of_queries))
+                dropped = drop.drop(probs, ctx.key, ctx.numbers[-1])
+            _scatter(out, torch.bmm(dropped, vb), queries, of_queries)
+            saved += [qb, kb, vb, probs]
+        ctx.save_for_backward(*saved)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_queries, of_keys, scale, mask, drop = ctx.options
+        dq, dk, dv = (
+            (grad.new_zeros if _partial(ctx.pairs, shape[0], side) else grad.new_empty)(shape)
+            for shape, side in zip(ctx.shapes, (0, 1, 1), strict=True)
+        )
+        dbias, dsegment_bias = (None if x is None else torch.zeros_like(x) for x in (ctx.bias, ctx.segment_bias))
+        saved = ctx.saved_tensors
+        for i, (queries, keys) in enumerate(ctx.pairs):
+            qb, kb, vb, probs = saved[4 * i : 4 * i + 4]
+            go = _matrices(grad, queries, of_queries, of_keys)
+            if queries.keep is not None:  # a row of padding repeats a token, and must not send its gradient again
+                by_head = go.view(queries.n, of_queries, queries.length, -1)
+                go = (by_head * queries.keep[:, None, :, None]).view(go.shape)
+            dprobs, dropped = torch.bmm(go, vb.transpose(1, 2)), probs
+            if drop.p:
+                dprobs, dropped = (drop.drop(x, ctx.key, ctx.numbers[i]) for x in (dprobs, probs))
+            _scatter(dv, torch.bmm(dropped.transpose(1, 2), go), keys, of_keys)
+            dscores = torch._softmax_backward_data(dprobs, probs, -1, probs.dtype)
+            if dbias is not None:
+                n = queries.length
+                by_head, segments = dscores.view(queries.n, of_queries, n, n), mask.bucket_segments(queries)
+                if dsegment_bias is not None and segments is not None:
+                    differ = segments.differ(segments)
+                    segments.add_pairs_(dsegment_bias, by_head * differ)
+                    by_head = by_head.masked_fill(differ, 0.0)
+                add_diagonals_(dbias, by_head.sum(0))
+            dscores.mul_(scale)
+            _scatter(dq, torch.bmm(dscores, kb), queries, of_queries)
+            _scatter(dk, torch.bmm(dscores.transpose(1, 2), qb), keys, of_keys)
+        return dq, dk, dv, dbias, dsegment_bias, None, None
+
+
+def _add_bias_and_mask_(
+    scores: Tensor, bias: Tensor | None, segment_bias: Tensor | None, mask: Mask, queries: Bucket, keys: Bucket
+) -> None:
+    """Add the biases to scores (n, heads, queries, keys), and set them to -inf where a query must not look."""
+    segments = mask.bucket_segments(queries)
+    if bias is not None:
+        added = toeplitz(bias, queries.length, queries.length).flip(1)
+        if segment_bias is not None and segments is not None:
+            added = with_segment_bias(segment_bias, added, segments, segments)
+        scores.add_(added)
+    if segments is not None:
+        hidden = segments.hidden(segments)
+        scores.masked_fill_(hidden if keys.keep is None else hidden | ~keys.keep[:, None, None, :], -math.inf)
+    elif (causal := mask.hidden(queries.length, keys.length)) is not None:
+        scores.masked_fill_(causal, -math.inf)  # no token sees the padding, which comes after all
+    elif keys.keep is not None:
+        scores.masked_fill_(~keys.keep[:, None, None, :], -math.inf)
+
+
+def bucketed_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pairs: Pairs,
+    options: AttentionOptions,
+    seen: Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """The same by torch's scaled_dot_product_attention, on any device; also the reference of the CPU's function."""
+    mask, mixed, tokens = options.mask, [], []
+    for i, (queries, keys) in enumerate(pairs):
+        qb = _gather(q, queries, options.heads)
+        kb, vb = (_gather(x, keys, options.kv_heads) for x in (k, v))
+        rectangle = mask.of_buckets(queries, keys, q) if seen is None else seen[i]
+        rows = sdpa(qb, kb, vb, rectangle, options.scale, options.drop).transpose(1, 2).flatten(0, 1).flatten(1)
+        if queries.tokens is not None:
+            rows = rows.index_select(0, queries.tokens)
+        mixed.append(rows)
+        index = torch.arange(queries.start, queries.stop, device=q.device) if queries.index is None else queries.index
+        tokens.append(index if queries.tokens is None else queries.real)
+    if not mixed:  # no token on this rank: keep the graph whole
+        return torch.zeros_like(q) + 0 * sum(x.sum() for x in (q, k, v, mask.bias, mask.segment_bias) if x is not None)
+    return torch.zeros_like(q).index_copy(0, torch.cat(tokens), torch.cat(mixed))
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, drop: AttentionDropout) -> Tensor:
+    """One rectangle, (n, heads, length, head_dim); `seen` as Mask.rectangle gives it."""
+    if drop.p and q.device.type == "cpu":
+        return _dropping(q, k, v, seen, scale, drop)
+    call = F.scaled_dot_product_attention if q.device.type == "cpu" else _without_cudnn
+    grouped = q.shape[1] != k.shape[1]
+    return call(q, k, v, attn_mask=seen, dropout_p=drop.p, scale=scale, enable_gqa=grouped)
+
+
+@eager
+def _without_cudnn(*args: Any, **kwargs: Any) -> Tensor:
+    """scaled_dot_product_attention, but not by cuDNN, which torch prefers on some GPUs: it has no gradient for a bias,
+    and plans anew for each shape."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+# The key changes at each step: it must not be a constant of a compiled graph.
+@eager
+def _dropping(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, drop: AttentionDropout) -> Tensor:
+    """One rectangle whose weights are dropped by query, head and key, by torch's operators."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3)) * scale
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -math.inf) if seen.dtype == torch.bool else scores + seen
+    n, heads, length = q.shape[:3]
+    numbers = drop.numbers(n * length, slice(0, n * length), n, heads)
+    return drop.drop(scores.softmax(-1), drop.key, numbers) @ v

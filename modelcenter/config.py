@@ -19,7 +19,7 @@ _SIZES = (
     "vocab_size", "hidden_size", "embedding_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
     "max_positions", *_LAYERS,
 )  # fmt: skip
-_MOST_LAYERS = 10_000  # a model is built of them before a file can contradict
+_MAX_LAYERS = 10_000  # a model is built of them before a file can contradict
 
 
 @dataclass(kw_only=True)
@@ -120,7 +120,7 @@ class ModelConfig:
     @classmethod
     def _check_values(cls, values: Mapping[str, Any]) -> None:
         for f in dataclasses.fields(cls):
-            if f.name in values and (expected := _misfit(f.name, f.type, values[f.name])):
+            if f.name in values and (expected := _expected_value(f.name, f.type, values[f.name])):
                 raise ValueError(f"{cls.model_type} config: {f.name} is {values[f.name]!r}, expected {expected}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,23 +134,23 @@ class ModelConfig:
         return type(self).from_dict({**self.to_dict(), **changes})
 
 
-def _misfit(name: str, kind: Any, value: Any) -> str | None:
-    """What a field that is a number or a text should be, where the value is none of that."""
+def _expected_value(name: str, kind: Any, value: Any) -> str | None:
+    """What a field that is a number or a text must be, where the value is not; else None."""
     kinds = kind.__args__ if isinstance(kind, UnionType) else (kind,)
     if value is None:
         return "a number" if NoneType not in kinds and (int in kinds or float in kinds) else None
     if str in kinds:
         return None if isinstance(value, str) else "a text"
     if float in kinds:
-        return None if _is(value, Real) and abs(value) < inf else "a finite number"
+        return None if _is_number(value, Real) and abs(value) < inf else "a finite number"
     if int not in kinds:
         return None
-    low, high = 0 if name in _LAYERS else 1 if name in _SIZES else -inf, _MOST_LAYERS if name in _LAYERS else inf
-    if _is(value, Integral) and low <= value <= high:
+    low, high = 0 if name in _LAYERS else 1 if name in _SIZES else -inf, _MAX_LAYERS if name in _LAYERS else inf
+    if _is_number(value, Integral) and low <= value <= high:
         return None
     limits = f" of at least {low}" if name in _SIZES else ""
     return f"a whole number{limits}" + (f" and at most {high}" if name in _LAYERS else "")
 
 
-def _is(value: Any, kind: type) -> bool:
+def _is_number(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)

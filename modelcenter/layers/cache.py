@@ -17,7 +17,7 @@ class _Step:
     """One forward that continues n sequences: their lengths, and the masks and indices that its layers share.
 
     Attributes:
-        past, new: tokens of each sequence before it and in it, on the host. longest: of a sequence after it, at most.
+        past, new: tokens of each sequence before it and in it, on the host. longest: of a sequence after it.
         width: columns of keys that a new token may see, those of later tokens and of other sequences' ends included.
         even: each sequence has the same number of tokens before it, and of new ones.
         has_segments: the cache holds the segments of the new tokens.
@@ -84,10 +84,10 @@ class KVCache:
         lengths: tokens of each sequence so far, on the host.
     """
 
-    def __init__(self, capacity: int = 0, most: int | None = None):
-        """`capacity`: tokens per sequence to reserve room for; it grows as needed, up to `most` where that is known."""
+    def __init__(self, capacity: int = 0, max_tokens: int | None = None):
+        """`capacity`: tokens per sequence to reserve room for; it grows as needed, up to `max_tokens` if given."""
         self.lengths: list[int] = []
-        self._capacity, self._most = capacity, most
+        self._capacity, self._max_tokens = capacity, max_tokens
         # k, v: (n, kv_heads, capacity, head_dim); under None the tokens' segments, (n, 1, capacity, k)
         self._own: dict[nn.Module | None, list[Tensor]] = {}
         self._memory: dict[nn.Module, tuple[Tensor, Tensor, Tensor | None]] = {}
@@ -155,7 +155,7 @@ class KVCache:
         n, longest, kept = step.num_sequences, step.longest, self._own.get(layer)
         if kept is None or kept[0].shape[2] < longest:
             room = max(self._capacity, longest if kept is None else 2 * kept[0].shape[2], longest)
-            room = room if self._most is None else max(longest, min(room, self._most))
+            room = room if self._max_tokens is None else max(longest, min(room, self._max_tokens))
             larger = [x.new_zeros(n, kv_heads, room, x.shape[1] // kv_heads) for x in added]
             if kept is not None:
                 for whole, part in zip(larger, kept, strict=True):

@@ -1,4 +1,4 @@
-"""A vocabulary of another size: the table of words, the head's matrix and bias where they are its own, the config."""
+"""Change the size of a vocabulary: the table of words, the head's matrix and bias where it has its own, the config."""
 
 import hashlib
 from typing import Any

@@ -250,8 +250,12 @@ def _swap(model):
 
 
 def _see_padding(model):
-    meet = model.meet
-    model.meet = lambda batch, ctx: meet({k: v for k, v in batch.items() if k != "encoder_attention_mask"}, ctx)
+    attend = model.attend_to_encoder
+
+    def without_mask(batch, ctx):
+        attend({name: value for name, value in batch.items() if name != "encoder_attention_mask"}, ctx)
+
+    model.attend_to_encoder = without_mask
 
 
 def _another_order(model):

@@ -10,12 +10,12 @@ from modelcenter.models.roberta import Roberta, RobertaConfig
 
 
 def _count_from_zero(model):
-    model.placed = lambda batch: batch
+    model.with_position_ids = lambda batch: batch
 
 
 def _number_the_padding(model):
     config = model.config
-    model.placed = lambda batch: {
+    model.with_position_ids = lambda batch: {
         **batch,
         "position_ids": torch.arange(batch["input_ids"].shape[1])[None] + config.first_position,
     }

@@ -38,8 +38,8 @@ help:  ## list the targets and the variables
 demo: $(READY)  ## tokenizer, model, fine-tuning on 2 sharded ranks, export, proof of equal logits; offline, 1 minute
 	$(PY) scripts/demo.py $(ARGS)
 
-# Two halves of the tests run side by side, for most tests use one core; with ARGS, which may name files, all in one run.
-# Not by pytest-xdist: tests fork ranks, which a worker with threads may not.
+# Two halves of the tests run side by side, because most tests use one core. With ARGS, which may name files, one run.
+# Not by pytest-xdist: tests fork ranks, and its workers have threads, which must not fork.
 FIRST_HALF := $(addprefix tests/,training scripts data adapters hub convert generation layers test_docs.py test_package.py test_imports.py test_cli.py)
 FAST := not full and not gpu and not network
 FULL := full and not gpu and not network
@@ -52,7 +52,7 @@ endif
 test: $(READY)  ## the fast tests, under 10 minutes on 2 cores
 	$(call TEST,$(FAST))
 
-test-full: $(READY)  ## the products that `make test` leaves out, under 30 minutes more
+test-full: $(READY)  ## the slow tests that `make test` leaves out, under 30 minutes more
 	$(call TEST,$(FULL))
 
 first-half:
@@ -67,7 +67,7 @@ check: $(READY_DEV)  ## what a change must pass: linter, formatter, types, fast 
 	$(PY) -m mypy
 	$(call TEST,$(FAST))
 
-bench: $(READY)  ## the benchmarks against peers from PyPI, about an hour; ARGS="--data DIR --quick --only NAME ..."
+bench: $(READY)  ## the benchmarks against peers from PyPI, about two hours; ARGS="--data DIR --quick --only NAME ..."
 	$(PY) -m scripts.bench $(ARGS)
 
 gpu-check: $(READY)  ## GPU tests and GPU benchmarks in 8 minutes, results in OUT; ARGS="--only STEP ... --minutes N"

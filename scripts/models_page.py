@@ -25,31 +25,19 @@ def tables() -> dict[str, str]:
         hub = "none" if i.hub is None else f"[{i.hub}](https://huggingface.co/{i.hub})"
         size = "unknown" if i.parameters is None else f"{i.parameters:,}"
         named.append(f"| `{i.name}` | {i.family} | {size} | {confirmed} | {hub} |")
-    families = ["| model_type | tasks |", "| --- | --- |"]
-    columns = ("model_type", "ZeRO 0-3", "tensor, sequence", "context", "pipeline", "generates", "exports as")
-    columns += ("served by", "on a GPU")
-    matrix = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+    tasks = ["| model_type | tasks |", "| --- | --- |"]
+    matrix = ["| model_type | generates | exports as | served by |", "| --- | --- | --- | --- |"]
     for model_type, spec in sorted(registry.ARCHITECTURES.items()):
         model, arch = spec.model_class(), spec.arch_map()
-        families.append(f"| {model_type} | {', '.join(model.tasks)} |")
+        tasks.append(f"| {model_type} | {', '.join(model.tasks)} |")
         head = next((t for t in ("masked-lm", "causal-lm", "seq2seq-lm") if t in model.tasks), "base")
-        writes = "with is_decoder" if head == "masked-lm" else "yes"
-        alone = "transformers with trust_remote_code" if arch.files else "transformers alone"
-        words = [name for name, known in SERVED.items() if model_type in known]
-        words += ["GGUF"] * (model_type in CONVERTED)
-        served = ", ".join(words) or alone
-        cells = [
-            "yes",
-            "yes",
-            "yes",
-            "yes",
-            writes,
-            f"`{arch.tasks[head].hf_class}`",
-            served,
-            "not yet",
-        ]
-        matrix.append(f"| {model_type} | {' | '.join(cells)} |")
-    return {"named": "\n".join(named), "architectures": "\n".join(families), "matrix": "\n".join(matrix)}
+        generates = "with is_decoder" if head == "masked-lm" else "yes"
+        servers = [name for name, known in SERVED.items() if model_type in known]
+        servers += ["GGUF"] * (model_type in CONVERTED)
+        only = "transformers with trust_remote_code" if arch.files else "transformers only"
+        served = ", ".join(servers) or only
+        matrix.append(f"| {model_type} | {generates} | `{arch.tasks[head].hf_class}` | {served} |")
+    return {"named": "\n".join(named), "architectures": "\n".join(tasks), "matrix": "\n".join(matrix)}
 
 
 def render(page: str) -> str:

@@ -51,8 +51,10 @@ WAYS = _ways()
 
 
 def table() -> str:
-    """The ways and what holds of each, in Markdown."""
-    lines = [f"| | ranks | {' | '.join(MODELS)} |", "| --- | ---: |" + " --- |" * len(MODELS)]
+    """The ways, each with those it is combined with, in Markdown."""
+    partners: dict[str, list[str]] = {}
     for way in WAYS:
-        lines.append(f"| {way.name} | {way.ranks} |" + " equal |" * len(MODELS))
-    return "\n".join(lines)
+        name, _, others = way.name.partition(" x ")
+        partners.setdefault(name, []).extend([others] if others else [])
+    lines = ["| | also together with |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {name} | {', '.join(others)} |" for name, others in partners.items())])

@@ -1,11 +1,11 @@
-"""All benchmarks, one after the other, and a table at the end: what `make bench` runs.
+"""Run all benchmarks, one after the other, and print their tables at the end. `make bench` calls this.
 
     python -m scripts.bench --data path/to/data          # all; JSON in scripts/bench/results
-    python -m scripts.bench --only finetune data --quick
+    python -m scripts.bench --only finetune_lm data --quick
     python -m scripts.bench --list                       # names, minutes, commands
 
-Peers are installed from PyPI into environments of their own (--no-peers leaves those out). A benchmark that fails is
-told at the end, and the exit status is 1.
+Some peers are installed from PyPI into environments of their own (--no-peers leaves those out). Benchmarks that fail
+are listed at the end, and the exit status is then 1.
 """
 
 import argparse
@@ -22,22 +22,21 @@ from scripts.bench.lib import ROOT, tables
 
 
 class Bench(NamedTuple):
-    """A benchmark: its script, about how many minutes it takes on 2 cores, and flags beyond the common ones."""
+    """A benchmark: its script, its approximate minutes on 2 cores, and flags in addition to the common ones."""
 
     script: str
     minutes: float
     flags: tuple[str, ...] = ()
-    data: bool = False
+    data: bool = False  # it reads --data
     peers: tuple[str, ...] = ()  # flags that need an environment from PyPI
 
 
-# By the name of the record, which is the name of the JSON file. Those that fine-tune take a task at a time, so that
-# each stays within a few minutes.
+# By the name of the record and of its JSON file. Benchmarks that fine-tune run one task each, to keep them short.
 BENCHES: dict[str, Bench] = {
     "finetune_classification": Bench("finetune", 4, ("--tasks", "classification"), data=True),
     "finetune_mlm": Bench("finetune", 4, ("--tasks", "mlm", "--steps", "30"), data=True),
     "finetune_lm": Bench("finetune", 12, ("--tasks", "lm", "--hidden", "256"), data=True),
-    # GPT-2 itself, and the small ones without the words that E2E does not have.
+    # GPT-2 in its full size, and small models with only the vocabulary of E2E.
     "finetune_gpt2": Bench(
         "finetune", 12, ("--tasks", "lm", "--hidden", "768", "--layers", "12", "--steps", "12", "--rounds", "1"), True
     ),
@@ -47,7 +46,7 @@ BENCHES: dict[str, Bench] = {
         "finetune", 4, ("--tasks", "seq2seq", "--hidden", "256", "--vocabulary", "data"), True
     ),
     "finetune_2_ranks": Bench("finetune", 4, ("--ranks", "2", "--tasks", "classification", "--rounds", "2"), data=True),
-    # A model that has seen nothing learns sentiment in some epochs; fewer steps would compare two that guess.
+    # From random weights, sentiment takes some epochs to learn; fewer steps would compare guesses.
     "quality_classification": Bench(
         "quality", 5, ("--tasks", "classification", "--steps", "600", "--lr", "5e-4"), data=True
     ),
@@ -89,8 +88,8 @@ def main() -> None:
     p.add_argument("--output_dir", default="scripts/bench/results", help="(default: scripts/bench/results)")
     p.add_argument("--rounds", type=int, help="turns of each contender (default: each benchmark's)")
     p.add_argument("--threads", type=int, default=2, help="CPU threads of each process (default: 2)")
-    p.add_argument("--quick", action="store_true", help="as little as shows that each runs")
-    p.add_argument("--no-peers", action="store_true", help="make no environments from PyPI")
+    p.add_argument("--quick", action="store_true", help="the smallest runs that show they work")
+    p.add_argument("--no-peers", action="store_true", help="leave out peers that are installed from PyPI")
     p.add_argument("--list", action="store_true", help="print the benchmarks, their minutes and commands, and stop")
     args = p.parse_args()
     chosen = [name for name in args.only or BENCHES if not (args.no_peers and name in NEED_PEERS)]
@@ -103,7 +102,7 @@ def main() -> None:
     failed, began = [], time.monotonic()
     for name in chosen:
         print(f"== {name}", file=sys.stderr, flush=True)
-        # What it measured is shown at the end, together with the others.
+        # Its tables are printed at the end, with those of the others.
         if subprocess.run(command(name, args), cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
             failed.append(name)
     for name in chosen:

@@ -1,11 +1,11 @@
-"""Programs that nobody here wrote take what this project exports: transformers, peft, sentence-transformers,
-safetensors, ONNX and onnxruntime, llama.cpp.
+"""Other programs load what this project exports: transformers, peft, sentence-transformers, safetensors, ONNX and
+onnxruntime, llama.cpp.
 
-Small models of every architecture, all parameters random, are exported with a tokenizer; each client then loads the
-directories in a process of its own and its numbers are compared with those of the model that was exported. The clients
-live in an environment of their own, made in --env from the running interpreter's packages plus what is missing; the
-versions of torch, transformers and numpy are pinned to the running ones. llama.cpp's converter, which asks for an older
-transformers, has an environment beside it. Exit status 1 if a client fails.
+Small models of every architecture, with random parameters, are exported with a tokenizer. Each client then loads the
+directories in a process of its own, and its numbers are compared with those of the exported model. The clients live in
+an environment of their own, made in --env from the running interpreter's packages plus what is missing; the versions of
+torch, transformers and numpy are pinned to the running ones. llama.cpp's converter needs an older transformers, so it
+has an environment beside it. The exit status is 1 if a client fails.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench import lib
-from scripts.bench.lib import llama_cpp, peers
+from scripts.bench.lib import environments, llama_cpp
 from scripts.bench.lib.exports import (
     ARCHITECTURES,
     ENCODER_DECODERS,
@@ -36,11 +36,11 @@ from scripts.bench.lib.exports import (
 NEEDED = ("peft", "sentence-transformers", "onnx", "onnxruntime", "onnxscript")
 PINNED = ("torch", "transformers", "numpy", "tokenizers", "safetensors", "huggingface_hub")
 
-# -- clients: each returns {what: finding}, and raises where it is not as it should be -------------------------------
+# -- clients: each returns {case: result}, and raises if a result is wrong -------------------------------------------
 
 
 def difference(a: Any, b: Any, mask: Any = None, limit: float = 1e-4) -> float:
-    """The largest difference of two tensors, of the places of `mask`.
+    """The largest difference of two tensors, where `mask` is true.
 
     Raises:
         AssertionError: it is above `limit`, or the shapes differ.
@@ -57,14 +57,14 @@ def difference(a: Any, b: Any, mask: Any = None, limit: float = 1e-4) -> float:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer of an export. AutoTokenizer makes Qwen's own kind of any tokenizer beside a Qwen model."""
+    """The tokenizer of an export. (AutoTokenizer turns any tokenizer beside a Qwen model into Qwen's own kind.)"""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(directory)
 
 
 def real_places(out: Any, batch: dict[str, Any]) -> Any:
-    """The mask of what is no padding, for an output that has a value for each token."""
+    """The mask of real tokens, for an output that has a value for each token; else None."""
     mask = batch.get("attention_mask")
     return mask.bool() if mask is not None and out.shape[: mask.dim()] == mask.shape else None
 
@@ -86,7 +86,7 @@ AUTO = {
 
 
 def load_theirs(case: Case) -> Any:
-    """The Auto class's model; every tensor must have been found, and none left."""
+    """The Auto class's model; checks that no tensor is missing or left over."""
     import transformers
 
     model, info = getattr(transformers, AUTO[case[1]][0]).from_pretrained(case[2], output_loading_info=True)
@@ -112,7 +112,7 @@ def transformers_auto(folder: Path) -> dict[str, Any]:
 
 
 def transformers_pipeline(folder: Path) -> dict[str, Any]:
-    """pipeline() without a word on the task's classes; its numbers against the logits that were exported."""
+    """pipeline() with defaults; its numbers against the exported logits."""
     import torch
     import transformers
     from transformers.pipelines import SUPPORTED_TASKS
@@ -192,7 +192,7 @@ def safetensors_files(folder: Path) -> dict[str, Any]:
 
 
 def peft_adapters(folder: Path) -> dict[str, Any]:
-    """LoRA on top: train a step, save the adapter, load it onto the export again, merge it: the same logits."""
+    """Train a LoRA, save it, load it onto the export again, merge it: the same logits."""
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -235,7 +235,7 @@ def peft_adapters(folder: Path) -> dict[str, Any]:
 
 
 def sentence_transformers_encoders(folder: Path) -> dict[str, Any]:
-    """Mean pooling on a BERT: the embeddings against the mean of the hidden states that were exported."""
+    """Embeddings by mean pooling, against the mean of the exported hidden states."""
     import sentence_transformers
 
     found = {}
@@ -250,7 +250,7 @@ def sentence_transformers_encoders(folder: Path) -> dict[str, Any]:
 
 
 def onnx_export(folder: Path) -> dict[str, Any]:
-    """torch.onnx.export of what transformers loads, with sizes left open, run by onnxruntime on another batch size."""
+    """torch.onnx.export of the loaded model with dynamic sizes, run by onnxruntime."""
     import onnx
     import onnxruntime
     import torch
@@ -314,12 +314,12 @@ def run_client(python: str, name: str, folder: Path, threads: int) -> dict[str, 
     done = subprocess.run(command, capture_output=True, text=True, cwd=lib.ROOT)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        return {"ok": False, "why": done.stderr.strip().splitlines()[-1:] or ["it said nothing"]}
+        return {"ok": False, "why": done.stderr.strip().splitlines()[-1:] or ["no output"]}
     return json.loads(lines[-1])
 
 
 def one_client(name: str, folder: Path, threads: int) -> None:
-    """In the environment of the clients: run one, print one line of JSON."""
+    """Run one client, in its environment, and print a line of JSON."""
     import torch
 
     torch.set_num_threads(threads)
@@ -341,12 +341,12 @@ def main() -> None:
     if args.client:
         one_client(args.client, Path(args.work), args.threads)
         return
-    place = peers.place() / "clients" if args.env is None else Path(args.env)
+    place = environments.cache_dir() / "clients" if args.env is None else Path(args.env)
     wanted = args.only or list(CLIENTS)
     pythons = dict.fromkeys(wanted, "")
     if set(wanted) - {LLAMA_CPP}:
-        pythons = dict.fromkeys(wanted, peers.environment(place, NEEDED, PINNED))
-    packages = peers.versions(next(iter(pythons.values())) or sys.executable, *PINNED, *NEEDED)
+        pythons = dict.fromkeys(wanted, environments.environment(place, NEEDED, PINNED))
+    packages = environments.versions(next(iter(pythons.values())) or sys.executable, *PINNED, *NEEDED)
     if LLAMA_CPP in wanted:
         pythons[LLAMA_CPP] = llama_cpp.environment(place.with_name(f"{place.name}-llama.cpp"))
         packages |= llama_cpp.versions(pythons[LLAMA_CPP])

@@ -1,6 +1,6 @@
-"""Conversion and loading of a GPT-2-XL-shaped bf16 checkpoint, against `cp` with fsync and against transformers.
+"""Conversion and loading of a bf16 checkpoint shaped like GPT-2-XL, compared with `cp` and fsync and with transformers.
 
-Peak is the resident size of a process (ru_maxrss, mapped pages included) above what importing torch takes. Targets:
+Peak memory is the resident size of a process (ru_maxrss, mapped pages included) above that of importing torch. Targets:
 
 - HF -> distributed -> HF at 60 % or more of the throughput of cp and fsync, each process taking at most twice the
   largest tensor + 300 MB;
@@ -111,8 +111,8 @@ def clear(*targets: Path) -> None:
 def contenders(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     source, there, back = folder / "source", folder / "there", folder / "back"
 
-    # Each target is removed just before it is written. A virtual machine may give memory that has been free for some
-    # seconds back to its host, and to get it again can take several times what a copy does.
+    # Each target is removed just before it is written: a virtual machine may give memory that has been free for some
+    # seconds back to its host, and getting it again can take several times as long as a copy.
     def cp(turn: int) -> dict[str, float]:
         clear(there)
         first = copy(source, there)
@@ -148,21 +148,21 @@ def contenders(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("--gigabytes", type=float, default=4.0, help="size of the checkpoint")
-    p.add_argument("--workers", type=int, default=2, help="processes of a conversion")
-    p.add_argument("--folder", help="where to work (default: the system's folder for temporary files)")
-    p.add_argument("--only", help="contenders, with commas between them (default: all)")
+    p.add_argument("--gigabytes", type=float, default=4.0, help="size of the checkpoint (default: 4)")
+    p.add_argument("--workers", type=int, default=2, help="processes of a conversion (default: 2)")
+    p.add_argument("--folder", help="working folder (default: the system's temporary folder)")
+    p.add_argument("--only", help="contenders, separated by commas (default: all)")
     args = parse(p, gigabytes=0.3)
     layers = max(1, round((args.gigabytes * 1e9 - LARGEST) / (12 * HIDDEN**2 * 2)))
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
-        # As installed packages have it; filled by what makes the source.
+        # Compiled bytecode, as installed packages have it; the process that makes the source fills the folder.
         os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
         child(["-c", MAKE, str(folder / "source"), str(layers)], args.threads)
         size = sum(path.stat().st_size for path in (folder / "source").iterdir())
         base = child(["-c", BASE], 1)["torch_mb"]
         chosen = {n: f for n, f in contenders(args, folder).items() if not args.only or n in args.only.split(",")}
-        # Loading first: while gigabytes that were just written wait for the disk, whoever asks for memory waits, too.
+        # Loading first: while gigabytes that were just written wait for the disk, allocating memory is slow.
         loading = {name: run for name, run in chosen.items() if name.startswith("load")}
         results: dict[str, Any] = {}
         for group in (loading, {n: f for n, f in chosen.items() if n not in loading}):
@@ -172,44 +172,53 @@ def main() -> None:
             if "cp" not in chosen and whole.returncode:
                 raise SystemExit("what came back differs from what went out")
     numbers: dict[str, Any] = {
-        name: {key: round(median(found, key), 3) for key in found[0]} for name, found in results.items()
+        name: {key: round(median(turns, key), 3) for key in turns[0]} for name, turns in results.items()
     }
     numbers["bytes"], numbers["largest_tensor_mb"] = size, round(LARGEST / 2**20, 1)
     rows = []
     if {"cp", "convert"} <= results.keys():
-        copied = [found["there_seconds"] + found["back_seconds"] for found in results["cp"]]
-        ratios = {
-            part: statistics.median(
-                a / (b[f"there{part}_seconds"] + b[f"back{part}_seconds"])
-                for a, b in zip(copied, results["convert"], strict=True)
-            )
-            for part in ("", "_inner")
-        }
-        numbers["throughput_of_cp"] = round(ratios[""], 3)
-        peak = max(found["peak_mb"] for found in results["convert"])
-        numbers["convert_peak_above_torch_mb"] = round(peak - base, 1)
-        rows += [
-            fraction("HF to distributed and back", numbers["throughput_of_cp"], "cp and fsync of the same bytes", 0.6),
-            fraction("HF to distributed and back, without the two starts of Python and torch", ratios["_inner"],
-                     "cp and fsync of the same bytes"),
-            fraction("memory of a conversion", (peak - base) / (2 * LARGEST / 2**20 + 300),
-                     "twice the largest tensor and 300 MB", most=1.0),
-        ]  # fmt: skip
-        spent = numbers["convert"]["there_seconds"] + numbers["convert"]["back_seconds"]
-        moved = 4 * size / 1e9 / spent  # each way reads and writes every byte
-        moving = moved / machine.limits()["copy_gb_per_s"]
-        rows.append(fraction("HF to distributed and back", moving, "copying in memory"))
+        rows += conversion_rows(results, numbers, base)
     if {"load", "load, transformers"} <= results.keys():
-        ours, theirs = numbers["load"], numbers["load, transformers"]
-        numbers["first_token_of_transformers"] = round(ours["first_token_seconds"] / theirs["first_token_seconds"], 3)
-        rows += [
-            against("loading", "transformers", ours["load_seconds"], theirs["load_seconds"], "s", 1.0),
-            against("start of loading to the first token", "transformers", ours["first_token_seconds"],
-                    theirs["first_token_seconds"], "s", 1.0),
-        ]  # fmt: skip
+        rows += loading_rows(numbers)
     if "load, 2 ranks" in results:
         numbers["read_of_file_2_ranks"] = round(numbers["load, 2 ranks"]["read_mb"] * 2**20 / size, 3)
     finish(args, "convert", numbers, rows, layers=layers)
+
+
+def conversion_rows(results: dict[str, Any], numbers: dict[str, Any], base: float) -> list[dict[str, Any]]:
+    """Rows of HF -> distributed -> HF; adds its ratios to `numbers`. base: MB of a process that imports torch."""
+    copied = [turn["there_seconds"] + turn["back_seconds"] for turn in results["cp"]]
+    ratios = {
+        part: statistics.median(
+            a / (b[f"there{part}_seconds"] + b[f"back{part}_seconds"])
+            for a, b in zip(copied, results["convert"], strict=True)
+        )
+        for part in ("", "_inner")
+    }
+    numbers["throughput_of_cp"] = round(ratios[""], 3)
+    peak = max(turn["peak_mb"] for turn in results["convert"])
+    numbers["convert_peak_above_torch_mb"] = round(peak - base, 1)
+    spent = numbers["convert"]["there_seconds"] + numbers["convert"]["back_seconds"]
+    gb_per_s = 4 * numbers["bytes"] / 1e9 / spent  # each way reads and writes every byte
+    return [
+        fraction("HF to distributed and back", numbers["throughput_of_cp"], "cp and fsync of the same bytes", 0.6),
+        fraction("HF to distributed and back, without the two starts of Python and torch", ratios["_inner"],
+                 "cp and fsync of the same bytes"),
+        fraction("memory of a conversion", (peak - base) / (2 * LARGEST / 2**20 + 300),
+                 "twice the largest tensor and 300 MB", most=1.0),
+        fraction("HF to distributed and back", gb_per_s / machine.limits()["copy_gb_per_s"], "copying in memory"),
+    ]  # fmt: skip
+
+
+def loading_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of loading beside transformers; adds a ratio to `numbers`."""
+    ours, theirs = numbers["load"], numbers["load, transformers"]
+    numbers["first_token_of_transformers"] = round(ours["first_token_seconds"] / theirs["first_token_seconds"], 3)
+    return [
+        against("loading", "transformers", ours["load_seconds"], theirs["load_seconds"], "s", 1.0),
+        against("start of loading to the first token", "transformers", ours["first_token_seconds"],
+                theirs["first_token_seconds"], "s", 1.0),
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Data: loading and tokenising short rows against `datasets`, how full batches are, and how fast they are made.
+"""Data: loading and tokenising short rows, compared with `datasets`; how full batches are; how fast they are made.
 
-Loading reads a jsonl file and gives token ids: here by this project's readers and tokeniser, there by
-`datasets.load_dataset` and `datasets.map` with the tokenizer in batches, both without a cache to find, with the same
-number of threads or processes. A second contender of theirs has the tokenizer's own threads instead of processes.
-Slot utilisation is the tokens over the budget of full global batches (`parts` microbatches each), for the lengths of
-the data; padding is what batches of a fixed number of rows would have if they were padded to their longest row.
+Loading reads a jsonl file and gives token ids: here with this project's readers and tokeniser, in the peer with
+`datasets.load_dataset` and `datasets.map` with the tokenizer in batches. Both start without a cache and have the same
+number of threads or processes; a second peer uses the tokenizer's own threads instead of processes. Slot utilisation is
+the number of tokens divided by the budget of full global batches (`parts` microbatches each), for the lengths of the
+data. Padding is what batches of a fixed number of rows would have if they were padded to their longest row.
 
     python scripts/bench/data.py --rows 1000000 --data path/to/data --output result.json
 
---data: a folder that holds sst2/train.tsv (label, tab, sentence), whose sentences are repeated until there are enough;
-without it those of scripts/samples are.
+--data names a folder that holds sst2/train.tsv (label, tab, sentence), whose sentences are repeated until there are
+enough rows; without it the sentences of scripts/samples are used.
 """
 
 import json
@@ -22,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import against, child, finish, fraction, median, parse, parser, sets, take_turns
+from scripts.bench.lib import against, child, finetuning_data, finish, fraction, median, parse, parser, take_turns
 
 OURS = """
 import json, os, sys, time
@@ -67,7 +67,7 @@ print(json.dumps({"seconds": done - began, "reading": read - began, "tokenising"
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--data", help="folder that holds sst2")
-    p.add_argument("--rows", type=int, default=1_000_000, help="(default: 1000000)")
+    p.add_argument("--rows", type=int, default=1_000_000, help="rows to read and tokenise (default: 1000000)")
     args = parse(p, rows=2000)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -75,7 +75,7 @@ def main() -> None:
 
         def contender(script: str, *more: str):
             def run(turn: int) -> dict:
-                with tempfile.TemporaryDirectory() as cache:  # nothing is found in it
+                with tempfile.TemporaryDirectory() as cache:  # empty
                     threads = str(args.threads)
                     return child(["-c", script, str(folder), cache, *more], args.threads, RAYON_NUM_THREADS=threads)
 
@@ -88,9 +88,9 @@ def main() -> None:
         }
         results = take_turns(contenders, args.rounds, args.threads)
         lengths = token_lengths(folder, texts)
-        lengths = np.resize(lengths, max(len(lengths), 8000))  # again and again, where there are few
+        lengths = np.resize(lengths, max(len(lengths), 8000))  # repeated if there are few
     counts = {r["tokens"] for found in results.values() for r in found}
-    assert len(counts) == 1, f"contenders made different tokens: {counts}"
+    assert len(counts) == 1, f"the contenders made different tokens: {counts}"
     seconds = {name: median(found, "seconds") for name, found in results.items()}
     numbers = {
         "rows": args.rows,
@@ -120,11 +120,11 @@ def main() -> None:
 
 def prepare(folder: Path, args) -> list[str]:
     """rows.jsonl and the tokenizer; returns the distinct texts."""
-    texts = list(dict.fromkeys(text for _, text in sets.read("classification", args.data, "train")))
+    texts = list(dict.fromkeys(text for _, text in finetuning_data.read("classification", args.data, "train")))
     with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
         for i in range(args.rows):
             file.write(json.dumps({"id": i, "text": texts[i % len(texts)], "label": i % 2}, ensure_ascii=False) + "\n")
-    sets.words(texts).save_pretrained(folder / "tokenizer")
+    finetuning_data.wordpiece_tokenizer(texts).save_pretrained(folder / "tokenizer")
     return texts
 
 
@@ -138,7 +138,7 @@ def token_lengths(folder: Path, texts: list[str]) -> np.ndarray:
 
 
 def batches(lengths: np.ndarray) -> dict:
-    """How full batches are on the lengths of the data."""
+    """How full batches are, for the lengths of the data."""
     from modelcenter.data.sampling import EpochBatches, TokenBatches
 
     found: dict = {}
@@ -158,7 +158,7 @@ def batches(lengths: np.ndarray) -> dict:
 
 
 def sampler(rows: int, lengths: np.ndarray) -> dict:
-    """Seconds to plan, and for the batches of an epoch."""
+    """Seconds to plan, and to make the batches of an epoch."""
     from modelcenter.data.sampling import EpochBatches, TokenBatches
 
     lengths = np.tile(lengths, -(-rows // len(lengths)))[:rows]

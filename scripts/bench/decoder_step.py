@@ -1,13 +1,14 @@
-"""A decoder's training step against LitGPT and transformers: a Llama with grouped queries.
+"""A decoder's training step, compared with LitGPT and transformers: a Llama with grouped queries.
 
-The same weights (LitGPT's own conversion of the directory that transformers saved), rows of equal length, so that
-nobody pads, fp32: forward, loss, backward, clipping and fused AdamW. LitGPT runs as its scripts do when they fine-tune
-and, with --compile, compiled as when it pretrains, in an environment that is made from PyPI. Contenders have a process
-each and take turns; their losses over the steps must agree.
+All contenders start from the same weights (LitGPT's own conversion of the directory that transformers saved) and train
+on rows of equal length, so that nobody pads, in fp32: forward, loss, backward, clipping and fused AdamW. LitGPT runs as
+its fine-tuning scripts do and, with --compile, compiled as its pretraining scripts do, in an environment that is made
+from PyPI. Contenders take turns in processes of their own; their losses over the steps must agree.
 
     python scripts/bench/decoder_step.py --output result.json
 """
 
+import argparse
 import json
 import statistics
 import sys
@@ -19,24 +20,37 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import against, child, finish, fraction, machine, median, parse, parser, peers, steps, take_turns
+from scripts.bench.lib import (
+    against,
+    child,
+    environments,
+    finish,
+    fraction,
+    machine,
+    median,
+    parse,
+    parser,
+    steps,
+    take_turns,
+)
 
-STEPS = 8  # a turn; the first two are not timed
+STEPS = 8  # in a turn; the first two are not timed
 
 
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--hidden", type=int, default=768, help="width (default: 768)")
     p.add_argument("--layers", type=int, default=6, help="(default: 6)")
-    p.add_argument("--rows", type=int, default=8, help="of 256 tokens each (default: 8)")
-    p.add_argument("--compile", action="store_true", help="measure LitGPT compiled too: minutes of compilation")
-    p.add_argument("--child", help="internal: measure a contender in this process")
-    p.add_argument("--work", help="internal: where the weights are")
+    p.add_argument("--rows", type=int, default=8, help="rows of 256 tokens (default: 8)")
+    p.add_argument("--compile", action="store_true", help="also measure LitGPT compiled, which takes minutes")
+    p.add_argument("--child", help=argparse.SUPPRESS)  # the contender to measure in this process
+    p.add_argument("--work", help=argparse.SUPPRESS)  # folder of the weights
     args = parse(p, hidden=128, layers=2, rows=2)
     if args.child:
-        print(json.dumps(measure(args.child, Path(args.work), args.rows)))
+        work = Path(args.work)
+        print(json.dumps(make(work, args) if args.child == "make" else measure(args.child, work)))
         return
-    python = peers.python_of("litgpt")
+    python = environments.python_of("litgpt")
     names = ["modelcenter", "transformers", "litgpt", *(["litgpt_compiled"] if args.compile else [])]
     with tempfile.TemporaryDirectory() as folder:
         facts = child([__file__, "--child", "make", "--work", folder, *shape(args)], args.threads)
@@ -60,21 +74,19 @@ def main() -> None:
     rate = machine.limits()["gemm_gflops"]
     rows += [fraction(f"{what}: {name}", facts["gflop"] / (ms[name] / 1000) / rate, "fp32 products") for name in names]
     numbers = {"ms": ms, "losses": losses, "losses_apart": apart, **facts}
-    finish(args, "decoder_step", numbers, rows, packages=peers.versions(python, "litgpt", "lightning"))
+    finish(args, "decoder_step", numbers, rows, packages=environments.versions(python, "litgpt", "lightning"))
 
 
 def shape(args: Any) -> list[str]:
     return ["--hidden", str(args.hidden), "--layers", str(args.layers), "--rows", str(args.rows)]
 
 
-def measure(name: str, folder: Path, rows: int) -> dict[str, Any]:
+def measure(name: str, folder: Path) -> dict[str, Any]:
     """Median milliseconds of a step, and the loss of each step."""
     import torch
 
-    if name == "make":
-        return make(folder, rows)
     ids = torch.load(folder / "ids.pt")
-    step = {"modelcenter": here, "transformers": there}.get(name, litgpt)(folder, ids, name)
+    step = {"modelcenter": our_step, "transformers": transformers_step}.get(name, litgpt_step)(folder, ids, name)
     times, losses = [], []
     for turn in range(STEPS):
         began = time.perf_counter()
@@ -84,29 +96,29 @@ def measure(name: str, folder: Path, rows: int) -> dict[str, Any]:
     return {"ms": statistics.median(times), "losses": [round(x, 5) for x in losses]}
 
 
-def make(folder: Path, rows: int) -> dict[str, float]:
+def make(folder: Path, args: Any) -> dict[str, float]:
+    """Save the weights and the rows that all contenders use; returns the facts of a step."""
     import torch
     import transformers
 
     from scripts.bench.lib import flops
 
-    flags = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
-    hidden, heads = int(flags["--hidden"]), int(flags["--hidden"]) // 64
+    hidden, heads = args.hidden, args.hidden // 64
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=30016, hidden_size=hidden, num_hidden_layers=int(flags["--layers"]), num_attention_heads=heads,
+        vocab_size=30016, hidden_size=hidden, num_hidden_layers=args.layers, num_attention_heads=heads,
         num_key_value_heads=max(1, heads // 2), intermediate_size=hidden * 8 // 3 // 64 * 64, rms_norm_eps=1e-5,
         max_position_embeddings=512, tie_word_embeddings=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(folder / "start")
-    ids = torch.randint(1, 30000, (rows, 256))
+    ids = torch.randint(1, 30000, (args.rows, 256))
     torch.save(ids, folder / "ids.pt")
-    gflop = flops.training(config, [flops.Row(256, 0, 255)] * rows, "vocabulary") / 1e9
+    gflop = flops.training(config, [flops.Row(256, 0, 255)] * args.rows, "causal-lm") / 1e9
     return {"gflop": gflop, "parameters": model.num_parameters()}
 
 
-def here(folder: Path, ids: Any, name: str) -> Callable[[], Any]:
+def our_step(folder: Path, ids: Any, name: str) -> Callable[[], Any]:
     import engine
 
     engine.memory.prepare_torch()
@@ -120,18 +132,17 @@ def here(folder: Path, ids: Any, name: str) -> Callable[[], Any]:
     batch = {
         "input_ids": ids.reshape(1, -1), "labels": ids.reshape(1, -1), "cu_seqlens": ends, "max_seqlen": ids.shape[1],
     }  # fmt: skip
+    return steps.engine_step(model, batch)
 
-    return steps.here(model, batch)
 
-
-def there(folder: Path, ids: Any, name: str) -> Callable[[], Any]:
+def transformers_step(folder: Path, ids: Any, name: str) -> Callable[[], Any]:
     import transformers
 
     model = transformers.LlamaForCausalLM.from_pretrained(folder / "start", dtype="float32").train()
-    return steps.by_torch(model, lambda: model(input_ids=ids, labels=ids).loss)
+    return steps.torch_step(model, lambda: model(input_ids=ids, labels=ids).loss)
 
 
-def litgpt(folder: Path, ids: Any, name: str) -> Callable[[], Any]:
+def litgpt_step(folder: Path, ids: Any, name: str) -> Callable[[], Any]:
     import torch
     from litgpt import GPT, Config
     from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama
@@ -161,8 +172,8 @@ def litgpt(folder: Path, ids: Any, name: str) -> Callable[[], Any]:
     model = GPT(config).train()
     model.load_state_dict(state)
     run = torch.compile(model) if name.endswith("compiled") else model
-    # All at once, not in LitGPT's chunks of 128, which cost time and save memory.
-    return steps.by_torch(model, lambda: chunked_cross_entropy(run(ids)[:, :-1], ids[:, 1:], chunk_size=0))
+    # The whole loss at once, not in LitGPT's chunks of 128, which save memory and cost time.
+    return steps.torch_step(model, lambda: chunked_cross_entropy(run(ids)[:, :-1], ids[:, 1:], chunk_size=0))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,67 @@
-"""What dropout costs on the CPU: the operator that draws its mask from a counter, against torch's.
+"""The cost of dropout on the CPU: the operator that draws its mask from a counter, compared with torch's.
 
     python scripts/bench/dropout.py [--tokens 8192] [--channels 768] [--rounds 3] [--output result.json]
 
-In each round a process times all contenders in turn and keeps the best of several runs of each; the medians over
-the rounds are reported, in nanoseconds an element. `copy` is x * 1.5, which reads and writes as much.
+In each round one process times all contenders in turn and keeps the best of several runs of each. The results are the
+medians over the rounds, in nanoseconds per element. `copy` is x * 1.5, which reads and writes the same bytes.
 """
 
+import argparse
 import json
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from scripts.bench.lib import against, child, finish, fraction, machine, median, parse, parser, steps, take_turns
 
-NAMES = (
-    "copy torch torch_add torch_bf16 dropout dropout_add dropout_bf16 dropout_add_bf16 torch_backward "
-    "dropout_add_backward"
-).split()
+# Of this project's operators, and torch's with which each is compared.
+PEERS = {
+    "dropout": "torch",
+    "dropout_add": "torch_add",
+    "dropout_bf16": "torch_bf16",
+    "dropout_add_backward": "torch_backward",
+}
+NAMES = ("copy", *PEERS.values(), "dropout_add_bf16", *PEERS)
 
 
-def contenders(tokens: int, channels: int) -> dict:
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--tokens", type=int, default=8192, help="(default: 8192)")
+    p.add_argument("--channels", type=int, default=768, help="(default: 768)")
+    p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parse(p, tokens=256)
+    if args.child:
+        print(json.dumps({**measure(args.tokens, args.channels), "library": machine.operator_library()}))
+        return
+    command = [__file__, "--child", "--tokens", str(args.tokens), "--channels", str(args.channels)]
+    results = take_turns({"all": lambda _: child(command, args.threads)}, args.rounds, args.threads)["all"]
+    ns = {name: median(results, name) for name in NAMES}
+    ratios = {
+        "dropout_speed_over_torch": ns["torch"] / ns["dropout"],
+        "dropout_add_speed_over_torch": ns["torch_add"] / ns["dropout_add"],
+        "bf16_speed_over_torch": ns["torch_bf16"] / ns["dropout_bf16"],
+    }
+    numbers = {
+        "ns_per_element": {name: round(value, 3) for name, value in ns.items()},
+        "ratios": {name: round(value, 2) for name, value in ratios.items()},
+        "library": results[0]["library"],
+    }
+    rows = [
+        against(ours.replace("_", " "), "torch", ns[ours], ns[theirs], "ns/element") for ours, theirs in PEERS.items()
+    ]
+    rows.append(fraction("dropout", ns["copy"] / ns["dropout"], "reading and writing as much"))
+    finish(args, "dropout", numbers, rows)
+
+
+def measure(tokens: int, channels: int) -> dict[str, float]:
+    """The best nanoseconds per element of each contender."""
+    best = steps.best_ms(contenders(tokens, channels), 9)
+    return {name: 1e6 * ms / (tokens * channels) for name, ms in best.items()}
+
+
+def contenders(tokens: int, channels: int) -> dict[str, Any]:
     import torch
     import torch.nn.functional as F
 
@@ -33,7 +74,7 @@ def contenders(tokens: int, channels: int) -> dict:
     leaf, other = x.clone().requires_grad_(), residual.clone().requires_grad_()
     ours, theirs = dropout_add(leaf, other, 0.1, **keyed), other + F.dropout(leaf, 0.1)
 
-    def back(out: torch.Tensor) -> None:
+    def backward(out: torch.Tensor) -> None:
         torch.autograd.grad(out, (leaf, other), x, retain_graph=True)
 
     return {
@@ -45,57 +86,9 @@ def contenders(tokens: int, channels: int) -> dict:
         "dropout_add": lambda: dropout_add(x, residual, 0.1, **keyed),
         "dropout_bf16": lambda: dropout(half, 0.1, **keyed),
         "dropout_add_bf16": lambda: dropout_add(half, half_residual, 0.1, **keyed),
-        "torch_backward": lambda: back(theirs),
-        "dropout_add_backward": lambda: back(ours),
+        "torch_backward": lambda: backward(theirs),
+        "dropout_add_backward": lambda: backward(ours),
     }
-
-
-def child(tokens: int, channels: int) -> dict[str, float]:
-    made = contenders(tokens, channels)
-    best = dict.fromkeys(made, float("inf"))
-    for _ in range(9):
-        for name, call in made.items():
-            began = time.perf_counter()
-            call()
-            best[name] = min(best[name], time.perf_counter() - began)
-    return {name: 1e9 * seconds / (tokens * channels) for name, seconds in best.items()}
-
-
-def main() -> None:
-    import argparse
-
-    from scripts.bench import lib
-
-    p = lib.parser(__doc__)
-    p.add_argument("--tokens", type=int, default=8192)
-    p.add_argument("--channels", type=int, default=768)
-    p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    args = lib.parse(p, tokens=256)
-    if args.child:
-        from engine.ops import library
-
-        print(json.dumps({**child(args.tokens, args.channels), "library": library.cpu().what}))
-        return
-    command = [__file__, "--child", "--tokens", str(args.tokens), "--channels", str(args.channels)]
-    results = lib.take_turns({"all": lambda _: lib.child(command, args.threads)}, args.rounds, args.threads)["all"]
-    spent = {name: lib.median(results, name) for name in NAMES}
-    ratios = {
-        "dropout_speed_over_torch": spent["torch"] / spent["dropout"],
-        "dropout_add_speed_over_torch": spent["torch_add"] / spent["dropout_add"],
-        "bf16_speed_over_torch": spent["torch_bf16"] / spent["dropout_bf16"],
-    }
-    numbers = {
-        "ns_per_element": {name: round(value, 3) for name, value in spent.items()},
-        "ratios": {name: round(value, 2) for name, value in ratios.items()},
-        "library": results[0]["library"].rpartition("(")[2].rstrip(")"),
-    }
-    pairs = (("dropout", "torch"), ("dropout_add", "torch_add"), ("dropout_bf16", "torch_bf16"),
-             ("dropout_add_backward", "torch_backward"))  # fmt: skip
-    rows = [
-        lib.against(ours.replace("_", " "), "torch", spent[ours], spent[theirs], "ns/element") for ours, theirs in pairs
-    ]
-    rows.append(lib.fraction("dropout", spent["copy"] / spent["dropout"], "reading and writing as much"))
-    lib.finish(args, "dropout", numbers, rows)
 
 
 if __name__ == "__main__":

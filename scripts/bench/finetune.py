@@ -1,11 +1,11 @@
-"""Fine-tuning against Hugging Face's Trainer: real tokens per second, process start to exported model, and memory.
+"""Fine-tuning compared with Hugging Face's Trainer: real tokens per second, time to exported model, and memory.
 
-BERT on SST-2 and on masked lines of Shakespeare, GPT-2 on E2E with the loss on answers only, T5 on E2E. Both sides
-train the same model from the same weights on the same rows with the same tokenizer, batch size, steps, learning rates,
-dropout, clipping, fused AdamW and threads, in fp32. Trainer runs with its defaults, with rows of like length together,
-where it can (decoders) with the rows of a batch end to end, and with --compiled by torch.compile. Tokens are those that
-are not padding, of an encoder-decoder those of both sides. That nobody wins by doing less is told by the loss curves,
-the tokens, and a judge: transformers evaluates what each exported, on rows that nobody trained on.
+The tasks are BERT on SST-2 and on masked lines of Shakespeare, GPT-2 on E2E with the loss on answers only, and T5 on
+E2E. Both sides train the same model from the same weights on the same rows, with the same tokenizer, batch size, steps,
+learning rates, dropout, clipping, fused AdamW and threads, in fp32. Trainer runs with its defaults; with rows of
+similar length grouped; for decoders, with the rows of a batch packed end to end; and with --compiled by torch.compile.
+Tokens are those that are not padding (in an encoder-decoder, on both sides). To show that nobody wins by doing less,
+the loss curves and the numbers of tokens are recorded, and transformers evaluates each export on held-out rows.
 
     python scripts/bench/finetune.py --data path/to/data --output result.json
     python scripts/bench/finetune.py --ranks 2 --tasks classification   # sharded here, Trainer under DDP
@@ -18,7 +18,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import against, finetuning, finish, fraction, machine, medians, parse, parser, sets, take_turns
+from scripts.bench.lib import (
+    against,
+    finetuning,
+    finetuning_data,
+    finish,
+    fraction,
+    machine,
+    medians,
+    parse,
+    parser,
+    take_turns,
+)
 
 # Ratios to reach: of real tokens per second to Trainer's best, and of the time from start to exported model.
 SPEED = {"classification": 1.4, "mlm": 2.0, "lm": 2.0, "seq2seq": 1.5}
@@ -53,7 +64,7 @@ def measure(folder: Path, task: str, args: Any) -> tuple[dict[str, Any], list[di
     results = take_turns(contenders, args.rounds, args.threads)
     speed, whole, peak = (medians(results, key) for key in ("tokens_per_second", "process_seconds", "peak_mb"))
     best = max(peers, key=lambda name: speed[name])
-    data_name = sets.NAMES[task] if args.data else "samples"
+    data_name = finetuning_data.NAMES[task] if args.data else "samples"
     what = f"{task}, {data_name}, {data['parameters'] / 1e6:.3g}M parameters"
     rate = speed["modelcenter"] * data["gflop_per_token"] / machine.limits()["gemm_gflops"]
     why = f"the products alone take {rate:.0%} of the time here, at the rate the machine multiplies at best"
@@ -69,7 +80,9 @@ def measure(folder: Path, task: str, args: Any) -> tuple[dict[str, Any], list[di
     )  # fmt: skip
     rows.append(against(f"{what}: peak memory of a process", least, peak["modelcenter"], peak[least], "MB"))
     rows.append(fraction(f"{what}: arithmetic of training, with everything around it", rate, "fp32 products"))
-    judged = {n: finetuning.judged(folder, task, found[-1]["model"], args.threads) for n, found in results.items()}
+    judged = {
+        n: finetuning.evaluate_export(folder, task, found[-1]["model"], args.threads) for n, found in results.items()
+    }
     return {
         "data": {key: data[key] for key in ("parameters", "rows", "tokens_per_row", "gflop_per_token")},
         "tokens_per_second": {name: round(value, 1) for name, value in speed.items()},

@@ -1,9 +1,9 @@
-"""What an optimizer step, clipping and dropout cost on a GPU, against the rate of a copy on the same GPU.
+"""The cost of an optimizer step, clipping and dropout on a GPU, compared with the rate of a copy on the same GPU.
 
-A thousand million fp32 parameters as one tensor and as 2,000 tensors of odd sizes; bf16 parameters with fp32 masters;
-clipping and step together, here and by PyTorch (`clip_grad_norm_` and fused AdamW); dropout of activations. Contenders
-take turns in one process, four calls of each between two synchronisations: the host prepares a call, milliseconds for
-2,000 tensors, while the GPU does the one before, as it does in training.
+Measured are steps over a billion fp32 parameters, as one tensor and as 2,000 tensors of odd sizes; bf16 parameters with
+fp32 masters; clipping and step together, here and in PyTorch (`clip_grad_norm_` and fused AdamW); and dropout of
+activations. Contenders take turns in one process, with four calls of each between two synchronisations: the host
+prepares a call (milliseconds for 2,000 tensors) while the GPU runs the one before, as in training.
 
     python scripts/bench/gpu_optimizer.py --output result.json
 """
@@ -48,7 +48,7 @@ def main() -> None:
 
 def in_turns(calls: dict[str, Callable[[], Any]], args: Any) -> dict[str, float]:
     """Median milliseconds of a call."""
-    found = steps.in_turns(gpu.synchronised(calls, args.device, CALLS), args.rounds)
+    found = steps.median_ms(gpu.synchronised(calls, args.device, CALLS), args.rounds)
     return {name: ms / CALLS for name, ms in found.items()}
 
 

@@ -1,20 +1,28 @@
-"""A training step on a GPU in bf16: how much of its arithmetic it uses, how much memory, and Trainer's step beside it.
+"""A training step on a GPU in bf16, compared with Trainer's: utilisation, memory and time.
 
-BERT-large and T5-large on rows of real, ragged lengths up to 512, packed here and padded there; a GPT of 1.3 thousand
-million parameters on full rows of 2,048 tokens and on ragged ones, a Llama of that size on full ones; BERT-large under
-a cap of 11 GB; a GPT of 13 thousand million (40 layers, 5,120 wide, 512 tokens) with moments of 8 bits, which takes 103
-GB and 29 for activations; the smaller GPT with its optimizer's states on the host, what its threads and the bus make of
-a step. The peer is transformers' model as its Trainer runs it: fp32 weights, bf16 autocast, SDPA, fused AdamW; where
-liger-kernel is installed and knows the model (it knows no GPT-2), with its kernels too. --compiled runs both sides by
-torch.compile as well. The peer keeps up to three times as much of each layer, and both take as many rows as it has room
-for in 78 GiB. Each contender has a process of its own. A GPU slows down as it warms up, so this project's fastest way
-is measured before the peers and again after them: the ratios compare the mean of both. Utilisation counts the model's
-arithmetic at tokens that are there (scripts/bench/lib/flops.py) against what the GPU's maker promises, and against the
-rate of bf16 products measured in the same run.
+The cases:
+
+- BERT-large and T5-large on rows of realistic, ragged lengths up to 512, packed here and padded in the peer; BERT-large
+  also on full rows, and within 11 GB of memory;
+- a GPT with 1.3 billion parameters on full rows of 2,048 tokens and on ragged ones, and a Llama of that size on full
+  rows;
+- the same GPT with its optimizer's states on the host, which shows how fast the host's threads and the bus make a step;
+- a GPT with 13 billion parameters (40 layers, 5,120 wide, 512 tokens) and 8-bit moments, which takes 103 GB, and 29 GB
+  for activations.
+
+The peer is transformers' model as Trainer runs it: fp32 weights, bf16 autocast, SDPA, fused AdamW; where liger-kernel
+is installed and supports the model (not GPT-2), also with its kernels. --compiled adds both sides under torch.compile.
+The peer keeps up to three times as much of each layer, and both sides take as many rows as it can hold in 78 GiB.
+
+Each contender has a process of its own. A GPU slows down as it warms up, so this project's fastest variant is measured
+before the peers and again after them, and the ratios use the mean of both. Utilisation is the model's arithmetic at
+real tokens (scripts/bench/lib/flops.py), relative to the rate that the GPU's maker promises, and to the rate of bf16
+products measured in the same run.
 
     python scripts/bench/gpu_training.py --output result.json [--cases bert-large gpt-1.3b]
 """
 
+import argparse
 import importlib.util
 import json
 import re
@@ -26,7 +34,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import against, child, finish, fraction, gpu, keep, parse, parser, steps, summary
+from scripts.bench.lib import against, child, finish, fraction, gpu, keep, parse, parser, steps, summary, workloads
 
 
 class Case(NamedTuple):
@@ -80,9 +88,11 @@ def main() -> None:
     p = gpu.add_flags(parser(__doc__, rounds=8))
     usual = [name for name in CASES if "13b" not in name]  # whose initial values alone take minutes
     p.add_argument("--cases", nargs="+", choices=CASES, default=usual, help=f"(default: {', '.join(usual)})")
-    p.add_argument("--compiled", action="store_true", help="both sides by torch.compile, too: minutes of compilation")
-    p.add_argument("--child", choices=(OURS, PEER), help="internal: measure this one")
-    p.add_argument("--how", choices=HOW, default="plain", help="internal: in this way")
+    p.add_argument(
+        "--compiled", action="store_true", help="also measure both sides under torch.compile, which takes minutes"
+    )
+    p.add_argument("--child", choices=(OURS, PEER), help=argparse.SUPPRESS)
+    p.add_argument("--how", choices=HOW, default="plain", help=argparse.SUPPRESS)
     args = parse(p)
     if args.child:
         print(json.dumps(measure(args, CASES[args.cases[0]])))
@@ -185,8 +195,6 @@ def measure(args: Any, case: Case) -> dict[str, Any]:
     import torch
     import transformers
 
-    from modelcenter.compare import make_rows
-    from scripts.bench.families import label, shallow
     from scripts.bench.lib import flops
 
     transformers.utils.logging.set_verbosity_error()
@@ -196,23 +204,18 @@ def measure(args: Any, case: Case) -> dict[str, Any]:
     task, shape = TASKS[case.model_type], dict(case.shape)
     count, length = case.rows, case.length
     if args.quick:
-        shape = shallow(shape) | SMALL[case.model_type]
+        shape = workloads.one_layer(shape) | SMALL[case.model_type]
         count, length = 2, 16
     config = transformers.AutoConfig.for_model(case.model_type, **shape)
-    rows = make_rows(task, vocab_size=30000, num_labels=2, lengths=lengths(count, length, case.ragged))
-    for number, row in enumerate(rows):
-        label(row, number, every=7 if case.model_type == "bert" else 1)
-    sizes = [
-        flops.Row(len(r.input_ids), len(r.labels) if config.is_encoder_decoder else 0, sum(x >= 0 for x in r.labels))
-        for r in rows
-    ]
-    step, parameters = (here if args.child == OURS else there)(args, case, config, task, rows)
+    every = 7 if case.model_type == "bert" else 1
+    rows = workloads.labelled_rows(task, lengths(count, length, case.ragged), every)
+    sizes = workloads.row_sizes(rows, config.is_encoder_decoder)
+    step, parameters = (our_step if args.child == OURS else peer_step)(args, case, config, task, rows)
     losses = [float(step()) for _ in range(3)]
-    ms = steps.in_turns(gpu.synchronised({args.how: step}, args.device), args.rounds, warm=2)[args.how]
-    head = "masked" if case.model_type == "bert" else "vocabulary"
+    ms = steps.median_ms(gpu.synchronised({args.how: step}, args.device), args.rounds, warmup=2)[args.how]
     return {
         "ms": round(ms, 2),
-        "gflop": flops.training(config, sizes, head) / 1e9,
+        "gflop": flops.training(config, sizes, task) / 1e9,
         "peak_gb": gpu.peak_gb(args.device),
         "parameters": parameters,
         "tokens": sum(row.tokens + row.target for row in sizes),
@@ -234,8 +237,8 @@ def moved(batch: dict[str, Any], device: str) -> dict[str, Any]:
     return {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
 
 
-def here(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[Callable[[], Any], int]:
-    """A step, and how many parameters there are."""
+def our_step(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[Callable[[], Any], int]:
+    """(a step, the number of parameters)"""
     import engine
     import modelcenter as mc
     from modelcenter.compare import pack_rows
@@ -245,23 +248,17 @@ def here(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[Call
     model = mc.from_config(config.to_dict(), task, policy=policy).train()
     batch = pack_rows(task, rows)  # on the host, as the loop has it; the step moves it, and counts its labels there
     kinds = {"8 bits": engine.optim.AdamW8bit, "host": engine.optim.AdamOffloadOptimizer}
-    return steps.here(model, batch, kinds.get(case.states)), model.num_parameters()
+    return steps.engine_step(model, batch, kinds.get(case.states)), model.num_parameters()
 
 
-def there(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[Callable[[], Any], int]:
-    """As `here`."""
+def peer_step(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[Callable[[], Any], int]:
+    """As `our_step`."""
     import torch
-    import transformers
 
     from modelcenter.compare import pad_rows
 
-    auto = {
-        "masked-lm": transformers.AutoModelForMaskedLM,
-        "causal-lm": transformers.AutoModelForCausalLM,
-        "seq2seq-lm": transformers.AutoModelForSeq2SeqLM,
-    }[task]
     with torch.device(args.device):
-        model = auto.from_config(config).train()
+        model = workloads.auto_class(task).from_config(config).train()
     if args.how == "Liger":
         from transformers.integrations.liger import apply_liger_kernel
 
@@ -273,7 +270,7 @@ def there(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[Cal
         with torch.autocast(args.device, torch.bfloat16):
             return run(**batch).loss
 
-    return steps.by_torch(model, loss_of), sum(p.numel() for p in model.parameters())
+    return steps.torch_step(model, loss_of), sum(p.numel() for p in model.parameters())
 
 
 if __name__ == "__main__":

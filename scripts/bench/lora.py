@@ -1,29 +1,30 @@
-"""A LoRA step against peft on transformers' model: forward, backward, clipping and AdamW of the updates.
+"""A LoRA training step, compared with peft on transformers' model: forward, backward, clipping and AdamW.
 
-The same GPT-2 and BERT weights, rank and targets (q, k, v; transformers' GPT-2 holds them in one matrix, so its update
-has one A for the three), rows of ragged length, dropout 0, fp32. Here rows are packed, there padded. Contenders live in
-one process and take turns.
+The same GPT-2 and BERT weights, rank and targets, ragged rows (packed here, padded in transformers), no dropout, fp32.
+The targets are q, k and v; transformers' GPT-2 holds them in one matrix, so its update has one A for all three.
+Contenders take turns in one process.
 
     python scripts/bench/lora.py --output result.json
 """
 
+import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.families import FAMILIES, ragged, shallow
-from scripts.bench.lib import against, child, finish, parse, parser, steps
+from scripts.bench.families import FAMILIES
+from scripts.bench.lib import against, child, finish, parse, parser, steps, workloads
 
 RANK = 8
 TARGETS = {"gpt2": ["c_attn"], "bert": ["query", "key", "value"]}
+PEERS = {"peft": "peft, padded", "peft_grouped": "peft, rows of equal length"}
 
 
 def main() -> None:
     p = parser(__doc__, rounds=5)
-    p.add_argument("--child", help="internal: measure a family in this process")
+    p.add_argument("--child", help=argparse.SUPPRESS)  # the family to measure in this process
     args = parse(p)
     if args.child:
         print(json.dumps(measure(args.child, args.rounds, args.quick)))
@@ -31,63 +32,50 @@ def main() -> None:
     numbers, rows = {}, []
     quick = ["--quick"] if args.quick else []
     for family in TARGETS:
-        found = child([__file__, "--child", family, "--rounds", str(args.rounds), *quick], args.threads)
-        numbers[family] = found
-        rows += [
-            against(
-                f"LoRA step, {family}, ragged rows", f"peft, {how}", found["modelcenter_ms"], found[f"{key}_ms"], "ms"
-            )
-            for key, how in (("peft", "peft, padded"), ("peft_grouped", "peft, rows of equal length"))
-        ]
+        result = child([__file__, "--child", family, "--rounds", str(args.rounds), *quick], args.threads)
+        numbers[family] = result
+        what = f"LoRA step, {family}, ragged rows"
+        for key, peer in PEERS.items():
+            rows.append(against(what, peer, result["modelcenter_ms"], result[f"{key}_ms"], "ms"))
     notes = ["Rows of equal length have as many tokens as the ragged ones, and no padding for peft to lose time on."]
     finish(args, "lora", numbers, rows, notes, rank=RANK)
 
 
 def measure(family: str, rounds: int, quick: bool) -> dict[str, float]:
-    """Median milliseconds of a step of each, and the first losses, which must agree."""
-    import engine
-
-    engine.memory.prepare_torch()
+    """Median milliseconds of a step of each contender, and the difference of the first losses, which must agree."""
+    workloads.prepare_process()
     import peft
     import torch
     import transformers
 
-    import modelcenter as mc
     from modelcenter.adapters import add_lora
     from modelcenter.compare import make_rows, pack_rows, pad_rows
 
-    transformers.utils.logging.set_verbosity_error()
-    engine.memory.keep_freed_memory()
-    torch.manual_seed(0)
-    task, shape = FAMILIES[family]
-    config = transformers.AutoConfig.for_model(family, **(shallow(shape) if quick else shape))
-    auto = transformers.AutoModelForCausalLM if task == "causal-lm" else transformers.AutoModelForMaskedLM
-    theirs = auto.from_config(config).train()
-    with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
-        ours = mc.from_pretrained(folder)
+    task, fields = FAMILIES[family]
+    config = transformers.AutoConfig.for_model(family, **(workloads.one_layer(fields) if quick else fields))
+    ours, theirs = workloads.model_pair(config, task)
     add_lora(ours, rank=RANK, alpha=2 * RANK, targets=["q", "k", "v"])
     ours.train()
     settings = peft.LoraConfig(
         r=RANK, lora_alpha=2 * RANK, lora_dropout=0.0, target_modules=TARGETS[family], fan_in_fan_out=family == "gpt2"
     )
     theirs = peft.get_peft_model(theirs, settings)
-    lengths = ragged()
-    even = [round(sum(lengths) / len(lengths))] * len(lengths)
-    made = {name: make_rows(task, vocab_size=30000, num_labels=2, lengths=n) for name, n in
-            (("ragged", lengths), ("even", even))}  # fmt: skip
-    packed, padded = pack_rows(task, made["ragged"]), pad_rows(task, made["ragged"])
+    lengths = workloads.ragged_lengths()
+    equal = [round(sum(lengths) / len(lengths))] * len(lengths)
+    ragged_rows, equal_rows = (
+        make_rows(task, vocab_size=workloads.VOCABULARY, num_labels=2, lengths=n) for n in (lengths, equal)
+    )
+    packed, padded, grouped = pack_rows(task, ragged_rows), pad_rows(task, ragged_rows), pad_rows(task, equal_rows)
     with torch.no_grad():
         difference = abs(ours(**packed).loss.item() - theirs(**padded).loss.item())
     assert difference < 1e-3, f"the contenders' losses are {difference} apart"
-    even_rows = pad_rows(task, made["even"])
     contenders = {
-        "modelcenter": steps.here(ours, packed),
-        "peft": steps.by_torch(theirs, lambda: theirs(**padded).loss),
-        "peft_grouped": steps.by_torch(theirs, lambda: theirs(**even_rows).loss),
+        "modelcenter": steps.engine_step(ours, packed),
+        "peft": steps.torch_step(theirs, lambda: theirs(**padded).loss),
+        "peft_grouped": steps.torch_step(theirs, lambda: theirs(**grouped).loss),
     }
-    times = steps.in_turns(contenders, rounds)
-    return {f"{name}_ms": round(ms, 1) for name, ms in times.items()} | {"loss_difference": difference}
+    ms = steps.median_ms(contenders, rounds)
+    return {f"{name}_ms": round(value, 1) for name, value in ms.items()} | {"loss_difference": difference}
 
 
 if __name__ == "__main__":

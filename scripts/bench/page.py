@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Write docs/performance.md and its plots from scripts/bench/results: `python scripts/bench/page.py`.
 
-A test compares the page with what this makes of the JSON. The plots (SVG) are drawn from the same rows.
+A test compares the page with what this script makes of the JSON. The plots (SVG) show the same rows.
 """
 
 import inspect
@@ -17,24 +17,33 @@ from scripts.bench.__main__ import BENCHES, Bench
 from scripts.bench.lib import ROOT, tables
 
 PAGE, PLOTS, RESULTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "plots", ROOT / "scripts" / "bench" / "results"
-SPEED = [name for name in BENCHES if name != "clients"]  # what that one found is in docs/hub.md
+SPEED = [name for name in BENCHES if name != "clients"]  # its results are in docs/hub.md
 HEAD = """# Performance
 
-`make bench` runs the scripts in `scripts/bench`, which write their numbers to `scripts/bench/results`; `python scripts/bench/page.py` makes this page and its plots from those files, so anyone can measure everything here again. The contenders take turns, in processes of their own unless a section says otherwise; the numbers are medians of the turns. "Times as good" is the ratio of two rates, or of two times or sizes turned round so that above 1 this project is ahead. "Wanted" is the target that this project set itself. Each run also measures how fast the machine multiplies matrices and copies memory at best, to compare the numbers with what is possible. What a second machine measured is beside the first, under its name; machines differ, so compare ratios.
+Every measurement of this project's speed and memory, compared with other libraries. The README has [a summary](../README.md#speed).
+
+- **Peers**: contenders take turns, in processes of their own unless a section says otherwise; numbers are medians of the turns.
+- **"Times as good"** is the ratio of two rates, or the inverse ratio of two times or sizes: above 1 this project is ahead.
+- **"Wanted"** is the target that this project set itself.
+- **Limits**: each run also measures how fast the machine multiplies matrices and copies memory at best, to compare the numbers with what is possible.
+- **Machines** differ, so compare ratios. Results of a second machine have its name in the heading.
+
+To repeat the measurements:
 
 ```bash
 make bench ARGS="--data path/to/data"
 python -m scripts.bench --only finetune_classification --quick
+python scripts/bench/page.py     # writes this page and its plots from scripts/bench/results
 ```
 
-Without `--data` the fine-tuning benchmarks use the samples in `scripts/samples`; `--data` names a folder that holds `sst2` (`train.tsv`, `dev.tsv`), `e2e` (`train.csv`, `dev.csv`) and `tinyshakespeare` (`input.txt`).
+`--data` names a folder that holds `sst2` (`train.tsv`, `dev.tsv`), `e2e` (`train.csv`, `dev.csv`) and `tinyshakespeare` (`input.txt`); without it, the fine-tuning benchmarks use the samples in `scripts/samples`.
 """  # noqa: E501
 
 
 def records() -> dict[str, dict[str, Any]]:
-    """{name of a benchmark: its record}, in the order in which they are run.
+    """{name of a benchmark: its record}, in the order in which they run.
 
-    What another machine measured is beside it, in NAME.MACHINE.json.
+    Results of another machine are in NAME.MACHINE.json.
     """
     return {
         path.stem: json.loads(path.read_text(encoding="utf-8"))
@@ -50,8 +59,8 @@ def bench_of(name: str) -> Bench:
 
 
 def title(name: str) -> str:
-    """families.Intel -> families, Intel"""
-    return name.replace("_", " ").replace(".", ", ")
+    """families.Intel -> families, Intel. Benchmarks keep the names that `--only` takes."""
+    return name.replace(".", ", ")
 
 
 def render() -> str:
@@ -65,7 +74,7 @@ def render() -> str:
 
 
 def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Where a peer is ahead and what misses its target, with the reason that a benchmark gives."""
+    """Rows where a peer is ahead, and rows that miss their target, with the reason that the benchmark gives."""
     behind, missed = [], []
     for name, record in found.items():
         machine = f"{name.split('.')[1]}: " if "." in name else ""
@@ -86,11 +95,11 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def section(name: str, record: Mapping[str, Any], described: bool = False) -> str:
-    """A benchmark's part of the page; described: an earlier part says what its script does."""
+    """A benchmark's section; described: an earlier section has the description of its script."""
     bench, limit, machine = bench_of(name), record["limits"], record["hardware"]
     lines = [f"## {title(name)}", "", *([] if described else [about(bench.script), ""])]
     if record["settings"].get("quick"):
-        lines += ["**A trial run that only shows that it works: its numbers mean nothing.**", ""]
+        lines += ["**A trial run that only shows that the benchmark works: its numbers mean nothing.**", ""]
     for head, rows in tables.cells(record):
         lines += [tables.markdown(head, rows), ""]
     if tables.comparisons(record):
@@ -111,7 +120,7 @@ def show(value: Any) -> str:
 
 
 def about(script: str) -> str:
-    """The docstring of a script, without the commands."""
+    """The docstring of a script, without its commands."""
     import importlib
 
     doc = inspect.getdoc(importlib.import_module(f"scripts.bench.{script}")) or ""
@@ -120,11 +129,11 @@ def about(script: str) -> str:
 
 
 def plot(name: str, record: Mapping[str, Any]) -> None:
-    """Bars of how many times as good, on a logarithmic axis; a mark where a ratio is wanted."""
+    """Bars of the ratios on a logarithmic axis, with a mark at each target."""
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none"}  # the same bytes from the same rows, and few
+    matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none"}  # reproducible, small files
     import matplotlib.pyplot as plt
 
     rows = tables.comparisons(record)

@@ -1,8 +1,8 @@
-"""Quality: what is learned, here and with Hugging Face's Trainer, from the same weights in the same number of steps.
+"""Quality: what is learned, compared with Hugging Face's Trainer, from the same weights in the same number of steps.
 
-Each task is trained from several seeds (of the start, the order of rows and dropout); transformers judges every export
-on the same rows, which nobody trained on. Mean and spread (standard deviation) are reported; the two means should be
-equal within noise, which is to say at most two standard errors of their difference apart.
+Each task is trained from several seeds (of the initial weights, the order of rows and dropout), and transformers
+evaluates every export on the same held-out rows. Mean and standard deviation are reported. "Equal within noise" means
+that the two means are at most two standard errors of their difference apart.
 
     python scripts/bench/quality.py --data path/to/data --output result.json
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import against, finetuning, finish, parse, parser, sets, take_turns
+from scripts.bench.lib import against, finetuning, finetuning_data, finish, parse, parser, take_turns
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     rows = []
     for task in args.tasks:
         numbers[task] = measure(task, args)
-        what = f"{task}, {sets.NAMES[task] if args.data else 'samples'}: "
+        what = f"{task}, {finetuning_data.NAMES[task] if args.data else 'samples'}: "
         for metric, found in numbers[task].items():
             unit = "points" if metric == "accuracy" else "loss"
             mean = {name: found[name]["mean"] for name in found if name != "equal_within_noise"}
@@ -47,7 +47,7 @@ def measure(task: str, args: Any) -> dict[str, Any]:
                 "trainer": finetuning.trainer(folder, task, "trainer", args, seed=seed),
             }
             for who, runs in take_turns(contenders, 1, args.threads).items():
-                found[who].append(finetuning.judged(folder, task, runs[-1]["model"], args.threads))
+                found[who].append(finetuning.evaluate_export(folder, task, runs[-1]["model"], args.threads))
     return {metric: compare(found, metric) for metric in found["modelcenter"][0]}
 
 

@@ -1,8 +1,9 @@
-"""One training step on several ranks: this engine's sharding against a loop written by hand on PyTorch's own.
+"""One training step on several ranks: this engine's sharding, compared with loops written by hand on PyTorch's own.
 
-The same GPT-2-like model (this project's, so that only the engine differs), fp32, packed tokens, clipping and AdamW;
-and once transformers' model of the same shape on the same tokens, which a loop written by hand would most likely shard.
-The contenders live in the same processes and take turns step by step.
+All contenders train the same GPT-2-like model (this project's, so that only the engine differs) in fp32 on packed
+tokens, with clipping and AdamW. One further contender is transformers' model of the same shape on the same tokens,
+which is what a loop written by hand would most likely shard. Contenders take turns, step by step, in the same
+processes.
 
     python scripts/bench/sharded_step.py --output result.json
     python scripts/bench/sharded_step.py --device cuda     # over NCCL, on all GPUs of the machine
@@ -10,10 +11,11 @@ The contenders live in the same processes and take turns step by step.
 ZeRO-3 is compared with fully_shard on each block (PyTorch's FSDP2), clip_grad_norm_ and fused AdamW; ZeRO-2, which
 keeps whole parameters between forward and backward, with DistributedDataParallel and the same clipping and optimizer.
 --peers adds accelerate's FSDP2 and DeepSpeed's ZeRO-2 and 3, in processes of their own; DeepSpeed is installed from
-PyPI into an environment of its own. On a CPU accelerate gives DistributedDataParallel whatever it is asked for; the
-JSON says what it made. On GPUs the model is larger, as there even small ones' steps are all launches of kernels.
+PyPI into an environment of its own. On a CPU accelerate always gives DistributedDataParallel; the JSON records the
+class that it made. On GPUs the model is larger, because a small one would only measure kernel launches.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -22,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import ROOT, against, child, finish, gpu, parse, parser, peers, steps
+from scripts.bench.lib import ROOT, against, child, environments, finish, gpu, parse, parser, steps
 
 CONTENDERS = ("zero3", "fully_shard", "fully_shard_transformers", "zero2", "zero1", "ddp")
 ROW = 64
@@ -31,7 +33,7 @@ SHAPE = {
     "cpu": {"layers": 4, "hidden_size": 256, "tokens": 512},
     "cuda": {"layers": 12, "hidden_size": 1024, "tokens": 8192},
 }
-# Level, peer, its key, the ratio to reach (time against time; over gloo, over NCCL), and why it may be missed.
+# ZeRO level, peer, its key, the time ratio to reach on each device, and why it may be missed.
 _PRICE = "a step also gathers the parameters, and FSDP's hooks are Python at every unit"
 _SAME = "most of a step is the arithmetic, which is the same"
 AGAINST: tuple[tuple[int, str, str, dict[str, float], str], ...] = (
@@ -40,7 +42,7 @@ AGAINST: tuple[tuple[int, str, str, dict[str, float], str], ...] = (
     (2, DDP, "ddp", {"cpu": 1 / 1.25, "cuda": 1 / 1.1}, _PRICE),
     (1, DDP, "ddp", {}, _PRICE),
 )
-PEERS = {"accelerate FSDP2": 3, "DeepSpeed ZeRO-2": 2, "DeepSpeed ZeRO-3": 3}  # and the level they compare with
+PEERS = {"accelerate FSDP2": 3, "DeepSpeed ZeRO-2": 2, "DeepSpeed ZeRO-3": 3}  # the level each is compared with
 
 
 def main() -> None:
@@ -51,17 +53,19 @@ def main() -> None:
     p.add_argument("--hidden_size", type=int, help="(default: 256; on GPUs 1,024)")
     p.add_argument("--tokens", type=int, help="on each rank (default: 512; on GPUs 8,192)")
     p.add_argument("--peers", action="store_true", help="measure accelerate and DeepSpeed too, on CPUs")
-    p.add_argument("--child", help="internal: measure on this many ranks")
+    p.add_argument("--child", help=argparse.SUPPRESS)
     args = parse(p, ranks=[2], hidden_size=64, layers=2, tokens=128)
     for name, value in SHAPE[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.child:
-        told(args)
+        run_child(args)
         return
     args.ranks = args.ranks or ([2, 4] if args.device == "cpu" else [gpus()])
     if args.device == "cuda" and not 2 <= max(args.ranks) <= gpus():
-        p.error(f"--device cuda --ranks {max(args.ranks)}: a GPU for each rank, and two or more; here are {gpus()}")
+        p.error(
+            f"--device cuda --ranks {max(args.ranks)}: needs 2 ranks or more and a GPU for each; found {gpus()} GPUs"
+        )
     shape = {name: getattr(args, name) for name in ("layers", "hidden_size", "tokens", "rounds")}
     numbers: dict[str, Any] = {}
     rows, notes = [], []
@@ -99,19 +103,19 @@ def measured(ranks: int, device: str, shape: dict[str, Any]) -> dict[str, float]
     return child(words, 1)
 
 
-def told(args: Any) -> None:
-    """Measure as one of torchrun's ranks, or on ranks of this process's, and print it."""
+def run_child(args: Any) -> None:
+    """Measure as one of torchrun's ranks, or on ranks forked from this process, and print the result."""
     import engine
 
     launched = "RANK" in os.environ
-    found = measure(args) if launched else engine.testing.run(measure, int(args.child), args, timeout=900)[0]
+    result = measure(args) if launched else engine.testing.run(measure, int(args.child), args, timeout=900)[0]
     if engine.rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
 
 
 def peer(name: str, ranks: int, shape: dict[str, Any]) -> dict[str, Any]:
-    """Median milliseconds of a peer's step and what it really made; or why it does not run on this machine."""
-    python = sys.executable if name.startswith("accelerate") else peers.python_of("deepspeed")
+    """{"ms": median of a step, "made": the class that holds the model}, or {"failed": why it does not run here}."""
+    python = sys.executable if name.startswith("accelerate") else environments.python_of("deepspeed")
     script = str(ROOT / "scripts" / "bench" / "lib" / "sharded_peer.py")
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), script, name]
     try:
@@ -123,7 +127,7 @@ def peer(name: str, ranks: int, shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def packages(with_peers: bool) -> dict[str, str]:
-    return peers.versions(peers.python_of("deepspeed"), "deepspeed", "accelerate") if with_peers else {}
+    return environments.versions(environments.python_of("deepspeed"), "deepspeed", "accelerate") if with_peers else {}
 
 
 def measure(args: Any) -> dict[str, float]:
@@ -147,7 +151,7 @@ def measure(args: Any) -> dict[str, float]:
         "zero1": ours(args, batch, 1),
         "ddp": by_hand(args, there, sharded=False),
     }
-    return steps.in_turns(gpu.synchronised(contenders, args.device), args.rounds, warm=3, before=dist.barrier)
+    return steps.median_ms(gpu.synchronised(contenders, args.device), args.rounds, warmup=3, before=dist.barrier)
 
 
 def batch_of(args: Any, rank: int) -> dict[str, Any]:
@@ -175,7 +179,7 @@ def ours(args: Any, batch: dict[str, Any], level: int) -> Any:
     import engine
 
     model = build(args, engine.Policy(zero_level=level))
-    return steps.here(model, batch)
+    return steps.engine_step(model, batch)
 
 
 def by_hand(args: Any, batch: dict[str, Any], sharded: bool) -> Any:
@@ -183,11 +187,11 @@ def by_hand(args: Any, batch: dict[str, Any], sharded: bool) -> Any:
 
     model = build(args, False).to(batch["input_ids"].device)
     run = fully_sharded(model, model.layers) if sharded else DistributedDataParallel(model)
-    return steps.by_torch(model, lambda: run(**batch)["loss"])
+    return steps.torch_step(model, lambda: run(**batch)["loss"])
 
 
 def of_transformers(args: Any, batch: dict[str, Any]) -> Any:
-    """transformers' model of this shape, on the same rows side by side: they are equally long, so none is padded."""
+    """transformers' model of this shape on the same rows, which are equally long, so none is padded."""
     import torch
     import transformers
 
@@ -195,7 +199,7 @@ def of_transformers(args: Any, batch: dict[str, Any]) -> Any:
     rows = batch["input_ids"].view(-1, ROW)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config_of(args))).train().to(rows.device)
     run = fully_sharded(model, model.transformer.h)
-    return steps.by_torch(model, lambda: run(input_ids=rows, labels=rows).loss)
+    return steps.torch_step(model, lambda: run(input_ids=rows, labels=rows).loss)
 
 
 def fully_sharded(model: Any, blocks: Any) -> Any:

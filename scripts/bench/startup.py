@@ -1,7 +1,8 @@
-"""Imports and starts: what a user waits for before anything happens.
+"""Imports and start-up: what a user waits for before anything happens.
 
-Importing in a process of its own (above an empty process), the commands that answer without PyTorch, and the demo from
-its start to its first training step on 2 sharded ranks, which trains a tokenizer and makes a model on the way.
+Measured are imports in a process of their own (minus an empty process), the commands that answer without PyTorch, and
+the demo from its start to its first training step on 2 sharded ranks, which includes training a tokenizer and creating
+a model.
 
     python scripts/bench/startup.py --output result.json
 """
@@ -28,7 +29,7 @@ IMPORTS = {
     "transformers, a model class": "from transformers import BertForSequenceClassification",
 }
 COMMANDS = {"--help": ["--help"], "list": ["list"], "info": ["info", "bert-base-uncased"]}
-FIRST_STEP = 20.0  # seconds from the demo's start that are allowed
+FIRST_STEP = 20.0  # seconds allowed from the demo's start
 
 
 def main() -> None:
@@ -45,7 +46,7 @@ def main() -> None:
     first, whole = demo()
 
     def imports(name: str) -> float:
-        """Seconds beyond a start of Python; never none, for a ratio."""
+        """Seconds beyond starting Python; at least 1 ms, for a ratio."""
         return max(seconds[f"import {name}"] - seconds["import nothing"], 0.001)
 
     rows = [
@@ -86,7 +87,7 @@ def demo() -> tuple[float, float]:
 
 
 def logged(metrics: Path) -> bool:
-    """Whether a whole row of a training step is there; the loop logs the first step, too."""
+    """Whether a complete row of a training step is there; the loop logs the first step too."""
     lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
     return any("loss" in json.loads(line) for line in lines if line.endswith("\n"))
 

@@ -17,7 +17,7 @@ from docs_tools import python
 
 from scripts.bench import gpu_training, lib, page
 from scripts.bench.__main__ import BENCHES, command
-from scripts.bench.lib import flops, gpu_check, llama_cpp, python_path, sets, tables
+from scripts.bench.lib import finetuning_data, flops, gpu_check, llama_cpp, python_path, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts" / "bench").glob("[!_]*.py") if path.stem != "page")
@@ -183,24 +183,24 @@ def test_flops_are_those_of_the_layers():
     )
     row = flops.Row(5, 0, 2)
     layer = 2 * 5 * (4 * 8 * 8 + 2 * 8 * 20) + 2 * (2 * 5 * 5 * 8)
-    assert flops.training(bert, [row, row], "masked") == 2 * 3 * (layer + 2 * 2 * (8 * 8 + 8 * 100))
+    assert flops.training(bert, [row, row], "masked-lm") == 2 * 3 * (layer + 2 * 2 * (8 * 8 + 8 * 100))
     gpt2 = hf.GPT2Config(vocab_size=100, n_embd=8, n_layer=3, n_head=2)
     layer = 2 * 5 * (4 * 8 * 8 + 2 * 8 * 32) + 2 * 5 * 5 * 8
-    assert flops.training(gpt2, [row], "vocabulary") == 3 * (3 * layer + 2 * 2 * 8 * 100)
+    assert flops.training(gpt2, [row], "causal-lm") == 3 * (3 * layer + 2 * 2 * 8 * 100)
     t5 = hf.T5Config(vocab_size=100, d_model=8, d_kv=3, num_heads=2, d_ff=20, num_layers=1)
     encoder = 2 * 5 * (4 * 8 * 6 + 2 * 8 * 20) + 2 * (2 * 5 * 5 * 6)
     itself = 2 * 4 * (4 * 8 * 6 + 2 * 8 * 20) + 2 * 4 * 4 * 6
     across = 2 * (4 * 2 * 8 * 6 + 5 * 2 * 8 * 6) + 2 * (2 * 5 * 4 * 6)
-    assert flops.training(t5, [flops.Row(5, 4, 4)], "vocabulary") == 3 * (encoder + itself + across + 2 * 4 * 8 * 100)
+    assert flops.training(t5, [flops.Row(5, 4, 4)], "seq2seq-lm") == 3 * (encoder + itself + across + 2 * 4 * 8 * 100)
 
 
 def test_samples_stand_in_for_data_sets(tmp_path: Path):
-    for task in sets.NAMES:
-        rows = sets.read(task, None, "train")
-        sets.write(task, rows, tmp_path / "train")
-        assert sets.read_back(task, tmp_path / "train") == rows and len(rows) == 4000
+    for task in finetuning_data.NAMES:
+        rows = finetuning_data.read(task, None, "train")
+        finetuning_data.write(task, rows, tmp_path / "train")
+        assert finetuning_data.read_back(task, tmp_path / "train") == rows and len(rows) == 4000
     with pytest.raises(ValueError, match="sst2/train.tsv is not there"):
-        sets.read("classification", str(tmp_path), "train")
+        finetuning_data.read("classification", str(tmp_path), "train")
 
 
 @pytest.mark.full

@@ -1,8 +1,8 @@
-"""What every benchmark shares: turns, statistics, and a JSON that says what was measured where.
+"""What every benchmark shares: flags, child processes, turns, and the JSON record of a run.
 
-Contenders take turns, so that all see the same noise, and most run in processes of their own, so that none inherits
-another's allocator or threads; a measurement of the machine's own limits takes its turn among them. Report medians and
-ratios, not single times.
+Contenders take turns, so that all see the same noise. Most run in processes of their own, so that none inherits
+another's allocator or threads. The machine's own limits are measured in turn with them. Results are medians and ratios,
+never single times.
 """
 
 import argparse
@@ -25,17 +25,19 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def parser(doc: str, rounds: int = 3) -> argparse.ArgumentParser:
-    """Flags that every benchmark has."""
+    """A parser with the flags that every benchmark has."""
     p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--output", help="JSON file (default: print only)")
     p.add_argument("--rounds", type=int, default=rounds, help=f"turns of each contender (default: {rounds})")
     p.add_argument("--threads", type=int, default=2, help="CPU threads of each process (default: 2)")
-    p.add_argument("--quick", action="store_true", help="as little as shows that it runs: its numbers mean nothing")
+    p.add_argument(
+        "--quick", action="store_true", help="the smallest run that shows it works; its numbers mean nothing"
+    )
     return p
 
 
 def parse(p: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
-    """The flags; with --quick those that have their default become what `quick` says, and one round is run."""
+    """Parse the flags. With --quick, flags that have their default take the values in `quick`, and one round is run."""
     args = p.parse_args()
     if args.quick:
         for name, value in {"rounds": 1, **quick}.items():
@@ -45,7 +47,7 @@ def parse(p: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
 
 
 def take_turns(contenders: Mapping[str, Callable[[int], Any]], rounds: int, threads: int = 2) -> dict[str, list[Any]]:
-    """Run each contender once per round, in an order that rotates, and measure the machine in each round."""
+    """Run each contender once per round, in a rotating order, and measure the machine's limits in each round."""
     names, results = list(contenders), {name: [] for name in contenders}
     for turn in range(rounds):
         machine.measure(child, threads)
@@ -62,15 +64,21 @@ def summary(value: Any) -> str:
 
 
 def python_path() -> str:
-    """PYTHONPATH of a process of this project: behind it what the caller has added, which may hold packages."""
+    """PYTHONPATH of a child process: this project, then what the caller has added, which may hold packages."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def child(
     code_or_script: Sequence[str], threads: int, python: str = sys.executable, timeout: float = 900, **env: str
 ) -> dict[str, Any]:
-    """Run a Python process; the last line it prints that is JSON is returned with what the process took: seconds from
-    its start to its end, CPU seconds, and the most memory that it or one of its children had at once."""
+    """Run a Python process; returns the last JSON line that it prints, and what the process used.
+
+    Added are `process_seconds` (from start to end), `cpu_seconds`, and `peak_mb`, the peak memory of the process or of
+    one of its children.
+
+    Raises:
+        RuntimeError: the process fails or exceeds `timeout` seconds.
+    """
     path = python_path() if python == sys.executable else str(ROOT)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, **env}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -104,9 +112,11 @@ def medians(results: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> dic
 def against(
     what: str, peer: str, ours: float, theirs: float, unit: str, target: float | None = None, why: str = ""
 ) -> dict[str, Any]:
-    """A row of the tables: this project's number beside a peer's. `ratio` is how many times better this project's is:
-    more of a rate ("tokens/s", "GB/s"), less of anything else. `target` is the ratio to reach; `why` is what to say
-    where the peer is ahead."""
+    """A row that compares this project's number with a peer's.
+
+    `ratio` is how many times better this project is: higher for a rate ("tokens/s", "GB/s") or "points", lower for
+    anything else. `target` is the ratio to reach; `why` explains a peer's lead.
+    """
     ratio = ours / theirs if unit.endswith("/s") or unit == "points" else theirs / ours
     return {
         "what": what, "peer": peer, "ours": float(f"{ours:.4g}"), "theirs": float(f"{theirs:.4g}"), "unit": unit,
@@ -117,13 +127,15 @@ def against(
 def fraction(
     what: str, value: float, limit: str, target: float | None = None, most: float | None = None
 ) -> dict[str, Any]:
-    """A row of the tables: how much of a limit (1 is all of it) something reached; `target` is how much it is to
-    reach, `most` what it is not to exceed."""
+    """A row that gives the share of a limit that was reached (1 is all of it).
+
+    `target` is the share to reach, `most` the share that must not be exceeded.
+    """
     return {"what": what, "limit": limit, "fraction": round(value, 3), "target": target, "most": most}
 
 
 def finish(args: argparse.Namespace, what: str, numbers: Mapping[str, Any], *rest: Any, **named: Any) -> None:
-    """Print the tables, and write everything where --output says. The arguments are those of `keep`."""
+    """Print the tables, and write the record to --output. The arguments are those of `keep`."""
     from scripts.bench.lib import tables
 
     print(tables.text(keep(args, what, numbers, *rest, **named)))
@@ -141,16 +153,22 @@ def keep(
     limits: Mapping[str, float] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Write what is measured so far where --output says, and return it: a benchmark that is killed later leaves that.
+    """Write the record of what is measured so far to --output, and return it. A benchmark that is killed leaves that.
 
-    rows are those of `against` and `fraction`; packages are versions of what peers' environments hold beyond this
-    one's; limits are a GPU's, in place of those of the CPU, which take seconds to measure; settings replace the flags
-    of the same names, for what a flag does not say well."""
+    Args:
+        what: name of the benchmark.
+        numbers: everything that was measured.
+        rows: of the tables, made by `against` and `fraction`.
+        notes: sentences below the tables.
+        packages: versions of packages in peers' environments.
+        limits: a GPU's, in place of the CPU's, which take seconds to measure.
+        settings: recorded in place of the flags of the same names.
+    """
     if limits is None and not machine.SEEN:
         machine.measure(child, args.threads)
     hidden = {"output", "child", "work"}
     flags = {name: value for name, value in vars(args).items() if name not in hidden and value is not None}
-    if flags.get("data"):  # a path says where somebody's files lie, which is nobody else's business
+    if flags.get("data"):  # the path itself is private
         flags["data"] = Path(flags["data"]).name
     record = {
         "benchmark": what,
@@ -167,7 +185,7 @@ def keep(
     if args.output:
         path = Path(args.output)
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.part")  # the record of before stays until this one is whole
+        unfinished = path.with_name(f"{path.name}.part")  # an earlier record stays until this one is complete
         unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         unfinished.replace(path)
     return record

@@ -1,4 +1,4 @@
-"""What is exported for the programs that nobody here wrote: a small model of every architecture and task."""
+"""The models that other programs load: a small one of every architecture and task."""
 
 from pathlib import Path
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 ARCHITECTURES = (
     "bert roberta xlm-roberta gpt2 gptj gpt_neox opt llama qwen2 qwen3 mistral minicpm3 t5 mt5 umt5 cpmant".split()
 )
-FOREIGN = ["minicpm"]  # transformers has no class for it: llama.cpp alone is given its exports
+FOREIGN = ["minicpm"]  # transformers has no class for it, so only llama.cpp is given its exports
 TEXTS = ["the film was good", "a dull slow plot and bad acting that the cast of the movie was in"]
 WORDS = (
     "the a of and to in is it that film movie story plot acting cast was good bad great dull slow warm excellent awful"
 ).split()
 ENCODER_DECODERS, ENCODERS = ("t5", "mt5", "umt5"), ("bert", "roberta", "xlm-roberta")
-# By llama.cpp: no field of its files says otherwise, or it does not look. A window is larger than the texts here.
-TAKEN_FOR_GRANTED: dict[str, dict[str, Any]] = {
+# What llama.cpp assumes: its files have no field for it, or it ignores the field. The window exceeds the texts here.
+LLAMA_CPP_ASSUMES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": 4 * 48, "n_ctx": 64},
     "gpt_neox": {"rotary_emb_base": 10000},
     "mistral": {"sliding_window": 32},
@@ -24,7 +24,7 @@ Case = tuple[str, str, Path]  # architecture, task, directory
 
 
 def make_exports(folder: Path) -> None:
-    """A directory for every architecture and task, with a tokenizer, and the logits of the model that was exported."""
+    """Export every architecture and task with a tokenizer, and save the outputs of the exported model."""
     import torch
 
     import modelcenter as mc
@@ -47,14 +47,14 @@ def make_exports(folder: Path) -> None:
 
 
 def specials(name: str, task: str) -> dict[str, Any]:
-    """What a config must say beyond its preset.
+    """Config fields that differ from the preset.
 
-    Ids of the special tokens, as the tokenizer has them (T5 classifies at the last token, which ends the text); that an
-    encoder is to write; and what llama.cpp takes for granted, as it holds for the published models.
+    They are the tokenizer's ids of special tokens (T5 classifies at the last token, which ends the text), `is_decoder`
+    for encoders that generate, and what llama.cpp assumes, which holds for the published models.
     """
     if name == "cpmant":
         return {}
-    fields: dict[str, Any] = {"pad_token_id": 0, **TAKEN_FOR_GRANTED.get(name, {})}
+    fields: dict[str, Any] = {"pad_token_id": 0, **LLAMA_CPP_ASSUMES.get(name, {})}
     if name in ENCODER_DECODERS:
         fields["eos_token_id"] = 3
     if name == "umt5":  # transformers 5 scales what goes into the vocabulary, whatever the config says

@@ -1,4 +1,4 @@
-"""What the benchmarks of a GPU share: its limits, measured in the same run, and steps that end when the GPU is done."""
+"""Shared by the GPU benchmarks: the limits of a GPU, and calls that return when the GPU is done."""
 
 import argparse
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def add_flags(p: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    p.add_argument("--device", default="cuda", help="cpu shows that it runs (default: cuda)")
+    p.add_argument("--device", default="cuda", help="cpu only shows that it runs (default: cuda)")
     return p
 
 
@@ -17,8 +17,8 @@ def name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 
-def wait(device: str) -> None:
-    """Until everything that was asked of the device is done."""
+def synchronize(device: str) -> None:
+    """Wait until the device has finished all its work."""
     import torch
 
     if device == "cuda":
@@ -26,13 +26,13 @@ def wait(device: str) -> None:
 
 
 def synchronised(calls: Mapping[str, Callable[[], Any]], device: str, times: int = 1) -> dict[str, Callable[[], None]]:
-    """The same calls, so many times each, that return when the device is done."""
+    """The same calls, each made `times` times, that return when the device is done."""
 
     def whole(call: Callable[[], Any]) -> Callable[[], None]:
         def run() -> None:
             for _ in range(times):
                 call()
-            wait(device)
+            synchronize(device)
 
         return run
 
@@ -40,12 +40,12 @@ def synchronised(calls: Mapping[str, Callable[[], Any]], device: str, times: int
 
 
 def limits(device: str) -> dict[str, float]:
-    """TFLOP/s of bf16 products, and GB/s of a copy, read and written bytes both counted; each the best of several."""
+    """TFLOP/s of bf16 products, and GB/s of a copy, counting bytes read and written; each the best of several."""
     import torch
 
     found = _limits(device)
     if device == "cuda":
-        torch.cuda.empty_cache()  # the processes that are measured next have the memory to themselves
+        torch.cuda.empty_cache()  # for the processes that are measured next
     return found
 
 
@@ -60,10 +60,10 @@ def _limits(device: str) -> dict[str, float]:
     def best(call: Callable[[], Any]) -> float:
         least = float("inf")
         for _ in range(12):
-            wait(device)
+            synchronize(device)
             began = time.perf_counter()
             call()
-            wait(device)
+            synchronize(device)
             least = min(least, time.perf_counter() - began)
         return least
 
@@ -74,7 +74,7 @@ def _limits(device: str) -> dict[str, float]:
 
 
 def peak_gb(device: str) -> float:
-    """The most memory that tensors had since the last call, in GB."""
+    """Peak memory of tensors since the last call, in GB."""
     import torch
 
     if device != "cuda":

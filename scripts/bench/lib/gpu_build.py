@@ -1,6 +1,6 @@
-"""Builds the operators for this machine's GPU, unless they are there, and says what is in use.
+"""Build the operators for this machine's GPU, unless they exist, and print what is in use.
 
-For the GPU's own architecture alone, unless TORCH_CUDA_ARCH_LIST says another: minutes become seconds.
+Only the GPU's own architecture is built, which takes seconds instead of minutes, unless TORCH_CUDA_ARCH_LIST is set.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import time
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--device", default="cuda", help="cpu: the CPU operators alone")
+    p.add_argument("--device", default="cuda", help="cpu: only the CPU operators")
     args = p.parse_args()
     import torch
 

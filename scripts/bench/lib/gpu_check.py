@@ -1,9 +1,8 @@
-"""What `make gpu-check` runs on a GPU: the operators' build and tests, the models' tests, and the benchmarks.
+"""`make gpu-check`: build and test the operators, test the models and run the benchmarks on a GPU.
 
-Each step is a process of its own with its own limit of time, and all share one: a step that hangs or crashes costs the
-others nothing, and what is done is on the disk at once. DIR has `log.txt` with what every step printed, a JSON file of
-each benchmark, and `summary.txt`, which is printed again at the end: few files, for they may have a way to go. What is
-in hand first is what all else stands on.
+Each step is a process with its own time limit, and all steps share one. A step that hangs or crashes costs the others
+nothing, and its results are on disk at once. DIR has `log.txt` with the output of every step, a JSON file for each
+benchmark, and `summary.txt`, which is printed again at the end. The steps that others depend on come first.
 
     python -m scripts.bench.lib.gpu_check --output DIR [--minutes 8] [--only build operators ...]
 """
@@ -24,37 +23,41 @@ from typing import Any, NamedTuple
 
 from scripts.bench.lib import ROOT, python_path, tables
 
-LEAST = 15  # seconds: with less left a step is not begun
+LEAST = 15  # seconds: with less time left a step is not started
 LOG, SUMMARY = "log.txt", "summary.txt"
-MARK = "GPU_CHECK_STEP"  # in the environment of all that a step starts
+MARK = "GPU_CHECK_STEP"  # variable in the environment of all processes that a step starts
 PYTEST = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu and not network"]
 
 
 class Step(NamedTuple):
-    """A process, {output} its folder; the most seconds it may take; what of its log is told."""
+    """A process, its time limit, and how its log is summarised."""
 
     words: Sequence[str]
     seconds: int
-    tell: Callable[[str, Path | None], list[str]]
+    summarise: Callable[[str, Path | None], list[str]]
     record: bool = False  # it writes a benchmark's JSON
-    under: Sequence[str] = ()  # a program that runs it, such as a checker of memory; left out where that is not here
-    environment: Mapping[str, str] = {}  # beyond that of all steps
+    under: Sequence[str] = ()  # a program that runs it, such as a memory checker; without it the step is left out
+    environment: Mapping[str, str] = {}  # in addition to that of all steps
 
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--output", required=True, help="the folder of the results")
-    p.add_argument("--minutes", type=float, default=8, help="for all of it (default: 8)")
-    p.add_argument("--device", default="cuda", help="cpu shows that it runs: no build, and no tests are there to pass")
-    p.add_argument("--quick", action="store_true", help="benchmarks that only show that they run")
-    every = steps("cuda", False)
-    p.add_argument("--only", nargs="+", choices=every, default=list(every), help="these steps alone")
+    p.add_argument("--output", required=True, help="folder of the results")
+    p.add_argument("--minutes", type=float, default=8, help="for all steps together (default: 8)")
+    p.add_argument("--device", default="cuda", help="cpu only shows that the steps run: no build, and no tests to pass")
+    p.add_argument("--quick", action="store_true", help="run the benchmarks only to show that they work")
+    names = list(steps("cuda", False))
+    p.add_argument("--only", nargs="+", choices=names, default=names, help="run only these steps")
     args = p.parse_args()
     out = Path(args.output).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for name in (LOG, SUMMARY, *(f"{name}.json" for name in args.only)):  # an earlier run's would pass for this one's
+    for name in (
+        LOG,
+        SUMMARY,
+        *(f"{name}.json" for name in args.only),
+    ):  # so that no earlier run's results are taken for this one's
         (out / name).unlink(missing_ok=True)
-    ends, told, failed = time.monotonic() + 60 * args.minutes, [], False
+    ends, summary, failed = time.monotonic() + 60 * args.minutes, [], False
     for name, step in steps(args.device, args.quick).items():
         if name not in args.only:
             continue
@@ -64,15 +67,15 @@ def main() -> int:
         else:
             lines, good = run(name, step, out, min(step.seconds, left))
         failed |= not good
-        told += lines
+        summary += lines
         print("\n".join(lines), flush=True)
-        (out / SUMMARY).write_text("\n".join(told) + "\n", encoding="utf-8")
-    print("\n=== summary ===\n" + "\n".join(told))
+        (out / SUMMARY).write_text("\n".join(summary) + "\n", encoding="utf-8")
+    print("\n=== summary ===\n" + "\n".join(summary))
     return int(failed)
 
 
 def steps(device: str, quick: bool) -> dict[str, Step]:
-    """In order: without the build and its tests the rest means little; the shortest benchmark is first."""
+    """In order of dependence: the build and its tests first, then the shortest benchmark."""
     more = ["--device", device, *(["--quick"] if quick else [])]
 
     def bench(seconds: int, script: str, *words: str) -> Step:
@@ -82,8 +85,8 @@ def steps(device: str, quick: bool) -> dict[str, Step]:
         return bench(seconds, "gpu_training", "--rounds", "5", "--cases", case)
 
     small = [*PYTEST, "tests/engine/test_ops_gpu.py", "-k", "(lists_longer and 257) or skip_norm or 8_bit"]
-    # PyTorch cuts small tensors out of large blocks, and memcheck knows blocks alone: a block for each tensor shows it
-    # what lies beyond one.
+    # PyTorch cuts small tensors out of large blocks, and memcheck only knows blocks: with a block for each tensor it
+    # notices accesses beyond one.
     blocks = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return {
         "environment": Step(["-m", "torch.utils.collect_env"], 60, environment),
@@ -104,20 +107,20 @@ def steps(device: str, quick: bool) -> dict[str, Step]:
 
 
 def run(name: str, step: Step, out: Path, seconds: float) -> tuple[list[str], bool]:
-    """(what to tell of a step, whether it went well). Its output goes to the end of the log as it comes."""
+    """(lines of the summary, whether the step succeeded). Its output is appended to the log as it comes."""
     if step.under and shutil.which(step.under[0]) is None:
         return [f"{name}: left out, {step.under[0]} is not here"], True
     record = out / f"{name}.json" if step.record else None
     words = [*step.under, sys.executable, *step.words, *(["--output", str(record)] if record else [])]
     environment = {**os.environ, "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    environment["COLUMNS"] = "250"  # pytest cuts its reasons to the width of a terminal
+    environment["COLUMNS"] = "250"  # pytest truncates reasons to the width of the terminal
     environment |= {**step.environment, MARK: f"{os.getpid()}.{name}"}
     began = time.monotonic()
     with (out / LOG).open("ab") as file:
         file.write(f"\n===== {name}\n".encode())
         file.flush()
         start = file.tell()
-        # A session of its own, so that an interrupt comes here alone and what it started can be ended with it.
+        # A session of its own: an interrupt reaches only this process, and all that the step started can be killed.
         process = subprocess.Popen(
             words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
@@ -134,45 +137,45 @@ def run(name: str, step: Step, out: Path, seconds: float) -> tuple[list[str], bo
         ended = f" ENDED WITH {code}"
     with (out / LOG).open("rb") as file:
         file.seek(start)
-        said = file.read().decode(errors="replace")
-    lines = step.tell(said, record if record is not None and record.is_file() else None)
-    if ended and step.tell is not outcomes:
-        lines += last_lines(said, None, 6)
+        output = file.read().decode(errors="replace")
+    lines = step.summarise(output, record if record is not None and record.is_file() else None)
+    if ended and step.summarise is not outcomes:
+        lines += last_lines(output, None, 6)
     head = f"{name}:{ended} {time.monotonic() - began:.0f} s"
     return [head, *(f"  {line[:200]}" for line in lines)], not ended
 
 
 def end_all(marked: str) -> None:
-    """Kill the processes with this in their environment: torchrun's workers have sessions of their own, outlive it,
-    and would keep the GPU from the steps after it."""
+    """Kill the processes with this in their environment: torchrun's workers have sessions of their own, would outlive
+    the step and keep using the GPU."""
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # another user's, or it has ended
+        with contextlib.suppress(OSError):  # another user's process, or one that has ended
             if marked.encode() in path.read_bytes().split(b"\0"):
                 os.kill(int(path.parent.name), signal.SIGKILL)
 
 
-def environment(said: str, record: Path | None) -> list[str]:
+def environment(output: str, record: Path | None) -> list[str]:
     wanted = ("PyTorch version", "CUDA used to build", "Nvidia driver version", "GPU 0", "GPU models", "Python version")
-    return [line.strip() for line in said.splitlines() if line.strip().startswith(wanted)]
+    return [line.strip() for line in output.splitlines() if line.strip().startswith(wanted)]
 
 
-def last_lines(said: str, record: Path | None, most: int = 4) -> list[str]:
-    return [line for line in said.splitlines() if line.strip()][-most:]
+def last_lines(output: str, record: Path | None, most: int = 4) -> list[str]:
+    return [line for line in output.splitlines() if line.strip()][-most:]
 
 
-def outcomes(said: str, record: Path | None, most: int = 12) -> list[str]:
-    """How many tests passed, and the first of those that did not, with why. Also of a run that was killed."""
-    # Of a test that hung its name alone is there.
-    begun = re.findall(r"^(tests/\S+::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED).*)?$", said, re.M)
+def outcomes(output: str, record: Path | None, most: int = 12) -> list[str]:
+    """How many tests passed, and the first of those that failed, with the reason; also of a run that was killed."""
+    # A test that hung has only its name in the output.
+    begun = re.findall(r"^(tests/\S+::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED).*)?$", output, re.M)
     count = {kind: sum(found == kind for _, found in begun) for kind in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
     lines = [", ".join(f"{n} {kind.lower()}" for kind, n in count.items() if n) or "no test ran"]
     lines += [f"did not end: {name}" for name, kind in begun[-1:] if not kind]
-    bad = re.findall(r"^(?:FAILED|ERROR) tests/.*$", said, re.M)  # with why, if it came to its end
+    bad = re.findall(r"^(?:FAILED|ERROR) tests/.*$", output, re.M)  # with the reason, if the run ended
     bad = bad or [f"{kind} {name}" for name, kind in begun if kind in ("FAILED", "ERROR")]
     return [*lines, *bad[:most], *([f"and {len(bad) - most} more"] if len(bad) > most else [])]
 
 
-def rows_of(said: str, record: Path | None) -> list[str]:
+def rows_of(output: str, record: Path | None) -> list[str]:
     """A line for each row of a benchmark's tables, and its notes."""
     if record is None:
         return []

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from scripts.bench.lib import exports, peers
+from scripts.bench.lib import environments, exports
 
 PACKAGE, SCRIPT, VERSION = "llama-cpp-python", "convert_hf_to_gguf.py", "version.txt"
 PARTS = ("conversion", "gguf-py", "requirements")
@@ -43,7 +43,7 @@ def environment(folder: Path) -> str:
             subprocess.run([*command, "--no-binary", PACKAGE, "-d", scratch, PACKAGE], check=True)
             (archive,) = Path(scratch).glob("*.tar.gz")
             take_out(archive, source)
-    return peers.environment(folder / "env", requirements(source) + ("xllamacpp",), peers.PINNED)
+    return environments.environment(folder / "env", requirements(source) + ("xllamacpp",), environments.PINNED)
 
 
 def take_out(archive: Path, folder: Path) -> None:
@@ -81,7 +81,7 @@ def requirements(source: Path, name: str = "requirements-convert_hf_to_gguf.txt"
 def versions(python: str) -> dict[str, str]:
     """What the converter is of, and what it was run with, as an environment's interpreter sees it."""
     of = Path(python).parents[2] / "source" / VERSION
-    beside = peers.versions(python, "transformers", "xllamacpp")
+    beside = environments.versions(python, "transformers", "xllamacpp")
     return {PACKAGE: of.read_text()} | {f"{name} with llama.cpp": version for name, version in beside.items()}
 
 

@@ -1,4 +1,4 @@
-"""The machine: what it is, and how fast it multiplies and copies at best, which is the limit of everything else."""
+"""The machine: what it is, and how fast it multiplies matrices and copies memory at best."""
 
 import os
 import platform
@@ -9,10 +9,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-SEEN: list[dict[str, float]] = []  # of this run, one for each round
+SEEN: list[dict[str, float]] = []  # limits measured in this run, one entry per round
 
-# fp32, the shapes of a 768-wide layer and a large square one; by torch's own call and by engine.ops.linear, which
-# chooses between its library and oneDNN: the limit is the best that anything here reaches.
+# fp32, in the shapes of a 768-wide layer and of a large square product, by torch's own call and by engine.ops.linear,
+# which chooses between its library and oneDNN. The limit is the best of all.
 WORK = """
 import json, time, torch
 from engine.ops import linear
@@ -40,7 +40,7 @@ print(json.dumps({"gemm_gflops": rate, "copy_gb_per_s": copied}))
 
 
 def measure(child: Callable[..., dict[str, Any]], threads: int) -> dict[str, float]:
-    """GFLOP/s of fp32 products, and GB/s of a copy, read and written bytes both counted."""
+    """GFLOP/s of fp32 matrix products, and GB/s of a copy, counting bytes read and written."""
     found = child(["-c", WORK], threads)
     SEEN.append({key: found[key] for key in ("gemm_gflops", "copy_gb_per_s")})
     return SEEN[-1]
@@ -52,7 +52,7 @@ def limits() -> dict[str, float]:
 
 
 def commit(root: Path) -> str:
-    """What MODELCENTER_COMMIT says, for a copy of the sources without their history; otherwise what git says."""
+    """The commit: MODELCENTER_COMMIT, for a copy of the sources without their history, or else what git reports."""
     if given := os.environ.get("MODELCENTER_COMMIT"):
         return given
     git = ["git", "-C", str(root)]
@@ -86,3 +86,10 @@ def versions(*packages: str) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "absent"
     return found
+
+
+def operator_library() -> str:
+    """Which compiled operators this process uses, with their instruction set."""
+    from engine.ops import library
+
+    return library.cpu().what.rpartition("(")[2].rstrip(")")

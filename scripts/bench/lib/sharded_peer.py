@@ -1,25 +1,24 @@
 """A contender of sharded_step.py under torchrun: accelerate's FSDP2 or DeepSpeed, on the same model and batches.
 
 Usage: torchrun ... scripts/bench/lib/sharded_peer.py NAME SHAPE, with SHAPE as JSON. Prints the median milliseconds of
-a step, and the class that holds the model: accelerate on a CPU makes DistributedDataParallel of FSDP2.
+a step, and the class that holds the model, because accelerate on a CPU makes DistributedDataParallel of FSDP2.
 """
 
 import argparse
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from scripts.bench.lib import steps
 from scripts.bench.sharded_step import batch_of, build
 
 
-def accelerated(model: Any, batch: dict[str, Any]) -> tuple[Any, Callable[[], None]]:
+def accelerate_step(model: Any, batch: dict[str, Any]) -> tuple[Any, Callable[[], None]]:
     import torch
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
@@ -40,7 +39,7 @@ def accelerated(model: Any, batch: dict[str, Any]) -> tuple[Any, Callable[[], No
     return run, step
 
 
-def deepspeeded(model: Any, batch: dict[str, Any], level: int) -> tuple[Any, Callable[[], None]]:
+def deepspeed_step(model: Any, batch: dict[str, Any], level: int) -> tuple[Any, Callable[[], None]]:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
@@ -70,18 +69,12 @@ def main() -> None:
     batch = batch_of(shape, int(os.environ["RANK"]))
     model = build(shape, False)
     if name.startswith("accelerate"):
-        made, step = accelerated(model, batch)
+        wrapped, step = accelerate_step(model, batch)
     else:
-        made, step = deepspeeded(model, batch, int(name[-1]))
-    times = []
-    for turn in range(shape.rounds + 3):
-        dist.barrier()
-        began = time.perf_counter()
-        step()
-        if turn >= 3:
-            times.append(1000 * (time.perf_counter() - began))
+        wrapped, step = deepspeed_step(model, batch, int(name[-1]))
+    ms = steps.median_ms({name: step}, shape.rounds, warmup=3, before=dist.barrier)[name]
     if dist.get_rank() == 0:
-        print(json.dumps({"ms": statistics.median(times), "made": type(made).__name__}), flush=True)
+        print(json.dumps({"ms": ms, "made": type(wrapped).__name__}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""A training step, here and by PyTorch's own means, and steps in turns: what several benchmarks time."""
+"""A training step by this project and by plain PyTorch, and timing contenders in turns."""
 
 import statistics
 import time
@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 LR, DECAY, CLIP = 1e-4, 0.01, 1.0
+Calls = Mapping[str, Callable[[], Any]]
 
 
-def here(model: Any, batch: dict[str, Any], kind: Any = None) -> Callable[[], Any]:
-    """Forward, backward, clipping and an optimizer of the engine (None: AdamOptimizer); a call returns the loss."""
+def engine_step(model: Any, batch: dict[str, Any], optimizer_class: Any = None) -> Callable[[], Any]:
+    """Forward, backward, clipping and an optimizer of the engine (None: AdamOptimizer). A call returns the loss."""
     import engine
     import modelcenter as mc
 
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = (kind or engine.optim.AdamOptimizer)(trained, lr=LR, weight_decay=DECAY)
+    optimizer = (optimizer_class or engine.optim.AdamOptimizer)(trained, lr=LR, weight_decay=DECAY)
     manager = engine.optim.OptimManager()
     manager.add_optimizer(optimizer)
 
@@ -28,8 +29,8 @@ def here(model: Any, batch: dict[str, Any], kind: Any = None) -> Callable[[], An
     return step
 
 
-def by_torch(model: Any, loss_of: Callable[[], Any]) -> Callable[[], Any]:
-    """The same by loss.backward(), clip_grad_norm_ and fused AdamW."""
+def torch_step(model: Any, loss_of: Callable[[], Any]) -> Callable[[], Any]:
+    """The same with loss.backward(), clip_grad_norm_ and fused AdamW."""
     import torch
 
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -46,16 +47,22 @@ def by_torch(model: Any, loss_of: Callable[[], Any]) -> Callable[[], Any]:
     return step
 
 
-def in_turns(
-    steps: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 2, before: Callable[[], Any] = lambda: None
-) -> dict[str, float]:
-    """Median milliseconds of each step; the first `warm` rounds do not count; `before` runs untimed before each."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + warm):
-        for name, step in steps.items():
+def median_ms(calls: Calls, rounds: int, warmup: int = 2, before: Callable[[], Any] = lambda: None) -> dict[str, float]:
+    """Median milliseconds of each call. The calls take turns; `before` runs before each of them and is not timed."""
+    return {name: statistics.median(ms[warmup:]) for name, ms in _in_turns(calls, rounds + warmup, before).items()}
+
+
+def best_ms(calls: Calls, rounds: int) -> dict[str, float]:
+    """The shortest milliseconds of each call. The calls take turns."""
+    return {name: min(ms) for name, ms in _in_turns(calls, rounds).items()}
+
+
+def _in_turns(calls: Calls, rounds: int, before: Callable[[], Any] = lambda: None) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
             before()
             began = time.perf_counter()
-            step()
-            if turn >= warm:
-                times[name].append(1000 * (time.perf_counter() - began))
-    return {name: statistics.median(found) for name, found in times.items()}
+            call()
+            times[name].append(1000 * (time.perf_counter() - began))
+    return times

@@ -1,11 +1,11 @@
-"""A record's rows as a table: plain text after a run, Markdown in docs/performance.md."""
+"""The rows of a record as tables: plain text after a run, Markdown in docs/performance.md."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def number(value: float) -> str:
-    """Three or four digits that matter, thousands apart."""
+    """Four significant digits, with separators of thousands."""
     if value == 0:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -20,7 +20,7 @@ def fractions(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def cells(record: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
-    """(head, lines) of the comparisons and of the fractions, those there are."""
+    """(header, lines) of the comparisons and of the fractions, if there are any."""
     found = []
     if rows := comparisons(record):
         head = ["what", "against", "unit", "here", "there", "times as good", "wanted"]
@@ -44,7 +44,7 @@ def wanted(row: Mapping[str, Any]) -> str:
 
 
 def misses(row: Mapping[str, Any]) -> bool:
-    """Whether a row has a target and does not reach it."""
+    """Whether a row has a target and misses it."""
     if "ratio" in row:
         return row["target"] is not None and row["ratio"] < row["target"]
     if row["most"] is not None:
@@ -64,6 +64,6 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first two columns are words, the others numbers."""
+    """A table whose first two columns are text and the others numbers."""
     rule = ["---" if i < 2 else "---:" for i in range(len(head))]
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])

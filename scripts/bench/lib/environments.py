@@ -1,7 +1,7 @@
-"""Peers' environments: made once by the bench from PyPI, beside the running interpreter's packages.
+"""Virtual environments of peers, made once from PyPI next to the running interpreter's packages.
 
-An environment sees the running interpreter's packages, so that torch is the same build, and holds what a peer needs on
-top. It lies in the user's cache folder (MODELCENTER_BENCH_PEERS sets another).
+An environment sees the running interpreter's packages, so that torch is the same build, and adds what a peer needs. It
+is in the user's cache folder (MODELCENTER_BENCH_PEERS names another folder).
 """
 
 import json
@@ -13,10 +13,10 @@ from importlib import metadata
 from pathlib import Path
 
 PINNED = ("torch", "numpy")
-# What a peer needs, whether the running transformers and its company stay as they are, and what is run once to finish.
-# LitGPT asks for an older huggingface_hub than transformers does, so it gets a transformers of its own, which the
-# decoder step does not use. DeepSpeed compiles operators at their first use, two CPU minutes for one, which no
-# benchmark's time limit should cut short.
+# What a peer needs, whether HF_PACKAGES keep the running versions, and Python code that is run once at the end. LitGPT
+# needs an older huggingface_hub than transformers does, so it gets a transformers of its own, which the decoder step
+# does not use. DeepSpeed compiles operators at their first use, two CPU minutes for one, which should not count towards
+# a benchmark's time limit.
 PEERS: dict[str, tuple[tuple[str, ...], bool, str]] = {
     "litgpt": (("litgpt>=0.5.13", "transformers"), False, ""),
     "deepspeed": (
@@ -26,24 +26,29 @@ PEERS: dict[str, tuple[tuple[str, ...], bool, str]] = {
         "CPUAdamBuilder().load(), ShareMemCommBuilder().load()",
     ),
 }
-COMPANY = ("transformers", "tokenizers", "safetensors", "huggingface_hub")
+HF_PACKAGES = ("transformers", "tokenizers", "safetensors", "huggingface_hub")
 
 
-def place() -> Path:
+def cache_dir() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return Path(os.environ.get("MODELCENTER_BENCH_PEERS", cache / "modelcenter-bench"))
 
 
 def python_of(peer: str) -> str:
-    """The interpreter of a peer's environment, which is made where it is not there yet."""
-    needed, company, last = PEERS[peer]
-    return environment(place() / peer, needed, PINNED + (COMPANY if company else ()), last)
+    """The interpreter of a peer's environment, which is made if it does not exist yet."""
+    needed, keep_hf, last = PEERS[peer]
+    return environment(cache_dir() / peer, needed, PINNED + (HF_PACKAGES if keep_hf else ()), last)
 
 
 def environment(folder: Path, needed: tuple[str, ...], pinned: tuple[str, ...], last: str = "") -> str:
-    """An interpreter that sees the running one's packages and `needed`, and has run the Python code `last`; the
-    versions of `pinned` are the running ones. Raises CalledProcessError where pip or the code does not succeed, and
-    RuntimeError where pip changed a pinned package."""
+    """The interpreter of an environment with `needed` and the running interpreter's packages.
+
+    The packages in `pinned` keep their running versions; the Python code `last` is run once in the new environment.
+
+    Raises:
+        CalledProcessError: pip or the code fails.
+        RuntimeError: pip changed a pinned package.
+    """
     python, ready = folder / "bin" / "python", folder / "ready"
     made_of = repr((needed, [f"{name}=={metadata.version(name)}" for name in pinned], last))
     if ready.exists() and ready.read_text() == made_of:
@@ -53,17 +58,17 @@ def environment(folder: Path, needed: tuple[str, ...], pinned: tuple[str, ...], 
         [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         check=True, capture_output=True, text=True,
     ).stdout.strip()  # fmt: skip
-    # Not --system-site-packages: where this interpreter is itself in a virtual environment, that means its base.
+    # Not --system-site-packages: if this interpreter is itself in a virtual environment, that means its base.
     (Path(site) / "packages-of-the-running-interpreter.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    # What torch compiles for this environment lies in it, and goes with it. In the user's cache it would be shared, and
-    # a compilation that was killed leaves a lock there for which every later one waits for ever.
+    # What torch compiles for this environment stays in it. In the user's cache it would be shared, and a compilation
+    # that was killed leaves a lock there for which all later ones wait for ever.
     (Path(site) / "compiled-extensions.pth").write_text(
         f"import os; os.environ['TORCH_EXTENSIONS_DIR'] = {str(folder / 'extensions')!r}\n"
     )
     pins = folder / "constraints.txt"
     pins.write_text("".join(f"{name}=={metadata.version(name)}\n" for name in pinned))
     pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", str(pins)]
-    # A package that asks for torch while it is built must find this one: it is built here, with these tools.
+    # A package that imports torch while it is built must find this one, so it is built here, with these tools.
     tools = {**os.environ, "DS_BUILD_OPS": "0"}
     print(f"making {folder} with {', '.join(needed)}", file=sys.stderr, flush=True)
     subprocess.run([*pip, "--ignore-installed", "setuptools>=77", "wheel"], check=True, env=tools)

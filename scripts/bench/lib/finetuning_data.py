@@ -1,11 +1,11 @@
-"""The data of the fine-tuning benchmarks, their tokenizers and the weights that every contender starts from.
+"""The data of the fine-tuning benchmarks, their tokenizers, and the initial weights of every contender.
 
-Run as a process (`python -m scripts.bench.lib.sets FOLDER SETTINGS`), so that the benchmark itself stays small: what a
-process holds counts in the memory of the children it starts.
+Usage: python -m scripts.bench.lib.finetuning_data FOLDER SETTINGS, with SETTINGS as JSON. It runs as a process because
+the memory of the benchmark itself would count in that of the children it starts.
 
 With a folder of data sets, the texts are real: sst2 (train.tsv, dev.tsv: label, tab, sentence), tinyshakespeare
-(input.txt) and e2e (train.csv, dev.csv with mr and ref). Without, they are the samples in scripts/samples, again and
-again until there are enough.
+(input.txt) and e2e (train.csv, dev.csv with mr and ref). Without it, they are the samples in scripts/samples, repeated
+until there are enough.
 """
 
 import csv
@@ -15,20 +15,26 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.lib import ROOT, shuffled
+from scripts.bench.lib import ROOT, shuffled, workloads
 from scripts.bench.lib.flops import Row, training
 
 SAMPLES = ROOT / "scripts" / "samples"
+TASKS = {
+    "classification": "sequence-classification",
+    "mlm": "masked-lm",
+    "lm": "causal-lm",
+    "seq2seq": "seq2seq-lm",
+}  # a benchmark's task: the task of its model
 NAMES = {"classification": "SST-2", "mlm": "tiny Shakespeare", "lm": "E2E", "seq2seq": "E2E"}
 MAX_LENGTH = 128
 MASKED = 0.15
-# Words of the published checkpoints of BERT, GPT-2 and T5: who fine-tunes one pays for all of its vocabulary.
+# Vocabulary sizes of the published BERT, GPT-2 and T5, all of which a fine-tuning run pays for.
 PUBLISHED = {"classification": 30522, "mlm": 30522, "lm": 50257, "seq2seq": 32128}
 Pair = tuple[str, str]  # label and text; source and target; or nothing and text
 
 
 def read(task: str, data: str | None, split: str) -> list[Pair]:
-    """Rows of a task; split: "train" or "dev". Raises ValueError where a file is not there."""
+    """Rows of a task; split is "train" or "dev". Raises ValueError if a file is missing."""
     if not data:
         return _samples(task, split)
     folder = Path(data)
@@ -57,7 +63,7 @@ def _samples(task: str, split: str) -> list[Pair]:
 
 
 def write(task: str, rows: list[Pair], path: Path) -> None:
-    """As a person has it: tsv for classes, a text, csv for pairs. path has no suffix."""
+    """Write rows as users have them: tsv for classes, plain text, csv for pairs. path has no suffix."""
     if task in ("classification", "mlm"):
         lines = (f"{label}\t{text}\n" if task == "classification" else f"{text}\n" for label, text in rows)
         path.with_suffix(".tsv" if task == "classification" else ".txt").write_text("".join(lines), encoding="utf-8")
@@ -78,7 +84,7 @@ def read_back(task: str, path: Path) -> list[Pair]:
 
 
 def encode(task: str, tokenizer: Any, rows: list[Pair]) -> list[dict[str, Any]]:
-    """Token ids, and labels but for masked LM, as every contender makes them."""
+    """Token ids, and labels (except for masked LM), the same for every contender."""
     if task in ("classification", "mlm"):
         ids = tokenizer([text for _, text in rows], truncation=True, max_length=MAX_LENGTH)["input_ids"]
         if task == "mlm":
@@ -94,7 +100,7 @@ def encode(task: str, tokenizer: Any, rows: list[Pair]) -> list[dict[str, Any]]:
     return found
 
 
-def lengths(task: str, encoded: list[dict[str, Any]]) -> list[Row]:
+def row_sizes(task: str, encoded: list[dict[str, Any]]) -> list[Row]:
     if task == "seq2seq":
         return [Row(len(x["input_ids"]), len(x["labels"]), len(x["labels"])) for x in encoded]
     if task == "lm":
@@ -103,7 +109,7 @@ def lengths(task: str, encoded: list[dict[str, Any]]) -> list[Row]:
 
 
 def prepare(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """train and dev data, and `start`: a tokenizer and a model with random weights, drawn from the seed."""
+    """Write train and dev data, and `start`: a tokenizer and a model with random weights drawn from the seed."""
     import torch
     import transformers
 
@@ -113,27 +119,20 @@ def prepare(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     write(task, rows, folder / "train")
     write(task, read(task, data, "dev")[: settings["dev_rows"]], folder / "dev")
     texts = [" ".join(row) for row in rows]
-    tokenizer = {"lm": bytes_, "seq2seq": pieces}.get(task, words)(texts)
+    tokenizer = {"lm": byte_level_tokenizer, "seq2seq": unigram_tokenizer}.get(task, wordpiece_tokenizer)(texts)
     torch.manual_seed(settings["seed"])
     vocabulary = PUBLISHED[task] if settings["vocabulary"] == "published" else len(tokenizer)
     config = configuration(task, settings["hidden"], settings["layers"], vocabulary)
-    auto = {
-        "classification": transformers.AutoModelForSequenceClassification,
-        "mlm": transformers.AutoModelForMaskedLM,
-        "lm": transformers.AutoModelForCausalLM,
-        "seq2seq": transformers.AutoModelForSeq2SeqLM,
-    }[task]
-    model = auto.from_config(config)
+    model = workloads.auto_class(TASKS[task]).from_config(config)
     model.save_pretrained(folder / "start")
     tokenizer.save_pretrained(folder / "start")
-    found = lengths(task, encode(task, tokenizer, rows))
-    tokens = sum(row.tokens + row.target for row in found)
-    head = {"classification": "class", "mlm": "masked"}.get(task, "vocabulary")
+    sizes = row_sizes(task, encode(task, tokenizer, rows))
+    tokens = sum(row.tokens + row.target for row in sizes)
     return {
         "parameters": model.num_parameters(),
         "rows": len(rows),
         "tokens_per_row": round(tokens / len(rows), 1),
-        "gflop_per_token": training(config, found, head) / tokens / 1e9,
+        "gflop_per_token": training(config, sizes, TASKS[task]) / tokens / 1e9,
     }
 
 
@@ -158,7 +157,7 @@ def configuration(task: str, hidden: int, layers: int, vocabulary: int) -> Any:
     )  # fmt: skip
 
 
-def words(texts: list[str]) -> Any:
+def wordpiece_tokenizer(texts: list[str]) -> Any:
     """A BERT tokenizer learned from the texts."""
     from tokenizers import BertWordPieceTokenizer
     from transformers import BertTokenizer
@@ -168,8 +167,8 @@ def words(texts: list[str]) -> Any:
     return BertTokenizer(vocab=trained.get_vocab(), do_lower_case=True, model_max_length=512)
 
 
-def bytes_(texts: list[str]) -> Any:
-    """GPT-2's kind."""
+def byte_level_tokenizer(texts: list[str]) -> Any:
+    """A tokenizer of GPT-2's kind."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -181,8 +180,8 @@ def bytes_(texts: list[str]) -> Any:
     )
 
 
-def pieces(texts: list[str]) -> Any:
-    """T5's kind: pieces by probability, the end token after each text."""
+def unigram_tokenizer(texts: list[str]) -> Any:
+    """A tokenizer of T5's kind: pieces by probability, the end token after each text."""
     from tokenizers import SentencePieceUnigramTokenizer
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast

@@ -1,7 +1,7 @@
-"""The judge of exported models: transformers alone, on rows that nobody trained on, in the same order for everybody.
+"""Evaluates exported models with transformers, on held-out rows, in the same order for every contender.
 
-Usage: python -m scripts.bench.lib.judge SETTINGS, which is JSON. Prints the mean loss over labelled tokens or rows
-(for masked LM of tokens drawn from a fixed seed) and, for classes, the accuracy.
+Usage: python -m scripts.bench.lib.evaluate_export SETTINGS, with SETTINGS as JSON. Prints the mean loss over labelled
+tokens or rows (masked LM: over tokens drawn from a fixed seed) and, for classification, the accuracy.
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.lib import sets
+from scripts.bench.lib import finetuning_data
 
 ROWS = 32
 
@@ -19,14 +19,14 @@ def main(settings: dict[str, Any]) -> dict[str, float]:
     import torch.nn.functional as F
     import transformers
 
-    from scripts.bench.lib.trainer import parts
+    from scripts.bench.lib.hf_trainer import model_and_collator
 
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
     task, folder = settings["task"], Path(settings["folder"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "start")
-    model, collator = parts(task, "default", Path(settings["model"]), tokenizer)
-    rows = sets.encode(task, tokenizer, sets.read_back(task, folder / "dev"))
+    model, collator = model_and_collator(task, "default", Path(settings["model"]), tokenizer)
+    rows = finetuning_data.encode(task, tokenizer, finetuning_data.read_back(task, folder / "dev"))
     total, count, right = 0.0, 0, 0
     model.eval()
     with torch.no_grad():

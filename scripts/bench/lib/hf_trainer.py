@@ -1,9 +1,9 @@
-"""A contender: fine-tuning with Hugging Face's Trainer, in a process of its own or under torchrun.
+"""A contender: fine-tuning with Hugging Face's Trainer, in one process or under torchrun.
 
-Usage: python -m scripts.bench.lib.trainer SETTINGS, which is JSON. Prints tokens, seconds and losses as JSON; real
-tokens are counted as they are trained on. `kind`: "default" as Trainer comes; "grouped" with batches of rows of like
-length; "packed" with the rows of a batch end to end, which Trainer can for decoders only; "compiled" as "grouped", by
-torch.compile.
+Usage: python -m scripts.bench.lib.hf_trainer SETTINGS, with SETTINGS as JSON. Prints JSON: the real tokens that were
+trained on, seconds and losses. The setting `kind` is "default"; "grouped" (batches of rows of similar length); "packed"
+(the rows of a batch end to end, which Trainer supports for decoders only); or "compiled" ("grouped" with
+torch.compile).
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.lib import sets
+from scripts.bench.lib import finetuning_data, workloads
 
 
 def main(settings: dict[str, Any]) -> dict[str, Any]:
@@ -23,8 +23,8 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     transformers.utils.logging.set_verbosity_error()
     task, folder, kind = settings["task"], Path(settings["folder"]), settings["kind"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "start")
-    data = sets.encode(task, tokenizer, sets.read_back(task, folder / "train"))
-    model, collator = parts(task, kind, folder / "start", tokenizer)
+    data = finetuning_data.encode(task, tokenizer, finetuning_data.read_back(task, folder / "train"))
+    model, collator = model_and_collator(task, kind, folder / "start", tokenizer)
     seen = 0
 
     class Counting(Trainer):
@@ -63,18 +63,16 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     return {"tokens": seen, "seconds": seconds, "losses": losses} if trainer.is_world_process_zero() else {}
 
 
-def parts(task: str, kind: str, start: Path, tokenizer: Any) -> tuple[Any, Any]:
-    """Model and collator."""
+def model_and_collator(task: str, kind: str, start: Path, tokenizer: Any) -> tuple[Any, Any]:
     import transformers as hf
 
+    model_task = finetuning_data.TASKS[task]
+    labels = {"num_labels": 2} if task == "classification" else {}
+    model = workloads.auto_class(model_task).from_pretrained(start, **labels)
     if task == "classification":
-        model = hf.AutoModelForSequenceClassification.from_pretrained(start, num_labels=2)
         return model, hf.DataCollatorWithPadding(tokenizer)
     if task == "mlm":
-        model = hf.AutoModelForMaskedLM.from_pretrained(start)
-        return model, hf.DataCollatorForLanguageModeling(tokenizer, mlm_probability=sets.MASKED)
-    auto = hf.AutoModelForCausalLM if task == "lm" else hf.AutoModelForSeq2SeqLM
-    model = auto.from_pretrained(start)
+        return model, hf.DataCollatorForLanguageModeling(tokenizer, mlm_probability=finetuning_data.MASKED)
     if kind == "packed":
         return model, hf.DataCollatorWithFlattening()
     return model, hf.DataCollatorForSeq2Seq(tokenizer, model=model)

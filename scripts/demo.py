@@ -1,9 +1,9 @@
-"""The main job on sample data, offline: from texts to a fine-tuned model that transformers loads with equal logits.
+"""The whole path on sample data, offline: from text to a fine-tuned model that transformers loads with equal logits.
 
     python scripts/demo.py [--output_dir demo-run] [--ranks 2] [--epochs 8]
 
 Trains a WordPiece tokenizer, makes a small BERT, fine-tunes it on sharded ranks, loads the export with transformers and
-compares the logits. Every step is a command or a call that works the same on real data; a failing step ends the demo
+compares the logits. Every step is a command or a call that works the same on real data. If a step fails, the demo ends
 with its error and a non-zero exit status.
 """
 
@@ -30,7 +30,7 @@ def rows(name: str) -> list[dict[str, str]]:
 
 
 def train_tokenizer() -> Any:
-    """A WordPiece tokenizer of the training texts: lower case, every Chinese character a word of its own."""
+    """A lower-case WordPiece tokenizer of the training texts, in which each Chinese character is a word."""
     from tokenizers import BertWordPieceTokenizer
     from transformers import BertTokenizer
 
@@ -43,7 +43,7 @@ def train_tokenizer() -> Any:
 
 
 def make_model(tokenizer: Any, folder: Path) -> str:
-    """A BERT with random weights, from the test-sized preset with a few fields changed; saved with its tokenizer."""
+    """Save a BERT with random weights, from the test-sized preset with some fields changed, and its tokenizer."""
     import modelcenter as mc
 
     model = mc.from_config(
@@ -61,7 +61,7 @@ def make_model(tokenizer: Any, folder: Path) -> str:
 
 
 def run(arguments: list[str], log: Path) -> str:
-    """Run a command, show it and what it prints, keep its output in `log`; a failing command ends the demo."""
+    """Run a command, print it and its output, and write the output to `log`. A failing command ends the demo."""
     print("$ " + " ".join(arguments), flush=True)
     output = []
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -98,7 +98,7 @@ def finetune(start: Path, out: Path, ranks: int, epochs: int) -> dict[str, Any]:
 
 
 def accuracy_in_transformers(model_dir: Path) -> float:
-    """Accuracy on the dev file by transformers alone, reading the export as any Hugging Face checkpoint."""
+    """Accuracy on the dev file with transformers, which loads the export like any Hugging Face checkpoint."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -114,7 +114,7 @@ def accuracy_in_transformers(model_dir: Path) -> float:
 
 
 def use_gpus_or_hide_them(ranks: int) -> None:
-    """A rank needs a GPU of its own: with fewer of them the demo runs on the CPU, as on a machine without any."""
+    """A rank needs a GPU of its own: with too few GPUs the demo runs on the CPU."""
     import torch
 
     if 0 < torch.cuda.device_count() < ranks:
@@ -123,7 +123,7 @@ def use_gpus_or_hide_them(ranks: int) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """An empty folder; an earlier demo there is replaced, anything else is left alone."""
+    """Make an empty folder. An earlier demo there is replaced; any other content is an error."""
     if folder.exists() and any(folder.iterdir()):
         if not (folder / MARKER).exists():
             raise SystemExit(f"demo: --output_dir {folder} holds files that no demo wrote; choose another folder")
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8, help="passes over the training file (default: 8)")
     arguments = parser.parse_args()
 
-    # Here and in every child: no network, no bars for files that load at once, one thread for each of the ranks.
+    # In this process and its children: no network, no progress bars for small files, one thread per rank.
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
     use_gpus_or_hide_them(arguments.ranks)
     started = time.monotonic()

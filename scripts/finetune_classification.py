@@ -5,7 +5,7 @@
     torchrun --nproc_per_node 8 scripts/finetune_classification.py --config scripts/recipes/sst2.yaml --output_dir out
 
 The data are files (json, jsonl, csv, tsv, parquet; a folder may hold train, dev and test files) or a Hub data set. Text
-and label columns are found by name and content, or given. --dry_run shows the plan and runs one step.
+and label columns are found by name and content, or set by flags. --dry_run shows the plan and runs one step.
 The same as: modelcenter finetune classification
 """
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Train a language model on preferences: of two answers to each question, which is better (DPO, IPO).
+"""Train a language model on preferences between two answers to each question (DPO, IPO).
 
     python scripts/finetune_dpo.py --model runs/chat/model --train_data pairs.jsonl --output_dir runs/dpo --lr 1e-6
     torchrun --nproc_per_node 8 scripts/finetune_dpo.py --config scripts/recipes/dpo.yaml --output_dir runs/dpo
 
-Rows have a prompt, the chosen answer and the rejected one, as texts or as messages; columns are found by name, or
-given. Both are compared with a reference model, which is the model as it is at the start unless --reference names
-another. --dry_run shows what is trained on and runs one step. The same as: modelcenter finetune dpo
+Rows have a prompt, the chosen answer and the rejected one, as texts or as messages; columns are found by name, or set
+by flags. Both answers are compared with a reference model, which is the initial model unless --reference names another.
+--dry_run shows what is trained on and runs one step. The same as: modelcenter finetune dpo
 """
 
 import sys

@@ -5,9 +5,9 @@
     torchrun --nproc_per_node 8 scripts/finetune_lm.py --config scripts/recipes/alpaca.yaml --output_dir out
 
 Rows are chats (messages, ShareGPT's conversations), instructions with answers (prompt and response, Alpaca's
-instruction, input and output, ...), or text; columns are found by name, or given. Chats and instructions are written
-by the tokenizer's chat template where it has one, and answers alone are trained on. --dry_run shows what is trained on
-and runs one step. The same as: modelcenter finetune lm
+instruction, input and output, ...), or text; columns are found by name, or set by flags. Chats and instructions are
+written by the tokenizer's chat template if it has one, and only the answers are trained on. --dry_run shows what is
+trained on and runs one step. The same as: modelcenter finetune lm
 """
 
 import sys

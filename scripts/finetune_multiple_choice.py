@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Fine-tune an encoder to choose the right one of a few texts (SWAG, COPA, RACE, C3 and their like).
+"""Fine-tune an encoder to choose the right one of a few texts (SWAG, COPA, RACE, C3, ...).
 
     python scripts/finetune_multiple_choice.py --model bert-base-uncased --train_data allenai/swag --output_dir out
     torchrun --nproc_per_node 8 scripts/finetune_multiple_choice.py --config scripts/recipes/race.yaml --output_dir out
 
 The data are files (json, jsonl, csv, tsv, parquet; a folder may hold train, dev and test files) or a Hub data set. The
-columns of context, question, choices and label are found by their usual names, or given; rows may differ in how many
-choices they have. --dry_run shows the plan and runs one step.
+columns of context, question, choices and label are found by their usual names, or set by flags; rows may have
+different numbers of choices. --dry_run shows the plan and runs one step.
 The same as: modelcenter finetune multiple-choice
 """
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Fine-tune a model to answer questions by a part of a given text (extractive question answering).
+"""Fine-tune a model for extractive question answering: the answer is a span of a given text.
 
     python scripts/finetune_qa.py --model bert-base-uncased --train_data rajpurkar/squad --output_dir out
     torchrun --nproc_per_node 8 scripts/finetune_qa.py --config scripts/recipes/squad_v2.yaml --output_dir out
 
-The data are files as SQuAD and CMRC 2018 have them (json), rows of question, context and answers (json, jsonl, parquet;
-a folder may hold train and dev files) or a Hub data set. Long contexts are read in windows that overlap. Questions may
-have no answer. --dry_run shows the plan and runs one step.
+The data are files in the format of SQuAD and CMRC 2018 (json), rows of question, context and answers (json, jsonl,
+parquet; a folder may hold train and dev files) or a Hub data set. Long contexts are read in overlapping windows.
+Questions may have no answer. --dry_run shows the plan and runs one step.
 The same as: modelcenter finetune qa
 """
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Fine-tune an encoder-decoder to write a text for a text: summaries, translations, sentences from data.
+"""Fine-tune an encoder-decoder to generate text from text: summaries, translations, descriptions of data.
 
     python scripts/finetune_seq2seq.py --model google-t5/t5-small --prefix "summarize: " --train_data data/news \\
         --output_dir out
     torchrun --nproc_per_node 8 scripts/finetune_seq2seq.py --config scripts/recipes/xsum.yaml --output_dir out
 
 The data are files (json, jsonl, csv, tsv, parquet; a folder may hold train, dev and test files) or a Hub data set.
-Source and target columns are found by their usual names, or given; a column of translations needs --source_lang and
---target_lang. Evaluations write texts and judge them by --metrics. --dry_run shows the plan and runs one step.
+Source and target columns are found by their usual names, or set by flags; a column of translations needs --source_lang
+and --target_lang. Evaluations generate texts and score them by --metrics. --dry_run shows the plan and runs one step.
 The same as: modelcenter finetune seq2seq
 """
 

@@ -6,7 +6,8 @@
         --output_dir out
 
 The data are files (conll, or json, jsonl and parquet with a list of words and one of tags in each row; a folder may
-hold train, dev and test files) or a Hub data set. Judged by whole entities. --dry_run shows the plan and runs one step.
+hold train, dev and test files) or a Hub data set. Metrics are those of whole entities. --dry_run shows the plan and
+runs one step.
 The same as: modelcenter finetune token-classification
 """
 

@@ -4,9 +4,9 @@
     python scripts/pretrain_lm.py --model openai-community/gpt2 --train_data corpus.txt --output_dir out
     torchrun --nproc_per_node 8 scripts/pretrain_lm.py --config scripts/recipes/gpt2.yaml --output_dir out
 
-Every family of decoders. The loss is over all tokens; nothing is seen across the ends of documents.
-The data are text (txt, jsonl, json, csv, tsv, parquet, a Hub data set), token files that `modelcenter preprocess` made,
-or Megatron's .bin and .idx; PATH@WEIGHT mixes several, --streaming reads text too large for a pass beforehand.
+Works with every decoder. The loss is over all tokens; no token attends to another document.
+The data are text (txt, jsonl, json, csv, tsv, parquet, a Hub data set), token files from `modelcenter preprocess`, or
+Megatron's .bin and .idx. PATH@WEIGHT mixes several; --streaming reads text that is too large to tokenise beforehand.
 --from_scratch starts from random weights of a preset or config.json. --dry_run shows the plan and runs one step.
 The same as: modelcenter pretrain lm
 """

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Pretrain an encoder to guess hidden tokens, from random or pretrained weights.
+"""Pretrain an encoder to predict masked tokens, from random or pretrained weights.
 
     python scripts/pretrain_mlm.py --model google-bert/bert-base-uncased --train_data corpus.txt --output_dir out
     torchrun --nproc_per_node 8 scripts/pretrain_mlm.py --config scripts/recipes/bert_base.yaml --output_dir out
 
-BERT, RoBERTa and XLM-R; --whole_word masks words, --next_sentence adds BERT's second task.
-The data are text (txt, jsonl, json, csv, tsv, parquet, a Hub data set), token files that `modelcenter preprocess` made,
-or Megatron's .bin and .idx; PATH@WEIGHT mixes several, --streaming reads text too large for a pass beforehand.
+Works with BERT, RoBERTa and XLM-R. --whole_word masks whole words, --next_sentence adds BERT's second task.
+The data are text (txt, jsonl, json, csv, tsv, parquet, a Hub data set), token files from `modelcenter preprocess`, or
+Megatron's .bin and .idx. PATH@WEIGHT mixes several; --streaming reads text that is too large to tokenise beforehand.
 --from_scratch starts from random weights of a preset or config.json. --dry_run shows the plan and runs one step.
 The same as: modelcenter pretrain mlm
 """

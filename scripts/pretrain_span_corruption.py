@@ -4,9 +4,9 @@
     python scripts/pretrain_span_corruption.py --model google-t5/t5-small --train_data corpus.txt --output_dir out
     torchrun --nproc_per_node 8 scripts/pretrain_span_corruption.py --config scripts/recipes/t5.yaml --output_dir out
 
-T5, mT5 and umT5. Spans of the text are replaced by sentinels; the decoder says what they were.
-The data are text (txt, jsonl, json, csv, tsv, parquet, a Hub data set), token files that `modelcenter preprocess` made,
-or Megatron's .bin and .idx; PATH@WEIGHT mixes several, --streaming reads text too large for a pass beforehand.
+Works with T5, mT5 and umT5. Spans of the text are replaced by sentinels, and the decoder predicts the spans.
+The data are text (txt, jsonl, json, csv, tsv, parquet, a Hub data set), token files from `modelcenter preprocess`, or
+Megatron's .bin and .idx. PATH@WEIGHT mixes several; --streaming reads text that is too large to tokenise beforehand.
 --from_scratch starts from random weights of a preset or config.json. --dry_run shows the plan and runs one step.
 The same as: modelcenter pretrain span-corruption
 """

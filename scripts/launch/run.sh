@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Run a command of modelcenter under torchrun on this node, and say by the exit code what a scheduler should do next:
+# Run a modelcenter command under torchrun on this node. The exit code tells a scheduler what to do next:
 #   0   the run finished
-#   75  it was stopped in order, by a signal or --max_time: start the same command again and it goes on
-#   else it failed
+#   75  it was stopped by a signal or --max_time: run the same command again to resume
+#   other it failed
 # Usage: OUTPUT_DIR=runs/a scripts/launch/run.sh finetune classification --model ... (--output_dir is added)
 #   NNODES (1), NPROC (GPUs of the node, else 1), RDZV (host:port of the first node), RDZV_ID, MAX_RESTARTS (0)
 set -uo pipefail
@@ -23,11 +23,11 @@ print(json.load(open(sys.argv[1]))["status"])
 PY
 }
 
-# The summary of the attempt before must not speak for this one.
+# The summary of the previous attempt must not be taken for this one's.
 [ "$(status)" = stopped ] && [ "${NODE_RANK:-0}" = 0 ] && rm -f "$OUTPUT_DIR/summary.json"
 
-# A signal goes on to torchrun, which tells the ranks; they save and end. torchrun itself returns 1 then.
-trap '' USR1 # SLURM may send it to all processes: torchrun would die of it, the ranks take it themselves
+# A signal is passed on to torchrun and by it to the ranks, which save and end. torchrun itself then returns 1.
+trap '' USR1 # SLURM may send it to all processes: it would kill torchrun, and the ranks handle it themselves
 torchrun "${meet[@]}" --nproc_per_node "$nproc" --max_restarts "${MAX_RESTARTS:-0}" -m modelcenter "$@" --output_dir "$OUTPUT_DIR" &
 child=$!
 trap 'kill -TERM $child 2>/dev/null' TERM INT USR1

@@ -228,14 +228,14 @@ def test_a_gguf_file_is_what_was_exported(tmp_path: Path):
     with tarfile.open(archive, "w:gz") as held:
         for name in (*(f"{part}{llama_cpp.SCRIPT if not part else 'a.py'}" for part in names), "../out.py", "a.cpp"):
             held.addfile(tarfile.TarInfo(f"x/vendor/llama.cpp/{name}"))
-    llama_cpp.take_out(archive, tmp_path / "source")
+    llama_cpp.extract_converter(archive, tmp_path / "source")
     found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} - {archive.name}
     kept = {llama_cpp.SCRIPT, "conversion/a.py", "conversion/models/a.py", llama_cpp.VERSION}
     assert found == {f"source/{name}" for name in kept}
     assert (tmp_path / "source" / llama_cpp.VERSION).read_text() == "0.9.1"
     tarfile.open(archive, "w:gz").close()
     with pytest.raises(ValueError, match="0 files are named convert_hf_to_gguf.py, expected one"):
-        llama_cpp.take_out(archive, tmp_path / "source")
+        llama_cpp.extract_converter(archive, tmp_path / "source")
 
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 2}
     names = {"l.q_proj.weight": "q", "l.o_proj.weight": "o"}

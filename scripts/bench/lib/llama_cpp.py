@@ -1,8 +1,8 @@
-"""llama.cpp's converter to GGUF: where it comes from, what it takes, and whether what it writes is what was exported.
+"""llama.cpp's converter to GGUF: install it, run it on the exports, and compare what it writes with the exports.
 
-The converter is no package of its own. The source archive of llama-cpp-python holds llama.cpp whole; the converter, its
-library for GGUF files and its list of requirements are taken out of it. It runs in an environment of its own, since it
-asks for an older transformers than this project does. A client in that environment finds it beside the environment.
+The converter is not a package. It is extracted from the source archive of llama-cpp-python, which holds all of
+llama.cpp, with its library for GGUF files and its list of requirements. It runs in an environment of its own, because
+it needs an older transformers than this project does; a client in that environment finds it next to the environment.
 """
 
 import importlib
@@ -25,32 +25,34 @@ REFUSED = "BPE pre-tokenizer was not recognized"
 Array = Any  # numpy's
 
 
-# -- where it comes from ---------------------------------------------------------------------------------------------
+# -- installation ----------------------------------------------------------------------------------------------------
 
 
 def environment(folder: Path) -> str:
-    """The interpreter of an environment with what the converter asks for; the converter lies beside it.
+    """The interpreter of an environment with the converter's requirements; the converter is next to it.
 
-    Raises CalledProcessError where pip does not succeed, ValueError where the archive holds no converter.
+    Raises:
+        CalledProcessError: pip fails.
+        ValueError: the archive holds no converter.
     """
     source = folder / "source"
     if not (source / VERSION).exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            # Nothing is compiled: pip asks the archive's build tools for its name and version alone.
+            # Nothing is compiled: pip only asks the archive's build tools for its name and version.
             command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
             print(f"downloading the source archive of {PACKAGE}", file=sys.stderr, flush=True)
             subprocess.run([*command, "--no-binary", PACKAGE, "-d", scratch, PACKAGE], check=True)
             (archive,) = Path(scratch).glob("*.tar.gz")
-            take_out(archive, source)
+            extract_converter(archive, source)
     return environments.environment(folder / "env", requirements(source) + ("xllamacpp",), environments.PINNED)
 
 
-def take_out(archive: Path, folder: Path) -> None:
-    """The converter and what it imports, out of llama-cpp-python's source archive.
+def extract_converter(archive: Path, folder: Path) -> None:
+    """Extract the converter and what it imports from llama-cpp-python's source archive.
 
     Raises:
-        ValueError: there is not one converter in it.
+        ValueError: the archive does not hold exactly one converter.
     """
     with tarfile.open(archive) as held:
         files = [(PurePosixPath(member.name), member) for member in held.getmembers() if member.isfile()]
@@ -66,8 +68,10 @@ def take_out(archive: Path, folder: Path) -> None:
 
 
 def requirements(source: Path, name: str = "requirements-convert_hf_to_gguf.txt") -> tuple[str, ...]:
-    """What the converter asks for but torch and numpy, which are the running ones, and gguf, which lies beside it. Of
-    protobuf, what sentencepiece's newest wheels read models with is newer than the converter's list allows."""
+    """The converter's requirements, except torch and numpy, which are the running ones, and gguf, which is next to it.
+
+    The upper bound on protobuf is dropped, because the newest wheels of sentencepiece need a newer one.
+    """
     found: list[str] = []
     for line in (source / "requirements" / name).read_text().splitlines():
         line = line.partition("#")[0].strip()
@@ -79,13 +83,13 @@ def requirements(source: Path, name: str = "requirements-convert_hf_to_gguf.txt"
 
 
 def versions(python: str) -> dict[str, str]:
-    """What the converter is of, and what it was run with, as an environment's interpreter sees it."""
+    """Versions of the converter and of the packages it runs with, as seen by an environment's interpreter."""
     of = Path(python).parents[2] / "source" / VERSION
     beside = environments.versions(python, "transformers", "xllamacpp")
     return {PACKAGE: of.read_text()} | {f"{name} with llama.cpp": version for name, version in beside.items()}
 
 
-# -- in that environment: what it takes, and what it writes ----------------------------------------------------------
+# -- conversion and comparison, in that environment ------------------------------------------------------------------
 
 
 def converter() -> Any:
@@ -96,14 +100,13 @@ def converter() -> Any:
 
 
 def convert(directory: Path, out: Path) -> bool:
-    """Run the converter's `main`: a GGUF file in float32. Whether it took the tokenizer.
+    """Write a GGUF file in float32 with the converter's `main`. Returns whether it accepted the tokenizer.
 
-    It knows tokenizers of word pieces and bytes by what the published ones make of one text, so it refuses any other
-    vocabulary's. Such a model is converted in the same way with a vocabulary that is not its own: no tensor depends on
-    it.
+    It recognises WordPiece and byte-level tokenizers by how the published ones encode one text, and refuses any other
+    vocabulary. Such a model is converted with another vocabulary, on which no tensor depends.
 
     Raises:
-        NotImplementedError, ...: what it raises when it refuses for another reason.
+        NotImplementedError, ...: the converter refuses for another reason.
     """
     script, before = converter(), sys.argv
     sys.argv = [SCRIPT, str(directory), "--outtype", "f32", "--outfile", str(out)]
@@ -118,12 +121,12 @@ def convert(directory: Path, out: Path) -> bool:
         sys.argv = before
     import torch
 
-    pieces(directory / "tokenizer.model")
+    write_sentencepiece(directory / "tokenizer.model")
     config = json.loads((directory / "config.json").read_text())
     of = script.get_model_class(config["architectures"][0])
     model = of(directory, script.gguf.LlamaFileType.ALL_F32, out)
     model.set_vocab = model._set_vocab_sentencepiece
-    if "type_vocab_size" in config:  # what else BERT's way to find a vocabulary writes
+    if "type_vocab_size" in config:  # also written by the method that reads BERT's vocabulary
         model.gguf_writer.add_token_type_count(config["type_vocab_size"])
     with torch.inference_mode():
         model.write()
@@ -131,13 +134,15 @@ def convert(directory: Path, out: Path) -> bool:
 
 
 def halves(value: Array, heads: int) -> Array:
-    """Rows of queries or keys as transformers has them, each head's even channels before its odd ones; llama.cpp wants
-    those that are rotated together side by side."""
+    """Undo llama.cpp's order of query or key rows, in which channels that are rotated together are adjacent.
+
+    transformers has each head's even channels before its odd ones.
+    """
     return value.reshape(heads, -1, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
 
 
 def by_heads(value: Array, heads: int) -> Array:
-    """GPT-NeoX keeps the query, key and value of a head together, llama.cpp those of all heads."""
+    """Undo llama.cpp's order of q, k and v: all heads of each. GPT-NeoX keeps q, k and v of a head together."""
     return value.reshape(3, heads, -1, *value.shape[1:]).swapaxes(0, 1).reshape(value.shape)
 
 
@@ -145,7 +150,7 @@ def transposed(value: Array, _: int) -> Array:
     return value.T
 
 
-# model_type -> what its converter does to the tensors of a pattern, undone; the number is that of the field's name.
+# model_type: (pattern of tensors, function that undoes the converter's change, config field that it takes).
 Undo = tuple[str, Callable[[Array, int], Array], str]
 _LLAMA: tuple[Undo, ...] = (
     (r"\.q_proj\.", halves, "num_attention_heads"),
@@ -158,8 +163,8 @@ UNDO: dict[str, tuple[Undo, ...]] = {
     "gpt2": ((r"\.c_(attn|proj|fc)\.weight$", transposed, "n_head"),),
     "gpt_neox": ((r"\.query_key_value\.", by_heads, "num_attention_heads"),),
 }
-# What llama.cpp has no use for: it pools by itself and fills in no masks. Without the pooler, a BERT that classifies
-# gives other scores there, which is said of it.
+# Tensors that llama.cpp does not use: it pools by itself and has no masked LM. Without the pooler, a BERT that
+# classifies gives other scores there.
 LEFT_OUT = {
     "BertModel": r"pooler\.",
     "RobertaModel": r"pooler\.",
@@ -172,14 +177,14 @@ LEFT_OUT = {
 def compare(
     config: Mapping[str, Any], tensors: Mapping[str, Array], written: Mapping[str, Array], name_of: Callable
 ) -> list[str]:
-    """The names of exported tensors that the converter leaves out; every other is in the GGUF file, bit for bit.
+    """The names of exported tensors that the converter leaves out; all others must be in the GGUF file, bit for bit.
 
     Args:
         config: of the export. tensors: of the export. written: {name in the GGUF file: array in the order of torch's
             dimensions}. name_of: the GGUF name of an exported tensor, or None, as gguf's TensorNameMap says.
 
     Raises:
-        AssertionError: a tensor is missing, differs, or is in the GGUF file alone.
+        AssertionError: a tensor is missing, differs, or is only in the GGUF file.
     """
     import numpy as np
 
@@ -206,7 +211,7 @@ def compare(
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The fields and the tensors of a GGUF file, by gguf's reader."""
+    """(fields, tensors) of a GGUF file, by gguf's reader."""
     from gguf import GGUFReader
 
     reader = GGUFReader(path)
@@ -215,11 +220,11 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     return fields, {tensor.name: tensor.data.copy() for tensor in reader.tensors}
 
 
-# -- what llama.cpp makes of it --------------------------------------------------------------------------------------
+# -- inference -------------------------------------------------------------------------------------------------------
 
 
 def serve(path: Path, encoder: bool) -> Any:
-    """A model in llama.cpp, as xllamacpp's wheels build it: in float32, one sequence at a time."""
+    """A model in llama.cpp, from xllamacpp's wheels: in float32, one sequence at a time."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -233,15 +238,16 @@ def serve(path: Path, encoder: bool) -> Any:
 
 
 def answers(path: Path, ids: list[int], own: Mapping[str, Any], limit: float) -> float:
-    """How far llama.cpp's answer to a text is from what the exported model gave: log-probabilities of the next word, or
-    the mean of an encoder's states with length 1.
+    """The largest difference between llama.cpp's outputs for a text and the exported model's.
+
+    Outputs are log-probabilities of the next token, or the normalised mean of an encoder's states.
 
     Args:
-        ids: the text. own: what the exported model gave for it, each (seq, ...). limit: 1e-4, and 2e-3 with GELU, of
+        ids: the text. own: the exported model's outputs for it, each (seq, ...). limit: 1e-4, or 2e-3 with GELU, for
             which llama.cpp has a table in half precision.
 
     Raises:
-        AssertionError: by more than the limit.
+        AssertionError: the difference exceeds the limit.
     """
     import torch
 
@@ -265,14 +271,14 @@ def answers(path: Path, ids: list[int], own: Mapping[str, Any], limit: float) ->
 
 # -- the client ------------------------------------------------------------------------------------------------------
 
-# Files by which a family's converter finds a vocabulary of SentencePiece; the other families' read transformers'.
+# The file in which a family's converter looks for a SentencePiece vocabulary; other families use transformers' files.
 VOCABULARIES = {name: "tokenizer.model" for name in ("llama", "mistral", "minicpm", "minicpm3", "qwen2", "qwen3")}
 VOCABULARIES |= {name: "spiece.model" for name in exports.ENCODER_DECODERS}
 VOCABULARIES["xlm-roberta"] = "sentencepiece.bpe.model"
 
 
-def pieces(path: Path) -> None:
-    """Write a vocabulary of SentencePiece, smaller than that of any export."""
+def write_sentencepiece(path: Path) -> None:
+    """Write a SentencePiece vocabulary, smaller than that of any export."""
     import sentencepiece
 
     with path.open("wb") as file:
@@ -286,7 +292,7 @@ def pieces(path: Path) -> None:
 
 
 def check(folder: Path) -> dict[str, Any]:
-    """Every export whose class is in the converter's register: converted, every tensor compared, and served."""
+    """Convert every export whose class the converter knows, compare every tensor, and compare llama.cpp's outputs."""
     from safetensors.numpy import load_file
 
     gguf = converter().gguf
@@ -304,31 +310,31 @@ def check(folder: Path) -> dict[str, Any]:
         for path in place.glob("tokenizer*"):
             path.unlink()
         if name in VOCABULARIES:
-            pieces(place / VOCABULARIES[name])
+            write_sentencepiece(place / VOCABULARIES[name])
         else:
             exports.word_tokenizer().save_pretrained(place)
         try:
-            took = convert(place, place / "model.gguf")
+            accepted = convert(place, place / "model.gguf")
             fields, written = read(place / "model.gguf")
             arch = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[fields["general.architecture"]]
             table = gguf.get_tensor_name_map(arch, 8)
             tensors = {key: value for path in place.glob("*.safetensors") for key, value in load_file(path).items()}
             left_out = compare(config, tensors, written, lambda key, table=table: gguf_name(table, key))
-            said = [f"{len(written)} tensors, bit for bit"]
-            said += [f"without {', '.join(left_out)}"] if left_out else []
-            said += [] if took else ["refused for its tokenizer alone"]
+            results = [f"{len(written)} tensors, bit for bit"]
+            results += [f"without {', '.join(left_out)}"] if left_out else []
+            results += [] if accepted else ["refused for its tokenizer alone"]
             if task == "causal-lm" or (task == "base" and name in exports.ENCODERS):
                 own = {key: value[1] for key, value in exports.ours(folder, name, task).items()}
                 limit = 2e-3 if "gelu" in str(config.get("hidden_act", config.get("activation_function"))) else 1e-4
-                said.append(f"answers differ by {answers(place / 'model.gguf', ids, own, limit):.1e}")
-            found[f"{name} {task}"] = "; ".join(said)
-        except Exception as error:  # of the converter or of llama.cpp: the other exports are still tried
+                results.append(f"answers differ by {answers(place / 'model.gguf', ids, own, limit):.1e}")
+            found[f"{name} {task}"] = "; ".join(results)
+        except Exception as error:  # the other exports are still tried
             problems.append(f"{name} {task}: {type(error).__name__}: {error}")
     assert not problems, "; ".join(problems)
     return found
 
 
 def gguf_name(table: Any, name: str) -> str | None:
-    """The name of an exported tensor in a GGUF file; a model without a head is one with `model.` before its names."""
+    """The name of an exported tensor in a GGUF file; a model without a head is looked up with the prefix `model.`."""
     suffixes = (".weight", ".bias")
     return table.get_name(name, suffixes) or table.get_name(f"model.{name}", suffixes)

@@ -38,22 +38,29 @@ class Block:
 
 
 def blocks(document: Path, *kinds: str) -> list[Block]:
-    found, lines, opened = [], [], None
+    found, lines, opening = [], [], None
     for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("```"):
-            if opened is None:
-                opened, lines = (line[3:].strip(), number), []
+            if opening is None:
+                opening, lines = (line[3:].strip(), number), []
             else:
-                found.append(Block(document, opened[0], "\n".join(lines) + "\n", opened[1]))
-                opened = None
-        elif opened is not None:
+                found.append(Block(document, opening[0], "\n".join(lines) + "\n", opening[1]))
+                opening = None
+        elif opening is not None:
             lines.append(line)
-    assert opened is None, f"{document}: the block opened in line {opened[1]} is not closed"
+    assert opening is None, f"{document}: the block opened in line {opening[1]} is not closed"
     return [block for block in found if not kinds or block.kind in kinds]
 
 
+def anchors(document: Path) -> set[str]:
+    """The anchors of its headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.S)
+    headings = re.findall(r"^#+ (.*?)\s*$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def commands(block: Block) -> Iterator[list[str]]:
-    """The words of every command of a bash block, without comments, prompts and VARIABLE=value prefixes."""
+    """The words of every command of a bash block, without comments and VARIABLE=value prefixes."""
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):

@@ -15,6 +15,7 @@ from docs_tools import (
     DOCUMENTS,
     ROOT,
     Block,
+    anchors,
     blocks,
     commands,
     environment,
@@ -182,9 +183,12 @@ def test_flags_in_the_text_exist(document: Path):
 @each_document
 def test_links_and_paths_lead_somewhere(document: Path):
     text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.S)
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
-        if not target.startswith(("http://", "https://", "mailto:")):
-            assert (document.parent / target).exists(), f"{document.name}: the link {target} leads nowhere"
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)[^)]*\)", text):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        page = document.parent / target if target else document
+        assert page.exists(), f"{document.name}: the link {target} leads nowhere"
+        assert not anchor or anchor in anchors(page), f"{document.name}: {page.name} has no heading for #{anchor}"
     for path in re.findall(r"`((?:engine|modelcenter|scripts|tests|docs|csrc|model_configs)/[\w./-]+)`", text):
         assert (ROOT / path).exists(), f"{document.name}: there is no {path}"
 

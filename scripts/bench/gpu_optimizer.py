@@ -19,7 +19,7 @@ from scripts.bench.lib import against, finish, fraction, gpu, keep, parse, parse
 
 SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 CALLS = 4  # between two synchronisations
-STEP_BYTES = 28  # that a step reads and writes for each parameter; of bf16 ones with masters as well
+STEP_BYTES = 28  # read and written by a step for each parameter, fp32 or bf16 with masters
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     numbers: dict[str, Any] = {"device": gpu.name(args.device), **limits}
     rows: list[dict[str, Any]] = []
     for what, sizes in (("one tensor", [total]), ("2,000 tensors", odd_sizes(total))):
-        ms = in_turns(contenders(sizes, args.device), args)
+        ms = ms_per_call(contenders(sizes, args.device), args)
         numbers[what] = {"ms": {name: round(value, 3) for name, value in ms.items()}}
         for name in ("fp32", "bf16_master"):
             rate = STEP_BYTES * total / ms[name] / 1e6
@@ -40,20 +40,20 @@ def main() -> None:
             against(f"clip and step, {what}", "torch, fused", ms["fp32_clip"], ms["torch_fp32_clip"], "ms", 1.15)
         )
         keep(args, "gpu_optimizer", numbers, rows, limits=limits)
-    ms = in_turns(dropouts(total // 10, args.device), args)
+    ms = ms_per_call(dropouts(total // 10, args.device), args)
     numbers["dropout"] = {"ms": {name: round(value, 3) for name, value in ms.items()}}
     rows.append(against("dropout of bf16 activations", "torch", ms["here"], ms["torch"], "ms"))
     finish(args, "gpu_optimizer", numbers, rows, limits=limits)
 
 
-def in_turns(calls: dict[str, Callable[[], Any]], args: Any) -> dict[str, float]:
+def ms_per_call(calls: dict[str, Callable[[], Any]], args: Any) -> dict[str, float]:
     """Median milliseconds of a call."""
-    found = steps.median_ms(gpu.synchronised(calls, args.device, CALLS), args.rounds)
-    return {name: ms / CALLS for name, ms in found.items()}
+    total = steps.median_ms(gpu.synchronised(calls, args.device, CALLS), args.rounds)
+    return {name: ms / CALLS for name, ms in total.items()}
 
 
 def odd_sizes(total: int, count: int = 2000) -> list[int]:
-    """So many odd sizes of about the same sum, some a hundred times as large as others."""
+    """`count` odd sizes with a sum of about `total`, some a hundred times as large as others."""
     weights = [1 + 99 * (i % 7 == 0) for i in range(count)]
     return [max(1, total * w // sum(weights)) | 1 for w in weights]
 
@@ -63,11 +63,11 @@ def contenders(sizes: list[int], device: str) -> dict[str, Callable[[], Any]]:
 
     from engine.ops import fused
 
-    def made(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-        return [torch.rand(n, dtype=dtype, device=device).mul_(1e-3) for n in sizes]  # constants can be faster
+    def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        return [torch.rand(n, dtype=dtype, device=device).mul_(1e-3) for n in sizes]  # constants could be faster
 
-    p, g, m, v = (made() for _ in range(4))
-    half, half_g = made(torch.bfloat16), made(torch.bfloat16)
+    p, g, m, v = (tensors() for _ in range(4))
+    half, half_g = tensors(torch.bfloat16), tensors(torch.bfloat16)
     counts = [torch.zeros((), device=device) for _ in sizes]
     norm_sq = torch.zeros((), dtype=torch.float64, device=device)
     norm, gscale, found, one = (torch.ones((), device=device) for _ in range(4))

@@ -34,13 +34,13 @@ SHAPE = {
     "cuda": {"layers": 12, "hidden_size": 1024, "tokens": 8192},
 }
 # ZeRO level, peer, its key, the time ratio to reach on each device, and why it may be missed.
-_PRICE = "a step also gathers the parameters, and FSDP's hooks are Python at every unit"
-_SAME = "most of a step is the arithmetic, which is the same"
+_OVERHEAD = "a step also gathers the parameters, and FSDP's hooks are Python at every unit"
+_SAME_ARITHMETIC = "most of a step is the arithmetic, which is the same"
 AGAINST: tuple[tuple[int, str, str, dict[str, float], str], ...] = (
-    (3, "fully_shard by hand (FSDP2)", "fully_shard", {"cpu": 1.2}, _SAME),
+    (3, "fully_shard by hand (FSDP2)", "fully_shard", {"cpu": 1.2}, _SAME_ARITHMETIC),
     (3, "the same, transformers' GPT-2", "fully_shard_transformers", {}, ""),
-    (2, DDP, "ddp", {"cpu": 1 / 1.25, "cuda": 1 / 1.1}, _PRICE),
-    (1, DDP, "ddp", {}, _PRICE),
+    (2, DDP, "ddp", {"cpu": 1 / 1.25, "cuda": 1 / 1.1}, _OVERHEAD),
+    (1, DDP, "ddp", {}, _OVERHEAD),
 )
 PEERS = {"accelerate FSDP2": 3, "DeepSpeed ZeRO-2": 2, "DeepSpeed ZeRO-3": 3}  # the level each is compared with
 
@@ -48,11 +48,13 @@ PEERS = {"accelerate FSDP2": 3, "DeepSpeed ZeRO-2": 2, "DeepSpeed ZeRO-3": 3}  #
 def main() -> None:
     p = parser(__doc__, rounds=30)
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
-    p.add_argument("--ranks", type=int, nargs="+", help="(default: 2 and 4; on GPUs all there are)")
+    p.add_argument(
+        "--ranks", type=int, nargs="+", help="numbers of ranks (default: 2 and 4; on GPUs as many as there are)"
+    )
     p.add_argument("--layers", type=int, help="(default: 4; on GPUs 12)")
     p.add_argument("--hidden_size", type=int, help="(default: 256; on GPUs 1,024)")
-    p.add_argument("--tokens", type=int, help="on each rank (default: 512; on GPUs 8,192)")
-    p.add_argument("--peers", action="store_true", help="measure accelerate and DeepSpeed too, on CPUs")
+    p.add_argument("--tokens", type=int, help="tokens on each rank (default: 512; on GPUs 8,192)")
+    p.add_argument("--peers", action="store_true", help="also measure accelerate and DeepSpeed, on CPUs")
     p.add_argument("--child", help=argparse.SUPPRESS)
     args = parse(p, ranks=[2], hidden_size=64, layers=2, tokens=128)
     for name, value in SHAPE[args.device].items():
@@ -70,21 +72,23 @@ def main() -> None:
     numbers: dict[str, Any] = {}
     rows, notes = [], []
     for ranks in args.ranks:
-        found = measured(ranks, args.device, shape)
-        ms = {name: round(found[name], 2) for name in CONTENDERS}
-        for level, whom, key, targets, why in AGAINST:
+        measured = measure_in_child(ranks, args.device, shape)
+        ms = {name: round(measured[name], 2) for name in CONTENDERS}
+        for level, rival, key, targets, why in AGAINST:
             what, target = f"step at ZeRO-{level}, {ranks} ranks", targets.get(args.device)
-            rows.append(against(what, whom, ms[f"zero{level}"], ms[key], "ms", target, why))
+            rows.append(against(what, rival, ms[f"zero{level}"], ms[key], "ms", target, why))
         numbers[f"{ranks} ranks"] = {"milliseconds": ms}
         for name, level in PEERS.items() if args.peers else ():
-            made = peer(name, ranks, shape)
-            numbers[f"{ranks} ranks"][name] = made
-            if "ms" in made:
+            result = measure_peer(name, ranks, shape)
+            numbers[f"{ranks} ranks"][name] = result
+            if "ms" in result:
                 what = f"step at ZeRO-{level}, {ranks} ranks"
-                why = "on a CPU it shards nothing, and so gathers nothing" if made["made"] == DDP else ""
-                rows.append(against(what, f"{name} ({made['made']})", ms[f"zero{level}"], made["ms"], "ms", why=why))
+                why = "on a CPU it shards nothing, and so gathers nothing" if result["made"] == DDP else ""
+                rows.append(
+                    against(what, f"{name} ({result['made']})", ms[f"zero{level}"], result["ms"], "ms", why=why)
+                )
             else:
-                notes.append(f"{name} on {ranks} ranks does not run here: {made['failed']}")
+                notes.append(f"{name} on {ranks} ranks does not run here: {result['failed']}")
     finish(args, "sharded_step", numbers, rows, notes, packages=packages(args.peers))
 
 
@@ -94,7 +98,7 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def measured(ranks: int, device: str, shape: dict[str, Any]) -> dict[str, float]:
+def measure_in_child(ranks: int, device: str, shape: dict[str, Any]) -> dict[str, float]:
     """Median milliseconds of each contender's step, from a process of its own."""
     words = [__file__, "--child", str(ranks), "--device", device]
     words += [str(x) for name, value in shape.items() for x in (f"--{name}", value)]
@@ -113,17 +117,17 @@ def run_child(args: Any) -> None:
         print(json.dumps(result), flush=True)
 
 
-def peer(name: str, ranks: int, shape: dict[str, Any]) -> dict[str, Any]:
+def measure_peer(name: str, ranks: int, shape: dict[str, Any]) -> dict[str, Any]:
     """{"ms": median of a step, "made": the class that holds the model}, or {"failed": why it does not run here}."""
     python = sys.executable if name.startswith("accelerate") else environments.python_of("deepspeed")
     script = str(ROOT / "scripts" / "bench" / "lib" / "sharded_peer.py")
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), script, name]
     try:
-        found = child([*words, json.dumps(shape)], 1, python, timeout=600)
+        result = child([*words, json.dumps(shape)], 1, python, timeout=600)
     except RuntimeError as error:
         lines = [line for line in str(error).splitlines() if "Error" in line and "ChildFailed" not in line]
         return {"failed": (lines or [str(error)[:200]])[-1].strip()[:300]}
-    return {key: found[key] for key in ("ms", "made")}
+    return {key: result[key] for key in ("ms", "made")}
 
 
 def packages(with_peers: bool) -> dict[str, str]:

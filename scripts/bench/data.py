@@ -8,8 +8,8 @@ data. Padding is what batches of a fixed number of rows would have if they were 
 
     python scripts/bench/data.py --rows 1000000 --data path/to/data --output result.json
 
---data names a folder that holds sst2/train.tsv (label, tab, sentence), whose sentences are repeated until there are
-enough rows; without it the sentences of scripts/samples are used.
+The folder of --data holds sst2/train.tsv (label, tab, sentence), whose sentences are repeated until there are enough
+rows; without it the sentences of scripts/samples are used.
 """
 
 import json

@@ -89,6 +89,12 @@ def measure_rank(folder: str, millions: int, asynchronous: bool) -> dict[str, fl
         engine.wait_checkpoint()
         return stall, time.perf_counter() - began
 
+    def agreed(condition: bool) -> bool:
+        """Rank 0's condition, because all ranks must take the same number of steps."""
+        decision = torch.tensor(int(condition))
+        torch.distributed.broadcast(decision, 0)
+        return bool(decision)
+
     undisturbed = min(step() for _ in range(4))
     state = sum(p.to_local().numel() for p in model.parameters()) * 4 * 3  # parameters and two moments, fp32
     manager.zero_grad()
@@ -105,7 +111,7 @@ def measure_rank(folder: str, millions: int, asynchronous: bool) -> dict[str, fl
         engine.synchronize()
         engine.save_checkpoint(Path(folder) / "checkpoint", model, manager, asynchronous=True)
         began = time.perf_counter()
-        while time.perf_counter() - began < written / 2 or len(during) < 2:
+        while agreed(time.perf_counter() - began < written / 2 or len(during) < 2):
             during.append(step())
         engine.wait_checkpoint()
     return {

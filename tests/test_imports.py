@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.lib.peers import PEERS
+from scripts.bench.lib.environments import PEERS
 
 ROOT = Path(__file__).resolve().parent.parent
 EVERYTHING = {"*"}

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from engine.ops.autograd import once_differentiable
 from torch import Tensor
 
 from engine.ops import eager
+from engine.ops.autograd import once_differentiable
 from modelcenter.layers.buckets import Bucket
 from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
 from modelcenter.layers.mask import NO_MASK, Mask, add_diagonals_, toeplitz

@@ -45,7 +45,8 @@ class Sequences:
     max_seqlen: int
     lengths: list[int] | None = None
     dummy: int = 0
-    _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    # An argument of __init__, as fully_shard copies what it gives to a unit in 16 bits field by field.
+    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_lengths(cls, lengths: list[int], device: torch.device) -> "Sequences":

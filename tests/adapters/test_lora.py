@@ -305,7 +305,7 @@ def two():
 
 SHARDED = [
     ("bert", "sequence-classification", 3, 1, "fp32", False, False),
-    ("gpt_neox", "causal-lm", 3, 1, "fp32", True, False),
+    pytest.param("gpt_neox", "causal-lm", 3, 1, "fp32", True, False, marks=pytest.mark.full),
     ("llama", "causal-lm", 3, 2, "fp32", False, False),
     pytest.param("gpt2", "causal-lm", 3, 1, "fp32", False, False, marks=pytest.mark.full),
     pytest.param("llama", "causal-lm", 3, 1, "bf16", False, False, marks=pytest.mark.full),

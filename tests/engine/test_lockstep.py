@@ -82,7 +82,7 @@ def leaves(how):
         torch.ones(1)
 
 
-@pytest.mark.parametrize("how", ["killed", "hangs"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("hangs", marks=pytest.mark.full)])
 def test_a_rank_that_falls_out_is_named(how):
     """The process that runs the ranks sees the first error; the others' say who is missing and since when."""
     began = time.monotonic()

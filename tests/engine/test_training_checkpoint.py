@@ -103,7 +103,7 @@ def close(found, expected):
         torch.testing.assert_close(found[0][name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-PAIRS = [("one", "two"), ("two", "four"), ("four", "2x2"), ("2x2", "one")]
+PAIRS = [("one", "two"), ("four", "2x2"), ("2x2", "one")]
 ALL_PAIRS = [(s, t) for s in LAYOUTS for t in LAYOUTS if s != t]
 
 

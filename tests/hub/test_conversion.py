@@ -275,9 +275,10 @@ def test_presets_by_name_as_config(tmp_path):
         assert checkpoint.whole.task == "base"
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", ["gpt2", *(pytest.param(k, marks=pytest.mark.full) for k in ("gpt_neox", "cpmant"))])
-@pytest.mark.parametrize("held", [500, pytest.param(2**20, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [2, 1])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "cpmant"])
+@pytest.mark.parametrize("held", [500, 2**20])
 def test_in_small_parts(kind, workers, held, tmp_path, monkeypatch):
     """Tensors that are cut into many boxes, parts and files: the sizes of large ones, scaled down."""
     for name, size in (("plan._PART_BYTES", 1000), ("plan._SHARDS_BYTES", 9000), ("blocks._BLOCK_BYTES", 300),

@@ -538,6 +538,7 @@ print(sum(sizes), max(sizes))
 """
 
 
+@pytest.mark.full
 def test_peak_memory(saved, tmp_path):
     """Loading holds little beyond the model; saving and converting little beyond the largest tensor."""
     if not os.access("/proc/self/clear_refs", os.W_OK):

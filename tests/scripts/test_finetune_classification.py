@@ -35,6 +35,7 @@ def losses(folder: Path, name: str) -> list[float]:
     return [row.get("loss", row.get("eval_loss")) for row in rows]
 
 
+@pytest.mark.full
 def test_alone_and_under_torchrun_are_the_same_run(folder):
     main(command(flags(folder, output_dir=str(folder / "alone"))))
     two = start(*TORCHRUN, str(SCRIPT), *command(flags(folder, output_dir="two", batch_size=4)), cwd=folder)

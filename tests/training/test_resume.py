@@ -116,7 +116,8 @@ def test_a_broken_checkpoint_is_passed_over(folder, monkeypatch, capfd):
     assert_same_end(folder, "run")
 
 
-@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [1, 3])
 def test_two_ranks_that_are_killed_go_on_bit_for_bit(folder, monkeypatch, capfd, zero):
     cut = {"zero": zero, "batch_size": 2, "gradient_accumulation_steps": 2, **DROPPED}
     on_ranks(lambda: main(command(run_values(folder, "whole", **cut))), 2, timeout=90)

@@ -1,7 +1,7 @@
 """Sequences that lie one after the other on one axis of tokens, and how attention groups them."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -30,9 +30,10 @@ class Piece:
     whole: "Sequences | None" = None
 
 
-@dataclass(eq=False)
 class Sequences:
     """n sequences, one after the other.
+
+    Not a dataclass: fully_shard would copy it for each unit in 16 bits, and each unit would work out `derived` anew.
 
     Attributes:
         cu_seqlens: (n + 1,) int32, sequence i is tokens cu_seqlens[i] : cu_seqlens[i + 1].
@@ -41,12 +42,9 @@ class Sequences:
         dummy: tokens of one more sequence behind the others, by which the tokens divide among ranks; 0: there is none.
     """
 
-    cu_seqlens: Tensor
-    max_seqlen: int
-    lengths: list[int] | None = None
-    dummy: int = 0
-    # An argument of __init__, as fully_shard copies what it gives to a unit in 16 bits field by field.
-    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    def __init__(self, cu_seqlens: Tensor, max_seqlen: int, lengths: list[int] | None = None, dummy: int = 0):
+        self.cu_seqlens, self.max_seqlen, self.lengths, self.dummy = cu_seqlens, max_seqlen, lengths, dummy
+        self._derived: dict[Hashable, Any] = {}
 
     @classmethod
     def of_lengths(cls, lengths: list[int], device: torch.device) -> "Sequences":

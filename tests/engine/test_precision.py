@@ -1,10 +1,14 @@
 """16-bit training: sharded as on one process, near fp32, and fp16 that overflows and recovers."""
 
+from unittest import mock
+
 import engine_toys as toys
 import pytest
 import torch
 
 import engine
+import modelcenter
+from modelcenter.layers import sequences
 
 PLAN = [[[0], [1]], [[2, 3], [4]], [[5], []], [[6], [7]], [[8], [9]]]
 
@@ -89,6 +93,21 @@ def mixed():
 
 def test_trainable_parameters_are_kept_in_fp32_and_frozen_ones_as_they_are(two):
     assert two.run(mixed) == [(torch.bfloat16, torch.float32)] * 2
+
+
+def plans(name):
+    """How often the layers of a forward plan the rectangles of attention."""
+    model = modelcenter.from_config(name, policy=engine.Policy(precision="bf16"))
+    ids, mask = torch.randint(5, 30, (3, 9)), torch.ones(3, 9, dtype=torch.long)
+    mask[1, 4:] = 0
+    with mock.patch.object(sequences, "plan_buckets", wraps=sequences.plan_buckets) as planned:
+        model(ids, attention_mask=mask)
+    return planned.call_count
+
+
+def test_units_in_16_bits_share_what_is_worked_out_of_a_batch(two):
+    """fully_shard casts what it gives to a unit, in copies of its dataclasses."""
+    assert two.run(plans, "tiny/gpt2") == [1, 1]
 
 
 def test_bad_policies():

@@ -134,7 +134,7 @@ class Lora:
         """Put peft's layers around the linear layers, with the ranks and scales of each."""
         config = import_peft().LoraConfig(
             r=self.rank,
-            lora_alpha=self._alpha,
+            lora_alpha=self._alpha if self.saved is None else self.saved.alpha,
             lora_dropout=self.dropout,
             target_modules=list(state.ranks),
             rank_pattern={re.escape(name): rank for name, rank in state.ranks.items() if rank != self.rank},

@@ -74,9 +74,8 @@ class BlockReader:
         checkpoint = self._checkpoint
         if side == checkpoint.side:
             name = checkpoint.names[key]
-            return checkpoint.source.read(name, block, self._buffer.tensor(block, checkpoint.source.dtype(name))).to(
-                dtype
-            )
+            stored = self._buffer.tensor(block, checkpoint.source.dtype(name))
+            return checkpoint.source.read(name, block, stored).to(dtype)
         out = self._buffer.tensor(block, dtype)
         self._fill(side, key, block, out)
         return out

@@ -51,7 +51,7 @@ def _open_shards(index: Path) -> FileSource:
 
 
 def _open_megatron_parts(files: Sequence[Path]) -> FileSource:
-    """Files of ranks, with the rank before each name: "2:word_embeds.weight" (convert.megatron puts them together)."""
+    """Files of ranks, with the rank before each name: "2:word_embeds.weight" (convert.legacy.megatron joins them)."""
     tensors: dict[str, TensorInfo] = {}
     loaded: dict[str, torch.Tensor] = {}
     for path in files:

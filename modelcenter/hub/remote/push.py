@@ -19,11 +19,9 @@ from modelcenter.hub.files.names import (
     WEIGHT_FILES,
     is_replaced,
 )
-from modelcenter.hub.files.weight_files import open_weight_files
 from modelcenter.hub.files.weight_index import find_weights
 from modelcenter.hub.remote.download import XET_ADVICE
 from modelcenter.hub.resolve import resolve
-from modelcenter.hub.weights import FileWeights, blueprint_of
 from modelcenter.registry import ARCHITECTURES
 
 # What executes code when it is loaded, or may.
@@ -115,6 +113,9 @@ def _code_of(directory: Path) -> set[str]:
 
 def _check_tensors(directory: Path, say: Callable[[str], None]) -> None:
     """Compare headers with config.json: every tensor there, and known, and of its shape. Reads no weights."""
+    from modelcenter.hub.files.weight_files import open_weight_files  # torch, which the checks before this do without
+    from modelcenter.hub.weights import FileWeights, blueprint_of
+
     with open_weight_files(find_weights(directory)) as source:
         files = resolve(directory)
         if str(files.config.get("model_type")) not in ARCHITECTURES:

@@ -1,5 +1,6 @@
 """The lock of an output folder: two runs in it would remove and overwrite each other's checkpoints."""
 
+import fcntl
 import os
 import platform
 import time
@@ -9,11 +10,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from modelcenter.hub.files.locks import is_same_file, try_lock
-
-try:
-    import fcntl
-except ImportError:  # not a Unix: nobody is kept out
-    fcntl = None  # type: ignore[assignment]
 
 _FILE = ".lock"
 _PATIENCE = 120.0  # seconds for which a file server may keep the lock of a node that has died
@@ -60,4 +56,4 @@ def lock_folder(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
 
 def _lock(file: BinaryIO) -> bool:
     """Whether nobody else has the file. The lock is of this process alone: children that outlive it do not keep it."""
-    return fcntl is None or try_lock(lambda: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB))
+    return try_lock(lambda: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB))

@@ -1,4 +1,7 @@
-"""Collectives over ranks: of losses, results, Python objects and errors. In one process each is the identity."""
+"""Collectives over ranks: of losses, results, Python objects and errors.
+
+All but ``gather_objects`` and ``first_difference``, which need a process group, also work in one process.
+"""
 
 from __future__ import annotations
 

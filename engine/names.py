@@ -13,7 +13,7 @@ def clean_name(name: str) -> str:
     return plain.replace(".base_layer.", ".")
 
 
-def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(clean name, tensor) of all parameters, tied ones once, and of all persistent buffers."""
     for name, parameter in model.named_parameters():
         yield clean_name(name), parameter

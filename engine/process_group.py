@@ -1,6 +1,6 @@
-"""The process group: what a launcher says of this rank, its device, and how the ranks meet and part.
+"""The process group: what a launcher says about this rank, its device, and how the ranks meet and part.
 
-Works on its arguments alone; what was decided is kept in ``engine.runtime``.
+Keeps no settings: what was decided is kept in ``engine.runtime``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What the engine notes on objects that are not its own: on parameters, modules and models.
 
 A note is an attribute whose name begins with ``_engine``, and lives as long as its object: a parameter that is replaced
-by its shard leaves its notes behind (``engine.shards.user_attributes`` are carried over). All notes
-are listed here. They are attributes and no table of records because a step reads one for each parameter.
+by its shard leaves its notes behind (``engine.shards.user_attributes`` are carried over). All notes on parameters,
+modules and models are listed here; ``engine.recompute`` marks the functions that it wraps itself. They are attributes
+and no table of records because a step reads one for each parameter.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def zero_level(model: nn.Module) -> int:
 
 
 def note_parameters(model: nn.Module) -> None:
-    """Note on the parameters of ``model``, where they are new, how they are rounded and which stages have them."""
+    """Note on each parameter of ``model`` how it is rounded and, in a pipeline, which stages have it."""
     policy, stages = policy_of(model), stages_of(model)
     note = round_at_random if policy is not None and policy.precision == "bf16-sr" else note_name
     for full_name, parameter in model.named_parameters():

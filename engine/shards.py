@@ -16,7 +16,7 @@ from torch import nn
 
 from engine import runtime
 from engine.init import init_parameters_, module_rule, on_meta, stand_in
-from engine.names import clean_name, stored_tensors
+from engine.names import clean_name, model_tensors
 from engine.parallel.mesh import device_mesh
 from engine.registry import note_parameters, stages_of
 from engine.tensors import detached, is_shard, local_box, local_tensor
@@ -46,7 +46,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         from engine.parallel.fsdp import reshard
 
         reshard(model)  # after an evaluation the model may still show gathered parameters
-    return {name: detached(tensor) for name, tensor in stored_tensors(model)}
+    return {name: detached(tensor) for name, tensor in model_tensors(model)}
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

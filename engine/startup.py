@@ -16,10 +16,10 @@ from engine.process_group import choose_device, init_process_group, launched_ran
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Over how many ranks each kind of parallelism splits. Raises ValueError for sizes that make no sense.
+    """Over how many ranks each kind of parallelism splits; see ``init_distributed``.
 
-    Attributes:
-        see ``init_distributed``.
+    Raises:
+        ValueError: a size that makes no sense.
     """
 
     pp_size: int

@@ -116,4 +116,4 @@ def same_start():
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     if (runtime := sys.modules.get("engine.runtime")) is not None:
-        runtime._runtime = runtime.Runtime()
+        runtime.configure(runtime.Runtime())

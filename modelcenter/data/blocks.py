@@ -134,10 +134,8 @@ class Blocks:
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
         """Numbers of the pieces of these rows: see Examples."""
         counts = [len(self.pieces(int(row))) for row in rows]
-        return (
-            np.concatenate([int(row) * SEQUENCES_PER_ROW + np.arange(n) for row, n in zip(rows, counts, strict=True)])
-            % 2**31
-        )
+        numbers = [int(row) * SEQUENCES_PER_ROW + np.arange(n) for row, n in zip(rows, counts, strict=True)]
+        return np.concatenate(numbers) % 2**31
 
     def where(self, row: int) -> str:
         """The file and document of a row: "corpus:document 12"."""

@@ -7,7 +7,7 @@ import torch
 
 import engine
 import modelcenter as mc
-from engine.names import stored_tensors
+from engine.names import model_tensors
 from engine.registry import stages_of
 from modelcenter.compare import pack_rows, pad_rows, rows_for
 from modelcenter.testing import randomize_
@@ -134,7 +134,7 @@ def test_four_ranks_train_as_one_process(four, name, task, sizes, fields):
 
 def held(sizes, fields):
     model = built("tiny/t5", "seq2seq-lm", sizes, fields)
-    return {name for name, _ in stored_tensors(model) if "layers" not in name}, stages_of(model).copies
+    return {name for name, _ in model_tensors(model) if "layers" not in name}, stages_of(model).copies
 
 
 def test_a_stage_has_what_its_units_read(four):

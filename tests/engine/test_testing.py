@@ -115,7 +115,6 @@ def test_ranks_use_one_thread(two):
     assert two.run(threads) == [1, 1]
 
 
-@pytest.mark.full
 def test_ranks_of_a_process_that_had_groups():
     """Groups that the parent dropped, or keeps in a cache, are not ended in its ranks, where their threads are not."""
     code = """

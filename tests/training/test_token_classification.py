@@ -237,10 +237,8 @@ def test_lists_that_a_table_of_texts_holds():
     assert word_tags.words_of(made, "words", tagged=True) == rows
     assert word_tags.tags_of(made, "tags", rows) == [["O", "B-X"], ["O"]]
     numbered = Table({"tags": [[1, 0], [0]]}, made.origins, {"tags": ["b-x", "o"]})
-    assert word_tags.tags_of(numbered, "tags", rows, ("O", "B-X")) == [
-        ["O", "B-X"],
-        ["B-X"],
-    ]  # as the source calls them
+    # As the source calls them.
+    assert word_tags.tags_of(numbered, "tags", rows, ("O", "B-X")) == [["O", "B-X"], ["B-X"]]
     plain = Table({"words": ["[ 1 ]", "[x] b c"]}, made.origins)
     assert word_tags.words_of(plain, "words", tagged=True) == [["[", "1", "]"], ["[x]", "b", "c"]]
 

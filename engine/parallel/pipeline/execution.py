@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine import runtime
 from engine.collectives import first_difference
-from engine.names import clean_name, stored_tensors
+from engine.names import clean_name, model_tensors
 from engine.parallel.pipeline.p2p import Neighbours, group_of
 from engine.parallel.pipeline.schedule import split_units, stage_actions
 from engine.parallel.pipeline.stages import Stages, remove_tensors
@@ -79,7 +79,7 @@ class Pipeline(Stages):
         self._neighbours = Neighbours(mesh, chunks)
         # What several stages have, and the group of these. All ranks make the groups, in one order.
         self._shared: dict[str, dist.ProcessGroup] = {}
-        for name, _ in stored_tensors(model):
+        for name, _ in model_tensors(model):
             at = next((at for module, at in self.homes.items() if name.startswith(f"{module}.")), [0])
             group = group_of(mesh, dist.group.WORLD, tuple(at)) if len(at) > 1 else None
             if group is not None and self.rank in at:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.collectives import gather_objects
-from engine.names import clean_name, state_dict_tensors, stored_tensors
+from engine.names import clean_name, model_tensors, state_dict_tensors
 from engine.parallel.pipeline.p2p import Neighbours
 from engine.parallel.pipeline.schedule import split_units
 from engine.registry import ABSENT, set_stages, stages_of
@@ -34,7 +34,7 @@ class Stages:
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.rank, self.size = mesh["pp"].get_local_rank(), mesh["pp"].size()
-        self.whole = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in stored_tensors(model)}
+        self.whole = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in model_tensors(model)}
         first: dict[int, str] = {}
         self.names = {name: first.setdefault(id(tensor), name) for name, tensor in state_dict_tensors(model)}
         self.parameters = [clean_name(name) for name, _ in model.named_parameters()]
@@ -49,7 +49,7 @@ class Stages:
 
     def elsewhere(self, model: nn.Module) -> set[str]:
         """Names of parameters and persistent buffers that other stages hold and ``model``, this one, does not."""
-        return set(self.whole) - {name for name, _ in stored_tensors(model)}
+        return set(self.whole) - {name for name, _ in model_tensors(model)}
 
 
 def split_block_lists(model: nn.Module, lists: Iterable[nn.ModuleList], mesh: DeviceMesh) -> None:

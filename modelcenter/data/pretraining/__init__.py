@@ -1,1 +1,1 @@
-"""Pretraining: text into token files, and what is asked of the tokens."""
+"""Pretraining: text into token files, and the objectives trained on them."""

@@ -52,7 +52,7 @@ def repeated_header_error(path: Path, place: str) -> ValueError:
 
 def _needs_no_name(rows: list[list[str]], column: int) -> bool:
     """Whether a header may leave a column without a name: the first, where it numbers the rows as an index that pandas
-    writes; one that is empty throughout, as behind a separator at the end of each line."""
+    writes; one that is empty throughout, as after a separator at the end of each line."""
     values = [row[column].strip() for row in rows]
     is_index = column == 0 and all(map(str.isdecimal, values)) and 2 < len(set(values)) == len(values)
     return is_index or not any(values)

@@ -102,7 +102,7 @@ class _Row:
         labels = np.full(len(ids), IGNORED, np.int32)
         for start, end in ((start + len(prefix), end + len(prefix)) for start, end in answers):
             labels[start:end] = ids[start:end]
-        return cls(number, ids, labels, tuple(tokens[end - 1] for _, end in answers))
+        return cls(number, ids, labels, tuple(tokens[end - 1] for _, end in answers if end))
 
     @property
     def has_answer(self) -> bool:

@@ -86,13 +86,14 @@ class Batches:
         return self.examples.batch(self.rows[i]) | self.options  # the IndexError of rows ends a loop over the batches
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class Task(ABC):
     """One kind of training. Made by `from_flags` for a training run, by `for_inference` for a trained model.
 
     A training run calls the methods in this order: from_flags, adopt_label_order (if it starts from a checkpoint),
-    model_options or special_tokens, on_model_built, tokenize, metric_names, precompute, on_train_begin, evaluate and
-    samples. predict and evaluate call read_data, for_inference, inference_examples, and predict or evaluate.
+    model_options and, for random weights, special_tokens, on_model_built, tokenize, metric_names, precompute,
+    on_train_begin, evaluate and samples. predict and evaluate call read_data, for_inference, inference_examples, and
+    predict or evaluate.
 
     Attributes:
         name: in TASKS. head: task of the model. loss_fn: what is trained on; None: the loss of the model's own head.

@@ -45,7 +45,7 @@ class LabelledExamples(TokenExamples):
         return f"[{label_text(self.labels, self.targets, row)}] {super().show(row, tokenizer)}"
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class Classification(Task):
     """Text classification. Flags: ClassificationConfig.
 
@@ -68,7 +68,7 @@ class Classification(Task):
 
     @classmethod
     def from_flags(cls, cfg: ClassificationConfig) -> Self:
-        """See Task; also data.sources, data.columns and data.labels for what is raised."""
+        """See Task; also data.sources, data.schemas.columns and data.schemas.labels for what is raised."""
         table, eval_table = read_splits(cfg)
         columns = find_columns(table, cfg.text_column, cfg.text_pair_column, cfg.label_column)
         group = group_column(table, cfg.group_column, cfg.form)

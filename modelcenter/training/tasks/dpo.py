@@ -111,7 +111,7 @@ class PreferenceLoss:
         return losses.sum() / totals["loss"]
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class DPO(LanguageModelling):
     """Preferences. Flags: DPOConfig.
 
@@ -126,7 +126,7 @@ class DPO(LanguageModelling):
 
     @classmethod
     def from_flags(cls, cfg: DPOConfig) -> Self:  # type: ignore[override]
-        """See Task; also data.preferences for what is raised."""
+        """See Task; also data.schemas.preferences for what is raised."""
         table, eval_table = read_splits(cfg)
         columns = find_preference_columns(table, cfg.role_columns())
         cfg.set_role_columns(columns)

@@ -41,7 +41,7 @@ from modelcenter.training.tasks.structured_examples import (
 log = logging.getLogger("modelcenter")
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class LanguageModelling(Task):
     """Instructions, chats, objects and plain text. Flags: LMConfig.
 
@@ -66,7 +66,7 @@ class LanguageModelling(Task):
 
     @classmethod
     def from_flags(cls, cfg: LMConfig) -> Self:
-        """See Task; also data.conversations for what is raised."""
+        """See Task; also data.schemas.conversations for what is raised."""
         table, eval_table = read_splits(cfg)
         columns = find_chat_columns(table, cfg.role_columns())
         cfg.set_role_columns(vars(columns))

@@ -75,7 +75,7 @@ class ChoiceExamples(TokenExamples):
         return f"[choice {number + 1} of {self.counts[row]}{'' if self.targets is None else ' is right'}] {text}"
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class MultipleChoice(Task):
     """Multiple choice. Flags: MultipleChoiceConfig.
 
@@ -97,7 +97,7 @@ class MultipleChoice(Task):
 
     @classmethod
     def from_flags(cls, cfg: MultipleChoiceConfig) -> Self:
-        """See Task; also data.choices for what is raised."""
+        """See Task; also data.schemas.choices for what is raised."""
         table, eval_table = read_splits(cfg)
         columns = find_choice_columns(table, **cfg.role_columns())
         cfg.set_role_columns({**dataclasses.asdict(columns), "choices": ",".join(columns.choices)})

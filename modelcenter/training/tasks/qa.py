@@ -103,7 +103,7 @@ class AnswerScores:
         return result
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class QuestionAnswering(WindowTask):
     """Extractive question answering. Flags: QAConfig.
 

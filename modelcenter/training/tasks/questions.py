@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from modelcenter.data.readers import Table
 from modelcenter.data.readers.literals import parse_list, parse_object
+from modelcenter.data.table import Table
 from modelcenter.training.tasks.column_roles import find_named, strings
 
 QUESTIONS = ("question", "query", "question_text")
@@ -51,9 +51,8 @@ def read_questions(table: Table, question: str, context: str, answers: str | Non
         ValueError: a row without question or context; answers that are not texts with their starts.
     """
     questions, contexts = strings(table, question), strings(table, context)
-    questions = [
-        text.lstrip() for text in questions
-    ]  # SQuAD has some after many spaces, which some tokenizers make tokens of
+    # SQuAD has some after many spaces, which some tokenizers make tokens of.
+    questions = [text.lstrip() for text in questions]
     for column, texts in ((question, questions), (context, contexts)):
         empty = next((i for i, text in enumerate(texts) if not text.strip()), None)
         if empty is not None:

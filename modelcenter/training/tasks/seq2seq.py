@@ -84,7 +84,7 @@ class SourceTargetExamples(TokenExamples):
         return [text or "" for text in column_texts(self.table, column, lang)]
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class SequenceToSequence(Task):
     """Texts from texts. Flags: Seq2SeqConfig.
 

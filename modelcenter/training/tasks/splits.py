@@ -4,8 +4,8 @@ import dataclasses
 
 from modelcenter.data import sources
 from modelcenter.data.batching.mixture import mixed, parse_weights
-from modelcenter.data.readers import Table, concatenate
 from modelcenter.data.schemas.forms import apply_form
+from modelcenter.data.table import Table, concatenate
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.tasks.column_roles import group_column, groups_of
 

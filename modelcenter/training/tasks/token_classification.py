@@ -79,7 +79,7 @@ class TaggedWords(WindowExamples):
         return shortened(" ".join(w if t == OUTSIDE else f"{w}/{t}" for w, t in zip(words, tags, strict=True)))
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class TokenClassification(WindowTask):
     """Tags for words. Flags: TokenClassificationConfig.
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from modelcenter.data.readers import Table
 from modelcenter.data.readers.literals import parse_lists
 from modelcenter.data.schemas.class_names import reordered_ids_to_names
 from modelcenter.data.schemas.entity_spans import has_entity_spans, spans_to_tags
+from modelcenter.data.table import Table
 from modelcenter.training.metrics.qa import is_han
 from modelcenter.training.tasks.column_roles import find_named
 
@@ -129,6 +129,6 @@ def encode_tags(
 
 
 def inside_tags(names: tuple[str, ...]) -> np.ndarray:
-    """For each tag the one that goes on inside its word: I-PER behind B-PER, where there is such a tag."""
+    """For each tag the one that goes on inside its word: I-PER after B-PER, where there is such a tag."""
     number = {name: i for i, name in enumerate(names)}
     return np.array([number.get("I-" + name[2:], i) if name[:2] == "B-" else i for i, name in enumerate(names)])

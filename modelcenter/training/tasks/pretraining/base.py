@@ -40,7 +40,7 @@ log = logging.getLogger("modelcenter")
 _EVALUATION_SEED = 0  # of what is random in examples: the same in all evaluations, and in all runs
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class Pretraining(Task):
     """Pretraining on text. A subclass gives its objective. Flags: PretrainConfig.
 

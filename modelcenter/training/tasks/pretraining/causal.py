@@ -13,7 +13,7 @@ from modelcenter.training.tasks.pretraining.base import Pretraining
 from modelcenter.training.tasks.pretraining.prompts import encode_prompts
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class CausalPretraining(Pretraining):
     """Causal pretraining. Flags: PretrainLMConfig.
 

@@ -50,7 +50,7 @@ class MaskedMetrics:
         return result
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class MaskedPretraining(Pretraining):
     """Masked-language-model pretraining. Flags: MLMConfig."""
 

@@ -16,7 +16,7 @@ from modelcenter.training.tasks.pretraining.base import Pretraining, document_en
 from modelcenter.training.tasks.pretraining.prompts import encode_prompts
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class SpanCorruptionPretraining(Pretraining):
     """Span corruption. Flags: SpanCorruptionConfig."""
 

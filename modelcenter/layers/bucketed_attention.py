@@ -43,7 +43,7 @@ def bucketed_attention(
 ) -> Tensor:
     """q (T, heads * head_dim), k and v (T', kv_heads * head_dim), in rectangles of both -> (T, heads * head_dim).
 
-    seen: the mask in each of the pairs, where that is known already; read on a GPU only.
+    seen: the mask in each of the pairs, where that is known already; not read on a CPU.
     """
     if q.device.type == "cpu":
         mask = options.mask

@@ -35,7 +35,7 @@ from scripts.finetune_classification import main
 
 @pytest.fixture
 def folder(tmp_path):
-    return write_folder(tmp_path, train=27)
+    return write_folder(tmp_path, train=27, dev=4)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])

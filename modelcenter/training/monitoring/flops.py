@@ -5,7 +5,7 @@ Counted are the products of linear layers, of attention and with the vocabulary,
 and addition: at every token, and with the vocabulary only where there is a label. Not counted are recomputation in
 backward and padding, which take time and add nothing. As is usual, every layer counts whole at every token: also the
 last one, which computes only the states that the head reads (Model.reads), and also at tokens that are left out
-(Model.needed). In short models with few labels this makes the share look better than the products alone.
+(Model.without_unneeded). In short models with few labels this makes the share look better than the products alone.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""From flags to a run that can start: ranks, resolved flags, model, optimizer, and what --dry_run prints of them."""
+"""From flags to a run that can start: ranks, resolved flags, model, optimizer, and the memory they take."""

@@ -1,8 +1,8 @@
 """Flags whose values depend on the machine, the ranks, the model or the rows: what `auto` and none mean for this run.
 
-A run resolves each as soon as it knows what the flag depends on, in the order of the first four functions below. Beside
-the task, which sets its own flags, nothing else changes the configuration of a run; config.yaml has the results. What
-these functions call only computes.
+A run resolves each as soon as it knows what the flag depends on, in the order of the first four functions below.
+Beside these, the task sets its own flags, and trained.resolve_model_names those that name models; config.yaml has the
+results. The functions called here return values and change no flags.
 """
 
 from collections.abc import Mapping

@@ -51,11 +51,8 @@ def main() -> int:
     args = p.parse_args()
     out = Path(args.output).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for name in (
-        LOG,
-        SUMMARY,
-        *(f"{name}.json" for name in args.only),
-    ):  # so that no earlier run's results are taken for this one's
+    # So that no earlier run's results are taken for this one's.
+    for name in (LOG, SUMMARY, *(f"{name}.json" for name in args.only)):
         (out / name).unlink(missing_ok=True)
     ends, summary, failed = time.monotonic() + 60 * args.minutes, [], False
     for name, step in steps(args.device, args.quick).items():

@@ -246,17 +246,10 @@ def test_scores_of_another_search_do_not_compare():
     rows = SimpleNamespace(fingerprint=lambda: {"rows": 3, "sha256": {"a": "x"}})
     moved = SimpleNamespace(fingerprint=lambda: {"rows": 3, "sha256": {"b": "x"}})
     before, now = (model_selection.evaluation_conditions(Seq2SeqConfig(num_beams=n), rows) for n in (1, 4))
-    assert (
-        model_selection.changed_condition(before, now) == "num_beams"
-        and model_selection.changed_condition({}, now) is None
-    )
-    assert (
-        model_selection.changed_condition(now, model_selection.evaluation_conditions(Seq2SeqConfig(num_beams=4), moved))
-        is None
-    )
-    assert (
-        model_selection.changed_condition(now, model_selection.evaluation_conditions(Seq2SeqConfig(), None)) is None
-    )  # nothing is scored
+    changed = model_selection.changed_condition
+    assert changed(before, now) == "num_beams" and changed({}, now) is None
+    assert changed(now, model_selection.evaluation_conditions(Seq2SeqConfig(num_beams=4), moved)) is None
+    assert changed(now, model_selection.evaluation_conditions(Seq2SeqConfig(), None)) is None  # nothing is scored
 
 
 def test_an_evaluation_without_the_metric_of_now_is_made_again():

@@ -3,22 +3,21 @@
 import json
 import re
 import resource
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from toydata import command, write_folder
-from toyruns import (
-    run_values,
-    short_run_values,
-    stop_at,
-)
+from toyruns import run_values, short_run_values, stop_at
 
 import engine
 import engine.checkpoint.training
 from engine.testing import run as on_ranks
 from modelcenter.training import loop
 from modelcenter.training.checkpoints import writer
+from modelcenter.training.checkpoints.model_selection import ModelSelection
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.stopping import Stopping
 from scripts.finetune_classification import main
@@ -32,7 +31,8 @@ def folder(tmp_path):
 def test_minutes_alone_are_a_reason_to_save():
     cfg = ClassificationConfig(output_dir="run", save_every="never", save_minutes=1.0)
     for seconds in (59, 61):
-        checkpoints = SimpleNamespace(minutes_since_last=seconds / 60)
+        checkpoints = writer.CheckpointWriter(Path("run"), 1, ModelSelection("loss", None), print)
+        checkpoints._started_at = time.monotonic() - seconds
         run: Any = SimpleNamespace(cfg=cfg, stopping=Stopping(None), checkpoints=checkpoints)
         assert loop.Run._save_is_due(run, last=False) == (seconds > 60)
 

@@ -16,7 +16,7 @@ from modelcenter.training.checkpoints.resume import Continuation
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.setup import automatic_batch_size
 from modelcenter.training.setup.automatic_batch_size import largest_batch_sizes, rows_that_fit
-from modelcenter.training.setup.batch_sizes import continued_batch_sizes
+from modelcenter.training.setup.batch_sizes import continued_batch_sizes, step_sizes
 from modelcenter.training.setup.resolve import resolve_automatic_batch_size, resolve_eval_batch_size
 from scripts.finetune_classification import main
 
@@ -140,6 +140,7 @@ def test_automatic_batch_size_on_a_gpu(monkeypatch, free, trained, more, rows):
 
 def test_evaluation_batches_where_tokens_fill_those_of_training():
     cfg = ClassificationConfig(batch_tokens=100)
+    assert step_sizes(cfg, 1) == {"gradient_accumulation_steps": 1, "global_batch_tokens": 100}
     resolve_eval_batch_size(cfg, SimpleNamespace(lengths=np.array([3, 40])), None, object())
     assert cfg.eval_batch_size == 5
     cfg = ClassificationConfig(batch_tokens=100, eval_batch_size=3)

@@ -107,7 +107,7 @@ def main() -> None:
     what, unit = f"{args.rows:,} short rows read and tokenised", "s"
     rows = [
         against(what, f"datasets.map, {args.threads} processes", seconds["modelcenter"], seconds["datasets_processes"],
-                unit, 1.0),
+                unit, 1.0, "both wait for the same Rust tokenizer; reading jsonl is Python here and C++ there"),
         against(what, "datasets.map, the tokenizer's threads", seconds["modelcenter"], seconds["datasets_threads"],
                 unit, 1.0),
         fraction("slots filled, batches of 4,096 tokens", numbers["batches"]["tokens_4096x1"]["mean"], "all slots",

@@ -38,11 +38,11 @@ def _train(verb: str, argv: Sequence[str]) -> None:
 
 
 def _predict(argv: Sequence[str]) -> None:
-    """RUN_OR_CKPT DATA [--output OUT.jsonl]: a JSON line for each row, in order"""
+    """RUN_OR_CKPT DATA [--output OUT.jsonl]: predictions of a trained model, one JSON line per row, in order"""
     from modelcenter.training.config import PredictConfig
 
     cfg = PredictConfig.from_args(
-        argv, "modelcenter predict", "What a trained model makes of rows: a JSON line for each."
+        argv, "modelcenter predict", "Predictions of a trained model: one JSON line per row, in order."
     )
     from modelcenter.training.inference.predict import run_predict
 
@@ -61,10 +61,10 @@ def _evaluate(argv: Sequence[str]) -> None:
 
 
 def _generate(argv: Sequence[str]) -> None:
-    """RUN_OR_CKPT [PROMPT ...]: continue texts, or answer them; shown as they come"""
+    """RUN_OR_CKPT [PROMPT ...]: continue or answer texts, printed as they are generated"""
     from modelcenter.training.config import GenerateConfig
 
-    about = "Continue texts with a causal model, or write what an encoder-decoder makes of them."
+    about = "Continue texts with a causal model, or generate output texts with an encoder-decoder."
     cfg = GenerateConfig.from_args(argv, "modelcenter generate", about)
     from modelcenter.training.inference.generate import run_generate
 
@@ -72,7 +72,7 @@ def _generate(argv: Sequence[str]) -> None:
 
 
 def _list(argv: Sequence[str]) -> None:
-    """[--json] [--tiny]: models that can be named; --tiny adds the test-sized presets"""
+    """[--json] [--tiny]: models that can be used by name; --tiny adds the test-sized presets"""
     if "-h" in argv or "--help" in argv:
         return print(f"usage: modelcenter list {_list.__doc__}")
     known = ("--json", "--tiny")
@@ -95,7 +95,7 @@ def _info(argv: Sequence[str]) -> None:
     """NAME [--gpus N] [--json]: parameters, files and memory of a model, without loading it"""
     from modelcenter.hub.flags import InfoConfig
 
-    about = "What is known of a model without loading it, and what training and inference of it take."
+    about = "Show what is known about a model without loading it, and the memory that training and inference need."
     cfg = InfoConfig.from_args(argv, "modelcenter info", about)
     from modelcenter.hub.info import as_json, model_info, render
     from modelcenter.hub.remote.download import HubOptions
@@ -105,10 +105,10 @@ def _info(argv: Sequence[str]) -> None:
 
 
 def _download(argv: Sequence[str]) -> None:
-    """NAME [--revision R] [--local_dir D]: a model's files, into the cache; prints where they are"""
+    """NAME [--revision R] [--local_dir D]: download a model's files into the cache and print where they are"""
     from modelcenter.hub.flags import DownloadConfig
 
-    about = "Download what loading a model takes: config, weights in one format, tokenizer. Run again, it goes on."
+    about = "Download what is needed to load a model: config, tokenizer, weights in one format. Resumes if run again."
     cfg = DownloadConfig.from_args(argv, "modelcenter download", about)
     from modelcenter.hub.remote.download import HubOptions
     from modelcenter.hub.remote.snapshot import as_json, download_snapshot
@@ -119,11 +119,11 @@ def _download(argv: Sequence[str]) -> None:
 
 
 def _push(argv: Sequence[str]) -> None:
-    """DIR REPO_ID [--private] [--revision R]: upload a checkpoint or a run's model to the Hub, checked first"""
+    """DIR REPO_ID [--private] [--revision R]: check a checkpoint or a run's model and upload it to the Hub"""
     from modelcenter.hub.flags import PushConfig
 
-    about = "Check that a directory is a whole Hugging Face checkpoint without pickles, and upload it. Run again, it "
-    cfg = PushConfig.from_args(argv, "modelcenter push", about + "goes on where it broke off.")
+    about = "Check that a directory is a complete Hugging Face checkpoint without pickles, and upload it. If run again "
+    cfg = PushConfig.from_args(argv, "modelcenter push", about + "after an interruption, it resumes.")
     from modelcenter.hub.remote.push import push_directory
 
     pushed = push_directory(
@@ -150,7 +150,7 @@ def _compare(argv: Sequence[str]) -> None:
 
 
 def _preprocess(argv: Sequence[str]) -> None:
-    """DATA --tokenizer T --output FOLDER: texts to token files for pretraining"""
+    """DATA --tokenizer T --output FOLDER: convert texts to token files for pretraining"""
     from modelcenter.preprocess import main
 
     main(argv)
@@ -164,7 +164,7 @@ def _convert(argv: Sequence[str]) -> None:
 
 
 def _verify(argv: Sequence[str]) -> None:
-    """A B: compare two checkpoints of any form, exactly; exit status 1 if they differ"""
+    """A B: compare two checkpoints of any format, exactly; exit status 1 if they differ"""
     from modelcenter.hub.commands import verify_main
 
     raise SystemExit(verify_main(argv))
@@ -207,7 +207,7 @@ def help_text() -> str:
     for verb, function in VERBS.items():
         arguments, _, purpose = (function.__doc__ or "").partition(": ")
         lines += [f"  {f'{verb} {arguments}':<56} {purpose}"]
-    lines += ["", "`modelcenter VERB --help` says more. --traceback shows where an error comes from.", ""]
+    lines += ["", "`modelcenter VERB --help` lists the flags of a verb. --traceback shows where an error arose.", ""]
     lines += ["With several processes: torchrun --nproc_per_node N -m modelcenter finetune TASK ..."]
     return "\n".join(lines)
 

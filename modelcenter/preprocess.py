@@ -21,19 +21,22 @@ from modelcenter.data.token_files import is_tokens
 def main(argv: Sequence[str]) -> None:
     """`modelcenter preprocess`. Raises ValueError for wrong data, tokenizer or folder."""
     p = Parser(prog="modelcenter preprocess", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("data", metavar="DATA", nargs="+", help="files, folders, patterns, or a Hub data set")
+    p.add_argument("data", metavar="DATA", nargs="+", help="files, directories or glob patterns, or a Hub data set")
     p.add_argument("--tokenizer", required=True, help="Hub name or directory of the tokenizer")
-    p.add_argument("--output", required=True, metavar="FOLDER", help="the folder to make")
-    p.add_argument("--text_column", help="the column of texts (default: found by name and content)")
+    p.add_argument("--output", required=True, metavar="FOLDER", help="folder to create")
+    p.add_argument("--text_column", help="column with the text (default: detected by name and content)")
     p.add_argument("--data_config", help="configuration of a Hub data set")
     p.add_argument("--split", default="train", help="split of the data (default: %(default)s)")
     p.add_argument(
         "--document", choices=("line", "paragraph", "file"), default="line",
-        help="what a document of a txt file is: a line, lines up to an empty one, or the file (default: %(default)s)",
+        help="what counts as a document in a txt file: each line, lines up to the next empty one, or the whole file "
+        "(default: %(default)s)",
     )  # fmt: skip
-    p.add_argument("--no_eos", action="store_true", help="put no end token after each document")
-    p.add_argument("--workers", type=int, default=0, help="processes that tokenise (default: the tokenizer's threads)")
-    p.add_argument("--limit", type=int, help="stop after so many documents")
+    p.add_argument("--no_eos", action="store_true", help="do not put an end token after each document")
+    p.add_argument(
+        "--workers", type=int, default=0, help="processes that tokenise (default: 0, the tokenizer's threads)"
+    )
+    p.add_argument("--limit", type=int, help="stop after this many documents")
     args = p.read(list(argv))
     for name, least in (("workers", 0), ("limit", 1)):
         value = getattr(args, name)

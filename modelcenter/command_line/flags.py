@@ -167,7 +167,7 @@ def parser(cls: type[Flags], prog: str | None = None, description: str | None = 
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=120),
         usage=" ".join([prog or "%(prog)s", *positional, "[--config FILE] [--flag VALUE ...]"]),
     )
-    result.add_argument("--config", metavar="FILE", help="YAML file of these flags; the command line wins")
+    result.add_argument("--config", metavar="FILE", help="YAML file of these flags; the command line overrides it")
     groups: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         about, shape = field.metadata, _argument_shape(cls, field)

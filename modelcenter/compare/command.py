@@ -1,7 +1,7 @@
 """Compare a model with another implementation of it: loss, logits, gradients, and the first layer that differs.
 
 `modelcenter compare CHECKPOINT` runs a checkpoint here and in transformers; `modelcenter compare A B` runs two
-checkpoints here. The parity tests (modelcenter.testing) stand on the same functions.
+checkpoints here. The parity tests (modelcenter.testing) use the same functions.
 """
 
 import json
@@ -16,13 +16,15 @@ from modelcenter.compare.checkpoints import compare_checkpoints
 def main(argv: Sequence[str]) -> int:
     """`modelcenter compare`; returns the exit status: 0 equal, 1 different. Raises ValueError for wrong flags."""
     parser = Parser(prog="modelcenter compare", description=__doc__)
-    parser.add_argument("first", metavar="A", help="a run, or a checkpoint: name, directory or distributed")
+    parser.add_argument("first", metavar="A", help="run or checkpoint: Hub name, directory or distributed checkpoint")
     parser.add_argument(
-        "second", metavar="B", nargs="?", help="another checkpoint (default: A's export in transformers)"
+        "second", metavar="B", nargs="?", help="another checkpoint (default: A, exported and run in transformers)"
     )
-    parser.add_argument("--data", help="file of texts: txt, json, jsonl, csv, tsv or parquet (default: random tokens)")
-    parser.add_argument("--task", choices=registry.TASKS, help="the head (default: the one the checkpoint names)")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest difference (default: %(default)s)")
+    parser.add_argument("--data", help="file with texts (txt, json, jsonl, csv, tsv, parquet; default: random tokens)")
+    parser.add_argument("--task", choices=registry.TASKS, help="head to compare (default: the one in the checkpoint)")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-5, help="largest allowed difference (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.read(list(argv))
     from modelcenter.hub.run_folder import find_step

@@ -21,18 +21,20 @@ def _parser(verb: str, about: str) -> Parser:
 
 
 def _where_flags(parser: Parser) -> None:
-    parser.add_argument("--config", metavar="NAME|FILE", help="config.json to take in place of the checkpoint's")
+    parser.add_argument("--config", metavar="NAME|FILE", help="config.json to use instead of the checkpoint's")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
-    parser.add_argument("--token", help="for private repositories (default: HF_TOKEN, or that of `hf auth login`)")
-    parser.add_argument("--cache_dir", metavar="DIR", help="of downloads (default: huggingface_hub's cache)")
-    parser.add_argument("--local_files_only", action="store_true", help="take Hub models from the cache only")
+    parser.add_argument("--token", help="Hub access token (default: HF_TOKEN, or the token of `hf auth login`)")
+    parser.add_argument("--cache_dir", metavar="DIR", help="cache of downloads (default: huggingface_hub's)")
+    parser.add_argument("--local_files_only", action="store_true", help="use cached Hub models only")
 
 
 def _source_flags(parser: Parser) -> None:
     _where_flags(parser)
-    parser.add_argument("--prefix", default="", metavar="P", help="what precedes the names in the files ('module.')")
     parser.add_argument(
-        "--ignore", action="append", default=[], metavar="GLOB", help="tensors to leave out; may be given again"
+        "--prefix", default="", metavar="P", help="prefix of tensor names in the files, such as 'module.'"
+    )
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="GLOB", help="tensors to leave out; can be repeated"
     )
 
 
@@ -50,10 +52,18 @@ def _conversion() -> Any:
 
 
 def _work_flags(parser: Parser) -> None:
-    parser.add_argument("--dtype", metavar="D", help="of floating tensors: float32, bfloat16, float16 (default: kept)")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per processor, at most 8)")
-    parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)")
-    parser.add_argument("--verify", action="store_true", help="read all files again and compare their hashes")
+    parser.add_argument(
+        "--dtype",
+        metavar="D",
+        help="convert floating-point tensors to float32, bfloat16 or float16 (default: unchanged)",
+    )
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="number of processes (default: one per processor, at most 8)"
+    )
+    parser.add_argument(
+        "--max_shard_size", default="5GB", metavar="SIZE", help="largest size of one file (default: %(default)s)"
+    )
+    parser.add_argument("--verify", action="store_true", help="read all files back and compare their hashes")
 
 
 def _request(args: argparse.Namespace) -> Any:
@@ -75,15 +85,15 @@ def _show(args: argparse.Namespace, result: Any, **more: Any) -> None:
 
 def convert_main(argv: Sequence[str]) -> int:
     about = (
-        "Convert a checkpoint, tensor by tensor, with all the heads it holds.\n\n"
-        "SRC is a name of `modelcenter list`, a Hub id, a Hugging Face directory (safetensors or .bin), a distributed\n"
-        "or training checkpoint, or a run's folder. DST appears when it is complete. An interrupted conversion goes\n"
-        "on when it is started again."
+        "Convert a checkpoint, tensor by tensor, with all its heads.\n\n"
+        "SRC is a name from `modelcenter list`, a Hub name, a Hugging Face directory (safetensors or .bin), a\n"
+        "distributed or training checkpoint, or a run folder. DST appears only once it is complete. To continue an\n"
+        "interrupted conversion, run the same command again."
     )
     parser = _parser("convert", about)
-    parser.add_argument("source", metavar="SRC")
-    parser.add_argument("target", metavar="DST")
-    parser.add_argument("--to", required=True, choices=("hf", "distributed"), help="form of DST")
+    parser.add_argument("source", metavar="SRC", help="checkpoint to convert")
+    parser.add_argument("target", metavar="DST", help="directory to write")
+    parser.add_argument("--to", required=True, choices=("hf", "distributed"), help="format of DST")
     _source_flags(parser)
     _work_flags(parser)
     args = parser.read(list(argv))
@@ -102,17 +112,22 @@ def export_main(argv: Sequence[str], export_adapter: Callable[..., str | None] |
     """
     about = (
         "Write the model of a run or of a checkpoint as a Hugging Face directory.\n\n"
-        "Of a run: its final model, or its last checkpoint while it has none, or the one that --step names."
+        "For a run, this is its final model, its last checkpoint if it has no final model yet, or the checkpoint that\n"
+        "--step names."
     )
     parser = _parser("export", about)
-    parser.add_argument("source", metavar="RUN_OR_CKPT")
-    parser.add_argument("target", metavar="DST")
-    parser.add_argument("--step", metavar="N|best|last", help="checkpoint of a run (default: its final model)")
+    parser.add_argument("source", metavar="RUN_OR_CKPT", help="run folder or checkpoint")
+    parser.add_argument("target", metavar="DST", help="directory to write")
+    parser.add_argument("--step", metavar="N|best|last", help="which checkpoint of a run (default: its final model)")
     _source_flags(parser)
     _work_flags(parser)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--merge", action="store_true", help="of a run with an adapter: the whole model (the default)")
-    how.add_argument("--keep_adapter", action="store_true", help="of a run with an adapter: that alone, for peft")
+    how.add_argument(
+        "--merge", action="store_true", help="for a run with an adapter: write the merged model (the default)"
+    )
+    how.add_argument(
+        "--keep_adapter", action="store_true", help="for a run with an adapter: write only the adapter, for peft"
+    )
     args = parser.read(list(argv))
     export = _conversion().export
     from modelcenter.hub.run_folder import find_step
@@ -142,14 +157,14 @@ def _conversion_flags(parser: Parser, args: argparse.Namespace) -> list[str]:
 
 def verify_main(argv: Sequence[str]) -> int:
     about = (
-        "Compare two checkpoints of any form, exactly. Both are read as Hugging Face's tensors; those that are\n"
-        "renamed, and those that hold nothing of their own, are listed. Exit status 1 if anything differs."
+        "Compare two checkpoints of any format, exactly. Both are read as Hugging Face tensors. Tensors that are\n"
+        "renamed, or that hold no values of their own, are listed. The exit status is 1 if anything differs."
     )
     parser = _parser("verify", about)
-    parser.add_argument("first", metavar="A")
-    parser.add_argument("second", metavar="B")
+    parser.add_argument("first", metavar="A", help="a checkpoint")
+    parser.add_argument("second", metavar="B", help="the checkpoint to compare it with")
     _where_flags(parser)
-    parser.add_argument("--target_revision", help="of B, where that is another than --revision (default: --revision)")
+    parser.add_argument("--target_revision", help="revision of B (default: that of --revision)")
     args = parser.read(list(argv))
     from modelcenter.hub.verify import verify
 

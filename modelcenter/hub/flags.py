@@ -6,7 +6,10 @@ from functools import partial
 from modelcenter.command_line.flags import Flags, flag
 
 _what, _hub, _output = partial(flag, "what"), partial(flag, "hub"), partial(flag, "output")
-_TOKEN = "of the Hub, for private and gated models; none: HF_TOKEN, or that of `hf auth login`, which leave no trace"
+_TOKEN = (
+    "Hub access token, for private and gated models; if not given, HF_TOKEN or the token of `hf auth login`, which, "
+    "unlike this flag, leave no trace in the shell history"
+)
 
 
 # fmt: off
@@ -14,12 +17,13 @@ _TOKEN = "of the Hub, for private and gated models; none: HF_TOKEN, or that of `
 class DownloadConfig(Flags):
     """Flags of download."""
 
-    name: str | None = _what(None, "Hub name, or a name of `modelcenter list`", positional=True)
-    revision: str | None = _hub(None, "branch, tag or commit; none: the preset's, or main", "model_revision")
+    name: str | None = _what(None, "Hub name, or a name from `modelcenter list`", positional=True)
+    revision: str | None = _hub(None, "branch, tag or commit; if not given, the preset's, or main", "model_revision")
     token: str | None = _hub(None, _TOKEN, "hub_token")
-    cache_dir: str | None = _output(None, "cache to download into; none: huggingface_hub's (HF_HOME)")
-    local_dir: str | None = _output(None, "directory to download into, in place of the cache")
-    all: bool = _output(False, "every file of the repository, not only config, weights in one format and tokenizer")
+    cache_dir: str | None = _output(None, "cache directory to download into; if not given, huggingface_hub's (HF_HOME)")
+    local_dir: str | None = _output(None, "directory to download into, instead of the cache")
+    all: bool = _output(False, "download every file of the repository, instead of only config, tokenizer and weights "
+        "in one format")
     json: bool = _output(False, "print one JSON object")
 
 
@@ -27,14 +31,14 @@ class DownloadConfig(Flags):
 class PushConfig(Flags):
     """Flags of push."""
 
-    dir: str | None = _what(None, "Hugging Face directory, or the folder of a run, whose model/ it then is",
-        positional=True)
-    repo_id: str | None = _what(None, "OWNER/NAME of the repository, made if there is none", positional=True)
-    private: bool | None = _hub(None, "a new repository is private; none: as its owner's settings say",
+    dir: str | None = _what(None, "Hugging Face directory, or a run folder, of which model/ is pushed", positional=True)
+    repo_id: str | None = _what(None, "OWNER/NAME of the repository, created if it does not exist", positional=True)
+    private: bool | None = _hub(None, "make a new repository private; if not given, the owner's settings decide",
         "hub_private_repo")
-    revision: str | None = _hub(None, "branch to commit to, made if there is none; none: main", "hub_revision")
+    revision: str | None = _hub(None, "branch to commit to, created if it does not exist; main if not given",
+        "hub_revision")
     token: str | None = _hub(None, _TOKEN, "hub_token")
-    message: str = _hub("Upload model", "of the commit", "commit_message")
+    message: str = _hub("Upload model", "commit message", "commit_message")
     json: bool = _output(False, "print one JSON object")
 
 
@@ -42,11 +46,11 @@ class PushConfig(Flags):
 class InfoConfig(Flags):
     """Flags of info."""
 
-    name: str | None = _what(None, "name of `modelcenter list`, Hub name, directory, run or distributed checkpoint",
+    name: str | None = _what(None, "name from `modelcenter list`, Hub name, directory, run or distributed checkpoint",
         positional=True)
-    gpus: int = _what(8, "GPUs over which the ZeRO levels of the table shard")
-    revision: str | None = _hub(None, "branch, tag or commit; none: the preset's, or main", "model_revision")
+    gpus: int = _what(8, "number of GPUs that the ZeRO levels of the table shard over")
+    revision: str | None = _hub(None, "branch, tag or commit; if not given, the preset's, or main", "model_revision")
     token: str | None = _hub(None, _TOKEN, "hub_token")
-    cache_dir: str | None = _hub(None, "huggingface_hub's cache; none: that of HF_HOME")
+    cache_dir: str | None = _hub(None, "cache directory of huggingface_hub; that of HF_HOME if not given")
     json: bool = _output(False, "print one JSON object")
     # fmt: on

@@ -21,19 +21,21 @@ class ClassificationConfig(TrainConfig):
     mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("text", "text_pair", "label", "group")
 
-    text_column: str | None = _data(None, "column of the text; none: found", "sentence1_key", "text_column_name",
-        "text_column_names")
-    text_pair_column: str | None = _data(None, "column of a second text; none: found by its usual names",
+    text_column: str | None = _data(None, "column with the text; detected if not given", "sentence1_key",
+        "text_column_name", "text_column_names")
+    text_pair_column: str | None = _data(None, "column with a second text; detected by its usual names if not given",
         "sentence2_key")
-    label_column: str | None = _data(None, "column of the label, or several of 0 and 1 with commas between them: the "
-        "labels a row may have; none: found, the one with few distinct values", "label_column_name")
-    group_column: str | None = _data(None, "column that says which rows belong to one question: an evaluation also "
-        "says how many questions have all their rows right", "group_column_name")
-    num_labels: int | None = _data(None, "classes: integer labels are 0 to num_labels - 1; none: counted")
-    problem_type: str | None = _data(None, "kind of label; none: found (lists are multi-label, fractions regression)",
-        choices=PROBLEM_TYPES)
-    class_weights: list[str] | None = _optimisation(None, "how much the rows of a class count in training, such as "
-        "spam=3 (the others 1); balanced: the rarer the class the more", "class_weight")
+    label_column: str | None = _data(None, "column with the label, or several comma-separated columns of 0 and 1, one "
+        "per label that a row may have; if not given, detected as the column with few distinct values",
+        "label_column_name")
+    group_column: str | None = _data(None, "column that identifies the question a row belongs to; evaluations then "
+        "also report the share of questions whose rows are all correct", "group_column_name")
+    num_labels: int | None = _data(None, "number of classes (integer labels run from 0 to num_labels - 1); counted in "
+        "the data if not given")
+    problem_type: str | None = _data(None, "kind of labels; if not given, detected: lists mean multi-label, fractions "
+        "mean regression", choices=PROBLEM_TYPES)
+    class_weights: list[str] | None = _optimisation(None, "weight of the rows of each class in the training loss, such "
+        "as spam=3 (all others 1); balanced: weights inversely proportional to class frequency", "class_weight")
     # fmt: on
 
     def check(self) -> None:

@@ -65,121 +65,136 @@ class TrainConfig(Flags):
     mixes: ClassVar[bool] = False  # entries of train_data may be PATH@WEIGHT
     roles: ClassVar[tuple[str, ...]] = ()  # columns that the task reads, each with a flag ROLE_column
 
-    model: str | None = _model(None, "Hub name, local directory, folder of a run or preset; with --from_scratch a "
-        "preset or config.json", "model_name_or_path", "model_name")
+    model: str | None = _model(None, "Hub name, local directory, run folder or preset; with --from_scratch, a preset "
+        "or a config.json", "model_name_or_path", "model_name")
     revision: str | None = _model(None, "branch, tag or commit of the Hub model", "model_revision")
-    tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; none: the model's", "tokenizer_name")
-    from_scratch: bool = _model(False, "start from random weights; the vocabulary's size is the tokenizer's")
-    model_config: dict[str, Any] = _model({}, "fields of the model's configuration to change, such as dropout=0")
-    ignore_mismatched_sizes: bool = _model(False, "a head of the checkpoint that does not fit the labels starts anew")
+    tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; the model's own if not given",
+        "tokenizer_name")
+    from_scratch: bool = _model(False, "start from random weights; the vocabulary size is the tokenizer's")
+    model_config: dict[str, Any] = _model({}, "fields of the model's configuration to override, such as dropout=0")
+    ignore_mismatched_sizes: bool = _model(False, "initialise the head at random where the checkpoint's head does not "
+        "fit the labels")
 
-    train_data: list[str] | None = _data(None, "files, directories or patterns of json, jsonl, csv, tsv, parquet, txt; "
-        "or the name of a Hub data set; PATH@WEIGHT mixes several", "train_file", "dataset_name")
-    eval_data: list[str] | None = _data(None, "the same for evaluation; none: train_data's validation split, if any",
-        "validation_file", "eval_file", "dev_data")
+    train_data: list[str] | None = _data(None, "files, directories or glob patterns (json, jsonl, csv, tsv, parquet, "
+        "txt), or the name of a Hub data set; PATH@WEIGHT mixes several, in tasks that support it", "train_file",
+        "dataset_name")
+    eval_data: list[str] | None = _data(None, "evaluation data, in the same forms; if not given, the validation split "
+        "of train_data, if there is one", "validation_file", "eval_file", "dev_data")
     data_config: str | None = _data(None, "configuration of the Hub data set, such as sst2 of nyu-mll/glue",
         "dataset_config_name", "dataset_config")
     train_split: str = _data("train", "split to train on", "train_split_name")
-    eval_split: str | None = _data(None, "split to evaluate on; none: validation", "eval_split_name",
+    eval_split: str | None = _data(None, "split to evaluate on; the validation split if not given", "eval_split_name",
         "validation_split_name")
-    eval_fraction: float | None = _data(None, "hold out this fraction of the training rows for evaluation")
-    form: str | None = _data(None, "name of a published form that the rows have, of SuperGLUE or CLUE; none: columns "
-        "as named or found", "task_name", choices=tuple(FORMS))
-    columns: dict[str, str] = _data({}, "columns by role, such as text=sentence label=y; none: found")
-    max_length: int | None = _data(None, "tokens per row, special ones included, longer rows are cut; none: as many as "
-        "the model and the tokenizer take", "max_seq_length", "max_encoder_length")
+    eval_fraction: float | None = _data(None, "fraction of the training rows to hold out for evaluation")
+    form: str | None = _data(None, "name of a published format that the rows have, from SuperGLUE or CLUE; if not "
+        "given, columns are used as named or detected", "task_name", choices=tuple(FORMS))
+    columns: dict[str, str] = _data({}, "columns by role, such as text=sentence label=y; detected if not given")
+    max_length: int | None = _data(None, "maximum tokens per row, including special tokens; longer rows are cut or "
+        "split; if not given, as many as the model and the tokenizer support", "max_seq_length", "max_encoder_length")
 
     output_dir: str | None = _output(None, "folder for config.yaml, metrics.jsonl, summary.json, curves.png and model/",
         "save")
-    overwrite_output_dir: bool = _output(False, "start anew where output_dir holds a run")
-    log_every: int = _output(10, "steps between rows of metrics.jsonl", "logging_steps", "inspect_iters")
-    eval_every: str = _output("epoch", "evaluate every so many steps, at each 'epoch', or 'never' before the end",
+    overwrite_output_dir: bool = _output(False, "start over if output_dir already holds a run")
+    log_every: int = _output(10, "number of steps between rows of metrics.jsonl", "logging_steps", "inspect_iters")
+    eval_every: str = _output("epoch", "when to evaluate: every N steps, after each 'epoch', or 'never' before the end",
         "eval_steps")
-    save_every: str = _output("epoch", "write a checkpoint every so many steps, at each 'epoch', or 'never'",
+    save_every: str = _output("epoch", "when to write a checkpoint: every N steps, after each 'epoch', or 'never'",
         "save_steps", "save_iters")
-    save_minutes: float | None = _output(None, "also write a checkpoint so many minutes after the last one")
-    keep: int = _output(2, "newest checkpoints to keep; the best one stays too", "save_total_limit")
-    best_metric: str | None = _output(None, "metric of the evaluation, such as accuracy or loss: its best checkpoint "
-        "is kept and becomes model/; none: model/ is the last", "metric_for_best_model")
-    early_stopping: int | None = _output(None, "stop after so many evaluations without a better best_metric",
+    save_minutes: float | None = _output(None, "also write a checkpoint this many minutes after the last one")
+    keep: int = _output(2, "number of latest checkpoints to keep; the best one is always kept as well",
+        "save_total_limit")
+    best_metric: str | None = _output(None, "evaluation metric, such as accuracy or loss: the checkpoint with the best "
+        "value is kept and becomes model/; if not given, model/ is the last state", "metric_for_best_model")
+    early_stopping: int | None = _output(None, "stop after this many evaluations without an improvement of best_metric",
         "early_stopping_patience")
-    resume: str = _output("auto", "auto: go on from output_dir's newest whole checkpoint if the flags say the same "
-        "run; never: start anew; or a run or checkpoint to go on from, whatever its flags", "resume_from_checkpoint",
-        means={"true": "auto", "false": "never"})
-    max_time: str | None = _output(None, "save, stop and exit in order when this time has passed since the command "
-        "began, such as 90m, 8h or 1-12:00:00")
-    trackers: list[str] | None = _output(None, "where curves go besides metrics.jsonl: tensorboard, wandb, mlflow, "
-        "trackio, ...; none: tensorboard where it and accelerate are installed; 'no': nowhere", "report_to", "log_with")
-    push_to_hub: str | None = _output(None, "repository, owner/name, that the final model is pushed to", "hub_model_id")
-    dry_run: bool = _output(False, "print the plan, run one step, write nothing")
+    resume: str = _output("auto", "auto: resume from the latest complete checkpoint in output_dir if the flags "
+        "describe the same run; never: start over; or the path of a run or checkpoint to resume from, whatever its "
+        "flags", "resume_from_checkpoint", means={"true": "auto", "false": "never"})
+    max_time: str | None = _output(None, "save, stop and exit cleanly once this much time has passed since the command "
+        "started, such as 90m, 8h or 1-12:00:00")
+    trackers: list[str] | None = _output(None, "where to send curves besides metrics.jsonl: tensorboard, wandb, "
+        "mlflow, trackio, ...; 'no': nowhere; if not given, tensorboard if it and accelerate are installed",
+        "report_to", "log_with")
+    push_to_hub: str | None = _output(None, "Hub repository (owner/name) to push the final model to", "hub_model_id")
+    dry_run: bool = _output(False, "print the plan, run one step and write nothing")
 
-    batch_size: int = _batches(32, "rows per rank and microbatch; auto: as many as fit, global_batch_size stays",
-        "per_device_train_batch_size", "train_batch_size", means={"auto": -1})
-    batch_tokens: int | None = _batches(None, "tokens per rank and microbatch, in place of batch_size: batches are "
-        "filled to this")
-    global_batch_tokens: int | None = _batches(None, "tokens per step over all ranks, a multiple of batch_tokens; sets "
-        "the accumulation")
-    global_batch_size: int | None = _batches(None, "rows per step over all ranks; sets the accumulation")
-    gradient_accumulation_steps: int | None = _batches(None, "microbatches per step and rank; none: 1, or what "
-        "global_batch_size asks", "accumulation_steps")
-    eval_batch_size: int | None = _batches(None, "rows per rank in evaluation; none: twice batch_size, or with "
-        "batch_tokens as many of the longest rows as have twice its tokens", "per_device_eval_batch_size")
-    epochs: float = _batches(3.0, "passes over the training rows", "num_train_epochs", "num_epochs")
-    max_steps: int | None = _batches(None, "stop after so many steps, whatever epochs says", "train_iters",
+    batch_size: int = _batches(32, "rows per rank and microbatch; auto: as many as fit in memory, with "
+        "global_batch_size unchanged", "per_device_train_batch_size", "train_batch_size", means={"auto": -1})
+    batch_tokens: int | None = _batches(None, "tokens per rank and microbatch, instead of batch_size: batches are "
+        "filled up to this number")
+    global_batch_tokens: int | None = _batches(None, "tokens per step over all ranks, a multiple of batch_tokens; "
+        "determines the gradient accumulation")
+    global_batch_size: int | None = _batches(None, "rows per step over all ranks; determines the gradient accumulation")
+    gradient_accumulation_steps: int | None = _batches(None, "microbatches per step and rank; if not given, 1, or what "
+        "global_batch_size requires", "accumulation_steps")
+    eval_batch_size: int | None = _batches(None, "rows per rank in evaluation; if not given, twice batch_size, or with "
+        "batch_tokens as many of the longest rows as fit in twice that many tokens", "per_device_eval_batch_size")
+    epochs: float = _batches(3.0, "number of passes over the training rows", "num_train_epochs", "num_epochs")
+    max_steps: int | None = _batches(None, "stop after this many steps, regardless of epochs", "train_iters",
         "max_train_steps")
 
     lr: float = _optimisation(3e-5, "peak learning rate", "learning_rate")
-    lr_scheduler: str = _optimisation("linear", "course of the learning rate after the warmup", "lr_scheduler_type",
+    lr_scheduler: str = _optimisation("linear", "schedule of the learning rate after the warmup", "lr_scheduler_type",
         "lr_decay_style", choices=SCHEDULERS, means={"constant_with_warmup": "constant"})
-    warmup: float = _optimisation(0.06, "steps over which the learning rate rises; below 1 a fraction of all steps",
-        "warmup_steps", "warmup_ratio", "warmup_iters", "num_warmup_steps")
-    weight_decay: float = _optimisation(0.01, "decoupled weight decay, of matrices only: not of biases and norms")
-    max_grad_norm: float = _optimisation(1.0, "clip the global gradient norm to this; 0: do not clip", "clip_grad")
+    warmup: float = _optimisation(0.06, "number of steps over which the learning rate rises to its peak; a value below "
+        "1 is a fraction of all steps", "warmup_steps", "warmup_ratio", "warmup_iters", "num_warmup_steps")
+    weight_decay: float = _optimisation(0.01, "decoupled weight decay, applied to matrices only (not to biases and "
+        "norms)")
+    max_grad_norm: float = _optimisation(1.0, "clip the global gradient norm to this value; 0: no clipping",
+        "clip_grad")
     label_smoothing: float = _optimisation(0.0, "share of a label's weight that training spreads over all classes",
         "label_smoothing_factor")
-    optimizer: str = _optimisation("adamw", "optimizer; muon: for matrices, adamw for the rest", "optim",
-        choices=OPTIMIZERS, means={"adamw_torch": "adamw", "adamw_torch_fused": "adamw",
-        "adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit"})
-    adam_beta1: float = _optimisation(0.9, "AdamW's decay of the gradient's mean; also Lion's first beta")
-    adam_beta2: float | None = _optimisation(None, "AdamW's decay of the gradient's square; also Lion's second beta; "
-        "none: 0.999, with lion 0.99")
+    optimizer: str = _optimisation("adamw", "optimizer; muon: Muon for matrices, AdamW for the rest", "optim",
+        choices=OPTIMIZERS,
+        means={"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_8bit": "adamw8bit",
+        "adamw_bnb_8bit": "adamw8bit"})
+    adam_beta1: float = _optimisation(0.9, "AdamW's decay rate of the mean gradient; also Lion's first beta")
+    adam_beta2: float | None = _optimisation(None, "AdamW's decay rate of the squared gradient; also Lion's second "
+        "beta; if not given, 0.999, or 0.99 with lion")
     adam_epsilon: float = _optimisation(1e-8, "AdamW's epsilon", "adam_eps")
-    seed: int = _optimisation(42, "of the order of rows, new weights and dropout")
+    seed: int = _optimisation(42, "random seed for the order of rows, new weights and dropout")
 
-    lora_rank: int | None = _adapters(None, "train low-rank updates of this rank in place of the weights; none: train "
-        "the weights", "lora_r")
-    lora_alpha: float | None = _adapters(None, "an update counts alpha / rank times; none: 2 * rank")
-    lora_dropout: float = _adapters(0.0, "dropout of what goes into an update")
-    lora_targets: list[str] | None = _adapters(None, "layers that get updates, by our names (q, v, mlp.up) or Hugging "
-        "Face's (q_proj); none: every linear layer outside heads", "lora_target_modules", "lora_target")
-    use_dora: bool = _adapters(False, "DoRA: the updates change directions, and lengths are trained beside them")
-    use_rslora: bool = _adapters(False, "an update counts alpha / sqrt(rank) times")
-    quantize: str | None = _adapters(None, "keep the weights under the updates in 4 bits: nf4 or fp4 (bitsandbytes)")
-    freeze: list[str] | None = _adapters(None, "patterns of parameters that are not trained, such as embed.* or "
-        "layers.[0-5].*, by our names or Hugging Face's")
-    add_tokens: list[str] | None = _adapters(None, "words that become tokens of their own, with new rows in the model")
+    lora_rank: int | None = _adapters(None, "train low-rank updates (LoRA) of this rank instead of the weights; if not "
+        "given, train the weights", "lora_r")
+    lora_alpha: float | None = _adapters(None, "low-rank updates are scaled by alpha / rank; 2 * rank if not given")
+    lora_dropout: float = _adapters(0.0, "dropout on the input of a low-rank update")
+    lora_targets: list[str] | None = _adapters(None, "layers that get low-rank updates, by ModelCenter's names (q, v, "
+        "mlp.up) or Hugging Face's (q_proj); if not given, every linear layer outside the heads", "lora_target_modules",
+        "lora_target")
+    use_dora: bool = _adapters(False, "use DoRA: low-rank updates change the direction of the weights, and their "
+        "magnitude is trained separately")
+    use_rslora: bool = _adapters(False, "use rsLoRA: scale low-rank updates by alpha / sqrt(rank)")
+    quantize: str | None = _adapters(None, "keep the weights under the low-rank updates in 4 bits: nf4 or fp4 (needs "
+        "bitsandbytes)")
+    freeze: list[str] | None = _adapters(None, "patterns of parameters to leave untrained, such as embed.* or "
+        "layers.[0-5].*, by ModelCenter's names or Hugging Face's")
+    add_tokens: list[str] | None = _adapters(None, "words to add to the vocabulary as tokens of their own, with new "
+        "rows in the model")
 
-    precision: str = _engine("auto", "arithmetic. auto: bf16 on a GPU that has it, else fp32. Weights stay in fp32 but "
-        "for bf16-params (fp32 masters in the optimizer) and bf16-sr (none: rounded at random)",
-        "mixed_precision", choices=PRECISIONS, means={"no": "fp32"})
-    zero: int = _engine(3, "shard over the ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters",
-        "zero_level", "zero_stage", choices=(0, 1, 2, 3))
-    dp_replicate: int = _engine(1, "groups of ranks that each hold the whole (sharded) model")
-    tp: int = _engine(1, "ranks that split each layer (tensor parallelism)", "tp_size", "tensor_parallel_size")
-    cp: int = _engine(1, "ranks that split the tokens of a batch (context parallelism)", "cp_size",
+    precision: str = _engine("auto", "arithmetic precision. auto: bf16 on a GPU that supports it, otherwise fp32. "
+        "Weights are stored in fp32, except with bf16-params (bf16 weights, fp32 masters in the optimizer) and bf16-sr "
+        "(bf16 weights, no masters, stochastic rounding)", "mixed_precision", choices=PRECISIONS, means={"no": "fp32"})
+    zero: int = _engine(3, "what to shard over the ranks (ZeRO level): 0 nothing, 1 optimizer state, 2 also gradients, "
+        "3 also parameters", "zero_level", "zero_stage", choices=(0, 1, 2, 3))
+    dp_replicate: int = _engine(1, "number of groups of ranks that each hold a complete (sharded) copy of the model")
+    tp: int = _engine(1, "number of ranks that split each layer (tensor parallelism)", "tp_size",
+        "tensor_parallel_size")
+    cp: int = _engine(1, "number of ranks that split the tokens of a batch (context parallelism)", "cp_size",
         "context_parallel_size")
-    pp: int = _engine(1, "stages of a pipeline, each with some of the blocks", "pp_size", "pipe_size",
-        "pipeline_parallel_size")
-    pp_schedule: str = _engine("1f1b", "order of work in a pipeline; interleaved: each rank has two parts of the model",
-        choices=("1f1b", "interleaved"))
-    recompute: str = _engine("none", "activations to compute again in backward, which saves memory: all of a block, or "
-        "what is cheap", choices=RECOMPUTES)
+    pp: int = _engine(1, "number of pipeline stages, each with some of the blocks (pipeline parallelism)", "pp_size",
+        "pipe_size", "pipeline_parallel_size")
+    pp_schedule: str = _engine("1f1b", "order of work in the pipeline; interleaved: each rank holds two parts of the "
+        "model", choices=("1f1b", "interleaved"))
+    recompute: str = _engine("none", "activations to recompute in the backward pass instead of storing them, which "
+        "saves memory; full: all of each block; selective: only what is cheap", choices=RECOMPUTES)
     compile: bool = _engine(False, "compile each block with torch.compile", "torch_compile")
-    offload: str = _engine("none", "keep the optimizer's masters and moments in host memory",
+    offload: str = _engine("none", "optimizer: keep the optimizer's master weights and moments in host memory",
         choices=("none", "optimizer"))
-    peak_flops: float | None = _engine(None, "operations a second that one device can do, such as 989e12, to which mfu "
-        "in metrics.jsonl is the share that was used; none: its maker's for known GPUs, no mfu on others")
-    prefetch: int = _engine(2, "batches made ahead by a thread; 0: none", "dataloader_prefetch_factor")
+    peak_flops: float | None = _engine(None, "peak operations per second of one device, such as 989e12, from which mfu "
+        "in metrics.jsonl is computed; if not given, the manufacturer's figure for known GPUs, and no mfu on other "
+        "devices")
+    prefetch: int = _engine(2, "number of batches that a background thread prepares ahead; 0: none",
+        "dataloader_prefetch_factor")
     # fmt: on
 
     def check(self) -> None:

@@ -21,25 +21,26 @@ class DPOConfig(TrainConfig):
     task: ClassVar[str] = "dpo"
     roles: ClassVar[tuple[str, ...]] = ("prompt", "input", "chosen", "rejected", "system", "tools")
 
-    prompt_column: str | None = _data(None, "column of what is asked; none: found, or what the chosen and the rejected "
-        "messages begin with", "instruction_column")
-    input_column: str | None = _data(None, "column of what an instruction is about, put after it; none: found beside a "
-        "column named instruction")
-    chosen_column: str | None = _data(None, "column of the better answer, a text or messages; none: found")
-    rejected_column: str | None = _data(None, "column of the worse answer; none: found")
-    system_column: str | None = _data(None, "column of a system prompt; none: found by its usual names")
-    tools_column: str | None = _data(None, "column of the tools that a chat may call, which the template writes; none: "
-        "found, where there is one")
-    template: str = _data("auto", "chat: the tokenizer's own template; plain: a line for each turn; none: nothing "
-        "between prompt and answer; or a Jinja file. auto: chat where there is one, else plain", "chat_template")
-    too_long: str = _data("cut", "rows longer than max_length: cut from the right (pairs left out, where nothing of an "
-        "answer is left), drop or error", choices=TOO_LONG)
-    reference: str | None = _model(None, "Hub name or directory of the model that answers are compared with; none: the "
-        "model as it is at the start", "ref_model", "reference_model")
-    beta: float = _optimisation(0.1, "how closely the model is held to the reference")
-    loss_type: str = _optimisation("sigmoid", "sigmoid: DPO; ipo: squared distance of the log-probabilities per token "
-        "to 1 / (2 beta)", choices=LOSSES)
-    label_smoothing: float = _optimisation(0.0, "share of pairs that are taken to be the wrong way round",
+    prompt_column: str | None = _data(None, "column with the prompt; if not given, detected, or taken from the "
+        "messages with which both chosen and rejected begin", "instruction_column")
+    input_column: str | None = _data(None, "column with the input of an instruction, appended to it; if not given, "
+        "detected beside a column named instruction")
+    chosen_column: str | None = _data(None, "column with the better answer, as text or messages; detected if not given")
+    rejected_column: str | None = _data(None, "column with the worse answer; detected if not given")
+    system_column: str | None = _data(None, "column with a system prompt; detected by its usual names if not given")
+    tools_column: str | None = _data(None, "column with the tools that a chat may call, which the chat template "
+        "writes; detected if not given")
+    template: str = _data("auto", "how a conversation becomes text. chat: the tokenizer's chat template; plain: one "
+        "line per turn; none: nothing between prompt and answer; or the path of a Jinja file. auto: chat if the "
+        "tokenizer has a template, otherwise plain", "chat_template")
+    too_long: str = _data("cut", "what to do with rows longer than max_length: cut them from the right (pairs in which "
+        "no part of an answer is left are dropped), drop them, or stop with an error", choices=TOO_LONG)
+    reference: str | None = _model(None, "Hub name or directory of the reference model; if not given, the model as it "
+        "is at the start", "ref_model", "reference_model")
+    beta: float = _optimisation(0.1, "how closely the model is held to the reference; higher is closer")
+    loss_type: str = _optimisation("sigmoid", "sigmoid: DPO; ipo: squared distance of the log-probability margin per "
+        "token from 1 / (2 beta)", choices=LOSSES)
+    label_smoothing: float = _optimisation(0.0, "assumed share of pairs in which chosen and rejected are swapped",
         "label_smoothing_factor")
     # fmt: on
 

@@ -22,18 +22,20 @@ _answers, _texts = partial(flag, "answers"), partial(flag, "texts")
 class SearchFlags(Flags):
     """How texts are generated; see modelcenter.generation.generate."""
 
-    max_new_tokens: int | None = _search(None, "tokens to add at most; none: 128, or what the model has positions for")
-    num_beams: int = _search(1, "sequences that beam search keeps; 1: none", "beam_size")
-    do_sample: bool = _search(False, "draw tokens instead of taking the best")
-    temperature: float = _search(1.0, "divides the scores before a draw")
-    top_k: int = _search(0, "draw among so many best tokens; 0: all")
-    top_p: float = _search(1.0, "draw among the fewest tokens whose probabilities reach this")
-    repetition_penalty: float = _search(1.0, "divides the score of tokens that came already")
-    length_penalty: float = _search(1.0, "of beams: above 0 favours long texts")
-    no_repeat_ngram_size: int = _search(0, "n: no n tokens twice; 0: any")
-    num_return_sequences: int = _search(1, "texts for each prompt")
-    stop_strings: list[str] | None = _search(None, "texts that end an answer", "stop")
-    seed: int = _search(0, "of the draws")
+    max_new_tokens: int | None = _search(None, "maximum number of tokens to generate; if not given, 128, or fewer if "
+        "the model has no positions left for so many")
+    num_beams: int = _search(1, "number of beams; 1: no beam search", "beam_size")
+    do_sample: bool = _search(False, "sample tokens instead of always taking the most probable one")
+    temperature: float = _search(1.0, "divides the scores before sampling")
+    top_k: int = _search(0, "sample from this many most probable tokens; 0: all")
+    top_p: float = _search(1.0, "sample from the smallest set of tokens whose probabilities add up to this")
+    repetition_penalty: float = _search(1.0, "factor by which tokens that already occurred are made less likely; 1: no "
+        "penalty")
+    length_penalty: float = _search(1.0, "exponent of the length in beam scores; above 0 favours long texts")
+    no_repeat_ngram_size: int = _search(0, "no sequence of this many tokens occurs twice; 0: no limit")
+    num_return_sequences: int = _search(1, "number of texts per prompt")
+    stop_strings: list[str] | None = _search(None, "strings at which generation stops", "stop")
+    seed: int = _search(0, "random seed for sampling")
     # fmt: on
 
     def search(self) -> dict[str, Any]:
@@ -51,7 +53,7 @@ class SearchFlags(Flags):
 
 
 def _column(what: str, *aliases: str) -> Any:
-    return flag("columns", None, f"column of {what}; none: the run's, or found", *aliases)
+    return flag("columns", None, f"column with {what}; if not given, the run's, or detected", *aliases)
 
 
 # fmt: off
@@ -62,19 +64,19 @@ class ColumnFlags(Flags):
     text_column: str | None = _column("the text")
     text_pair_column: str | None = _column("a second text")
     label_column: str | None = _column("the label")
-    group_column: str | None = _column("what question a row belongs to")
-    context_column: str | None = _column("the text that is asked about")
+    group_column: str | None = _column("the question that a row belongs to")
+    context_column: str | None = _column("the text that the question is about")
     question_column: str | None = _column("the question")
-    choices_column: str | None = _column("a list of choices, or several with commas between them", "choices_columns")
+    choices_column: str | None = _column("a list of choices, or several comma-separated columns", "choices_columns")
     answers_column: str | None = _column("the answers")
     words_column: str | None = _column("the words, a list in each row")
     tags_column: str | None = _column("the tags")
-    source_column: str | None = _column("what is read")
-    target_column: str | None = _column("what is to be written", "summary_column")
+    source_column: str | None = _column("the input text")
+    target_column: str | None = _column("the text to generate", "summary_column")
     messages_column: str | None = _column("the messages of a chat")
-    prompt_column: str | None = _column("what is asked", "instruction_column")
-    input_column: str | None = _column("what an instruction is about")
-    response_column: str | None = _column("the answer of an instruction", "completion_column")
+    prompt_column: str | None = _column("the prompt", "instruction_column")
+    input_column: str | None = _column("the input of an instruction")
+    response_column: str | None = _column("the answer to an instruction", "completion_column")
     system_column: str | None = _column("a system prompt")
     tools_column: str | None = _column("the tools that a chat may call")
     chosen_column: str | None = _column("the better answer")
@@ -87,40 +89,50 @@ class ColumnFlags(Flags):
 class PredictConfig(ColumnFlags, SearchFlags):
     """Flags of predict, and most of evaluate."""
 
-    run: str | None = _model(None, "folder of a run, checkpoint directory or Hub name", positional=True)
-    data: list[str] | None = _data(None, "files, directories or patterns; or a Hub data set", positional=True)
-    tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; none: the model's", "tokenizer_name")
+    run: str | None = _model(None, "run folder, checkpoint directory or Hub name", positional=True)
+    data: list[str] | None = _data(None, "files, directories or glob patterns, or the name of a Hub data set",
+        positional=True)
+    tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; the model's own if not given",
+        "tokenizer_name")
     revision: str | None = _model(None, "branch, tag or commit of the Hub model", "model_revision")
-    output: str | None = _output(None, "file to write; none: the terminal", "output_file")
-    split: str | None = _data(None, "split of the data; none: the one there is, or validation, or test", "eval_split")
+    output: str | None = _output(None, "file to write; the terminal if not given", "output_file")
+    split: str | None = _data(None, "split of the data; if not given, the only one, or validation, or test",
+        "eval_split")
     data_config: str | None = _data(None, "configuration of the Hub data set", "dataset_config_name", "dataset_config")
-    form: str | None = _data(None, "published form that the rows have, such as wic; raw: columns as named or found; "
-        "none: the run's", "task_name", choices=("raw", *FORMS))
-    columns: dict[str, str] = _data({}, "columns by role, such as text=sentence; none: the run's, or found")
-    max_length: int | None = _data(None, "tokens per row; none: the run's, or what the model takes", "max_seq_length",
-        "max_source_length")
-    template: str = _texts("auto", "how a prompt is written: chat, plain, none or a Jinja file. auto: as the run's",
-        "chat_template")
-    source_lang: str | None = _texts(None, "language to translate from; none: the run's")
-    target_lang: str | None = _texts(None, "language to translate to; none: the run's")
-    prefix: str | None = _texts(None, "text put before each source; none: the run's", "source_prefix")
-    metrics: list[str] | None = _texts(None, "how written texts are judged: rouge, bleu, chrf, accuracy, squad; none: "
-        "as in the run")
-    language: str | None = _texts(None, "zh: Chinese characters are words to these metrics; none: as in the run",
-        choices=LANGUAGES)
-    max_new_tokens: int | None = _search(None, "tokens to write at most; none: the run's, or 128, or what the model "
-        "has positions for")
-    num_beams: int | None = _search(None, "sequences that beam search keeps; none: the run's, or 1", "beam_size")
-    length_penalty: float | None = _search(None, "of beams: above 0 favours long texts; none: the run's, or 1")
-    no_repeat_ngram_size: int | None = _search(None, "n: no n tokens twice; none: the run's, or 0")
-    top_k: int = _search(0, "draw among so many best tokens; 0: all. Of a masked model: tokens for each mask; 0: 5")
-    null_threshold: float | None = _answers(None, "of questions that may have no answer: how much better `no answer` "
-        "must score to be given; none: the run's, or 0", "null_score_diff_threshold")
-    max_answer_length: int | None = _answers(None, "tokens of an answer in a text, at most; none: the run's, or 30")
-    n_best: int | None = _answers(None, "answers that share the probability; none: the run's, or 20", "n_best_size")
+    form: str | None = _data(None, "name of a published format that the rows have, such as wic; raw: columns as named "
+        "or detected; if not given, the run's", "task_name", choices=("raw", *FORMS))
+    columns: dict[str, str] = _data({}, "columns by role, such as text=sentence; if not given, the run's, or detected")
+    max_length: int | None = _data(None, "maximum tokens per row; if not given, the run's, or what the model supports",
+        "max_seq_length", "max_source_length")
+    template: str = _texts("auto", "how a prompt is written: chat, plain, none or the path of a Jinja file. auto: as "
+        "in the run", "chat_template")
+    source_lang: str | None = _texts(None, "language to translate from; the run's if not given")
+    target_lang: str | None = _texts(None, "language to translate to; the run's if not given")
+    prefix: str | None = _texts(None, "text put before each source; the run's if not given", "source_prefix")
+    metrics: list[str] | None = _texts(None, "metrics of generated texts: rouge, bleu, chrf, accuracy, squad; the "
+        "run's if not given")
+    language: str | None = _texts(None, "zh: these metrics treat each Chinese character as a word; the run's if not "
+        "given", choices=LANGUAGES)
+    max_new_tokens: int | None = _search(None, "maximum number of tokens to generate; if not given, the run's value, "
+        "or 128, or fewer if the model has no positions left for so many")
+    num_beams: int | None = _search(None, "number of beams; if not given, the run's, or 1 (no beam search)",
+        "beam_size")
+    length_penalty: float | None = _search(None, "exponent of the length in beam scores, above 0 favours long texts; "
+        "if not given, the run's, or 1")
+    no_repeat_ngram_size: int | None = _search(None, "no sequence of this many tokens occurs twice; if not given, the "
+        "run's, or 0 (no limit)")
+    top_k: int = _search(0, "sample from this many most probable tokens; 0: all. With a masked model: predictions per "
+        "mask; 0: 5")
+    null_threshold: float | None = _answers(None, "for questions that may have no answer: by how much `no answer` must "
+        "outscore the best answer to be chosen; if not given, the run's, or 0", "null_score_diff_threshold")
+    max_answer_length: int | None = _answers(None, "maximum tokens of an answer span; if not given, the run's, or 30")
+    n_best: int | None = _answers(None, "number of answer candidates over which probabilities are computed; if not "
+        "given, the run's, or 20", "n_best_size")
     batch_size: int = _batches(64, "rows per rank and batch", "eval_batch_size", "per_device_eval_batch_size")
-    precision: str = _engine("auto", "arithmetic. auto: bf16 on a GPU that has it, else fp32", choices=PRECISIONS)
-    zero: int = _engine(3, "3 shards the weights over the ranks, 0 does not", "zero_level", choices=(0, 1, 2, 3))
+    precision: str = _engine("auto", "arithmetic precision. auto: bf16 on a GPU that supports it, otherwise fp32",
+        choices=PRECISIONS)
+    zero: int = _engine(3, "3: shard the weights over the ranks; 0: keep all weights on each rank", "zero_level",
+        choices=(0, 1, 2, 3))
     # fmt: on
 
     def check(self) -> None:
@@ -164,7 +176,8 @@ class PredictConfig(ColumnFlags, SearchFlags):
 class EvaluateConfig(PredictConfig):
     """Flags of evaluate."""
 
-    output: str | None = _output(None, "file to write, as one JSON object, besides what is printed", "output_file")
+    output: str | None = _output(None, "file to write the result to, as one JSON object, in addition to printing it",
+        "output_file")
     json: bool = _output(False, "print one JSON object")
     # fmt: on
 
@@ -174,17 +187,21 @@ class EvaluateConfig(PredictConfig):
 class GenerateConfig(SearchFlags):
     """Flags of generate."""
 
-    run: str | None = _model(None, "folder of a run, checkpoint directory or Hub name", positional=True)
-    tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; none: the model's", "tokenizer_name")
+    run: str | None = _model(None, "run folder, checkpoint directory or Hub name", positional=True)
+    tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; the model's own if not given",
+        "tokenizer_name")
     revision: str | None = _model(None, "branch, tag or commit of the Hub model", "model_revision")
-    prompt: list[str] | None = _data(None, "texts to continue; none: the lines that are typed or piped in",
-        positional="any")
-    prompts_file: str | None = _data(None, "file of prompts, one a line", "prompt_file", "input_file")
-    chat: bool = _data(False, "prompts are what a user says: the tokenizer's chat template goes around them")
-    output: str | None = _output(None, "file to write, a JSON line for each prompt; none: the terminal", "output_file")
-    batch_size: int = _batches(8, "prompts per rank at a time", "per_device_eval_batch_size")
-    precision: str = _engine("auto", "arithmetic. auto: bf16 on a GPU that has it, else fp32", choices=PRECISIONS)
-    zero: int = _engine(3, "3 shards the weights over the ranks, 0 does not", "zero_level", choices=(0, 1, 2, 3))
+    prompt: list[str] | None = _data(None, "texts to continue; if not given, lines are read from the keyboard or a "
+        "pipe", positional="any")
+    prompts_file: str | None = _data(None, "file with one prompt per line", "prompt_file", "input_file")
+    chat: bool = _data(False, "treat each prompt as a user's message and wrap it in the tokenizer's chat template")
+    output: str | None = _output(None, "file to write, one JSON line per prompt; the terminal if not given",
+        "output_file")
+    batch_size: int = _batches(8, "number of prompts per rank and batch", "per_device_eval_batch_size")
+    precision: str = _engine("auto", "arithmetic precision. auto: bf16 on a GPU that supports it, otherwise fp32",
+        choices=PRECISIONS)
+    zero: int = _engine(3, "3: shard the weights over the ranks; 0: keep all weights on each rank", "zero_level",
+        choices=(0, 1, 2, 3))
     # fmt: on
 
     def check(self) -> None:

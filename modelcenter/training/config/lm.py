@@ -22,30 +22,34 @@ class LMConfig(TrainConfig):
     mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("messages", "prompt", "input", "response", "system", "text", "answers", "tools")
 
-    messages_column: str | None = _data(None, "column of the messages of a chat; none: found")
-    prompt_column: str | None = _data(None, "column of what is asked; none: found by its usual names",
+    messages_column: str | None = _data(None, "column with the messages of a chat; detected if not given")
+    prompt_column: str | None = _data(None, "column with the prompt; detected by its usual names if not given",
         "instruction_column")
-    input_column: str | None = _data(None, "column of what an instruction is about, put after it; none: found beside "
-        "'instruction'")
-    response_column: str | None = _data(None, "column of the answer; none: found by its usual names",
+    input_column: str | None = _data(None, "column with the input of an instruction, appended to it; if not given, "
+        "detected beside a column named instruction")
+    response_column: str | None = _data(None, "column with the answer; detected by its usual names if not given",
         "completion_column")
-    system_column: str | None = _data(None, "column of a system prompt; none: found by its usual names")
-    text_column: str | None = _data(None, "column of plain text, all of which is trained on; none: found where there "
-        "are no chats or instructions", "dataset_text_field", "text_column_name")
-    answers_column: str | None = _data(None, "column of what is to be written where rows are objects of CPM-Bee, whose "
-        "other columns are what is known; none: '<ans>', where there is one")
-    tools_column: str | None = _data(None, "column of the tools that a chat may call, which the template writes; none: "
-        "found, where there is one")
-    template: str = _data("auto", "chat: the tokenizer's own template; plain: a line for each turn; none: nothing "
-        "between prompt and answer; or a Jinja file. auto: chat where there is one, else plain", "chat_template")
-    train_on: str = _data("all", "answers of a chat that are trained on, all or the last of each row", choices=TRAIN_ON)
-    too_long: str = _data("cut", "rows longer than max_length: cut from the right (left out, where nothing of the "
-        "answer is left; objects always), drop or error", choices=TOO_LONG)
-    token_accuracy: bool = _output(False, "evaluations also tell how often the most probable token was right; needs "
-        "memory for all logits of a batch")
-    eval_samples: int = _output(0, "answers to the first rows of the evaluation data that each evaluation writes and "
-        "shows; all are in samples.jsonl")
-    eval_max_new_tokens: int = _output(128, "tokens of such an answer at most", "generation_max_length")
+    system_column: str | None = _data(None, "column with a system prompt; detected by its usual names if not given")
+    text_column: str | None = _data(None, "column with plain text, all of which is trained on; if not given, detected "
+        "where there are no chats or instructions", "dataset_text_field", "text_column_name")
+    answers_column: str | None = _data(None, "for CPM-Bee's structured rows: column with what is to be generated, the "
+        "other columns being given; '<ans>' if not given, where there is one")
+    tools_column: str | None = _data(None, "column with the tools that a chat may call, which the chat template "
+        "writes; detected if not given")
+    template: str = _data("auto", "how a conversation becomes text. chat: the tokenizer's chat template; plain: one "
+        "line per turn; none: nothing between prompt and answer; or the path of a Jinja file. auto: chat if the "
+        "tokenizer has a template, otherwise plain", "chat_template")
+    train_on: str = _data("all", "answers of a chat to train on: all, or only the last one of each row",
+        choices=TRAIN_ON)
+    too_long: str = _data("cut", "what to do with rows longer than max_length: cut them from the right (rows in which "
+        "no part of the answer is left are dropped, and CPM-Bee's structured rows always), drop them, or stop with an "
+        "error", choices=TOO_LONG)
+    token_accuracy: bool = _output(False, "evaluations also report how often the most probable token was correct; "
+        "needs memory for all logits of a batch")
+    eval_samples: int = _output(0, "number of evaluation rows whose generated answers each evaluation shows and writes "
+        "to samples.jsonl")
+    eval_max_new_tokens: int = _output(128, "maximum number of tokens in each of these answers",
+        "generation_max_length")
     # fmt: on
 
     def check(self) -> None:

@@ -19,14 +19,14 @@ class MultipleChoiceConfig(TrainConfig):
     mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("context", "question", "choices", "label")
 
-    context_column: str | None = _data(None, "column of the text that is asked about; none: found, if there is one",
-        "context_column_name")
-    question_column: str | None = _data(None, "column of the question, or of how each choice begins; none: found, if "
-        "there is one", "question_column_name")
-    choices_column: str | None = _data(None, "column of a list of choices, or several with commas between them: "
-        "ending0,ending1; none: found", "choices_columns")
-    label_column: str | None = _data(None, "column of the right choice: its number, letter, name or text; none: found",
-        "label_column_name")
-    first_choice: int | None = _data(None, "number of the first choice where labels are numbers; none: 1 if some row "
-        "has as many as it has choices and none has 0, else 0", choices=(0, 1))
+    context_column: str | None = _data(None, "column with the text that the question is about; if not given, detected, "
+        "if there is one", "context_column_name")
+    question_column: str | None = _data(None, "column with the question, or with the beginning of each choice; if not "
+        "given, detected, if there is one", "question_column_name")
+    choices_column: str | None = _data(None, "column with a list of choices, or several comma-separated columns "
+        "(ending0,ending1); detected if not given", "choices_columns")
+    label_column: str | None = _data(None, "column with the correct choice, as a number, letter, name or text; "
+        "detected if not given", "label_column_name")
+    first_choice: int | None = _data(None, "number of the first choice where labels are numbers; if not given, 1 if no "
+        "label is 0 and some row's label equals its number of choices, otherwise 0", choices=(0, 1))
     # fmt: on

@@ -20,14 +20,14 @@ class PretrainConfig(TrainConfig):
 
     roles: ClassVar[tuple[str, ...]] = ("text",)
 
-    text_column: str | None = _data(None, "column of the text; none: found", "text_column_name")
-    document: str = _data("line", "what a document of a txt file is: a line, lines up to an empty one, or the file",
-        choices=DOCUMENTS)
-    packing: str = _data("none", "none: a row is a piece of a document; concat: rows are cut from all documents end to "
-        "end, and nothing is seen across their ends", choices=("none", "concat"))
-    streaming: bool = _data(False, "read and tokenise while training, for text too large for a pass beforehand; needs "
-        "max_steps. 'epoch' of eval_every and save_every then means 1000 steps")
-    shuffle_window: int = _data(10_000, "rows of a stream that are shuffled together", "shuffle_buffer")
+    text_column: str | None = _data(None, "column with the text; detected if not given", "text_column_name")
+    document: str = _data("line", "what counts as a document in a txt file: each line, lines up to the next empty one, "
+        "or the whole file", choices=DOCUMENTS)
+    packing: str = _data("none", "none: each row is a piece of one document; concat: all documents are joined and cut "
+        "into rows, and attention does not cross document boundaries", choices=("none", "concat"))
+    streaming: bool = _data(False, "read and tokenise during training, for text too large to process beforehand; needs "
+        "max_steps, and 'epoch' in eval_every and save_every then means 1000 steps")
+    shuffle_window: int = _data(10_000, "number of rows of a stream that are shuffled together", "shuffle_buffer")
     # fmt: on
 
     def check(self) -> None:
@@ -56,12 +56,13 @@ class MLMConfig(PretrainConfig):
 
     task: ClassVar[str] = "mlm"
 
-    mask_fraction: float = _objective(0.15, "tokens that are to be guessed", "mlm_probability")
-    whole_word: bool = _objective(False, "mask all tokens of a word or none; Chinese characters are words",
-        "whole_word_masking")
-    word_segmenter: str = _objective("none", "what finds the words of Chinese, for whole_word",
+    mask_fraction: float = _objective(0.15, "fraction of tokens to predict", "mlm_probability")
+    whole_word: bool = _objective(False, "mask all tokens of a word or none of them; each Chinese character counts as "
+        "a word", "whole_word_masking")
+    word_segmenter: str = _objective("none", "segmenter that finds Chinese words for whole_word",
         choices=("none", "rjieba"))
-    next_sentence: bool = _objective(False, "BERT's second task: does the second part of a row follow the first?")
+    next_sentence: bool = _objective(False, "also train BERT's second task: whether the second part of a row follows "
+        "the first")
     # fmt: on
 
     def check(self) -> None:
@@ -92,8 +93,8 @@ class SpanCorruptionConfig(PretrainConfig):
 
     task: ClassVar[str] = "span-corruption"
 
-    noise_density: float = _objective(0.15, "tokens that are hidden")
-    mean_span: float = _objective(3.0, "tokens hidden in a row, on average", "mean_noise_span_length")
+    noise_density: float = _objective(0.15, "fraction of tokens to hide")
+    mean_span: float = _objective(3.0, "average number of consecutive tokens to hide", "mean_noise_span_length")
     # fmt: on
 
     def check(self) -> None:

@@ -21,24 +21,24 @@ class QAConfig(TrainConfig):
     task: ClassVar[str] = "qa"
     roles: ClassVar[tuple[str, ...]] = ("question", "context", "answers")
 
-    question_column: str | None = _data(None, "column of the question; none: found", "question_column_name")
-    context_column: str | None = _data(None, "column of the text that holds the answer; none: found",
+    question_column: str | None = _data(None, "column with the question; detected if not given", "question_column_name")
+    context_column: str | None = _data(None, "column with the text that contains the answer; detected if not given",
         "context_column_name")
-    answers_column: str | None = _data(None, "column of the answers: texts and where they start; none: found",
-        "answer_column_name")
-    doc_stride: int = _data(128, "tokens that the windows of a long context share")
-    max_question_length: int = _data(64, "tokens of a question, longer ones are cut", "max_query_length")
-    wrong_answers: str = _data("drop", "training rows whose answer the context does not hold: drop and say how many, "
-        "or an error", choices=WRONG_ANSWERS)
+    answers_column: str | None = _data(None, "column with the answers, as texts and their start positions; detected if "
+        "not given", "answer_column_name")
+    doc_stride: int = _data(128, "number of tokens by which neighbouring windows of a long context overlap")
+    max_question_length: int = _data(64, "maximum tokens of a question; longer questions are cut", "max_query_length")
+    wrong_answers: str = _data("drop", "what to do with training rows whose answer is not in the context: drop them "
+        "and report how many, or stop with an error", choices=WRONG_ANSWERS)
 
-    no_answer: bool | None = _answers(None, "questions may have no answer; none: if some training rows have none",
-        "version_2_with_negative")
-    null_threshold: float = _answers(0.0, "how much better than any answer `no answer` must score to be given",
+    no_answer: bool | None = _answers(None, "whether questions may have no answer; if not given, true if some training "
+        "rows have none", "version_2_with_negative")
+    null_threshold: float = _answers(0.0, "by how much `no answer` must outscore the best answer to be chosen",
         "null_score_diff_threshold")
-    max_answer_length: int = _answers(30, "tokens of an answer, at most")
-    n_best: int = _answers(20, "answers that share the probability", "n_best_size")
-    scoring: str = _answers("auto", "exact match and F1 as SQuAD's words or as CMRC's characters; auto: by the "
-        "script of the contexts", choices=SCORINGS)
+    max_answer_length: int = _answers(30, "maximum tokens of an answer")
+    n_best: int = _answers(20, "number of answer candidates over which probabilities are computed", "n_best_size")
+    scoring: str = _answers("auto", "exact match and F1 over words as in SQuAD, or over characters as in CMRC; auto: "
+        "by the script of the contexts", choices=SCORINGS)
     # fmt: on
 
     def check(self) -> None:

@@ -25,34 +25,35 @@ class Seq2SeqConfig(TrainConfig):
     mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("source", "target", "group")
 
-    source_column: str | None = _data(None, "column of the text that is read; none: found by its usual names",
+    source_column: str | None = _data(None, "column with the input text; detected by its usual names if not given",
         "text_column")
-    target_column: str | None = _data(None, "column of the text to write; none: found by its usual names",
-        "summary_column")
-    group_column: str | None = _data(None, "column that says which rows belong to one question: accuracy also says how "
-        "many questions have all their rows right", "group_column_name")
-    source_lang: str | None = _data(None, "language to translate from: a key of the column of translations, or a "
-        "column, such as en")
+    target_column: str | None = _data(None, "column with the text to generate; detected by its usual names if not "
+        "given", "summary_column")
+    group_column: str | None = _data(None, "column that identifies the question a row belongs to; the accuracy metric "
+        "then also reports the share of questions whose rows are all correct", "group_column_name")
+    source_lang: str | None = _data(None, "language to translate from, such as en: a key in the translation column, or "
+        "a column")
     target_lang: str | None = _data(None, "language to translate to, such as de")
     prefix: str = _data("", "text put before each source, such as 'summarize: '", "source_prefix")
-    max_length: int | None = _data(None, "tokens of a source, special ones included, longer ones are cut; none: as "
-        "many as the model and the tokenizer take", "max_source_length", "max_seq_length", "max_encoder_length")
-    max_target_length: int = _data(128, "tokens of a target, its end included; longer ones are cut",
+    max_length: int | None = _data(None, "maximum tokens of a source, including special tokens; longer ones are cut; "
+        "if not given, as many as the model and the tokenizer support", "max_source_length", "max_seq_length",
+        "max_encoder_length")
+    max_target_length: int = _data(128, "maximum tokens of a target, including the end token; longer ones are cut",
         "max_decoder_length")
 
-    eval_generate: bool = _output(True, "evaluations write a text for each row and judge it; false: the loss alone",
-        "predict_with_generate")
-    metrics: list[str] | None = _output(None, "how written texts are judged: rouge, bleu, chrf, accuracy where "
-        "they are words for labels, squad (exact match and F1) where they are answers; the first decides which run is "
-        "best; none: rouge, or the form's")
-    language: str = _output("other", "zh: Chinese characters are words to these metrics", choices=LANGUAGES)
-    eval_samples: int = _output(4, "rows of the evaluation data whose texts each evaluation shows and writes to "
-        "samples.jsonl")
-    max_new_tokens: int | None = _search(None, "tokens that an evaluation writes at most; none: max_target_length",
-        "generation_max_length", "val_max_target_length", "eval_max_new_tokens")
-    num_beams: int = _search(1, "sequences that beam search keeps; 1: none", "beam_size", "generation_num_beams")
-    length_penalty: float = _search(1.0, "of beams: above 0 favours long texts")
-    no_repeat_ngram_size: int = _search(0, "n: no n tokens twice; 0: any")
+    eval_generate: bool = _output(True, "evaluations generate a text for each row and compute metrics on it; false: "
+        "only the loss", "predict_with_generate")
+    metrics: list[str] | None = _output(None, "metrics of generated texts: rouge, bleu, chrf, accuracy (for texts that "
+        "are class labels), squad (exact match and F1, for answers); the first one decides which checkpoint is best; "
+        "if not given, rouge, or the form's metric")
+    language: str = _output("other", "zh: these metrics treat each Chinese character as a word", choices=LANGUAGES)
+    eval_samples: int = _output(4, "number of evaluation rows whose generated texts each evaluation shows and writes "
+        "to samples.jsonl")
+    max_new_tokens: int | None = _search(None, "maximum number of tokens that an evaluation generates per row; "
+        "max_target_length if not given", "generation_max_length", "val_max_target_length", "eval_max_new_tokens")
+    num_beams: int = _search(1, "number of beams; 1: no beam search", "beam_size", "generation_num_beams")
+    length_penalty: float = _search(1.0, "exponent of the length in beam scores; above 0 favours long texts")
+    no_repeat_ngram_size: int = _search(0, "no sequence of this many tokens occurs twice; 0: no limit")
     # fmt: on
 
     def check(self) -> None:

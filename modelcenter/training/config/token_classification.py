@@ -18,15 +18,16 @@ class TokenClassificationConfig(TrainConfig):
     task: ClassVar[str] = "token-classification"
     roles: ClassVar[tuple[str, ...]] = ("words", "tags")
 
-    words_column: str | None = _data(None, "column of the words, a list in each row; none: found", "text_column_name",
-        "tokens_column")
-    tags_column: str | None = _data(None, "column of the tags, as many as words; none: found", "label_column_name",
-        "labels_column")
-    tag_names: list[str] | None = _data(None, "names of the tags, in the order of their numbers, where the data have "
-        "numbers and no names")
-    label_all_tokens: bool = _data(False, "train on every token of a word (with I- behind a B-), not on its first only")
-    too_long: str = _data("split", "training rows of more than max_length tokens: split at words, or cut; rows "
-        "that are judged are always split", choices=("split", "cut"))
-    class_weights: list[str] | None = _optimisation(None, "how much the words of a class count in training, such as "
-        "spam=3 (the others 1); balanced: the rarer the class the more", "class_weight")
+    words_column: str | None = _data(None, "column with the words, a list in each row; detected if not given",
+        "text_column_name", "tokens_column")
+    tags_column: str | None = _data(None, "column with the tags, one per word; detected if not given",
+        "label_column_name", "labels_column")
+    tag_names: list[str] | None = _data(None, "names of the tags in the order of their numbers, for data that has only "
+        "numbers")
+    label_all_tokens: bool = _data(False, "train on every token of a word (with I- after a B-) instead of only its "
+        "first token")
+    too_long: str = _data("split", "what to do with training rows of more than max_length tokens: split them between "
+        "words, or cut them; evaluation rows are always split", choices=("split", "cut"))
+    class_weights: list[str] | None = _optimisation(None, "weight of the words of each class in the training loss, "
+        "such as spam=3 (all others 1); balanced: weights inversely proportional to class frequency", "class_weight")
     # fmt: on

@@ -26,7 +26,7 @@ class SearchFlags(Flags):
         "the model has no positions left for so many")
     num_beams: int = _search(1, "number of beams; 1: no beam search", "beam_size")
     do_sample: bool = _search(False, "sample tokens instead of always taking the most probable one")
-    temperature: float = _search(1.0, "divides the scores before sampling")
+    temperature: float = _search(1.0, "divides the scores before sampling; above 1 is more random, below 1 less")
     top_k: int = _search(0, "sample from this many most probable tokens; 0: all")
     top_p: float = _search(1.0, "sample from the smallest set of tokens whose probabilities add up to this")
     repetition_penalty: float = _search(1.0, "factor by which tokens that already occurred are made less likely; 1: no "
@@ -64,7 +64,7 @@ class ColumnFlags(Flags):
     text_column: str | None = _column("the text")
     text_pair_column: str | None = _column("a second text")
     label_column: str | None = _column("the label")
-    group_column: str | None = _column("the question that a row belongs to")
+    group_column: str | None = _column("what identifies the question a row belongs to")
     context_column: str | None = _column("the text that the question is about")
     question_column: str | None = _column("the question")
     choices_column: str | None = _column("a list of choices, or several comma-separated columns", "choices_columns")
@@ -114,7 +114,7 @@ class PredictConfig(ColumnFlags, SearchFlags):
     language: str | None = _texts(None, "zh: these metrics treat each Chinese character as a word; the run's if not "
         "given", choices=LANGUAGES)
     max_new_tokens: int | None = _search(None, "maximum number of tokens to generate; if not given, the run's value, "
-        "or 128, or fewer if the model has no positions left for so many")
+        "else 128, or fewer if the model has no positions left for so many")
     num_beams: int | None = _search(None, "number of beams; if not given, the run's, or 1 (no beam search)",
         "beam_size")
     length_penalty: float | None = _search(None, "exponent of the length in beam scores, above 0 favours long texts; "

@@ -33,8 +33,8 @@ class DPOConfig(TrainConfig):
     template: str = _data("auto", "how a conversation becomes text. chat: the tokenizer's chat template; plain: one "
         "line per turn; none: nothing between prompt and answer; or the path of a Jinja file. auto: chat if the "
         "tokenizer has a template, otherwise plain", "chat_template")
-    too_long: str = _data("cut", "what to do with rows longer than max_length: cut them from the right (pairs in which "
-        "no part of an answer is left are dropped), drop them, or stop with an error", choices=TOO_LONG)
+    too_long: str = _data("cut", "what to do with rows longer than max_length. cut: cut them from the right, or drop "
+        "pairs in which no part of an answer is left; drop; error: stop", choices=TOO_LONG)
     reference: str | None = _model(None, "Hub name or directory of the reference model; if not given, the model as it "
         "is at the start", "ref_model", "reference_model")
     beta: float = _optimisation(0.1, "how closely the model is held to the reference; higher is closer")

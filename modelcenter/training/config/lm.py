@@ -41,9 +41,9 @@ class LMConfig(TrainConfig):
         "tokenizer has a template, otherwise plain", "chat_template")
     train_on: str = _data("all", "answers of a chat to train on: all, or only the last one of each row",
         choices=TRAIN_ON)
-    too_long: str = _data("cut", "what to do with rows longer than max_length: cut them from the right (rows in which "
-        "no part of the answer is left are dropped, and CPM-Bee's structured rows always), drop them, or stop with an "
-        "error", choices=TOO_LONG)
+    too_long: str = _data("cut", "what to do with rows longer than max_length. cut: cut them from the right, or drop "
+        "them if no part of the answer is left; drop; error: stop. With cut, structured rows of CPM-Bee are dropped",
+        choices=TOO_LONG)
     token_accuracy: bool = _output(False, "evaluations also report how often the most probable token was correct; "
         "needs memory for all logits of a batch")
     eval_samples: int = _output(0, "number of evaluation rows whose generated answers each evaluation shows and writes "

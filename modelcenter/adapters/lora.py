@@ -97,6 +97,7 @@ class Lora:
     def _make_state(self, model: Model, fresh: Collection[str]) -> AdapterState:
         """Which layers are adapted how, and what is trained whole: as the file has it, or as this was asked for."""
         _, layout = layout_of(model)
+        values = None
         if self.saved is None:
             trained = choose_parameters(model, self.modules_to_save, fresh)
             ranks = dict.fromkeys(choose_layers(model, layout, self.targets, trained), self.rank)
@@ -116,6 +117,7 @@ class Lora:
             dropout=self.dropout,
             dora=self.use_dora,
             rslora=self.use_rslora,
+            initial=values,
         )
 
     @property
@@ -132,7 +134,8 @@ class Lora:
 
     def _inject(self, model: Model, state: AdapterState) -> None:
         """Put peft's layers around the linear layers, with the ranks and scales of each."""
-        config = import_peft().LoraConfig(
+        peft = import_peft()
+        config = peft.LoraConfig(
             r=self.rank,
             lora_alpha=self._alpha if self.saved is None else self.saved.alpha,
             lora_dropout=self.dropout,
@@ -141,7 +144,7 @@ class Lora:
             use_dora=self.use_dora,
             use_rslora=self.use_rslora,
         )
-        import_peft().inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=True)
+        peft.inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=True)
         for name, layer in lora_layers(model).items():
             layer.scaling[ADAPTER_NAME] = state.scales[name]
 
@@ -154,7 +157,8 @@ class Lora:
                 layer.base_layer = quantized(layer.base_layer, self.quantize)
             model.adapter.quantized = self.quantize
         if self.saved is not None:
-            write_values(model, self.saved.lora_values(model, model.adapter.layout))
+            write_values(model, model.adapter.initial)
+            model.adapter.initial = None
             return
         init_parameters_(model, seed, adapter_parameters(model))
         if model.adapter.dora:

@@ -83,11 +83,9 @@ class PromptTuning:
         if settings.cp_size * settings.pp_size * settings.tp_size > 1:
             raise ValueError("prompt tuning: not with tp_size, cp_size or pp_size above 1; shard by zero_level")
         _, layout = layout_of(model)
-        if self.saved is None:
-            trained = choose_parameters(model, self.modules_to_save, fresh)
-        else:
-            trained = list(self.saved.prompt_values(model, layout).saved)
-        state = make_state(model, "prompt", layout, trained)
+        values = None if self.saved is None else self.saved.prompt_values(model, layout)
+        trained = choose_parameters(model, self.modules_to_save, fresh) if values is None else list(values.saved)
+        state = make_state(model, "prompt", layout, trained, initial=values)
         init_spec = model.init_spec()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(state.required[clean_name(name)] and clean_name(name) in trained)
@@ -99,7 +97,8 @@ class PromptTuning:
     def start(self, model: Model, seed: int = 0) -> None:
         """Give the prompt its first values: those of a file, or drawn by `seed`."""
         if self.saved is not None:
-            write_values(model, self.saved.prompt_values(model, model.adapter.layout))
+            write_values(model, model.adapter.initial)
+            model.adapter.initial = None
         else:
             init_parameters_(model, seed, adapter_parameters(model))
 

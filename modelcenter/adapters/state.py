@@ -41,6 +41,7 @@ class AdapterState:
         dropout, dora, rslora: as peft's config has them.
         quantized: how the weights under the updates are kept; None: as they are.
         merged: the weights hold the update, and the adapter adds nothing.
+        initial: what the file of a saved adapter holds for the model (load.AdapterValues), until `start` writes it.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class AdapterState:
     rslora: bool = False
     quantized: str | None = None
     merged: bool = False
+    initial: Any = None
 
 
 def is_adapter(name: str) -> bool:
@@ -98,11 +100,11 @@ def check_free(model: Model, what: str) -> None:
         )
 
 
-def make_state(model: Model, kind: str, layout: Layout, trained: list[str], **lora: Any) -> AdapterState:
-    """The record of an adapter that is about to be put into a model; `lora`: fields of LoRA alone."""
+def make_state(model: Model, kind: str, layout: Layout, trained: list[str], **more: Any) -> AdapterState:
+    """The record of an adapter that is about to be put into a model; `more`: its other fields."""
     required = {clean_name(name): p.requires_grad for name, p in model.named_parameters()}
     revision = getattr(model, "base_revision", None)
-    return AdapterState(kind, layout, _base_name(model), revision, trained, required, **lora)
+    return AdapterState(kind, layout, _base_name(model), revision, trained, required, **more)
 
 
 def _base_name(model: Model) -> str | None:

@@ -76,13 +76,15 @@ def render() -> str:
 def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
     """Rows where a peer is ahead, and rows that miss their target, with the reason that the benchmark gives."""
     behind, missed = [], []
+    reasons = reasons_of(found)
     for name, record in found.items():
         machine = f"{name.split('.')[1]}: " if "." in name else ""
         for row in tables.comparisons(record):
             line = f"- {machine}{row['what']}, against {row['peer']}: {row['ratio']:.2f} times as good"
             line += f", {tables.wanted(row)} is wanted" if tables.misses(row) else ""
-            line += f": {row['why']}" if row["why"] else ""
-            if row["ratio"] < 1:
+            reason = row["why"] or reasons.get((bench_of(name).script, row["what"], row["peer"]))
+            line += f": {reason}" if reason else ""
+            if round(row["ratio"], 2) < 1:
                 behind.append(line)
             elif tables.misses(row):
                 missed.append(line)
@@ -92,6 +94,16 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
     nothing = ["- Nothing that was measured."]
     lines = ["## Where another library is ahead", "", *(behind or nothing), ""]
     return "\n".join([*lines, "## Not behind, but short of the target", "", *(missed or nothing), ""])
+
+
+def reasons_of(found: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str, str], str]:
+    """{(script, what, peer): why}, for records made before their benchmark gave a reason."""
+    return {
+        (bench_of(name).script, row["what"], row["peer"]): row["why"]
+        for name, record in found.items()
+        for row in tables.comparisons(record)
+        if row["why"]
+    }
 
 
 def section(name: str, record: Mapping[str, Any], described: bool = False) -> str:

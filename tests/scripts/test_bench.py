@@ -17,7 +17,7 @@ from docs_tools import python
 
 from scripts.bench import gpu_training, lib, page
 from scripts.bench.__main__ import BENCHES, command
-from scripts.bench.lib import finetuning_data, flops, gpu_check, llama_cpp, python_path, tables
+from scripts.bench.lib import exports, finetuning_data, flops, gpu_check, llama_cpp, python_path, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts" / "bench").glob("[!_]*.py") if path.stem != "page")
@@ -26,6 +26,14 @@ ON_GPUS = [name for name in SCRIPTS if name.startswith("gpu_")]  # `make gpu-che
 
 def test_make_bench_runs_every_script():
     assert {bench.script for bench in BENCHES.values()} == set(SCRIPTS) - set(ON_GPUS)
+
+
+@pytest.mark.full
+def test_every_task_is_exported_for_other_programs(tmp_path: Path):
+    exports.make_exports(tmp_path)
+    found = {(name, task) for name, task, _ in exports.cases(tmp_path)}
+    assert found >= {("gpt2", "double-heads"), ("t5", "seq2seq-lm"), ("bert", "masked-lm")}
+    assert json.loads((tmp_path / "gpt2" / "base" / "config.json").read_text())["n_ctx"] == 64
 
 
 @pytest.mark.full

@@ -14,12 +14,13 @@ WORDS = (
 ENCODER_DECODERS, ENCODERS = ("t5", "mt5", "umt5"), ("bert", "roberta", "xlm-roberta")
 # What llama.cpp assumes: its files have no field for it, or it ignores the field. The window exceeds the texts here.
 LLAMA_CPP_ASSUMES: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_inner": 4 * 48, "n_ctx": 64},
+    "gpt2": {"n_inner": 4 * 48},
     "gpt_neox": {"rotary_emb_base": 10000},
     "mistral": {"sliding_window": 32},
     "minicpm3": {"rope_theta": 10000.0, "dim_model_base": 256, "rms_norm_eps": 1e-6},
     **{name: {"num_layers": 3, "num_decoder_layers": 3} for name in ENCODER_DECODERS},
 }
+LLAMA_CPP_REQUIRES = {"gpt2": {"n_ctx": 64}}  # fields without effect, which published configs have
 Case = tuple[str, str, Path]  # architecture, task, directory
 
 
@@ -28,13 +29,14 @@ def make_exports(folder: Path) -> None:
     import torch
 
     import modelcenter as mc
-    from modelcenter.registry import get
+    from modelcenter.registry import get, preset
 
     tokenizer = word_tokenizer()
     for name in ARCHITECTURES + FOREIGN:
+        config = preset(f"tiny/{name}")["config"] | LLAMA_CPP_REQUIRES.get(name, {})
         for task in get(name).arch_map().tasks:
             fields = {"vocab_size": len(tokenizer), **specials(name, task)}
-            model = mc.from_config(f"tiny/{name}", task=task, seed=0, **fields)
+            model = mc.from_config(config, task=task, seed=0, **fields)
             generator = torch.Generator().manual_seed(1)
             with torch.no_grad():
                 for parameter in model.parameters():

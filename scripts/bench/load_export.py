@@ -2,8 +2,7 @@
 
 Peak memory is the resident size of a process (ru_maxrss, mapped pages included) above that of importing torch. Targets:
 loading needs at most 300 MB beyond the model's own bytes, and with 2 ranks each reads and holds its half; exporting
-needs at most twice the largest tensor + 300 MB beyond the model. The numbers are medians of the turns (in records made
-before 23 November 2026, each contender's worst turn).
+needs at most twice the largest tensor + 300 MB beyond the model.
 
     python scripts/bench/load_export.py --output result.json
 """

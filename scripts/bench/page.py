@@ -82,7 +82,7 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
         for row in tables.comparisons(record):
             line = f"- {machine}{row['what']}, against {row['peer']}: {row['ratio']:.2f} times as good"
             line += f", {tables.wanted(row)} is wanted" if tables.misses(row) else ""
-            reason = row["why"] or reasons.get((bench_of(name).script, row["what"], row["peer"]))
+            reason = row["why"] or reasons.get((name.split(".")[0], row["what"], row["peer"]))
             line += f": {reason}" if reason else ""
             if round(row["ratio"], 2) < 1:
                 behind.append(line)
@@ -97,9 +97,9 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def reasons_of(found: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str, str], str]:
-    """{(script, what, peer): why}, for records made before their benchmark gave a reason."""
+    """{(benchmark, what, peer): why}, for records made before their benchmark gave a reason."""
     return {
-        (bench_of(name).script, row["what"], row["peer"]): row["why"]
+        (name.split(".")[0], row["what"], row["peer"]): row["why"]
         for name, record in found.items()
         for row in tables.comparisons(record)
         if row["why"]

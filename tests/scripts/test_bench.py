@@ -180,6 +180,9 @@ def test_losses_are_told():
     assert "1.20 times as good, 1.5 is wanted" in missed and "40.0 % of products, 65 % is wanted" in missed
     assert "150.0 % of a second, at most 100 % is wanted" in missed and "end" not in missed
     assert "- Intel: memory, against peer" in page.summary({"x.Intel": {"rows": [behind]}})
+    equal, older = lib.against("loss", "peer", 5.624, 5.616, "loss"), behind | {"why": ""}
+    told = page.summary({"x": {"rows": [equal, older]}, "x.Intel": {"rows": [behind]}, "y": {"rows": [older]}})
+    assert "loss" not in told and told.count("it holds two") == 2  # a record without a reason has the other's
 
 
 def test_flops_are_those_of_the_layers():

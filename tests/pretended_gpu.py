@@ -23,6 +23,7 @@ WAITING = (
     aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
     aten._unique2.default, aten.unique_consecutive.default,
 )  # fmt: skip
+INDEXING = (aten.index.Tensor, aten.index_put_.default)  # by a mask, the size depends on its values
 
 
 class Waited(RuntimeError):
@@ -115,11 +116,12 @@ class _Mode(TorchDispatchMode):
         self.on_their_way.clear()
 
     def _check(self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
-        if func in WAITING or func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+        masks = func in INDEXING and any(x is not None and x.dtype is torch.bool for x in args[1])
+        if masks or func in WAITING or func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
             self._wait(func)
         # A number of the host goes into an arithmetic operator's arguments; an index or a number to fill with, too.
         takes_numbers = torch.Tag.pointwise in func.tags or "foreach" in str(func)
-        takes_numbers |= func in (aten.index.Tensor, aten.index_put_.default, aten.fill_.Tensor)
+        takes_numbers |= func in (*INDEXING, aten.fill_.Tensor)
         for x in given:
             if type(x) is not OnGPU and (x.dim() or not takes_numbers):
                 devices = [f"{x.device} {tuple(x.shape)}" for x in given]

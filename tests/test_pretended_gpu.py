@@ -32,7 +32,8 @@ def test_devices_that_are_mixed_and_waiting_are_found():
     with pytest.raises(RuntimeError, match="same device"):
         x + torch.ones(3)
     torch.cuda.set_sync_debug_mode("error")
-    for wait in (x.sum().item, x.nonzero, x.cpu, lambda: x.repeat_interleave(x.long()), lambda: torch.ones(3).cuda()):
+    copies = (x.sum().item, x.cpu, lambda: torch.ones(3).cuda())
+    for wait in (*copies, x.nonzero, lambda: x[x > 0], lambda: x.repeat_interleave(x.long())):
         with pytest.raises(Waited):
             wait()
     torch.ones(3).to("cuda", non_blocking=True).mul_(x.detach())

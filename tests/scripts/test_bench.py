@@ -15,9 +15,20 @@ import numpy as np
 import pytest
 from docs_tools import python
 
+from engine.ops import build, library
 from scripts.bench import gpu_training, lib, page
 from scripts.bench.__main__ import BENCHES, command
-from scripts.bench.lib import exports, finetuning_data, flops, gpu_check, llama_cpp, python_path, tables
+from scripts.bench.lib import (
+    exports,
+    finetuning_data,
+    flops,
+    gpu_build,
+    gpu_check,
+    llama_cpp,
+    python_path,
+    tables,
+    workloads,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts" / "bench").glob("[!_]*.py") if path.stem != "page")
@@ -81,6 +92,34 @@ def test_a_benchmark_that_is_killed_leaves_what_was_measured(tmp_path: Path, mon
     assert "bert-large, modelcenter, plain, again: ms 14" in capsys.readouterr().err
 
 
+def test_a_case_that_the_gpu_has_no_memory_for_is_left_out(tmp_path: Path, monkeypatch):
+    """With a line, instead of minutes until it runs out of memory."""
+    record = tmp_path / "record.json"
+    monkeypatch.setattr(gpu_training, "run", lambda *_: pytest.fail("it was run"))
+    monkeypatch.setattr(gpu_training.gpu, "limits", lambda device: {"bf16_gemm_tflops": 100.0, "copy_gb_per_s": 1.0})
+    monkeypatch.setattr(gpu_training.gpu, "memory_gb", lambda device: 84.9)
+    words = ["--device", "cpu", "--cases", "gpt-13b, 8-bit states", "--output", str(record)]
+    monkeypatch.setattr(sys, "argv", ["gpu_training.py", *words])
+    gpu_training.main()
+    said = "gpt-13b, 8-bit states: left out, it needs 132 GB and this GPU has 85"
+    assert json.loads(record.read_text())["notes"] == [said]
+
+
+def test_the_peer_of_a_t5_has_an_attention_whose_bias_learns():
+    import torch
+    import transformers
+
+    case = gpu_training.CASES["t5-large"]
+    config = transformers.AutoConfig.for_model("t5", **workloads.one_layer(case.shape) | gpu_training.SMALL["t5"])
+    rows = workloads.labelled_rows("seq2seq-lm", [5, 3])
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        gpu_training.peer_step(argparse.Namespace(device="cpu", how="plain"), case, config, "seq2seq-lm", rows)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def test_the_commit_is_known_without_git(tmp_path: Path, monkeypatch):
     monkeypatch.delenv("MODELCENTER_COMMIT", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -98,6 +137,32 @@ def test_a_gpu_check_shows_no_earlier_runs_numbers(tmp_path: Path, monkeypatch):
     assert gpu_check.main() == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["build.json", "summary.txt"]
     assert (tmp_path / "summary.txt").read_text() == "optimizer: not run, the 0 minutes are over\n"
+
+
+def test_a_gpu_check_of_a_read_only_checkout(tmp_path: Path, monkeypatch, capsys):
+    """Its results go elsewhere, and its tests find the operators that its build leaves in the user's cache folder."""
+    (tmp_path / "taken").touch()
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path / "taken")])
+    with pytest.raises(SystemExit):
+        gpu_check.main()
+    assert "--output: " in (said := capsys.readouterr().err) and "cannot be made: File exists; name another" in said
+    told = gpu_check.Step(
+        ["-c", "import os; print(os.environ.get('MODELCENTER_LIBRARY_DIR'))"], 9, gpu_check.last_lines
+    )
+    monkeypatch.delenv("MODELCENTER_LIBRARY_DIR", raising=False)
+    assert gpu_check.run("told", told, tmp_path, 9)[0][1:] == ["  None"]
+    monkeypatch.setattr(gpu_check.os, "access", lambda *_: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert gpu_check.run("told", told, tmp_path, 9)[0][1:] == [f"  {tmp_path / 'cache' / 'modelcenter' / 'csrc'}"]
+
+
+def test_a_build_that_does_not_load_has_failed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu_build.py", "--device", "cpu"])
+    monkeypatch.setattr(build, "find", lambda kind: Path("there"))
+    for loaded in (True, False):
+        monkeypatch.setattr(library, "on", lambda device, loaded=loaded: library.Status(loaded, "why"))
+        assert gpu_build.main() == (not loaded)
+    assert "fused operators, CPU: not loaded: why" in capsys.readouterr().out
 
 
 def ended(pid: int) -> bool:
@@ -134,7 +199,8 @@ def test_a_gpu_check_tells_what_it_has_when_a_step_hangs(tmp_path: Path):
     blocks = gpu_check.steps("cuda", False)["memcheck"].environment
     code = "import os; print(os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'])"
     told = gpu_check.Step(["-c", code], 9, gpu_check.last_lines, environment=blocks)
-    assert gpu_check.run("told", told, tmp_path, 9) == (["told: 0 s", "  1"], True)
+    lines, good = gpu_check.run("told", told, tmp_path, 9)
+    assert good and re.fullmatch(r"told: \d s", lines[0]) and lines[1:] == ["  1"]
     absent = gpu_check.Step(["-c", ""], 9, gpu_check.outcomes, under=["no-such-program"])
     assert gpu_check.run("absent", absent, tmp_path, 2) == (["absent: left out, no-such-program is not here"], True)
 

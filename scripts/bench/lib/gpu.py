@@ -17,6 +17,13 @@ def name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 
+def memory_gb(device: str) -> float:
+    """Memory of the GPU, in GB; of a CPU as much as anything needs."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory / 1e9 if device == "cuda" else float("inf")
+
+
 def synchronize(device: str) -> None:
     """Wait until the device has finished all its work."""
     import torch

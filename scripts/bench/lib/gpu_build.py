@@ -15,12 +15,13 @@ def main() -> int:
     args = p.parse_args()
     import torch
 
-    from engine.ops import __main__, build
+    from engine.ops import __main__, build, library
 
+    kinds = ("cpu", "cuda") if args.device == "cuda" else ("cpu",)
     if args.device == "cuda":
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability()))
     failed = False
-    for kind in ("cpu", "cuda") if args.device == "cuda" else ("cpu",):
+    for kind in kinds:
         began = time.perf_counter()
         try:
             if build.find(kind) is None:
@@ -31,7 +32,7 @@ def main() -> int:
             print(f"{kind}: not built: {error}")
             failed = True
     __main__.main([])
-    return int(failed)
+    return int(failed or not all(library.on(torch.device(kind)).loaded for kind in kinds))
 
 
 if __name__ == "__main__":

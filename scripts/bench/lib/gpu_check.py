@@ -50,7 +50,10 @@ def main() -> int:
     p.add_argument("--only", nargs="+", choices=names, default=names, help="run only these steps")
     args = p.parse_args()
     out = Path(args.output).resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        p.error(f"--output: {out} cannot be made: {error.strerror}; name another folder (make gpu-check OUT=DIR)")
     # So that no earlier run's results are taken for this one's.
     for name in (LOG, SUMMARY, *(f"{name}.json" for name in args.only)):
         (out / name).unlink(missing_ok=True)
@@ -111,7 +114,7 @@ def run(name: str, step: Step, out: Path, seconds: float) -> tuple[list[str], bo
     words = [*step.under, sys.executable, *step.words, *(["--output", str(record)] if record else [])]
     environment = {**os.environ, "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     environment["COLUMNS"] = "250"  # pytest truncates reasons to the width of the terminal
-    environment |= {**step.environment, MARK: f"{os.getpid()}.{name}"}
+    environment |= {**library_folder(), **step.environment, MARK: f"{os.getpid()}.{name}"}
     began = time.monotonic()
     with (out / LOG).open("ab") as file:
         file.write(f"\n===== {name}\n".encode())
@@ -140,6 +143,16 @@ def run(name: str, step: Step, out: Path, seconds: float) -> tuple[list[str], bo
         lines += last_lines(output, None, 6)
     head = f"{name}:{ended} {time.monotonic() - began:.0f} s"
     return [head, *(f"  {line[:200]}" for line in lines)], not ended
+
+
+def library_folder() -> dict[str, str]:
+    """The variable by which tests find the operators of a read-only checkout: they are built in the user's cache
+    folder, and tests have a cache folder of their own."""
+    if os.access(ROOT, os.W_OK):
+        return {}
+    from engine.ops import build
+
+    return {"MODELCENTER_LIBRARY_DIR": str(build.folders()[-1])}
 
 
 def end_all(marked: str) -> None:

@@ -194,6 +194,8 @@ def test_a_gpu_check_tells_what_it_has_when_a_step_hangs(tmp_path: Path):
     assert [line.strip() for line in lines[1:]] == [
         "1 passed, 1 failed", "did not end: tests/test_gpu.py::test_c", "FAILED tests/test_gpu.py::test_b",
     ]  # fmt: skip
+    warned = "tests/test_gpu.py::test_a PASSED [ 1%]\n== warnings summary ==\ntests/test_gpu.py::test_a\n  a warning\n"
+    assert gpu_check.outcomes(warned, None) == ["1 passed"]
     for step in gpu_check.steps("cuda", False).values():
         assert all((ROOT / word).is_file() for word in step.words if word.endswith(".py"))
     blocks = gpu_check.steps("cuda", False)["memcheck"].environment

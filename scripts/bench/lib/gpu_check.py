@@ -175,8 +175,10 @@ def last_lines(output: str, record: Path | None, most: int = 4) -> list[str]:
 
 def outcomes(output: str, record: Path | None, most: int = 12) -> list[str]:
     """How many tests passed, and the first of those that failed, with the reason; also of a run that was killed."""
+    # Behind these headings names of tests stand without an outcome.
+    progress = re.split(r"^=+ (?:ERRORS|FAILURES|warnings summary) =+$", output, maxsplit=1, flags=re.M)[0]
     # A test that hung has only its name in the output.
-    begun = re.findall(r"^(tests/\S+::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED).*)?$", output, re.M)
+    begun = re.findall(r"^(tests/\S+::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED).*)?$", progress, re.M)
     count = {kind: sum(found == kind for _, found in begun) for kind in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
     lines = [", ".join(f"{n} {kind.lower()}" for kind, n in count.items() if n) or "no test ran"]
     lines += [f"did not end: {name}" for name, kind in begun[-1:] if not kind]

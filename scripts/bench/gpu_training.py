@@ -116,6 +116,7 @@ def main() -> None:
         for who, how in turns(case, args.compiled, found):
             first = found.get(f"{who}, {how}")
             key = f"{who}, {how}{AGAIN if first else ''}"
+            print(f"{name}, {key}: started", file=sys.stderr, flush=True)  # whose step it is, if this hangs
             try:
                 found[key] = run(args, name, who, how)
             except RuntimeError as error:  # out of memory, a kernel that is not there: the others are still measured

@@ -89,7 +89,9 @@ def test_a_benchmark_that_is_killed_leaves_what_was_measured(tmp_path: Path, mon
     assert (step["ours"], step["theirs"], step["ratio"], memory["ours"], memory["theirs"]) == (12, 30, 2.5, 5, 4)
     assert [row["fraction"] for row in tables.fractions(found)] == [0.5, 0.2]
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
-    assert "bert-large, modelcenter, plain, again: ms 14" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "bert-large, modelcenter, plain, again: ms 14" in said
+    assert said.endswith("bert-large, 11 GB, modelcenter, plain: started\n")
 
 
 def test_a_case_that_the_gpu_has_no_memory_for_is_left_out(tmp_path: Path, monkeypatch):

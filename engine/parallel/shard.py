@@ -158,7 +158,8 @@ def _shard_units(
     if mesh.ndim == 1 and over_gloo(mesh) and settings.tp_size * settings.pp_size == 1:
         left |= shard_embeddings(model, mesh, order, policy.compute_dtype)
     # Inner units first: each takes the parameters below it that no unit has taken.
-    for unit in reversed(order):
+    units = set(order)
+    for unit in sorted(order, key=lambda unit: sum(m in units for m in unit.modules())):
         where = of_stage if unit in in_lists else mesh
         freed = level == 3 and not STAYS_GATHERED.get(unit)
         fully_shard(unit, mesh=where, mp_policy=mixed, reshard_after_forward=freed, ignored_params=left)
@@ -277,13 +278,13 @@ def _choose_units(model: nn.Module, units: Sequence[nn.Module] | None) -> set[nn
 def unit_parameters(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
     """The (name, parameter) pairs that each unit, or the root, has of its own."""
     groups: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {}
-    seen: set[nn.Module] = set()
+    seen: set[tuple[nn.Module, nn.Module]] = set()
 
     def visit(module: nn.Module, prefix: str, group: nn.Module) -> None:
-        if module in seen:
-            return
-        seen.add(module)
         group = module if module in chosen else group
+        if (module, group) in seen:  # once for each unit that holds the module
+            return
+        seen.add((module, group))
         groups.setdefault(group, []).extend(
             (prefix + name, p) for name, p in module._parameters.items() if p is not None
         )

@@ -89,6 +89,52 @@ def test_a_step_between_forward_and_backward_of_another_model(two, level):
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
+class SharesALayer(nn.Module):
+    """The model and both blocks call one layer."""
+
+    class Block(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.own, self.layer = nn.Linear(4, 4), layer
+
+        def forward(self, x):
+            return x + self.layer(torch.tanh(self.own(x)))
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(SharesALayer.Block(self.layer) for _ in range(2))
+
+    def forward(self, x):
+        return nn.Sequential(self.layer, *self.blocks)(x)
+
+
+def steps_with_a_shared_layer(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 12).view(3, 4)).square().sum().backward()
+        optimizer.step()
+    return [toys.whole(p) for p in model.parameters()]
+
+
+def a_shared_layer(level, is_a_unit):
+    model = SharesALayer()
+    units = [model.layer, *model.blocks] if is_a_unit else None
+    return steps_with_a_shared_layer(sharded(level, model, units=units))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("level", "is_a_unit"), [(3, False), (3, True), (0, True)])
+def test_a_layer_that_several_units_have(two, level, is_a_unit):
+    """The layer, not only its parameters: it is gathered by itself, or with the root."""
+    expected = steps_with_a_shared_layer(SharesALayer())
+    for found in two.run(a_shared_layer, level, is_a_unit):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 def steps_in_backward(model):
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 

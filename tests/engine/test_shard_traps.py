@@ -89,6 +89,35 @@ def test_a_step_between_forward_and_backward_of_another_model(two, level):
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
+class Skips(nn.Module):
+    """Runs the first, the third and the last of its layers: the second is gathered ahead in vain."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        return self.layers[3](self.layers[2](self.layers[0](x)))
+
+
+def evaluated_and_trained():
+    model = sharded(3, Skips())
+    with torch.inference_mode():
+        model(torch.ones(2, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    return [toys.whole(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.full
+def test_training_after_inference_mode_has_gathered_a_unit_in_vain(two):
+    plain = Skips()
+    plain(torch.ones(2, 4)).sum().backward()
+    for found in two.run(evaluated_and_trained):
+        for ours, theirs in zip(found, (p.grad for p in plain.parameters() if p.grad is not None), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 class SharesALayer(nn.Module):
     """The model and both blocks call one layer."""
 

@@ -57,6 +57,8 @@ def wrap_units_(units: Iterable[nn.Module], recompute: str, compile: bool | str)
         if compile and recompute != "selective":
             forward = _compiled(forward, compile)
         forward = _WRAPPERS[recompute](forward)
+        if recompute == "selective":
+            _recompute_recurrent_layers(unit)
         if compile and recompute == "selective":
             forward = _compiled(forward, compile)
         # A bound method: copy.deepcopy binds it to the copy.
@@ -106,6 +108,30 @@ def _selective(forward: Forward) -> Forward:
     return call
 
 
+# These change their products in place through parts that share no count of changes with them, so that torch does not
+# notice that what it has kept is no more what it was.
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+_recurrent_layers_running = 0
+
+
+def _recompute_recurrent_layers(unit: nn.Module) -> None:
+    """Let "selective" keep nothing that the recurrent layers of a unit compute."""
+    for module in unit.modules():
+        if isinstance(module, _RECURRENT):
+            module.register_forward_pre_hook(_enter_recurrent)
+            module.register_forward_hook(_leave_recurrent, always_call=True)
+
+
+def _enter_recurrent(*_: Any) -> None:
+    global _recurrent_layers_running
+    _recurrent_layers_running += 1
+
+
+def _leave_recurrent(*_: Any) -> None:
+    global _recurrent_layers_running
+    _recurrent_layers_running -= 1
+
+
 @functools.cache
 def _kept(operator: Any) -> bool:
     return any(str(operator).startswith(name + ".") for name in _KEPT)
@@ -119,7 +145,7 @@ def _place_of_dropout(operator: Any) -> int | None:
 
 
 def _keep(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if not _kept(operator):
+    if _recurrent_layers_running or not _kept(operator):
         return CheckpointPolicy.PREFER_RECOMPUTE
     # Where an operator that draws were left out, all that is drawn after it in the unit would be drawn otherwise.
     place = _place_of_dropout(operator)

@@ -165,6 +165,20 @@ def test_products_of_the_compiled_operator_are_kept(compiled, monkeypatch):
     assert counts == {"full": 1, "selective": 0}
 
 
+@pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTMCell])
+def test_selective_keeps_nothing_that_a_recurrent_layer_changes_in_place(kind):
+    """torch raises for the first, and takes what the others have changed for what they had computed."""
+
+    def gradients(recompute):
+        torch.manual_seed(0)
+        unit = torch.nn.Sequential(torch.nn.Linear(4, 4), kind(4, 4))
+        wrap_units_([unit], recompute, False)
+        unit(torch.linspace(-1, 1, 12).view(3, 4))[0].sum().backward()
+        return [p.grad for p in unit.parameters()]
+
+    torch.testing.assert_close(gradients("selective"), gradients("none"))
+
+
 def test_attention_that_draws_is_computed_again(monkeypatch):
     """Kept, it would not draw in backward, and the dropout after it would drop others than in forward."""
 

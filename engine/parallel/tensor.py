@@ -7,6 +7,7 @@ DTensor in forward and backward.
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -171,6 +172,7 @@ _CLASSES: dict[str, tuple[type[nn.Module], type[_Layer]]] = {
     "vocab": (nn.Embedding, _Vocab),
 }
 _split_classes: dict[tuple[type, type], type] = {}  # made so far, by layer and class of the module
+_partial_classes: dict[tuple[type, tuple[str, ...]], type] = {}  # by class of the module and names of its parameters
 
 
 def local(parameter: Any) -> Any:
@@ -377,23 +379,24 @@ def _place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement,
 
 def _mark_partial(module: nn.Module, mesh: DeviceMesh, placed: _Placed) -> None:
     """Give a module whole parameters whose gradients are summed over the ranks."""
-    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     for name in names:
         _place(module, name, mesh, Replicate(), placed)
+    kind = type(module)
+    module.__class__ = _partial_classes.setdefault((kind, names), _partial_class(kind, names))
 
-    def show(module: nn.Module, *_: Any) -> None:
-        # An attribute hides the parameter of the same name: for the time of the call it is the local tensor.
-        for name in names:
-            parameter = module._parameters[name]
-            assert isinstance(parameter, DTensor)
-            module.__dict__[name] = parameter.to_local(grad_placements=[Partial()])
 
-    def hide(module: nn.Module, *_: Any) -> None:
-        for name in names:
-            module.__dict__.pop(name, None)
+def _partial_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """``kind``, whose code reads local tensors where it reads these parameters: a recomputed forward does so too."""
+    shown = {name: property(functools.partial(_summed_over_ranks, name=name)) for name in names}
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **shown})
 
-    module.register_forward_pre_hook(show)
-    module.register_forward_hook(hide, always_call=True)
+
+def _summed_over_ranks(module: nn.Module, name: str) -> Any:
+    parameter = module._parameters[name]
+    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:  # gathered: the ranks of tp alone are left
+        return parameter.to_local(grad_placements=[Partial()])
+    return module.__getattr__(name)
 
 
 def check_inputs(model: nn.Module, mesh: DeviceMesh) -> None:

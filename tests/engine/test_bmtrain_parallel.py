@@ -117,7 +117,7 @@ class Net(bmt.DistributedModule):
         self.embed = bmt.nn.VPEmbedding(VOCAB, INPUTS, dtype=torch.float32, init_std=0.4)
         self.up = bmt.nn.ColumnParallelLinear(INPUTS, OUTPUTS)
         self.down = bmt.nn.RowParallelLinear(OUTPUTS, INPUTS)
-        self.norm = nn.LayerNorm(INPUTS)
+        self.norm = bmt.Block(nn.LayerNorm(INPUTS))  # of this rank's rows, and computed again in backward
         self.blocks = bmt.TransformerBlockList([Middle() for _ in range(2)])
 
     def tp_plan(self) -> dict[str, str]:

@@ -64,6 +64,11 @@ class ModelConfig:
             raise ValueError(f"problem_type: got {self.problem_type!r}, expected one of {kinds}")
         if self.num_labels < 1:
             raise ValueError(f"num_labels: got {self.num_labels}, expected at least 1")
+        if self.problem_type == "single_label_classification" and self.num_labels == 1:
+            raise ValueError(
+                "problem_type: got 'single_label_classification' with num_labels=1, of which nothing can be told apart "
+                "(transformers refuses it, too); give 2 labels or more, or problem_type='regression' for one score"
+            )
         self._check_values(vars(self))
 
     def require(self, condition: bool, name: str, expected: str) -> None:
@@ -146,10 +151,13 @@ def _expected_value(name: str, kind: Any, value: Any) -> str | None:
     if int not in kinds:
         return None
     low, high = 0 if name in _LAYERS else 1 if name in _SIZES else -inf, _MAX_LAYERS if name in _LAYERS else inf
-    if _is_number(value, Integral) and low <= value <= high:
+    several = list[int] in kinds
+    numbers = value if several and isinstance(value, list) and value else [value]
+    if all(_is_number(number, Integral) and low <= number <= high for number in numbers):
         return None
     limits = f" of at least {low}" if name in _SIZES else ""
-    return f"a whole number{limits}" + (f" and at most {high}" if name in _LAYERS else "")
+    limits += f" and at most {high}" if name in _LAYERS else ""
+    return f"a whole number{limits}" + (" or several of them" if several else "")
 
 
 def _is_number(value: Any, kind: type) -> bool:

@@ -109,13 +109,14 @@ def _draw_labels(task: str, ids: list[int], i: int, draw: Draw, vocab_size: int,
 
 def rows_for(task: str, config: Any, **how: Any) -> list[Row]:
     """`make_rows` for a model of this config."""
+    end = config.eos_token_id if config.is_encoder_decoder else None
     return make_rows(
         task,
         vocab_size=config.vocab_size,
         num_labels=config.num_labels,
         type_vocab_size=getattr(config, "type_vocab_size", 0),
         decodes=config.is_encoder_decoder,
-        end=config.eos_token_id if config.is_encoder_decoder else None,
+        end=end[0] if isinstance(end, list) else end,
         **how,
     )
 

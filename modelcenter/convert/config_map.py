@@ -22,10 +22,10 @@ _METADATA = frozenset(
 # Fields of every transformers config that do not change what our models compute. Names that begin with "_" are
 # transformers' own notes, and need no entry.
 IGNORED = _METADATA | frozenset(
-    """attn_implementation bos_token_id cls_token_id decoder_start_token_id eos_token_id eos_token_ids finetuning_task
-    gradient_checkpointing mask_token_id output_attentions output_hidden_states output_past return_dict sep_token_id
-    task_specific_params tokenizer_class torchscript transformers_version unk_token_id use_bfloat16 use_cache
-    use_return_dict xla_device""".split()
+    """attn_implementation bos_token_id chunk_size_feed_forward cls_token_id decoder_start_token_id eos_token_id
+    eos_token_ids finetuning_task gradient_checkpointing mask_token_id output_attentions output_hidden_states
+    output_past return_dict sep_token_id task_specific_params tokenizer_class torchscript transformers_version
+    unk_token_id use_bfloat16 use_cache use_return_dict xla_device""".split()
     # Generation settings that version 4 wrote into config.json; they belong to generation_config.json.
     + """bad_words_ids begin_suppress_tokens cache_implementation diversity_penalty do_sample early_stopping
     encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_decoder_ids
@@ -57,7 +57,6 @@ _HINTS = {
 # Fields that would change the computation, with the values that leave it unchanged.
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
-    "chunk_size_feed_forward": (0,),
     "cross_attention_hidden_size": (None,),
     "is_decoder": (False,),
     "is_encoder_decoder": (False,),

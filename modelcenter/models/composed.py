@@ -41,7 +41,7 @@ class ComposedConfig(ModelConfig):
     decoder: Any
     pad_token_id: int | None = None
     decoder_start_token_id: int | None = None
-    eos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

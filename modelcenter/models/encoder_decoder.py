@@ -12,9 +12,11 @@ to stage of a pipeline go the hidden states of both sides, so that all embedding
 may be half of the model, and a stage in the middle would need a copy of it.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from modelcenter.layers.cache import KVCache, past_of
@@ -273,7 +275,8 @@ class EncoderDecoder(DecoderInputs):
         known = host_copy(ids)  # which a check here may read
         if ctx.layout.indices is not None or known.device != host_copy(ctx.cu_seqlens).device:
             known = ids
-        last = ctx.last_of(known == c.eos_token_id)
+        ends = [c.eos_token_id] if isinstance(c.eos_token_id, int) else c.eos_token_id
+        last = ctx.last_of(functools.reduce(torch.logical_or, [known == end for end in ends]))
         if bool((last < 0).any()):
             raise ValueError(
                 f"input_ids: row {int((last < 0).nonzero()[0])} has no end-of-sequence token (eos_token_id is "

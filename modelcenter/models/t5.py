@@ -55,7 +55,7 @@ class T5Config(ModelConfig):
     classifier_dropout: float = 0.0
     scale_decoder_outputs: bool | None = None
     pad_token_id: int = 0
-    eos_token_id: int = 1
+    eos_token_id: int | list[int] = 1
     decoder_start_token_id: int = 0
     initializer_factor: float = 1.0
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 import transformers
 
 import modelcenter as mc
@@ -24,7 +25,7 @@ OLD = SIZES | {
     "_name_or_path": "/somewhere",
     "architectures": ["BertForTokenClassification"],
     "attention_probs_dropout_prob": 0.2,
-    "chunk_size_feed_forward": 0,
+    "chunk_size_feed_forward": 3,
     "directionality": "bidi",
     "gradient_checkpointing": False,
     "hidden_act": "relu",
@@ -129,11 +130,30 @@ def test_missing_size():
         ("num_hidden_layers", -1, "num_layers is -1, expected a whole number of at least 0"),
         ("id2label", {"a": "x"}, "id2label: got {'a': 'x'}, expected the name of each label by its number"),
         ("id2label", 3, "id2label: got 3, expected"),
+        ("num_labels", 1, "problem_type: got 'single_label_classification' with num_labels=1"),
     ],
 )
 def test_values_that_no_model_has(field, value, says):
     with pytest.raises(ValueError, match=says):
-        CONFIG.read(SIZES | {field: value}, BertConfig)
+        CONFIG.read(SIZES | {"problem_type": "single_label_classification", field: value}, BertConfig)
+
+
+@pytest.mark.parametrize("kind", ["t5", "encoder-decoder"])
+def test_several_tokens_may_end_texts(kind):
+    name, config = f"tiny/{kind}", registry.get(kind).arch_map().config
+    model = mc.from_config(name, "seq2seq-lm", eos_token_id=[6, 7])
+    assert config.write(model.config, "", "float32")["eos_token_id"] == [6, 7]
+    assert model.generate(torch.tensor([[8, 9, 6]]), None, 3).shape[0] == 1
+    for value in ([6, "7"], [], 6.5, True):
+        with pytest.raises(ValueError, match="eos_token_id is .*, expected a whole number or several of them"):
+            mc.from_config(name, eos_token_id=value)
+
+
+def test_a_row_is_classified_by_the_last_of_the_tokens_that_end_it():
+    two = mc.from_config("tiny/t5", "sequence-classification", eos_token_id=[6, 7])
+    one = mc.from_config("tiny/t5", "sequence-classification", eos_token_id=7)
+    ids = torch.tensor([[8, 6, 9, 7, 11]])
+    assert torch.equal(two(ids).logits, one(ids).logits)
 
 
 def test_a_rotary_scaling_that_is_no_object():

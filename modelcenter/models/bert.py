@@ -32,8 +32,8 @@ class Pretraining(nn.Module):
         self.nsp = Linear(hidden_size, 2)
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        masked, following = batch.get("labels"), batch.get("next_sentence_label")
-        return {"masked_lm": count_labels(masked), "next_sentence": count_labels(following)}
+        masked, following = self.lm.counts(batch)["loss"], count_labels(batch.get("next_sentence_label"))
+        return {"masked_lm": masked, "next_sentence": following}
 
     def forward(
         self,

@@ -163,6 +163,16 @@ def test_num_items_in_batch_replaces_the_own_count():
     assert torch.allclose(m(IDS, labels=labels, num_items_in_batch=torch.tensor(10)).loss, own * 5 / 10)
 
 
+@pytest.mark.parametrize("task", ["masked-lm", "token-classification", "pretraining"])
+def test_labels_of_padding_are_none(task):
+    net, labels = model(task), torch.tensor([[0, 1, 0, 1], [1, 0, 1, 0]])
+    batch = {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])}
+    left_out = labels.masked_fill(batch["attention_mask"] == 0, -100)
+    found, expected = (batch | {"labels": given} for given in (labels, left_out))
+    assert net.loss_counts(found) == net.loss_counts(expected)
+    assert torch.equal(net(**found).loss, net(**expected).loss)
+
+
 def test_question_answering_ignores_padding():
     m = model("question-answering")
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])

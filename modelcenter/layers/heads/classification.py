@@ -6,7 +6,14 @@ from torch import Tensor
 
 from engine.loss import IGNORE_INDEX, cross_entropy
 from modelcenter.layers.dropout import Dropout
-from modelcenter.layers.heads.labels import Batch, Counts, Smoothing, check_labels, count_labels, token_labels
+from modelcenter.layers.heads.labels import (
+    Batch,
+    Counts,
+    Smoothing,
+    check_labels,
+    count_labels,
+    supervised_labels,
+)
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.packing import Packed
 
@@ -112,13 +119,13 @@ class TokenClassifier(Smoothing, Linear):
         self.dropout = Dropout(dropout)
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        return {"loss": count_labels(batch.get("labels"))}
+        return {"loss": 0 if batch.get("labels") is None else count_labels(supervised_labels(batch))}
 
     def forward(self, x: Tensor, ctx: Packed, batch: Batch, counts: Counts) -> dict[str, Tensor]:
         logits = super().forward(self.dropout(x, ctx))
         out = {"logits": ctx.repad(logits)}
         if batch.get("labels") is not None:
-            labels = ctx.unpad(token_labels(batch), IGNORE_INDEX)
+            labels = ctx.unpad(supervised_labels(batch), IGNORE_INDEX)
             check_labels(labels, self.out_features)
             loss = cross_entropy(logits, labels, counts["loss"], label_smoothing=self.smoothing)
             out["loss"] = ctx.sum_over_ranks(loss)

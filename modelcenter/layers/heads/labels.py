@@ -54,6 +54,12 @@ def token_labels(batch: Batch, prefix: str = "") -> Tensor:
     return labels
 
 
+def supervised_labels(batch: Batch, prefix: str = "") -> Tensor:
+    """`token_labels`, -100 where `{prefix}attention_mask` leaves the token out: nothing is predicted there."""
+    labels, mask = token_labels(batch, prefix), batch.get(f"{prefix}attention_mask")
+    return labels if mask is None else labels.masked_fill(mask == 0, IGNORE_INDEX)
+
+
 def next_labels(batch: Batch) -> Tensor | None:
     """labels moved one place to the left: at each token the label of the next one of its sequence, -100 at its last.
 

@@ -4,7 +4,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.loss import IGNORE_INDEX, linear_cross_entropy, linear_log_probs, vocabulary_logits
-from modelcenter.layers.heads.labels import Batch, Smoothing, check_labels, count_labels, next_labels, token_labels
+from modelcenter.layers.heads.labels import (
+    Batch,
+    Smoothing,
+    check_labels,
+    count_labels,
+    next_labels,
+    supervised_labels,
+)
 from modelcenter.layers.host_copies import host_copy, to_device
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS
@@ -34,7 +41,7 @@ class VocabularyHead(Smoothing, nn.Module):
         Raises:
             ValueError: as `token_labels`.
         """
-        return None if batch.get("labels") is None else token_labels(batch)
+        return None if batch.get("labels") is None else supervised_labels(batch)
 
     def labelled(self, ctx: Packed, batch: Batch) -> tuple[Tensor, Tensor]:
         """(T,) the labels of a batch that has some, at the tokens that predict them, and (m,) numbers of these."""
@@ -160,11 +167,7 @@ class DecoderLabels(VocabularyHead):
     """The next token of a decoder, whose labels stand at the token before it already."""
 
     def targets(self, batch: Batch) -> Tensor | None:
-        if batch.get("labels") is None:
-            return None
-        labels, mask = token_labels(batch, "decoder_"), batch.get("decoder_attention_mask")
-        # Where there is no token, nothing is predicted.
-        return labels if mask is None else labels.masked_fill(mask == 0, IGNORE_INDEX)
+        return None if batch.get("labels") is None else supervised_labels(batch, "decoder_")
 
 
 class Seq2SeqLM(DecoderLabels, CausalLM):

@@ -25,7 +25,7 @@ def folder(tmp_path):
     lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
     (tmp_path / "a.jsonl").write_text("\ufeff" + "\n\n".join(lines) + "\n", encoding="utf-8")
     (tmp_path / "b.txt").write_text("one\r\ntwo\n\n \nthree\nfour", encoding="utf-8", newline="")
-    (tmp_path / "c.csv").write_text('text,label\n"a, b\nc ""d""",1\n\nlast,0\n')
+    (tmp_path / "c.csv").write_bytes(b'text,label\n"a, b\nc ""d""",1\n\n"e\r\nf\r\n",1\r\nlast,0\r\n')
     (tmp_path / "d.tsv").write_text('1\t"a\n0\tb"\n1\tc\n')
     parquet(tmp_path / "e.parquet", ROWS)
     return tmp_path

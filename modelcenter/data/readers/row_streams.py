@@ -29,8 +29,8 @@ Row = dict[str, Any]
 Unit = Literal["line", "paragraph", "file"]
 
 
-def _lines(path: Path, at: Cursor) -> Iterator[tuple[str, Cursor]]:
-    """Lines without their ends, and the cursor after each."""
+def _lines(path: Path, at: Cursor, keep_ends: bool = False) -> Iterator[tuple[str, Cursor]]:
+    """Lines without their ends (keep_ends: with them), and the cursor after each."""
     with open_bytes(path) as file:
         start = _skip(file, path, at)
         number, byte = start.row, start.byte
@@ -50,7 +50,7 @@ def _lines(path: Path, at: Cursor) -> Iterator[tuple[str, Cursor]]:
                 ) from None
             if number == 1:
                 text = text.removeprefix("\ufeff")
-            yield text.rstrip("\r\n"), Cursor(at.file, number, byte)
+            yield (text if keep_ends else text.rstrip("\r\n")), Cursor(at.file, number, byte)
 
 
 def _skip(file: BinaryIO, path: Path, at: Cursor) -> Cursor:
@@ -100,13 +100,13 @@ def _json_rows(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None,
 
 def _delimited_rows(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None, Cursor]]:
     """csv and tsv. Quoted fields hold line ends, so rows of csv before the cursor are read and dropped."""
-    lines: Iterator[str] = (text + "\n" for text, _ in _lines(path, Cursor(at.file)))
+    lines: Iterator[str] = (text for text, _ in _lines(path, Cursor(at.file), keep_ends=True))  # quoted ones are text
     start = list(itertools.islice(lines, 1000))
     first = start[0] if start else ""
     lines = itertools.chain(start, lines)
     rows: Iterator[list[str]]
     if suffix_of(path) == ".tsv":
-        rows = (line[:-1].split("\t") if line.strip() else [] for line in lines)
+        rows = (line.rstrip("\r\n").split("\t") if line.strip() else [] for line in lines)
     else:
         delimiter = find_delimiter(first)
         csv.field_size_limit(MAX_FIELD_SIZE)

@@ -72,10 +72,11 @@ def _single_object(path: Path, document: dict[str, Any], lines: Sequence[int] | 
     tables = [value for value in lists if value and all(isinstance(row, dict) for row in value)]
     texts = [name for name, value in document.items() if isinstance(value, str) and name.lower() in ALL_TEXT_NAMES]
     is_chat = any(keys <= row.keys() for table in tables for row in table for keys in _MESSAGE_KEYS)
+    is_columns = len(lists) == len(document) > 0 and len({len(value) for value in lists}) == 1
     if not texts and not is_chat:  # else a row with its answers or entities, or a conversation
-        if len(tables) == 1:
+        if len(tables) == 1 and not (is_columns and len(lists) > 1):  # one of several columns may hold objects
             return ParsedFile(_object_columns(path, tables[0]))
-        if lists and len(lists) == len(document) and len({len(value) for value in lists}) == 1:
+        if is_columns:
             return ParsedFile(document)
     return ParsedFile({name: [value] for name, value in document.items()}, lines)
 

@@ -27,15 +27,20 @@ def parse_json(text: str) -> Any:
     "nan".
 
     Raises:
-        JSONDecodeError: no JSON, or a text cut in the middle of a character, which can be neither tokenised nor
-            written.
+        JSONDecodeError: no JSON, a text cut in the middle of a character, which can be neither tokenised nor written,
+            or what Python has no room for: a number of thousands of digits, lists within thousands of lists.
     """
     if _SURROGATE.search(text):
         half = next((match for match in _ESCAPE.finditer(text) if match[1]), None)
         if half is not None:
             escape = text[half.start() : half.start() + 6]
             raise json.JSONDecodeError(f"{escape} is half a character; remove it or write \\ufffd", text, half.start())
-    return _decode(text)
+    try:
+        return _decode(text)
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError):  # which say neither what is too large nor where
+        raise json.JSONDecodeError("a number has too many digits, or lists are too deep", text, 0) from None
 
 
 def parse_list(text: str) -> list[Any] | None:

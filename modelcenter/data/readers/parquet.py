@@ -59,7 +59,8 @@ def _naming_errors(path: Path) -> Iterator[None]:
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the system's own error, which names the file
-        raise ValueError(f"{path}: not a parquet file, or a truncated or damaged one ({error})") from None
+        reason = " ".join(str(error).split())  # Thrift's ends its line
+        raise ValueError(f"{path}: not a parquet file, or a truncated or damaged one ({reason})") from None
 
 
 def _with_texts(table: Any) -> Any:

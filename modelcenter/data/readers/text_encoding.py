@@ -12,10 +12,15 @@ def decode_text(path: Path, raw: bytes) -> str:
     Where lines end in carriage returns alone (old Macs; Excel still offers it), they end in line feeds.
 
     Raises:
-        ValueError: the file is not UTF-8: the first such line, how many there are, and a likely encoding.
+        ValueError: the file is not UTF-8: the first such line, how many there are, and a likely encoding; UTF-16 that
+            is damaged or cut off.
     """
     if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return raw.decode("utf-16")
+        try:
+            return raw.decode("utf-16")
+        except UnicodeDecodeError as error:
+            place = f"{error.reason}, byte {error.start}"
+            raise ValueError(f"{path}: begins as UTF-16, but is damaged or cut off ({place})") from None
     try:
         text = raw.decode("utf-8-sig")
         return text.replace("\r", "\n") if "\r" in text and "\n" not in text else text

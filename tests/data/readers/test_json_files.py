@@ -72,6 +72,20 @@ def test_malformed_json_names_the_line(tmp_path, content, line, says):
         read(tmp_path, "a.jsonl", content)
 
 
+def test_columns_of_which_one_holds_objects(tmp_path):
+    columns = {"question": ["q", "r"], "answers": [{"text": ["a"], "answer_start": [0]}] * 2}
+    assert read(tmp_path, "a.json", json.dumps(columns)).columns == columns
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000 + "]" * 100_000], ids=["digits", "depth"])
+def test_values_that_python_cannot_hold_name_the_line(tmp_path, value):
+    path = tmp_path / "a.jsonl"
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: not valid JSON \(a number has too many digits, or lists"):
+        read(tmp_path, "a.jsonl", f'{{"n": 1}}\n{{"n": {value}}}')
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: not valid JSON \(a number has too many digits, or lists"):
+        list(FileRows([path]).read())
+
+
 def test_json_of_no_rows_and_of_no_objects(tmp_path):
     with pytest.raises(ValueError, match="expected one JSON object a line"):
         read(tmp_path, "a.json", "[1, 2]")

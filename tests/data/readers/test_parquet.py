@@ -78,5 +78,8 @@ def test_a_damaged_page_of_parquet_names_the_file(tmp_path):
     for read_all in (read_file, lambda path: list(FileRows([path]).read())):
         with pytest.raises(ValueError, match="a.parquet: not a parquet file, or a truncated or damaged one"):
             read_all(path)
+    path.write_bytes(whole[:-60] + b"\xff" * 40 + whole[-20:])
+    with pytest.raises(ValueError, match=r"^[^\n]+a.parquet: not a parquet file, [^\n]+\)$"):
+        read_file(path)
     with pytest.raises(ValueError, match="b.parquet.gz: parquet is streamed from uncompressed files"):
         FileRows([tmp_path / "b.parquet.gz"])

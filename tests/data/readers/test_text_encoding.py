@@ -15,6 +15,11 @@ def test_latin1_names_file_line_and_remedy(tmp_path):
         read(tmp_path, "a.csv", b"text,label\nabc,1\ncaf\xe9,0\n")
 
 
+def test_utf_16_that_is_cut_off_names_the_file(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.csv: begins as UTF-16, but is damaged or cut off \(truncated data, byte"):
+        read(tmp_path, "a.csv", "text,label\nabc,1\n".encode("utf-16")[:-1])
+
+
 def test_gb18030_is_guessed(tmp_path):
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: not UTF-8.*iconv -f GB18030"):
         read(tmp_path, "a.jsonl", '{"text": "\u5f88\u597d\u7684\u7535\u5f71"}\n'.encode("gb18030"))

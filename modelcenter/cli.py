@@ -171,16 +171,22 @@ def _verify(argv: Sequence[str]) -> None:
 
 
 def _export(argv: Sequence[str]) -> None:
-    """RUN_OR_CKPT DST [--step N|best|last]: write a run's model as a Hugging Face directory"""
+    """MODEL DST [--step N|best|last] [--adapter A]: write a run's model, or one with an adapter merged into it"""
     from modelcenter.hub.commands import export_main
 
-    raise SystemExit(export_main(argv, _export_adapter))
+    raise SystemExit(export_main(argv, _export_adapter, _merge_adapter))
 
 
 def _export_adapter(path: Any, *how: Any, **options: Any) -> str | None:
     from modelcenter.training.checkpoints.export import export_adapter, has_adapter
 
     return export_adapter(path, *how, **options) if has_adapter(path) else None
+
+
+def _merge_adapter(*what: Any, **options: Any) -> str:
+    from modelcenter.adapters.merge import merge_adapter
+
+    return merge_adapter(*what, **options)
 
 
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {

@@ -103,6 +103,7 @@ def test_list_is_json(capsys):
         (["convert", "a", "b", "--wrokers", "2"], "unknown flag --wrokers. Did you mean '--workers'?"),
         (["convert", "a", "b", "--to", "hf", "--work", "2"], "unknown flag --work. Did you mean '--workers'?"),
         (["export", "a"], "the following arguments are required: DST"),
+        (["export", "a", "--outptu", "b"], "unknown flag --outptu. Did you mean '--output'"),
         (["verify", "a", "b", "c"], "unrecognized arguments: c"),
         (["compare", "nowhere", "--tolerance", "x"], "--tolerance: invalid float value: 'x'"),
         (["preprocess", "nowhere.txt", "--tokenizer", "t", "--out-put", "x"], "unknown flag --out_put"),

@@ -51,6 +51,8 @@ CHANGE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 # In names of tensors that peft saves, some of them beside the same under its plain name.
 _WRAPPED = (".original_module.", ".modules_to_save.", ".base_layer.")
 _MERGE = "merge it with peft (merge_and_unload) and load the merged model"
+# Of peft's kinds, those that add tokens or states instead of changing weights.
+_NO_WEIGHTS = ("PREFIX_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE")
 
 
 @dataclass(frozen=True)
@@ -275,8 +277,11 @@ def open_adapter(path: Any, kind: str = "LORA", options: HubOptions | None = Non
         directory = from_hub_or_cache(str(path), partial(_download, str(path)), options or HubOptions())
     config_path = directory / CONFIG_FILE
     if not config_path.is_file():
+        inner = directory / "adapter"  # of a run
+        hint = f". Did you mean {str(inner)!r}?" if (inner / CONFIG_FILE).is_file() else ""
         raise ValueError(
             f"adapter {directory}: expected a directory with {CONFIG_FILE} and {WEIGHTS_FILE}, or a Hub repository"
+            + hint
         )
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
@@ -284,13 +289,22 @@ def open_adapter(path: Any, kind: str = "LORA", options: HubOptions | None = Non
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{config_path} is not a config of peft: {error!r}") from None
     if found != kind:
-        raise ValueError(f"{config_path}: peft_type is {found!r}, expected {kind!r}")
+        raise ValueError(f"{config_path}: peft_type is {found!r}, expected {kind!r}; {_instead(str(found))}")
     weights = next((w for w in (directory / WEIGHTS_FILE, directory / PICKLE_FILE) if w.is_file()), None)
     if weights is None:
         raise ValueError(f"adapter {directory}: {WEIGHTS_FILE} is missing")
     with open_weight_files(weights) as source:
         tensors = {name: source.read(name) for name in source.tensors}
     return AdapterFile(directory, config, tensors)
+
+
+def _instead(kind: str) -> str:
+    """What to do with an adapter that is not of the kind expected, by peft's name of its kind."""
+    if kind in ("LORA", "PROMPT_TUNING"):
+        return "load_lora reads it" if kind == "LORA" else "load_prompt reads it, and no weights can hold a prompt"
+    if kind in _NO_WEIGHTS:
+        return "it adds to what the model reads, which no weights can hold; use it with peft"
+    return f"{_MERGE}, if peft can merge its kind"
 
 
 def _download(repo: str, options: HubOptions) -> Path:

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from modelcenter.command_line.arguments import Parser
+from modelcenter.command_line.arguments import Parser, spelling
 
 
 def _parser(verb: str, about: str) -> Parser:
@@ -102,22 +102,63 @@ def convert_main(argv: Sequence[str]) -> int:
     return 0
 
 
-def export_main(argv: Sequence[str], export_adapter: Callable[..., str | None] | None = None) -> int:
+def export_main(
+    argv: Sequence[str],
+    export_adapter: Callable[..., str | None] | None = None,
+    merge_adapter: Callable[..., str] | None = None,
+) -> int:
     """Run the verb `export`.
 
     Args:
         export_adapter: `export_adapter(path, target, keep, unused, **options)` exports a run or checkpoint that trained
             an adapter and returns what to print, None for anything else. unused: flags given that only a conversion
             takes.
+        merge_adapter: `merge_adapter(base, adapter, target, **options)` writes a base with a saved adapter merged into
+            it and returns what to print.
     """
+    parser = _export_parser(named="--output" in {spelling(word).partition("=")[0] for word in argv})
+    args = parser.read(list(argv))
+    _check_adapter_flags(parser, args)
+    export = _conversion().export
+    from modelcenter.hub.run_folder import find_step
+
+    source = find_step(args.source, args.step)
+    path = Path(source).expanduser()
+    done = {"source": args.source, "target": args.target, "format": "adapter" if args.keep_adapter else "hf"}
+    message = None
+    if args.adapter is not None and merge_adapter is not None:
+        names = ("task", "labels", "dtype", "max_shard_size", "config", "prefix", "ignore")
+        options = {name: getattr(args, name) for name in names}
+        message = merge_adapter(source, args.adapter, args.target, options=_request(args).options, **options)
+        done["adapter"] = args.adapter
+    elif export_adapter is not None and path.is_dir():
+        options = {} if args.keep_adapter else {"dtype": args.dtype, "max_shard_size": args.max_shard_size}
+        message = export_adapter(
+            path, Path(args.target).expanduser(), args.keep_adapter, _conversion_flags(parser, args), **options
+        )
+    if message is not None:
+        print(json.dumps(done) if args.json else message)
+        return 0
+    if args.keep_adapter:
+        raise ValueError(f"keep_adapter: {args.source} is of no run with an adapter (--lora_rank)")
+    _show(args, export(args.source, args.target, step=args.step, **_work(args)))
+    return 0
+
+
+def _export_parser(named: bool) -> Parser:
+    """named: DST is given as --output, not by its place."""
     about = (
-        "Write the model of a run or of a checkpoint as a Hugging Face directory.\n\n"
-        "For a run, this is its final model, its last checkpoint if it has no final model yet, or the checkpoint that\n"
-        "--step names."
+        "Write a model as a Hugging Face directory.\n\n"
+        "MODEL is a run folder or a checkpoint. For a run, this is its final model, its last checkpoint if it has no\n"
+        "final model yet, or the checkpoint that --step names.\n\n"
+        "With --adapter, MODEL is the base of a LoRA adapter, which is merged into it; it may also be a Hub name:\n"
+        "  modelcenter export openai-community/gpt2 --adapter my-adapter --output merged"
     )
     parser = _parser("export", about)
-    parser.add_argument("source", metavar="RUN_OR_CKPT", help="run folder or checkpoint")
-    parser.add_argument("target", metavar="DST", help="directory to write")
+    parser.add_argument("source", metavar="MODEL", help="run folder or checkpoint; with --adapter, the adapter's base")
+    if not named:
+        parser.add_argument("target", metavar="DST", help="directory to write; or --output DST")
+    parser.add_argument("--output", dest="target", metavar="DST", required=named, help=argparse.SUPPRESS)
     parser.add_argument("--step", metavar="N|best|last", help="which checkpoint of a run (default: its final model)")
     _source_flags(parser)
     _work_flags(parser)
@@ -128,24 +169,27 @@ def export_main(argv: Sequence[str], export_adapter: Callable[..., str | None] |
     how.add_argument(
         "--keep_adapter", action="store_true", help="for a run with an adapter: write only the adapter, for peft"
     )
-    args = parser.read(list(argv))
-    export = _conversion().export
-    from modelcenter.hub.run_folder import find_step
+    parser.add_argument(
+        "--adapter",
+        metavar="DIR|NAME",
+        help="LoRA adapter in peft's format to merge into MODEL; a directory or Hub name",
+    )
+    parser.add_argument("--task", help="with --adapter: head of the model (default: what the adapter was trained for)")
+    parser.add_argument(
+        "--labels", nargs="+", metavar="NAME", help="with --adapter: names of its classes, in order, if it has a head"
+    )
+    return parser
 
-    path = Path(find_step(args.source, args.step)).expanduser()
-    if export_adapter is not None and path.is_dir():
-        options = {} if args.keep_adapter else {"dtype": args.dtype, "max_shard_size": args.max_shard_size}
-        message = export_adapter(
-            path, Path(args.target).expanduser(), args.keep_adapter, _conversion_flags(parser, args), **options
-        )
-        if message is not None:
-            done = {"source": args.source, "target": args.target, "format": "adapter" if args.keep_adapter else "hf"}
-            print(json.dumps(done) if args.json else message)
-            return 0
-    if args.keep_adapter:
-        raise ValueError(f"keep_adapter: {args.source} is of no run with an adapter (--lora_rank)")
-    _show(args, export(args.source, args.target, step=args.step, **_work(args)))
-    return 0
+
+def _check_adapter_flags(parser: Parser, args: argparse.Namespace) -> None:
+    """Raise ValueError for a flag that only works with --adapter, or only without it."""
+    idle = ["task", "labels"] if args.adapter is None else ["workers", "verify", "keep_adapter"]
+    why = "--adapter merges in memory, in one process; leave it out"
+    if args.adapter is None:
+        why = "it is for the model that --adapter makes; give --adapter too, or leave it out"
+    for name in idle:
+        if getattr(args, name) != parser.get_default(name):
+            raise ValueError(f"--{name}: {why}")
 
 
 def _conversion_flags(parser: Parser, args: argparse.Namespace) -> list[str]:

@@ -78,13 +78,11 @@ def _check_adapter(folder: Path) -> None:
     kind = flags.get("quantize")
     if kind is not None and adapter.is_dir():
         head = TASKS[_task_of_run(folder / "config.yaml")].heads[0]
-        # The run's head, whatever the base has: it is saved whole in the adapter.
-        labelled = head.endswith("-classification")
-        labels, names = (", id2label=NAMES", ", where NAMES are those of the labels in order") if labelled else ("", "")
+        labels = " --labels NAMES" if head.endswith("-classification") else ""
+        names = ", where NAMES are those of the labels in the order of the run" if labels else ""
         raise ValueError(
-            f"{folder} is a run with weights in 4 bits ({kind}), which leaves {adapter} and no model. In Python, "
-            f"load_lora('{adapter}', from_pretrained({flags.get('model')!r}, {head!r}{labels})) puts it into its base, "
-            f"and merge_lora and save_pretrained make a model of them{names}: see docs/lora.md"
+            f"{folder} is a run with weights in 4 bits ({kind}), which leaves {adapter} and no model. `modelcenter "
+            f"export {flags.get('model')} --adapter {adapter} --task {head}{labels} --output DST` makes one{names}"
         )
 
 

@@ -1,6 +1,7 @@
 """Runs that train adapters, a part of the weights, or new tokens."""
 
 import json
+import shlex
 import signal
 
 import pytest
@@ -12,7 +13,6 @@ from toyruns import assert_same_end, curve, die_at, weights, went_on_after
 
 import modelcenter as mc
 from engine.testing import run as on_ranks
-from modelcenter.adapters import load_lora, merge_lora
 from modelcenter.hub.remote.push import model_directory
 from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.trained import TrainedModel
@@ -184,6 +184,8 @@ def test_mistakes(changes, says):
 
 def test_a_run_over_4_bit_weights_leaves_its_adapter_and_ends_well(folder, monkeypatch, capsys):
     """Without bitsandbytes: what the loop and the verbs make of such a run is the same."""
+    from modelcenter import cli
+
     monkeypatch.setattr("modelcenter.adapters.lora.check_quantize", lambda kind: None)
     monkeypatch.setattr("modelcenter.adapters.lora.quantized", lambda linear, kind: linear)
     sizes = flags(folder)["model_config"] | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0}
@@ -192,11 +194,14 @@ def test_a_run_over_4_bit_weights_leaves_its_adapter_and_ends_well(folder, monke
     assert capsys.readouterr().out.rstrip().endswith(f"what was trained is in {folder / 'run' / 'adapter'}")
     assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
     assert (folder / "run" / "adapter" / "adapter_model.safetensors").is_file() and not (folder / "run/model").exists()
-    with pytest.raises(ValueError, match=r"4 bits \(nf4\), which leaves .*run/adapter and no model.*load_lora") as told:
+    with pytest.raises(ValueError, match=r"4 bits \(nf4\), which leaves .*run/adapter and no model.*export") as told:
         TrainedModel.find(str(folder / "run"))
-    call = str(told.value).partition("In Python, ")[2].partition(" puts it")[0]  # what it says to do, done
-    known = {"load_lora": load_lora, "from_pretrained": mc.from_pretrained, "NAMES": ["bad", "good"]}
-    model = merge_lora(eval(call, known))
+    command_line = str(told.value).partition("`modelcenter ")[2].partition("`")[0]  # what it says to do, done
+    merged = str(folder / "merged")
+    with pytest.raises(SystemExit) as done:
+        cli.run(shlex.split(command_line.replace("NAMES", "bad good").replace("DST", merged)))
+    assert not done.value.code
+    model = mc.from_pretrained(merged)
     assert model.task == "sequence-classification" and model.config.id2label == {0: "bad", 1: "good"}
     with pytest.raises(ValueError, match="left no model: .*4 bits"):
         model_directory(folder / "run")

@@ -15,8 +15,8 @@ def describe_adapter(config: Path) -> str:
     if (made / CONFIG_FILE).is_file() and adapter.name == "adapter":
         return f"an adapter for {base}; {made} is the model with it merged"
     return (
-        f"an adapter for {base}, no model by itself. modelcenter.adapters.load_lora(ADAPTER, "
-        f"modelcenter.from_pretrained({base!r})) puts it into its base; merge_lora and save_pretrained make a model"
+        f"an adapter for {base}, no model by itself. `modelcenter export {base} --adapter {adapter} --output DST` "
+        "makes a model of both; in Python, modelcenter.adapters.load_lora puts it into its base"
     )
 
 

@@ -1,0 +1,143 @@
+"""Merging an adapter on disk into its base, which makes an ordinary checkpoint: `modelcenter export --adapter`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from modelcenter.adapters.load import AdapterFile
+from modelcenter.adapters.lora import load_lora, merge_lora
+from modelcenter.adapters.peft_format import PREFIX, TASK_TYPES
+from modelcenter.adapters.state import materialize_adapter
+from modelcenter.convert.match import to_key
+from modelcenter.hub.architecture import Blueprint
+from modelcenter.hub.files.adapter_files import refuse_adapter_at
+from modelcenter.hub.files.atomic_directory import checked_target
+from modelcenter.hub.files.names import TOKENIZER_CONFIG_FILE
+from modelcenter.hub.legacy import in_hf_form
+from modelcenter.hub.load import load_model
+from modelcenter.hub.remote.download import HubOptions
+from modelcenter.hub.resolve import is_hub_id, resolve
+from modelcenter.hub.sidecar import SidecarFiles
+from modelcenter.hub.tokenizer import load_tokenizer
+from modelcenter.hub.weights import blueprint_of
+
+# peft's name of a task -> ours. One that is none of its tasks, such as a masked language model, has no name.
+_TASKS = {named: task for task, named in TASK_TYPES.items() if task != "text-encoding"}
+
+
+def merge_adapter(
+    base: Any,
+    adapter: Any,
+    target: Any,
+    *,
+    task: str | None = None,
+    labels: Sequence[str] | None = None,
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+    config: Any = None,
+    prefix: str = "",
+    ignore: Sequence[str] = (),
+    options: HubOptions | None = None,
+) -> str:
+    """Write a base with a LoRA merged into it as a Hugging Face directory. One process.
+
+    The head has as many classes as the adapter's, and the table of words as many rows. Sums are made in fp32 and
+    rounded once.
+
+    Args:
+        base: anything that from_pretrained takes. adapter: a directory in peft's format, or a Hub id.
+        task: head of the model; None: what the adapter was trained for, or, if it does not say, the base's own.
+        labels: names of the classes of the adapter's head.
+        dtype: of the weights written; None: that of the base.
+        max_shard_size: as save_pretrained's. config, prefix, ignore: of the base, as from_pretrained's.
+        options: of the Hub; the revision is the base's.
+
+    Returns:
+        What was written, in words.
+
+    Raises:
+        ValueError: the adapter is not there, cannot be merged or does not fit the base; the target cannot be written.
+    """
+    options, place = options or HubOptions(), checked_target(Path(str(target)))
+    refuse_adapter_at(place)
+    lora = load_lora(adapter, **_hub(replace(options, revision=None)))
+    file: AdapterFile = lora.saved
+    files = resolve(base, options, config=config)
+    if files.directory is not None and files.directory.resolve() == place:
+        raise ValueError(f"{place} is the base itself; name another directory")
+    files = in_hf_form(replace(files, prefix=prefix, ignore=tuple(ignore)))
+    task = task or _TASKS.get(file.config.get("task_type"))
+    blueprint = blueprint_of(files, task)
+    sizes = _sizes(file, blueprint)
+    model = load_model(
+        base,
+        task,
+        policy=False,
+        dtype=None if dtype is None else "float32",  # rounded once, to the dtype that is written
+        ignore_mismatched_sizes="num_labels" in sizes,  # the adapter has the head
+        config=config,
+        prefix=prefix,
+        ignore=ignore,
+        **_label_options(labels, blueprint.task, sizes.get("num_labels")),
+        **_hub(options),
+    )
+    if "vocab_size" in sizes:
+        model.resize_token_embeddings(sizes["vocab_size"])
+    lora.attach(model)
+    lacking = [name for name in model.load_report.initialised if name not in model.adapter.trained]
+    if lacking:
+        raise ValueError(
+            f"{base} lacks {', '.join(lacking[:5])}, and {adapter} does not hold it either. Take the model that the "
+            "adapter was trained on, or name the task that the base has a head for (--task)"
+        )
+    materialize_adapter(model)
+    lora.start(model)
+    tokenizer = _tokenizer(adapter, file, replace(options, revision=None))
+    merge_lora(model).save_pretrained(place, tokenizer=tokenizer, dtype=dtype, max_shard_size=max_shard_size)
+    trained_on = file.config.get("base_model_name_or_path")
+    note = "" if trained_on in (None, str(base), files.repo) else f" (which was trained on {trained_on})"
+    return f"{target}: {base} with the adapter {adapter}{note} merged"
+
+
+def _hub(options: HubOptions) -> dict[str, Any]:
+    names = ("revision", "token", "cache_dir", "local_files_only")
+    return {name: getattr(options, name) for name in names}
+
+
+def _sizes(file: AdapterFile, blueprint: Blueprint) -> dict[str, int]:
+    """The numbers of classes and of words that the tensors of an adapter have, where they are not the base's."""
+    layout, sizes = blueprint.layout, dict[str, int]()
+    for name, tensor in file.tensors.items():
+        key = to_key(blueprint.arch, name.removeprefix(PREFIX))
+        shape = layout.shapes.get(layout.aliases.get(key, key))
+        if shape is None or not tensor.dim() or tensor.shape[0] == shape[0] or tensor.shape[1:] != shape[1:]:
+            continue
+        for field in ("num_labels", "vocab_size"):
+            if getattr(blueprint.config, field, None) == shape[0]:
+                sizes[field] = tensor.shape[0]
+    return sizes
+
+
+def _label_options(labels: Sequence[str] | None, task: str, count: int | None) -> dict[str, Any]:
+    """Arguments of load_model for the classes of the head. Raises ValueError: it has none, or another number.
+
+    Args:
+        count: of the adapter's head, where it is not the base's.
+    """
+    if labels is None:
+        return {} if count is None else {"num_labels": count}
+    if not task.endswith("-classification"):
+        raise ValueError(f"labels: the task {task} has no head of classes; leave them out, or name the task (--task)")
+    if count is not None and len(labels) != count:
+        raise ValueError(f"labels: got {len(labels)} names, but the adapter's head has {count} classes")
+    return {"id2label": list(labels)}
+
+
+def _tokenizer(adapter: Any, file: AdapterFile, options: HubOptions) -> Any:
+    """The tokenizer that was saved with the adapter, which may have more words or a chat template; None: none was."""
+    repo = str(adapter) if is_hub_id(str(adapter)) else None
+    if repo is not None:
+        options = replace(options, revision=file.directory.name)
+    held = SidecarFiles(file.directory, repo, options).tokenizer()
+    return load_tokenizer(held[TOKENIZER_CONFIG_FILE].parent) if TOKENIZER_CONFIG_FILE in held else None

@@ -1,0 +1,124 @@
+"""`modelcenter export MODEL --adapter ADAPTER`: the same model as peft's merge_and_unload makes."""
+
+import json
+import shutil
+import warnings
+
+import peft
+import pytest
+import torch
+from adapter_tools import save_base, stir_, transformers_model
+from toydata import make_tokenizer
+
+import modelcenter as mc
+from modelcenter import cli
+
+
+def export(*words):
+    with pytest.raises(SystemExit) as done:
+        cli.run(["export", *map(str, words)])
+    assert not done.value.code
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    tasks = {"llama": "causal-lm", "gpt2": "causal-lm", "bert": "pretraining", "t5": "seq2seq-lm"}
+    return {family: save_base(folder / family, family, task) for family, task in tasks.items()}
+
+
+def trained(base, family, task, adapter, rows=None, labels=None, **options):
+    """A model of transformers with an adapter of peft's, which is saved."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cls = type(transformers_model(base, family, task))
+        theirs = cls.from_pretrained(base, **({} if labels is None else {"num_labels": labels})).eval()
+        if rows is not None:
+            theirs.resize_token_embeddings(rows)
+        theirs = stir_(peft.get_peft_model(theirs, peft.LoraConfig(r=3, lora_alpha=5, **options)))
+        theirs.save_pretrained(adapter)
+    return theirs
+
+
+@pytest.mark.parametrize(
+    "family, task, options",
+    [
+        pytest.param(
+            "llama",
+            "causal-lm",
+            {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "up_proj"], "use_rslora": True},
+            marks=pytest.mark.full,
+        ),
+        ("gpt2", "causal-lm", {"task_type": "CAUSAL_LM", "target_modules": ["c_attn", "c_proj"], "rows": 140}),
+        ("bert", "masked-lm", {"target_modules": ["query", "dense"], "use_dora": True}),
+        ("bert", "sequence-classification", {"task_type": "SEQ_CLS", "target_modules": ["value"], "labels": 3}),
+        pytest.param(
+            "t5",
+            "seq2seq-lm",
+            {"task_type": "SEQ_2_SEQ_LM", "target_modules": ["q", "v"]},
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_merged_export_is_what_peft_makes(family, task, options, bases, tmp_path, capsys):
+    if family == "bert" and task == "masked-lm":
+        options = {**options, "exclude_modules": r"cls\..*"}
+    theirs = trained(bases[family], family, task, tmp_path / "adapter", **options).merge_and_unload()
+    if "rows" in options:
+        make_tokenizer().save_pretrained(tmp_path / "adapter")
+    words = ["--labels", "bad", "so", "good"] if "labels" in options else ["--task", task]
+    export(bases[family], "--adapter", tmp_path / "adapter", "--output", tmp_path / "out", *words)
+    assert str(tmp_path / "adapter") in capsys.readouterr().out
+    ours = transformers_model(tmp_path / "out", family, task)
+    expected = theirs.state_dict()
+    assert ours.state_dict().keys() == expected.keys()
+    for name, tensor in ours.state_dict().items():
+        gap = (tensor - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-9)
+        assert gap < 1e-6, (name, gap)
+    assert (tmp_path / "out" / "tokenizer.json").is_file() == ("rows" in options)
+    if "labels" in options:
+        assert ours.config.id2label == {0: "bad", 1: "so", 2: "good"}
+
+
+def test_a_16_bit_base_is_rounded_once(bases, tmp_path):
+    mc.from_pretrained(bases["llama"]).save_pretrained(tmp_path / "base", dtype="bfloat16")
+    trained(tmp_path / "base", "llama", "causal-lm", tmp_path / "a", task_type="CAUSAL_LM", target_modules=["q_proj"])
+    export(tmp_path / "base", tmp_path / "wide", "--adapter", tmp_path / "a", "--dtype", "float32")
+    export(tmp_path / "base", "--json", tmp_path / "out", "--adapter", tmp_path / "a")
+    wide, narrow = (mc.from_pretrained(tmp_path / name).state_dict() for name in ("wide", "out"))
+    for name, tensor in narrow.items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, wide[name].bfloat16()), name
+
+
+@pytest.mark.parametrize(
+    "change, words, says",
+    [
+        ({"peft_type": "IA3"}, [], "peft_type is 'IA3', expected 'LORA'; merge it with peft"),
+        ({"peft_type": "PREFIX_TUNING"}, [], "no weights can hold; use it with peft"),
+        ({"init_lora_weights": "pissa"}, [], "init_lora_weights is 'pissa', so it belongs to"),
+        ({"task_type": "SEQ_CLS"}, [], "base lacks head.weight, and .*adapter does not hold it either"),
+        ({}, ["--labels", "a", "b"], "labels: .* no head of classes"),
+        ({}, ["--task", "masked-lm"], "task: got 'masked-lm', llama has"),
+        ({}, ["--keep_adapter"], "--keep_adapter: --adapter merges in memory"),
+        ({}, ["--output", "BASE"], "is the base itself; name another"),
+        ({}, ["--output", "ADAPTER"], "an adapter lies there"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_and_leaves_nothing(change, words, says, bases, tmp_path):
+    base, adapter, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "out"
+    shutil.copytree(bases["llama"], base)
+    trained(base, "llama", "causal-lm", adapter, task_type="CAUSAL_LM", target_modules=["q_proj"])
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    places = {"BASE": str(base), "ADAPTER": str(adapter)}
+    words = [places.get(word, word) for word in words] or ["--output", str(out)]
+    words += [] if "--output" in words else ["--output", str(out)]
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=says):
+        cli.run(["export", str(base), "--adapter", str(adapter), *words])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_flags_of_a_merge_without_an_adapter(tmp_path):
+    with pytest.raises(ValueError, match="--labels: it is for the model that --adapter makes; give --adapter too"):
+        cli.run(["export", str(tmp_path), "--output", str(tmp_path / "out"), "--labels", "a", "b"])

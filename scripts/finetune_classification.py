@@ -1,12 +1,17 @@
 #!/usr/bin/env python
-"""Fine-tune a model to classify texts: one label, several labels or a score; single texts or pairs.
+"""Train a model to classify texts, or pairs of texts.
 
-    python scripts/finetune_classification.py --model bert-base-uncased --train_data data/sst2 --output_dir out
-    torchrun --nproc_per_node 8 scripts/finetune_classification.py --config scripts/recipes/sst2.yaml --output_dir out
+The label is one class, several classes or a number (regression). The data are json, jsonl, csv, tsv or parquet files, a
+folder of them (train, dev and test), or a data set of the Hugging Face Hub. The columns of texts and labels are
+detected; --text_column, --text_pair_column and --label_column name them. --dry_run shows the plan, runs one step and
+writes nothing.
 
-The data are files (json, jsonl, csv, tsv, parquet; a folder may hold train, dev and test files) or a Hub data set. Text
-and label columns are found by name and content, or set by flags. --dry_run shows the plan and runs one step.
-The same as: modelcenter finetune classification
+Example:
+  modelcenter finetune classification --model google-bert/bert-base-uncased --output_dir runs/reviews \\
+      --train_data train.csv --eval_data dev.csv --epochs 3
+
+On several processes or GPUs: torchrun --nproc_per_node 8 -m modelcenter finetune classification [flags]
+scripts/finetune_classification.py takes the same flags.
 """
 
 import sys

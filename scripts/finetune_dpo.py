@@ -1,12 +1,15 @@
 #!/usr/bin/env python
-"""Train a language model on preferences between two answers to each question (DPO, IPO).
+"""Train a language model on pairs of a preferred and a rejected answer (DPO or IPO).
 
-    python scripts/finetune_dpo.py --model runs/chat/model --train_data pairs.jsonl --output_dir runs/dpo --lr 1e-6
-    torchrun --nproc_per_node 8 scripts/finetune_dpo.py --config scripts/recipes/dpo.yaml --output_dir runs/dpo
+Each row has a prompt, a chosen answer and a rejected answer, as texts or as chat messages. The columns are found by
+their names, or named by flags. The model is compared with a reference model: itself before training, or --reference.
+--dry_run shows which tokens are trained on, runs one step and writes nothing.
 
-Rows have a prompt, the chosen answer and the rejected one, as texts or as messages; columns are found by name, or set
-by flags. Both answers are compared with a reference model, which is the initial model unless --reference names another.
---dry_run shows what is trained on and runs one step. The same as: modelcenter finetune dpo
+Example:
+  modelcenter finetune dpo --model runs/chat/model --output_dir runs/dpo --train_data pairs.jsonl --lr 1e-6
+
+On several processes or GPUs: torchrun --nproc_per_node 8 -m modelcenter finetune dpo [flags]
+scripts/finetune_dpo.py takes the same flags.
 """
 
 import sys

@@ -1,13 +1,15 @@
 #!/usr/bin/env python
-"""Fine-tune a language model on instructions, chats or plain text.
+"""Train a language model on chats, on instructions with answers, or on plain text.
 
-    python scripts/finetune_lm.py --model openai-community/gpt2 --train_data data/e2e --output_dir out
-    torchrun --nproc_per_node 8 scripts/finetune_lm.py --config scripts/recipes/alpaca.yaml --output_dir out
+Chats are rows of messages; instructions are rows with a prompt and an answer, as in Alpaca. The columns are found by
+their names, or named by flags. Rows are formatted with the tokenizer's chat template if it has one. Only answers are
+trained on; of plain text, everything. --dry_run shows which tokens are trained on, runs one step and writes nothing.
 
-Rows are chats (messages, ShareGPT's conversations), instructions with answers (prompt and response, Alpaca's
-instruction, input and output, ...), or text; columns are found by name, or set by flags. Chats and instructions are
-written by the tokenizer's chat template if it has one, and only the answers are trained on. --dry_run shows what is
-trained on and runs one step. The same as: modelcenter finetune lm
+Example:
+  modelcenter finetune lm --model openai-community/gpt2 --output_dir runs/chat --train_data chats.jsonl --epochs 3
+
+On several processes or GPUs: torchrun --nproc_per_node 8 -m modelcenter finetune lm [flags]
+scripts/finetune_lm.py takes the same flags.
 """
 
 import sys

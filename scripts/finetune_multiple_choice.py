@@ -1,13 +1,16 @@
 #!/usr/bin/env python
-"""Fine-tune an encoder to choose the right one of a few texts (SWAG, COPA, RACE, C3, ...).
+"""Train a model to choose the right one of several texts.
 
-    python scripts/finetune_multiple_choice.py --model bert-base-uncased --train_data allenai/swag --output_dir out
-    torchrun --nproc_per_node 8 scripts/finetune_multiple_choice.py --config scripts/recipes/race.yaml --output_dir out
+Each row has a context, a question or both, its choices, and the right choice. Rows may have different numbers of
+choices. The data are files or a data set of the Hugging Face Hub; the columns of SWAG, COPA, RACE, C3, ARC and others
+are known, and flags name those of other data. --dry_run shows the plan, runs one step and writes nothing.
 
-The data are files (json, jsonl, csv, tsv, parquet; a folder may hold train, dev and test files) or a Hub data set. The
-columns of context, question, choices and label are found by their usual names, or set by flags; rows may have
-different numbers of choices. --dry_run shows the plan and runs one step.
-The same as: modelcenter finetune multiple-choice
+Example:
+  modelcenter finetune multiple-choice --model google-bert/bert-base-uncased --output_dir runs/swag \\
+      --train_data allenai/swag --data_config regular
+
+On several processes or GPUs: torchrun --nproc_per_node 8 -m modelcenter finetune multiple-choice [flags]
+scripts/finetune_multiple_choice.py takes the same flags.
 """
 
 import sys

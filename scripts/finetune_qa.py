@@ -1,13 +1,16 @@
 #!/usr/bin/env python
-"""Fine-tune a model for extractive question answering: the answer is a span of a given text.
+"""Train a model to answer questions with a passage of a given text (extractive question answering).
 
-    python scripts/finetune_qa.py --model bert-base-uncased --train_data rajpurkar/squad --output_dir out
-    torchrun --nproc_per_node 8 scripts/finetune_qa.py --config scripts/recipes/squad_v2.yaml --output_dir out
+The data are json files in the format of SQuAD, rows with question, context and answers, or a data set of the Hugging
+Face Hub. Long texts are read in overlapping windows. Questions may have no answer. --dry_run shows the plan, runs one
+step and writes nothing.
 
-The data are files in the format of SQuAD and CMRC 2018 (json), rows of question, context and answers (json, jsonl,
-parquet; a folder may hold train and dev files) or a Hub data set. Long contexts are read in overlapping windows.
-Questions may have no answer. --dry_run shows the plan and runs one step.
-The same as: modelcenter finetune qa
+Example:
+  modelcenter finetune qa --model google-bert/bert-base-uncased --output_dir runs/squad \\
+      --train_data rajpurkar/squad --max_length 384 --doc_stride 128
+
+On several processes or GPUs: torchrun --nproc_per_node 8 -m modelcenter finetune qa [flags]
+scripts/finetune_qa.py takes the same flags.
 """
 
 import sys

@@ -1,14 +1,17 @@
 #!/usr/bin/env python
-"""Fine-tune an encoder-decoder to generate text from text: summaries, translations, descriptions of data.
+"""Train an encoder-decoder such as T5 to write a text from a text: summaries, translations, descriptions of data.
 
-    python scripts/finetune_seq2seq.py --model google-t5/t5-small --prefix "summarize: " --train_data data/news \\
-        --output_dir out
-    torchrun --nproc_per_node 8 scripts/finetune_seq2seq.py --config scripts/recipes/xsum.yaml --output_dir out
+The data are json, jsonl, csv, tsv or parquet files, a folder of them (train, dev and test), or a data set of the
+Hugging Face Hub. Source and target columns are found by their names, or named by --source_column and --target_column;
+a column that holds translations needs --source_lang and --target_lang. Evaluations write texts and score them
+(--metrics). --dry_run shows the plan, runs one step and writes nothing.
 
-The data are files (json, jsonl, csv, tsv, parquet; a folder may hold train, dev and test files) or a Hub data set.
-Source and target columns are found by their usual names, or set by flags; a column of translations needs --source_lang
-and --target_lang. Evaluations generate texts and score them by --metrics. --dry_run shows the plan and runs one step.
-The same as: modelcenter finetune seq2seq
+Example:
+  modelcenter finetune seq2seq --model google-t5/t5-small --output_dir runs/summaries \\
+      --train_data train.jsonl --eval_data dev.jsonl --prefix "summarize: " --metrics rouge
+
+On several processes or GPUs: torchrun --nproc_per_node 8 -m modelcenter finetune seq2seq [flags]
+scripts/finetune_seq2seq.py takes the same flags.
 """
 
 import sys

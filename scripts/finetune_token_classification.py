@@ -1,14 +1,16 @@
 #!/usr/bin/env python
-"""Fine-tune a model to tag words: named entities, parts of speech, segments.
+"""Train a model to tag words: named entities, parts of speech, word segments.
 
-    python scripts/finetune_token_classification.py --model bert-base-cased --train_data data/conll2003 --output_dir out
-    torchrun --nproc_per_node 8 scripts/finetune_token_classification.py --config scripts/recipes/conll2003.yaml \\
-        --output_dir out
+The data are CoNLL files, json, jsonl or parquet files with a list of words and a list of tags in each row, a folder of
+them (train, dev and test), or a data set of the Hugging Face Hub. Precision, recall and F1 are those of whole entities.
+--dry_run shows the plan, runs one step and writes nothing.
 
-The data are files (conll, or json, jsonl and parquet with a list of words and one of tags in each row; a folder may
-hold train, dev and test files) or a Hub data set. Metrics are those of whole entities. --dry_run shows the plan and
-runs one step.
-The same as: modelcenter finetune token-classification
+Example:
+  modelcenter finetune token-classification --model google-bert/bert-base-cased --output_dir runs/ner \\
+      --train_data train.conll --eval_data dev.conll
+
+On several processes or GPUs: torchrun --nproc_per_node 8 -m modelcenter finetune token-classification [flags]
+scripts/finetune_token_classification.py takes the same flags.
 """
 
 import sys

@@ -1,14 +1,16 @@
 #!/usr/bin/env python
-"""Pretrain a causal language model, from random or pretrained weights.
+"""Train a decoder such as GPT-2 or Llama to predict the next token of plain text.
 
-    python scripts/pretrain_lm.py --model openai-community/gpt2 --train_data corpus.txt --output_dir out
-    torchrun --nproc_per_node 8 scripts/pretrain_lm.py --config scripts/recipes/gpt2.yaml --output_dir out
+The data are text (txt, jsonl, json, csv, tsv, parquet, a data set of the Hugging Face Hub), folders written by
+`modelcenter preprocess`, or Megatron's .bin and .idx. PATH@WEIGHT mixes several. --streaming reads text that is too
+large to be tokenised first. --from_scratch starts from random weights of a preset or a config.json. --dry_run shows the
+plan, runs one step and writes nothing.
 
-Works with every decoder. The loss is over all tokens; no token attends to another document.
-The data are text (txt, jsonl, json, csv, tsv, parquet, a Hub data set), token files from `modelcenter preprocess`, or
-Megatron's .bin and .idx. PATH@WEIGHT mixes several; --streaming reads text that is too large to tokenise beforehand.
---from_scratch starts from random weights of a preset or config.json. --dry_run shows the plan and runs one step.
-The same as: modelcenter pretrain lm
+Example:
+  modelcenter pretrain lm --model openai-community/gpt2 --output_dir runs/lm --train_data corpus.txt --packing concat
+
+On several processes or GPUs: torchrun --nproc_per_node 8 -m modelcenter pretrain lm [flags]
+scripts/pretrain_lm.py takes the same flags.
 """
 
 import sys

@@ -1,14 +1,17 @@
 #!/usr/bin/env python
-"""Pretrain an encoder to predict masked tokens, from random or pretrained weights.
+"""Train BERT, RoBERTa or XLM-R to predict masked tokens of plain text.
 
-    python scripts/pretrain_mlm.py --model google-bert/bert-base-uncased --train_data corpus.txt --output_dir out
-    torchrun --nproc_per_node 8 scripts/pretrain_mlm.py --config scripts/recipes/bert_base.yaml --output_dir out
+--whole_word masks whole words. --next_sentence also trains BERT to predict whether two texts follow each other.
+The data are text (txt, jsonl, json, csv, tsv, parquet, a data set of the Hugging Face Hub), folders written by
+`modelcenter preprocess`, or Megatron's .bin and .idx. PATH@WEIGHT mixes several. --streaming reads text that is too
+large to be tokenised first. --from_scratch starts from random weights of a preset or a config.json. --dry_run shows the
+plan, runs one step and writes nothing.
 
-Works with BERT, RoBERTa and XLM-R. --whole_word masks whole words, --next_sentence adds BERT's second task.
-The data are text (txt, jsonl, json, csv, tsv, parquet, a Hub data set), token files from `modelcenter preprocess`, or
-Megatron's .bin and .idx. PATH@WEIGHT mixes several; --streaming reads text that is too large to tokenise beforehand.
---from_scratch starts from random weights of a preset or config.json. --dry_run shows the plan and runs one step.
-The same as: modelcenter pretrain mlm
+Example:
+  modelcenter pretrain mlm --model google-bert/bert-base-uncased --output_dir runs/mlm --train_data corpus.txt
+
+On several processes or GPUs: torchrun --nproc_per_node 8 -m modelcenter pretrain mlm [flags]
+scripts/pretrain_mlm.py takes the same flags.
 """
 
 import sys

@@ -1,14 +1,16 @@
 #!/usr/bin/env python
-"""Pretrain an encoder-decoder by span corruption, T5's objective, from random or pretrained weights.
+"""Train T5, mT5 or umT5 to predict missing spans of plain text, T5's own objective.
 
-    python scripts/pretrain_span_corruption.py --model google-t5/t5-small --train_data corpus.txt --output_dir out
-    torchrun --nproc_per_node 8 scripts/pretrain_span_corruption.py --config scripts/recipes/t5.yaml --output_dir out
+The data are text (txt, jsonl, json, csv, tsv, parquet, a data set of the Hugging Face Hub), folders written by
+`modelcenter preprocess`, or Megatron's .bin and .idx. PATH@WEIGHT mixes several. --streaming reads text that is too
+large to be tokenised first. --from_scratch starts from random weights of a preset or a config.json. --dry_run shows the
+plan, runs one step and writes nothing.
 
-Works with T5, mT5 and umT5. Spans of the text are replaced by sentinels, and the decoder predicts the spans.
-The data are text (txt, jsonl, json, csv, tsv, parquet, a Hub data set), token files from `modelcenter preprocess`, or
-Megatron's .bin and .idx. PATH@WEIGHT mixes several; --streaming reads text that is too large to tokenise beforehand.
---from_scratch starts from random weights of a preset or config.json. --dry_run shows the plan and runs one step.
-The same as: modelcenter pretrain span-corruption
+Example:
+  modelcenter pretrain span-corruption --model google-t5/t5-small --output_dir runs/t5 --train_data corpus.txt
+
+On several processes or GPUs: torchrun --nproc_per_node 8 -m modelcenter pretrain span-corruption [flags]
+scripts/pretrain_span_corruption.py takes the same flags.
 """
 
 import sys

@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +153,18 @@ def test_fine_tuning_commands_parse(monkeypatch: pytest.MonkeyPatch):
                     cfg.require("model", "train_data", *(() if cfg.dry_run else ("output_dir",)))
                     parsed += 1
     assert parsed >= 3
+
+
+def test_the_example_in_each_help_is_a_valid_configuration():
+    from modelcenter.training.tasks import tasks_of
+
+    for verb in ("finetune", "pretrain"):
+        for name, info in tasks_of(verb).items():
+            source = (ROOT / "scripts" / f"{info.script}.py").read_text(encoding="utf-8")
+            lines = (ast.get_docstring(ast.parse(source)) or "").partition("Example:\n")[2].partition("\n\n")[0]
+            words = shlex.split(lines.replace("\\\n", " "))
+            assert words[:3] == ["modelcenter", verb, name]
+            info.flags().from_args(words[3:]).require("model", "train_data", "output_dir")
 
 
 @pytest.mark.parametrize("block", [b for b in ALL_BLOCKS if b.kind == "yaml"], ids=str)

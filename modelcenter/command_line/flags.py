@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from modelcenter.command_line.arguments import Parser, is_flag, spelling, unknown_flag, with_numbers
-from modelcenter.command_line.spellings import TRANSLATED, all_spellings, translate, translated
+from modelcenter.command_line.spellings import INSTEAD, TRANSLATED, all_spellings, translate, translated
 from modelcenter.command_line.values import BOOLEANS, convert, type_of
 from modelcenter.command_line.yaml_file import read_yaml
 
@@ -91,6 +91,8 @@ class Flags:
         namespace, others = parser(cls, prog, description).parse_known_args(flags)
         unknown = next((word for word in others if is_flag(word)), None)
         if unknown is not None:
+            if (instead := INSTEAD.get(unknown.partition("=")[0].removeprefix("--"))) is not None:
+                raise ValueError(f"{unknown.partition('=')[0]} is no flag here: {instead}")
             raise unknown_flag(unknown, [f"--{n}" for n in ("config", *all_spellings(cls), *TRANSLATED)])
         given = vars(namespace)
         path = given.pop("config", None)

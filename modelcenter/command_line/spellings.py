@@ -9,9 +9,26 @@ from modelcenter.command_line.values import boolean
 # Flags of other programs whose values differ from ours: flag -> (our flag, {its value: ours; None: says nothing new}).
 TRANSLATED: dict[str, tuple[str, dict[Any, Any]]] = {
     "bf16": ("precision", {True: "bf16", False: "fp32"}),
+    "fp16": ("precision", {True: "fp16", False: None}),  # what takes its place, --bf16 says
+    "gradient_checkpointing": ("recompute", {True: "full", False: "none"}),
     "eval_strategy": ("eval_every", {"epoch": "epoch", "no": "never", "steps": None}),
     "evaluation_strategy": ("eval_every", {"epoch": "epoch", "no": "never", "steps": None}),
     "save_strategy": ("save_every", {"epoch": "epoch", "no": "never", "steps": None}),
+    "do_train": ("epochs", {True: None}),
+    "do_eval": ("eval_every", {True: None}),
+}
+_PACKED = "rows are packed one after another, so there is no padding to save; leave it out"
+# Flags of other programs that have no counterpart: what to do instead.
+INSTEAD = {
+    "dataloader_num_workers": "rows are tokenised before training, and a thread makes batches ahead (--prefetch)",
+    "deepspeed": "--zero shards the model, and --offload keeps the optimizer's state on the host",
+    "do_predict": "`modelcenter predict RUN DATA` does it after the run",
+    "fsdp": "--zero shards the model",
+    "greater_is_better": "each metric knows; leave it out",
+    "group_by_length": _PACKED,
+    "load_best_model_at_end": "--best_metric names the metric, and the best model becomes model/",
+    "load_in_4bit": "--quantize nf4 keeps the weights under --lora_rank in 4 bits",
+    "pad_to_max_length": _PACKED,
 }
 
 

@@ -55,6 +55,10 @@ def test_defaults_and_types():
         ("--resume_from_checkpoint false", "resume", "never"),
         ("--bf16", "precision", "bf16"),
         ("--bf16 false", "precision", "fp32"),
+        ("--fp16 True", "precision", "fp16"),
+        ("--fp16 false", "precision", "auto"),
+        ("--gradient_checkpointing", "recompute", "full"),
+        ("--do_train", "epochs", 3.0),
         ("--optim adamw_torch_fused", "optimizer", "adamw"),
         ("--lr_scheduler_type constant_with_warmup", "lr_scheduler", "constant"),
         ("--clip-grad 0.5", "max_grad_norm", 0.5),
@@ -75,6 +79,8 @@ def test_other_spellings(words, name, value, tmp_path):
     [
         ("--lrr 3", r"unknown flag --lrr\. Did you mean '--lr'\?"),
         ("--learning_rat 3", r"Did you mean '--learning_rate'\?"),
+        ("--load_best_model_at_end --do_train", "--load_best_model_at_end is no flag here: --best_metric names"),
+        ("--do_train false", "do_train: got False, expected True; epochs takes more"),
         ("--lea 3", "unknown flag --lea"),  # no guessing from a beginning
         ("train.csv", "unexpected argument 'train.csv'"),
         ("--batch_size 3.5", "batch_size: got '3.5', expected a whole number"),

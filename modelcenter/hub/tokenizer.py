@@ -73,6 +73,9 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
             return cpm_class.from_pretrained(source, **kwargs)
         return _with_eos(AutoTokenizer.from_pretrained(source, **kwargs), directory, source, kwargs)
     except Exception as error:  # the tokenizers library raises that and no other; transformers KeyErrors and more
+        for path in held:
+            if path.suffix == ".json":
+                read_json(path)  # a file that was cut off says so itself
         why = " ".join(str(error).split())
         raise ValueError(
             f"no tokenizer could be loaded from {source}: {why}{'' if why.endswith('.') else '.'} A vocabulary alone "

@@ -285,3 +285,10 @@ def test_what_the_hub_has_listed_is_not_asked_for_before_it_is_downloaded(monkey
 def test_a_pickled_model_holds_no_token():
     assert pickle.loads(pickle.dumps(HubOptions("main", "hf_secret", "cache"))) == HubOptions("main", None, "cache")
     assert "hf_secret" not in repr(HubOptions("main", "hf_secret", "cache"))
+
+
+def test_a_folder_whose_name_is_misspelt_is_offered(tmp_path, monkeypatch):
+    (tmp_path / "runs" / "my run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"'runs/myy run'\. Did you mean 'runs/my run'\?$"):
+        mc.from_pretrained("runs/myy run")

@@ -342,6 +342,8 @@ def test_output_dir_is_never_overwritten_unasked(folder):
         with pytest.raises(ValueError, match="holds files of something else"):
             finetune(folder, output_dir=str(folder / "home"), overwrite_output_dir=overwrite)
     assert (folder / "home" / "thesis.tex").exists()
+    with pytest.raises(ValueError, match="output_dir: .*thesis.tex is a file, expected a folder or a new name"):
+        finetune(folder, output_dir=str(folder / "home" / "thesis.tex"))
 
 
 def test_a_name_that_is_not_utf_8_costs_no_checkpoint_and_no_summary(folder):

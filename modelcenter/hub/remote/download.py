@@ -3,6 +3,7 @@
 Every failure is one ValueError that says which repository or file, why, and what to do.
 """
 
+import difflib
 import errno
 import logging
 import re
@@ -174,6 +175,15 @@ def is_offline(options: HubOptions) -> bool:
     return options.local_files_only or constants.is_offline_mode()
 
 
+def _nearest(name: str) -> str:
+    """A sentence that offers the models, or else the directory beside, whose names are closest."""
+    path, beside = Path(name), list[str]()
+    with suppress(OSError):
+        beside = [other.name for other in path.parent.iterdir() if other.is_dir()]
+    close = difflib.get_close_matches(path.name, beside, 1, 0.7)
+    return nearest(name, preset_names()) or (f" Did you mean {str(path.with_name(close[0]))!r}?" if close else "")
+
+
 @contextmanager
 def explain_errors(repo: str, options: HubOptions, name: str = "files") -> Iterator[None]:
     """Turn what huggingface_hub raises while it reads `name` of a repository into ValueErrors that say what to do."""
@@ -192,7 +202,7 @@ def explain_errors(repo: str, options: HubOptions, name: str = "files") -> Itera
     except hub.RepositoryNotFoundError as error:
         raise RefusedError(
             f"{repo!r} is no local directory, and {where} does not exist or is private (asked {signed}); for a private "
-            f"one pass token=, set HF_TOKEN or run `hf auth login`.{nearest(repo, preset_names())}"
+            f"one pass token=, set HF_TOKEN or run `hf auth login`.{_nearest(repo)}"
         ) from error
     except hub.DisabledRepoError as error:
         raise ValueError(f"{where} has been disabled by the Hub") from error
@@ -202,7 +212,7 @@ def explain_errors(repo: str, options: HubOptions, name: str = "files") -> Itera
         raise _unreachable(repo, name, constants.ENDPOINT, error.__cause__ or error) from error
     except hub.HFValidationError as error:
         raise ValueError(
-            f"{repo!r} is no local directory and cannot be a Hub id: {error}.{nearest(repo, preset_names())}"
+            f"{repo!r} is no local directory and cannot be a Hub id: {str(error).rstrip('.')}.{_nearest(repo)}"
         ) from error
     except hub.HfHubHTTPError as error:
         said = " ".join(str(error).split())

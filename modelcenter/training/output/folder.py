@@ -1,6 +1,7 @@
 """The folder of a run: whether it may be written to, and what an earlier run left in it. For rank 0."""
 
 import json
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -24,7 +25,7 @@ def prepare_output(path: Path, overwrite: bool) -> None:
     """Make sure that a run can write to a folder, before anything slow starts.
 
     Raises:
-        ValueError: the folder holds a finished run (and not overwrite), files that no run wrote, or a broken link.
+        ValueError: it is a file; it holds a finished run (and not overwrite), files that no run wrote or a broken link.
         OSError: it cannot be written.
     """
     if path.is_dir():
@@ -37,8 +38,10 @@ def prepare_output(path: Path, overwrite: bool) -> None:
         if not overwrite and _status(summary) == "finished":
             raise ValueError(
                 f"output_dir: {path} holds a finished run; give another folder, to train it further with --resume "
-                f"{path}, or --overwrite_output_dir"
+                f"{shlex.quote(str(path))}, or --overwrite_output_dir"
             )
+    if path.is_file():
+        raise ValueError(f"output_dir: {path} is a file, expected a folder or a new name")
     for link in (path / name for name in _FILES):
         if link.is_symlink() and not link.exists():
             raise ValueError(f"output_dir: {link} is a link to {link.readlink()}, which is not there; make that folder")

@@ -203,7 +203,10 @@ class Classification(Task):
         else:
             values, where = named_values(self.table, self.columns.label, names), self.table.where
             self.labels = find_labels(values, where, problem_type=kind, num_labels=len(names), names=names)
-            targets = self.labels.encode(values, where, known_from="the model")
+            try:
+                targets = self.labels.encode(values, where, known_from="the model")
+            except ValueError as error:  # perhaps of a column that was found, where the rows lack that of the run
+                raise ValueError(f"{error}; read from column {self.columns.label!r} (--label_column)") from None
         return self._examples(self.table, targets, tokenizer, max_length)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:

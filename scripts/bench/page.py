@@ -4,6 +4,7 @@
 A test compares the page with what this script makes of the JSON. The plots (SVG) show the same rows.
 """
 
+import argparse
 import inspect
 import json
 import sys
@@ -171,6 +172,8 @@ def plot(name: str, record: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.parse_args()  # --help writes nothing
     PAGE.write_text(render(), encoding="utf-8")
     for name, record in records().items():
         if tables.comparisons(record):

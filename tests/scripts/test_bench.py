@@ -233,6 +233,14 @@ def test_help_names_the_flags_that_the_runner_gives(name: str, monkeypatch, caps
     assert not [word for word in words if word.startswith("--") and word not in said]
 
 
+def test_help_of_the_page_writes_none(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(page, "PAGE", tmp_path / "performance.md")
+    monkeypatch.setattr(sys, "argv", ["page.py", "--help"])
+    with pytest.raises(SystemExit):
+        page.main()
+    assert "Write docs/performance.md" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
 def test_page_is_the_numbers():
     assert page.PAGE.read_text(encoding="utf-8") == page.render(), "run python scripts/bench/page.py"
     linked = set(re.findall(r"\(plots/(.*?)\)", page.PAGE.read_text(encoding="utf-8")))

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -90,6 +91,8 @@ def test_wheel_is_pure_and_holds_the_data(wheel: Path):
             assert f"engine/csrc/{path.relative_to(ROOT / 'csrc')}" in names
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"engine", "modelcenter"}
+    (points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
+    assert b"modelcenter = modelcenter.cli:main" in zipfile.ZipFile(wheel).read(points)
 
 
 def test_source_distribution_is_whole(source: Path):
@@ -121,14 +124,30 @@ def test_every_module_imports_from_the_wheel(python: Path, tmp_path: Path):
     assert expected <= set(found["names"])
 
 
-def test_models_are_listed_from_the_wheel(python: Path, tmp_path: Path):
-    listed = json.loads(run(python.parent / "modelcenter", "list", "--json", cwd=tmp_path))
-    names = {entry["name"] for entry in listed}
-    assert names == {p.stem for p in (ROOT / "model_configs").glob("*/*.json") if p.parent.name != "tiny"}
-    code = "import modelcenter as mc; print(mc.from_config('tiny/bert').num_parameters(), mc.__version__)"
-    parameters, version = run(python, "-c", code, cwd=tmp_path).split()
-    assert int(parameters) > 0
+def test_models_are_listed_from_the_wheel(wheel: Path, tmp_path: Path):
+    """As pip puts it, in a folder of the path: what the packages look for beside themselves is in the wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = warm.run(["modelcenter", "list", "--json"], environment, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {model["name"] for model in json.loads(done.stdout)} == preset_names()
+    code = "import modelcenter as mc; print(mc.from_config('tiny/bert').num_parameters(), mc.__version__, mc.__file__)"
+    done = warm.run(["-c"], environment, tmp_path, code)
+    assert done.returncode == 0, done.stderr
+    parameters, version, file = done.stdout.split()
+    assert int(parameters) > 0 and Path(file).is_relative_to(tmp_path)
     assert version in (ROOT / "modelcenter" / "_version.py").read_text()
+
+
+def preset_names() -> set[str]:
+    return {p.stem for p in (ROOT / "model_configs").glob("*/*.json") if p.parent.name != "tiny"}
+
+
+@pytest.mark.full
+def test_the_command_that_pip_installs(python: Path, tmp_path: Path):
+    listed = json.loads(run(python.parent / "modelcenter", "list", "--json", cwd=tmp_path))
+    assert {model["name"] for model in listed} == preset_names()
 
 
 @pytest.mark.full

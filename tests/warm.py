@@ -15,9 +15,13 @@ from pathlib import Path
 
 # Of the work of one process: what it is to run is on its standard input, as JSON.
 _SERVER = """
-import json, os, runpy, sys, traceback
+import contextlib, importlib, json, os, runpy, sys, traceback
 import numpy, torch, yaml
 import torch.distributed.checkpoint
+
+for name in ("PIL.Image", "filelock", "httpx", "httpx2", "jinja2", "regex", "tokenizers"):  # which those import
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 
 def work(job):
     os.environ.clear()

@@ -22,6 +22,7 @@ import datetime
 import faulthandler
 import gc
 import importlib
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -271,9 +272,28 @@ def _join(timeout: float) -> None:
 
 def _answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
-        return pickle.dumps((True, fn(*args)))
+        answer = io.BytesIO()
+        _Pickler(answer).dump((True, fn(*args)))
+        return answer.getvalue()
     except BaseException:  # a sys.exit in it as well: the rank has not done what it was called for
         return pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors by their elements: torch's own way makes a file of each, which can take as long as the call itself."""
+
+    def reducer_override(self, value: Any) -> Any:
+        plain = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
+        if not plain or value.requires_grad or value.is_complex() or value.is_neg() or value.is_quantized:
+            return NotImplemented
+        elements = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor_of, (elements, value.dtype, tuple(value.shape))
+
+
+def _tensor_of(elements: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not elements:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(elements), dtype=dtype).reshape(shape)
 
 
 def _leave_with(parent: int) -> None:

@@ -13,7 +13,7 @@ def meet(store, world_size, late=(), seconds=20.0):
     """What each rank of one start got; the ranks in `late` come after the others."""
 
     def one(rank):
-        time.sleep(0.3 * (rank in late))
+        time.sleep(0.1 * (rank in late))
         return agree_on_round(store, rank, world_size, seconds)
 
     with ThreadPoolExecutor(world_size) as ranks:

@@ -154,7 +154,10 @@ def groups(model: nn.Module) -> list[dict]:
 
 
 def train(model, plan, steps: int = 3, max_norm: float = 0.3) -> dict:
-    """`steps` steps of the engine on this rank's part of `plan` (steps -> parts of the data -> microbatches)."""
+    """`steps` steps of the engine on this rank's part of `plan` (steps -> parts of the data -> microbatches).
+
+    What a wrong gradient of the first does to the parameters shows in the gradients of the second.
+    """
     optimizer = engine.optim.AdamOptimizer(groups(model), lr=1e-2)
     manager = engine.optim.OptimManager()
     manager.add_optimizer(optimizer)
@@ -163,7 +166,8 @@ def train(model, plan, steps: int = 3, max_norm: float = 0.3) -> dict:
         own = [microbatch(i) for i in plan[step][engine.data_rank()]]
         manager.zero_grad()
         loss = engine.accumulate(model, own, loss_of(model), counts, empty)
-        found["grads"].append({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+        if step:
+            found["grads"].append({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
         found["loss"].append(loss.item())
         found["norm"].append(manager.clip_grad_norm(optimizer.param_groups, max_norm, defer=step % 2 == 0).item())
         manager.step()
@@ -182,7 +186,8 @@ def truth(model, plan, steps: int = 3, max_norm: float = 0.3) -> dict:
         optimizer.zero_grad()
         loss = sum(loss_of(model)(b, {"tokens": total}) for b in batches)
         loss.backward()
-        found["grads"].append({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+        if step:
+            found["grads"].append({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
         found["loss"].append(loss.item())
         found["norm"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
         optimizer.step()

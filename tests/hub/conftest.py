@@ -1,6 +1,7 @@
 """Checkpoints for the tests of the hub layer: transformers' own classes with every parameter randomised."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,13 +41,30 @@ def theirs():
     return make_theirs
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """saved(task, **) -> the directory of a transformers checkpoint."""
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """checkpoint(task, **) -> the directory of a transformers checkpoint that is made once, and only read."""
+    made: dict[str, Path] = {}
 
-    def save(task: str, name: str = "theirs", max_shard_size: str = "5GB", **kwargs) -> Path:
-        make_theirs(task, **kwargs).save_pretrained(tmp_path / name, max_shard_size=max_shard_size)
-        return tmp_path / name
+    def find(task: str, max_shard_size: str = "5GB", **kwargs) -> Path:
+        key = repr((task, max_shard_size, sorted(kwargs.items())))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("theirs")
+            with torch.random.fork_rng(devices=[]):  # what a test draws does not depend on whether it is the first
+                make_theirs(task, **kwargs).save_pretrained(made[key], max_shard_size=max_shard_size)
+        return made[key]
+
+    return find
+
+
+@pytest.fixture
+def saved(checkpoint, tmp_path):
+    """saved(task, **) -> the directory of a transformers checkpoint of the test's own."""
+
+    def save(task: str, name: str = "theirs", **kwargs) -> Path:
+        return shutil.copytree(
+            checkpoint(task, **kwargs), tmp_path / name, copy_function=shutil.copy, dirs_exist_ok=True
+        )
 
     return save
 

@@ -37,6 +37,7 @@ def weights(folder, name) -> dict:
 
 
 def assert_same_end(folder, name, other="whole"):
+    """other: another name, or the path of a run of another folder."""
     assert curve(folder, name) == curve(folder, other)
     for key, tensor in weights(folder, other).items():
         assert torch.equal(tensor, weights(folder, name)[key]), key

@@ -194,15 +194,16 @@ def test_answers_are_those_of_transformers_and_metrics_those_of_the_answers(fold
 
 
 def test_losses_and_metrics_do_not_depend_on_the_cut(folder):
-    whole = finetune(folder, epochs=2, output_dir=str(folder / "whole"), eval_batch_size=3)
+    whole = finetune(folder, output_dir=str(folder / "whole"), eval_batch_size=3)
     for ranks, changes in ((1, {"batch_size": 2}), (2, {"batch_size": 2, "zero": 3})):
         name = str(folder / f"run{ranks}")
-        rows = finetune(folder, ranks, epochs=2, output_dir=name, global_batch_size=8, eval_batch_size=2, **changes)
+        rows = finetune(folder, ranks, output_dir=name, global_batch_size=8, eval_batch_size=2, **changes)
         for row, expected in zip(rows, whole, strict=True):
             compared = {k: v for k, v in expected.items() if "second" not in k}
             assert {k: row[k] for k in compared} == pytest.approx(compared, rel=1e-3, abs=1e-4), ranks
 
 
+@pytest.mark.full
 def test_killed_and_gone_on(folder, monkeypatch, capfd):
     values = flags(folder, epochs=2, save_every=2, model_config=LONG | {"dropout": 0.3}, **SHAPE)
     assert in_a_process(main, values | {"output_dir": str(folder / "whole")}) == 0

@@ -35,31 +35,38 @@ def folder(tmp_path):
     return write_folder(tmp_path, train=27)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Runs that nothing stopped, with dropout and without; tests only read them."""
+    folder = write_folder(tmp_path_factory.mktemp("whole"), train=27)
+    main(command(run_values(folder, "dropped", **DROPPED)))
+    main(command(run_values(folder, "still")))
+    return folder
+
+
 @pytest.mark.parametrize("step", [5, *(pytest.param(step, marks=pytest.mark.full) for step in (1, 11))])
-def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, capfd, step):
+def test_killed_runs_go_on_bit_for_bit(folder, whole, monkeypatch, capfd, step):
     """12 steps of 3 epochs, with dropout; checkpoints at every second one."""
-    assert in_a_process(main, run_values(folder, "whole", **DROPPED)) == 0
-    assert "going on" not in capfd.readouterr().out
     with monkeypatch.context() as patch:
         die_at(patch, step)
         assert in_a_process(main, run_values(folder, "run", **DROPPED)) == -signal.SIGKILL
+    assert "going on" not in capfd.readouterr().out
     assert not (folder / "run" / "model").exists()
     # The newest checkpoint was perhaps being written; the one before it was whole by then.
-    whole = [int(p.name.removeprefix("step-")) for p in (folder / "run" / "checkpoints").glob("step-*")]
-    newest = max(whole, default=0)
+    saved = [int(p.name.removeprefix("step-")) for p in (folder / "run" / "checkpoints").glob("step-*")]
+    newest = max(saved, default=0)
     assert newest >= step - 3
     assert in_a_process(main, run_values(folder, "run", **DROPPED)) == 0
     assert went_on_after(capfd) == newest
-    assert_same_end(folder, "run")
+    assert_same_end(folder, "run", whole / "dropped")
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["steps"] == 12
-    assert summary["tokens"] == json.loads((folder / "whole" / "summary.json").read_text())["tokens"]
+    assert summary["tokens"] == json.loads((whole / "dropped" / "summary.json").read_text())["tokens"]
 
 
-def test_killed_during_a_save(folder, monkeypatch, capfd):
+def test_killed_during_a_save(folder, whole, monkeypatch, capfd):
     from engine.checkpoint import training
 
-    assert in_a_process(main, run_values(folder, "whole", **DROPPED)) == 0
     write = training.write_tensors
 
     def killed(path, *args):
@@ -74,16 +81,15 @@ def test_killed_during_a_save(folder, monkeypatch, capfd):
     assert "step-00000006" not in names and any(name.startswith(".step-00000006.partial") for name in names)
     assert in_a_process(main, run_values(folder, "run", **DROPPED)) == 0
     assert went_on_after(capfd) == 4
-    assert_same_end(folder, "run")
+    assert_same_end(folder, "run", whole / "dropped")
     assert not [p for p in (folder / "run" / "checkpoints").iterdir() if "partial" in p.name]
 
 
 @pytest.mark.full
-def test_killed_before_a_checkpoint_is_named(folder, monkeypatch, capfd):
+def test_killed_before_a_checkpoint_is_named(folder, whole, monkeypatch, capfd):
     """The newest counts, though ``last`` is still the one before it."""
     from engine.checkpoint import training
 
-    assert in_a_process(main, run_values(folder, "whole", **DROPPED)) == 0
     name = training._name
 
     def killed(link, target):
@@ -97,11 +103,10 @@ def test_killed_before_a_checkpoint_is_named(folder, monkeypatch, capfd):
     assert (folder / "run" / "checkpoints" / "last").resolve().name == "step-00000004"
     assert in_a_process(main, run_values(folder, "run", **DROPPED)) == 0
     assert went_on_after(capfd) == 6
-    assert_same_end(folder, "run")
+    assert_same_end(folder, "run", whole / "dropped")
 
 
-def test_a_broken_checkpoint_is_passed_over(folder, monkeypatch, capfd):
-    main(command(run_values(folder, "whole", **DROPPED)))
+def test_a_broken_checkpoint_is_passed_over(folder, whole, monkeypatch, capfd):
     with monkeypatch.context() as patch:
         die_at(patch, 5, signal.SIGTERM)
         main(command(run_values(folder, "run", **DROPPED)))
@@ -113,7 +118,7 @@ def test_a_broken_checkpoint_is_passed_over(folder, monkeypatch, capfd):
         main(command(run_values(folder, "run", **DROPPED)))
     assert any("passed over" in str(w.message) and victim.name in str(w.message) for w in said)
     assert went_on_after(capfd) == 4
-    assert_same_end(folder, "run")
+    assert_same_end(folder, "run", whole / "dropped")
 
 
 @pytest.mark.full
@@ -130,9 +135,8 @@ def test_two_ranks_that_are_killed_go_on_bit_for_bit(folder, monkeypatch, capfd,
     assert_same_end(folder, "run")
 
 
-def test_another_number_of_ranks_keeps_the_global_batch(folder, monkeypatch, capfd):
+def test_another_number_of_ranks_keeps_the_global_batch(folder, whole, monkeypatch, capfd):
     """Losses within rounding, from 1 rank to 2 and on to 1."""
-    main(command(run_values(folder, "whole")))
     for step, ranks, before in ((3, 1, 0), (7, 2, 4), (None, 1, 8)):
         with monkeypatch.context() as patch:
             if step is not None:
@@ -142,9 +146,7 @@ def test_another_number_of_ranks_keeps_the_global_batch(folder, monkeypatch, cap
             else:
                 on_ranks(lambda: main(command(run_values(folder, "run"))), 2, timeout=90)
         assert went_on_after(capfd) == before
-    ours, whole = curve(folder, "run"), curve(folder, "whole")
-    assert len(ours) == len(whole)
-    for row, expected in zip(ours, whole, strict=True):
+    for row, expected in zip(curve(folder, "run"), curve(whole, "still"), strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
@@ -215,8 +217,7 @@ def test_a_model_is_the_same_by_a_relative_path(tmp_path, monkeypatch):
     Continuation(Path("step-1"), 1, before, {"rows": 3}, forced=False).check(now, {"rows": 3})
 
 
-def test_free_flags_may_change(folder, monkeypatch, capfd):
-    main(command(run_values(folder, "whole")))
+def test_free_flags_may_change(folder, whole, monkeypatch, capfd):
     with monkeypatch.context() as patch:
         die_at(patch, 5, signal.SIGTERM)
         main(command(run_values(folder, "run")))
@@ -225,7 +226,7 @@ def test_free_flags_may_change(folder, monkeypatch, capfd):
     more = {"batch_size": 4, "train_data": str(moved), "keep": 5, "recompute": "full", "eval_batch_size": 3}
     main(command(run_values(folder, "run", **more)))
     assert went_on_after(capfd) == 6
-    for row, expected in zip(curve(folder, "run"), curve(folder, "whole"), strict=True):
+    for row, expected in zip(curve(folder, "run"), curve(whole, "still"), strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert len(list((folder / "run" / "checkpoints").glob("step-*"))) == 5
 

@@ -1,6 +1,7 @@
 """A run stops in order on signals and at the end of its time, and the same command goes on."""
 
 import errno
+import functools
 import json
 import multiprocessing
 import os
@@ -175,28 +176,40 @@ def test_the_last_line_says_how_a_run_that_began_anew_goes_on(folder, monkeypatc
     assert capsys.readouterr().out.rstrip().endswith(f"the same command without {name} goes on")
 
 
+def run_judged(folder, name, ranks, answer=lambda: None):
+    """Train 4 steps, judged at every second one; what `answer` says on each rank."""
+    sizes = {"model_config": SIZES | STILL | {"num_layers": 2}}
+    judged = {"eval_every": 2, "eval_batch_size": 1, "best_metric": "loss", "save_every": 3, "lr": 0.1, **sizes}
+    values = short_run_values(folder, name, batch_size=4, global_batch_size=8, **judged, **ranks)
+
+    def on_a_rank():
+        main(command(values))
+        return answer()
+
+    return on_ranks(on_a_rank, 2, timeout=60) if ranks else [on_a_rank()]
+
+
+@pytest.fixture(scope="module")
+def whole_judged(tmp_path_factory):
+    """whole_judged(ranks) -> such a run that nothing stopped, made once; tests only read it."""
+
+    @functools.cache
+    def run(*cut):
+        folder = write_folder(tmp_path_factory.mktemp("whole"), train=27, dev=4)
+        run_judged(folder, "whole", dict(cut))
+        return folder / "whole"
+
+    return lambda ranks: run(*ranks.items())
+
+
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize(
     "ranks", [{}, *(pytest.param(cut, marks=pytest.mark.full) for cut in ({"zero": 3}, {"pp": 2}))], ids=str
 )
-def test_an_evaluation_that_a_stop_left_is_made_up_for(folder, monkeypatch, capfd, ranks, written):
+def test_an_evaluation_that_a_stop_left_is_made_up_for(folder, whole_judged, monkeypatch, capfd, ranks, written):
     """It takes minutes where texts are written, and launchers wait 30 seconds. Unless its row is there, as in a run
     that ended between the row and the checkpoint: rank 0 alone can read it."""
-    sizes = {"model_config": SIZES | STILL | {"num_layers": 2}}
-    judged = {"eval_every": 2, "eval_batch_size": 1, "best_metric": "loss", "save_every": 3, "lr": 0.1, **sizes}
-
-    def run(name):
-        """How often each rank asked whether to stop."""
-        values = short_run_values(folder, name, batch_size=4, global_batch_size=8, **judged, **ranks)
-
-        def on_a_rank():
-            main(command(values))
-            return len(calls)
-
-        return on_ranks(on_a_rank, 2, timeout=60) if ranks else [on_a_rank()]
-
-    calls = []
-    run("whole")
+    calls, whole = [], whole_judged(ranks)
 
     def asked(stopping):
         calls.append(1)
@@ -207,15 +220,16 @@ def test_an_evaluation_that_a_stop_left_is_made_up_for(folder, monkeypatch, capf
     usual = loop.Stopping.should_stop
     with monkeypatch.context() as patch:
         patch.setattr(loop.Stopping, "should_stop", asked)
-        assert set(run("run")) == {3}  # after step 1, before the first batch of the evaluation, and after step 2
+        asking = run_judged(folder, "run", ranks, lambda: len(calls))
+    assert set(asking) == {3}  # after step 1, before the first batch of the evaluation, and after step 2
     assert curve(folder, "run")[-1]["step"] == 2 and "eval_loss" not in curve(folder, "run")[-1]
     assert (folder / "run" / "checkpoints" / "step-00000002").is_dir()
     assert "the same command goes on" in capfd.readouterr().out
     if written:
-        rows = (folder / "whole" / "metrics.jsonl").read_text().splitlines(keepends=True)
+        rows = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
         with (folder / "run" / "metrics.jsonl").open("a") as file:
             file.write(next(row for row in rows if "eval_loss" in row))
-    run("run")
+    run_judged(folder, "run", ranks)
     assert went_on_after(capfd) == 2
-    assert_same_end(folder, "run")
-    assert best_of(folder) == best_of(folder, "whole")
+    assert_same_end(folder, "run", whole)
+    assert best_of(folder) == best_of(whole.parent, "whole")

@@ -101,7 +101,7 @@ def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder):
 )
 def test_losses_do_not_depend_on_the_cut(folder, ranks, changes):
     """Microbatches and ranks have different numbers of words, and long rows come in several windows."""
-    options = {"epochs": 2, "max_length": 16, "eval_batch_size": 3}
+    options = {"max_length": 16, "eval_batch_size": 3}
     whole = finetune(folder, output_dir=str(folder / "whole"), **options)
     rows = finetune(folder, ranks, **options, **changes)
     for row, expected in zip(rows, whole, strict=True):
@@ -109,6 +109,7 @@ def test_losses_do_not_depend_on_the_cut(folder, ranks, changes):
         assert {k: row[k] for k in compared} == pytest.approx(compared, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.full
 def test_killed_and_gone_on(folder, monkeypatch, capfd):
     values = flags(folder, epochs=2, save_every=2, model_config=LONG | {"dropout": 0.3}, max_length=16)
     assert in_a_process(main, values | {"output_dir": str(folder / "whole")}) == 0

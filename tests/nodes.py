@@ -39,7 +39,14 @@ def environment(home: Path, **more: str) -> dict[str, str]:
         (home / name).mkdir(parents=True, exist_ok=True)
     caches = ("MODELCENTER_CACHE", "XDG_CACHE_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCHELASTIC_ERROR_FILE")
     env = {name: value for name, value in os.environ.items() if name not in caches}
-    own = {"HOME": str(home), "TMPDIR": str(home / "tmp"), "HF_HOME": str(home / "hf"), "CUDA_VISIBLE_DEVICES": ""}
+    fonts = str(Path(os.environ["TMPDIR"], "matplotlib"))  # looked for once, not by each node
+    own = {
+        "HOME": str(home),
+        "TMPDIR": str(home / "tmp"),
+        "HF_HOME": str(home / "hf"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "MPLCONFIGDIR": fonts,
+    }
     return env | own | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | more
 
 

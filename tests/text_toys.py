@@ -93,6 +93,8 @@ def flags(folder: Path, model: str, **changes: Any) -> dict[str, Any]:
         "log_every": 1,
         "trackers": "no",
     }
+    if "batch_tokens" in changes:
+        del base["batch_size"]
     return base | changes
 
 

@@ -71,6 +71,8 @@ def flags(folder: Path, **changes: Any) -> dict[str, Any]:
         "lr": 1e-2,
         "log_every": 1,
     }
+    if "batch_tokens" in changes:
+        del base["batch_size"]
     return base | changes
 
 

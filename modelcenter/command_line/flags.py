@@ -6,10 +6,10 @@ and checked. Imports no torch.
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from modelcenter.command_line.arguments import Parser, is_flag, spelling, unknown_flag, with_numbers
 from modelcenter.command_line.spellings import INSTEAD, TRANSLATED, all_spellings, translate, translated
@@ -39,9 +39,18 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+class Idle(NamedTuple):
+    """When a flag changes nothing, by the others, and what to do about it, in words."""
+
+    when: Callable[[Any], bool]
+    remedy: str
+
+
 @dataclass(kw_only=True)
 class Flags:
     """Base of all configurations. Values are converted to the field's type and checked on construction."""
+
+    idle: ClassVar[Mapping[str, Idle]] = {}  # flags that others can leave without effect
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -50,6 +59,16 @@ class Flags:
 
     def check(self) -> None:
         """Raise ValueError where values do not fit together."""
+
+    def check_idle(self, given: Collection[str]) -> None:
+        """Raise ValueError for a flag that was given and changes nothing: its user expects it to.
+
+        Args:
+            given: flags of the command line. Files of flags may have more than a run uses, for other runs.
+        """
+        for name, (when, remedy) in self.idle.items():
+            if name in given and when(self):
+                raise ValueError(f"{name}: changes nothing {remedy}")
 
     def require(self, *names: str) -> None:
         """Raise ValueError for the first of these flags that was not given."""
@@ -82,7 +101,7 @@ class Flags:
         """Read a command line, over the YAML file that its --config names; --help prints and exits.
 
         Raises:
-            ValueError: an unknown flag or key (with the nearest), or a wrong value.
+            ValueError: an unknown flag or key (with the nearest), a wrong value, or a flag that changes nothing.
         """
         words = list(argv)
         last = words.index("--") if "--" in words else len(words)  # all behind it is positional
@@ -103,7 +122,9 @@ class Flags:
             helps = "; ".join(f"{f.name.upper()} ({f.metadata['help']})" for f in missing)
             names = ", ".join(f.name.upper() for f in missing)
             raise ValueError(f"the following arguments are required: {names}. {helps}")
-        return cls(**values)
+        config = cls(**values)
+        config.check_idle(given)
+        return config
 
 
 def _check_spellings(cls: type[Flags], words: Sequence[str]) -> None:

@@ -102,6 +102,8 @@ def test_other_spellings(words, name, value, tmp_path):
         ("--offload optimizer --optimizer lion", "offload: optimizer keeps AdamW's state on the host, but the"),
         ("--batch_tokens 4096 --global_batch_size 8", "batch_tokens: it fills batches by tokens"),
         ("--batch_tokens 4096 --batch_size auto", "batch_size: auto counts rows, but batch_tokens fills"),
+        ("--batch_tokens 4096 --batch_size 32", "batch_size: changes nothing beside batch_tokens"),
+        ("--early_stopping_patience 2 --eval_strategy no", "early_stopping: changes nothing with eval_every never"),
         ("--global_batch_tokens 4096", "global_batch_tokens: it needs batch_tokens"),
         ("--resume run --overwrite_output_dir", "resume: got 'run' beside overwrite_output_dir"),
         ("--save_every 0", "save_every: got '0', expected a number of steps, 'epoch' or 'never'"),
@@ -135,6 +137,16 @@ def test_mistakes(words, says):
         return
     with pytest.raises(ValueError, match=says):
         read(*words.split())
+
+
+def test_a_file_may_have_flags_that_another_leaves_without_effect(tmp_path):
+    """As a run's own config.yaml, and a recipe under a flag of the command line; the other way round is a mistake."""
+    path = tmp_path / "a.yaml"
+    path.write_text("batch_size: 4\nbatch_tokens: 100\neval_every: never\nearly_stopping: 2\n")
+    assert read("--config", str(path), "--batch_tokens", "200").batch_size == 4
+    with pytest.raises(ValueError, match="batch_size: changes nothing beside batch_tokens.*--batch_tokens none"):
+        read("--config", str(path), "--batch_size", "8")
+    assert read("--config", str(path), "--batch_size", "8", "--batch_tokens", "none").batch_size == 8
 
 
 def test_yaml_and_the_command_line_over_it(tmp_path):
@@ -184,7 +196,7 @@ def test_dashes_of_texts_stay(tmp_path):
 
 
 def test_numbers_below_zero_with_an_exponent():
-    assert GenerateConfig.from_args(["m", "--length_penalty", "-1e-1", "a"]).length_penalty == -0.1
+    assert GenerateConfig.from_args(["m", "--num_beams", "2", "--length_penalty", "-1e-1", "a"]).length_penalty == -0.1
 
 
 def test_what_is_saved_reads_back(tmp_path):

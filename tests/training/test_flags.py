@@ -100,6 +100,27 @@ def test_flags_with_meaning_for_the_model(task, words):
     cfg.check_task(TASKS[task].flags(), search_flags(TASKS[task], labelled=False))
 
 
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("lm", "--eval_max_new_tokens 20"),
+        ("seq2seq", "--eval_samples 3 --eval_generate false"),
+        ("qa", "--null_threshold 2 --no_answer false"),
+        ("mlm", "--shuffle_window 100"),
+    ],
+)
+def test_flags_that_another_leaves_without_effect_are_told(task, words):
+    flag, *others = words.split()
+    with pytest.raises(ValueError, match=f"{flag.removeprefix('--')}: changes nothing with"):
+        TASKS[task].flags().from_args([flag, *others])
+
+
+def test_a_search_of_one_beam_takes_no_length_penalty():
+    with pytest.raises(ValueError, match="length_penalty: changes nothing with one beam"):
+        GenerateConfig.from_args(["run", "--length_penalty", "2"])
+    assert GenerateConfig.from_args(["run", "--length_penalty", "2", "--num_beams", "2"]).length_penalty == 2
+
+
 def test_a_search_without_draws_takes_no_flags_of_draws():
     with pytest.raises(ValueError, match="temperature: changes nothing without do_sample"):
         GenerateConfig.from_args(["run", "--temperature", "0.8"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from modelcenter.command_line.flags import Flags, flag
+from modelcenter.command_line.flags import Flags, Idle, flag
 from modelcenter.data.schemas.forms import FORMS
 from modelcenter.registry import nearest
 from modelcenter.training.config.checks import check_fraction, check_not_negative, check_positive
@@ -64,6 +64,12 @@ class TrainConfig(Flags):
     task: ClassVar[str] = ""  # its name in training.tasks.TASKS; also a key of the YAML file
     mixes: ClassVar[bool] = False  # entries of train_data may be PATH@WEIGHT
     roles: ClassVar[tuple[str, ...]] = ()  # columns that the task reads, each with a flag ROLE_column
+    idle: ClassVar[Mapping[str, Idle]] = {
+        "batch_size": Idle(lambda c: c.batch_tokens is not None, "beside batch_tokens, which fills microbatches by "
+            "tokens; give either (--batch_tokens none for that of a file)"),
+        "early_stopping": Idle(lambda c: c.eval_every == "never", "with eval_every never, which evaluates once; give a "
+            "number of steps or epoch"),
+    }
 
     model: str | None = _model(None, "Hub name, local directory, run folder or preset; with --from_scratch, a preset "
         "or a config.json", "model_name_or_path", "model_name")

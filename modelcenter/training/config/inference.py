@@ -43,13 +43,15 @@ class SearchFlags(Flags):
         return {field.name: getattr(self, field.name) for field in fields(SearchFlags)}
 
     def check_search(self) -> None:
-        """Raise ValueError for a flag of draws where nothing is drawn."""
+        """Raise ValueError for a flag of draws where nothing is drawn, or of beams where there is one."""
         for field in fields(SearchFlags):
             drawn = field.name in ("temperature", "top_k", "top_p") and getattr(self, field.name) != field.default
             if drawn and not self.do_sample:
                 raise ValueError(
                     f"{field.name}: changes nothing without do_sample; give that too, or leave {field.name} out"
                 )
+        if self.num_beams == 1 and self.length_penalty not in (None, 1):
+            raise ValueError("length_penalty: changes nothing with one beam; give num_beams too, or leave it out")
 
 
 def _column(what: str, *aliases: str) -> Any:

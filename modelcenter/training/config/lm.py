@@ -1,10 +1,11 @@
 """Flags of fine-tuning language models. Imports no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from modelcenter.command_line.flags import flag
+from modelcenter.command_line.flags import Idle, flag
 from modelcenter.training.config.checks import check_not_negative, check_positive
 from modelcenter.training.config.common import TrainConfig
 
@@ -21,6 +22,10 @@ class LMConfig(TrainConfig):
     task: ClassVar[str] = "lm"
     mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("messages", "prompt", "input", "response", "system", "text", "answers", "tools")
+    idle: ClassVar[Mapping[str, Idle]] = {
+        **TrainConfig.idle,
+        "eval_max_new_tokens": Idle(lambda c: not c.eval_samples, "without eval_samples; give that too"),
+    }
 
     messages_column: str | None = _data(None, "column with the messages of a chat; detected if not given")
     prompt_column: str | None = _data(None, "column with the prompt; detected by its usual names if not given",

@@ -1,10 +1,11 @@
 """Flags of pretraining. Imports no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from modelcenter.command_line.flags import flag
+from modelcenter.command_line.flags import Idle, flag
 from modelcenter.training.config.checks import check_fraction, check_positive
 from modelcenter.training.config.common import TrainConfig
 
@@ -19,6 +20,11 @@ class PretrainConfig(TrainConfig):
     """Flags of every kind of pretraining. An entry of train_data may be PATH@WEIGHT: its share of the rows."""
 
     roles: ClassVar[tuple[str, ...]] = ("text",)
+    idle: ClassVar[Mapping[str, Idle]] = {
+        **TrainConfig.idle,
+        "shuffle_window": Idle(lambda c: not c.streaming, "without streaming: all rows are shuffled together; leave it "
+            "out"),
+    }
 
     text_column: str | None = _data(None, "column with the text; detected if not given", "text_column_name")
     document: str = _data("line", "what counts as a document in a txt file: each line, lines up to the next empty one, "

@@ -1,10 +1,11 @@
 """Flags of extractive question answering. Imports no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from modelcenter.command_line.flags import flag
+from modelcenter.command_line.flags import Idle, flag
 from modelcenter.training.config.checks import check_not_negative, check_positive
 from modelcenter.training.config.common import TrainConfig
 
@@ -20,6 +21,11 @@ class QAConfig(TrainConfig):
 
     task: ClassVar[str] = "qa"
     roles: ClassVar[tuple[str, ...]] = ("question", "context", "answers")
+    idle: ClassVar[Mapping[str, Idle]] = {
+        **TrainConfig.idle,
+        "null_threshold": Idle(lambda c: c.no_answer is False, "with no_answer false, as all questions are answered; "
+            "leave one out"),
+    }
 
     question_column: str | None = _data(None, "column with the question; detected if not given", "question_column_name")
     context_column: str | None = _data(None, "column with the text that contains the answer; detected if not given",

@@ -1,11 +1,11 @@
 """Flags of sequence-to-sequence fine-tuning. Imports no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from modelcenter.command_line.flags import flag
+from modelcenter.command_line.flags import Idle, flag
 from modelcenter.data.schemas.forms import FORMS
 from modelcenter.registry import nearest
 from modelcenter.training.config.checks import check_not_negative, check_positive
@@ -24,6 +24,11 @@ class Seq2SeqConfig(TrainConfig):
     task: ClassVar[str] = "seq2seq"
     mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("source", "target", "group")
+    idle: ClassVar[Mapping[str, Idle]] = {
+        **TrainConfig.idle,
+        "eval_samples": Idle(lambda c: not c.eval_generate, "with eval_generate false, which generates no texts; leave "
+            "one out"),
+    }
 
     source_column: str | None = _data(None, "column with the input text; detected by its usual names if not given",
         "text_column")

@@ -34,7 +34,8 @@ class Policy:
             "selective": the outputs of matrix products and attention operators are kept, the rest is computed again;
             "offload": all is kept, in host memory.
             Dropout draws the same masks again, as torch's generators are restored (Python's and numpy's are not).
-            A unit of which a kept output is then changed in place cannot be "selective": torch raises in backward.
+            A unit of which a kept output is then changed in place cannot be "selective": torch raises in backward. Nor
+            can a sharded model's unit that has other units in it.
         compile: compile the forward of each unit: True (torch's default backend) or a backend's name.
         sequence_parallel: with tp_size above 1, split by tokens over the same ranks what tensor parallelism computes on
             each of them: norms, dropout and residuals of the units (Korthikanti et al. 2022, arXiv:2205.05198).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -114,4 +114,14 @@ def check_units(units: Mapping[nn.Module, list[tuple[str, nn.Parameter]]]) -> No
             raise ValueError(
                 f"forward of unit {type(unit).__name__} yields, but its parameters are there only until it returns: "
                 "return a list, or name other units with units="
+            )
+
+
+def check_not_nested(units: Collection[nn.Module]) -> None:
+    """Raises ValueError if a unit is inside another, whose "selective" recomputation would also see it gathered."""
+    for outer in units:
+        if inner := next((m for m in outer.modules() if m in units and m is not outer), None):
+            raise ValueError(
+                f"recompute is 'selective' but unit {type(inner).__name__} is inside unit {type(outer).__name__}: name "
+                "only one of them with units=, or use 'full'"
             )

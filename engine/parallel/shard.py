@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.optim.checks import mark_replaced
-from engine.parallel.checks import check_model, check_ranks, check_shards, check_units
+from engine.parallel.checks import check_model, check_not_nested, check_ranks, check_shards, check_units
 from engine.parallel.context import split_tokens
 from engine.parallel.forward_hooks import ForwardHooks
 from engine.parallel.fsdp import reshard
@@ -89,6 +89,8 @@ def lay_over_ranks(
     stays_plain = runtime.world_size() == 1 and policy.precision == "fp32"
     wraps = policy.recompute != "none" or bool(policy.compile)
     _check_whole(model, chosen, wraps, stays_plain)
+    if policy.recompute == "selective" and not stays_plain:
+        check_not_nested(chosen)
     lists = _pipelined_lists(model) if settings.pp_size > 1 else []
     if settings.pp_size > 1 and stages_of(model) is None:  # else a call that raised later has cut it
         _cut_into_stages(model, lists, over_stages)

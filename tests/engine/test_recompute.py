@@ -261,6 +261,13 @@ def test_a_copy_and_a_second_call_and_no_grad():
     assert model.state_dict().keys() == toys.build().state_dict().keys()
 
 
+def test_selective_recomputation_of_units_in_units_is_an_error():
+    """FSDP gathers the inner one within what is watched, and not as often in backward as in forward."""
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with engine.testing.fake_ranks(2), pytest.raises(ValueError, match="unit Linear is inside unit Sequential: name"):
+        engine.shard(torch.nn.Sequential(layer), [layer, layer[0]], engine.Policy(recompute="selective"))
+
+
 def test_wrong_values():
     with pytest.raises(ValueError, match="recompute is 'some', expected one of none, full, selective, offload"):
         engine.Policy(recompute="some")

@@ -70,29 +70,31 @@ def merge_adapter(
     task = task or _TASKS.get(file.config.get("task_type"))
     blueprint = blueprint_of(files, task)
     sizes = _sizes(file, blueprint)
+    rows = sizes.get("vocab_size")
     model = load_model(
         base,
         task,
         policy=False,
+        adapter=lora if rows is None else None,
         dtype=None if dtype is None else "float32",  # rounded once, to the dtype that is written
         ignore_mismatched_sizes="num_labels" in sizes,  # the adapter has the head
         config=config,
         prefix=prefix,
         ignore=ignore,
-        **_label_options(labels, blueprint.task, sizes.get("num_labels")),
+        **_label_options(labels, blueprint, sizes.get("num_labels")),
         **_hub(options),
     )
-    if "vocab_size" in sizes:
-        model.resize_token_embeddings(sizes["vocab_size"])
-    lora.attach(model)
+    if rows is not None:
+        model.resize_token_embeddings(rows)
+        lora.attach(model)
+        materialize_adapter(model)
+        lora.start(model)
     lacking = [name for name in model.load_report.initialised if name not in model.adapter.trained]
     if lacking:
         raise ValueError(
             f"{base} lacks {', '.join(lacking[:5])}, and {adapter} does not hold it either. Take the model that the "
             "adapter was trained on, or name the task that the base has a head for (--task)"
         )
-    materialize_adapter(model)
-    lora.start(model)
     tokenizer = _tokenizer(adapter, file, replace(options, revision=None))
     merge_lora(model).save_pretrained(place, tokenizer=tokenizer, dtype=dtype, max_shard_size=max_shard_size)
     trained_on = file.config.get("base_model_name_or_path")
@@ -119,7 +121,7 @@ def _sizes(file: AdapterFile, blueprint: Blueprint) -> dict[str, int]:
     return sizes
 
 
-def _label_options(labels: Sequence[str] | None, task: str, count: int | None) -> dict[str, Any]:
+def _label_options(labels: Sequence[str] | None, blueprint: Blueprint, count: int | None) -> dict[str, Any]:
     """Arguments of load_model for the classes of the head. Raises ValueError: it has none, or another number.
 
     Args:
@@ -127,10 +129,11 @@ def _label_options(labels: Sequence[str] | None, task: str, count: int | None) -
     """
     if labels is None:
         return {} if count is None else {"num_labels": count}
+    task, expected = blueprint.task, blueprint.config.num_labels if count is None else count
     if not task.endswith("-classification"):
         raise ValueError(f"labels: the task {task} has no head of classes; leave them out, or name the task (--task)")
-    if count is not None and len(labels) != count:
-        raise ValueError(f"labels: got {len(labels)} names, but the adapter's head has {count} classes")
+    if len(labels) != expected:
+        raise ValueError(f"labels: got {len(labels)} names, but the head has {expected} classes")
     return {"id2label": list(labels)}
 
 

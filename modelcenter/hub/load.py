@@ -122,8 +122,9 @@ def load_model(
         parameter_dtype = parse_dtype(dtype) or common_dtype(weights.dtypes(), files.config)
         _place(model, parameter_dtype, policy, adapters, weights.fresh)
         weights.fill(model)
+        fresh = _without_saved(weights.fresh, model)
     _initialise(model, seed, adapters, weights.fresh)
-    report = _report(files, options, blueprint, weights, time.perf_counter() - began)
+    report = _report(files, options, blueprint, weights, fresh, time.perf_counter() - began)
     model.load_report = report
     if files.directory is not None and (files.directory / GENERATION_FILE).is_file():
         model.generation_config = read_json(files.directory / GENERATION_FILE)
@@ -268,10 +269,20 @@ def _initialise(model: Any, seed: int, adapters: Sequence[Any], fresh: Collectio
         adapter.start(model, seed)
 
 
+def _without_saved(fresh: Sequence[str], model: Any) -> list[str]:
+    """Those of the parameters that the checkpoint lacked which no saved adapter brings either."""
+    values = None if model.adapter is None else model.adapter.initial
+    return [name for name in fresh if values is None or name not in values.saved]
+
+
 def _report(
-    files: ModelFiles, options: HubOptions, blueprint: Blueprint, weights: Weights, seconds: float
+    files: ModelFiles,
+    options: HubOptions,
+    blueprint: Blueprint,
+    weights: Weights,
+    fresh: list[str],
+    seconds: float,
 ) -> LoadReport:
-    fresh = weights.fresh
     return LoadReport(
         files.origin,
         files.directory,

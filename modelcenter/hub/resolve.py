@@ -18,8 +18,9 @@ from modelcenter.hub.remote.download import (
     download_file,
     download_weights,
     from_hub_or_cache,
+    nearest_beside,
 )
-from modelcenter.registry import model_type_of, nearest, preset
+from modelcenter.registry import model_type_of, preset
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
@@ -132,8 +133,7 @@ def local_directory(name: str) -> Path | None:
             )
         if is_hub_id(name):
             return None
-        beside = [str(path.parent / p.name) for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ValueError(f"no such directory: {path}.{nearest(str(path), beside)}")
+        raise ValueError(f"no such directory: {path}.{nearest_beside(path)}")
     return None
 
 

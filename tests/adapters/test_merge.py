@@ -60,7 +60,7 @@ def trained(base, family, task, adapter, rows=None, labels=None, **options):
         ),
     ],
 )
-def test_a_merged_export_is_what_peft_makes(family, task, options, bases, tmp_path, capsys):
+def test_a_merged_export_is_what_peft_makes(family, task, options, bases, tmp_path, capsys, caplog):
     if family == "bert" and task == "masked-lm":
         options = {**options, "exclude_modules": r"cls\..*"}
     theirs = trained(bases[family], family, task, tmp_path / "adapter", **options).merge_and_unload()
@@ -69,6 +69,7 @@ def test_a_merged_export_is_what_peft_makes(family, task, options, bases, tmp_pa
     words = ["--labels", "bad", "so", "good"] if "labels" in options else ["--task", task]
     export(bases[family], "--adapter", tmp_path / "adapter", "--output", tmp_path / "out", *words)
     assert str(tmp_path / "adapter") in capsys.readouterr().out
+    assert "initialised" not in caplog.text  # the adapter has the head that the base lacks
     ours = transformers_model(tmp_path / "out", family, task)
     expected = theirs.state_dict()
     assert ours.state_dict().keys() == expected.keys()
@@ -78,6 +79,9 @@ def test_a_merged_export_is_what_peft_makes(family, task, options, bases, tmp_pa
     assert (tmp_path / "out" / "tokenizer.json").is_file() == ("rows" in options)
     if "labels" in options:
         assert ours.config.id2label == {0: "bad", 1: "so", 2: "good"}
+        for base in (bases[family], tmp_path / "out"):  # of which one has a head of as many classes
+            with pytest.raises(ValueError, match="labels: got 2 names, but the head has 3 classes"):
+                cli.run(["export", str(base), str(tmp_path / "x"), "--adapter", str(tmp_path / "adapter"), *words[:3]])
 
 
 def test_a_16_bit_base_is_rounded_once(bases, tmp_path):

@@ -175,13 +175,17 @@ def is_offline(options: HubOptions) -> bool:
     return options.local_files_only or constants.is_offline_mode()
 
 
-def _nearest(name: str) -> str:
-    """A sentence that offers the models, or else the directory beside, whose names are closest."""
-    path, beside = Path(name), list[str]()
+def nearest_beside(path: Path) -> str:
+    """A sentence that offers what lies beside a path that does not exist, if its name is close."""
+    names: list[str] = []
     with suppress(OSError):
-        beside = [other.name for other in path.parent.iterdir() if other.is_dir()]
-    close = difflib.get_close_matches(path.name, beside, 1, 0.7)
-    return nearest(name, preset_names()) or (f" Did you mean {str(path.with_name(close[0]))!r}?" if close else "")
+        names = [other.name for other in path.parent.iterdir()]
+    close = difflib.get_close_matches(path.name, names, 1, 0.7)
+    return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
+
+
+def _nearest(name: str) -> str:
+    return nearest(name, preset_names()) or nearest_beside(Path(name))
 
 
 @contextmanager

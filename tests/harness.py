@@ -1,5 +1,53 @@
-"""The parity harness: modelcenter.testing, which is public, with this project's ranks."""
+"""The parity harness: modelcenter.testing, which is public, with the models of transformers made once for all tests."""
 
-from modelcenter.testing import ArchitectureTests, assert_same, randomize_, run_backward
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-__all__ = ["ArchitectureTests", "assert_same", "randomize_", "run_backward"]
+import torch
+
+from modelcenter import testing
+from modelcenter.testing import assert_same, randomize_, run_backward
+
+__all__ = ["ArchitectureTests", "assert_same", "made_once", "randomize_", "run_backward"]
+
+
+def made_once(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a function (..., folder, **fields) that makes a model and saves it in a folder: one whose calls with the same
+    arguments give the first one's model, which no test may change, and copies of its files. Tests of a class count as
+    the class."""
+    made: dict[str, tuple[Any, Path, list[tuple[Any, ...]]]] = {}
+
+    @functools.wraps(reference)
+    def again(*arguments: Any, **fields: Any) -> Any:
+        *what, folder = arguments
+        key = repr(([type(x) if isinstance(x, ArchitectureTests) else x for x in what], sorted(fields.items())))
+        if key not in made:
+            files = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"]))
+            with torch.random.fork_rng(devices=[]):  # what a test draws does not depend on whether it is the first
+                model = reference(*what, files, **fields)
+            made[key] = model, files, state_of(model)
+        model, files, state = made[key]
+        assert state_of(model) == state, f"a test has changed the model of {key}, which others use too"
+        shutil.copytree(files, folder, dirs_exist_ok=True)
+        model.zero_grad()
+        return model.eval()
+
+    return again
+
+
+def state_of(model: torch.nn.Module) -> list[tuple[Any, ...]]:
+    """Of each parameter what a change of it changes."""
+    return [(name, p.dtype, p.data_ptr(), p._version) for name, p in model.named_parameters()]
+
+
+class ArchitectureTests(testing.ArchitectureTests):
+    reference = made_once(testing.ArchitectureTests.reference)
+
+    def __init_subclass__(cls) -> None:
+        if "reference" in vars(cls):
+            cls.reference = made_once(cls.reference)  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import transformers
-from harness import assert_same, randomize_
+from harness import assert_same, made_once, randomize_
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, EncoderDecoderCache
 
@@ -51,6 +51,7 @@ ALL = [*FAST, *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.full) for n
 each = pytest.mark.parametrize("family", ALL)
 
 
+@made_once
 def reference(family, folder, **fields):
     cls = getattr(transformers, family)
     sizes = GPT2 if family.startswith("GPT2") else SIZES

@@ -128,7 +128,7 @@ def load_model(
     model.load_report = report
     if files.directory is not None and (files.directory / GENERATION_FILE).is_file():
         model.generation_config = read_json(files.directory / GENERATION_FILE)
-    _log_report(report, model, policy)
+    _log_report(report)
     return model.eval()
 
 
@@ -304,14 +304,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _log_report(report: LoadReport, model: Any, policy: Any) -> None:
+def _log_report(report: LoadReport) -> None:
     if engine.is_initialized() and engine.rank() != 0:
         return
     log.log(logging.WARNING if report.initialised or report.unknown else logging.INFO, "%s", report)
-    float16 = report.dtype == "float16" or getattr(policy, "precision", None) == "fp16"
-    if float16 and model.exceeds_fp16:
-        log.warning(
-            "%s: the hidden states of published weights of this architecture exceed float16's range, which ends in "
-            "NaN or in one token repeated; use bfloat16 or float32",
-            report.source,
-        )

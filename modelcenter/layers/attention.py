@@ -91,7 +91,7 @@ class SelfAttention(MultiHeadAttention):
         return q, k, v
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        return self.out(ctx.narrow(self.mix(*self.project(x, ctx), ctx)))
+        return self.out(ctx.scaled(ctx.narrow(self.mix(*self.project(x, ctx), ctx))))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, ctx: Packed) -> Tensor:
         """What `project` gave -> (T, heads * head_dim), each head's values under its attention."""
@@ -137,11 +137,11 @@ class CrossAttention(MultiHeadAttention):
         q = self.q(x)
         heads = q.shape[1] // self.head_dim
         if ctx.cache is not None and ctx.cache.has(self):
-            return self.out(ctx.narrow(ctx.cache.attend(self, q, heads, NO_MASK, self.scale)))
+            return self.out(ctx.scaled(ctx.narrow(ctx.cache.attend(self, q, heads, NO_MASK, self.scale))))
         assert ctx.memory is not None
         states, memory = ctx.memory
         k, v = self.k(states), self.v(states)
         if ctx.cache is not None:
             ctx.cache.remember(self, k, v, heads, memory)
         mixed = packed_attention(q, k, v, ctx, heads, self.weights_dropout(ctx), memory=memory, scale=self.scale)
-        return self.out(ctx.narrow(mixed))
+        return self.out(ctx.scaled(ctx.narrow(mixed)))

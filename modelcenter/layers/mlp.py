@@ -35,8 +35,8 @@ class MLP(nn.Module):
         self.up = Linear(hidden_size, intermediate_size, bias)
         self.down = Linear(intermediate_size, hidden_size, bias)
 
-    def forward(self, x: Tensor, ctx: Packed | None = None) -> Tensor:
-        x = self.activation(self.up(x))
+    def forward(self, x: Tensor, ctx: Packed) -> Tensor:
+        x = ctx.scaled(self.activation(self.up(x)))
         return self.down(self.dropout(x, ctx, first_channel=first_output(self.up)))
 
 
@@ -52,6 +52,6 @@ class GatedMLP(nn.Module):
         self.up = Linear(hidden_size, intermediate_size, bias)
         self.down = Linear(intermediate_size, hidden_size, bias)
 
-    def forward(self, x: Tensor, ctx: Packed | None = None) -> Tensor:
-        x = self.activation(self.gate(x)) * self.up(x)
+    def forward(self, x: Tensor, ctx: Packed) -> Tensor:
+        x = self.activation(self.gate(x)) * ctx.scaled(self.up(x))
         return self.down(self.dropout(x, ctx, first_channel=first_output(self.up)))

@@ -36,6 +36,7 @@ class Packed:
         bias, segments, segment_bias, rectangles: what attention adds and hides, as in layers.mask.Mask.
         output_tokens: (m,) numbers of the tokens whose states the unit that gets this is to compute (`with_outputs`);
             None: all.
+        branch_scale: what multiplies the branches that a unit adds to its hidden states, before their last product.
         labelled: of a vocabulary's head, the labels and the tokens that have one, found once.
     """
 
@@ -52,6 +53,7 @@ class Packed:
     segment_bias: Tensor | None = None
     rectangles: tuple[Tensor, ...] | None = None
     output_tokens: Tensor | None = None
+    branch_scale: float = 1.0
     labelled: tuple[Tensor, Tensor] | None = None
 
     @classmethod
@@ -202,6 +204,10 @@ class Packed:
         if self.output_tokens is None:
             return x
         return x.new_zeros(self.num_tokens, *x.shape[1:]).index_copy(0, self.output_tokens, x)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """x times `branch_scale`."""
+        return x if self.branch_scale == 1.0 else x * self.branch_scale
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 

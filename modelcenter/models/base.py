@@ -43,8 +43,6 @@ class Model(ModelInputs):
     accepts_loss_kwargs: ClassVar[bool] = True
     # A sequence has at most config.max_tokens tokens, as positions come from a table (`check_positions`).
     bounded: ClassVar[bool] = False
-    # Hidden states of the published weights, which were trained in bfloat16, do not fit into float16.
-    exceeds_fp16: ClassVar[bool] = False
     # What modelcenter.adapters put in (adapters.state.AdapterState).
     adapter: Any = None
     # Set by engine.shard where this rank is a stage of a pipeline (engine.parallel.pipeline).

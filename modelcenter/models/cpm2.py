@@ -25,4 +25,4 @@ class CPM2(T5):
     """CPM-2 with the head of `task`."""
 
     config_class = CPM2Config
-    exceeds_fp16 = False  # trained in float16
+    fp16_scale = 1.0  # trained in float16

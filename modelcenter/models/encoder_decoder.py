@@ -103,6 +103,10 @@ class EncoderDecoder(DecoderInputs):
         """The final hidden states (T, hidden_size) of a side."""
         return side.final_norm(x)
 
+    def returned_states(self, states: list[Tensor], ctx: Packed) -> tuple[Tensor, ...]:
+        """The hidden states of a side, each (T, hidden_size) and the last of them final, as outputs have them."""
+        return tuple(ctx.repad(state) for state in states)
+
     def bridge_states(self, states: Tensor) -> Tensor:
         """The final states (T, hidden_size) of the encoder as the decoder's units see them."""
         return states
@@ -181,7 +185,7 @@ class EncoderDecoder(DecoderInputs):
         """The output of a task without a decoder."""
         out = self.end(encoded[-1], memory, batch)
         if all_states:
-            out["hidden_states"] = tuple(memory.repad(state) for state in encoded)
+            out["hidden_states"] = self.returned_states(encoded, memory)
             out["last_hidden_state"] = memory.repad(encoded[-1])
         return out
 
@@ -197,11 +201,11 @@ class EncoderDecoder(DecoderInputs):
     ) -> None:
         """Add the hidden states of both sides that are asked for to the outputs, in transformers' names and order."""
         if all_states:
-            out["decoder_hidden_states"] = tuple(ctx.repad(state) for state in decoded)
+            out["decoder_hidden_states"] = self.returned_states(decoded, ctx)
         if memory is not None and (all_states or not self.training):
             out["encoder_last_hidden_state"] = memory.repad(encoded[-1])
         if memory is not None and all_encoded:
-            out["encoder_hidden_states"] = tuple(memory.repad(state) for state in encoded)
+            out["encoder_hidden_states"] = self.returned_states(encoded, memory)
         if all_states:
             out["last_hidden_state"] = ctx.repad(decoded[-1])  # last, as in Model.run
 

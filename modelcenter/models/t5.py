@@ -4,12 +4,14 @@ The head's matrix is the embedding or its own, and what goes into it is scaled o
 each other. v1.0 ties and scales; v1.1, Flan-T5 and mT5 do neither.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from engine.ops import Embedding
+from engine.ops import Embedding, rms_norm
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import CrossAttention, SelfAttention
 from modelcenter.layers.block import PreNormBlock
@@ -74,6 +76,25 @@ class T5Config(ModelConfig):
             self.scale_decoder_outputs = self.tie_embeddings
 
 
+def carried_scale(x: Tensor, fp16_scale: float) -> float:
+    """What the hidden states x are carried times: fp16_scale where they or, by autocast, products are in float16."""
+    device = x.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+    return fp16_scale if dtype == torch.float16 else 1.0
+
+
+class T5Norm(RMSNorm):
+    """RMSNorm of hidden states that are carried times `carried_scale`, of which nothing is left in what it gives."""
+
+    def __init__(self, hidden_size: int, eps: float, fp16_scale: float):
+        super().__init__(hidden_size, eps)
+        self.fp16_scale = fp16_scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps * carried_scale(x, self.fp16_scale) ** 2)
+
+
 class T5Side(Side):
     """A side with its relative position bias (None where each block has its own) and dropout before and after it."""
 
@@ -96,7 +117,9 @@ class T5(EncoderDecoder):
     """T5 with the head of `task`. Body names do not depend on the task, which may have no decoder."""
 
     config_class = T5Config
-    exceeds_fp16 = True
+    # The published models were trained in bfloat16 and have hidden states beyond 65,504, the largest number of float16.
+    # There they are carried, from the embeddings to the final norm, times this: a power of two, which rounds nothing.
+    fp16_scale: ClassVar[float] = 2.0**-8
 
     def __init__(self, config: T5Config, task: str = "base"):
         super().__init__(config, task)
@@ -112,6 +135,9 @@ class T5(EncoderDecoder):
         width, kind = c.hidden_size, BiasedBlock if c.bias_per_layer else PreNormBlock
         sizes: Any = {"head_dim": c.head_dim, "bias": False, "scale": 1.0}
 
+        def norm() -> RMSNorm:
+            return T5Norm(width, c.norm_eps, self.fp16_scale)
+
         def position() -> RelativeBias:
             return RelativeBias(c.num_buckets, c.num_heads, c.max_distance, bidirectional=not decodes)
 
@@ -119,7 +145,7 @@ class T5(EncoderDecoder):
             kind(
                 SelfAttention(width, c.num_heads, c.dropout, causal=decodes, **sizes),
                 (GatedMLP if c.gated else MLP)(width, c.intermediate_size, c.hidden_act, bias=False, dropout=c.dropout),
-                lambda: RMSNorm(width, c.norm_eps),
+                norm,
                 c.dropout,
                 cross=CrossAttention(width, c.num_heads, c.dropout, **sizes) if decodes else None,
             )
@@ -128,7 +154,7 @@ class T5(EncoderDecoder):
         if c.bias_per_layer:
             for layer in layers:
                 layer.position = position()
-        return T5Side(layers, RMSNorm(width, c.norm_eps), None if c.bias_per_layer else position(), c.dropout)
+        return T5Side(layers, norm(), None if c.bias_per_layer else position(), c.dropout)
 
     def set_attention_bias(self, ctx: Packed, side: Side) -> None:
         assert isinstance(side, T5Side)
@@ -138,11 +164,23 @@ class T5(EncoderDecoder):
 
     def before_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         assert isinstance(side, T5Side)
-        return side.embed_dropout(x, ctx)
+        scale = carried_scale(x, self.fp16_scale)
+        return side.embed_dropout(x if scale == 1.0 else x * scale, ctx)
 
     def after_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         assert isinstance(side, T5Side)
         return side.final_dropout(side.final_norm(x), ctx)
+
+    def run_units(
+        self, units: Sequence[nn.Module], states: list[Tensor], ctx: Packed, *args: Any, **options: Any
+    ) -> list[Tensor]:
+        ctx.branch_scale = carried_scale(states[-1], self.fp16_scale)
+        return super().run_units(units, states, ctx, *args, **options)
+
+    def returned_states(self, states: list[Tensor], ctx: Packed) -> tuple[Tensor, ...]:
+        if (scale := carried_scale(states[0], self.fp16_scale)) != 1.0:
+            states = [*(state.float() / scale for state in states[:-1]), states[-1]]
+        return super().returned_states(states, ctx)
 
     def tp_plan(self) -> dict[str, str]:
         plan = super().tp_plan()

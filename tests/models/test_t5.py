@@ -7,7 +7,6 @@ from harness import ArchitectureTests
 from t5_toys import SIZES
 from torch import nn
 
-import modelcenter as mc
 from modelcenter.layers.relative import RelativeBias
 
 
@@ -104,14 +103,3 @@ class TestUMT5(Untied):
     def reference(self, task, folder, **fields):
         # By sdpa, transformers 5.17 lets the decoder see what follows.
         return super().reference(task, folder, attn_implementation="eager", **fields)
-
-
-@pytest.mark.parametrize("family, warns", [("umt5", True), ("cpm2", False), ("gpt2", False)])
-def test_float16_of_weights_that_were_trained_in_bfloat16_is_warned_of(family, warns, tmp_path, caplog):
-    mc.from_config(f"tiny/{family}").save_pretrained(tmp_path)
-    for options in ({"dtype": "float16"}, {"dtype": "bfloat16"}):
-        caplog.clear()
-        mc.from_pretrained(tmp_path, **options)
-        said = [record.getMessage() for record in caplog.records if "float16's range" in record.getMessage()]
-        assert len(said) == (warns and options["dtype"] == "float16")
-        assert all(line.startswith(str(tmp_path)) and "use bfloat16 or float32" in line for line in said)

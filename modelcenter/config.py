@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from modelcenter.registry import nearest
 
@@ -38,6 +38,14 @@ class ModelConfig:
 
     model_type: ClassVar[str] = ""
     is_encoder_decoder: ClassVar[bool] = False
+
+    if TYPE_CHECKING:  # every architecture has these, as fields or as properties
+
+        @property
+        def vocab_size(self) -> int: ...
+
+        @property
+        def hidden_size(self) -> int: ...
 
     num_labels: int = 2
     id2label: dict[int, str] | None = None

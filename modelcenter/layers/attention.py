@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
+from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout, DrawingModule
 from modelcenter.layers.linear import Linear, first_output
 from modelcenter.layers.mask import NO_MASK, Mask
 from modelcenter.layers.norm import RMSNorm
@@ -11,12 +11,12 @@ from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import rotate
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(DrawingModule):
     """What self- and cross-attention share: which of the heads are here, and how their weights are dropped."""
 
-    site: int | None = None  # as layers.dropout has it
     head_dim: int
     dropout: float
+    q: Linear
 
     @property
     def queries(self) -> nn.Module:

@@ -128,7 +128,7 @@ class _Unused(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return grad, *(torch.zeros_like(p) for p in ctx.saved_tensors)
 
 

@@ -74,7 +74,7 @@ def _scatter(out: Tensor, x: Tensor, bucket: Bucket, heads: int) -> None:
         out[bucket.start : bucket.stop].view(rows.shape).copy_(rows)
         return
     rows = rows.reshape(-1, out.shape[1])
-    if bucket.tokens is None:
+    if bucket.tokens is None or bucket.real is None:
         out.index_copy_(0, bucket.index, rows)
     else:
         out.index_copy_(0, bucket.real, rows.index_select(0, bucket.tokens))
@@ -198,7 +198,7 @@ def bucketed_sdpa(
             rows = rows.index_select(0, queries.tokens)
         mixed.append(rows)
         index = torch.arange(queries.start, queries.stop, device=q.device) if queries.index is None else queries.index
-        tokens.append(index if queries.tokens is None else queries.real)
+        tokens.append(index if queries.real is None else queries.real)
     if not mixed:  # no token on this rank: keep the graph whole
         return torch.zeros_like(q) + 0 * sum(x.sum() for x in (q, k, v, mask.bias, mask.segment_bias) if x is not None)
     return torch.zeros_like(q).index_copy(0, torch.cat(tokens), torch.cat(mixed))

@@ -11,14 +11,18 @@ from engine.ops import Draws, attention, dropout, dropout_add, eager, fresh_key
 from modelcenter.layers.packing import Packed
 
 
-class Dropout(nn.Module):
-    """dropout(x), or residual + dropout(x). x: (..., channels) -> the same.
+class DrawingModule(nn.Module):
+    """A module that draws dropout masks.
 
     Attributes:
         site: a number of the module, made of its name (`name_sites`), so that no two modules draw the same.
     """
 
     site: int | None = None
+
+
+class Dropout(DrawingModule):
+    """dropout(x), or residual + dropout(x). x: (..., channels) -> the same."""
 
     def __init__(self, p: float):
         super().__init__()
@@ -60,9 +64,9 @@ _keyed = eager(_draw, "modelcenter.layers.dropout.keyed")
 
 
 def name_sites(model: nn.Module) -> None:
-    """Give each Dropout and each attention of a model its site."""
+    """Give each module of a model that draws masks its site."""
     for name, module in model.named_modules():
-        if hasattr(type(module), "site"):
+        if isinstance(module, DrawingModule):
             module.site = zlib.crc32(name.encode())
 
 

@@ -124,7 +124,7 @@ class Mask:
         if segments[0] is not None and segments[1] is not None:
             hidden = segments[0].hidden(segments[1], first)
             if added is not None and self.segment_bias is not None:
-                added = with_segment_bias(self.segment_bias, added, *segments)
+                added = with_segment_bias(self.segment_bias, added, segments[0], segments[1])
         seen = None if hidden is None else ~hidden
         if keep is not None:
             seen = keep[:, None, None, :] if seen is None else seen & keep[:, None, None, :]

@@ -85,12 +85,12 @@ def _attention_of_part(q: Tensor, k: Tensor, v: Tensor, first: int, keys: slice,
     """Attention of a part of one sequence, whose first token stands at place `first`, to the tokens `keys`."""
     heads, kv_heads, scale, mask, drop = options
     parts = ((q, heads), (k, kv_heads), (v, kv_heads))
-    one = [x.unflatten(1, (n, -1)).transpose(0, 1)[None] for x, n in parts]
-    sizes = one[0].shape[2], one[1].shape[2]
+    q, k, v = (x.unflatten(1, (n, -1)).transpose(0, 1)[None] for x, n in parts)
+    sizes = q.shape[2], k.shape[2]
     of_keys = None if mask.segments is None else mask.segments[keys][None]
     of_queries = None if of_keys is None else of_keys[:, first : first + sizes[0]]
     seen = mask.rectangle(*sizes, like=q, first=first, segments=(of_queries, of_keys))
-    return sdpa(*one, seen, scale, drop)[0].transpose(0, 1).flatten(1)
+    return sdpa(q, k, v, seen, scale, drop)[0].transpose(0, 1).flatten(1)
 
 
 def _attention(

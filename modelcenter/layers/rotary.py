@@ -18,7 +18,7 @@ class Rotary:
         max_positions: tokens the model is made for; the original number where `scaling` does not say.
 
     Attributes:
-        limit: tokens of the longest sequence of a batch beyond which the frequencies change; None: they never do.
+        limit: tokens of the longest sequence of a batch beyond which the frequencies change; infinite: they never do.
 
     Raises:
         ValueError: a kind of scaling that is not supported, or a field that it lacks, naming what is expected.
@@ -41,9 +41,10 @@ class Rotary:
         if missing := [name for name in self.KINDS[kind] if scaling.get(name) is None]:
             raise ValueError(f"rope_scaling: rope_type {kind!r} needs {', '.join(missing)}; got {scaling}")
         self.dim, self.theta, self.kind, self.scaling = dim, theta, kind, scaling
-        self.original, self.amplitude = scaling.get("original_max_position_embeddings") or max_positions, 1.0
-        self.limit = max_positions if kind == "dynamic" else None
-        if kind in ("llama3", "longrope", "yarn") and self.original is None:
+        self.original: int = scaling.get("original_max_position_embeddings") or max_positions or 0  # 0: not known
+        self.amplitude = 1.0
+        self.limit: float = max_positions if kind == "dynamic" and max_positions else math.inf
+        if kind in ("llama3", "longrope", "yarn") and not self.original:
             raise ValueError(f"rope_scaling: rope_type {kind!r} needs original_max_position_embeddings; got {scaling}")
         if kind == "longrope":
             self._start_longrope(max_positions)
@@ -53,7 +54,6 @@ class Rotary:
     def _start_longrope(self, max_positions: int | None) -> None:
         """Factors of each pair, and the amplitude that makes up for a longer context (arXiv:2402.13753)."""
         s, original = self.scaling, self.original
-        assert original is not None
         for name in ("short_factor", "long_factor"):
             if len(s[name]) != self.dim // 2:
                 raise ValueError(f"rope_scaling: {name} has {len(s[name])} numbers, expected {self.dim // 2}")
@@ -75,9 +75,8 @@ class Rotary:
     def frequencies(self, device: torch.device, longest: int = 0) -> Tensor:
         """(dim / 2,) fp32, radians per place, in a batch whose longest sequence has so many tokens."""
         steps = torch.arange(0, self.dim, 2, dtype=torch.int64, device=device).float()
-        long, theta = self.limit is not None and longest > self.limit, self.theta
+        long, theta = longest > self.limit, self.theta
         if self.kind == "dynamic" and long:
-            assert self.limit is not None
             factor = self.scaling["factor"]
             theta *= (factor * longest / self.limit - (factor - 1)) ** (self.dim / (self.dim - 2))
         turns = 1.0 / theta ** (steps / self.dim)
@@ -107,7 +106,6 @@ class Rotary:
         Pairs that turn often in the original length stay, those that hardly do are slowed, between is a ramp.
         """
         s = self.scaling
-        assert self.original is not None
 
         def pair(rotations: float) -> float:
             """The pair, not a whole number, that turns so often in the original length."""

@@ -43,6 +43,12 @@ class Model(ModelInputs):
     accepts_loss_kwargs: ClassVar[bool] = True
     # A sequence has at most config.max_tokens tokens, as positions come from a table (`check_positions`).
     bounded: ClassVar[bool] = False
+    embed: nn.Embedding
+    # What it was loaded from: the Hub id or the directory, and the commit there.
+    base_name: str | None = None
+    base_revision: str | None = None
+    # Of the task, None without one; what it is called with depends on the task.
+    head: Any
     # What modelcenter.adapters put in (adapters.state.AdapterState).
     adapter: Any = None
     # Set by engine.shard where this rank is a stage of a pipeline (engine.parallel.pipeline).
@@ -208,9 +214,9 @@ class Model(ModelInputs):
 
     def ordered(self, out: Mapping[str, Any]) -> ModelOutput:
         """What a head gives, in the order of transformers' outputs of the task."""
-        order = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits", "log_probs")
+        order = ["loss", "logits", "seq_relationship_logits", "start_logits", "end_logits", "log_probs"]
         if self.task == "question-answering":
-            order = ("loss", "start_logits", "end_logits", "logits")
+            order = ["loss", "start_logits", "end_logits", "logits"]
         return ModelOutput((name, out[name]) for name in order if name in out)
 
     # -- how the model is started and split ----------------------------------------------------------------------------
@@ -318,7 +324,7 @@ class Model(ModelInputs):
 
     def word_tables(self) -> dict[str, nn.Embedding]:
         """{name: table of the embeddings of words}."""
-        return {"embed": self.embed}  # type: ignore[dict-item]
+        return {"embed": self.embed}
 
     def is_head(self, name: str) -> bool:
         """Whether a parameter belongs to a task head rather than the body."""

@@ -79,8 +79,7 @@ class Bert(Encoder):
             return ctx.first_tokens()
         if self.task != "pretraining":
             return super().reads(ctx, batch)
-        lm: Any = self.head.lm  # type: ignore[union-attr]
-        labelled = lm.reads(ctx, batch, self.wants_logits(batch))
+        labelled = self.head.lm.reads(ctx, batch, self.wants_logits(batch))
         if labelled is None:
             return None
         first, known = ctx.first_tokens(), host_copy(labelled)
@@ -92,12 +91,10 @@ class Bert(Encoder):
         self, x: Tensor, pooled: Tensor | None, ctx: Packed, batch: Batch, counts: Mapping[str, Any]
     ) -> dict[str, Tensor]:
         if self.task == "next-sentence-prediction":
-            assert isinstance(self.head, SequenceClassifier) and pooled is not None
             return self.head(pooled, batch, counts, ctx)
         if self.task != "pretraining":
             return super().run_head(x, pooled, ctx, batch, counts)
-        head: Any = self.head
-        return head(x, pooled, ctx, batch, counts, self.embed.weight, self.wants_logits(batch))
+        return self.head(x, pooled, ctx, batch, counts, self.embed.weight, self.wants_logits(batch))
 
     @property
     def lm_prefix(self) -> str | None:

@@ -111,7 +111,6 @@ class Composed(EncoderDecoder):
         self.decoder.head, self.decoder.task = None, "base"
         differ = one.hidden_size != c.hidden_size
         self.bridge = Linear(one.hidden_size, c.hidden_size) if differ else None
-        self.head: nn.Module
         if isinstance(c, EncoderConfig):
             self.head = DenseSeq2SeqLM(c.hidden_size, c.vocab_size, c.head_act, c.norm_eps, c.tie_embeddings)
         else:

@@ -77,12 +77,15 @@ class CPM(Decoder):
     tasks = ("base", "causal-lm")
     causal = False
 
+    config: CPMConfig
+    relative: nn.Module
+
     # Inputs of each token that the caller may leave out, with what then stands for them.
     input_defaults: ClassVar[Mapping[str, int]] = {"context": 0, "span": 0, "segment": 0}
 
     def make_layers(self, scaled: bool, shrink: float = 1.0, **options: Any) -> nn.ModuleList:
         """The blocks. scaled: of ScaledBlock; options: of SelfAttention."""
-        c: Any = self.config
+        c = self.config
         width = c.hidden_size
 
         def norm() -> RMSNorm:
@@ -99,7 +102,7 @@ class CPM(Decoder):
 
     def lm_head(self, task: str, scaled: bool) -> nn.Module | None:
         """The vocabulary, with a matrix of its own or the embedding; scaled: used with 1 / sqrt(hidden_size)."""
-        c: Any = self.config
+        c = self.config
         if task != "causal-lm":
             return None
         return CausalLM(c.hidden_size, c.vocab_size, c.tie_embeddings, scale=c.hidden_size**-0.5 if scaled else 1.0)

@@ -42,6 +42,8 @@ class CPM1(CPM):
     config_class = CPM1Config
     input_defaults = {"context": 0, "span": 0}
 
+    config: CPM1Config
+
     def __init__(self, config: CPM1Config, task: str = "base"):
         super().__init__(config, task)
         c = config
@@ -52,7 +54,7 @@ class CPM1(CPM):
         self.head = self.lm_head(task, c.length_scale)
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
-        c: Any = self.config
+        c = self.config
         ctx = self.pack(batch)
         # Without segments it is causal, which takes no mask of pairs.
         segments = None

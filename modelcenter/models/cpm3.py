@@ -3,7 +3,7 @@ weights are stored without the factors that they are used with.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ class CPM3(CPM):
 
     config_class = CPM3Config
 
+    config: CPM3Config
+
     def __init__(self, config: CPM3Config, task: str = "base"):
         super().__init__(config, task)
         c = config
@@ -55,7 +57,7 @@ class CPM3(CPM):
         self.head = self.lm_head(task, c.length_scale)
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
-        c: Any = self.config
+        c = self.config
         ctx, ids = self.pack(batch), batch.get("input_ids")
         scale = c.hidden_size**-0.5 if c.length_scale else 1.0
         numbers = torch.arange(c.prompt_length, device=ctx.cu_seqlens.device) + c.prompt * c.prompt_length

@@ -48,6 +48,8 @@ class CPMAnt(CPM):
     input_defaults = {"context": 1, "span": 0, "segment": OF_TEXT}
     ties_head = False
 
+    config: CPMAntConfig
+
     def __init__(self, config: CPMAntConfig, task: str = "base"):
         super().__init__(config, task)
         c, width = config, config.hidden_size
@@ -60,7 +62,7 @@ class CPMAnt(CPM):
         self.head = CausalLM(width, c.vocab_size, tied=False) if task == "causal-lm" else None
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
-        c: Any = self.config
+        c = self.config
         ctx, ids = self.pack(batch), batch.get("input_ids")
         device = ctx.cu_seqlens.device
         prompt = torch.arange(c.prompt_length, device=device) + c.vocab_size + PROMPT * c.prompt_length
@@ -77,7 +79,7 @@ class CPMAnt(CPM):
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
         """As CPM-Live, whose factors of 1 / sqrt(inputs) are part of the weights here."""
-        c: Any = self.config
+        c = self.config
         std, spec = c.initializer_range, super().init_spec()
         for name, p in self.named_parameters():
             if p.dim() == 2:

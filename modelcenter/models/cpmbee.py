@@ -69,6 +69,8 @@ class CPMBee(CPM):
         "segment_rel_offset": 0,
     }
 
+    config: CPMBeeConfig
+
     def __init__(self, config: CPMBeeConfig, task: str = "base"):
         super().__init__(config, task)
         c = config
@@ -80,7 +82,7 @@ class CPMBee(CPM):
         self.head = self.lm_head(task, scaled=True)
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
-        c: Any = self.config
+        c = self.config
         ctx, ids, number = self.pack(batch), batch.get("input_ids"), batch.get("input_id_sub")
         if ids is not None and (more := batch.get("ext_table_ids")) is not None and more.numel():
             # In inputs, too, numbers from vocab_size on are of the table: generation feeds back what it predicts.
@@ -122,7 +124,7 @@ class CPMBee(CPM):
             raise ValueError("segment: pass segment_rel, too, the relations of the segments")
 
     def _check_relations(self, batch: Batch) -> None:
-        c: Any = self.config
+        c = self.config
         relations, shape = batch.get("segment_rel"), batch.get("input_ids", batch.get("inputs_embeds")).shape
         if relations is None:
             for name in ("num_segments", "segment_rel_offset"):

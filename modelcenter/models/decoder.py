@@ -23,14 +23,19 @@ class Decoder(Model):
     A pooled head reads one token of each sequence, see `classified_tokens`.
     """
 
-    tasks = ("base", "causal-lm", "sequence-classification", "token-classification", "question-answering")
+    tasks: ClassVar[tuple[str, ...]] = (
+        "base",
+        "causal-lm",
+        "sequence-classification",
+        "token-classification",
+        "question-answering",
+    )
     # Parameters of the vocabulary's matrix have a bias (GPT-J).
     lm_bias: ClassVar[bool] = False
     # No token sees one after it.
     causal: ClassVar[bool] = True
 
     layers: nn.ModuleList
-    embed: nn.Embedding
     final_norm: nn.Module
 
     def make_head(
@@ -69,17 +74,15 @@ class Decoder(Model):
         logits = self.wants_logits(batch) and not batch.get("output_log_probs")
         if logits or batch.get("labels") is None or batch.get("output_hidden_states"):
             return ctx
-        head: Any = self.head
-        return drop_after_last(ctx, ctx.unpad(head.targets(batch), IGNORE_INDEX) != IGNORE_INDEX)
+        return drop_after_last(ctx, ctx.unpad(self.head.targets(batch), IGNORE_INDEX) != IGNORE_INDEX)
 
     def finish(self, x: Tensor) -> Tensor:
         return self.final_norm(x)
 
     def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
-        head: Any = self.head
         match self.task:
             case "causal-lm":
-                return head.reads(ctx, batch, self.wants_logits(batch))
+                return self.head.reads(ctx, batch, self.wants_logits(batch))
             case "sequence-classification":
                 return self.classified_tokens(ctx, batch)
         return None

@@ -83,7 +83,7 @@ class Encoder(CrossAttentionMixin):
     With `is_decoder` they are decoders, which have a task of their own, causal-lm.
     """
 
-    tasks = (
+    tasks: ClassVar[tuple[str, ...]] = (
         "base",
         "masked-lm",
         "causal-lm",
@@ -159,10 +159,9 @@ class Encoder(CrossAttentionMixin):
         return self.embed_dropout(x, ctx)
 
     def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
-        head: Any = self.head
         match self.task:
             case "masked-lm" | "causal-lm":
-                return head.reads(ctx, batch, self.wants_logits(batch))
+                return self.head.reads(ctx, batch, self.wants_logits(batch))
             case "sequence-classification" | "multiple-choice":
                 return ctx.first_tokens()
         return None
@@ -177,7 +176,7 @@ class Encoder(CrossAttentionMixin):
     def run_head(
         self, x: Tensor, pooled: Tensor | None, ctx: Packed, batch: Batch, counts: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        head: Any = self.head
+        head = self.head
         match self.task:
             case "masked-lm" | "causal-lm":
                 return head(x, ctx, batch, counts["loss"], self.embed.weight, self.wants_logits(batch))

@@ -14,7 +14,7 @@ may be half of the model, and a stage in the middle would need a copy of it.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ class EncoderDecoder(DecoderInputs):
     """
 
     is_encoder_decoder = True
-    tasks = (
+    tasks: ClassVar[tuple[str, ...]] = (
         "base",
         "seq2seq-lm",
         "sequence-classification",
@@ -67,7 +67,6 @@ class EncoderDecoder(DecoderInputs):
         "text-encoding",
     )
 
-    embed: nn.Embedding
     encoder: Side
     decoder: Side | None
 
@@ -299,7 +298,9 @@ class EncoderDecoder(DecoderInputs):
             ("encoder", self.encoder, range(depth)),
             ("decoder", self.decoder, range(depth, count)),
         ):
-            for own, module in () if side is None else side.named_children():
+            if side is None:
+                continue
+            for own, module in side.named_children():
                 if module is not side.layers:
                     homes[f"{name}.{own}"] = units[-1:] if own.startswith("final") else units
         return homes if self.head is not None else {k: v for k, v in homes.items() if k != "head"}

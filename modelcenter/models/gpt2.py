@@ -82,6 +82,8 @@ class GPT2(CrossAttentionMixin, Decoder):
     bounded = True
     tasks = (*Decoder.tasks, "double-heads")
 
+    config: GPT2Config
+
     def __init__(self, config: GPT2Config, task: str = "base"):
         super().__init__(config, task)
         c, width = config, config.hidden_size
@@ -134,8 +136,7 @@ class GPT2(CrossAttentionMixin, Decoder):
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         if self.task != "double-heads":
             return super().end(x, ctx, batch)
-        head: Any = self.head
-        out = head(x, ctx, batch, self.counts(batch), self.embed.weight, self.wants_logits(batch))
+        out = self.head(x, ctx, batch, self.counts(batch), self.embed.weight, self.wants_logits(batch))
         return ModelOutput((name, out[name]) for name in ("loss", "mc_loss", "logits", "mc_logits") if name in out)
 
     def tp_plan(self) -> dict[str, str]:
@@ -150,7 +151,7 @@ class GPT2(CrossAttentionMixin, Decoder):
             batch |= {"labels": batch["input_ids"], "mc_labels": batch["input_ids"][0]}
         return batch
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,

@@ -60,6 +60,8 @@ class GPTJ(Decoder):
     tasks = ("base", "causal-lm", "sequence-classification", "question-answering")
     lm_bias = True
 
+    config: GPTJConfig
+
     def __init__(self, config: GPTJConfig, task: str = "base"):
         super().__init__(config, task)
         c, width = config, config.hidden_size

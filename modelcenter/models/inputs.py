@@ -67,9 +67,10 @@ class ModelInputs(nn.Module):
     def _source(batch: Batch, prefix: str) -> Tensor:
         """The tokens or embeddings that the caller gave."""
         ids, embeds = batch.get(f"{prefix}input_ids"), batch.get(f"{prefix}inputs_embeds")
-        if (ids is None) == (embeds is None):
+        given = [x for x in (ids, embeds) if x is not None]
+        if len(given) != 1:
             raise ValueError(f"{prefix}input_ids, {prefix}inputs_embeds: pass exactly one of them")
-        source = embeds if ids is None else ids
+        (source,) = given
         if source.dim() != (2 if ids is not None else 3):
             name, width = (f"{prefix}inputs_embeds", ", width") if ids is None else (f"{prefix}input_ids", "")
             expected = f"(batch, seq{width}) or packed (1, T{width})"

@@ -75,14 +75,14 @@ class LlamaBody(Decoder):
     A subclass says how its attention and feed-forward differ.
     """
 
-    config: Any
+    config: LlamaBodyConfig
 
     def __init__(self, config: LlamaBodyConfig, task: str = "base"):
         super().__init__(config, task)
         c, width = config, config.hidden_size
         assert c.head_dim is not None
         self.embed = Embedding(c.vocab_size, width, padding_idx=c.pad_token_id)
-        self.rotary = Rotary(self.rotary_dim, c.rope_theta, c.rope_scaling, c.max_positions)
+        self.rotary = Rotary(c.head_dim, c.rope_theta, c.rope_scaling, c.max_positions)
         self.layers = nn.ModuleList(
             PreNormBlock(
                 self.attention(i), self.mlp(), lambda: RMSNorm(width, c.norm_eps), 0.0, scale=self.branch_scale
@@ -94,21 +94,33 @@ class LlamaBody(Decoder):
             task, 0.1 if c.classifier_dropout is None else c.classifier_dropout, self.logit_scale
         )
 
-    # What multiplies the embeddings, each branch, and what goes into the vocabulary (MiniCPM).
-    embedding_scale: float = 1.0
-    branch_scale: float = 1.0
-    logit_scale: float = 1.0
+    @property
+    def embedding_scale(self) -> float:
+        """What multiplies the embeddings: 1 but for MiniCPM, as those that follow."""
+        return 1.0
 
     @property
-    def rotary_dim(self) -> int:
-        """Channels of a head that turn."""
-        return self.config.head_dim
+    def branch_scale(self) -> float:
+        """What multiplies each branch."""
+        return 1.0
+
+    @property
+    def logit_scale(self) -> float:
+        """What multiplies what goes into the vocabulary."""
+        return 1.0
 
     def attention(self, layer: int, **options: Any) -> nn.Module:
         """The attention of layer 0, 1, ...; options: of SelfAttention."""
         c = self.config
-        sizes = {"num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
-        return SelfAttention(c.hidden_size, c.num_heads, c.attention_dropout, causal=True, **sizes, **options)
+        return SelfAttention(
+            c.hidden_size,
+            c.num_heads,
+            c.attention_dropout,
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            causal=True,
+            **options,
+        )
 
     def mlp(self) -> nn.Module:
         return GatedMLP(self.config.hidden_size, self.config.intermediate_size, self.config.hidden_act)
@@ -130,6 +142,8 @@ class Llama(LlamaBody):
     """Llama with the head of `task`. Body names do not depend on the task."""
 
     config_class = LlamaConfig
+
+    config: LlamaConfig
 
     def attention(self, layer: int, **options: Any) -> nn.Module:
         return super().attention(layer, bias=self.config.attention_bias, **options)

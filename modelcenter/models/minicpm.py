@@ -54,16 +54,18 @@ class MiniCPMConfig(ScaledConfig):
 class ScaledBody(LlamaBody):
     """Llama's body with MiniCPM's scales."""
 
+    config: ScaledConfig
+
     @property
-    def embedding_scale(self) -> float:  # type: ignore[override]
+    def embedding_scale(self) -> float:
         return self.config.scale_emb
 
     @property
-    def branch_scale(self) -> float:  # type: ignore[override]
+    def branch_scale(self) -> float:
         return self.config.scale_depth / self.config.num_layers**0.5
 
     @property
-    def logit_scale(self) -> float:  # type: ignore[override]
+    def logit_scale(self) -> float:
         return self.config.dim_model_base / self.config.hidden_size
 
 
@@ -72,6 +74,8 @@ class MiniCPM(ScaledBody):
 
     config_class = MiniCPMConfig
     tasks = ("base", "causal-lm", "sequence-classification")
+
+    config: MiniCPMConfig
 
     def attention(self, layer: int, **options: Any) -> nn.Module:
         return super().attention(layer, bias=self.config.attention_bias)

@@ -119,6 +119,8 @@ class MiniCPM3(ScaledBody):
     config_class = MiniCPM3Config
     tasks = ("base", "causal-lm", "sequence-classification")
 
+    config: MiniCPM3Config
+
     def attention(self, layer: int, **options: Any) -> nn.Module:
         return LatentAttention(self.config)
 

@@ -28,5 +28,7 @@ class Mistral(LlamaBody):
 
     config_class = MistralConfig
 
+    config: MistralConfig
+
     def attention(self, layer: int, **options: Any) -> nn.Module:
         return super().attention(layer, bias=False, window=self.config.sliding_window)

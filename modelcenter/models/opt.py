@@ -64,6 +64,8 @@ class OPT(Decoder):
     tasks = ("base", "causal-lm", "sequence-classification", "question-answering")
     counts_positions = True
 
+    config: OPTConfig
+
     def __init__(self, config: OPTConfig, task: str = "base"):
         super().__init__(config, task)
         c, width = config, config.hidden_size

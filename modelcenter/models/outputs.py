@@ -4,7 +4,7 @@ The same access as transformers' ModelOutput (`out.logits`, `out["logits"]`, `ou
 """
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.utils._pytree as pytree
 
@@ -13,8 +13,8 @@ class ModelOutput(OrderedDict):
     """Tensors by name in a fixed order; a name that this task does not produce is None as an attribute."""
 
     # What any task may return: these read as None when absent, anything else is an AttributeError.
-    FIELDS = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits", "last_hidden_state")
-    FIELDS += ("pooler_output", "hidden_states", "past_key_values", "encoder_last_hidden_state")
+    FIELDS: ClassVar[tuple[str, ...]] = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits")
+    FIELDS += ("last_hidden_state", "pooler_output", "hidden_states", "past_key_values", "encoder_last_hidden_state")
     FIELDS += ("encoder_hidden_states", "decoder_hidden_states", "mc_loss", "mc_logits")
     # Never produced: kernels without them are faster.
     FIELDS += ("attentions", "cross_attentions", "encoder_attentions", "decoder_attentions")

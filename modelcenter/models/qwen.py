@@ -65,6 +65,8 @@ class Qwen2(LlamaBody):
 
     config_class = Qwen2Config
 
+    config: Qwen2Config
+
     def attention(self, layer: int, **options: Any) -> nn.Module:
         return super().attention(layer, bias=True, out_bias=False, window=self.config.window(layer))
 
@@ -73,6 +75,8 @@ class Qwen3(LlamaBody):
     """Qwen3 with the head of `task`: heads of q and k are normed before they turn."""
 
     config_class = Qwen3Config
+
+    config: Qwen3Config
 
     def attention(self, layer: int, **options: Any) -> nn.Module:
         c = self.config

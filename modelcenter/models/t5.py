@@ -121,6 +121,8 @@ class T5(EncoderDecoder):
     # There they are carried, from the embeddings to the final norm, times this: a power of two, which rounds nothing.
     fp16_scale: ClassVar[float] = 2.0**-8
 
+    config: T5Config
+
     def __init__(self, config: T5Config, task: str = "base"):
         super().__init__(config, task)
         c, width = config, config.hidden_size
@@ -131,7 +133,7 @@ class T5(EncoderDecoder):
         self.head = self.make_head(task, c.classifier_dropout, width**-0.5 if c.scale_decoder_outputs else 1.0)
 
     def _side(self, num_layers: int, decodes: bool) -> T5Side:
-        c: T5Config = self.config  # type: ignore[assignment]
+        c = self.config
         width, kind = c.hidden_size, BiasedBlock if c.bias_per_layer else PreNormBlock
         sizes: Any = {"head_dim": c.head_dim, "bias": False, "scale": 1.0}
 
@@ -190,7 +192,7 @@ class T5(EncoderDecoder):
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
         """Mesh TensorFlow's: products start at unit variance, attention's scores are not scaled but its queries are."""
-        c: T5Config = self.config  # type: ignore[assignment]
+        c = self.config
         factor, spec = c.initializer_factor, super().init_spec()
         narrow = factor * c.hidden_size**-0.5
         small = {

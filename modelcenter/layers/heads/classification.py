@@ -46,7 +46,9 @@ class SequenceClassifier(Smoothing, Linear):
         regression = self.problem_type == "regression" or (self.problem_type is None and self.out_features == 1)
         return torch.zeros(0, dtype=torch.float32 if regression else torch.long, device=device)
 
-    def forward(self, pooled: Tensor, batch: Batch, counts: Counts, ctx: Packed | None = None) -> dict[str, Tensor]:
+    def forward(  # type: ignore[override]
+        self, pooled: Tensor, batch: Batch, counts: Counts, ctx: Packed | None = None
+    ) -> dict[str, Tensor]:
         logits = super().forward(self.dropout(pooled, ctx, pooled=True))
         labels = batch.get("labels")
         if labels is None:
@@ -75,7 +77,9 @@ class DenseClassifier(SequenceClassifier):
         self.dense = Linear(hidden_size, hidden_size)
         self.dense_dropout = Dropout(dropout)
 
-    def forward(self, pooled: Tensor, batch: Batch, counts: Counts, ctx: Packed | None = None) -> dict[str, Tensor]:
+    def forward(  # type: ignore[override]
+        self, pooled: Tensor, batch: Batch, counts: Counts, ctx: Packed | None = None
+    ) -> dict[str, Tensor]:
         pooled = torch.tanh(self.dense(self.dense_dropout(pooled, ctx, pooled=True)))
         return super().forward(pooled, batch, counts, ctx)
 
@@ -90,7 +94,7 @@ class MultipleChoice(Smoothing, Linear):
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": count_labels(batch.get("labels"))}
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, pooled: Tensor, batch: Batch, counts: Counts, choices: Tensor | int, ctx: Packed | None = None
     ) -> dict[str, Tensor]:
         """choices: of every example, or (batch,) those of each: logits of choices that an example lacks are the
@@ -121,7 +125,9 @@ class TokenClassifier(Smoothing, Linear):
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": 0 if batch.get("labels") is None else count_labels(supervised_labels(batch))}
 
-    def forward(self, x: Tensor, ctx: Packed, batch: Batch, counts: Counts) -> dict[str, Tensor]:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, ctx: Packed, batch: Batch, counts: Counts
+    ) -> dict[str, Tensor]:
         logits = super().forward(self.dropout(x, ctx))
         out = {"logits": ctx.repad(logits)}
         if batch.get("labels") is not None:

@@ -60,13 +60,12 @@ def supervised_labels(batch: Batch, prefix: str = "") -> Tensor:
     return labels if mask is None else labels.masked_fill(mask == 0, IGNORE_INDEX)
 
 
-def next_labels(batch: Batch) -> Tensor | None:
-    """labels moved one place to the left: at each token the label of the next one of its sequence, -100 at its last.
+def next_labels(batch: Batch) -> Tensor:
+    """The labels of a batch that has some, moved one place to the left: at each token the label of the next one of its
+    sequence, -100 at its last.
 
     A token that the attention mask leaves out predicts nothing, as nothing that precedes the text can.
     """
-    if batch.get("labels") is None:
-        return None
     labels = token_labels(batch)
     if not labels.shape[1]:
         return labels

@@ -43,7 +43,9 @@ class ExtractiveQA(Linear):
             return at, inside
         return at, inside & mask.gather(1, at.clamp(max=ids.shape[1] - 1)[:, None]).squeeze(1).bool()
 
-    def forward(self, x: Tensor, ctx: Packed, batch: Batch, counts: Counts) -> dict[str, Tensor]:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, ctx: Packed, batch: Batch, counts: Counts
+    ) -> dict[str, Tensor]:
         both = super().forward(x)
         lowest = torch.finfo(both.dtype).min  # so that an argmax over columns never falls on padding
         padded = ctx.repad(both, lowest)

@@ -29,19 +29,19 @@ class VocabularyHead(Smoothing, nn.Module):
     weight: Tensor | None
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        return {"loss": count_labels(self.targets(batch))}
+        return {"loss": 0 if batch.get("labels") is None else count_labels(self.targets(batch))}
 
     def transform(self, x: Tensor) -> Tensor:
         """Hidden states as the output matrix takes them."""
         return x
 
-    def targets(self, batch: Batch) -> Tensor | None:
-        """Labels shaped as the input, each at the token that is to predict it.
+    def targets(self, batch: Batch) -> Tensor:
+        """Labels shaped as the input, of a batch that has some, each at the token that is to predict it.
 
         Raises:
             ValueError: as `token_labels`.
         """
-        return None if batch.get("labels") is None else supervised_labels(batch)
+        return supervised_labels(batch)
 
     def labelled(self, ctx: Packed, batch: Batch) -> tuple[Tensor, Tensor]:
         """(T,) the labels of a batch that has some, at the tokens that predict them, and (m,) numbers of these."""
@@ -50,12 +50,12 @@ class VocabularyHead(Smoothing, nn.Module):
         return ctx.labelled
 
     def _find_labelled(self, ctx: Packed, batch: Batch) -> tuple[Tensor, Tensor]:
-        labels = ctx.unpad(self.targets(batch), IGNORE_INDEX)  # type: ignore[arg-type]
+        labels = ctx.unpad(self.targets(batch), IGNORE_INDEX)
         if host_copy(batch["labels"]) is batch["labels"] or not ctx.in_input_order:
             return labels, (labels != IGNORE_INDEX).nonzero().flatten()
         # The host remembers the labels, so the device need not be asked which these are.
         known = self.targets({name: host_copy(value) for name, value in batch.items()})
-        where = (known.flatten() != IGNORE_INDEX).nonzero().flatten()  # type: ignore[union-attr]
+        where = (known.flatten() != IGNORE_INDEX).nonzero().flatten()
         return labels, ctx.layout.token_numbers(to_device(where, labels.device))
 
     def reads(self, ctx: Packed, batch: Batch, want_logits: bool | str) -> Tensor | None:
@@ -116,7 +116,7 @@ class MaskedLM(VocabularyHead):
 class NextTokenHead(VocabularyHead):
     """The next token: labels are the input's tokens, and token t is to predict label t + 1 of its sequence."""
 
-    def targets(self, batch: Batch) -> Tensor | None:
+    def targets(self, batch: Batch) -> Tensor:
         return next_labels(batch)
 
     def reads(self, ctx: Packed, batch: Batch, want_logits: bool | str) -> Tensor | None:
@@ -166,8 +166,8 @@ class DenseCausalLM(NextTokenHead, MaskedLM):
 class DecoderLabels(VocabularyHead):
     """The next token of a decoder, whose labels stand at the token before it already."""
 
-    def targets(self, batch: Batch) -> Tensor | None:
-        return None if batch.get("labels") is None else supervised_labels(batch, "decoder_")
+    def targets(self, batch: Batch) -> Tensor:
+        return supervised_labels(batch, "decoder_")
 
 
 class Seq2SeqLM(DecoderLabels, CausalLM):

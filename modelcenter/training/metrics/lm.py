@@ -50,10 +50,7 @@ class LanguageModel:
         """logits (batch, seq, vocabulary), targets (batch, seq) with -100 where there is none; packed: (1, T, ...),
         (1, T) and the boundaries. attention_mask: as the model was given."""
         if self.causal:
-            batch = {"labels": targets, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask}
-            shifted = next_labels(batch)
-            assert shifted is not None
-            targets = shifted
+            targets = next_labels({"labels": targets, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask})
         labels = targets.reshape(-1)
         places = (labels != IGNORE_INDEX).nonzero().flatten()
         flat = logits.reshape(-1, logits.shape[-1])

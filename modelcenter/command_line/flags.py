@@ -32,8 +32,8 @@ def flag(
         group: heading in --help. aliases: other names of the flag. choices: values allowed. means: {other spelling of a
             value: what it means}. positional: given by its place, without its name; "any": a list that may be left out.
     """
-    metadata = {"group": group, "help": help, "aliases": aliases, "choices": choices, "means": means or {}}
-    metadata["positional"] = positional
+    metadata: dict[str, Any] = {"group": group, "help": help, "aliases": aliases, "choices": choices}
+    metadata |= {"means": means or {}, "positional": positional}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=dict, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -83,8 +83,9 @@ class Flags:
         """Write a YAML file that `from_yaml` reads back equal."""
         import yaml
 
-        task = {"task": self.task} if getattr(self, "task", "") else {}
-        text = yaml.safe_dump({**task, **self.to_dict()}, sort_keys=False, allow_unicode=True)
+        task = getattr(self, "task", "")
+        values = {**({"task": task} if task else {}), **self.to_dict()}
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         path.write_text(text, encoding="utf-8")
 
     @classmethod
@@ -163,7 +164,8 @@ def _positional_values(cls: type[Flags], words: Sequence[str], named: Mapping[st
     Raises:
         ValueError: more words than places.
     """
-    left, values = list(words), {}
+    left = list(words)
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         if left and field.metadata["positional"] and field.name not in named:
             several = type_of(cls, field.name).container is list

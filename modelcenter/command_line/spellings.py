@@ -1,7 +1,6 @@
 """Other names of flags: aliases of the same values, and flags of other programs whose values are translated too."""
 
 import dataclasses
-import functools
 from typing import Any
 
 from modelcenter.command_line.values import boolean
@@ -32,7 +31,6 @@ INSTEAD = {
 }
 
 
-@functools.cache
 def all_spellings(cls: Any) -> dict[str, str]:
     """Every spelling -> the flag's own name."""
     return {name: f.name for f in dataclasses.fields(cls) for name in (f.name, *f.metadata["aliases"])}

@@ -4,6 +4,7 @@ import functools
 import re
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,22 @@ class FieldType(typing.NamedTuple):
     optional: bool
 
 
-@functools.cache
 def type_of(cls: type, name: str) -> FieldType:
     """The type of a field of a dataclass of flags."""
-    hint = typing.get_type_hints(cls)[name]
+    return _types(cls)[name]
+
+
+@functools.cache
+def _types(cls: type) -> dict[str, FieldType]:
+    return {name: _taken_apart(hint) for name, hint in typing.get_type_hints(cls).items()}
+
+
+def _taken_apart(hint: Any) -> FieldType:
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     (base,) = (member for member in members if member is not type(None))
     container = typing.get_origin(base)
+    if container is typing.Literal:  # of texts, which are the choices of the field
+        return FieldType(None, str, type(None) in members)
     return FieldType(container, typing.get_args(base)[-1] if container else base, type(None) in members)
 
 
@@ -56,7 +66,7 @@ def convert(field: Any, kind: FieldType, value: Any) -> Any:
         return _mapping(name, value, kind.scalar)
     if isinstance(value, (str, bool)) and not choices:
         value = field.metadata["means"].get(str(value).lower(), value)
-    converted = {bool: boolean, int: _integer, float: _number, str: _text}[kind.scalar](name, value)
+    converted = _SCALARS[kind.scalar](name, value)
     if choices:
         converted = field.metadata["means"].get(converted, converted)
         if converted not in choices:
@@ -99,6 +109,9 @@ def _text(name: str, value: Any) -> str:
     if not isinstance(value, (str, int, float, Path)):
         raise ValueError(f"{name}: got {value!r}, expected a text")
     return str(value)
+
+
+_SCALARS: dict[type, Callable[[str, Any], Any]] = {bool: boolean, int: _integer, float: _number, str: _text}
 
 
 def _mapping(name: str, value: Any, scalar: Any) -> dict[str, Any]:

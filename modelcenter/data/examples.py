@@ -12,8 +12,15 @@ SEQUENCES_PER_ROW = 64  # how many sequences of a row have row_ids of their own
 class Examples(Protocol):
     """The rows of one split, ready for batches."""
 
-    name: str  # of the data, for people
-    truncated: int  # rows that were cut to fit
+    @property
+    def name(self) -> str:
+        """Of the data, for people."""
+        ...
+
+    @property
+    def truncated(self) -> int:
+        """Rows that were cut to fit."""
+        ...
 
     def __len__(self) -> int: ...
 

@@ -129,9 +129,10 @@ class StreamBatches:
         with pool as executor:
             chunks = self._chunks(window, place)
             tokenised = ordered_map(self._tokenise, chunks, executor, 2 * max(1, self.workers))
-            drawn = (item for items in tokenised for item in items)
+            drawn: Iterator[_Item] = (item for items in tokenised for item in items)
             if piece:  # so many pieces of the first row were in earlier batches
-                drawn = dropwhile(lambda item, first=(place, piece): (item.place, item.piece) < first, drawn)
+                first = place, piece
+                drawn = dropwhile(lambda item: (item.place, item.piece) < first, drawn)
             seen = state is not None  # whether the current epoch has given any row
             while True:
                 batch, held = self._start_batch(held)

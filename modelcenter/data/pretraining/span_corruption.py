@@ -77,7 +77,8 @@ class SpanCorruption:
         sizes = np.asarray(sizes, np.int64)
         noise, spans = self.counts(np.maximum(sizes, 2))
         end = 0 if self.eos is None else 1
-        return tuple(np.where(sizes < 2, 0, n + spans + end) for n in (sizes - noise, noise))  # type: ignore[return-value]
+        inputs, targets = (np.where(sizes < 2, 0, n + spans + end) for n in (sizes - noise, noise))
+        return inputs, targets
 
     def apply(self, ids: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, targets), both int64, of at least 2 tokens; they start with text and end in noise."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from modelcenter.data.blocks import Blocks
 from modelcenter.data.cache import cached, digest, tokenizer_state
-from modelcenter.data.examples import Examples
 from modelcenter.data.parallel import ordered_map
 from modelcenter.data.pretraining.objectives import Batch, Key, Objective, Paired, sequence_numbers
 from modelcenter.data.readers.row_streams import Row
@@ -24,7 +23,7 @@ _CHUNK = 4096  # documents per call of the tokenizer
 _VERSION = 2  # part of the cache's key
 
 
-class TextRows(Examples):
+class TextRows:
     """Rows of token blocks.
 
     rows: int64, the numbers of the blocks that are rows, ascending; None: all. table: the rows that the documents come

@@ -61,9 +61,12 @@ def parse_conll(path: Path, text: str) -> tuple[dict[str, list[Any]], Sequence[i
                 f"line {first}: a word and its tags, and an empty line between sentences"
             )
         if between_sentences:
-            words.append([]), tags.append([]), starts.append(number)
+            words.append([])
+            tags.append([])
+            starts.append(number)
             between_sentences = False
-        words[-1].append(fields[0]), tags[-1].append(fields[-1])
+        words[-1].append(fields[0])
+        tags[-1].append(fields[-1])
     return ({"words": words, "tags": tags} if width > 1 else {"words": words}), starts
 
 

@@ -114,7 +114,7 @@ def _group_by_sentence(columns: dict[str, list[Any]], numbers: list[int]) -> tup
     if sentence is None or words is None or lower.isdisjoint(_TAG_NAMES) or any(len(w.split()) > 1 for w in words):
         return columns, numbers
     named = [value.strip() for value in columns[sentence]]
-    filled = list(accumulate(named, lambda before, name: name or before))
+    filled: list[str] = list(accumulate(named, lambda before, name: name or before))
     starts = [i for i in range(len(filled)) if i == 0 or filled[i] != filled[i - 1]]
     if len(starts) == len(filled):  # a row for each sentence
         return columns, numbers

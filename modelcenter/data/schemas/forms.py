@@ -52,10 +52,10 @@ class Form:
     """
 
     prompt: str
-    text: str | None = None
+    text: str = ""
     pair: str | None = None
     choices: tuple[str, ...] = ()
-    context: str | None = None
+    context: str = ""
     question: str | None = None
     label: str = "label"
     names: Mapping[str, str] = field(default_factory=dict)
@@ -164,12 +164,16 @@ def _chid(row: Row) -> list[Row]:
             number = answers.get(blank, row.get("answer") if len(blanks) == len(texts) == 1 else None)
             if number is None and row.get("answer_file"):
                 raise ValueError(f"the file of answers has none for {blank}")
-            content = _BLANK.sub(lambda other, blank=blank: "_" if other[0] == blank else "…", text)
+            content = _BLANK.sub(partial(_shown_blank, blank), text)
             offered = " ".join(f"{i}. {idiom}" for i, idiom in enumerate(row["candidates"], 1))
             rows.append({"content": content, "choices": row["candidates"], "offered": offered, "answer": number})
     if not rows:
         raise ValueError("no text has a blank, such as #idiom000001#")
     return rows
+
+
+def _shown_blank(asked: str, blank: re.Match[str]) -> str:
+    return "_" if blank[0] == asked else "…"
 
 
 def _lcqmc(row: Row) -> list[Row]:
@@ -302,10 +306,10 @@ def _task_row(form: Form, row: Row, task: str) -> Row:
     """A row of a form with the columns of a task."""
     published = row.get(form.label)
     label = None if published is None or str(published) in ("", "-1") else _class_name(form, str(published))
-    extra = {name: row[name] for name in ("group", "answers") if name in row}
+    extra: Row = {name: row[name] for name in ("group", "answers") if name in row}
     if task == "classification":
         pair = {} if form.pair is None else {"text_pair": form.pair.format_map(row)}
-        return {"text": str(form.text).format_map(row), **pair, "label": label, **extra}
+        return {"text": form.text.format_map(row), **pair, "label": label, **extra}
     if task == "multiple-choice":
         choices = row[form.choices[0]] if len(form.choices) == 1 else [row[column] for column in form.choices]
         correct = label

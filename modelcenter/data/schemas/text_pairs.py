@@ -97,9 +97,9 @@ def _holds_objects(values: list[Any]) -> bool:
 def _find_pair(table: Table, source: str | None, target: str | None, labelled: bool) -> tuple[str, str | None]:
     lower = {name.lower(): name for name in reversed(table.columns)}
     for first, second in PAIRS:
-        pair = source or lower.get(first), (target or lower.get(second)) if labelled else target
-        if pair[0] is not None and (pair[1] is not None or not labelled) and pair[0] != pair[1]:
-            return pair
+        a, b = source or lower.get(first), (target or lower.get(second)) if labelled else target
+        if a is not None and (b is not None or not labelled) and a != b:
+            return a, b
     others = [name for name in table.columns if name not in (source, target)]
     if not labelled:
         named = next((lower[name] for name in TEXT_NAMES if name in lower), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,10 @@ def label_conversations(
     arrays = cached(key, lambda: _label(template, rows, where, max_length, too_long, train_on, plain))
     labelled = LabelledTokens(
         Tokens(arrays["ids"], arrays["offsets"], None, int(arrays["cut"].sum())),
-        *(arrays[name] for name in ("labels", "rows", "unanswered", "unfitting")),
+        arrays["labels"],
+        arrays["rows"],
+        arrays["unanswered"],
+        arrays["unfitting"],
         arrays["stops"].tolist(),
         arrays["cut"],
     )
@@ -132,7 +136,7 @@ def _label(
         rendered = [_render(template, row, train_on, where, start + i) for i, row in enumerate(chunk)]
         for i, (tokens, answers) in enumerate(template.tokenize(rendered), start):
             if check_marks and i < _CHECKED and answers and not any(turn.get("weight") == 0 for turn in rows[i]):
-                _naming_row(where, i, lambda t=tokens, a=answers, i=i: template.check_generation_marks(rows[i], t, a))
+                _naming_row(where, i, partial(template.check_generation_marks, rows[i], tokens, answers))
             row = _Row.of(i, prefix, tokens, answers)
             if not row.has_answer:
                 unanswered.append(i)

@@ -51,18 +51,19 @@ class ChatTemplate:
             ValueError: no such template, a tokenizer without the one that is asked for, or without an end token.
         """
         self.tokenizer = tokenizer
-        text = getattr(tokenizer, "chat_template", None)
-        with_tools = None
-        if isinstance(text, dict):  # several, by name
-            text, with_tools = text.get("default"), text.get("tool_use")
+        own: Any = getattr(tokenizer, "chat_template", None)
+        named = own if isinstance(own, dict) else {"default": own}  # several, by name
+        text, with_tools = named.get("default"), named.get("tool_use")
         self.name = choice if choice != "auto" else "chat" if text is not None else "plain"
-        if self.name == "chat" and text is None:
+        if self.name in LAYOUTS:
+            text = LAYOUTS[self.name]
+        elif self.name != "chat":
+            text = tokenizer.chat_template = _read(self.name)
+        elif text is None:
             raise ValueError(
                 "template: this tokenizer has no chat template; give --template plain, none or a Jinja file"
             )
-        if self.name not in ("chat", *LAYOUTS):
-            text = tokenizer.chat_template = _read(self.name)
-        self.text: str = LAYOUTS.get(self.name) or text
+        self.text: str = text
         self.text_with_tools: str = with_tools if self.name == "chat" and with_tools else self.text
         if tokenizer.eos_token_id is None:
             raise ValueError("tokenizer: it has no end token (eos_token), so no answer could end; give one that has")

@@ -35,8 +35,15 @@ class GlobalBatch:
 class BatchSource(Protocol):
     """Where the loop's batches come from. The order is a function of the flags and the data, not of the ranks."""
 
-    steps: int  # of the run
-    steps_per_epoch: int | None  # None: not known before the data end
+    @property
+    def steps(self) -> int:
+        """Of the run."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None: not known before the data end."""
+        ...
 
     def batches(self, step: int = 0, state: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
         """From a step on, to the end; state: that of the batch before it."""
@@ -54,7 +61,10 @@ class BatchSource(Protocol):
 class BatchSampler(Protocol):
     """Which rows make a global batch; see data.sampling."""
 
-    lengths: np.ndarray  # of all rows
+    @property
+    def lengths(self) -> np.ndarray:
+        """Of all rows."""
+        ...
 
     @property
     def steps(self) -> int: ...

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,17 @@ from modelcenter.training.accumulation import Batch, LossFn, TrainingLoss, to_de
 from modelcenter.training.metrics import Score, sum_over_ranks, sums
 
 MetricUpdate = Callable[[Any, ModelOutput, Any], None]
+
+
+class Batches(Protocol):
+    """Batches by number, which may be made when they are read, and are read more than once."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def __getitem__(self, number: int, /) -> Batch: ...
+
 
 _PIPELINE_BATCHES = 8  # between two checks for a stop, at which the stages of a pipeline wait for each other
 _should_stop: ContextVar[Callable[[], bool] | None] = ContextVar("should_stop", default=None)  # see `stoppable`
@@ -47,7 +58,7 @@ def check_stop() -> None:
 
 def evaluate(
     model: Model,
-    batches: Sequence[Batch],
+    batches: Batches,
     metrics: Score | None = None,
     feed: MetricUpdate | None = None,
     loss_fn: LossFn | None = None,
@@ -86,7 +97,7 @@ def _update_metrics(metrics: Any, out: ModelOutput, batch: Batch) -> None:
     metrics.update(out.logits, batch["labels"])
 
 
-def logits_of(model: Model, batches: Sequence[Batch], places: Sequence[Tensor], rows: int, width: int) -> Tensor:
+def logits_of(model: Model, batches: Batches, places: Sequence[Tensor], rows: int, width: int) -> Tensor:
     """Logits of all rows of all ranks, in the order of the rows, on every rank. Collective.
 
     Args:
@@ -99,7 +110,7 @@ def logits_of(model: Model, batches: Sequence[Batch], places: Sequence[Tensor], 
 
 
 def log_probs_of(
-    model: Model, batches: Sequence[Batch], places: Sequence[Tensor], rows: int, width: int, loss_fn: TrainingLoss
+    model: Model, batches: Batches, places: Sequence[Tensor], rows: int, width: int, loss_fn: TrainingLoss
 ) -> Tensor:
     """The log-probabilities of the labels of `width` neighbouring sequences; otherwise as logits_of.
 
@@ -120,7 +131,7 @@ def _in_row_order(
     return sum_over_ranks(result)  # a row is zero on all ranks but one, so the sum is exact
 
 
-def outputs(model: Model, batches: Sequence[Batch]) -> Iterator[tuple[int, ModelOutput]]:
+def outputs(model: Model, batches: Batches) -> Iterator[tuple[int, ModelOutput]]:
     """(number of the batch, the model's output) of this rank's batches whose results count here. Collective."""
     for number, (batch, out) in enumerate(_outputs(model, batches, None, _unlabelled)):
         if batch is not None:
@@ -132,7 +143,7 @@ def _unlabelled(batch: Batch) -> Batch:
 
 
 def _outputs(
-    model: Model, batches: Sequence[Batch], totals: dict[str, int] | None, inputs: Callable[[Batch], Batch]
+    model: Model, batches: Batches, totals: dict[str, int] | None, inputs: Callable[[Batch], Batch]
 ) -> Iterator[tuple[Batch | None, ModelOutput]]:
     """(batch on the device, output) of each batch, in eval mode; (None, ...) where another rank's output counts, or
     only other ranks have a batch left."""

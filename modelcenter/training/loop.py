@@ -181,7 +181,7 @@ class Run:
     def _check_progress(self) -> None:
         """Raise FloatingPointError for a run without one good step; only report it where the first loss scales of fp16
         were too large, which they may be for all the steps of a short run."""
-        last = next((row for row in reversed(self.record.rows) if "loss" in row), {})
+        last: dict[str, Any] = next((row for row in reversed(self.record.rows) if "loss" in row), {})
         if self.manager.loss_scale > 1 and last.get("loss") is not None:
             self.record.report(
                 "no step changed the weights: the loss scale of fp16 is still falling to where gradients are finite "

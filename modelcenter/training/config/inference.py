@@ -117,12 +117,12 @@ class PredictConfig(ColumnFlags, SearchFlags):
         "given", choices=LANGUAGES)
     max_new_tokens: int | None = _search(None, "maximum number of tokens to generate; if not given, the run's value, "
         "else 128, or fewer if the model has no positions left for so many")
-    num_beams: int | None = _search(None, "number of beams; if not given, the run's, or 1 (no beam search)",
-        "beam_size")
-    length_penalty: float | None = _search(None, "exponent of the length in beam scores, above 0 favours long texts; "
-        "if not given, the run's, or 1")
-    no_repeat_ngram_size: int | None = _search(None, "no sequence of this many tokens occurs twice; if not given, the "
-        "run's, or 0 (no limit)")
+    num_beams: int | None = _search(  # type: ignore[assignment]  # None, in these three: the run's
+        None, "number of beams; if not given, the run's, or 1 (no beam search)", "beam_size")
+    length_penalty: float | None = _search(  # type: ignore[assignment]
+        None, "exponent of the length in beam scores, above 0 favours long texts; if not given, the run's, or 1")
+    no_repeat_ngram_size: int | None = _search(  # type: ignore[assignment]
+        None, "no sequence of this many tokens occurs twice; if not given, the run's, or 0 (no limit)")
     top_k: int = _search(0, "sample from this many most probable tokens; 0: all. With a masked model: predictions per "
         "mask; 0: 5")
     null_threshold: float | None = _answers(None, "for questions that may have no answer: by how much `no answer` must "

@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 from modelcenter.command_line.flags import Idle, flag
 from modelcenter.training.config.checks import check_fraction, check_positive
 from modelcenter.training.config.common import TrainConfig
 
-DOCUMENTS = ("line", "paragraph", "file")
+Document = Literal["line", "paragraph", "file"]
+Packing = Literal["none", "concat"]
+Segmenter = Literal["none", "rjieba"]
 STREAM_EVERY = "1000"  # steps between checkpoints and evaluations of a stream, whose epochs have no known length
 _data, _objective = partial(flag, "data"), partial(flag, "objective")
 
@@ -27,10 +29,10 @@ class PretrainConfig(TrainConfig):
     }
 
     text_column: str | None = _data(None, "column with the text; detected if not given", "text_column_name")
-    document: str = _data("line", "what counts as a document in a txt file: each line, lines up to the next empty one, "
-        "or the whole file", choices=DOCUMENTS)
-    packing: str = _data("none", "none: each row is a piece of one document; concat: all documents are joined and cut "
-        "into rows, and attention does not cross document boundaries", choices=("none", "concat"))
+    document: Document = _data("line", "what counts as a document in a txt file: each line, lines up to the next "
+        "empty one, or the whole file", choices=get_args(Document))
+    packing: Packing = _data("none", "none: each row is a piece of one document; concat: all documents are joined and "
+        "cut into rows, and attention does not cross document boundaries", choices=get_args(Packing))
     streaming: bool = _data(False, "read and tokenise during training, for text too large to process beforehand; needs "
         "max_steps, and 'epoch' in eval_every and save_every then means 1000 steps")
     shuffle_window: int = _data(10_000, "number of rows of a stream that are shuffled together", "shuffle_buffer")
@@ -65,8 +67,8 @@ class MLMConfig(PretrainConfig):
     mask_fraction: float = _objective(0.15, "fraction of tokens to predict", "mlm_probability")
     whole_word: bool = _objective(False, "mask all tokens of a word or none of them; each Chinese character counts as "
         "a word", "whole_word_masking")
-    word_segmenter: str = _objective("none", "segmenter that finds Chinese words for whole_word",
-        choices=("none", "rjieba"))
+    word_segmenter: Segmenter = _objective("none", "segmenter that finds Chinese words for whole_word",
+        choices=get_args(Segmenter))
     next_sentence: bool = _objective(False, "also train BERT's second task: whether the second part of a row follows "
         "the first")
     # fmt: on

@@ -84,6 +84,7 @@ def _prepare(cfg: PredictConfig, task: Task, trained: TrainedModel) -> tuple[Mod
         )
     tokenizer = load_tokenizer(cfg, trained)
     omit_unused_token_types(tokenizer, model)
-    max_length = resolve_max_length(model, tokenizer, cfg.max_length or (trained.run and trained.run.max_length))
+    of_run = None if trained.run is None else trained.run.max_length
+    max_length = resolve_max_length(model, tokenizer, cfg.max_length or of_run)
     with together("preparing the rows"):
         return model, tokenizer, task.inference_examples(model, tokenizer, max_length)

@@ -15,6 +15,8 @@ from modelcenter.models.base import Model
 from modelcenter.training.evaluation import check_stop
 from modelcenter.training.metrics import gather_lists
 
+Prompt = Sequence[int] | np.ndarray  # its tokens
+
 _DEFAULT_NEW_TOKENS = 128
 # Between the seeds of batches, and between those of the groups of a batch: multiples of the two do not meet.
 _BATCH_STRIDE, _GROUP_STRIDE = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
@@ -50,7 +52,7 @@ def with_batch_seed(search: Mapping[str, Any], number: int, stride: int = _BATCH
 
 
 def complete(
-    model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], *, streamer: Any = None, **search: Any
+    model: Model, tokenizer: Any, prompts: Sequence[Prompt], *, streamer: Any = None, **search: Any
 ) -> list[list[str]]:
     """The num_return_sequences texts for each prompt, without the prompt: see `complete_ids`."""
     completions = complete_ids(model, tokenizer, prompts, streamer=streamer, **search)
@@ -60,7 +62,7 @@ def complete(
 def complete_ids(
     model: Model,
     tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     *,
     max_new_tokens: int | Sequence[int] | None = None,
     streamer: Any = None,
@@ -90,7 +92,7 @@ def complete_ids(
     return completions
 
 
-def _generate(model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], **search: Any) -> list[list[list[int]]]:
+def _generate(model: Model, tokenizer: Any, prompts: Sequence[Prompt], **search: Any) -> list[list[list[int]]]:
     ids = pad_sequence([torch.tensor(list(prompt)) for prompt in prompts], batch_first=True).long()
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()

@@ -96,9 +96,9 @@ class Generation:
         self.texts: list[tuple[str, list[str]]] = []
         self.words: list[tuple[str, str, Any]] = []  # text, reference, group
         self._answers = ExtractiveAnswers("cmrc" if language == "zh" else "squad") if "squad" in metrics else None
-        library = import_sacrebleu() if {"bleu", "chrf"}.intersection(metrics) else None
-        self._bleu = library.BLEU(tokenize="zh" if language == "zh" else "13a") if "bleu" in metrics else None
-        self._chrf = library.CHRF() if "chrf" in metrics else None
+        tokens = "zh" if language == "zh" else "13a"
+        self._bleu = import_sacrebleu().BLEU(tokenize=tokens) if "bleu" in metrics else None
+        self._chrf = import_sacrebleu().CHRF() if "chrf" in metrics else None
 
     def update(
         self,

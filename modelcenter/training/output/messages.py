@@ -56,7 +56,7 @@ def model_card(run: "Run") -> dict[str, Any]:
     """The fields of the model card that the run knows; see hub.card."""
     best = run.selection.best.get("step") if run.cfg.best_metric is not None else None
     rows = (row for row in reversed(run.record.rows) if "eval_loss" in row)
-    evaluation = next((row for row in rows if best in (None, row["step"])), {})
+    evaluation: dict[str, Any] = next((row for row in rows if best in (None, row["step"])), {})
     scores = {name.removeprefix("eval_"): value for name, value in evaluation.items() if name.startswith("eval_")}
     omitted = ("loss", "seconds")
     metrics = {name: round(v, 5) for name, v in scores.items() if v is not None and name not in omitted}

@@ -25,7 +25,7 @@ def load_tokenizer(cfg: TrainConfig) -> Any:
         raise ValueError("--tokenizer is needed: with --from_scratch the model brings none")
     revision = {"revision": cfg.revision} if cfg.revision else {}
     with flag_in_errors("model"):
-        return modelcenter.AutoTokenizer.from_pretrained(cfg.model, **revision)
+        return modelcenter.AutoTokenizer.from_pretrained(str(cfg.model), **revision)
 
 
 def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
@@ -86,8 +86,17 @@ def make_adapters(cfg: TrainConfig, trained: list[str] | None = None) -> list[An
     beside the updates; None: as Lora finds them."""
     adapters: list[Any] = [Freeze(cfg.freeze)] if cfg.freeze else []
     if cfg.lora_rank is not None:
-        more = {"use_dora": cfg.use_dora, "use_rslora": cfg.use_rslora, "quantize": cfg.quantize}
-        adapters.append(Lora(cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets, trained, **more))
+        lora = Lora(
+            cfg.lora_rank,
+            cfg.lora_alpha,
+            cfg.lora_dropout,
+            cfg.lora_targets,
+            trained,
+            use_dora=cfg.use_dora,
+            use_rslora=cfg.use_rslora,
+            quantize=cfg.quantize,
+        )
+        adapters.append(lora)
     return adapters
 
 

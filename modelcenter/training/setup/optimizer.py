@@ -52,8 +52,8 @@ def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimMan
         optimizers.append(_elementwise_optimizer(cfg, groups))
     # As transformers, but a run of one step is not spent at learning rate 0.
     warmup = min(math.ceil(cfg.warmup * steps), steps - 1) if cfg.warmup < 1 else int(cfg.warmup)
-    fp16 = {"loss_scale": 2.0**16} if cfg.precision == "fp16" else {}
-    manager = OptimManager(abort_after=_MAX_SKIPS_IN_A_ROW, **fp16)
+    loss_scale = 2.0**16 if cfg.precision == "fp16" else None
+    manager = OptimManager(loss_scale, abort_after=_MAX_SKIPS_IN_A_ROW)
     for optimizer in optimizers:
         manager.add_optimizer(optimizer, SCHEDULES[cfg.lr_scheduler](optimizer, cfg.lr, warmup, steps))
     return manager, manager.lr_schedulers[0]

@@ -82,8 +82,11 @@ class Batches:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[i] for i in range(len(self)))
+
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return self.examples.batch(self.rows[i]) | self.options  # the IndexError of rows ends a loop over the batches
+        return self.examples.batch(self.rows[i]) | self.options
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
@@ -96,12 +99,16 @@ class Task(ABC):
     predict or evaluate.
 
     Attributes:
-        name: in TASKS. head: task of the model. loss_fn: what is trained on; None: the loss of the model's own head.
+        name: in TASKS. loss_fn: what is trained on; None: the loss of the model's own head.
     """
 
     name: ClassVar[str]
-    head: ClassVar[str]
     loss_fn: TrainingLoss | None = None
+
+    @property
+    @abstractmethod
+    def head(self) -> str:
+        """Task of the model."""
 
     # -- training ----------------------------------------------------------------------------------------------------
 

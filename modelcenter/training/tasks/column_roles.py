@@ -57,7 +57,7 @@ def inference_columns(
 def inference_form(cfg: Any, run: TrainConfig | None) -> str | None:
     """The form of the rows that a trained model is used on: the one given ("raw": columns as they are), else the
     run's."""
-    form = cfg.form or (run and run.form)
+    form = cfg.form or (None if run is None else run.form)
     return None if form == "raw" else form
 
 

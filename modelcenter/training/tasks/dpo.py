@@ -37,16 +37,20 @@ from modelcenter.training.tasks.splits import read_splits
 @dataclass(frozen=True)
 class PreferenceExamples(TokenExamples):
     """Pairs of a chosen and a rejected answer, which are sequences of `answers`. pairs: int64 (n, 2), the numbers of
-    these; reference: fp32 (n, 2), their log-probabilities by the reference model, NaN until these are known. truncated:
-    pairs of which an answer was cut."""
+    these; reference: fp32 (n, 2), their log-probabilities by the reference model, NaN until these are known. cut: pairs
+    of which an answer was."""
 
     answers: AnswerExamples
     pairs: np.ndarray
     reference: np.ndarray
-    truncated: int = 0  # type: ignore[assignment]
+    cut: int = 0
 
     def __len__(self) -> int:
         return len(self.pairs)
+
+    @property
+    def truncated(self) -> int:
+        return self.cut
 
     @property
     def lengths(self) -> np.ndarray:

@@ -244,7 +244,7 @@ class QuestionAnswering(WindowTask):
         line |= {"answer": answer.text, "score": round(answer.score, 6), "start": answer.start, "end": answer.end}
         return line if self.settings.null_threshold is None else {**line, "null_score": round(answer.null, 6)}
 
-    def count_rows(self, examples: QuestionWindows) -> int:
+    def count_rows(self, examples: Any) -> int:
         return len(examples.questions.questions)
 
 

@@ -103,8 +103,8 @@ def _parse_answers(table: Table, row: int, column: str, value: Any) -> tuple[lis
         texts, starts = value.get("text", []), value.get(_START, [])
         texts, starts = (part if isinstance(part, list) else [part] for part in (texts, starts))
         starts = [int(s) if isinstance(s, float) and s.is_integer() else s for s in starts]  # of pandas
-        whole = all(isinstance(t, str) for t in texts) and all(type(s) is int for s in starts)
-        if whole and len(texts) == len(starts):
+        known = all(isinstance(t, str) for t in texts) and all(type(s) is int for s in starts)
+        if known and len(texts) == len(starts):
             pairs = [(text, start) for text, start in zip(texts, starts, strict=True) if text.strip()]
             return [text for text, _ in pairs], [start for _, start in pairs]
     raise ValueError(

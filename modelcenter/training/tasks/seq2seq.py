@@ -195,7 +195,7 @@ class SequenceToSequence(Task):
         """The num_return_sequences texts that the model writes for each row, in order, on every rank. Collective."""
 
         def complete_sources(rows: list[int], number: int) -> list[list[str]]:
-            sources: Any = [examples.tokens.row(row) for row in rows]
+            sources = [examples.tokens.row(row) for row in rows]
             return complete(model, self.tokenizer, sources, **with_batch_seed(search, number))
 
         texts = map_longest_first(examples.tokens.lengths, batch_size, complete_sources)

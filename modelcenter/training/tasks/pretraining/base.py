@@ -16,6 +16,7 @@ from modelcenter.data.blocks import Blocks
 from modelcenter.data.examples import Examples
 from modelcenter.data.pretraining.objectives import Objective
 from modelcenter.data.pretraining.text_rows import StreamRows, TextRows, encode_texts
+from modelcenter.data.readers.row_streams import Unit
 from modelcenter.data.streams import RowSource, open_rows
 from modelcenter.data.table import Table
 from modelcenter.data.token_files import TokenFile, check_tokenizer, is_tokens, with_end
@@ -114,8 +115,15 @@ class Pretraining(Task):
         else:
             assert self.column is not None and table is not None
             file = encode_texts(tokenizer, document_texts(table, self.column), table.name, end)
-        cut: Any = {"packing": self.cfg.packing, "min_length": objective.min_piece, "bare": objective.bare}
-        return TextRows(Blocks(file, objective.max_piece, eos=end, **cut), objective, table)
+        blocks = Blocks(
+            file,
+            objective.max_piece,
+            self.cfg.packing,
+            end,
+            min_length=objective.min_piece,
+            bare=objective.bare,
+        )
+        return TextRows(blocks, objective, table)
 
     def describe_columns(self) -> str:
         files = [part.name for part in self.parts if isinstance(part.data, TokenFile)]
@@ -146,7 +154,7 @@ class Pretraining(Task):
         """The parts to evaluate on; to predict from, a table of texts."""
         if not labelled:
             return super().read_data(cfg, run, labelled)
-        document = run.document if isinstance(run, PretrainConfig) else "line"
+        document: Unit = run.document if isinstance(run, PretrainConfig) else "line"
         return read_parts(cfg.data or [], cfg.data_config, document, lambda s: inference_split(s, cfg.split, labelled))
 
     @classmethod
@@ -178,7 +186,7 @@ def _open_stream(cfg: PretrainConfig) -> RowSource:
         if parse_weight(spec)[1] is not None or is_tokens(spec):
             what = "a token file is read as it is" if is_tokens(spec) else "parts have no weights in a stream"
             raise ValueError(f"train_data: {spec}: {what}, leave streaming out")
-    return open_rows(data, cfg.data_config, cfg.train_split, cfg.document)  # type: ignore[arg-type]
+    return open_rows(data, cfg.data_config, cfg.train_split, cfg.document)
 
 
 def _read_eval_parts(cfg: PretrainConfig) -> list[Part]:

@@ -10,6 +10,7 @@ import engine
 from modelcenter.data import sources
 from modelcenter.data.batching.mixture import parse_weights
 from modelcenter.data.readers.compression import suffix_of
+from modelcenter.data.readers.row_streams import Unit
 from modelcenter.data.schemas.columns import find_columns
 from modelcenter.data.streams import FileRows, RowSource
 from modelcenter.data.table import Origin, Table
@@ -31,7 +32,7 @@ class Part:
         return str(self.data.path) if isinstance(self.data, TokenFile) else self.data.name
 
 
-def read_parts(data: Sequence[str], config: str | None, document: str, split: Split) -> list[Part]:
+def read_parts(data: Sequence[str], config: str | None, document: Unit, split: Split) -> list[Part]:
     """The parts that a data argument names: each token file, and all texts together; or each entry by itself, with its
     weight, where they have weights.
 
@@ -47,7 +48,9 @@ def read_parts(data: Sequence[str], config: str | None, document: str, split: Sp
         groups = [([path], weight) for path, weight in weighted]
     else:
         texts = [path for path in data if not is_tokens(path)]
-        groups = [([path], None) for path in data if is_tokens(path)] + ([(texts, None)] if texts else [])
+        groups = [([path], None) for path in data if is_tokens(path)]
+        if texts:
+            groups.append((texts, None))
     parts = []
     for specs, weight in groups:
         if is_tokens(specs[0]):
@@ -58,7 +61,7 @@ def read_parts(data: Sequence[str], config: str | None, document: str, split: Sp
     return parts
 
 
-def read_texts(specs: list[str], config: str | None, source: sources.Source, split: str, document: str) -> Table:
+def read_texts(specs: list[str], config: str | None, source: sources.Source, split: str, document: Unit) -> Table:
     """A table with a document in each row."""
     if document == "line":
         return source.read(split)
@@ -70,7 +73,7 @@ def read_texts(specs: list[str], config: str | None, source: sources.Source, spl
     for path in paths:
         lines: list[int] = []
         first = 1
-        for row, after in FileRows([path], document).read():  # type: ignore[arg-type]
+        for row, after in FileRows([path], document).read():
             if row is not None:
                 texts.append(row["text"])
                 lines.append(first)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import engine
-from modelcenter.data.pretraining.masking import IGNORED, Masking
+from modelcenter.data.pretraining.masking import IGNORED, Masking, Words
 from modelcenter.data.pretraining.objectives import Masked, Objective, Paired, labelled_batch, sentence_ends
 from modelcenter.data.tokenization.special_tokens import SpecialTokens
 from modelcenter.models.base import Model
@@ -59,11 +59,11 @@ class MaskedPretraining(Pretraining):
     cfg: MLMConfig
 
     @property
-    def head(self) -> str:  # type: ignore[override]
+    def head(self) -> str:
         return "pretraining" if self.cfg.next_sentence else "masked-lm"
 
     def objective(self, tokenizer: Any, max_length: int, seed: int) -> Objective:
-        words: Any = "none"
+        words: Words = "none"
         if self.cfg.whole_word:
             words = "words" if self.cfg.word_segmenter == "none" else self.cfg.word_segmenter
         masking = Masking(tokenizer, self.cfg.mask_fraction, words)

@@ -11,9 +11,12 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelcenter._paths import model_configs_dir
+
+if TYPE_CHECKING:
+    from modelcenter.models.base import Model
 
 TASKS = (
     "base",
@@ -51,7 +54,7 @@ class ArchSpec:
     rules: Any
     architectures: tuple[str, ...] = ()
 
-    def model_class(self) -> type:
+    def model_class(self) -> "type[Model]":
         return load_object(self.model) if isinstance(self.model, str) else self.model
 
     def config_class(self) -> type:

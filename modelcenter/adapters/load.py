@@ -177,7 +177,7 @@ class AdapterFile:
         if a.shape[0] != b.shape[1]:
             raise ValueError(f"{self.directory}: {module.name} has ranks {a.shape[0]} in A and {b.shape[1]} in B")
         alphas = self.config.get("alpha_pattern") or {}
-        alpha = float(alphas.get(get_pattern_key(alphas.keys(), name), self.alpha))
+        alpha = float(alphas.get(get_pattern_key(list(alphas), name), self.alpha))
         rank = a.shape[0]
         scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
         magnitude = parts.get("magnitude_vector")
@@ -190,12 +190,11 @@ class AdapterFile:
         expected = {"A": ("rank", module.inputs), "B": (module.outputs, "rank")}
         for part, sizes in expected.items():
             tensor = parts.get(part)
-            fits = tensor is not None and tensor.dim() == 2
-            fits = fits and all(size in ("rank", n) for size, n in zip(sizes, tensor.shape, strict=True))
-            if not fits:
-                shape = "no tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
+            shape = () if tensor is None else tuple(tensor.shape)
+            if len(shape) != 2 or any(size not in ("rank", n) for size, n in zip(sizes, shape, strict=True)):
+                found = "no tensor" if tensor is None else f"shape {shape}"
                 want = f"({sizes[0]}, {sizes[1]})"
-                raise ValueError(f"{self.directory}: {module.name}.lora_{part} has {shape}, expected {want}")
+                raise ValueError(f"{self.directory}: {module.name}.lora_{part} has {found}, expected {want}")
 
     def _check_kind(self) -> None:
         """Raise ValueError for parts of peft's config whose effect is not reproduced."""

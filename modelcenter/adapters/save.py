@@ -151,7 +151,7 @@ def _update_of(model: Model, name: str, held: Mapping[str, torch.Tensor]) -> Low
     """The whole update of one layer, on the CPU. Collective; of another stage of a pipeline, on rank 0 alone."""
     state = model.adapter
     outputs, inputs = state.layout.native_shapes[f"{name}.weight"]
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         f"lora_A.{ADAPTER_NAME}.weight": (state.ranks[name], inputs),
         f"lora_B.{ADAPTER_NAME}.weight": (outputs, state.ranks[name]),
     }

@@ -103,15 +103,14 @@ def check_free(model: Model, what: str) -> None:
 def make_state(model: Model, kind: str, layout: Layout, trained: list[str], **more: Any) -> AdapterState:
     """The record of an adapter that is about to be put into a model; `more`: its other fields."""
     required = {clean_name(name): p.requires_grad for name, p in model.named_parameters()}
-    revision = getattr(model, "base_revision", None)
-    return AdapterState(kind, layout, _base_name(model), revision, trained, required, **more)
+    return AdapterState(kind, layout, _base_name(model), model.base_revision, trained, required, **more)
 
 
 def _base_name(model: Model) -> str | None:
     """What transformers is to load under the adapter: the Hub id, or the directory."""
     report = getattr(model, "load_report", None)
     if report is None:
-        return getattr(model, "base_name", None)
+        return model.base_name
     return report.repo or (str(report.directory) if report.directory is not None else report.source)
 
 

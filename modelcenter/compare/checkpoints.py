@@ -5,11 +5,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from modelcenter.compare.models import Comparison, compare_models, output_mask
 from modelcenter.compare.rows import IGNORE, Row, pad_rows, rows_for
 from modelcenter.compare.transformers_models import load_transformers
+from modelcenter.models.base import Model
 
 
 def compare_checkpoints(
@@ -31,6 +32,7 @@ def compare_checkpoints(
     ours = from_pretrained(first, task, dtype="float32", policy=False)
     rows = rows_for(_row_task(ours.task), ours.config, ids=None if data is None else _token_ids(first, ours, data))
     _check_rows(ours.task, rows, data)
+    theirs: Any
     if second is not None:
         theirs = from_pretrained(second, ours.task, dtype="float32", policy=False)
     else:
@@ -55,7 +57,7 @@ def _row_task(task: str) -> str:
     return "multiple-choice" if task == "double-heads" else task
 
 
-def _token_ids(checkpoint: str, ours: nn.Module, data: str) -> list[list[int]]:
+def _token_ids(checkpoint: str, ours: Model, data: str) -> list[list[int]]:
     """The texts of a file as tokens, by the tokenizer of the checkpoint; empty rows left out."""
     from modelcenter.hub.tokenizer import load_tokenizer
 
@@ -85,7 +87,7 @@ def _check_rows(task: str, rows: Sequence[Row], data: str | None) -> None:
         raise ValueError(f"--data {data}: expected at least {least.get(task, 'a text that has tokens')}")
 
 
-def _make_batch(ours: nn.Module, rows: Sequence[Row]) -> dict[str, Tensor]:
+def _make_batch(ours: Model, rows: Sequence[Row]) -> dict[str, Tensor]:
     """A padded batch, with labels of the kind that the model's config asks for."""
     config = ours.config
     batch = pad_rows(_row_task(ours.task), rows)

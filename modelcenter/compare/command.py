@@ -29,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.read(list(argv))
     from modelcenter.hub.run_folder import find_step
 
-    first, second = (None if name is None else str(find_step(name, None)) for name in (args.first, args.second))
+    first = str(find_step(args.first, None))
+    second = None if args.second is None else str(find_step(args.second, None))
     result = compare_checkpoints(first, second, data=args.data, task=args.task, tolerance=args.tolerance)
     if args.json:
         print(json.dumps({**asdict(result), "equal": result.equal}))

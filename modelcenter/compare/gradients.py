@@ -9,9 +9,10 @@ from modelcenter import registry
 from modelcenter.convert.layout import Layout, compile_layout
 from modelcenter.convert.match import to_key
 from modelcenter.convert.stream import export_tensor
+from modelcenter.models.base import Model
 
 
-def layout_of(model: nn.Module) -> Layout:
+def layout_of(model: Model) -> Layout:
     """The conversion layout of one of our models."""
     arch = registry.get(model.config.model_type).arch_map()
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -23,7 +24,7 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
 
 
-def hub_gradients(model: nn.Module, grads: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def hub_gradients(model: Model, grads: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Gradients of one of our models under the names and layouts of its Hugging Face checkpoint.
 
     Args:
@@ -38,7 +39,7 @@ def hub_gradients(model: nn.Module, grads: Mapping[str, Tensor] | None = None) -
     }
 
 
-def parameters_by_file_name(theirs: nn.Module, ours: nn.Module) -> dict[str, nn.Parameter]:
+def parameters_by_file_name(theirs: nn.Module, ours: Model) -> dict[str, nn.Parameter]:
     """The parameters of a transformers model under the names of its checkpoint, which its modules may not have."""
     layout, arch = layout_of(ours), registry.get(ours.config.model_type).arch_map()
     parameters = {}

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from modelcenter.compare.gradients import gradients_of, hub_gradients, parameters_by_file_name
 from modelcenter.compare.rows import IGNORE
+from modelcenter.models.base import Model
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
@@ -58,7 +59,7 @@ class Comparison:
 
 
 def compare_models(
-    ours: nn.Module,
+    ours: Model,
     theirs: nn.Module,
     batch: Mapping[str, Tensor],
     *,
@@ -91,7 +92,7 @@ def compare_models(
     return result
 
 
-def output_mask(ours: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def output_mask(ours: Model, batch: Mapping[str, Tensor]) -> Tensor:
     """Where the outputs of a model have tokens: those of its decoder where that has other rows."""
     if not ours.config.is_encoder_decoder or ours.task not in ("base", "seq2seq-lm"):
         return batch["attention_mask"].bool()
@@ -125,10 +126,11 @@ def _layer_differences(ours: Any, theirs: Any, mask: Tensor, decoder_mask: Tenso
                 yield difference(*(x.detach().reshape(*real.shape, -1)[real] for x in pair))
 
 
-def _gradient_differences(ours: nn.Module, theirs: nn.Module) -> dict[str, float]:
+def _gradient_differences(ours: Model, theirs: nn.Module) -> dict[str, float]:
     """{name in the checkpoint: difference}; infinite for a parameter that only one of them has."""
     our_grads = hub_gradients(ours)
-    is_ours = hasattr(theirs, "task")
-    their_grads = hub_gradients(theirs) if is_ours else gradients_of(parameters_by_file_name(theirs, ours))
+    their_grads = (
+        hub_gradients(theirs) if isinstance(theirs, Model) else gradients_of(parameters_by_file_name(theirs, ours))
+    )
     gaps = {name: difference(our_grads[name], grad) for name, grad in their_grads.items() if name in our_grads}
     return gaps | dict.fromkeys(sorted(set(their_grads) ^ set(our_grads)), float("inf"))

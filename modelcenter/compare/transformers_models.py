@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from modelcenter import registry
+from modelcenter.models.base import Model
 
 
 def hub_class(model_type: str, task: str) -> Any:
@@ -34,6 +34,6 @@ def hub_class(model_type: str, task: str) -> Any:
     return getattr(code, name)
 
 
-def load_transformers(folder: str | Path, ours: nn.Module) -> nn.Module:
+def load_transformers(folder: str | Path, ours: Model) -> Any:
     """The transformers model of the class that fits one of ours, in fp32 and eval mode."""
     return hub_class(ours.config.model_type, ours.task).from_pretrained(folder, dtype=torch.float32).eval()

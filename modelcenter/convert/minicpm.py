@@ -7,7 +7,7 @@ unless it says otherwise. `auto_map` names the code to load them with, and is wr
 from dataclasses import replace
 
 from modelcenter.convert.llama import BIASES, BODY, HEAD_DIM, llama_arch
-from modelcenter.convert.rules import Rename
+from modelcenter.convert.rules import ArchMap, Rename
 
 TASKS = ("base", "causal-lm", "sequence-classification")
 SCALES = {name: name for name in ("scale_emb", "scale_depth", "dim_model_base")}
@@ -18,7 +18,7 @@ LATENT = {
 IGNORED = frozenset({"auto_map", "mup_denominator"})
 
 
-def _scaled(model_type: str, name: str, fields: dict[str, str]):
+def _scaled(model_type: str, name: str, fields: dict[str, str]) -> ArchMap:
     arch = llama_arch(model_type, name, SCALES | fields)
     return replace(
         arch,

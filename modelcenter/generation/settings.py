@@ -145,4 +145,4 @@ class Settings:
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
-        self._check(name, isinstance(value, Integral) and value >= least, f"a whole number of at least {least}")
+        self._check(name, isinstance(value, Integral) and int(value) >= least, f"a whole number of at least {least}")

@@ -109,7 +109,7 @@ class State:
     ) -> dict[str, Any]:
         """The prompts as a packed batch; `last_inputs` becomes what a new token is given of each of token_inputs."""
         ends, kept = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int(), mask.bool()
-        batch = {"input_ids": input_ids[kept][None], "cu_seqlens": ends, "max_seqlen": longest}
+        batch: dict[str, Any] = {"input_ids": input_ids[kept][None], "cu_seqlens": ends, "max_seqlen": longest}
         for name, value in token_inputs.items():
             if value.shape != input_ids.shape:
                 raise ValueError(

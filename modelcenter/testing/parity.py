@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from modelcenter.compare import difference, hub_gradients
+from modelcenter.models.base import Model
 
 
 def randomize_(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -28,7 +29,7 @@ def assert_same(what: str, ours: Tensor, theirs: Tensor, tolerance: float) -> No
     assert gap <= tolerance, f"{what}: difference {gap:.2e} > {tolerance:.0e}"
 
 
-def run_backward(model: nn.Module, batch: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+def run_backward(model: Model, batch: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     """(output, gradients under hub names) of one batch."""
     model.zero_grad()
     out = model(**batch)

@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import engine
 from modelcenter.compare import Row, hub_gradients, pack_rows
@@ -45,7 +46,6 @@ def accumulate_rows(
     size = -(-len(examples) // microbatches)
     parts = [examples[i : i + size] for i in range(0, len(examples), size)]
     loss = accumulate(model, [pack_rows(task, [row for example in part for row in example]) for part in parts])
-    grads = {}
-    for name, p in model.named_parameters():
-        grads[name] = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+    held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in held.items()}
     return loss, {name: grad.clone() for name, grad in hub_gradients(model, grads).items()}

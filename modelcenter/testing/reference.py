@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from modelcenter import compare, registry
 from modelcenter.compare import Row, pad_rows, parameters_by_file_name, rows_for
 from modelcenter.compare.gradients import gradients_of
+from modelcenter.models.base import Model
 from modelcenter.testing.parity import assert_same, randomize_, run_backward
 
 CHOICES = 3  # rows of a multiple-choice example
@@ -124,7 +125,7 @@ class ReferenceModels:
                 assert_same(f"logits of row {i}", out.logits[i], expected[0], self.tolerance)
 
     def truth(
-        self, theirs: nn.Module, ours: nn.Module, task: str, rows: list[Row], side: str
+        self, theirs: nn.Module, ours: Model, task: str, rows: list[Row], side: str
     ) -> tuple[list[Any], float, dict]:
         """transformers on each example alone, without padding, at the positions the padded batch gives it.
 

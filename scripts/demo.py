@@ -57,7 +57,7 @@ def make_model(tokenizer: Any, folder: Path) -> str:
         norm_eps=1e-12,
     )
     model.save_pretrained(folder, tokenizer=tokenizer)
-    return f"{model.num_parameters():,} parameters, {len(model.layers)} layers"
+    return f"{model.num_parameters():,} parameters, {len(model.units)} layers"
 
 
 def run(arguments: list[str], log: Path) -> str:
@@ -170,7 +170,7 @@ def main() -> None:
     table.append(("compared with transformers", "logits equal", log))
 
     print(f"\nDone in {time.monotonic() - started:.0f} s:")
-    widths = [max(len(row[i]) for row in table) for i in (0, 1)]
+    widths = max(len(step) for step, _, _ in table), max(len(result) for _, result, _ in table)
     for step, result, where in table:
         print(f"  {step:<{widths[0]}}  {result:<{widths[1]}}  {os.path.relpath(where)}")
     predict = [os.path.relpath(sys.executable), "-m", "modelcenter", "predict", os.path.relpath(model_dir)]

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -37,7 +38,9 @@ def main() -> None:
         for kind in ("sync", "async")
     }
     results = take_turns(contenders, args.rounds, args.threads)
-    numbers = {kind: {key: round(median(runs, key), 4) for key in KEYS} for kind, runs in results.items()}
+    numbers: dict[str, Any] = {
+        kind: {key: round(median(runs, key), 4) for key in KEYS} for kind, runs in results.items()
+    }
     ours, sync = numbers["async"], numbers["sync"]
     numbers["stall_of_async_over_sync"] = round(ours["stall_s"] / sync["stall_s"], 4)
     stalls = {"first_stall_s": "stall of training by the first save", "stall_s": "stall of training by a save"}
@@ -106,7 +109,7 @@ def measure_rank(folder: str, millions: int, asynchronous: bool) -> dict[str, fl
     peak = resident(peak=True) - before
     step()
     stall, written = save()
-    during = []
+    during: list[float] = []
     if asynchronous:  # once more, with training beside it
         engine.synchronize()
         engine.save_checkpoint(Path(folder) / "checkpoint", model, manager, asynchronous=True)

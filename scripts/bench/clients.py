@@ -161,7 +161,7 @@ def transformers_pipeline(folder: Path) -> dict[str, Any]:
         else:
             import modelcenter as mc
 
-            model = mc.from_pretrained(directory)
+            model = mc.from_pretrained(str(directory))
             batch = run.tokenizer("the film was", return_tensors="pt")
             batch.pop("token_type_ids", None)
             theirs = run("the film was", max_new_tokens=6, do_sample=False, return_tensors=True)[0][
@@ -223,7 +223,7 @@ def peft_adapters(folder: Path) -> dict[str, Any]:
         assert losses[-1] < losses[0], losses
         model.eval()
         adapter = folder.parent / "adapters" / name
-        model.save_pretrained(adapter)
+        model.save_pretrained(str(adapter))
         again = PeftModel.from_pretrained(load_theirs((name, task, directory)), adapter).eval()
         with torch.no_grad():
             trained = model(**batch, labels=labels).logits

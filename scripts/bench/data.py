@@ -12,10 +12,12 @@ The folder of --data holds sst2/train.tsv (label, tab, sentence), whose sentence
 rows; without it the sentences of scripts/samples are used.
 """
 
+import argparse
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -73,11 +75,11 @@ def main() -> None:
         folder = Path(name)
         texts = prepare(folder, args)
 
-        def contender(script: str, *more: str):
+        def contender(script: str, *more: str) -> Callable[[int], dict]:
             def run(turn: int) -> dict:
                 with tempfile.TemporaryDirectory() as cache:  # empty
-                    threads = str(args.threads)
-                    return child(["-c", script, str(folder), cache, *more], args.threads, RAYON_NUM_THREADS=threads)
+                    env = {"RAYON_NUM_THREADS": str(args.threads)}
+                    return child(["-c", script, str(folder), cache, *more], args.threads, env=env)
 
             return run
 
@@ -118,7 +120,7 @@ def main() -> None:
     finish(args, "data", numbers, rows)
 
 
-def prepare(folder: Path, args) -> list[str]:
+def prepare(folder: Path, args: argparse.Namespace) -> list[str]:
     """rows.jsonl and the tokenizer; returns the distinct texts."""
     texts = list(dict.fromkeys(text for _, text in finetuning_data.read("classification", args.data, "train")))
     with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:

@@ -70,7 +70,7 @@ def contenders(tokens: int, channels: int) -> dict[str, Any]:
     torch.manual_seed(0)
     x, residual = torch.randn(tokens, channels), torch.randn(tokens, channels)
     half, half_residual = x.bfloat16(), residual.bfloat16()
-    keyed = {"key": 1, "site": 2, "tokens": torch.arange(tokens)}
+    keyed: dict[str, Any] = {"key": 1, "site": 2, "tokens": torch.arange(tokens)}
     leaf, other = x.clone().requires_grad_(), residual.clone().requires_grad_()
     ours, theirs = dropout_add(leaf, other, 0.1, **keyed), other + F.dropout(leaf, 0.1)
 

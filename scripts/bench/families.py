@@ -27,7 +27,7 @@ _ENCODER = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-FAMILIES = {
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("masked-lm", _ENCODER),
     "roberta": ("masked-lm", {**_ENCODER, "max_position_embeddings": 514}),
     "gpt2": ("causal-lm", {**_DECODER, "n_embd": 512, "n_layer": 6, "n_head": 8}),

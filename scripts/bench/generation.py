@@ -18,7 +18,7 @@ from scripts.bench.lib import against, child, finish, parse, parser, steps, work
 
 PROMPT = 32  # tokens
 CASES = {"greedy, batch 1": (1, 1, 128), "greedy, batch 16": (16, 1, 128), "4 beams, batch 4": (4, 4, 64)}
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 512, "vocab_size": 50257},
     "t5": {
         "d_model": 384,
@@ -51,8 +51,8 @@ def main() -> None:
             words = [__file__, "--family", family, "--child", case, "--rounds", str(args.rounds), *quick]
             result = child(words, args.threads)
             numbers[f"{family}, {case}"] = result
-            speeds = [result[f"{name}_tokens_per_second"] for name in ("modelcenter", "transformers")]
-            rows.append(against(f"{family}, {case}", "transformers", *speeds, "tokens/s"))
+            ours, theirs = (result[f"{name}_tokens_per_second"] for name in ("modelcenter", "transformers"))
+            rows.append(against(f"{family}, {case}", "transformers", ours, theirs, "tokens/s"))
     finish(args, "generation", numbers, rows, prompt=PROMPT)
 
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.lib import against, finish, fraction, gpu, keep, parse, parser, steps
 
-SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 CALLS = 4  # between two synchronisations
 STEP_BYTES = 28  # read and written by a step for each parameter, fp32 or bf16 with masters
 

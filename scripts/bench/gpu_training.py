@@ -25,6 +25,7 @@ products measured in the same run.
 import argparse
 import importlib.util
 import json
+import math
 import re
 import statistics
 import sys
@@ -190,8 +191,8 @@ def settled(found: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def least(found: dict[str, Any], key: str) -> float | None:
-    return min((one[key] for one in found.values()), default=None)
+def least(found: dict[str, Any], key: str) -> float:
+    return min((one[key] for one in found.values()), default=math.inf)
 
 
 def measure(args: Any, case: Case) -> dict[str, Any]:

@@ -40,7 +40,7 @@ BYTES = {
 }  # fmt: skip
 TENSOR = 4_000_003  # elements of each tensor
 SMALL = ("plain", "sharded", "torch")
-SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
 def main() -> None:
@@ -187,8 +187,8 @@ def large_steps(count: int) -> dict[str, Callable[[], Any]]:
         "bf16_remainder_bf16_moments": bf16_step(low, "remainder", half_m, half_v),
         "bf16_random": bf16_step([], "random", places=places),
         "bf16_8bit": lambda: fused.adamw8_(
-            half, half_g, *codes, *scales, counts, low, widths=[TENSOR] * count, places=places, mode="remainder",
-            gscale=one, **SETTINGS,
+            half, half_g, codes[0], codes[1], scales[0], scales[1], counts, low, widths=[TENSOR] * count,
+            places=places, mode="remainder", gscale=one, **SETTINGS,
         ),
         "lion_fp32": lambda: fused.lion_(p, g, m, counts, lr=1e-5, weight_decay=0.1),
         "norm": lambda: fused.grad_norm_sq(g, norm_sq),

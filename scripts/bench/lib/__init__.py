@@ -48,7 +48,8 @@ def parse(p: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
 
 def take_turns(contenders: Mapping[str, Callable[[int], Any]], rounds: int, threads: int = 2) -> dict[str, list[Any]]:
     """Run each contender once per round, in a rotating order, and measure the machine's limits in each round."""
-    names, results = list(contenders), {name: [] for name in contenders}
+    names = list(contenders)
+    results: dict[str, list[Any]] = {name: [] for name in names}
     for turn in range(rounds):
         machine.measure(child, threads)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -69,7 +70,11 @@ def python_path() -> str:
 
 
 def child(
-    code_or_script: Sequence[str], threads: int, python: str = sys.executable, timeout: float = 900, **env: str
+    code_or_script: Sequence[str],
+    threads: int,
+    python: str = sys.executable,
+    timeout: float = 900,
+    env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run a Python process; returns the last JSON line that it prints, and what the process used.
 
@@ -80,7 +85,7 @@ def child(
         RuntimeError: the process fails or exceeds `timeout` seconds.
     """
     path = python_path() if python == sys.executable else str(ROOT)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, **env}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, **(env or {})}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         began = time.perf_counter()
         process = subprocess.Popen([python, *code_or_script], stdout=out, stderr=err, env=environment, cwd=ROOT)

@@ -3,7 +3,7 @@
 import argparse
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,12 @@ def peers_of(task: str, compiled: bool = False) -> list[str]:
     return [name for name, kind in KINDS.items() if kind not in left_out]
 
 
-def launched(words: list[str], ranks: int, threads: int, **env: str) -> dict[str, Any]:
+def launched(words: list[str], ranks: int, threads: int, env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run in one process, or on ranks under torchrun that share the threads."""
     if ranks == 1:
-        return child(words, threads, **env)
+        return child(words, threads, env=env)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    return child([*torchrun, *words], max(1, threads // ranks), **env)
+    return child([*torchrun, *words], max(1, threads // ranks), env=env)
 
 
 def ours(
@@ -101,7 +101,7 @@ def ours(
         script = str(ROOT / "scripts" / SCRIPTS.get(task, f"finetune_{task}.py"))
         words = [script, *(str(x) for name, value in flags.items() for x in (f"--{name}", value))]
         # An empty cache, because every contender tokenises the rows itself.
-        took = launched(words, ranks, args.threads, MODELCENTER_CACHE=str(cache))
+        took = launched(words, ranks, args.threads, {"MODELCENTER_CACHE": str(cache)})
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         rows = [row for row in rows if "loss" in row]
         last = rows[-1]

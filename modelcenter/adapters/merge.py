@@ -67,7 +67,7 @@ def merge_adapter(
     if files.directory is not None and files.directory.resolve() == place:
         raise ValueError(f"{place} is the base itself; name another directory")
     files = in_hf_form(replace(files, prefix=prefix, ignore=tuple(ignore)))
-    task = task or _TASKS.get(file.config.get("task_type"))
+    task = task or _TASKS.get(str(file.config.get("task_type")))
     blueprint = blueprint_of(files, task)
     sizes = _sizes(file, blueprint)
     rows = sizes.get("vocab_size")

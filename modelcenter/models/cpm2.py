@@ -17,7 +17,7 @@ class CPM2Config(MT5Config):
     model_type: ClassVar[str] = "cpm2"
 
     pad_token_id: int = 5
-    eos_token_id: int = 8
+    eos_token_id: int | list[int] = 8
     decoder_start_token_id: int = 1
 
 

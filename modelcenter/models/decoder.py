@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from engine.loss import IGNORE_INDEX
 from modelcenter.layers.cache import KVCache
 from modelcenter.layers.heads import CausalLM, ExtractiveQA, SequenceClassifier, TokenClassifier
+from modelcenter.layers.host_copies import host_copy
+from modelcenter.layers.layout import flat_positions
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.sequences import Sequences
 from modelcenter.models.base import Model
@@ -61,6 +63,16 @@ class Decoder(Model):
     @property
     def units(self) -> nn.ModuleList:
         return self.layers
+
+    def _pack_tokens(self, batch: Batch, prefix: str, source: Tensor, cache: KVCache | None) -> Packed:
+        """Positions that start again divide a row into sequences where nothing else says what belongs together, as in
+        transformers."""
+        ctx = super()._pack_tokens(batch, prefix, source, cache)
+        told = any(batch.get(name) is not None for name in ("attention_mask", "cu_seqlens", "encoder_hidden_states"))
+        by_token = self.causal and self.task in ("base", "causal-lm", "token-classification")
+        if (positions := batch.get("position_ids")) is None or told or cache is not None or self.prefix_tokens:
+            return ctx
+        return split_at_position_zero(ctx, positions) if by_token else ctx
 
     def without_unneeded(self, ctx: Packed, batch: Batch) -> Packed:
         """Without the tokens behind the last one of each sequence that predicts a label (the end of a conversation).
@@ -167,6 +179,19 @@ class Decoder(Model):
             output_hidden_states=output_hidden_states,
         )  # fmt: skip
         return self.run_checked(batch)
+
+
+def split_at_position_zero(ctx: Packed, position_ids: Tensor) -> Packed:
+    """The same for rows without padding in each of which a sequence begins wherever a token is at position 0, as
+    transformers' DataCollatorWithFlattening joins them. On a GPU this waits for the positions."""
+    batch, seq = ctx.shape
+    begins = flat_positions(host_copy(position_ids), ctx.shape) == 0
+    begins[::seq] = True
+    starts = begins.nonzero().flatten().tolist()
+    if len(starts) == batch:
+        return ctx
+    lengths = [b - a for a, b in zip(starts, [*starts[1:], batch * seq], strict=True)]
+    return replace(ctx, sequences=Sequences.of_lengths(lengths, ctx.positions.device))
 
 
 def drop_after_last(ctx: Packed, used: Tensor) -> Packed:

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from modelcenter.config import ModelConfig
-from modelcenter.registry import nearest
+from modelcenter.config import ModelConfig, nearest
 
 # What a tokenizer, a pipeline, a program or a publisher noted in a config.json for itself.
 _METADATA = frozenset(

@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from modelcenter.config import nearest
 from modelcenter.convert.layout import Layout
 from modelcenter.convert.pieces import Shape
 from modelcenter.convert.rules import ArchMap, template_regex
-from modelcenter.registry import nearest
 
 
 @dataclass

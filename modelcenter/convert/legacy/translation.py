@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from modelcenter.config import nearest
 from modelcenter.convert.pieces import HUB, Axis, Piece, Shape
 from modelcenter.convert.rules import fill, template_regex
-from modelcenter.registry import nearest
 
 Config = Mapping[str, Any]
 

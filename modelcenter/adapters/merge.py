@@ -63,6 +63,8 @@ def merge_adapter(
     refuse_adapter_at(place)
     lora = load_lora(adapter, **_hub(replace(options, revision=None)))
     file: AdapterFile = lora.saved
+    if options.revision is None and file.config.get("base_model_name_or_path") == base and is_hub_id(str(base)):
+        options = replace(options, revision=file.config.get("revision"))  # the commit that the adapter was trained on
     files = resolve(base, options, config=config)
     if files.directory is not None and files.directory.resolve() == place:
         raise ValueError(f"{place} is the base itself; name another directory")

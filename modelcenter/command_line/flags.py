@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 from modelcenter.command_line.arguments import Parser, is_flag, spelling, unknown_flag, with_numbers
-from modelcenter.command_line.spellings import INSTEAD, TRANSLATED, all_spellings, translate, translated
+from modelcenter.command_line.spellings import TRANSLATED, all_spellings, translate, translated, what_instead
 from modelcenter.command_line.values import BOOLEANS, convert, type_of
 from modelcenter.command_line.yaml_file import read_yaml
 
@@ -66,8 +66,11 @@ class Flags:
         Args:
             given: flags of the command line. Files of flags may have more than a run uses, for other runs.
         """
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, (when, remedy) in self.idle.items():
-            if name in given and when(self):
+            value = getattr(self, name)
+            switched_off = value in (None, 0) or value == defaults[name]
+            if name in given and not switched_off and when(self):
                 raise ValueError(f"{name}: changes nothing {remedy}")
 
     def require(self, *names: str) -> None:
@@ -111,7 +114,7 @@ class Flags:
         namespace, others = parser(cls, prog, description).parse_known_args(flags)
         unknown = next((word for word in others if is_flag(word)), None)
         if unknown is not None:
-            if (instead := INSTEAD.get(unknown.partition("=")[0].removeprefix("--"))) is not None:
+            if (instead := what_instead(cls, unknown.partition("=")[0].removeprefix("--"))) is not None:
                 raise ValueError(f"{unknown.partition('=')[0]} is no flag here: {instead}")
             raise unknown_flag(unknown, [f"--{n}" for n in ("config", *all_spellings(cls), *TRANSLATED)])
         given = vars(namespace)

@@ -8,20 +8,21 @@ from modelcenter.command_line.values import boolean
 # Flags of other programs whose values differ from ours: flag -> (our flag, {its value: ours; None: says nothing new}).
 TRANSLATED: dict[str, tuple[str, dict[Any, Any]]] = {
     "bf16": ("precision", {True: "bf16", False: "fp32"}),
-    "fp16": ("precision", {True: "fp16", False: None}),  # what takes its place, --bf16 says
     "gradient_checkpointing": ("recompute", {True: "full", False: "none"}),
     "eval_strategy": ("eval_every", {"epoch": "epoch", "no": "never", "steps": None}),
     "evaluation_strategy": ("eval_every", {"epoch": "epoch", "no": "never", "steps": None}),
     "save_strategy": ("save_every", {"epoch": "epoch", "no": "never", "steps": None}),
     "do_train": ("epochs", {True: None}),
-    "do_eval": ("eval_every", {True: None}),
 }
 _PACKED = "rows are packed one after another, so there is no padding to save; leave it out"
-# Flags of other programs that have no counterpart: what to do instead.
+# Flags of other programs' training that have no counterpart: what to do instead.
 INSTEAD = {
     "dataloader_num_workers": "rows are tokenised before training, and a thread makes batches ahead (--prefetch)",
     "deepspeed": "--zero shards the model, and --offload keeps the optimizer's state on the host",
+    "do_eval": "data to evaluate on (--eval_data) is evaluated, and `modelcenter evaluate RUN DATA` does only that; "
+    "leave it out",
     "do_predict": "`modelcenter predict RUN DATA` does it after the run",
+    "fp16": "--precision fp16 computes in it, auto chooses bf16 or fp32",
     "fsdp": "--zero shards the model",
     "greater_is_better": "each metric knows; leave it out",
     "group_by_length": _PACKED,
@@ -42,6 +43,11 @@ def translated(cls: Any) -> list[str]:
     return [name for name, (ours, _) in TRANSLATED.items() if ours in names]
 
 
+def what_instead(cls: Any, name: str) -> str | None:
+    """What to do instead of a flag that other programs have for training; None: nothing is known of it."""
+    return INSTEAD.get(name) if "epochs" in all_spellings(cls) else None
+
+
 def translate(name: str, value: Any) -> tuple[str, Any]:
     """(our flag, our value) of another program's flag; the value is None if it says nothing new.
 
@@ -51,5 +57,8 @@ def translate(name: str, value: Any) -> tuple[str, Any]:
     ours, values = TRANSLATED[name]
     value = boolean(name, value) if True in values else "no" if value is False else value  # YAML reads no as False
     if value not in values:
-        raise ValueError(f"{name}: got {value!r}, expected {' or '.join(map(str, values))}; {ours} takes more")
+        more = f"{ours} takes more"
+        if name == "do_train":
+            more = "`modelcenter evaluate` and `predict` do not train"
+        raise ValueError(f"{name}: got {value!r}, expected {' or '.join(map(str, values))}; {more}")
     return ours, values[value]

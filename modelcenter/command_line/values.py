@@ -36,7 +36,8 @@ def _types(cls: type) -> dict[str, FieldType]:
 
 
 def _taken_apart(hint: Any) -> FieldType:
-    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)  # typing's, where one member is a Literal
+    members = typing.get_args(hint) if union else (hint,)
     (base,) = (member for member in members if member is not type(None))
     container = typing.get_origin(base)
     if container is typing.Literal:  # of texts, which are the choices of the field

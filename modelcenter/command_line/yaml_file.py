@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from modelcenter._paths import scripts_dir
-from modelcenter.command_line.spellings import all_spellings, translate, translated
+from modelcenter.command_line.spellings import all_spellings, translate, translated, what_instead
 from modelcenter.command_line.values import Unquoted
 from modelcenter.registry import nearest
 
@@ -42,6 +42,8 @@ def read_yaml(cls: Any, path: Path) -> dict[str, Any]:
             name, value = translate(name, value)
             if value is None:
                 continue
+        if name not in known and (instead := what_instead(cls, name)) is not None:
+            raise ValueError(f"config: {path}: {key} is no flag here: {instead}")
         if name not in known:
             raise ValueError(f"config: {path} has the unknown key {key!r}.{nearest(name, known, 1)}")
         if known[name] in values:

@@ -172,7 +172,7 @@ def _export_parser(named: bool) -> Parser:
     parser.add_argument(
         "--adapter",
         metavar="DIR|NAME",
-        help="LoRA adapter in peft's format to merge into MODEL; a directory or Hub name",
+        help="LoRA adapter in peft's format to merge into MODEL: a directory, or a Hub name (its main branch)",
     )
     parser.add_argument("--task", help="with --adapter: head of the model (default: what the adapter was trained for)")
     parser.add_argument(

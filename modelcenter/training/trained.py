@@ -1,5 +1,6 @@
 """Models by the names that users give them: the folder of a run, or anything that from_pretrained takes."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,12 @@ def _check_adapter(folder: Path) -> None:
     if kind is not None and adapter.is_dir():
         head = TASKS[_task_of_run(folder / "config.yaml")].heads[0]
         labels = " --labels NAMES" if head.endswith("-classification") else ""
+        base = shlex.quote(str(flags.get("model")))
+        base += f" --revision {shlex.quote(str(flags['revision']))}" if flags.get("revision") else ""
         names = ", where NAMES are those of the labels in the order of the run" if labels else ""
         raise ValueError(
             f"{folder} is a run with weights in 4 bits ({kind}), which leaves {adapter} and no model. `modelcenter "
-            f"export {flags.get('model')} --adapter {adapter} --task {head}{labels} --output DST` makes one{names}"
+            f"export {base} --adapter {shlex.quote(str(adapter))} --task {head}{labels} --output DST` makes one{names}"
         )
 
 

@@ -107,12 +107,36 @@ def test_flags_with_meaning_for_the_model(task, words):
         ("seq2seq", "--eval_samples 3 --eval_generate false"),
         ("qa", "--null_threshold 2 --no_answer false"),
         ("mlm", "--shuffle_window 100"),
+        ("seq2seq", "--length_penalty 2"),
     ],
 )
 def test_flags_that_another_leaves_without_effect_are_told(task, words):
     flag, *others = words.split()
     with pytest.raises(ValueError, match=f"{flag.removeprefix('--')}: changes nothing with"):
         TASKS[task].flags().from_args([flag, *others])
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "words"),
+    [
+        ("seq2seq", "eval_samples: 3", "--eval_generate false --eval_samples 0"),
+        ("lm", "eval_samples: 3", "--eval_samples 0 --eval_max_new_tokens 128"),
+        ("qa", "null_threshold: 3", "--no_answer false --null_threshold 0"),
+        ("classification", "early_stopping: 3", "--eval_every never --early_stopping none"),
+        ("classification", "batch_size: 16", "--batch_tokens 4096"),
+    ],
+)
+def test_flags_that_switch_something_off_are_welcome(task, file, words, tmp_path):
+    (tmp_path / "flags.yaml").write_text(file)
+    TASKS[task].flags().from_args(["--config", str(tmp_path / "flags.yaml"), *words.split()])
+
+
+def test_flags_of_other_programs_in_a_file_are_answered(tmp_path):
+    (tmp_path / "flags.yaml").write_text("deepspeed: zero3.json")
+    with pytest.raises(ValueError, match="flags.yaml: deepspeed is no flag here: --zero shards the model"):
+        TASKS["classification"].flags().from_args(["--config", str(tmp_path / "flags.yaml")])
+    with pytest.raises(ValueError, match="unknown flag --deepspeed"):
+        GenerateConfig.from_args(["run", "--deepspeed", "x"])
 
 
 def test_a_search_of_one_beam_takes_no_length_penalty():

@@ -13,6 +13,7 @@ from modelcenter.data.readers.squad import flatten_questions, is_nested
 from modelcenter.data.readers.text_encoding import decode_text
 from modelcenter.data.schemas.column_names import ALL_TEXT_NAMES
 
+_ROWS = frozenset(("data", "rows", "examples"))  # beside which there may be lists of other things
 _WORD_LISTS = frozenset(("words", "tokens"))  # columns that hold a list in each row
 _MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})  # what a message of a conversation has
 
@@ -74,7 +75,8 @@ def _single_object(path: Path, document: dict[str, Any], lines: Sequence[int] | 
     is_chat = any(keys <= row.keys() for table in tables for row in table for keys in _MESSAGE_KEYS)
     is_columns = len(lists) == len(document) > 0 and len({len(value) for value in lists}) == 1
     if not texts and not is_chat:  # else a row with its answers or entities, or a conversation
-        if len(tables) == 1 and not (is_columns and len(lists) > 1):  # one of several columns may hold objects
+        one_of_columns = is_columns and len(lists) > 1 and _ROWS.isdisjoint(document)  # which may hold objects
+        if len(tables) == 1 and not one_of_columns:
             return ParsedFile(_object_columns(path, tables[0]))
         if is_columns:
             return ParsedFile(document)

@@ -1,5 +1,6 @@
 """Adapters that lie where a model is expected: what they are, and refusing them. Imports no torch."""
 
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,14 +10,17 @@ from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, RUN_FI
 
 def describe_adapter(config: Path) -> str:
     """What an adapter_config.json says of the adapter, and how a model comes of it."""
-    base = read_json(config).get("base_model_name_or_path") or "BASE"
-    adapter = config.parent
+    values = read_json(config)
+    base, adapter = values.get("base_model_name_or_path") or "BASE", config.parent
     made = adapter.parent / "model"
     if (made / CONFIG_FILE).is_file() and adapter.name == "adapter":
         return f"an adapter for {base}; {made} is the model with it merged"
+    if (kind := values.get("peft_type")) != "LORA":
+        return f"an adapter for {base} (peft_type {kind!r}), no model by itself"
+    command = f"modelcenter export {shlex.quote(base)} --adapter {shlex.quote(str(adapter))} --output DST"
     return (
-        f"an adapter for {base}, no model by itself. `modelcenter export {base} --adapter {adapter} --output DST` "
-        "makes a model of both; in Python, modelcenter.adapters.load_lora puts it into its base"
+        f"an adapter for {base}, no model by itself. `{command}` makes a model of both; in Python, "
+        "modelcenter.adapters.load_lora puts it into its base"
     )
 
 

@@ -1,16 +1,16 @@
 """Flags of the verbs that use a trained model. Imports no torch."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from modelcenter.command_line.flags import Flags, flag
+from modelcenter.command_line.flags import Flags, Idle, flag
 from modelcenter.data.schemas.forms import FORMS
 from modelcenter.registry import nearest
 from modelcenter.training.config.checks import check_positive
 from modelcenter.training.config.common import PRECISIONS, TrainConfig
-from modelcenter.training.config.seq2seq import LANGUAGES, check_metrics
+from modelcenter.training.config.seq2seq import LANGUAGES, ONE_BEAM, check_metrics
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
 _batches, _engine, _search = partial(flag, "batches"), partial(flag, "engine"), partial(flag, "search")
@@ -43,15 +43,13 @@ class SearchFlags(Flags):
         return {field.name: getattr(self, field.name) for field in fields(SearchFlags)}
 
     def check_search(self) -> None:
-        """Raise ValueError for a flag of draws where nothing is drawn, or of beams where there is one."""
+        """Raise ValueError for a flag of draws where nothing is drawn."""
         for field in fields(SearchFlags):
             drawn = field.name in ("temperature", "top_k", "top_p") and getattr(self, field.name) != field.default
             if drawn and not self.do_sample:
                 raise ValueError(
                     f"{field.name}: changes nothing without do_sample; give that too, or leave {field.name} out"
                 )
-        if self.num_beams == 1 and self.length_penalty not in (None, 1):
-            raise ValueError("length_penalty: changes nothing with one beam; give num_beams too, or leave it out")
 
 
 def _column(what: str, *aliases: str) -> Any:
@@ -188,6 +186,8 @@ class EvaluateConfig(PredictConfig):
 @dataclass(kw_only=True)
 class GenerateConfig(SearchFlags):
     """Flags of generate."""
+
+    idle: ClassVar[Mapping[str, Idle]] = {"length_penalty": ONE_BEAM}
 
     run: str | None = _model(None, "run folder, checkpoint directory or Hub name", positional=True)
     tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; the model's own if not given",

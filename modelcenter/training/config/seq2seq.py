@@ -13,6 +13,7 @@ from modelcenter.training.config.common import TrainConfig
 
 GENERATION_METRICS = ("rouge", "bleu", "chrf", "accuracy", "squad")
 LANGUAGES = ("other", "zh")
+ONE_BEAM = Idle(lambda c: c.num_beams == 1, "with one beam; give num_beams too, or leave it out")
 _data, _output, _search = partial(flag, "data"), partial(flag, "output"), partial(flag, "search")
 
 
@@ -28,6 +29,7 @@ class Seq2SeqConfig(TrainConfig):
         **TrainConfig.idle,
         "eval_samples": Idle(lambda c: not c.eval_generate, "with eval_generate false, which generates no texts; leave "
             "one out"),
+        "length_penalty": ONE_BEAM,
     }
 
     source_column: str | None = _data(None, "column with the input text; detected by its usual names if not given",

@@ -283,8 +283,11 @@ class _Pickler(pickle.Pickler):
     """Tensors by their elements: torch's own way makes a file of each, which can take as long as the call itself."""
 
     def reducer_override(self, value: Any) -> Any:
-        plain = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
-        if not plain or value.requires_grad or value.is_complex() or value.is_neg() or value.is_quantized:
+        if type(value) is not torch.Tensor:
+            return NotImplemented
+        plain = value.layout is torch.strided and value.device.type == "cpu"
+        special = value.is_complex() or value.is_neg() or value.is_quantized or value.is_nested
+        if not plain or special or value.requires_grad or vars(value):
             return NotImplemented
         elements = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return _tensor_of, (elements, value.dtype, tuple(value.shape))

@@ -156,7 +156,7 @@ def groups(model: nn.Module) -> list[dict]:
 def train(model, plan, steps: int = 3, max_norm: float = 0.3) -> dict:
     """`steps` steps of the engine on this rank's part of `plan` (steps -> parts of the data -> microbatches).
 
-    What a wrong gradient of the first does to the parameters shows in the gradients of the second.
+    Of a wrong gradient in the first, the norm tells, and what Adam keeps of it tells in the parameters that follow.
     """
     optimizer = engine.optim.AdamOptimizer(groups(model), lr=1e-2)
     manager = engine.optim.OptimManager()

@@ -29,6 +29,7 @@ def made_once(reference: Callable[..., Any]) -> Callable[..., Any]:
         if key not in made:
             files = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"]))
             with torch.random.fork_rng(devices=[]):  # what a test draws does not depend on whether it is the first
+                torch.manual_seed(0)
                 model = reference(*what, files, **fields)
             made[key] = model, files, state_of(model)
         model, files, state = made[key]
@@ -42,7 +43,7 @@ def made_once(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 def state_of(model: torch.nn.Module) -> list[tuple[Any, ...]]:
     """Of each parameter what a change of it changes."""
-    return [(name, p.dtype, p.data_ptr(), p._version) for name, p in model.named_parameters()]
+    return [(name, p.dtype, p.requires_grad, p.data_ptr(), p._version) for name, p in model.named_parameters()]
 
 
 class ArchitectureTests(testing.ArchitectureTests):

@@ -393,7 +393,7 @@ def _partial_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
 
 
 def _summed_over_ranks(module: nn.Module, name: str) -> Any:
-    parameter = module._parameters[name]
+    parameter = module._parameters.get(name)
     if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:  # gathered: the ranks of tp alone are left
         return parameter.to_local(grad_placements=[Partial()])
     return module.__getattr__(name)

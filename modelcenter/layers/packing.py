@@ -284,7 +284,13 @@ class Packed:
         return self.sequences.first_tokens()
 
     def last_tokens(self) -> Tensor:
-        """(n,) number of each sequence's last token. Raises ValueError where a sequence has none."""
+        """(n,) number of each sequence's last token. Raises ValueError where a sequence has none.
+
+        Of rows without padding that hold several sequences, the last of each row.
+        """
+        rows, seq = self.shape
+        if not self.layout.packed and self.layout.indices is None and self.num_sequences != rows:
+            return torch.arange(1, rows + 1, device=self.cu_seqlens.device) * seq - 1
         return self.sequences.last_tokens()
 
     def last_of(self, kept: Tensor) -> Tensor:

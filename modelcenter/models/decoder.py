@@ -185,6 +185,8 @@ def split_at_position_zero(ctx: Packed, position_ids: Tensor) -> Packed:
     """The same for rows without padding in each of which a sequence begins wherever a token is at position 0, as
     transformers' DataCollatorWithFlattening joins them. On a GPU this waits for the positions."""
     batch, seq = ctx.shape
+    if not seq:
+        return ctx
     begins = flat_positions(host_copy(position_ids), ctx.shape) == 0
     begins[::seq] = True
     starts = begins.nonzero().flatten().tolist()

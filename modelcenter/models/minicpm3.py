@@ -110,7 +110,7 @@ class LatentAttention(SelfAttention):
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         mixed = ctx.narrow(self.mix(*self.project(x, ctx), ctx)).unflatten(1, (-1, self.head_dim))
-        return self.out(mixed[..., : self.value_dim].flatten(1))
+        return self.out(ctx.scaled(mixed[..., : self.value_dim].flatten(1)))
 
 
 class MiniCPM3(ScaledBody):

@@ -1,5 +1,6 @@
 """The tests that every architecture passes."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -128,7 +129,8 @@ class ArchitectureTests(ReferenceModels):
         monkeypatch.setattr(dropout, "dropout", scaled)
         monkeypatch.setattr(dropout, "dropout_add", lambda x, residual, p: residual + scaled(x, p))
         monkeypatch.setattr(AttentionDropout, "drop", lambda drop, weights, key, numbers: scaled(weights, drop.p))
-        theirs = self.reference(task, tmp_path, **{name: 0.1 * i for i, name in enumerate(self.no_dropout, 1)})
+        dropouts = {name: 0.1 * i for i, name in enumerate(self.no_dropout, 1)}
+        theirs = copy.deepcopy(self.reference(task, tmp_path, **dropouts))
         for module in theirs.modules():  # transformers 5.17 does not pass it on to a part that has a copy of the config
             if hasattr(module, "set_attn_implementation"):
                 module.set_attn_implementation("eager")

@@ -111,6 +111,11 @@ def test_bad_arguments(two):
         run(lambda: lambda: 1, 1)
 
 
+def marked(tensor):
+    tensor.mark = 3
+    return tensor
+
+
 def tensors():
     wide = torch.arange(12.0).view(3, 4)
     return {
@@ -118,6 +123,7 @@ def tensors():
         "forms": [wide.t(), wide[1:, ::2], wide.sum(), wide[:0], wide.to(torch.complex64).conj(), wide.to_sparse()],
         "parameter": torch.nn.Parameter(wide),
         "tracked": wide.clone().requires_grad_(),
+        "marked": marked(wide.clone()),
     }
 
 
@@ -125,6 +131,7 @@ def test_tensors_come_back_as_they_are(two):
     wanted = tensors()
     for found in two.run(tensors):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        assert found["marked"].mark == 3
         assert type(found["parameter"]) is torch.nn.Parameter and found["tracked"].requires_grad
         assert not any(tensor.requires_grad for tensor in found["kinds"])
         found["kinds"][0].add_(1)  # and can be written to

@@ -171,6 +171,10 @@ def test_labels_of_padding_are_none(task):
     found, expected = (batch | {"labels": given} for given in (labels, left_out))
     assert net.loss_counts(found) == net.loss_counts(expected)
     assert torch.equal(net(**found).loss, net(**expected).loss)
+    with pytest.raises(ValueError, match=r"attention_mask: got shape \(2, 3\), expected \(2, 4\), as the labels have"):
+        net.loss_counts(found | {"attention_mask": batch["attention_mask"][:, :3]})
+    ends = {"input_ids": IDS.view(1, -1), "labels": labels.view(1, -1), "cu_seqlens": torch.tensor([0, 4, 8])}
+    assert torch.equal(net(**ends, attention_mask=batch["attention_mask"]).loss, net(**ends).loss)
 
 
 def test_question_answering_ignores_padding():

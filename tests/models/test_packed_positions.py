@@ -37,6 +37,9 @@ def test_as_transformers_reads_them(family, task, tmp_path):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     alone = [model(torch.tensor([row])).logits[0] for row in ROWS]
     torch.testing.assert_close(found.flatten(0, 1), torch.cat(alone), atol=1e-5, rtol=1e-5)
+    last = model(ids, position_ids=positions, logits_to_keep=1).logits if task == "causal-lm" else found[:, -1:]
+    torch.testing.assert_close(last, found[:, -1:])
+    assert model(ids[:, :0], position_ids=positions[:, :0]).logits.shape[1] == 0
     whole = model(ids, torch.ones_like(ids), position_ids=positions).logits  # a mask says that each row is one
     assert not torch.allclose(whole, found, atol=1e-2)
 

@@ -152,6 +152,7 @@ def test_a_gpu_check_of_a_read_only_checkout(tmp_path: Path, monkeypatch, capsys
         ["-c", "import os; print(os.environ.get('MODELCENTER_LIBRARY_DIR'))"], 9, gpu_check.last_lines
     )
     monkeypatch.delenv("MODELCENTER_LIBRARY_DIR", raising=False)
+    monkeypatch.setattr(gpu_check.os, "access", lambda *_: True)
     assert gpu_check.run("told", told, tmp_path, 9)[0][1:] == ["  None"]
     monkeypatch.setattr(gpu_check.os, "access", lambda *_: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

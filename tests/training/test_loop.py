@@ -368,7 +368,7 @@ def test_a_failed_run_may_be_repeated(folder, monkeypatch):
 def test_a_failed_run_may_be_repeated_while_its_checkpoint_is_written(folder, monkeypatch, caplog):
     spoil(monkeypatch, None)
     write = training.write_tensors
-    monkeypatch.setattr(training, "write_tensors", lambda *args, **named: (write(*args, **named), time.sleep(0.4)))
+    monkeypatch.setattr(training, "write_tensors", lambda *args, **named: (write(*args, **named), time.sleep(1)))
     with pytest.raises(FloatingPointError):
         finetune(folder, max_steps=2)
     monkeypatch.undo()

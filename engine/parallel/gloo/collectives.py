@@ -98,7 +98,7 @@ class _AllGatherWork(dist.Work):  # FSDP waits for nothing else
 
 
 class _Allocates:
-    @torch.inference_mode(False)  # what is gathered ahead there may only be waited for in training
+    @torch.inference_mode(False)  # else a training step could not use what was gathered ahead there
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 

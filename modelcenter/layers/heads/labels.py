@@ -56,8 +56,13 @@ def token_labels(batch: Batch, prefix: str = "") -> Tensor:
 
 def supervised_labels(batch: Batch, prefix: str = "") -> Tensor:
     """`token_labels`, -100 where `{prefix}attention_mask` leaves the token out: nothing is predicted there."""
-    labels, mask = token_labels(batch, prefix), batch.get(f"{prefix}attention_mask")
-    return labels if mask is None else labels.masked_fill(mask == 0, IGNORE_INDEX)
+    name = f"{prefix}attention_mask"
+    labels, mask = token_labels(batch, prefix), batch.get(name)
+    if mask is None or batch.get(f"{prefix}cu_seqlens") is not None:  # which say what there is
+        return labels
+    if mask.shape != labels.shape:
+        raise ValueError(f"{name}: got shape {tuple(mask.shape)}, expected {tuple(labels.shape)}, as the labels have")
+    return labels.masked_fill(mask == 0, IGNORE_INDEX)
 
 
 def next_labels(batch: Batch) -> Tensor:

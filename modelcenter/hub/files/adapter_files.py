@@ -15,8 +15,8 @@ def describe_adapter(config: Path) -> str:
     made = adapter.parent / "model"
     if (made / CONFIG_FILE).is_file() and adapter.name == "adapter":
         return f"an adapter for {base}; {made} is the model with it merged"
-    if (kind := values.get("peft_type")) != "LORA":
-        return f"an adapter for {base} (peft_type {kind!r}), no model by itself"
+    if (kind := values.get("peft_type", "LORA")) != "LORA":
+        return f"an adapter for {base}, no model by itself (peft_type {kind!r})"
     command = f"modelcenter export {shlex.quote(base)} --adapter {shlex.quote(str(adapter))} --output DST"
     return (
         f"an adapter for {base}, no model by itself. `{command}` makes a model of both; in Python, "

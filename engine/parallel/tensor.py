@@ -286,7 +286,10 @@ def _split_layer(name: str, module: nn.Module, style: str, group: TensorParallel
     _place(module, "weight", group.mesh, placement, placed)
     if style in ("colwise", "colwise_gather") and module.bias is not None:
         _place(module, "bias", group.mesh, Shard(0), placed)
-    module.__class__ = _split_classes.setdefault((layer, type(module)), _subclass(layer, type(module)))
+    key = layer, type(module)
+    if key not in _split_classes:
+        _split_classes[key] = _subclass(*key)
+    module.__class__ = _split_classes[key]
     assert isinstance(module, _Layer)
     module.tp_group, module._first = group, first
 
@@ -382,8 +385,10 @@ def _mark_partial(module: nn.Module, mesh: DeviceMesh, placed: _Placed) -> None:
     names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     for name in names:
         _place(module, name, mesh, Replicate(), placed)
-    kind = type(module)
-    module.__class__ = _partial_classes.setdefault((kind, names), _partial_class(kind, names))
+    key = type(module), names
+    if key not in _partial_classes:
+        _partial_classes[key] = _partial_class(*key)
+    module.__class__ = _partial_classes[key]
 
 
 def _partial_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:

@@ -5,6 +5,7 @@ Importing that takes longer than staging a model, so this is imported where tens
 
 from __future__ import annotations
 
+import copyreg
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta, TensorProperties
 
 from engine.checkpoint.dcp_metadata import MetadataUnpickler
+
+# The first versions of Python 3.11 pickle an item of an Enum as a call of getattr, which scanners of pickles report.
+copyreg.pickle(_MEM_FORMAT_ENCODING, lambda item: (type(item), (item.value,)))
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:

@@ -20,6 +20,8 @@ import torch
 
 METADATA = "torch.distributed.checkpoint.metadata"
 FILES = "torch.distributed.checkpoint.filesystem"
+MEMORY_FORMAT = "_MEM_FORMAT_ENCODING"  # the one Enum in METADATA
+_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")  # by their values
 
 
 class Described:
@@ -51,6 +53,14 @@ def stand_in(module: str, name: str) -> type[Described]:
     return type(name, (Described,), {"kind": (module, name)})
 
 
+def _memory_format(kind: type, name: str) -> Any:
+    """Stands for getattr, by which early versions of Python 3.11 (Debian's 3.11.2) pickle an item of an Enum; others
+    pickle a call with its value."""
+    if getattr(kind, "__name__", None) != MEMORY_FORMAT or name not in _MEMORY_FORMATS:
+        raise pickle.UnpicklingError(f"it takes {name} of {kind}, which no checkpoint of ours does")
+    return kind(_MEMORY_FORMATS.index(name))
+
+
 class MetadataUnpickler(pickle.Unpickler):
     """Reads metadata with torch's own classes, and refuses every name that no metadata contains."""
 
@@ -65,6 +75,8 @@ class MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it, and no other
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if (
             name in self._ALLOWED.get(module, ())
             or (module == METADATA and not name.startswith("__"))

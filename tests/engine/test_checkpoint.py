@@ -1,5 +1,6 @@
 """Saved on any mesh, loaded on any other, bit for bit; complete or absent; damage is named."""
 
+import copyreg
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import engine_toys as toys
 import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import engine
 from engine.checkpoint import atomic_directory, check_manifest, dcp, files, load_model, save_model, stored_tensors
@@ -243,6 +245,32 @@ def test_any_python_reads_the_metadata_of_any_other(saved):
     mean = torch.zeros(3)
     dcp.read(saved / "model", {"mean": mean})
     assert mean.eq(9).all()
+
+
+def test_the_first_versions_of_python_3_11_read_and_write_what_others_do(tmp_path, monkeypatch):
+    """They pickle an item of an Enum as getattr(class, name): nothing of ours is written so, and torch's is read."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda item, _: (getattr, (type(item), item.name)))
+    save(tmp_path / "saved", 3, 1, {})
+    path = tmp_path / "saved" / "model" / ".metadata"
+    ours, before = path.read_bytes(), stored_tensors(tmp_path / "saved")
+    assert b"MEM_FORMAT" in ours and b"getattr" not in ours
+
+    monkeypatch.delitem(copyreg.dispatch_table, _MEM_FORMAT_ENCODING)
+    theirs = pickle.dumps(pickle.loads(ours), protocol=4)
+    assert b"builtins" in theirs and b"getattr" in theirs and b"TORCH_CONTIGUOUS_FORMAT" in theirs
+    path.write_bytes(theirs)
+    assert stored_tensors(tmp_path / "saved") == before
+    mean = torch.zeros(3)
+    dcp.read(path.parent, {"mean": mean})
+    assert mean.eq(9).all()
+    described = stored_metadata(tmp_path / "saved", "model")
+    assert pickled(described) != theirs and pickle.loads(pickled(described)) == pickle.loads(theirs)
+
+    path.write_bytes(theirs.replace(b"TORCH_CONTIGUOUS_FORMAT", b"__class__.from_bytes___"))
+    with pytest.raises(ValueError, match="it takes __class__.from_bytes___ of .*, which no checkpoint of ours does"):
+        stored_tensors(tmp_path / "saved")
+    with pytest.raises(RuntimeError, match="it takes __class__.from_bytes___ of"):
+        dcp.read(path.parent, {"mean": mean})
 
 
 def test_metadata_of_a_later_torch_is_read(saved):

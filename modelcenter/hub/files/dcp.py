@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint import check_manifest
-from engine.checkpoint.dcp_metadata import FILES, METADATA, Described, pickled, stand_in, stored_metadata
+from engine.checkpoint.dcp_metadata import FILES, MEMORY_FORMAT, METADATA, Described, pickled, stand_in, stored_metadata
 from modelcenter.convert.pieces import Box, box_numel, full_box
 from modelcenter.hub.files.adapter_files import refuse_adapter_tensors
 from modelcenter.hub.files.reader import FileSource
@@ -199,7 +199,7 @@ def write_metadata(directory: Path, infos: Mapping[str, DCPTensorInfo]) -> None:
             index = describe("MetadataIndex", fqn=name, offset=offsets, index=number)
             places[index] = stand_in(FILES, "_StorageInfo")(state=place)
         # As TensorProperties gives its state: dtype, layout, requires_grad, memory format (0: contiguous), pinned.
-        kind = (info.dtype, torch.strided, False, stand_in(METADATA, "_MEM_FORMAT_ENCODING")(0), False)
+        kind = (info.dtype, torch.strided, False, stand_in(METADATA, MEMORY_FORMAT)(0), False)
         properties = stand_in(METADATA, "TensorProperties")(state=kind)
         size = torch.Size(info.shape)
         entries[name] = describe("TensorStorageMetadata", properties=properties, size=size, chunks=chunks)

@@ -14,8 +14,8 @@ SIZES = (0, 1, 17, 511, 513, 1000, 40_003)  # around the kernel's block of 512 a
 KINDS = [  # mode, parameter, gradient, moments
     ("plain", F32, F32, F32), ("plain", F32, BF16, F32), ("plain", F32, F16, BF16),
     ("master", BF16, BF16, F32), ("master", F16, F16, F32), ("master", BF16, F32, BF16), ("master", F32, BF16, F32),
-    ("remainder", BF16, BF16, F32), ("remainder", BF16, F32, BF16),
-    ("random", BF16, BF16, F32), ("random", BF16, F16, BF16),
+    ("remainder", BF16, BF16, F32), ("remainder", BF16, F32, BF16), ("remainder", BF16, BF16, BF16),
+    ("random", BF16, BF16, F32), ("random", BF16, F16, BF16), ("random", BF16, BF16, BF16),
 ]  # fmt: skip
 IDS = ["-".join(str(part).removeprefix("torch.") for part in kind) for kind in KINDS]
 
@@ -83,7 +83,9 @@ class Case:
         elif mode == "remainder":
             self.aux = [torch.zeros(n, dtype=torch.int16) for n in sizes]
             fused.split_master_(values, self.p, self.aux)
-        self.places = [x for i, n in enumerate(sizes) for x in (i, max(1, n // 3), n, 5)] if mode == "random" else []
+        self.places = []
+        if mode == "random":  # within rows that are long, short or cross where 32 bits end
+            self.places = [x for i, n in enumerate(sizes) for x in (i, max(1, n // 3), n, 2**32 - n // 6)]
         if mode == "remainder" or mode == "master" or p == F32:
             self.before = [x.double() for x in values]
         else:

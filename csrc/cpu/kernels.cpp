@@ -87,17 +87,17 @@ MC_INLINE void formula(const Scalars s, float scale, const float* __restrict g, 
   }
 }
 
-void round_at_random(const float* __restrict w, uint16_t* __restrict p, const Place& place, uint32_t salt,
-                     int64_t first, int64_t n) {
+// Cuts elements [first, first + n) of a shard into runs whose places in the whole tensor follow one another and share
+// their upper 32 bits, and calls body(offset, length, lower bits of the first, upper bits) for each: arithmetic in 32
+// bits takes half the vectors.
+template <class Body>
+MC_INLINE void for_runs(const Place& place, int64_t first, int64_t n, const Body& body) {
   for (int64_t i = 0; i < n;) {
-    const int64_t left = place.inner - (first + i) % place.inner, run = n - i < left ? n - i : left;
-    const uint64_t start = place_of(place, first + i);
-    const float* __restrict x = w + i;
-    uint16_t* __restrict out = p + i;
-    for (int64_t k = 0; k < run; k++) {
-      const uint64_t here = start + (uint64_t)k;
-      out[k] = to_bf16_at_random(x[k], salt, (uint32_t)here, (uint32_t)(here >> 32));
-    }
+    const uint64_t here = place_of(place, first + i);
+    const int64_t same = ((int64_t)1 << 32) - (int64_t)(here & 0xFFFFFFFFu);
+    const int64_t row = place.inner - (first + i) % place.inner, left = n - i;
+    const int64_t run = row < same ? (row < left ? row : left) : (same < left ? same : left);
+    body(i, run, (uint32_t)here, (uint32_t)(here >> 32));
     i += run;
   }
 }
@@ -139,12 +139,61 @@ MC_INLINE void keep_values(const Slab& slab, const Types& types, int64_t i, cons
   if (types.mode == kMaster && !(types.stream && types.p == kBfloat16 && stream_out(w, p, n)))
     from_floats(w, place(slab.p, types.p, i), types.p, n);
   if (types.mode == kRemainder) each(n, [=](int64_t k) { split(w[k], p[k], low[k]); });
-  if (types.mode == kRandom) round_at_random(w, p, slab.place, salt, i, n);
+  if (types.mode == kRandom)
+    for_runs(slab.place, i, n, [=](int64_t offset, int64_t length, uint32_t low_place, uint32_t high_place) {
+      const float* __restrict x = w + offset;
+      uint16_t* __restrict out = p + offset;
+      for (int64_t k = 0; k < length; k++)
+        out[k] = to_bf16_at_random(x[k], salt, low_place + (uint32_t)k, high_place);
+    });
+}
+
+MC_INLINE float load(float x) { return x; }
+MC_INLINE float load(uint16_t x) { return from_bf16(x); }
+MC_INLINE void store(float& to, float x) { to = x; }
+MC_INLINE void store(uint16_t& to, float x) { to = to_bf16(x); }
+
+// n elements from i on, without the rooms: for bf16 parameters whose fp32 values are not in memory. Their steps move so
+// few bytes that what passes between rooms takes more time.
+template <class Formula, class Moment, bool kRandomly>
+MC_INLINE void one_pass(const Slab& slab, const Scalars s, float scale, int64_t i, int64_t n, uint32_t salt,
+                        uint32_t low_place, uint32_t high_place) {
+  const uint16_t* __restrict g = (const uint16_t*)slab.g + i;
+  uint16_t* __restrict p = (uint16_t*)slab.p + i;
+  int16_t* __restrict low = (int16_t*)slab.aux + i;
+  Moment* __restrict m = (Moment*)slab.m + i;
+  Moment* __restrict v = (Moment*)slab.v + i;
+  for (int64_t k = 0; k < n; k++) {
+    float w = kRandomly ? from_bf16(p[k]) : merge(p[k], low[k]), first = load(m[k]), second = 0.0f;
+    if (Formula::kMoments == 2) second = load(v[k]);
+    Formula::update(s, from_bf16(g[k]) * scale, w, first, second);
+    store(m[k], first);
+    if (Formula::kMoments == 2) store(v[k], second);
+    if (kRandomly) {
+      p[k] = to_bf16_at_random(w, salt, low_place + (uint32_t)k, high_place);
+    } else {
+      split(w, p[k], low[k]);
+    }
+  }
+}
+
+template <class Formula, class Moment>
+MC_INLINE void in_one_pass(const Slab& slab, const Types& types, const Scalars& s, float scale, uint32_t salt,
+                           int64_t begin, int64_t end) {
+  if (types.mode == kRemainder) return one_pass<Formula, Moment, false>(slab, s, scale, begin, end - begin, 0, 0, 0);
+  for_runs(slab.place, begin, end - begin, [&](int64_t offset, int64_t n, uint32_t low_place, uint32_t high_place) {
+    one_pass<Formula, Moment, true>(slab, s, scale, begin + offset, n, salt, low_place, high_place);
+  });
 }
 
 template <class Formula>
 void update(const Slab& slab, const Types& types, const Scalars& s, float scale, uint32_t salt, int64_t begin,
             int64_t end) {
+  const bool long_runs = types.mode == kRandom && slab.place.inner >= kBlock;  // short ones would be no vectors
+  if ((types.mode == kRemainder || long_runs) && types.g == kBfloat16) {
+    if (types.m == kFloat) return in_one_pass<Formula, float>(slab, types, s, scale, salt, begin, end);
+    return in_one_pass<Formula, uint16_t>(slab, types, s, scale, salt, begin, end);
+  }
   alignas(64) float room_g[kBlock], room_w[kBlock], room_m[kBlock], room_v[kBlock];
   const bool second = Formula::kMoments == 2;
   for (int64_t i = begin; i < end; i += kBlock) {

@@ -15,11 +15,12 @@ __attribute__((weak)) const CpuKernels& kernels_avx512() { return kernels_plain(
 struct Form {
   const char* name;
   int mode, p, aux;  // the types of the parameters, and of what is beside them
+  int64_t row = 13;  // how many elements follow one another in the whole tensor
 };
 static const Form kForms[] = {
     {"plain", kPlain, kFloat, -1},           {"master bf16", kMaster, kBfloat16, kFloat},
     {"master f16", kMaster, kHalf, kFloat},  {"remainder", kRemainder, kBfloat16, kBfloat16},
-    {"random", kRandom, kBfloat16, -1},
+    {"random", kRandom, kBfloat16, -1},      {"random, long rows", kRandom, kBfloat16, -1, 700},
 };
 
 static void updates(bool odd) {
@@ -33,8 +34,8 @@ static void updates(bool odd) {
           Bytes p = numbers(n, form.p, odd), m = numbers(n, m_type, odd), v = numbers(n, m_type, odd, true);
           Bytes aux = form.aux < 0 ? Bytes() : form.aux == kFloat ? numbers(n, kFloat, odd) : codes(2 * n);
           float step = 0.0f;
-          Slab slab{p.data(), nullptr, m.data(), v.data(), aux.data(), &step, n, {7, 13, 29, (int64_t)1 << 32},
-                    nullptr, nullptr, 0};
+          const Place place{7, form.row, 900, ((int64_t)1 << 32) - 600};
+          Slab slab{p.data(), nullptr, m.data(), v.data(), aux.data(), &step, n, place, nullptr, nullptr, 0};
           const Types types{form.p, g_type, m_type, form.mode, form.mode == kMaster};
           for (int turn = 1; turn <= 3; turn++) {
             const Bytes g = numbers(n, g_type, odd);

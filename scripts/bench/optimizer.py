@@ -112,7 +112,7 @@ def rows_of(
         ("fp32", "fp32", "deepspeed_fp32", bandwidth),
         ("bf16 with masters", "bf16_master", "deepspeed_bf16", fewer),
         ("bf16 with masters as remainders", "bf16_remainder", "deepspeed_bf16", fewer),
-        ("bf16 with masters as remainders and bf16 moments", "bf16_remainder_bf16_moments", "deepspeed_bf16", bandwidth),
+        ("bf16, masters as remainders, bf16 moments", "bf16_remainder_bf16_moments", "deepspeed_bf16", bandwidth),
         ("bf16 without masters, rounded at random", "bf16_random", "deepspeed_bf16", bandwidth),
     ):
         if theirs in large:

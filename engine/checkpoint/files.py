@@ -160,7 +160,7 @@ def _replace(path: Path, target: Path) -> None:
     """
     if not target.exists():
         path.rename(target)
-    elif not _exchange_names(path, target):
+    elif not exchange_names(path, target):
         old = target.parent / f".{target.name}.old-{uuid.uuid4().hex[:8]}"
         target.rename(old)
         path.rename(target)
@@ -168,7 +168,7 @@ def _replace(path: Path, target: Path) -> None:
     _fsync(target.parent)
 
 
-def _exchange_names(one: Path, other: Path) -> bool:
+def exchange_names(one: Path, other: Path) -> bool:
     """Let two directories exchange their names in one step; False if the system or the file system has no such step."""
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "renameat2"):  # Linux has it

@@ -125,7 +125,7 @@ def local_directory(name: str) -> Path | None:
             f"({', '.join(WEIGHT_SUFFIXES)})"
         )
     if not path.exists():
-        # Between the two renames of put_in_place nothing has the name.
+        # Where put_in_place cannot exchange names, there is a moment in which nothing has this one.
         for old in path.parent.glob(f".{glob.escape(path.name)}.replaced-*"):
             raise ValueError(
                 f"no such directory: {path}. A save that was killed was replacing it; {old} is it: rename it, or save "

@@ -14,8 +14,10 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 import modelcenter as mc
+from engine.checkpoint.files import exchange_names
 from modelcenter.convert.bert import ARCH
 from modelcenter.hub.conversion import convert
+from modelcenter.hub.files import atomic_directory
 from modelcenter.hub.files.atomic_directory import new_directory
 from modelcenter.hub.files.json_files import write_json
 from modelcenter.hub.files.safetensors import SafetensorsWriter, parse_size, plan_files, safetensors_header
@@ -307,7 +309,16 @@ def test_two_saves_at_once(tmp_path):
     assert tree(tmp_path) == {"out/config.json": b"first"}
 
 
-def test_killed_while_it_takes_the_place_of_the_old_one(tmp_path):
+@pytest.fixture(params=[True, False], ids=["names are exchanged", "names are given one after the other"])
+def exchanges(request, tmp_path_factory, monkeypatch):
+    """Whether two directories exchange their names in one step."""
+    if request.param:
+        return exchange_names(tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other"))
+    monkeypatch.setattr(atomic_directory, "exchange_names", lambda one, other: False)
+    return False
+
+
+def test_killed_while_it_takes_the_place_of_the_old_one(tmp_path, exchanges):
     """Wherever it stops, what has the name is whole, and the next save brings back what was somebody's own."""
     target, before = tmp_path / "out", {"config.json": b"old", "notes.txt": b"mine", "runs/log": b"mine too"}
     wanted = {"config.json": b"newer", "notes.txt": b"mine", "runs/log": b"mine too"}
@@ -318,7 +329,7 @@ def test_killed_while_it_takes_the_place_of_the_old_one(tmp_path):
             (target / name).write_bytes(data)
         finished = in_a_process_that_dies(lambda: write_config(target, "new"), turn)
         found = tree(target) if target.exists() else {}
-        assert found.get("config.json") in (b"old", b"new", None) and ("config.json" in found or not found)
+        assert found.get("config.json") in (b"old", b"new") or not (found or exchanges)
         write_config(target, "newer")
         assert tree(target) == wanted and os.listdir(tmp_path) == ["out"], turn
         if finished:
@@ -327,8 +338,8 @@ def test_killed_while_it_takes_the_place_of_the_old_one(tmp_path):
 
 
 @pytest.mark.parametrize("behind", ["saving", "out"])
-def test_interrupted_while_it_takes_the_place_of_the_old_one(behind, tmp_path, monkeypatch):
-    """Where the old one has lost its name and the new one has not got it yet."""
+def test_interrupted_while_it_takes_the_place_of_the_old_one(behind, tmp_path, monkeypatch, exchanges):
+    """Where the new one has not got its name yet, and the old one may have lost it."""
     write_config(tmp_path / "out", "old")
     rename = Path.rename
 
@@ -339,7 +350,12 @@ def test_interrupted_while_it_takes_the_place_of_the_old_one(behind, tmp_path, m
             raise KeyboardInterrupt
         return rename(path, target)
 
+    def stop(one, other):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
+        if exchanges and behind == "out":
+            patch.setattr(atomic_directory, "exchange_names", stop)
         patch.setattr(Path, "rename", interrupted)
         with pytest.raises(KeyboardInterrupt):
             write_config(tmp_path / "out", "new")
@@ -364,7 +380,8 @@ def in_a_process_that_dies(work, after):
 
         return call
 
-    for where, name in ((os, "rename"), (os, "unlink"), (os, "rmdir"), (Path, "rename")):
+    steps = [(os, "rename"), (os, "unlink"), (os, "rmdir"), (Path, "rename"), (atomic_directory, "exchange_names")]
+    for where, name in steps:
         setattr(where, name, counted(getattr(where, name)))
     work()
     os._exit(0)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from engine.checkpoint.files import sync_to_disk
+from engine.checkpoint.files import exchange_names, sync_to_disk
 from modelcenter.hub.files.locks import locked
 from modelcenter.hub.files.names import MANIFEST_FILE, is_replaced
 
@@ -78,15 +78,8 @@ def put_in_place(scratch: Path, target: Path) -> None:
     if not target.exists():
         scratch.rename(target)
         return
-    old = target.parent / f".{target.name}.replaced-{secrets.token_hex(4)}"
     shutil.copymode(target, scratch)
-    try:
-        target.rename(old)
-        scratch.rename(target)
-    except BaseException:  # an interruption too must not leave nothing of that name
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise
+    old = _exchange(scratch, target) or _rename_both(scratch, target)
     try:
         _carry_over(old, target)
     except OSError as error:
@@ -96,14 +89,49 @@ def put_in_place(scratch: Path, target: Path) -> None:
         ) from error
 
 
+def _exchange(scratch: Path, target: Path) -> Path | None:
+    """Let the two exchange their names at once, so that readers always find one of them. Returns where the old one is;
+    None, with nothing changed, if the system has no such step."""
+    # Its number tells, after a kill, which of the two has this name.
+    number = scratch.stat().st_ino
+    place = target.parent / f".{target.name}.exchanged-{number}"
+    try:
+        scratch.rename(place)
+        exchange_names(place, target)
+    finally:
+        if place.exists() and place.stat().st_ino == number:
+            place.rename(scratch)
+    return place if place.exists() else None
+
+
+def _rename_both(scratch: Path, target: Path) -> Path:
+    """Rename one after the other, with a moment in which nothing has the name. Returns where the old one is."""
+    old = target.parent / f".{target.name}.replaced-{secrets.token_hex(4)}"
+    try:
+        target.rename(old)
+        scratch.rename(target)
+    except BaseException:  # an interruption too must not leave nothing of that name
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+    return old
+
+
 def finish_replacing(target: Path) -> None:
     """Finish what put_in_place began in a process that was killed.
 
-    Where it had not named the new directory yet, the old one gets its name back; else its files that stay move over.
+    Where it had not named the new directory yet, the old one keeps its name or gets it back; else its files that stay
+    move over.
     """
     for left in target.parent.glob(f".{glob.escape(target.name)}.discarded-*"):
         shutil.rmtree(left, ignore_errors=True)
-    for old in target.parent.glob(f".{glob.escape(target.name)}.replaced-*"):
+    replaced = [*target.parent.glob(f".{glob.escape(target.name)}.replaced-*")]
+    for place in target.parent.glob(f".{glob.escape(target.name)}.exchanged-*"):
+        if place.name.endswith(f"-{place.stat().st_ino}"):  # the new one: they were not exchanged
+            shutil.rmtree(place, ignore_errors=True)
+        else:
+            replaced.append(place)
+    for old in replaced:
         if target.exists():
             _carry_over(old, target)
         else:

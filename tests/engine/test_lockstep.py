@@ -1,18 +1,21 @@
 """Loops that fall out of step end on every rank, with the name of the rank that did, within the timeout."""
 
+import functools
 import itertools
 import os
 import signal
 import time
 from collections import defaultdict
 
+import engine_toys as toys
 import pytest
 import torch
 import torch.distributed as dist
 
 import engine
+import modelcenter as mc
 from engine import lockstep
-from engine.testing import Pool
+from engine.testing import Pool, run
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +157,36 @@ def test_a_rank_that_is_lost_in_accumulate_is_named(how):
 def noted(how):
     text, _ = accumulates(how)
     raise RuntimeError(text)
+
+
+def messages_that_do_not_come(what):
+    """What rank 0 says of another that sends nothing, over groups that torch made with a timeout of half an hour."""
+    sizes = {"a stage": {"pp_size": 2}, "a shard": {"dp_replicate": 2}}[what]
+    engine.init_distributed(**sizes)
+    if what == "a stage":
+        model = mc.from_config("tiny/bert", "base", num_layers=2)
+        held = engine.checkpoint.named_tensors(model)
+        call = functools.partial(engine.checkpoint.whole_tensor, model, held, "layers.1.mlp.up.weight")
+    else:
+        with toys.several_machines():
+            call = functools.partial(engine.shard(toys.build()), toys.microbatch(0)[0])
+    call()
+    engine.init_distributed(**sizes, timeout=1)
+    if engine.rank():
+        return time.sleep(3)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        call()
+    return str(error.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("what", ["a stage", pytest.param("a shard", marks=pytest.mark.full)])
+def test_messages_between_two_ranks_keep_to_the_timeout(what):
+    text, seconds = run(messages_that_do_not_come, 4, what)[0]
+    assert seconds < 2.5, text
+    if what == "a stage":
+        assert text.startswith("rank 0 waited for rank 2, whose stage of the model (pp_size) is another, to exchange ")
+        assert "layers.1.mlp.up.weight, and it did not come (timeout: 1 s)" in text
 
 
 # -- what is said, without ranks --------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from engine.ops.layout import WORDS
+from engine.parallel.gloo.point_to_point import wait_for
 from engine.parallel.gloo.sharded_embedding import is_sharded_embedding
 
 _BLOCK = 128  # elements
@@ -53,7 +54,7 @@ class BlockSparseParts:
     def add_into(self, output: torch.Tensor) -> None:
         """Wait for the parts and add them up, in the order of the ranks."""
         for work in self._asked:
-            work.wait()
+            wait_for(work)
         coming: dict[int, tuple[Any, torch.Tensor]] = {}
         for r, which in self._which.items():
             size = int(which.sum()) * _BLOCK + len(output) % _BLOCK
@@ -65,10 +66,10 @@ class BlockSparseParts:
                 output.add_(self._own)
                 continue
             work, part = coming.pop(r)
-            work.wait()
+            wait_for(work)
             _add_packed(output, part, self._which[r])
         for work, _ in self._sent:
-            work.wait()
+            wait_for(work)
 
 
 def _filled(part: torch.Tensor) -> torch.Tensor:

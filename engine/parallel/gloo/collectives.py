@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from engine.parallel.fsdp import gather_ahead, sums_are_only_viewed
 from engine.parallel.gloo.block_sparse import BlockSparseParts, has_gathered_embedding
-from engine.parallel.gloo.point_to_point import send_parts
+from engine.parallel.gloo.point_to_point import send_parts, wait_for
 from engine.parallel.gloo.sharded_embedding import TABLE_BYTES
 from engine.parallel.gloo.shared_memory import Message, SharedMemory, share_memory
 from engine.torch_compat import in_backward, when_backward_ends
@@ -50,7 +50,7 @@ class _GlooMessage:
     def parts(self) -> list[torch.Tensor]:
         """Wait for what each rank has sent, in the order of the ranks, and this rank's own."""
         for work in self._works:
-            work.wait()
+            wait_for(work)
         return self._parts
 
     def done(self) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from engine.ops.autograd import once_differentiable
 from engine.ops.embeddings import Embedding
-from engine.parallel.gloo.point_to_point import send_parts
+from engine.parallel.gloo.point_to_point import send_parts, wait_for
 from engine.tensors import shard_of
 
 TABLE_BYTES = 2**18  # of a part; a smaller one is gathered sooner than its rows are asked for
@@ -112,7 +112,7 @@ class _RowExchange:
     def swap(self, send: Sequence[torch.Tensor], into: Sequence[torch.Tensor], tag: int) -> None:
         """Send ``send[r]`` to each other rank r and receive ``into[r]`` from it."""
         for work in send_parts(send, into, self.group, tag):
-            work.wait()
+            wait_for(work)
 
 
 class _LookUp(torch.autograd.Function):

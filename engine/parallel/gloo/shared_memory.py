@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.parallel.gloo.point_to_point import send_parts
+from engine.parallel.gloo.point_to_point import send_parts, wait_for
 from engine.torch_compat import all_gather_flat
 
 # For the messages of a model that are under way. The system gives a page when it is first used, and the first places
@@ -140,17 +140,17 @@ class Message:
         found = {memory.group.rank(): own}
         others = len(memory.others)
         for work in self._works[:others]:
-            work.wait()
+            wait_for(work)
         memory.read_by_all(min(int(self._received[rank][1]) for rank in memory.others))
         for rank in memory.others:
             place = int(self._received[rank][0])
             if place == _NO_PLACE:
                 found[rank] = torch.empty_like(own)
-                dist.recv(found[rank], group=memory.group, group_src=rank, tag=self._gloo_tag)
+                wait_for(dist.irecv(found[rank], group=memory.group, group_src=rank, tag=self._gloo_tag))
             else:
                 found[rank] = at(memory.others[rank], place, own)
         for work in self._works[others:]:
-            work.wait()
+            wait_for(work)
         return [found[rank] for rank in range(len(found))]
 
     def done(self) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from engine import runtime
 from engine.collectives import gather_objects
 from engine.names import clean_name, model_tensors, state_dict_tensors
+from engine.parallel.gloo.point_to_point import wait_for
 from engine.parallel.pipeline.p2p import Neighbours
 from engine.parallel.pipeline.schedule import split_units
 from engine.registry import ABSENT, set_stages, stages_of
@@ -95,6 +96,8 @@ def whole_tensor(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> 
 
     Args:
         tensors: what this rank holds of the model, by name.
+
+    Raises RuntimeError: the stage that has it did not come within the timeout of ``init_distributed``.
     """
     stages, held = stages_of(model), tensors.get(name)
     full = held.full_tensor() if isinstance(held, DTensor) else held
@@ -106,11 +109,25 @@ def whole_tensor(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> 
     group = stages.mesh["pp"].get_group()
     if stages.rank == owner:
         assert full is not None
-        dist.send(full.contiguous(), group=group, group_dst=0)
+        full = full.contiguous()
+        _wait_for_stage(dist.isend(full, group=group, group_dst=0), name, group, 0)
     elif stages.rank == 0:
         full = torch.empty_like(stages.whole[name], device=runtime.device())
-        dist.recv(full, group=group, group_src=owner)
+        _wait_for_stage(dist.irecv(full, group=group, group_src=owner), name, group, owner)
     return full
+
+
+def _wait_for_stage(work: Any, name: str, group: dist.ProcessGroup, other: int) -> None:
+    """Wait until this tensor has gone to the other stage of the group, or has come from it."""
+    try:
+        wait_for(work)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {runtime.rank()} waited for rank {dist.get_global_rank(group, other)}, whose stage of the model "
+            f"(pp_size) is another, to exchange {name}, and it did not come (timeout: {runtime.last_timeout():g} s). A "
+            "rank that raised or was killed says so in its own output; one that hangs is shown by `py-spy dump`. torch "
+            f"said: {str(error).strip().splitlines()[0]}"
+        ) from error
 
 
 def remove_tensors(module: nn.Module) -> None:

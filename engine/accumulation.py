@@ -19,6 +19,7 @@ from engine.optim.checks import mark_gradients_averaged
 from engine.parallel.fp32_accumulation import accumulate_in_fp32
 from engine.parallel.fsdp import drop_pass, set_reduce_unused
 from engine.parallel.pipeline.execution import pipeline_of
+from engine.parallel.scalars import left_to_caller
 from engine.parallel.shard import sharded_roots
 from engine.registry import zero_level
 from engine.torch_compat import all_gather_flat
@@ -101,7 +102,7 @@ def accumulate(
         batches = list(_padded(microbatches, needed, empty))
         pipeline.check_same(batches)
         held = pipeline.take_shared_gradients(model)
-    with accumulate_in_fp32(model), _reduce_lazily(roots, unequal=fewest < needed) as set_last:
+    with accumulate_in_fp32(model), _reduce_lazily(roots, unequal=fewest < needed) as set_last, left_to_caller():
         if pipeline is not None:
             total = pipeline.train(model, batches, loss_of, run_backward, set_last)
         else:
@@ -245,7 +246,8 @@ def _average_plain_gradients(model: nn.Module) -> None:
             same.append([])
         same[-1].append(parameter.grad)
     for bucket in (b for same in buckets.values() for b in same if b):
-        flat = torch.cat([g.reshape(-1).float() for g in bucket])
+        wide = torch.promote_types(bucket[0].dtype, torch.float32)
+        flat = torch.cat([g.reshape(-1).to(wide) for g in bucket])
         dist.all_reduce(flat)
         flat /= runtime.world_size()
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):

@@ -35,7 +35,12 @@ def assert_on_device(true: torch.Tensor, message: str) -> None:
 
 def in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread, such as one that recomputes a forward."""
-    return torch._C._current_graph_task_id() != -1
+    return running_backward() != -1
+
+
+def running_backward() -> int:
+    """The number of the backward pass that autograd is running on this thread; -1: none."""
+    return torch._C._current_graph_task_id()
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:

@@ -41,13 +41,14 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Token labelling; `scale` is smaller than any number of ranks, `rope` a buffer that no checkpoint holds."""
+    """Token labelling; `scale` is smaller than any number of ranks, or without dimensions (`number`), `rope` a buffer
+    that no checkpoint holds."""
 
-    def __init__(self, tied: bool = False, frozen: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, tied: bool = False, frozen: bool = False, dropout: float = 0.0, number: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(Block(dropout=dropout) for _ in range(3))
-        self.scale = nn.Parameter(torch.ones(1))
+        self.scale = nn.Parameter(torch.ones(() if number else 1))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.register_buffer("rope", torch.arange(WIDTH).float() / 10, persistent=False)
         if tied:

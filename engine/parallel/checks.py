@@ -95,13 +95,15 @@ def check_units(units: Mapping[nn.Module, list[tuple[str, nn.Parameter]]]) -> No
     Args:
         units: the (name, parameter) pairs that each has of its own.
     """
+    settings = runtime.current()
     for unit, members in units.items():
-        if number := next((name for name, p in members if p.ndim == 0), None):
+        number = next((name for name, p in members if p.ndim == 0), None)
+        if number is not None and settings.tp_size * settings.pp_size > 1:
             raise ValueError(
-                f"parameter {clean_name(number)} has no dimensions, and a single number cannot be sharded: give it the "
-                "shape (1,)"
+                f"parameter {clean_name(number)} has no dimensions, and a single number takes no part in tp_size="
+                f"{settings.tp_size} and pp_size={settings.pp_size}: give it the shape (1,)"
             )
-        by_dtype = {p.dtype: name for name, p in members if p.requires_grad}
+        by_dtype = {p.dtype: name for name, p in members if p.requires_grad and p.ndim}
         if len(by_dtype) > 1:
             text = " and ".join(f"{clean_name(name)} is {dtype}" for dtype, name in by_dtype.items())
             remedy = "Policy(precision='bf16'), which keeps all trainable ones in fp32"

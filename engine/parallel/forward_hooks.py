@@ -29,6 +29,7 @@ from engine.parallel.fsdp import (
     reshard,
 )
 from engine.parallel.gloo.collectives import GlooCollectives
+from engine.parallel.scalars import Scalars
 from engine.torch_compat import in_backward
 
 # Models whose last forward has left parameters gathered: a step would not reach them, and the next forward uses them.
@@ -49,6 +50,7 @@ class ForwardHooks:
         self._started = False
         self._record: Any = None  # FSDP's of one parameter
         self._dtype: torch.dtype | None = None
+        self._scalars: Scalars | None = None
 
     def watch(self) -> None:
         """Register the hooks on the model and on its units."""
@@ -58,7 +60,7 @@ class ForwardHooks:
         model.register_forward_hook(self.leave, always_call=True)
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
-                before_backward(unit, _refuse_create_graph)
+                before_backward(unit, self._before_backward)
                 if unit is not model:
                     unit.register_forward_pre_hook(self._enter_unit, prepend=True)
         mark_sharded(model, gathered_parameters)
@@ -96,6 +98,11 @@ class ForwardHooks:
             return
         _with_gathered.add(model)
 
+    def _before_backward(self) -> None:
+        _refuse_create_graph()
+        if self._scalars is not None:
+            self._scalars.average_later()
+
     def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """``method``, counted as a call of the model, so that a forward inside it does not free what it still uses."""
 
@@ -130,6 +137,7 @@ class ForwardHooks:
         check_hooks(model)
         assert isinstance(model, FSDPModule)
         make_root(model)  # else FSDP takes the first unit that is called for it
+        self._scalars = Scalars(model)
         if (record := record_of_a_shard(model)) is not None:
             self._record, self._dtype = record, record.sharded_param.dtype
         if torch.is_inference_mode_enabled():

@@ -48,7 +48,7 @@ def shard(
 
     Args:
         model: any module, on any device or meta (then call ``engine.materialize``). Tied and frozen parameters, odd
-            sizes and parameters smaller than the number of ranks are fine.
+            sizes and parameters smaller than the number of ranks, single numbers too, are fine.
         units: modules whose parameters are gathered together; None: ``model.shard_units()``, or the blocks found
             (``transformers``' ``_no_split_modules``, else the items of the outermost ModuleLists). A unit that shares
             a parameter with another is left to the root.
@@ -59,8 +59,8 @@ def shard(
 
     Raises:
         ValueError: a unit is not part of the model, a method is missing, a unit mixes trainable dtypes or yields, a
-            parameter has no dimensions, an inner module is already sharded, or the model cannot be split as tp_size and
-            cp_size say.
+            parameter has no dimensions (with tp_size or pp_size), an inner module is already sharded, or the model
+            cannot be split as tp_size and cp_size say.
     """
     return lay_over_ranks(model, units, policy, forward_methods, tp_plan, over_stages=bool(_pipelined_lists(model)))
 
@@ -156,7 +156,11 @@ def _shard_units(
     # What is gathered last in forward stays, as the root's own parameters do (None): backward needs it first.
     if order and settings.pp_size == 1:
         STAYS_GATHERED.set(order[-1], True)
-    left = {p for p in model.parameters() if p.numel() == 0}  # FSDP's kernels refuse them; each rank has all of them
+    # What FSDP refuses; each rank has all of them.
+    left = {p for p in model.parameters() if p.numel() == 0 or p.ndim == 0}
+    for parameter in left:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(runtime.device())
     if mesh.ndim == 1 and over_gloo(mesh) and settings.tp_size * settings.pp_size == 1:
         left |= shard_embeddings(model, mesh, order, policy.compute_dtype)
     # Inner units first: each takes the parameters below it that no unit has taken.

@@ -26,11 +26,53 @@ def trained(level, plan, dp_replicate=1, units="found", kwargs=None):
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("kwargs", [{}, {"tied": True}, {"frozen": True}], ids=["plain", "tied", "frozen"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"tied": True}, {"frozen": True}, {"number": True}],
+    ids=["plain", "tied", "frozen", "number"],
+)
 def test_two_ranks_train_as_one_process(two, level, kwargs):
     expected = toys.truth(toys.build(**kwargs), TWO)
     for found in two.run(trained, level, TWO, 1, "found", kwargs):
         toys.assert_same(found, expected)
+
+
+class Numbers(nn.Module):
+    """Numbers of which the first rank uses the first alone, and the second is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = torch.float32, torch.float32, torch.bfloat16, torch.complex64, torch.float32
+        self.numbers = nn.ParameterList(torch.tensor(2, dtype=kind) for kind in kinds)
+        self.numbers[1].requires_grad_(False)
+        self.unit = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x):
+        first, frozen, small, wide, _ = self.numbers
+        with_all = first * frozen * small.float() * (wide * (1 + 2j)).real
+        return self.unit(x) * (first if engine.rank() == 0 and engine.world_size() > 1 else with_all)
+
+
+def in_a_loop_of_its_own(level):
+    engine.init_distributed(zero_level=level)
+    model = Numbers()
+    nn.init.ones_(model.unit.weight)
+    engine.shard(model, units=[model.unit])
+    for x in ([1.0], [2.0]):  # gradients add up
+        model(torch.tensor(x)).sum().backward()
+    return {n: None if p.grad is None else toys.whole(p.grad) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.full), 3])
+def test_gradients_of_single_numbers_are_averaged_in_any_backward(two, level):
+    model = Numbers()
+    nn.init.ones_(model.unit.weight)
+    first, second = model.unit(torch.ones(1)) * model.numbers[0], model(torch.ones(1))
+    (3 * (first + second) / 2).sum().backward()
+    for found in two.run(in_a_loop_of_its_own, level):
+        for name, parameter in model.named_parameters():
+            text = f"{name}: {found[name]} and {parameter.grad}"
+            torch.testing.assert_close(found[name], parameter.grad, msg=text)
 
 
 @pytest.mark.parametrize("units", ["root", "inner"])
@@ -211,18 +253,12 @@ def test_bad_arguments(two):
         two.run(mixed_dtypes)
     with pytest.raises(RuntimeError, match="module layers.0 is already sharded"):
         two.run(inner_first)
-    with pytest.raises(RuntimeError, match=r"parameter 1.scale has no dimensions.* give it the shape \(1,\)"):
-        two.run(shard_odd, Number)
+    with pytest.raises(RuntimeError, match=r"parameter scale has no dimensions.* tp_size=2 .* the shape \(1,\)"):
+        two.run(split_number)
     with pytest.raises(RuntimeError, match="forward of unit Yields yields"):
         two.run(shard_odd, Yields)
     with pytest.raises(RuntimeError, match="complex64.* name the modules of the complex ones with units="):
         two.run(shard_odd, Complex)
-
-
-class Number(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.0))
 
 
 class Complex(nn.Linear):
@@ -242,6 +278,11 @@ class Yields(nn.Linear):
 def shard_odd(kind):
     model = nn.Sequential(nn.Linear(2, 2), kind())
     engine.shard(model, units=[model[1]])
+
+
+def split_number():
+    engine.init_distributed(tp_size=2)
+    engine.shard(toys.build(number=True), tp_plan=toys.TP_PLAN)
 
 
 def mixed_dtypes():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,13 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.lockstep import watched
+from engine.names import clean_name
 from engine.optim.checks import mark_gradients_averaged
 from engine.parallel.fp32_accumulation import accumulate_in_fp32
-from engine.parallel.fsdp import drop_pass, set_reduce_unused
+from engine.parallel.fsdp import drop_pass, reducing_unused, reshard
 from engine.parallel.pipeline.execution import pipeline_of
 from engine.parallel.scalars import left_to_caller
 from engine.parallel.shard import sharded_roots
-from engine.registry import zero_level
+from engine.registry import LEAVES_UNUSED, stages_of, zero_level
 from engine.torch_compat import all_gather_flat
 
 _MAX_TERMS = 16  # room for this many loss terms in the one collective that agrees on the counts
@@ -53,7 +56,7 @@ def accumulate(
             loss term divided by ``totals[term]``, the number of items of the term in the global batch (at least 1).
         counts: ``counts(microbatch)`` is {term: number of items} (at most 16 terms).
         empty: makes a microbatch without items, with which a rank that has fewer microbatches takes part. Its loss
-            must depend on the parameters (with gradients of zero).
+            must depend on the parameters (with gradients of zero); one that no other microbatch uses has no gradient.
         backward: called with the loss in place of ``loss.backward()``, such as ``OptimManager.backward``.
 
     Returns:
@@ -74,7 +77,8 @@ def accumulate(
             f"pp_size is {runtime.current().pp_size}, but this {type(model).__name__} is not split into stages: call "
             "engine.shard(model) first (a PipelineTransformerBlockList trains in a loop of its own, by loss.backward())"
         )
-    steps, fewest, totals = _agree_on_counts(list(microbatches), counts, empty)
+    unsure = LEAVES_UNUSED.get(model) is not False
+    steps, fewest, unsure, totals = _agree_on_counts(list(microbatches), counts, empty, unsure)
     needed = steps if pipeline is None else pipeline.round_up(steps)
     if needed > steps and empty is None:
         raise ValueError(
@@ -82,6 +86,7 @@ def accumulate(
             f"microbatches, there are {steps}: pass empty= so that they can be filled up"
         )
     roots = sharded_roots(model)
+    uses = _Uses(model, notes=fewest < needed or unsure)
 
     def loss_of(microbatch: Any, step: int) -> torch.Tensor:
         loss = forward(microbatch, totals)
@@ -97,18 +102,22 @@ def accumulate(
         # Reduction averages over the data; the loss is a part of a global mean already.
         (backward or torch.Tensor.backward)(loss * size if size > 1 else loss)
 
+    def before_backward(step: int, modules: list[Any] | None = None) -> None:
+        uses.counted, uses.modules = step < len(microbatches), None if modules is None else set(modules)
+        set_last(step == needed - 1, modules)
+
     summed = None
     if pipeline is not None:
         batches = list(_padded(microbatches, needed, empty))
         pipeline.check_same(batches)
         held = pipeline.take_shared_gradients(model)
-    with accumulate_in_fp32(model), _reduce_lazily(roots, unequal=fewest < needed) as set_last, left_to_caller():
+    with accumulate_in_fp32(model), _reduce_lazily(roots) as set_last, uses.watch(roots), left_to_caller():
         if pipeline is not None:
-            total = pipeline.train(model, batches, loss_of, run_backward, set_last)
+            total = pipeline.train(model, batches, loss_of, run_backward, before_backward)
         else:
             total = torch.zeros(())
             for step, microbatch in enumerate(_padded(microbatches, needed, empty)):
-                set_last(step == needed - 1)
+                before_backward(step)
                 loss = loss_of(microbatch, step)
                 part = loss.detach().to(torch.float32, copy=True)
                 total = total + part if step else part  # to copy the zero to a GPU would be to wait for it
@@ -117,8 +126,9 @@ def accumulate(
                 run_backward(loss)
     if pipeline is not None:
         pipeline.sum_shared_gradients(model, held)
+    used = uses.agreed()
     if runtime.world_size() > 1:
-        _average_plain_gradients(model)
+        _average_plain_gradients(model, used)
         (summed or _begin_sum(total)).wait()
         total /= runtime.model_ranks()  # which all have the loss of their one batch
     return total
@@ -137,9 +147,13 @@ def _padded(microbatches: Sequence[Any], needed: int, empty: Callable[[], Any] |
 
 
 def _agree_on_counts(
-    microbatches: list[Any], counts: Callable[[Any], Mapping[str, int]], empty: Callable[[], Any] | None
-) -> tuple[int, int, dict[str, int]]:
-    """(most microbatches of a rank, fewest, {term: items in the global batch}), with one collective."""
+    microbatches: list[Any],
+    counts: Callable[[Any], Mapping[str, int]],
+    empty: Callable[[], Any] | None,
+    unsure: bool,
+) -> tuple[int, int, bool, dict[str, int]]:
+    """(most microbatches of a rank, fewest, whether any is unsure, {term: items in the global batch}), with one
+    collective."""
     size = runtime.world_size()
     own: dict[str, int] = {}
     failure: Exception | None = None
@@ -159,9 +173,9 @@ def _agree_on_counts(
     if size == 1:
         if not microbatches:
             raise ValueError("accumulate was given no microbatches")
-        return len(microbatches), len(microbatches), {term: max(1, own[term]) for term in terms}
+        return len(microbatches), len(microbatches), unsure, {term: max(1, own[term]) for term in terms}
     row = [int(failure is not None), len(microbatches), int(empty is not None), zlib.crc32("\n".join(terms).encode())]
-    row += [own[term] for term in terms] + [0] * (_MAX_TERMS - len(terms))
+    row += [own[term] for term in terms] + [0] * (_MAX_TERMS - len(terms)) + [int(unsure)]
     table = torch.empty(size, len(row), dtype=torch.int64, device=runtime.message_device())
     all_gather_flat(table.view(-1), torch.tensor(row, dtype=torch.int64, device=table.device))
     rows = table.tolist()
@@ -182,17 +196,17 @@ def _agree_on_counts(
     together, pipes = runtime.model_ranks(), size // runtime.current().pp_size
     for rank in range(size):
         first = rank % pipes // together * together
-        if rows[rank] != rows[first]:
+        if rows[rank][:-1] != rows[first][:-1]:
             raise ValueError(
                 f"ranks {first} and {rank} compute one batch together (pp_size, tp_size, cp_size) but were given other "
                 "microbatches: split the data by engine.data_rank() and engine.data_size()"
             )
     sums = {term: sum(row[4 + i] for row in rows[:pipes:together]) for i, term in enumerate(terms)}
-    return max(numbers), min(numbers), {term: max(1, n) for term, n in sums.items()}
+    return max(numbers), min(numbers), any(row[-1] for row in rows), {term: max(1, n) for term, n in sums.items()}
 
 
 @contextmanager
-def _reduce_lazily(roots: list[Any], unequal: bool) -> Iterator[Callable[..., None]]:
+def _reduce_lazily(roots: list[Any]) -> Iterator[Callable[..., None]]:
     """Yields a function to call before each backward with whether it is the last, of all or of some modules of the one
     root; leaves the usual state behind, and after an exception no gradients that were not reduced."""
 
@@ -210,10 +224,6 @@ def _reduce_lazily(roots: list[Any], unequal: bool) -> Iterator[Callable[..., No
                 module.set_reshard_after_backward(last or level == 3, recurse=False)
 
     try:
-        if unequal:
-            # An empty microbatch may skip a part of the model that others use; all ranks must reduce the same.
-            for root in roots:
-                set_reduce_unused(root, True)
         yield set_last
     except BaseException:
         for root in roots:  # else they would be a part of the next global batch: zero_grad does not reach them
@@ -221,24 +231,91 @@ def _reduce_lazily(roots: list[Any], unequal: bool) -> Iterator[Callable[..., No
         raise
     finally:
         set_last(True)
-        if unequal:
-            for root in roots:
-                set_reduce_unused(root, False)
+
+
+class _Uses:
+    """Which parameters the microbatches of a step use.
+
+    Ranks need not use the same ones: experts are for some tokens, and a rank without a further microbatch runs an empty
+    one, which may skip a part of the model, or use one that no other does. All ranks must reduce the same, so what one
+    does not use it reduces as zeros. But what none uses is to have no gradient, as in one process: weight decay and the
+    count of steps depend on that. To agree on it takes a collective, which is left out until a rank has had a parameter
+    that it did not use (in the step where that is new, what none uses has a gradient of zero).
+
+    Attributes:
+        notes: whether to agree, at the end of this step.
+        counted: whether what is used now is, and not by an empty microbatch.
+        modules: of FSDP, that the backward under way reaches; None: all.
+    """
+
+    def __init__(self, model: nn.Module, notes: bool) -> None:
+        self._model, self.notes, self.counted = model, notes, True
+        self.modules: set[nn.Module] | None = None
+        self._noted, self._uses_all = set[torch.Tensor](), True
+        self._named: list[tuple[str, nn.Parameter]] = []
+        if notes:
+            reshard(model)  # the shards get the gradients, whatever a forward without a backward has left shown
+            self._named = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+        self._without = [p for _, p in self._named if p.grad is None]
+
+    @contextmanager
+    def watch(self, roots: list[Any]) -> Iterator[None]:
+        """Notes uses inside, and reduces what is not used."""
+        with reducing_unused(roots, self) as shards:
+            others = [p for _, p in self._named if p not in shards]
+            handles = [p.register_post_accumulate_grad_hook(self.note) for p in others]
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    def agreed(self) -> set[torch.Tensor] | None:
+        """The parameters that some rank has used; the others lose the gradients of this step. Collective, if they are
+        to agree, else None."""
+        LEAVES_UNUSED.set(self._model, bool(LEAVES_UNUSED.get(self._model)) or not self._uses_all)
+        if not self.notes:
+            return None
+        stages = stages_of(self._model)  # which have different ones
+        names = [name for name, _ in self._named] if stages is None else stages.parameters
+        noted = {name for name, p in self._named if p in self._noted}
+        unused = set(compress(names, map(operator.not_, _of_any_rank([name in noted for name in names]))))
+        for parameter in {p for name, p in self._named if name in unused}.intersection(self._without):
+            parameter.grad = None
+        return {p for name, p in self._named if name not in unused}
+
+    def note(self, parameter: torch.Tensor) -> None:
+        if self.counted:
+            self._noted.add(parameter)
+
+    def note_unused(self) -> None:
+        self._uses_all = False
+
+
+def _of_any_rank(flags: list[bool]) -> list[bool]:
+    """Each flag, whether any rank has it set; with one collective."""
+    if runtime.world_size() == 1:
+        return flags
+    found = torch.tensor(flags, dtype=torch.int32, device=runtime.message_device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in found.tolist()]
 
 
 @torch.no_grad()
-def _average_plain_gradients(model: nn.Module) -> None:
-    """Average, over all ranks, the gradients of parameters that are not sharded."""
+def _average_plain_gradients(model: nn.Module, used: set[torch.Tensor] | None) -> None:
+    """Average, over all ranks, the gradients of parameters that are not sharded.
+
+    Args:
+        used: the parameters that some rank has used, if that is known.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if not parameters:
         return
     mark_gradients_averaged(parameters)
-    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=runtime.message_device())
-    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    if used is None:
+        used = set(compress(parameters, _of_any_rank([p.grad is not None for p in parameters])))
     buckets: dict[torch.dtype, list[list[torch.Tensor]]] = {}
-    for parameter, is_used in zip(parameters, used.tolist(), strict=True):
-        if not is_used:
-            continue
+    for parameter in (p for p in parameters if p in used):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         same = buckets.setdefault(parameter.grad.dtype, [[]])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -20,26 +22,56 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def set_reduce_unused(root: FSDPModule, enabled: bool) -> None:
-    """Make parameters that got no gradient take part in the reduction with zeros."""
-    if hasattr(root, "set_reduce_scatter_unused_params"):  # torch 2.13
-        root.set_reduce_scatter_unused_params(enabled)
-        return
-    for unit in root.modules():  # type: ignore[attr-defined]
-        for group in _groups(unit) if isinstance(unit, FSDPModule) else ():
+class Uses(Protocol):
+    """Is told, in each backward, which parameters it used."""
+
+    notes: bool  # whether it wants to know the shards of those that got a gradient
+    modules: AbstractSet[torch.nn.Module] | None  # that the backward reaches; None: all
+
+    def note(self, shard: torch.Tensor) -> None:
+        """This parameter got a gradient."""
+
+    def note_unused(self) -> None:
+        """A parameter got none, and zeros were reduced for it."""
+
+
+@contextmanager
+def reducing_unused(roots: Iterable[FSDPModule], uses: Uses) -> Iterator[set[torch.Tensor]]:
+    """Inside, parameters that got no gradient take part in the reduction with zeros.
+
+    FSDP reduces those that got one: where these are not the same on all ranks, or (copies of shards) in all
+    microbatches, it takes one parameter's gradient for another's. Yields the shards of all parameters that FSDP has.
+    """
+    units = [unit for root in roots for unit in root.modules() if isinstance(unit, FSDPModule)]  # type: ignore[attr-defined]
+    groups = [group for unit in units for group in _groups(unit)]
+    for group in groups:
+        vars(group)["post_backward"] = functools.partial(_post_backward_with_zeros, group, uses)
+    try:
+        yield {p.sharded_param for group in groups for p in group.fsdp_params}
+    finally:
+        for group in groups:
             vars(group).pop("post_backward", None)
-            if enabled:
-                group.post_backward = functools.partial(_post_backward_with_zeros, group)
 
 
-def _post_backward_with_zeros(group: Any, *unused: Any) -> None:
-    """FSDP's own ``post_backward``, with the zeros that torch 2.13 puts in itself."""
-    for p in group.fsdp_params if group.reduce_grads else ():
-        if hasattr(p, "_unsharded_param") and p.unsharded_accumulated_grad is None:  # it has been gathered before
+def _post_backward_with_zeros(group: Any, uses: Uses, *_: Any) -> None:
+    """FSDP's own ``post_backward``, with zeros; torch 2.13 can put these in itself, but tells nobody where."""
+    gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    if uses.notes:
+        for p in gathered:
+            if p.unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None:
+                uses.note(p.sharded_param)
+    if group.reduce_grads and (uses.modules is None or not uses.modules.isdisjoint(group.modules)):
+        added_up = any(p.unsharded_accumulated_grad is not None for p in gathered)
+        for p in gathered:
             whole = p.unsharded_param
-            if whole.requires_grad and whole.grad is None:
+            if p.unsharded_accumulated_grad is not None or not whole.requires_grad:
+                continue
+            if whole.grad is None:
                 whole.grad = torch.zeros_like(whole)
-    type(group).post_backward(group, *unused)
+                uses.note_unused()
+            if added_up:
+                p.to_accumulated_grad_if_needed()  # FSDP reduces one dtype, and sums have that of the reduction
+    type(group).post_backward(group)
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

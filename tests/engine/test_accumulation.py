@@ -109,7 +109,7 @@ def test_backward_may_be_given_and_gradients_add_up():
     torch.testing.assert_close(model.head.weight.grad, 4 * once)
 
 
-def some_ranks_skip_a_module(by_hand):
+def some_ranks_skip_a_module():
     """An empty microbatch that leaves a part of the model out, next to one that uses it."""
 
     class Skipping(toys.Toy):
@@ -122,20 +122,91 @@ def some_ranks_skip_a_module(by_hand):
     model.__class__ = Skipping
     engine.shard(model, units=[])
     own = [toys.microbatch(0)] if engine.rank() == 0 else []
-    with pytest.MonkeyPatch.context() as torch_before:
-        if by_hand:
-            torch_before.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
-        engine.accumulate(model, own, toys.loss_of(model), toys.counts, toys.empty)
+    engine.accumulate(model, own, toys.loss_of(model), toys.counts, toys.empty)
     return {n: toys.whole(p.grad) for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["as torch can", "as before torch 2.13"])
-def test_an_empty_microbatch_may_skip_a_part_of_the_model(two, by_hand):
+def test_an_empty_microbatch_may_skip_a_part_of_the_model(two):
     model = toys.build()
     engine.accumulate(model, [toys.microbatch(0)], toys.loss_of(model), toys.counts)
-    for found in two.run(some_ranks_skip_a_module, by_hand):
+    for found in two.run(some_ranks_skip_a_module):
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad)
+
+
+class Chooser(nn.Module):
+    """A microbatch is the number of the part that it uses, 6 for all; an empty one uses the last, and no other does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.gate = nn.Parameter(torch.ones(3)), nn.Parameter(torch.tensor(2.0))
+        self.parts = nn.ParameterList(torch.full((3,), i + 1.0) for i in range(6))
+        self.parts[2].requires_grad_(False)
+
+    def forward(self, number: int) -> torch.Tensor:
+        part = self.parts[number].sum() if number < 6 else sum(part.sum() for part in self.parts)
+        part = part * (self.gate if number in (1, 6) else 1)
+        return (self.always.sum() + part) * (number + 1)
+
+
+def choices(level, precision, steps, dp_replicate=1):
+    """Gradients by name, None where there is none, after steps of (microbatches of each part of the data)."""
+    if engine.world_size() > 1:
+        engine.init_distributed(dp_replicate=dp_replicate)
+    model = Chooser()
+    if level is not None:
+        engine.shard(model, policy=engine.Policy(zero_level=level, precision=precision))
+    for step in steps:
+        own = step[engine.data_rank()] if engine.data_size() > 1 else sum(step, [])
+        forward = lambda number, totals: model(number) / totals["n"]  # noqa: E731
+        engine.accumulate(model, own, forward, lambda number: {"n": int(number >= 0)}, lambda: -1)
+    return {n: None if p.grad is None else toys.whole(p.grad).float() for n, p in model.named_parameters()}
+
+
+def check_choices(pool, level, precision, steps, **sizes):
+    expected = choices(None, None, steps)
+    assert {n for n, g in expected.items() if g is None} == {"parts.2", "parts.3", "parts.5"}
+    for found in pool.run(choices, level, precision, steps, *sizes.values()):
+        for name, gradient in expected.items():
+            if gradient is None:
+                assert found[name] is None, name
+            else:
+                torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# The fifth part has a gradient from before, which the second step keeps.
+STEPS = [[[4, 0], [4, 4]], [[0, 1, 1], [2]]]
+
+
+@pytest.mark.parametrize(
+    ("level", "precision"),
+    [
+        (None, "fp32"),
+        (1, "bf16"),
+        (3, "fp32"),
+        *(
+            pytest.param(level, precision, marks=pytest.mark.full)
+            for level, precision in itertools.product(range(4), ("fp32", "bf16"))
+            if (level, precision) not in [(1, "bf16"), (3, "fp32")]
+        ),
+    ],
+)
+def test_what_no_microbatch_uses_has_no_gradient(two, level, precision):
+    check_choices(two, level, precision, STEPS)
+
+
+def test_what_ranks_use_may_differ_from_one_step_to_the_next(two):
+    steps = [[[6], [6]], [[6], [0]], [[3], [4]]]
+    expected = choices(None, None, steps)
+    for found in two.run(choices, 3, "fp32", steps):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, msg=f"{name}: {found[name]} for {gradient}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("level", range(4))
+def test_so_it_has_none_with_copies_of_shards(four, level):
+    check_choices(four, level, "fp32", [[[4, 0], [0, 0], [4, 4], [0, 4]], [[0, 1, 1], [2], [], []]], dp_replicate=2)
 
 
 class Reader(nn.Module):

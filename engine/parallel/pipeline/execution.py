@@ -197,7 +197,7 @@ class Pipeline(Stages):
         batches: Sequence[Any],
         forward: Callable[[Any, int], Tensor],
         backward: Callable[[Tensor], None],
-        set_last: Callable[[bool, list[FSDPModule]], None],
+        before_backward: Callable[[int, list[FSDPModule]], None],
     ) -> Tensor:
         """Forward and backward of all microbatches; the sum of their losses, 0 except on the last stage.
 
@@ -206,7 +206,7 @@ class Pipeline(Stages):
         Args:
             forward: makes the loss of (microbatch, its number), by a call of ``model``.
             backward: of the loss, on the last stage.
-            set_last: told before each backward whether it is the last one of these modules.
+            before_backward: told before each backward the number of its microbatch, and the modules that it reaches.
 
         Raises RuntimeError, as ``forward`` does, where an exception ended an earlier step in the middle.
         """
@@ -222,7 +222,7 @@ class Pipeline(Stages):
                     flight[chunk, number] = turn.given, turn.output if loss is None else [loss]
                     continue
                 given, output = flight.pop((chunk, number))
-                set_last(number == len(batches) - 1, modules[chunk])
+                before_backward(number, modules[chunk])
                 if self._is_end(chunk):
                     backward(output[0])
                 else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -26,7 +25,7 @@ class Uses(Protocol):
     """Is told, in each backward, which parameters it used."""
 
     notes: bool  # whether it wants to know the shards of those that got a gradient
-    modules: AbstractSet[torch.nn.Module] | None  # that the backward reaches; None: all
+    modules: set[torch.nn.Module] | None  # that the backward reaches; None: all
 
     def note(self, shard: torch.Tensor) -> None:
         """This parameter got a gradient."""

@@ -103,7 +103,9 @@ def accumulate(
         (backward or torch.Tensor.backward)(loss * size if size > 1 else loss)
 
     def before_backward(step: int, modules: list[Any] | None = None) -> None:
-        uses.counted, uses.modules = step < len(microbatches), None if modules is None else set(modules)
+        uses.counted = step < len(microbatches)
+        if modules is not None:
+            uses.modules = set(modules)
         set_last(step == needed - 1, modules)
 
     summed = None
@@ -173,7 +175,7 @@ def _agree_on_counts(
     if size == 1:
         if not microbatches:
             raise ValueError("accumulate was given no microbatches")
-        return len(microbatches), len(microbatches), unsure, {term: max(1, own[term]) for term in terms}
+        return len(microbatches), len(microbatches), False, {term: max(1, own[term]) for term in terms}
     row = [int(failure is not None), len(microbatches), int(empty is not None), zlib.crc32("\n".join(terms).encode())]
     row += [own[term] for term in terms] + [0] * (_MAX_TERMS - len(terms)) + [int(unsure)]
     table = torch.empty(size, len(row), dtype=torch.int64, device=runtime.message_device())
@@ -245,12 +247,12 @@ class _Uses:
     Attributes:
         notes: whether to agree, at the end of this step.
         counted: whether what is used now is, and not by an empty microbatch.
-        modules: of FSDP, that the backward under way reaches; None: all.
+        modules: of FSDP, that take zeros, for the backward under way reaches them; None: all.
     """
 
     def __init__(self, model: nn.Module, notes: bool) -> None:
         self._model, self.notes, self.counted = model, notes, True
-        self.modules: set[nn.Module] | None = None
+        self.modules: set[nn.Module] | None = None if runtime.world_size() > 1 else set()
         self._noted, self._uses_all = set[torch.Tensor](), True
         self._named: list[tuple[str, nn.Parameter]] = []
         if notes:
@@ -294,8 +296,6 @@ class _Uses:
 
 def _of_any_rank(flags: list[bool]) -> list[bool]:
     """Each flag, whether any rank has it set; with one collective."""
-    if runtime.world_size() == 1:
-        return flags
     found = torch.tensor(flags, dtype=torch.int32, device=runtime.message_device())
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return [bool(flag) for flag in found.tolist()]

@@ -25,7 +25,7 @@ class Uses(Protocol):
     """Is told, in each backward, which parameters it used."""
 
     notes: bool  # whether it wants to know the shards of those that got a gradient
-    modules: set[torch.nn.Module] | None  # that the backward reaches; None: all
+    modules: set[torch.nn.Module] | None  # that take zeros, for the backward reaches them; None: all
 
     def note(self, shard: torch.Tensor) -> None:
         """This parameter got a gradient."""
@@ -59,13 +59,14 @@ def _post_backward_with_zeros(group: Any, uses: Uses, *_: Any) -> None:
         for p in gathered:
             if p.unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None:
                 uses.note(p.sharded_param)
-    if group.reduce_grads and (uses.modules is None or not uses.modules.isdisjoint(group.modules)):
+    if group.reduce_grads:
+        reached = uses.modules is None or not uses.modules.isdisjoint(group.modules)
         added_up = any(p.unsharded_accumulated_grad is not None for p in gathered)
         for p in gathered:
             whole = p.unsharded_param
             if p.unsharded_accumulated_grad is not None or not whole.requires_grad:
                 continue
-            if whole.grad is None:
+            if whole.grad is None and reached:
                 whole.grad = torch.zeros_like(whole)
                 uses.note_unused()
             if added_up:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import engine
 from engine.parallel.gloo import sharded_embedding
+from engine.testing import run
 
 
 def ragged(with_empty):
@@ -149,7 +150,7 @@ class Chooser(nn.Module):
         return (self.always.sum() + part) * (number + 1)
 
 
-def choices(level, precision, steps, dp_replicate=1):
+def choices(level, precision, steps, dp_replicate=1, forget=False):
     """Gradients by name, None where there is none, after steps of (microbatches of each part of the data)."""
     if engine.world_size() > 1:
         engine.init_distributed(dp_replicate=dp_replicate)
@@ -158,6 +159,8 @@ def choices(level, precision, steps, dp_replicate=1):
         engine.shard(model, policy=engine.Policy(zero_level=level, precision=precision))
     for step in steps:
         own = step[engine.data_rank()] if engine.data_size() > 1 else sum(step, [])
+        if forget:
+            model.zero_grad()
         forward = lambda number, totals: model(number) / totals["n"]  # noqa: E731
         engine.accumulate(model, own, forward, lambda number: {"n": int(number >= 0)}, lambda: -1)
     return {n: None if p.grad is None else toys.whole(p.grad).float() for n, p in model.named_parameters()}
@@ -201,6 +204,12 @@ def test_what_ranks_use_may_differ_from_one_step_to_the_next(two):
     for found in two.run(choices, 3, "fp32", steps):
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, msg=f"{name}: {found[name]} for {gradient}")
+
+
+def test_so_it_has_none_in_one_process():
+    expected = choices(None, None, [[[0, 3]]])
+    found = run(choices, 1, 1, "bf16", [[[6]], [[0, 3]]], 1, True)[0]
+    assert {n for n, g in found.items() if g is None} == {n for n, g in expected.items() if g is None}
 
 
 @pytest.mark.full

@@ -1,5 +1,8 @@
-"""Where the shipped data lives: inside the wheel under `modelcenter/`, beside the package in a checkout."""
+"""Paths: where the shipped data lives (inside the wheel under `modelcenter/`, beside the package in a checkout), and
+what a mistyped one may mean."""
 
+import difflib
+from contextlib import suppress
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -18,3 +21,12 @@ def model_configs_dir() -> Path:
 def scripts_dir() -> Path:
     """The folder of scripts, recipes and sample data."""
     return _shipped("scripts")
+
+
+def nearest_beside(path: Path) -> str:
+    """A sentence that offers what lies beside a path that does not exist, if its name is close; else empty."""
+    names: list[str] = []
+    with suppress(OSError):
+        names = [other.name for other in path.parent.iterdir()]
+    close = difflib.get_close_matches(path.name, names, 1, 0.7)
+    return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""

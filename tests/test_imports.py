@@ -39,11 +39,11 @@ RULES: dict[str, set[str]] = {
     "modelcenter.hub": {
         "torch", "numpy", "engine", "safetensors", "huggingface_hub",
         "modelcenter.convert", "modelcenter.registry", "modelcenter.config", "modelcenter._version",
-        "modelcenter.command_line",
+        "modelcenter._paths", "modelcenter.command_line",
     },
     "modelcenter.hub.tokenization_cpm": {"transformers", "rjieba"},  # imported when one of its tokenizers is loaded
     "modelcenter.auto": {"modelcenter.registry", "modelcenter.hub", "modelcenter.models"},
-    "modelcenter.data": {"torch", "numpy", "datasets", "pyarrow"},
+    "modelcenter.data": {"torch", "numpy", "datasets", "pyarrow", "modelcenter._paths"},
     "modelcenter.data.pretraining.masking": {"numpy", "rjieba"},
     "modelcenter.training": TOOLKIT | {"transformers", "yaml", "rich", "accelerate", "matplotlib"},
     "modelcenter.preprocess": {"modelcenter.data", "modelcenter.hub", "modelcenter.command_line"},

@@ -153,7 +153,7 @@ def _close_switches(cls: type[Flags], words: Sequence[str]) -> list[str]:
     if not any(field.metadata["positional"] for field in dataclasses.fields(cls)):
         return list(words)
     switches = {f"--{name}" for name, field in all_spellings(cls).items() if type_of(cls, field).scalar is bool}
-    switches |= {f"--{name}" for name, (_, table) in TRANSLATED.items() if True in table}
+    switches |= {f"--{name}" for name, meant in TRANSLATED.items() if True in meant.values}
     following = [*words[1:], ""]
     return [
         f"{word}=true" if word in switches and after.lower() not in BOOLEANS else word

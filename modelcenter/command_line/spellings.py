@@ -1,18 +1,29 @@
 """Other names of flags: aliases of the same values, and flags of other programs whose values are translated too."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from modelcenter.command_line.values import boolean
 
-# Flags of other programs whose values differ from ours: flag -> (our flag, {its value: ours; None: says nothing new}).
-TRANSLATED: dict[str, tuple[str, dict[Any, Any]]] = {
-    "bf16": ("precision", {True: "bf16", False: "fp32"}),
-    "gradient_checkpointing": ("recompute", {True: "full", False: "none"}),
-    "eval_strategy": ("eval_every", {"epoch": "epoch", "no": "never", "steps": None}),
-    "evaluation_strategy": ("eval_every", {"epoch": "epoch", "no": "never", "steps": None}),
-    "save_strategy": ("save_every", {"epoch": "epoch", "no": "never", "steps": None}),
-    "do_train": ("epochs", {True: None}),
+
+class Translation(NamedTuple):
+    """What another program's flag means: our flag, {its value: ours; None: says nothing new}, and where other values
+    lead, in words."""
+
+    ours: str
+    values: dict[Any, Any]
+    others: str
+
+
+_STRATEGIES = {"epoch": "epoch", "no": "never", "steps": None}
+# Flags of other programs whose values differ from ours.
+TRANSLATED = {
+    "bf16": Translation("precision", {True: "bf16", False: "fp32"}, "precision takes more"),
+    "gradient_checkpointing": Translation("recompute", {True: "full", False: "none"}, "recompute takes more"),
+    "eval_strategy": Translation("eval_every", _STRATEGIES, "eval_every takes more"),
+    "evaluation_strategy": Translation("eval_every", _STRATEGIES, "eval_every takes more"),
+    "save_strategy": Translation("save_every", _STRATEGIES, "save_every takes more"),
+    "do_train": Translation("epochs", {True: None}, "`modelcenter evaluate` and `predict` do not train"),
 }
 _PACKED = "rows are packed one after another, so there is no padding to save; leave it out"
 # Flags of other programs' training that have no counterpart: what to do instead.
@@ -40,7 +51,7 @@ def all_spellings(cls: Any) -> dict[str, str]:
 def translated(cls: Any) -> list[str]:
     """Those flags of other programs that mean a flag of this configuration."""
     names = {field.name for field in dataclasses.fields(cls)}
-    return [name for name, (ours, _) in TRANSLATED.items() if ours in names]
+    return [name for name, meant in TRANSLATED.items() if meant.ours in names]
 
 
 def what_instead(cls: Any, name: str) -> str | None:
@@ -54,11 +65,8 @@ def translate(name: str, value: Any) -> tuple[str, Any]:
     Raises:
         ValueError: a value that the other program does not have.
     """
-    ours, values = TRANSLATED[name]
+    ours, values, others = TRANSLATED[name]
     value = boolean(name, value) if True in values else "no" if value is False else value  # YAML reads no as False
     if value not in values:
-        more = f"{ours} takes more"
-        if name == "do_train":
-            more = "`modelcenter evaluate` and `predict` do not train"
-        raise ValueError(f"{name}: got {value!r}, expected {' or '.join(map(str, values))}; {more}")
+        raise ValueError(f"{name}: got {value!r}, expected {' or '.join(map(str, values))}; {others}")
     return ours, values[value]

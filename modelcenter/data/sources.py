@@ -3,7 +3,6 @@ splits."""
 
 from __future__ import annotations
 
-import difflib
 import glob
 import re
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from modelcenter._paths import nearest_beside
 from modelcenter.data.readers import READERS, read_files
 from modelcenter.data.readers.compression import suffix_of
 from modelcenter.data.table import Origin, Table
@@ -136,15 +136,8 @@ def _local_splits(spec: str) -> dict[str, list[Path]]:
         if not paths:
             raise ValueError(f"{spec}: no file matches this pattern")
         return {"train": paths}
-    hint = _did_you_mean(path) if path.parent.is_dir() else f" ({path.parent} does not exist)"
+    hint = f".{nearest_beside(path)}" if path.parent.is_dir() else f" ({path.parent} does not exist)"
     raise ValueError(f"{spec}: no such file or directory{hint}")
-
-
-def _did_you_mean(path: Path) -> str:
-    """The hint of a message where a file or folder of nearly this name exists; else ""."""
-    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, 1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
 def label_file_of(path: str | Path) -> Path | None:
@@ -182,8 +175,8 @@ def _directory_splits(path: Path) -> dict[str, list[Path]]:
 def hub_error(name: str, error: Exception) -> ValueError:
     """The error for a data set that the Hub does not give."""
     reason = str(error).strip().split("\n")[0] or type(error).__name__
-    message = f"{name}: neither a file or directory here nor a data set that the Hub gives: {reason}"
-    return ValueError(message + _did_you_mean(Path(name)))
+    message = f"{name}: neither a file or directory here nor a data set that the Hub gives: {reason.rstrip('.')}."
+    return ValueError(message + nearest_beside(Path(name)))
 
 
 def _hub_source(name: str, config: str | None) -> Source:

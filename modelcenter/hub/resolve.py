@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from modelcenter._paths import nearest_beside
 from modelcenter.convert.legacy.translation import LegacyNetwork
 from modelcenter.hub.files.adapter_files import describe_adapter
 from modelcenter.hub.files.json_files import read_json
@@ -18,7 +19,6 @@ from modelcenter.hub.remote.download import (
     download_file,
     download_weights,
     from_hub_or_cache,
-    nearest_beside,
 )
 from modelcenter.registry import model_type_of, preset
 

@@ -87,7 +87,7 @@ def test_hidden_folders_are_no_data(tmp_path):
 
 
 def test_nothing_there(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"trian_all.tsv: no such file or directory; did you mean .*train_all.tsv"):
+    with pytest.raises(ValueError, match=r"trian_all.tsv: no such file or directory. Did you mean '.*train_all.tsv'"):
         sources.find(str(folder / "trian_all.tsv"))
     with pytest.raises(ValueError, match="no file matches this pattern"):
         sources.find(str(folder / "*.jsonl"))
@@ -183,7 +183,7 @@ def test_hub_name_that_is_none(monkeypatch, tmp_path):
     fake_hub(monkeypatch, ConnectionError("Couldn't reach 'nosuch'"))
     (tmp_path / "reviews").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="reveiws: neither .* Couldn't reach 'nosuch'; did you mean reviews?"):
+    with pytest.raises(ValueError, match=r"reveiws: neither .* Couldn't reach 'nosuch'\. Did you mean 'reviews'\?"):
         sources.find("reveiws")
     with pytest.raises(
         ValueError, match="nosuch: neither a file or directory here nor a data set that the Hub gives: Could"

@@ -3,7 +3,6 @@
 Every failure is one ValueError that says which repository or file, why, and what to do.
 """
 
-import difflib
 import errno
 import logging
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import engine
+from modelcenter._paths import nearest_beside
 from modelcenter.hub.files.adapter_files import describe_adapter
 from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, WEIGHT_FILES
 from modelcenter.hub.files.weight_index import index_files
@@ -173,15 +173,6 @@ def is_offline(options: HubOptions) -> bool:
     from huggingface_hub import constants
 
     return options.local_files_only or constants.is_offline_mode()
-
-
-def nearest_beside(path: Path) -> str:
-    """A sentence that offers what lies beside a path that does not exist, if its name is close."""
-    names: list[str] = []
-    with suppress(OSError):
-        names = [other.name for other in path.parent.iterdir()]
-    close = difflib.get_close_matches(path.name, names, 1, 0.7)
-    return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
 
 
 def _nearest(name: str) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from modelcenter.data.readers.literals import pandas_columns, parse_json
+from modelcenter.data.readers.literals import pandas_columns, parse_json, parse_objects
 from modelcenter.data.readers.parsed import ParsedFile, columns_of
 from modelcenter.data.readers.squad import flatten_questions, is_nested
 from modelcenter.data.readers.text_encoding import decode_text
 from modelcenter.data.schemas.column_names import ALL_TEXT_NAMES
 
+_BLOCK = 100  # lines that are parsed at once
 _ROWS = frozenset(("data", "rows", "examples"))  # beside which there may be lists of other things
 _WORD_LISTS = frozenset(("words", "tokens"))  # columns that hold a list in each row
 _MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})  # what a message of a conversation has
@@ -84,23 +86,28 @@ def _single_object(path: Path, document: dict[str, Any], lines: Sequence[int] | 
 
 
 def _parse_lines(path: Path, text: str) -> ParsedFile:
-    rows, numbers = [], []
+    rows: list[dict[str, Any]] = []
+    numbers: list[int] = []
     # Not splitlines(): JSON strings may hold U+2028 and its like unescaped.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line or line.isspace():
-            continue
-        try:
-            row = parse_json(line)
-        except json.JSONDecodeError as error:
-            shown = line.strip() if len(line) < 80 else line.strip()[:77] + "..."
-            raise ValueError(
-                f"{path}, line {number}: not valid JSON ({error.msg}, column {error.colno}): {shown}"
-            ) from None
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"{path}, line {number}: got {line.strip()[:60]}, "
-                'expected a JSON object such as {"text": ..., "label": ...}'
-            )
-        rows.append(row)
-        numbers.append(number)
+    numbered = ((number, line) for number, line in enumerate(text.split("\n"), 1) if line and not line.isspace())
+    while block := list(itertools.islice(numbered, _BLOCK)):
+        found = parse_objects([line for _, line in block])
+        rows += [_parse_line(path, *each) for each in block] if found is None else found
+        numbers += [number for number, _ in block]
     return ParsedFile(columns_of(rows), numbers)
+
+
+def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = parse_json(line)
+    except json.JSONDecodeError as error:
+        shown = line.strip() if len(line) < 80 else line.strip()[:77] + "..."
+        raise ValueError(
+            f"{path}, line {number}: not valid JSON ({error.msg}, column {error.colno}): {shown}"
+        ) from None
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"{path}, line {number}: got {line.strip()[:60]}, "
+            'expected a JSON object such as {"text": ..., "label": ...}'
+        )
+    return row

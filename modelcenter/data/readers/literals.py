@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ def _constant(name: str) -> float | None:
     return None if name == "NaN" else float(name.replace("Infinity", "inf"))
 
 
+_MARK = secrets.token_hex(8)  # between lines that are parsed at once: a text that no file has
+_BETWEEN = f',"{_MARK}",'
 _decode = json.JSONDecoder(parse_constant=_constant).decode
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half a character: two make one
 _ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F])|.)", re.DOTALL)
@@ -30,17 +33,42 @@ def parse_json(text: str) -> Any:
         JSONDecodeError: no JSON, a text cut in the middle of a character, which can be neither tokenised nor written,
             or what Python has no room for: a number of thousands of digits, lists within thousands of lists.
     """
-    if _SURROGATE.search(text):
-        half = next((match for match in _ESCAPE.finditer(text) if match[1]), None)
-        if half is not None:
-            escape = text[half.start() : half.start() + 6]
-            raise json.JSONDecodeError(f"{escape} is half a character; remove it or write \\ufffd", text, half.start())
+    _check_halves(text)
+    return _parse_whole(text)
+
+
+def _check_halves(text: str) -> None:
+    if not _SURROGATE.search(text):
+        return
+    half = next((match for match in _ESCAPE.finditer(text) if match[1]), None)
+    if half is not None:
+        escape = text[half.start() : half.start() + 6]
+        raise json.JSONDecodeError(f"{escape} is half a character; remove it or write \\ufffd", text, half.start())
+
+
+def _parse_whole(text: str) -> Any:
     try:
         return _decode(text)
     except json.JSONDecodeError:
         raise
     except (ValueError, RecursionError):  # which say neither what is too large nor where
         raise json.JSONDecodeError("a number has too many digits, or lists are too deep", text, 0) from None
+
+
+def parse_objects(lines: Sequence[str]) -> list[dict[str, Any]] | None:
+    """The JSON object of each line, parsed all at once, which is nearly twice as fast; None where some line may be no
+    object, which `parse_json` of each by itself then shows."""
+    text = f"[{_BETWEEN.join(lines)}]"
+    try:
+        if _SURROGATE.search(text):
+            for line in lines:
+                _check_halves(line)
+        values = _parse_whole(text)
+    except json.JSONDecodeError:
+        return None
+    # Lines that are no values, such as `{"a": 1` and `"b": 2}`, may make one together: then a mark is not where it was.
+    rows, marks = values[::2], values[1::2]
+    return rows if marks == [_MARK] * (len(lines) - 1) and set(map(type, rows)) == {dict} else None
 
 
 def parse_list(text: str) -> list[Any] | None:

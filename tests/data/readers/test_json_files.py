@@ -1,10 +1,12 @@
 """json, jsonl and ndjson: their layouts, and where a message says the mistake is."""
 
 import json
+import re
 
 import pytest
 from file_toys import read
 
+from modelcenter.data.readers.literals import parse_json, parse_objects
 from modelcenter.data.streams import FileRows
 
 ROWS = [{"text": "a b", "label": 1}, {"text": "caf\u00e9 \u2028 x", "label": 0}]
@@ -128,3 +130,58 @@ def test_half_a_character(tmp_path, content, place):
 def test_escapes_that_are_no_halves(tmp_path):
     row = {"text": "\U0001f600 \\ud83d \u00e9 \ud7ff\U0010ffff"}
     assert read(tmp_path, "a.jsonl", json.dumps(row) + "\n").columns == {"text": [row["text"]]}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ['{"a": 1', '"b": 2}'],  # an object, with a comma between its lines
+        ['{"a": 1', '"b": 2}', '{"c": 3}, {"d": 4}'],  # and as many objects as lines
+        ['{"a": [{}', "{}]}", '{"c": 3}, {"d": 4}'],
+        ['{"a": [{}', "{}]}", "{}, {}, {}"],
+        ['{"a": "', '"}'],
+        ['{"a": [1', "2]}"],
+        ["{}], [{}"],
+        ["{}", "1, 2"],
+        ['{}, "", {}'],
+        ["{}", "[]"],
+        ["{}", "{} {}"],
+        ["{}", "{},"],
+        ["{}", '{"a": 1, }'],
+        ["{}", '{"a": %s}' % ("9" * 5000)],
+        ["{}", '{"a": %s}' % ("[" * 100_000 + "]" * 100_000)],
+        ["{}", '{"a": "' + chr(92) + 'ud800"}'],
+    ],
+)
+@pytest.mark.parametrize("before", [0, 2500])
+def test_lines_are_read_as_if_by_themselves(tmp_path, lines, before):
+    """Though many are parsed at once: the same rows, and the same line is named."""
+    path, many = tmp_path / "a.jsonl", ['{"n": 1}', "", " {}\r"] * (before // 3)
+    expected = None
+    for number, line in enumerate(lines, len(many) + 1):
+        try:
+            row = parse_json(line)
+        except ValueError as error:
+            expected = rf"a\.jsonl, line {number}: not valid JSON \({re.escape(error.msg)}, column {error.colno}\)"
+            break
+        if not isinstance(row, dict):
+            expected = rf"a\.jsonl, line {number}: got {re.escape(line[:60])}, expected a JSON object"
+            break
+    assert expected is not None
+    with pytest.raises(ValueError, match=expected):
+        read(tmp_path, path.name, "\n".join([*many, *lines, "{}"]))
+
+
+def test_rows_that_are_parsed_at_once(tmp_path):
+    assert parse_objects(['{"a": [1, {}]}', ' {"b": NaN}\t', "{}"]) == [{"a": [1, {}]}, {"b": None}, {}]
+    rows = [
+        '{"a": 1, "a": 2, "b": NaN}',
+        ' {"a": "b"}\t',
+        '{"a": {"x": [1, {}]}}',
+        "",
+        '{"a": 1e400, "b": 12345678901234567890}',
+    ]
+    table = read(tmp_path, "a.jsonl", "\n".join(rows * 700))
+    assert table.columns["a"] == [2, "b", {"x": [1, {}]}, float("inf")] * 700
+    assert table.columns["b"] == [None, None, None, 12345678901234567890] * 700
+    assert [int(table.where(i).rpartition(" ")[2]) for i in (0, 3, 4, 2799)] == [1, 5, 6, 3500]

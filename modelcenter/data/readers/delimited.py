@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -63,23 +64,40 @@ def has_space_before_quotes(text: str, delimiter: str) -> bool:
 
 def _quoted_rows(path: Path, text: str, delimiter: str, skip_space: bool = False) -> tuple[list[list[str]], list[int]]:
     """(rows that are not empty, the line at which each begins)."""
-    rows, numbers, start = [], [], 1
+    rows, numbers = [], []
     limit = csv.field_size_limit(MAX_FIELD_SIZE)
-    lines = io.StringIO(text, newline="")
-    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=skip_space, strict=True)
+    lines = io.StringIO(text, newline="\n")  # a carriage return by itself ends no line
     try:
-        for row in reader:
+        for row, start in csv_rows(path, lines, delimiter, skip_space):
             if any(row):
                 rows.append(row)
                 numbers.append(start)
-            start = reader.line_num + 1
-    except csv.Error as error:
-        raise ValueError(
-            f'{path}, line {start}: a quoted field is not closed properly ({error}); inside quotes write " as ""'
-        ) from None
     finally:
         csv.field_size_limit(limit)
     return rows, numbers
+
+
+def csv_rows(path: Path, lines: Iterable[str], delimiter: str, skip_space: bool) -> Iterator[tuple[list[str], int]]:
+    """The rows of lines with their ends, and the line at which each begins, from 1.
+
+    Raises:
+        ValueError: quotes that are not closed properly, or a carriage return outside quotes that ends no line.
+    """
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=skip_space, strict=True)
+    start = 1
+    try:
+        for row in reader:
+            yield row, start
+            start = reader.line_num + 1
+    except csv.Error as error:
+        if str(error).startswith("new-line character"):
+            raise ValueError(
+                f"{path}, line {reader.line_num}: a carriage return (\\r) outside quotes, where lines end in line "
+                "feeds; make it a line feed if a row ends there, else remove it or put the field in quotes"
+            ) from None
+        raise ValueError(
+            f'{path}, line {start}: a quoted field is not closed properly ({error}); inside quotes write " as ""'
+        ) from None
 
 
 def _named_columns(path: Path, rows: list[list[str]], numbers: list[int]) -> ParsedFile:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from modelcenter.data.readers.compression import COMPRESSED, open_bytes, suffix_of
-from modelcenter.data.readers.delimited import MAX_FIELD_SIZE, find_delimiter, has_space_before_quotes
+from modelcenter.data.readers.delimited import MAX_FIELD_SIZE, csv_rows, find_delimiter, has_space_before_quotes
 from modelcenter.data.readers.headers import column_names, is_header, repeated_header_error
 from modelcenter.data.readers.literals import parse_json
 from modelcenter.data.readers.parquet import rows_from
@@ -111,7 +111,7 @@ def _delimited_rows(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | 
         delimiter = find_delimiter(first)
         csv.field_size_limit(MAX_FIELD_SIZE)
         skip_space = has_space_before_quotes("".join(start), delimiter)
-        rows = csv.reader(lines, delimiter=delimiter, skipinitialspace=skip_space, strict=True)
+        rows = (row for row, _ in csv_rows(path, lines, delimiter, skip_space))
     rows = _check_width(path, rows)
     head = list(itertools.islice(rows, 1001))
     filled = [row for row in head if row]
@@ -132,16 +132,13 @@ def _delimited_rows(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | 
 
 def _check_width(path: Path, rows: Iterator[list[str]]) -> Iterator[list[str]]:
     """The rows, those of empty fields as []; an error for one that is wider or narrower than the first."""
-    width = number = 0
-    try:
-        for number, row in enumerate(rows, 1):
-            if any(row):
-                width = width or len(row)
-                if len(row) != width:
-                    raise ValueError(f"{path}, row {number}: {len(row)} fields where the first row has {width}")
-            yield row if any(row) else []
-    except csv.Error as error:
-        raise ValueError(f"{path}, after row {number}: a quoted field is not closed properly ({error})") from None
+    width = 0
+    for number, row in enumerate(rows, 1):
+        if any(row):
+            width = width or len(row)
+            if len(row) != width:
+                raise ValueError(f"{path}, row {number}: {len(row)} fields where the first row has {width}")
+        yield row if any(row) else []
 
 
 def _parquet_rows(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None, Cursor]]:

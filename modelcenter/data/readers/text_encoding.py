@@ -15,6 +15,11 @@ def decode_text(path: Path, raw: bytes) -> str:
         ValueError: the file is not UTF-8: the first such line, how many there are, and a likely encoding; UTF-16 that
             is damaged or cut off.
     """
+    text = _decode(path, raw)
+    return text.replace("\r", "\n") if "\r" in text and "\n" not in text else text
+
+
+def _decode(path: Path, raw: bytes) -> str:
     if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
         try:
             return raw.decode("utf-16")
@@ -22,8 +27,7 @@ def decode_text(path: Path, raw: bytes) -> str:
             place = f"{error.reason}, byte {error.start}"
             raise ValueError(f"{path}: begins as UTF-16, but is damaged or cut off ({place})") from None
     try:
-        text = raw.decode("utf-8-sig")
-        return text.replace("\r", "\n") if "\r" in text and "\n" not in text else text
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         bad, lines = _lines_not_utf8(raw.split(b"\n")), raw.count(b"\n") + (raw[-1:] != b"\n")
         line, byte = raw.count(b"\n", 0, error.start) + 1, raw[error.start]

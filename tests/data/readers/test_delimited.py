@@ -40,11 +40,26 @@ def test_csv_long_field(tmp_path):
         ("text,label\na,1\nb,c,0\n", 3, "3 fields where the first line has 2"),
         ('text,label\na,1\n"b,0\nc,1\n', 3, "not closed"),
         ('text,label\n"a" b,1\n', 2, "not closed"),
+        (
+            'text,label\n"a\nb",1\nc\rd,0\n',
+            4,
+            r"a carriage return \(.r\) outside quotes, .* feeds; make it",
+        ),
+        ("text\na\rb\n", 2, "a carriage return"),
+        ('text,label\n"a\nb"\rc,1\n', 3, "a carriage return"),
     ],
 )
 def test_malformed_csv_names_the_line(tmp_path, content, line, says):
     with pytest.raises(ValueError, match=rf"a\.csv, line {line}: .*{says}"):
         read(tmp_path, "a.csv", content)
+    if "fields" not in says:  # of a row that is too wide the stream names the row
+        with pytest.raises(ValueError, match=rf"a\.csv, line {line}: .*{says}"):
+            list(FileRows([tmp_path / "a.csv"]).read())
+
+
+def test_carriage_returns_in_quotes_are_text(tmp_path):
+    table = read(tmp_path, "a.csv", 'text,label\r\n"a\rb",1\r\nc,0\r\n')
+    assert table.columns == {"text": ["a\rb", "c"], "label": ["1", "0"]} and table.where(1).endswith("line 3")
 
 
 def test_tsv_stray_quotes_do_not_merge_rows(tmp_path):

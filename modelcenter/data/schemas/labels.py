@@ -15,6 +15,9 @@ from modelcenter.data.readers.literals import parse_list, parse_lists
 
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 Where = Callable[[int], str]
+# Each row may have a whole number of its own as its label up to so many rows; of more than _MANY_LABELS numbers, there
+# must be two rows for each on average.
+_A_FEW_LABELS, _MANY_LABELS = 10, 100
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ def find_labels(
     Lists are multi-label, numbers with a fraction regression, anything else single label. Integer labels 0..k-1 keep
     their ids; other integers and strings are numbered in sorted order. names: class names that the source (or a
     fine-tuned model) gives, by id.
-    Raises ValueError for rows without a label, and where the labels found do not fit num_labels or problem_type.
+    Raises ValueError for rows without a label, where the labels found do not fit num_labels or problem_type, and,
+    without these, for whole numbers that hardly recur.
     """
     if problem_type in (None, "multi_label_classification"):
         values = parse_lists(values)
@@ -103,6 +107,8 @@ def find_labels(
         problem_type = _guess_type(values)
         if problem_type == "single_label_classification" and names is None:
             _check_single(values, where)
+            if num_labels is None:
+                _check_recurring_numbers(values, where)
     if problem_type == "regression":
         width = num_labels or (len(values[0]) if isinstance(values[0], list) else 1)
         _floats(values, where, width)  # raises for other values
@@ -223,6 +229,18 @@ def _check_single(values: Sequence[Any], where: Where) -> None:
                 f"{where(row)}: is the label {name!r} one or several? Give problem_type: multi_label_classification "
                 "takes it apart, single_label_classification as it is; a fraction has a point, not a comma"
             )
+
+
+def _check_recurring_numbers(values: Sequence[Any], where: Where) -> None:
+    """Raise ValueError for whole numbers of which few recur: numbers of rows, or values to predict."""
+    numbers = {_as_id(value) for value in values}
+    few = len(numbers) == len(values) if len(numbers) <= _MANY_LABELS else 2 * len(numbers) > len(values)
+    if None not in numbers and len(numbers) > _A_FEW_LABELS and few:
+        raise ValueError(
+            f"label_column: got {len(numbers)} different whole numbers in {len(values)} rows, such as {values[0]!r} "
+            f"({where(0)}), expected labels that recur; name the column of the labels, or give problem_type: "
+            "regression predicts the numbers, single_label_classification takes each for a class"
+        )
 
 
 def _as_id(value: Any) -> int | None:

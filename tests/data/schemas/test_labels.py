@@ -144,6 +144,33 @@ def test_multi_label_written_as_text():
     assert both([[1], [0, 1]], names=["x", "y"])[1] == [[0, 1], [1, 1]]
 
 
+@pytest.mark.parametrize(
+    ("values", "fits"),
+    [
+        ([0, 1, 2], True),
+        (list(range(3, 13)), True),
+        (list(range(11)), False),
+        ([str(i) for i in range(1000, 1020)], False),
+        ([*range(11), 0], True),
+        ([*range(101), *range(100)], False),
+        ([*range(101), *range(101)], True),
+        ([*range(11), "eleven"], None),  # texts: see below
+    ],
+)
+def test_numbers_of_rows_are_no_labels(values, fits):
+    if fits:
+        assert len(find_labels(values, where).names) == len(set(values))
+        return
+    says = r"label_column: got \d+ different whole numbers in \d+ rows, such as \S+ \(a.csv, line 1\), expected labels"
+    with pytest.raises(ValueError, match="label_column: got 12 labels in 12 rows" if fits is None else says):
+        find_labels(values, where)
+    if fits is False:  # who says what they are is taken at their word
+        for given in ({"problem_type": "single_label_classification"}, {"problem_type": "regression"}):
+            assert find_labels(values, where, **given).problem_type == given["problem_type"]
+    if values[0] == 0 and fits is False:
+        assert len(find_labels(values, where, num_labels=101).names) == 101
+
+
 def test_one_label_or_several_is_asked():
     for values, line in ((["a", "b", "a|b"], 3), (["27", "2,27", "2"], 2), (["0,5", "1,5", "2,5"], 1)):
         with pytest.raises(ValueError, match=rf"line {line}: is the label .* one or several\? Give problem_type"):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from modelcenter.command_line.arguments import Parser, is_flag, spelling, unknown_flag, with_numbers
 from modelcenter.command_line.spellings import TRANSLATED, all_spellings, translate, translated, what_instead
 from modelcenter.command_line.values import BOOLEANS, convert, type_of
-from modelcenter.command_line.yaml_file import read_yaml
+from modelcenter.command_line.yaml_file import read_yaml, yaml_text
 
 
 def flag(
@@ -84,12 +84,9 @@ class Flags:
 
     def save(self, path: Path) -> None:
         """Write a YAML file that `from_yaml` reads back equal."""
-        import yaml
-
         task = getattr(self, "task", "")
         values = {**({"task": task} if task else {}), **self.to_dict()}
-        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(yaml_text(values), encoding="utf-8")
 
     @classmethod
     def from_yaml(cls, path: str | Path, **changes: Any) -> Self:

@@ -1,6 +1,7 @@
 """The YAML file of flags that --config names."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,21 @@ def read_yaml(cls: Any, path: Path) -> dict[str, Any]:
             raise ValueError(f"config: {path} gives {known[name]} twice, the second time as {key!r}")
         values[known[name]] = value
     return values
+
+
+def yaml_text(values: Mapping[str, Any]) -> str:
+    """The text of a file that `read_yaml` reads back equal."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def represent(dumper: Any, text: str) -> Any:
+        # PyYAML writes U+0085 as it is where it may, and reads it as the end of a line. In double quotes it is escaped.
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, '"' if "\x85" in text else None)
+
+    Dumper.add_representer(str, represent)
+    return yaml.dump(dict(values), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _loader(yaml: Any) -> Any:

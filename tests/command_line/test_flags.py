@@ -208,6 +208,17 @@ def test_what_is_saved_reads_back(tmp_path):
     assert ClassificationConfig.from_yaml(tmp_path / "a.yaml", lr=1).lr == 1.0
 
 
+def test_what_ends_lines_elsewhere_is_written_and_read_alike(tmp_path):
+    marks = ["\x85", "\u2028", "\u2029", "\ufeff", "\n", "\r", "\x0b", "\x0c", "\x1c"]
+    texts = [
+        text.format(mark) for mark in marks for text in ("{}", "a{}b", "a {} b", " {}", "{} ", "\n{}", "{}\n", "#{}")
+    ]
+    texts += [f"{'word ' * 30}{mark}{' word' * 30}" for mark in marks]
+    cfg = ClassificationConfig(train_data=texts, columns={}, model_config={text: text for text in texts})
+    cfg.save(tmp_path / "a.yaml")
+    assert ClassificationConfig.from_yaml(tmp_path / "a.yaml") == cfg
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

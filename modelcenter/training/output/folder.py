@@ -4,6 +4,8 @@ import json
 import shlex
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CHECKPOINTS = "checkpoints"
@@ -19,6 +21,18 @@ _FILES = (
     CHECKPOINTS,
     "tracking",
 )
+
+
+@contextmanager
+def remove_if_empty(path: Path) -> Iterator[None]:
+    """Afterwards remove a folder, and those above it, if they were made inside and hold nothing."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it is not empty, or has not been made
+            for folder in missing:
+                folder.rmdir()
 
 
 def prepare_output(path: Path, overwrite: bool) -> None:

@@ -5,29 +5,34 @@ import platform
 import time
 import uuid
 import warnings
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import engine
 from engine.checkpoint import from_rank_0, together, wait_checkpoint
 from modelcenter.training.config import TrainConfig
-from modelcenter.training.output.folder import prepare_output
+from modelcenter.training.output.folder import prepare_output, remove_if_empty
 from modelcenter.training.output.lock import lock_folder
 from modelcenter.training.output.trackers import selected_trackers
 from modelcenter.training.setup.rank_checks import check_flags
 
 
-def claim_output(cfg: TrainConfig) -> AbstractContextManager[None]:
+@contextmanager
+def claim_output(cfg: TrainConfig) -> Iterator[None]:
     """Check, on rank 0, that the run can write its output: see output.folder.prepare_output. Needs no other rank.
 
-    Returns:
-        A context to stay in while the run lasts: it keeps other runs out of the folder.
+    Inside, other runs are kept out of the folder. Afterwards a new folder in which nothing was written is removed.
     """
     selected_trackers(cfg.trackers)
     if cfg.output_dir is None or cfg.dry_run or int(os.environ.get("RANK") or 0) != 0:
-        return nullcontext()
-    prepare_output(Path(cfg.output_dir), cfg.overwrite_output_dir)
-    return lock_folder(Path(cfg.output_dir))
+        yield
+        return
+    path = Path(cfg.output_dir)
+    with remove_if_empty(path):
+        prepare_output(path, cfg.overwrite_output_dir)
+        with lock_folder(path):
+            yield
 
 
 def start_ranks(cfg: TrainConfig) -> None:

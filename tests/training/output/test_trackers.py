@@ -20,8 +20,8 @@ from modelcenter.training.setup.launch import claim_output
     ],
 )
 def test_trackers_that_are_not_there(names, says):
-    with pytest.raises(ValueError, match=says):
-        claim_output(ClassificationConfig(trackers=names))
+    with pytest.raises(ValueError, match=says), claim_output(ClassificationConfig(trackers=names)):
+        pass
     assert selected_trackers(["no"]) == []
 
 

@@ -77,9 +77,11 @@ def flags(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def command(values: dict[str, Any]) -> list[str]:
-    """The same as words of a command line."""
+    """The same as words of a command line, which takes no epochs beside max_steps."""
     words = []
     for name, value in values.items():
+        if name == "epochs" and "max_steps" in values:
+            continue
         words.append(f"--{name}")
         if isinstance(value, dict):
             words += [f"{key}={v}" for key, v in value.items()]

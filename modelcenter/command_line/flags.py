@@ -6,7 +6,7 @@ and checked. Imports no torch.
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -51,6 +51,7 @@ class Flags:
     """Base of all configurations. Values are converted to the field's type and checked on construction."""
 
     idle: ClassVar[Mapping[str, Idle]] = {}  # flags that others can leave without effect
+    _given = frozenset[str]()  # flags of the command line. Files of flags may have more than a run uses, for other runs
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -60,18 +61,21 @@ class Flags:
     def check(self) -> None:
         """Raise ValueError where values do not fit together."""
 
-    def check_idle(self, given: Collection[str]) -> None:
-        """Raise ValueError for a flag that was given and changes nothing: its user expects it to.
+    def _check_idle(self) -> None:
+        for name, (when, remedy) in self.idle.items():
+            self.refuse_idle(name, when(self), remedy)
+
+    def refuse_idle(self, name: str, idle: bool, remedy: str) -> None:
+        """Raise ValueError for a flag of the command line that changes nothing: its user expects it to. What switches
+        something off, or is so anyway, is welcome.
 
         Args:
-            given: flags of the command line. Files of flags may have more than a run uses, for other runs.
+            idle: it changes nothing, by the other flags or by the data. remedy: what to do about it, in words.
         """
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name, (when, remedy) in self.idle.items():
-            value = getattr(self, name)
-            switched_off = value in (None, 0) or value == defaults[name]
-            if name in given and not switched_off and when(self):
-                raise ValueError(f"{name}: changes nothing {remedy}")
+        value = getattr(self, name)
+        if idle and name in self._given and value not in (None, 0, "never", defaults[name]):
+            raise ValueError(f"{name}: changes nothing {remedy}")
 
     def require(self, *names: str) -> None:
         """Raise ValueError for the first of these flags that was not given."""
@@ -124,7 +128,8 @@ class Flags:
             names = ", ".join(f.name.upper() for f in missing)
             raise ValueError(f"the following arguments are required: {names}. {helps}")
         config = cls(**values)
-        config.check_idle(given)
+        config._given = frozenset(given)
+        config._check_idle()
         return config
 
 

@@ -3,11 +3,15 @@
 import dataclasses
 import inspect
 
+import numpy as np
 import pytest
+from toydata import write_jsonl
 
+from modelcenter.data.token_files import TokenWriter
 from modelcenter.hub.load import load_model
 from modelcenter.training.config import (
     ClassificationConfig,
+    EvaluateConfig,
     GenerateConfig,
     PredictConfig,
 )
@@ -108,12 +112,82 @@ def test_flags_with_meaning_for_the_model(task, words):
         ("qa", "--null_threshold 2 --no_answer false"),
         ("mlm", "--shuffle_window 100"),
         ("seq2seq", "--length_penalty 2"),
+        ("seq2seq", "--metrics bleu --eval_generate false"),
+        ("classification", "--epochs 2 --max_steps 9"),
+        ("classification", "--adam_beta1 0.8 --optimizer adafactor"),
+        ("classification", "--adam_beta2 0.9 --optimizer adafactor"),
+        ("classification", "--adam_epsilon 1e-6 --optimizer adafactor"),
+        ("classification", "--adam_epsilon 1e-6 --optimizer lion"),
+        ("classification", "--pp_schedule interleaved"),
+        ("classification", "--revision v1 --model tiny/bert --from_scratch"),
+        ("classification", "--revision v1 --model ."),
+        ("classification", "--ignore_mismatched_sizes true --from_scratch"),
     ],
 )
 def test_flags_that_another_leaves_without_effect_are_told(task, words):
     flag, *others = words.split()
-    with pytest.raises(ValueError, match=f"{flag.removeprefix('--')}: changes nothing with"):
+    with pytest.raises(ValueError, match=f"{flag.removeprefix('--')}: changes nothing (with|beside)"):
         TASKS[task].flags().from_args([flag, *others])
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (PredictConfig, "run data --metrics bleu"),
+        (PredictConfig, "run data --language zh"),
+        (PredictConfig, ". data --revision v1"),
+        (EvaluateConfig, "run data --num_return_sequences 2"),
+        (EvaluateConfig, ". data --revision v1"),
+        (GenerateConfig, ". --revision v1"),
+    ],
+)
+def test_flags_without_effect_on_a_trained_model_are_told(config, words):
+    with pytest.raises(ValueError, match=rf"{words.split('--')[1].split()[0]}: changes nothing"):
+        config.from_args(words.split())
+
+
+LANGUAGES = "--source_lang en --target_lang de"
+QUESTION = {"question": "who", "context": "it was I", "answers": {"text": ["I"], "answer_start": [7]}}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "words", "says"),
+    [
+        ("lm", {"text": "a b"}, "--train_on last", "train_on: changes nothing with plain text"),
+        ("lm", {"text": "a b"}, "--template plain", "template: changes nothing with plain text"),
+        ("lm", {"text": "a b", "<ans>": "c"}, "--template FILE", "template: changes nothing with objects"),
+        ("lm", {"text": "a b"}, "--template FILE --train_on all", None),  # the file is kept with the model
+        ("lm", {"prompt": "a", "response": "b"}, "--template plain --train_on last", None),
+        ("lm", {"text": "a", "who": "b"}, "--system_column who", "system_column: goes with messages or a prompt, but"),
+        ("seq2seq", {"source": "a", "target": "b"}, LANGUAGES, "source_lang: changes nothing as column 'source' holds"),
+        ("seq2seq", {"en": "a", "de": "b"}, LANGUAGES, None),
+        ("seq2seq", {"translation": {"en": "a", "de": "b"}}, LANGUAGES, None),
+        ("qa", QUESTION, "--null_threshold 2", "null_threshold: changes nothing as all questions have answers"),
+        ("qa", QUESTION, "--null_threshold 2 --no_answer true", None),
+    ],
+)
+def test_flags_that_the_data_leave_without_effect_are_told(task, row, words, says, tmp_path):
+    (tmp_path / "a.jinja").write_text("{{ messages }}")
+    data = write_jsonl(tmp_path / "a.jsonl", [row] * 2)
+    cfg = (
+        TASKS[task]
+        .flags()
+        .from_args(["--train_data", str(data), *words.replace("FILE", str(tmp_path / "a.jinja")).split()])
+    )
+    if says is None:
+        TASKS[task].load().from_flags(cfg)
+        return
+    with pytest.raises(ValueError, match=says):
+        TASKS[task].load().from_flags(cfg)
+
+
+@pytest.mark.parametrize("words", ["--text_column body", "--document paragraph"])
+def test_flags_of_texts_change_nothing_with_tokens_alone(words, tmp_path):
+    with TokenWriter(tmp_path / "tokens", vocab_size=9) as writer:
+        writer.add(np.array([5, 6]), lengths=np.array([2]))
+    cfg = TASKS["pretrain-lm"].flags().from_args(["--train_data", str(tmp_path / "tokens"), *words.split()])
+    with pytest.raises(ValueError, match=f"{words[2:].split()[0]}: changes nothing with token files alone"):
+        TASKS["pretrain-lm"].load().from_flags(cfg)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +198,14 @@ def test_flags_that_another_leaves_without_effect_are_told(task, words):
         ("qa", "null_threshold: 3", "--no_answer false --null_threshold 0"),
         ("classification", "early_stopping: 3", "--eval_every never --early_stopping none"),
         ("classification", "batch_size: 16", "--batch_tokens 4096"),
+        ("classification", "epochs: 9", "--max_steps 8"),
+        ("classification", "max_steps: 9", "--max_steps none --epochs 2"),
+        ("classification", "max_steps: 9", "--epochs 3"),
+        ("classification", "optimizer: adafactor", "--adam_beta1 0.9 --adam_beta2 0.999 --adam_epsilon 1e-8"),
+        ("classification", "optimizer: lion", "--adam_beta1 0.95 --adam_beta2 0.98"),
+        ("classification", "optimizer: muon", "--adam_beta1 0.8 --adam_beta2 0.98 --adam_epsilon 1e-6"),
+        ("classification", "pp: 2", "--pp_schedule interleaved"),
+        ("classification", "model: owner/name", "--revision v1"),
     ],
 )
 def test_flags_that_switch_something_off_are_welcome(task, file, words, tmp_path):

@@ -17,8 +17,11 @@ from engine.checkpoint import training
 from engine.testing import run as on_ranks
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
-from modelcenter.training.config import ClassificationConfig
+from modelcenter.training.checkpoints.model_selection import check_evaluation_flags
+from modelcenter.training.config import ClassificationConfig, DPOConfig, Seq2SeqConfig
 from scripts.finetune_classification import main
+
+TRAIN = "data/train.jsonl"  # by itself, without rows to evaluate on
 
 
 @pytest.fixture
@@ -435,12 +438,36 @@ def test_dry_run_writes_nothing(folder, capsys):
         ),
         ({"model": "./nowhere"}, "^model: no such directory: nowhere"),
         ({"global_batch_size": 12}, "global_batch_size: got 12, expected a multiple of 8"),
+        ({"train_data": TRAIN, "eval_every": 2}, "eval_every: changes nothing without rows to evaluate on; give eval"),
+        ({"train_data": TRAIN, "eval_batch_size": 2}, "eval_batch_size: changes nothing without rows to evaluate on"),
     ],
 )
-def test_mistakes(folder, changes, says):
+def test_mistakes(folder, changes, says, monkeypatch):
+    """And they leave nothing behind."""
+    monkeypatch.chdir(folder)
     with pytest.raises((ValueError, OSError), match=says):
-        finetune(folder, **changes)
-    assert not (folder / "run" / "metrics.jsonl").exists()
+        finetune(folder, output_dir=str(folder / "runs" / "a"), **changes)
+    assert not (folder / "runs").exists()
+
+
+def test_a_mistake_leaves_the_folders_that_were_there(folder):
+    (folder / "runs" / "a").mkdir(parents=True)
+    for name in ("a", "b/c"):
+        with pytest.raises(ValueError, match="text_column"):
+            finetune(folder, text_column="txt", output_dir=str(folder / "runs" / name))
+    assert [path.name for path in (folder / "runs").rglob("*")] == ["a"]
+
+
+def test_a_run_without_rows_to_evaluate_on(folder):
+    """Flags that say so are no mistake, nor are those of a file."""
+    (folder / "flags.yaml").write_text("eval_every: 2\neval_batch_size: 3")
+    rows = finetune(folder, config=str(folder / "flags.yaml"), train_data=str(folder / TRAIN), max_steps=1)
+    assert [row["step"] for row in rows] == [1]
+    with pytest.raises(ValueError, match="eval_samples: changes nothing without rows to evaluate on"):
+        cfg = Seq2SeqConfig.from_args(["--eval_samples", "2"])
+        check_evaluation_flags(cfg, None)
+    check_evaluation_flags(Seq2SeqConfig.from_args(["--eval_samples", "0", "--eval_every", "never"]), None)
+    check_evaluation_flags(DPOConfig.from_args(["--eval_batch_size", "2"]), None)  # of the reference model, too
 
 
 def test_needed_flags(folder):

@@ -219,6 +219,8 @@ def test_predict_and_evaluate(trained, tmp_path, capsys):
     assert all(len(texts) == 2 for texts in several)
     expected = hf_texts(path, [{**row, "ref": ""} for row in rows], num_beams=2, max_new_tokens=5)
     assert [texts[0] for texts in several] == expected
+    with pytest.raises(ValueError, match="length_penalty: changes nothing with one beam"):  # the run has three
+        cli([*words, "--num_beams", "1", "--length_penalty", "2"])
 
     last = read(trained / "run" / "metrics.jsonl")[-1]
     capsys.readouterr()

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from modelcenter.command_line.flags import Flags, Idle, flag
@@ -20,6 +21,7 @@ RECOMPUTES = ("none", "full", "selective")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
 SCHEDULERS = ("linear", "cosine", "constant", "wsd")
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "muon")
+ADAM_BETA2 = 0.999
 # Flags of how a run is distributed, evaluated, logged or saved, not of what it computes: a run may go on with others.
 MAY_CHANGE = frozenset(
     "eval_generate eval_samples num_beams max_new_tokens length_penalty no_repeat_ngram_size metrics language "
@@ -45,6 +47,8 @@ NOT_MODEL_FIELDS = dict.fromkeys(
     "cache_dir": "set HF_HUB_CACHE",
 }
 
+_NO_BETAS = Idle(lambda c: c.optimizer == "adafactor", "with adafactor, which has no betas; leave it out")
+
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
 _batches, _optimisation, _engine = partial(flag, "batches"), partial(flag, "optimisation"), partial(flag, "engine")
 _adapters = partial(flag, "adapters")
@@ -64,11 +68,23 @@ class TrainConfig(Flags):
     task: ClassVar[str] = ""  # its name in training.tasks.TASKS; also a key of the YAML file
     mixes: ClassVar[bool] = False  # entries of train_data may be PATH@WEIGHT
     roles: ClassVar[tuple[str, ...]] = ()  # columns that the task reads, each with a flag ROLE_column
+    evaluation_flags: ClassVar[tuple[str, ...]] = ("eval_every", "eval_batch_size")  # idle where nothing is evaluated
     idle: ClassVar[Mapping[str, Idle]] = {
         "batch_size": Idle(lambda c: c.batch_tokens is not None, "beside batch_tokens, which fills microbatches by "
             "tokens; give either (--batch_tokens none for that of a file)"),
         "early_stopping": Idle(lambda c: c.eval_every == "never", "with eval_every never, which evaluates once; give a "
             "number of steps or epoch"),
+        "epochs": Idle(lambda c: c.max_steps is not None, "beside max_steps, which ends the run whatever the epochs; "
+            "give either (--max_steps none for that of a file)"),
+        "revision": Idle(lambda c: c.from_scratch or is_local(c.model), "with from_scratch or a local model, as it is "
+            "for weights of the Hub; leave it out"),
+        "ignore_mismatched_sizes": Idle(lambda c: c.from_scratch, "with from_scratch, which reads no weights; leave "
+            "one out"),
+        "adam_beta1": _NO_BETAS,
+        "adam_beta2": Idle(lambda c: _NO_BETAS.when(c) and c.adam_beta2 != ADAM_BETA2, _NO_BETAS.remedy),
+        "adam_epsilon": Idle(lambda c: c.optimizer in ("adafactor", "lion"), "with adafactor and lion, which have no "
+            "such epsilon; leave it out"),
+        "pp_schedule": Idle(lambda c: c.pp == 1, "without a pipeline; give pp too"),
     }
 
     model: str | None = _model(None, "Hub name, local directory, run folder or preset; with --from_scratch, a preset "
@@ -209,7 +225,7 @@ class TrainConfig(Flags):
         if self.max_steps == -1:  # no limit, in the Hugging Face Trainer
             self.max_steps = None
         if self.adam_beta2 is None:
-            self.adam_beta2 = 0.99 if self.optimizer == "lion" else 0.999
+            self.adam_beta2 = 0.99 if self.optimizer == "lion" else ADAM_BETA2
         self._check_numbers()
         self._check_model_config()
         self._check_schedule()
@@ -343,6 +359,11 @@ class TrainConfig(Flags):
                 "the other"
             )
         return steps
+
+
+def is_local(model: str | None) -> bool:
+    """Whether a model is a file or folder here."""
+    return model is not None and Path(model).expanduser().exists()
 
 
 def seconds_of(text: str) -> float:

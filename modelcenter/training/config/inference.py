@@ -9,7 +9,7 @@ from modelcenter.command_line.flags import Flags, Idle, flag
 from modelcenter.data.schemas.forms import FORMS
 from modelcenter.registry import nearest
 from modelcenter.training.config.checks import check_positive
-from modelcenter.training.config.common import PRECISIONS, TrainConfig
+from modelcenter.training.config.common import PRECISIONS, TrainConfig, is_local
 from modelcenter.training.config.seq2seq import LANGUAGES, ONE_BEAM, check_metrics
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
@@ -52,6 +52,10 @@ class SearchFlags(Flags):
                 )
 
 
+_LOCAL_MODEL = Idle(lambda c: is_local(c.run), "with a local model, as it is for those of the Hub; leave it out")
+_NO_METRICS = Idle(lambda c: True, "here, as predictions are not judged; `modelcenter evaluate` does that")
+
+
 def _column(what: str, *aliases: str) -> Any:
     return flag("columns", None, f"column with {what}; if not given, the run's, or detected", *aliases)
 
@@ -88,6 +92,10 @@ class ColumnFlags(Flags):
 @dataclass(kw_only=True)
 class PredictConfig(ColumnFlags, SearchFlags):
     """Flags of predict, and most of evaluate."""
+
+    idle: ClassVar[Mapping[str, Idle]] = {
+        "revision": _LOCAL_MODEL, "metrics": _NO_METRICS, "language": _NO_METRICS
+    }
 
     run: str | None = _model(None, "run folder, checkpoint directory or Hub name", positional=True)
     data: list[str] | None = _data(None, "files, directories or glob patterns, or the name of a Hub data set",
@@ -176,6 +184,11 @@ class PredictConfig(ColumnFlags, SearchFlags):
 class EvaluateConfig(PredictConfig):
     """Flags of evaluate."""
 
+    idle: ClassVar[Mapping[str, Idle]] = {
+        "revision": _LOCAL_MODEL,
+        "num_return_sequences": Idle(lambda c: True, "in evaluations, which judge one text for each row; leave it out"),
+    }
+
     output: str | None = _output(None, "file to write the result to, as one JSON object, in addition to printing it",
         "output_file")
     json: bool = _output(False, "print one JSON object")
@@ -187,7 +200,7 @@ class EvaluateConfig(PredictConfig):
 class GenerateConfig(SearchFlags):
     """Flags of generate."""
 
-    idle: ClassVar[Mapping[str, Idle]] = {"length_penalty": ONE_BEAM}
+    idle: ClassVar[Mapping[str, Idle]] = {"length_penalty": ONE_BEAM, "revision": _LOCAL_MODEL}
 
     run: str | None = _model(None, "run folder, checkpoint directory or Hub name", positional=True)
     tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; the model's own if not given",

@@ -22,6 +22,7 @@ class LMConfig(TrainConfig):
     task: ClassVar[str] = "lm"
     mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("messages", "prompt", "input", "response", "system", "text", "answers", "tools")
+    evaluation_flags: ClassVar[tuple[str, ...]] = (*TrainConfig.evaluation_flags, "eval_samples")
     idle: ClassVar[Mapping[str, Idle]] = {
         **TrainConfig.idle,
         "eval_max_new_tokens": Idle(lambda c: not c.eval_samples, "without eval_samples; give that too"),

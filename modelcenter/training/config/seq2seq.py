@@ -13,6 +13,7 @@ from modelcenter.training.config.common import TrainConfig
 
 GENERATION_METRICS = ("rouge", "bleu", "chrf", "accuracy", "squad")
 LANGUAGES = ("other", "zh")
+NO_TEXTS = Idle(lambda c: not c.eval_generate, "with eval_generate false, which generates no texts; leave one out")
 ONE_BEAM = Idle(lambda c: c.num_beams == 1, "with one beam; give num_beams too, or leave it out")
 _data, _output, _search = partial(flag, "data"), partial(flag, "output"), partial(flag, "search")
 
@@ -25,10 +26,11 @@ class Seq2SeqConfig(TrainConfig):
     task: ClassVar[str] = "seq2seq"
     mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("source", "target", "group")
+    evaluation_flags: ClassVar[tuple[str, ...]] = (*TrainConfig.evaluation_flags, "eval_samples")
     idle: ClassVar[Mapping[str, Idle]] = {
         **TrainConfig.idle,
-        "eval_samples": Idle(lambda c: not c.eval_generate, "with eval_generate false, which generates no texts; leave "
-            "one out"),
+        "eval_samples": NO_TEXTS,
+        "metrics": NO_TEXTS,
         "length_penalty": ONE_BEAM,
     }
 

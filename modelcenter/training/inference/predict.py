@@ -12,6 +12,7 @@ from modelcenter.data.token_files import is_tokens
 from modelcenter.models.base import Model
 from modelcenter.training.config import EvaluateConfig, PredictConfig
 from modelcenter.training.config.inference import SearchFlags
+from modelcenter.training.config.seq2seq import ONE_BEAM
 from modelcenter.training.inference.loading import load_model, load_tokenizer
 from modelcenter.training.inference.output_file import check_output, write_lines
 from modelcenter.training.output.json_text import json_text
@@ -60,6 +61,8 @@ def _read_task(cfg: PredictConfig, labelled: bool) -> tuple[Task, TrainedModel]:
         sources.find(cfg.data or [], cfg.data_config)  # missing data are an error before the model is looked for
     info = trained.task_info(cfg.revision)
     cfg.check_task(info.flags(), search_flags(info, labelled))
+    one_beam = cfg.length_penalty != 1 and cfg.search(trained.run)["num_beams"] == 1
+    cfg.refuse_idle("length_penalty", one_beam, ONE_BEAM.remedy)
     task = info.load()
     return task.for_inference(cfg, trained.run, task.read_data(cfg, trained.run, labelled), labelled), trained
 

@@ -70,6 +70,7 @@ class LanguageModelling(Task):
         table, eval_table = read_splits(cfg)
         columns = find_chat_columns(table, cfg.role_columns())
         cfg.set_role_columns(vars(columns))
+        refuse_chat_flags(cfg, columns)
         rows, eval_rows = read_rows(table, columns), None
         if eval_table is not None:
             find_chat_columns(eval_table, vars(columns))
@@ -231,6 +232,15 @@ def read_rows(table: Table, columns: ChatColumns) -> Sequence[Any]:
     if columns.answers is not None:
         return objects_of(table, columns.answers)
     return conversations(table, columns) if columns.text is None else strings(table, columns.text)
+
+
+def refuse_chat_flags(cfg: LMConfig, columns: ChatColumns) -> None:
+    """Raise ValueError for flags of chats that are given for rows of another kind."""
+    objects, plain = columns.answers is not None, columns.text is not None
+    remedy = f"with {'objects' if objects else 'plain text'}, which is no chat; leave it out"
+    cfg.refuse_idle("train_on", objects or plain, remedy)
+    # A file becomes the template of the tokenizer that is saved, whatever the rows are.
+    cfg.refuse_idle("template", objects or (plain and cfg.template in ("chat", *LAYOUTS)), remedy)
 
 
 def take_rows(table: Table, rows: np.ndarray) -> Table:

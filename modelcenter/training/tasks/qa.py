@@ -143,6 +143,9 @@ class QuestionAnswering(WindowTask):
         if not cfg.no_answer and NO_ANSWER in questions.starts:
             row = questions.starts.index(NO_ANSWER)
             raise ValueError(f"no_answer: got false, but the question at {table.where(row)} has no answer")
+        cfg.refuse_idle(
+            "null_threshold", not cfg.no_answer, "as all questions have answers; leave it out, or give no_answer true"
+        )
         eval_questions = None
         if eval_table is not None:
             find_question_columns(eval_table, *columns)

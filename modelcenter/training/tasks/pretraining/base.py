@@ -74,6 +74,8 @@ class Pretraining(Task):
         tables = _tables([*parts, *eval_parts])
         if stream is not None:
             tables.append(stream_head(stream))
+        for name in ("text_column", "document"):
+            cfg.refuse_idle(name, not tables, "with token files alone, which hold no texts; leave it out")
         cfg.text_column = _text_column(tables, cfg.text_column)
         return cls(cfg=cfg, parts=parts, eval_parts=eval_parts, stream=stream, column=cfg.text_column)
 

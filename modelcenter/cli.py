@@ -38,12 +38,11 @@ def _train(verb: str, argv: Sequence[str]) -> None:
 
 
 def _predict(argv: Sequence[str]) -> None:
-    """RUN_OR_CKPT DATA [--output OUT.jsonl]: predictions of a trained model, one JSON line per row, in order"""
+    """RUN_OR_CKPT DATA [--output OUT.jsonl]: predictions of a trained model, one for each row, in order"""
     from modelcenter.training.config import PredictConfig
 
-    cfg = PredictConfig.from_args(
-        argv, "modelcenter predict", "Predictions of a trained model: one JSON line per row, in order."
-    )
+    about = "Predictions of a trained model: one for each row, in order, as JSON lines or in the format of --output."
+    cfg = PredictConfig.from_args(argv, "modelcenter predict", about)
     from modelcenter.training.inference.predict import run_predict
 
     run_predict(cfg)

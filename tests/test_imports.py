@@ -46,6 +46,7 @@ RULES: dict[str, set[str]] = {
     "modelcenter.data": {"torch", "numpy", "datasets", "pyarrow", "modelcenter._paths"},
     "modelcenter.data.pretraining.masking": {"numpy", "rjieba"},
     "modelcenter.training": TOOLKIT | {"transformers", "yaml", "rich", "accelerate", "matplotlib"},
+    "modelcenter.training.inference.row_formats": TOOLKIT | {"pyarrow"},
     "modelcenter.preprocess": {"modelcenter.data", "modelcenter.hub", "modelcenter.command_line"},
     "modelcenter.adapters": TOOLKIT,
     "modelcenter.compare": TOOLKIT | {"transformers"},

@@ -1,5 +1,6 @@
 """predict and evaluate on a finished run, against transformers and on two ranks."""
 
+import csv
 import json
 import os
 import shutil
@@ -12,8 +13,9 @@ from toydata import command, flags, make_rows, write_folder, write_jsonl
 
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
+from modelcenter.data.readers import read_file
 from modelcenter.training.config import ClassificationConfig
-from modelcenter.training.inference.output_file import check_output, write_lines
+from modelcenter.training.inference.output_file import check_output, write_lines, write_rows
 from modelcenter.training.output.json_text import finite
 from modelcenter.training.tasks.classification import Classification
 from scripts.finetune_classification import main
@@ -160,6 +162,66 @@ def test_mistakes(folder, tmp_path):
         cli(["evaluate", run, str(none)])
 
 
+PREDICTIONS = [
+    {"id": 1, "text": 'a, "b"\r\nc\td', "labels": ["x", "y"], "chances": {"x": 0.25, "y": None}, "spans": [{"at": 3}]},
+    {"id": "2", "text": "", "labels": [], "chances": {"x": 1e-7, "y": float("nan")}, "right": True, "spans": []},
+]
+FLAT = {
+    "id": ["1", "2"],
+    "text": ['a, "b"\r\nc\td', ""],
+    "labels": ['["x", "y"]', "[]"],
+    "chances.x": ["0.25", "1e-07"],
+    "chances.y": ["", ""],
+    "spans": ['[{"at": 3}]', "[]"],
+    "right": ["", "true"],
+}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "NDJSON", "json", "csv", "tsv", "parquet", "txt", ""])
+def test_the_ending_of_a_file_names_its_format(tmp_path, ending):
+    """What is written is what this project's readers, csv's and pyarrow's make of it."""
+    path = tmp_path / f"out{'.' if ending else ''}{ending}"
+    check_output(str(path))
+    assert write_rows(str(path), iter(PREDICTIONS)) == 2 and os.listdir(tmp_path) == [path.name]
+    nested = [finite(row) for row in PREDICTIONS]
+    if ending in ("csv", "tsv"):
+        with path.open(newline="", encoding="utf-8") as file:
+            names, *rows = csv.reader(file, delimiter="," if ending == "csv" else "\t")
+        assert dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)) == FLAT
+        assert read_file(path).columns == FLAT
+    elif ending == "json":
+        assert json.loads(path.read_text()) == nested
+    elif ending == "parquet":
+        columns = read_file(path).columns
+        assert columns.pop("id") == ["1", '"2"']  # of several types: JSON
+        assert columns == {name: [row.get(name) for row in nested] for name in columns} and len(columns) == 5
+    else:
+        assert read(path) == nested
+
+
+def test_files_of_no_rows_and_of_unknown_formats(tmp_path, folder):
+    write_rows(str(tmp_path / "none.json"), [])
+    assert json.loads((tmp_path / "none.json").read_text()) == []
+    for name in ("out.jsonl.gz", "out.xlsx"):
+        with pytest.raises(
+            ValueError, match=rf"output: .*{name} ends in \.\w+, expected \.jsonl, .*\.parquet, which name"
+        ):
+            cli(["predict", str(folder / "run"), str(folder / "data"), "--output", str(tmp_path / name)])
+    with pytest.raises(ValueError, match=r"scores.csv ends in .csv, expected .json, .jsonl, .ndjson, which name"):
+        cli(["evaluate", str(folder / "run"), str(folder / "data"), "--output", str(tmp_path / "scores.csv")])
+    assert os.listdir(tmp_path) == ["none.json"]
+
+
+def test_predictions_in_a_table(folder, tmp_path):
+    data = write_jsonl(tmp_path / "new.jsonl", [{"text": row["text"]} for row in make_rows(5, seed=4)])
+    for name in ("out.jsonl", "out.csv"):
+        cli(["predict", str(folder / "run"), str(data), "--output", str(tmp_path / name)])
+    lines, table = read(tmp_path / "out.jsonl"), read_file(tmp_path / "out.csv").columns
+    assert list(table) == ["label", "score", "probabilities.bad", "probabilities.good"]
+    assert table["label"] == [row["label"] for row in lines]
+    assert table["probabilities.bad"] == [str(row["probabilities"]["bad"]) for row in lines]
+
+
 def test_half_a_result_is_not_left_behind(tmp_path):
     (tmp_path / "out.jsonl").write_text("old")
     with pytest.raises(ZeroDivisionError):
@@ -195,7 +257,7 @@ def test_what_is_no_number_is_null(folder, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)["loss"] is None
     assert json.loads(out.read_text(), parse_constant=pytest.fail)["loss"] is None
     cli(["predict", str(tmp_path / "broken"), str(folder / "data"), "--output", str(out)])
-    said = [json.loads(line, parse_constant=pytest.fail) for line in out.read_text().splitlines()]
+    said = json.loads(out.read_text(), parse_constant=pytest.fail)
     assert said[0]["probabilities"] == {"bad": None, "good": None}
     assert finite({"a": [1.0, float("inf"), {"b": (float("nan"),)}]}) == {"a": [1.0, None, {"b": [None]}]}
 

@@ -103,7 +103,8 @@ class PredictConfig(ColumnFlags, SearchFlags):
     tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; the model's own if not given",
         "tokenizer_name")
     revision: str | None = _model(None, "branch, tag or commit of the Hub model", "model_revision")
-    output: str | None = _output(None, "file to write; the terminal if not given", "output_file")
+    output: str | None = _output(None, "file to write, in the format that its ending names: jsonl, json, csv, tsv or "
+        "parquet; the terminal if not given", "output_file")
     split: str | None = _data(None, "split of the data; if not given, the only one, or validation, or test",
         "eval_split")
     data_config: str | None = _data(None, "configuration of the Hub data set", "dataset_config_name", "dataset_config")
@@ -210,8 +211,8 @@ class GenerateConfig(SearchFlags):
         "pipe", positional="any")
     prompts_file: str | None = _data(None, "file with one prompt per line", "prompt_file", "input_file")
     chat: bool = _data(False, "treat each prompt as a user's message and wrap it in the tokenizer's chat template")
-    output: str | None = _output(None, "file to write, one JSON line per prompt; the terminal if not given",
-        "output_file")
+    output: str | None = _output(None, "file to write, with a row for each prompt, in the format that its ending "
+        "names: jsonl, json, csv, tsv or parquet; the terminal if not given", "output_file")
     batch_size: int = _batches(8, "number of prompts per rank and batch", "per_device_eval_batch_size")
     precision: str = _engine("auto", "arithmetic precision. auto: bf16 on a GPU that supports it, otherwise fp32",
         choices=PRECISIONS)

@@ -1,4 +1,4 @@
-"""generate: texts from prompts, streamed to a terminal or a JSON line each, on any number of ranks."""
+"""generate: texts from prompts, streamed to a terminal or written to a file, on any number of ranks."""
 
 import os
 import sys
@@ -9,16 +9,15 @@ from typing import Any
 import engine
 from modelcenter.training.config import GenerateConfig
 from modelcenter.training.inference.loading import load_model, load_tokenizer
-from modelcenter.training.inference.output_file import check_output, write_lines
+from modelcenter.training.inference.output_file import check_output, write_rows
 from modelcenter.training.inference.streaming import TerminalStreamer
 from modelcenter.training.inference.text_generation import complete, map_over_ranks, with_batch_seed
-from modelcenter.training.output.json_text import json_text
 from modelcenter.training.structured import write_answers
 from modelcenter.training.trained import TrainedModel
 
 
 def run_generate(cfg: GenerateConfig) -> None:
-    """Print the text of each prompt, or write a JSON line for each.
+    """Print the text of each prompt, or write a row for each.
 
     Raises:
         ValueError: flags that do not fit together, a model that writes no text, or no prompt.
@@ -50,8 +49,7 @@ def _write(cfg: GenerateConfig, prompts: list[str], texts: list[list[str]]) -> N
     if engine.rank() != 0:
         return
     if cfg.output is not None:
-        rows = zip(prompts, texts, strict=True)
-        write_lines(cfg.output, (json_text({"prompt": p, "texts": t}) for p, t in rows))
+        write_rows(cfg.output, [{"prompt": p, "texts": t} for p, t in zip(prompts, texts, strict=True)])
         return
     for of_prompt in texts:
         print("\n".join(of_prompt))

@@ -14,7 +14,7 @@ from modelcenter.training.config import EvaluateConfig, PredictConfig
 from modelcenter.training.config.inference import SearchFlags
 from modelcenter.training.config.seq2seq import ONE_BEAM
 from modelcenter.training.inference.loading import load_model, load_tokenizer
-from modelcenter.training.inference.output_file import check_output, write_lines
+from modelcenter.training.inference.output_file import check_output, write_lines, write_rows
 from modelcenter.training.output.json_text import json_text
 from modelcenter.training.setup.model import omit_unused_token_types
 from modelcenter.training.setup.resolve import resolve_max_length
@@ -24,13 +24,13 @@ from modelcenter.training.trained import TrainedModel
 
 
 def run_predict(cfg: PredictConfig) -> None:
-    """Write a JSON line for each row, in order; its keys depend on the task (see Task.predict)."""
+    """Write the prediction for each row, in order; its fields depend on the task (see Task.predict)."""
     check_output(cfg.output)
     task, trained = _read_task(cfg, labelled=False)
     model, tokenizer, examples = _prepare(cfg, task, trained)
     predictions = task.predict(model, tokenizer, examples, cfg)
     if engine.rank() == 0:
-        count = write_lines(cfg.output, map(json_text, predictions))
+        count = write_rows(cfg.output, predictions)
         if cfg.output is not None:
             print(f"{cfg.output}: {count:,} rows", file=sys.stderr)
     engine.synchronize()  # no rank leaves before the result is written
@@ -38,7 +38,7 @@ def run_predict(cfg: PredictConfig) -> None:
 
 def run_evaluate(cfg: EvaluateConfig) -> dict[str, float | None]:
     """Print the loss and the metrics of a model on labelled rows, and write them if there is an output."""
-    check_output(cfg.output)
+    check_output(cfg.output, (".json", ".jsonl", ".ndjson"))
     task, trained = _read_task(cfg, labelled=True)
     model, _, examples = _prepare(cfg, task, trained)
     metrics = task.evaluate(model, examples, cfg.batch_size)

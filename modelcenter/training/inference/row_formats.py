@@ -1,0 +1,98 @@
+"""The formats of files of rows that verbs write, by their endings."""
+
+import csv
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from modelcenter.training.output.json_text import finite, json_text
+
+LINES = ".jsonl"
+ENDINGS = (LINES, ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+
+Row = Mapping[str, Any]
+
+
+def format_of(path: str, endings: Sequence[str] = ENDINGS) -> str:
+    """The ending that names the format of a file: JSON lines for one without an ending, or of text.
+
+    Raises:
+        ValueError: none of these; parquet without pyarrow.
+    """
+    ending = Path(path).suffix.lower()
+    if ending in ("", ".txt"):
+        return LINES
+    if ending not in endings:
+        raise ValueError(f"output: {path} ends in {ending}, expected {', '.join(endings)}, which name the format")
+    if ending == ".parquet":
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError:
+            raise ValueError(f"output: writing {path} needs pyarrow (pip install pyarrow)") from None
+    return ending
+
+
+def text_lines(rows: Iterable[Row], ending: str) -> Iterator[str]:
+    """The lines of a file of rows, of any format but parquet."""
+    if ending in (".csv", ".tsv"):
+        return _delimited_lines(list(rows), "," if ending == ".csv" else "\t")
+    return _array_lines(rows) if ending == ".json" else map(json_text, rows)
+
+
+def _array_lines(rows: Iterable[Row]) -> Iterator[str]:
+    yield "["
+    before: str | None = None
+    for row in rows:
+        if before is not None:
+            yield f"{before},"
+        before = json_text(row)
+    if before is not None:
+        yield before
+    yield "]"
+
+
+class _Echo:
+    """A file for a csv.writer, whose writerow then returns the line."""
+
+    def write(self, line: str) -> str:
+        return line
+
+
+def _delimited_lines(rows: Sequence[Row], delimiter: str) -> Iterator[str]:
+    """A header and a line for each row (several where a field holds the ends of lines)."""
+    flat = [_flattened(row) for row in rows]
+    names = dict.fromkeys(name for row in flat for name in row)
+    writer: Any = csv.writer(_Echo(), delimiter=delimiter)  # its own line ends put quotes around those in fields
+    for values in (names, *([row.get(name, "") for name in names] for row in flat)):
+        yield writer.writerow(values).removesuffix("\r\n").encode("utf-8", "backslashreplace").decode()
+
+
+def _flattened(row: Row) -> dict[str, str]:
+    """The fields of a row: an object of single values has a column for each, "probabilities.good"; other objects and
+    lists are JSON."""
+    fields: dict[str, str] = {}
+    for name, value in row.items():
+        inner = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {}
+        single = inner and not any(isinstance(v, (dict, list, tuple)) for v in inner.values())
+        fields |= {key: _field(v) for key, v in (inner if single else {name: value}).items()}
+    return fields
+
+
+def _field(value: Any) -> str:
+    value = finite(value)
+    return value if isinstance(value, str) else "" if value is None else json_text(value)
+
+
+def write_parquet(rows: Sequence[Row], file: IO[bytes]) -> None:
+    """Write rows with nested columns. A column of values of several types is one of JSON texts."""
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [finite(row.get(name)) for row in rows]
+        try:
+            columns[name] = pyarrow.array(values)
+        except (pyarrow.ArrowException, OverflowError):
+            columns[name] = pyarrow.array([None if value is None else json_text(value) for value in values])
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,11 +32,14 @@ from modelcenter.hub.files.safetensors import Entry, SafetensorsWriter
 from modelcenter.models.base import Model
 
 
-def save_adapter(model: Model, path: Any) -> None:
+def save_adapter(model: Model, path: str | os.PathLike[str], tokenizer: Any = None) -> None:
     """Save the adapter of a model, and the modules that were trained beside it; every rank calls it.
 
     Writes adapter_config.json and adapter_model.safetensors under Hugging Face's names. The base model is neither
     gathered nor written. Other files in the directory stay.
+
+    Args:
+        tokenizer: a transformers tokenizer to save beside it; None: none.
 
     Raises:
         ValueError: the model has no adapter, or a merged one; the place cannot be written. On every rank.
@@ -61,6 +65,8 @@ def save_adapter(model: Model, path: Any) -> None:
                     for tensor in tensors.values():
                         writer.write(tensor)
                 write_json(directory / CONFIG_FILE, config)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(directory)
 
 
 def _lora_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -112,7 +112,8 @@ def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder, mo
             assert torch.allclose(exported[key], tensor, atol=1e-6), (name, key)
         settings = json.loads((folder / "out" / name / "generation_config.json").read_text())
         assert settings == {"eos_token_id": [3, 4]}  # without it, no text would end where the answers did
-    assert (folder / "out" / "last" / "tokenizer.json").is_file()
+    for place in ("out/last", "run/adapter", "out/adapter"):
+        assert (folder / place / "tokenizer.json").is_file()
     assert (folder / "out" / "final" / "conversion.json").is_file()  # merged already: file to file, all flags work
     for idle, *words in (
         ("--verify", "--step", "last", "--verify"),
@@ -194,6 +195,8 @@ def test_a_run_over_4_bit_weights_leaves_its_adapter_and_ends_well(folder, monke
     assert capsys.readouterr().out.rstrip().endswith(f"what was trained is in {folder / 'run' / 'adapter'}")
     assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
     assert (folder / "run" / "adapter" / "adapter_model.safetensors").is_file() and not (folder / "run/model").exists()
+    words = mc.AutoTokenizer.from_pretrained(folder / "run" / "adapter")  # no model/ has it
+    assert words.get_vocab() == make_tokenizer().get_vocab() and words.model_max_length == 32
     with pytest.raises(ValueError, match=r"4 bits \(nf4\), which leaves .*run/adapter and no model.*export") as told:
         TrainedModel.find(str(folder / "run"))
     command_line = str(told.value).partition("`modelcenter ")[2].partition("`")[0]  # what it says to do, done

@@ -73,10 +73,11 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
     if (path / GENERATION_FILE).is_file():
         model.generation_config = read_json(path / GENERATION_FILE)
     load_model(path, model)
+    has_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = load_tokenizer(path) if has_tokenizer else None
     if keep:
-        save_adapter(model, target)
+        save_adapter(model, target, tokenizer)
         return f"{target}: the adapter of {path}"
     merge_lora(model)
-    has_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)
-    model.save_pretrained(target, tokenizer=load_tokenizer(path) if has_tokenizer else None, **options)
+    model.save_pretrained(target, tokenizer=tokenizer, **options)
     return f"{target}: the model of {path} with its adapter merged"

@@ -24,7 +24,7 @@ def save_final_model(run: "Run", target: Path) -> None:
     if best and best["step"] != run.step:
         _load_best_model(run, target.parent / CHECKPOINTS)
     if run.cfg.lora_rank is not None:
-        save_adapter(run.model, target.parent / "adapter")
+        save_adapter(run.model, target.parent / "adapter", run.tokenizer)
         if run.cfg.quantize is not None:
             run.record.report("the weights are in 4 bits, which take no updates: adapter/ is what was trained")
             return

@@ -1,5 +1,6 @@
 """The front door: models by name, with the task fixed or named by the checkpoint."""
 
+import os
 from typing import Any, ClassVar
 
 from modelcenter.models.base import Model
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 
-def from_pretrained(name_or_path: str, task: str | None = None, **kwargs: Any) -> Model:
+def from_pretrained(name_or_path: str | os.PathLike[str], task: str | None = None, **kwargs: Any) -> Model:
     """Load a pretrained model, in eval mode.
 
     Args:
@@ -71,7 +72,7 @@ class AutoModel:
         )
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str, **kwargs: Any) -> Model:
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> Model:
         """See modelcenter.from_pretrained; the task is fixed."""
         return from_pretrained(name_or_path, cls.task, **kwargs)
 
@@ -125,7 +126,7 @@ class AutoTokenizer:
     """transformers' AutoTokenizer with our names resolved."""
 
     @staticmethod
-    def from_pretrained(name_or_path: str, **kwargs: Any) -> Any:
+    def from_pretrained(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         from modelcenter.hub.tokenizer import load_tokenizer
 
         return load_tokenizer(name_or_path, **kwargs)

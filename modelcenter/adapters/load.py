@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -265,15 +266,16 @@ def write_values(model: Model, values: AdapterValues) -> None:
             write_(parameter, value)
 
 
-def open_adapter(path: Any, kind: str = "LORA", options: HubOptions | None = None) -> AdapterFile:
+def open_adapter(path: str | os.PathLike[str], kind: str = "LORA", options: HubOptions | None = None) -> AdapterFile:
     """Read an adapter's directory, or one of the Hub.
 
     Raises:
         ValueError: it is not there, incomplete, malformed or of another kind; as hub.remote.download.
     """
-    directory = Path(path).expanduser()
-    if is_hub_id(str(path)):
-        directory = from_hub_or_cache(str(path), partial(_download, str(path)), options or HubOptions())
+    name = os.fspath(path)
+    directory = Path(name).expanduser()
+    if is_hub_id(name):
+        directory = from_hub_or_cache(name, partial(_download, name), options or HubOptions())
     config_path = directory / CONFIG_FILE
     if not config_path.is_file():
         inner = directory / "adapter"  # of a run

@@ -1,6 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685) and its kin by peft's own layers, on models that may be sharded."""
 
 import math
+import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -189,7 +190,9 @@ def add_lora(
     return _put_in(lora, model, seed, () if report is None else report.initialised)
 
 
-def load_lora(path: Any, model: Model | None = None, *, quantize: str | None = None, **hub: Any) -> Any:
+def load_lora(
+    path: str | os.PathLike[str], model: Model | None = None, *, quantize: str | None = None, **hub: Any
+) -> Any:
     """A saved LoRA in peft's format, trained on our model or on transformers'.
 
     Args:

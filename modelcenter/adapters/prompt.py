@@ -4,6 +4,7 @@ The prompt stands before each sequence of a padded or packed batch (before the e
 part of no output. Saved in peft's format, whose models give logits for the prompt too, in front of these.
 """
 
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,7 +120,7 @@ def _refused(model: Model) -> str | None:
     return None
 
 
-def load_prompt(path: Any, model: Model | None = None, **hub: Any) -> Any:
+def load_prompt(path: str | os.PathLike[str], model: Model | None = None, **hub: Any) -> Any:
     """A saved prompt in peft's format.
 
     Args:

@@ -74,7 +74,7 @@ class TokenFile:
                 raise ValueError(f"{file}: SHA-256 {digest}, expected {expected}; it has changed, write it again")
 
 
-def open_tokens(path: str | Path) -> TokenFile:
+def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
     """Map a folder of tokens, or Megatron's pair by its .bin, its .idx or the name without either.
 
     Raises:
@@ -99,7 +99,7 @@ def open_tokens(path: str | Path) -> TokenFile:
     )
 
 
-def is_tokens(path: str | Path) -> bool:
+def is_tokens(path: str | os.PathLike[str]) -> bool:
     """Whether a path is one for `open_tokens`, if only to say what is missing."""
     path = Path(path).expanduser()
     if path.suffix in (".bin", ".idx") and path.is_file():
@@ -203,7 +203,9 @@ class TokenWriter:
         ValueError: the folder exists already; a token that is not below vocab_size.
     """
 
-    def __init__(self, path: str | Path, vocab_size: int, eos: int | None = None, about: dict[str, Any] | None = None):
+    def __init__(
+        self, path: str | os.PathLike[str], vocab_size: int, eos: int | None = None, about: dict[str, Any] | None = None
+    ):
         self.path = Path(path).expanduser()
         if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
             raise ValueError(f"{self.path}: is there already; remove it, or name another folder")

@@ -1,6 +1,7 @@
 """Load a model: build it on meta, give each rank memory for its own slices, and fill those from the files."""
 
 import logging
+import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import GENERATION_FILE
 from modelcenter.hub.legacy import in_hf_form
 from modelcenter.hub.remote.download import HubOptions
-from modelcenter.hub.resolve import ModelFiles, resolve
+from modelcenter.hub.resolve import ModelFiles, name_of, resolve
 from modelcenter.hub.sidecar import SidecarFiles
 from modelcenter.hub.weights import Weights, blueprint_of, open_weights
 
@@ -62,7 +63,7 @@ class LoadReport:
 
 
 def load_model(
-    name_or_path: Any,
+    name_or_path: str | os.PathLike[str],
     task: str | None = None,
     *,
     num_labels: int | None = None,
@@ -206,16 +207,17 @@ def _config_values(config: Any) -> tuple[Mapping[str, Any], str]:
         return config.to_dict(), "the config"
     if isinstance(config, Mapping):
         return config, "the config"
-    if str(config).endswith(".json"):
-        return read_json(Path(config).expanduser()), str(config)
-    return resolve(config, weights=False).config, str(config)
+    name = name_of(config)
+    if name.endswith(".json"):
+        return read_json(Path(name).expanduser()), name
+    return resolve(name, weights=False).config, name
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
 
 
 def _find_checkpoint(
-    name_or_path: Any,
+    name_or_path: str | os.PathLike[str],
     options: HubOptions,
     config: Any,
     prefix: str,

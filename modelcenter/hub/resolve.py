@@ -2,6 +2,7 @@
 
 import functools
 import glob
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,7 +142,7 @@ def read_config(config: Any, options: HubOptions | None = None) -> dict[str, Any
     """The config that a caller gives for a bare file: a mapping, a JSON file, a directory, a name, or a Hub id."""
     if isinstance(config, Mapping):
         return dict(config)
-    path = Path(str(config)).expanduser()
+    path = Path(name_of(config)).expanduser()
     return read_model_config(path) if path.is_file() else resolve(config, options, weights=False).config
 
 
@@ -160,6 +161,14 @@ def resolve_file(path: Path, config: Any = None, options: HubOptions | None = No
     return ModelFiles(str(path), values, path.parent, weights=path)
 
 
+def name_of(name_or_path: Any) -> str:
+    """What names a model, as a text. Raises ValueError: neither a text nor a path."""
+    name = os.fspath(name_or_path) if isinstance(name_or_path, os.PathLike) else name_or_path
+    if not isinstance(name, str):
+        raise ValueError(f"got {name_or_path!r:.80}, expected a name or the path of a model, as a text or a Path")
+    return name
+
+
 def resolve(
     name_or_path: Any, options: HubOptions | None = None, *, weights: bool = True, config: Any = None
 ) -> ModelFiles:
@@ -173,7 +182,7 @@ def resolve(
     Raises:
         ValueError: nothing of that name (the nearest names are offered), or files are missing.
     """
-    name, options = str(name_or_path), options or HubOptions()
+    name, options = name_of(name_or_path), options or HubOptions()
     path = Path(name).expanduser()
     if weights and path.is_file() and path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
         return resolve_file(path, config, options)

@@ -1,6 +1,7 @@
 """Save a model as a Hugging Face directory or a distributed checkpoint, and push it to the Hub."""
 
 import logging
+import os
 import shutil
 import tempfile
 from collections import deque
@@ -35,7 +36,7 @@ FORMATS = ("hf", "distributed")
 
 def save_pretrained(
     model: Any,
-    path: Any,
+    path: str | os.PathLike[str],
     format: str = "hf",
     *,
     max_shard_size: int | str = "5GB",

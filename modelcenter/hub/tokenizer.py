@@ -1,5 +1,6 @@
 """Tokenizers are transformers' own, but for CPM's (tokenization_cpm); names are resolved here."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from modelcenter.hub.files.git_lfs import refuse_lfs_pointer
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILES
 from modelcenter.hub.remote.download import HubOptions, download_file, is_reachable
-from modelcenter.hub.resolve import WEIGHT_SUFFIXES, local_directory, repo_of
+from modelcenter.hub.resolve import WEIGHT_SUFFIXES, local_directory, name_of, repo_of
 from modelcenter.registry import ARCHITECTURES, model_type_of
 
 VOCABULARY_FILE = "vocab.txt"
@@ -27,7 +28,7 @@ _OWN_CLASSES = {name: name for name in _CPM_CLASSES.values() if name != "CpmAntT
 }
 
 
-def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
+def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
     """transformers' AutoTokenizer, or one of CPM's, for a directory, a weight file, a name of `list_models`, a Hub id.
 
     A directory of CPM-1, CPM-2, CPM-3 or CPM-Bee needs no more than a vocab.txt.
@@ -40,13 +41,15 @@ def load_tokenizer(name_or_path: Any, **kwargs: Any) -> Any:
     """
     from transformers import AutoTokenizer
 
-    folder = Path(str(name_or_path)).expanduser()
+    name = name_of(name_or_path)
+    folder = Path(name).expanduser()
     if folder.is_file() and folder.name.endswith(WEIGHT_SUFFIXES):
-        name_or_path = folder = folder.parent
+        folder = folder.parent
+        name = str(folder)
     directory: Path | None = folder
     if not (folder / TOKENIZER_CONFIG_FILE).is_file():  # else a tokenizer, perhaps without a model beside it
-        directory = local_directory(str(name_or_path))
-    source, pinned = (str(directory), None) if directory is not None else repo_of(str(name_or_path))
+        directory = local_directory(name)
+    source, pinned = (str(directory), None) if directory is not None else repo_of(name)
     if pinned is not None:
         kwargs.setdefault("revision", pinned)
     held = [] if directory is None else [directory / n for n in TOKENIZER_FILES if (directory / n).is_file()]

@@ -9,6 +9,7 @@ x is (T, hidden_size), the tokens of the whole batch without padding; ctx is a l
 recomputation, compilation and pipelining need nothing else of a model.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -331,7 +332,7 @@ class Model(ModelInputs):
         return name.startswith(self.head_prefixes)
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str, task: str | None = None, **kwargs: Any) -> Self:
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], task: str | None = None, **kwargs: Any) -> Self:
         """See modelcenter.from_pretrained; the checkpoint must be of this architecture."""
         from modelcenter.hub.load import load_model
 
@@ -350,7 +351,7 @@ class Model(ModelInputs):
 
         return generate(self, input_ids, attention_mask, *args, **kwargs)
 
-    def save_pretrained(self, path: Any, format: str = "hf", **kwargs: Any) -> None:
+    def save_pretrained(self, path: str | os.PathLike[str], format: str = "hf", **kwargs: Any) -> None:
         """See modelcenter.hub.save.save_pretrained."""
         from modelcenter.hub.save import save_pretrained
 

@@ -4,13 +4,16 @@ import os
 import subprocess
 import sys
 import threading
+import typing
 
 import pytest
 import torch
+import toydata
 from safetensors.torch import load_file
 from safetensors_tools import assert_same_file
 
 import modelcenter as mc
+from modelcenter.adapters import Lora, load_lora, load_prompt, merge_lora, save_adapter
 from modelcenter.convert.bert import ARCH
 from modelcenter.convert.stream import run_in_threads
 from modelcenter.hub.files.reader import FileSource
@@ -189,3 +192,42 @@ def test_ranks_that_found_other_commits_do_not_load_a_mixture(monkeypatch):
     monkeypatch.setattr(load, "resolve", lambda *_, **__: ModelFiles("me/m", {}, repo="me/m", revision=commits[0]))
     with pytest.raises(ValueError, match="me/m: rank 0 found the commit aaa.* and rank 1 bbb.*revision"):
         mc.from_pretrained("me/m")
+
+
+class Place:
+    """A path that is no Path, such as an os.DirEntry: str() of it is no path."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __fspath__(self):
+        return self.path
+
+
+ENTRIES = [
+    (mc.from_pretrained, "name_or_path"),
+    (mc.AutoModel.from_pretrained, "name_or_path"),
+    (mc.AutoTokenizer.from_pretrained, "name_or_path"),
+    (mc.Bert.from_pretrained, "name_or_path"),
+    (mc.Bert.save_pretrained, "path"),
+    (load_lora, "path"),
+    (load_prompt, "path"),
+    (save_adapter, "path"),
+]
+
+
+@pytest.mark.parametrize(("entry", "name"), ENTRIES, ids=lambda value: getattr(value, "__qualname__", ""))
+def test_paths_are_annotated_as_what_is_taken(entry, name):
+    assert typing.get_type_hints(entry)[name] == str | os.PathLike[str]
+
+
+def test_any_path_is_taken(saved, tmp_path):
+    model = mc.from_pretrained(Place(saved("masked-lm")), adapter=Lora(2))
+    save_adapter(model, Place(tmp_path / "adapter"))
+    assert load_lora(Place(tmp_path / "adapter"), mc.Bert.from_pretrained(Place(saved("masked-lm")))).adapter
+    merge_lora(model).save_pretrained(Place(tmp_path / "model"), tokenizer=toydata.make_tokenizer())
+    assert len(mc.AutoTokenizer.from_pretrained(Place(tmp_path / "model"))) == len(toydata.make_tokenizer())
+    assert mc.from_config(Place(tmp_path / "model" / "config.json"), "base").config.hidden_size == 48
+    for entry in (mc.from_pretrained, mc.AutoTokenizer.from_pretrained, mc.from_config):
+        with pytest.raises(ValueError, match="got None, expected a name or the path of a model"):
+            entry(None)

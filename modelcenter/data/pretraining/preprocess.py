@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ _DOCUMENTS = 4096  # unless it has so many documents
 def preprocess(
     source: RowSource,
     tokenizer: Any,
-    path: str | Path,
+    path: str | os.PathLike[str],
     *,
     text_column: str | None = None,
     eos: bool = True,

@@ -38,7 +38,7 @@ class PushResult:
     files: dict[str, int]
 
 
-def model_directory(path: str | Path) -> Path:
+def model_directory(path: str | os.PathLike[str]) -> Path:
     """The checkpoint that a path means: itself, or the `model` of a run's folder.
 
     Raises:
@@ -149,7 +149,7 @@ def _allowed_link(path: Path, directory: Path) -> bool:
 
 
 def push_directory(
-    path: str | Path,
+    path: str | os.PathLike[str],
     repo_id: str,
     *,
     token: str | bool | None = None,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         write_model,
     )
     from engine.checkpoint.training import (
+        finish_save,
         latest_checkpoint,
         load_checkpoint,
         save_checkpoint,
@@ -45,6 +46,7 @@ __all__ = [
     "all_tensors",
     "atomic_directory",
     "check_manifest",
+    "finish_save",
     "from_rank_0",
     "hash_ranges",
     "latest_checkpoint",
@@ -64,7 +66,7 @@ __all__ = [
 ]
 
 _SLICES = ("all_tensors", "local_slices", "named_tensors")
-_TRAINING = ("latest_checkpoint", "load_checkpoint", "save_checkpoint", "wait_checkpoint")
+_TRAINING = ("finish_save", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "wait_checkpoint")
 
 
 def __getattr__(name: str) -> Any:

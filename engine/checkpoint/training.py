@@ -167,7 +167,7 @@ def save_checkpoint(
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep is {keep!r}, expected a whole number of at least 1")
     path = Path(directory).absolute()
-    path = path if step is None else path / f"step-{step:08d}"
+    path = path if step is None else _path_of(path, step)
     contents = _collect(path, model, optim_manager, state, staged=asynchronous)
     job = _Job(path, contents, extra or getattr(model, "write_texts", None), step, keep, best)
     if not asynchronous:
@@ -187,6 +187,22 @@ def wait_checkpoint() -> None:
         writer.join()
         if writer.error is not None:
             raise writer.error
+
+
+def finish_save(
+    directory: str | os.PathLike[str], step: int, *, best: int | None = None, keep: int | None = None
+) -> None:
+    """Give checkpoints their names and remove old ones, as the save of the newest would have, had it not been killed
+    just then: a checkpoint counts from the moment it is complete. For a run that goes on from it. Collective.
+
+    Args:
+        directory: of many checkpoints. step: of the newest. best: of the one that ``best`` names, if it is still there;
+            None: ``best`` stays as it is. keep: as for ``save_checkpoint``.
+    """
+    root = Path(directory).absolute()
+    with together(f"clearing up in {root}"):
+        if runtime.rank() == 0:
+            _clear_up(root, step, best, keep)
 
 
 def load_checkpoint(
@@ -361,12 +377,17 @@ def _write(job: _Job, group: dist.ProcessGroup | None) -> None:
     if job.step is not None:
         with together(f"clearing up in {job.path.parent}", group):
             if runtime.rank() == 0:
-                try:
-                    _name(job.path.parent / "last", job.path)
-                    if job.best:
-                        _name(job.path.parent / "best", job.path)
-                finally:
-                    _purge(job.path.parent, job.step, job.keep)
+                _clear_up(job.path.parent, job.step, job.step if job.best else None, job.keep)
+
+
+def _clear_up(root: Path, step: int, best: int | None, keep: int | None) -> None:
+    """What a save does once its checkpoint is complete; see ``finish_save``."""
+    try:
+        _name(root / "last", _path_of(root, step))
+        if best is not None and _path_of(root, best).is_dir():
+            _name(root / "best", _path_of(root, best))
+    finally:
+        _purge(root, step, keep)
 
 
 def _name(link: Path, target: Path) -> None:
@@ -385,6 +406,8 @@ def _name(link: Path, target: Path) -> None:
 def _purge(root: Path, step: int, keep: int | None) -> None:
     for left in [*root.glob(".step-*.partial-*"), *root.glob(".step-*.old-*")]:  # of a run that was killed
         shutil.rmtree(left, ignore_errors=True)
+    for left in [*root.glob(".last.*"), *root.glob(".best.*")]:  # see _name
+        left.unlink(missing_ok=True)
     best = named_checkpoint(root / "best").resolve()
     earlier = [path for number, path in _steps(root) if number <= step]
     for path in earlier[keep:] if keep is not None else []:
@@ -392,6 +415,10 @@ def _purge(root: Path, step: int, keep: int | None) -> None:
             gone = path.with_name(f".{path.name}.old-{uuid.uuid4().hex[:8]}")
             path.rename(gone)  # so that half of it never looks like a checkpoint
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def _path_of(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
 
 
 def _steps(root: Path) -> list[tuple[int, Path]]:

@@ -325,8 +325,15 @@ class Run:
         continuation.check(self.cfg, data)
         state = resume.load_state(continuation.checkpoint, self.model, self.manager)
         self.step, self.clock = state["step"], Clock(state["seconds"])
+        if self.step > self.batch_source.steps:
+            raise ValueError(
+                f"max_steps: the run has {self.batch_source.steps} steps, but {continuation.checkpoint} has done "
+                f"{self.step}"
+            )
         self.throughput.load(state, self.clock.seconds)
         self.skipped_steps.start_from(self.step)
+        if self.checkpoints is not None and continuation.in_output_dir:
+            self.checkpoints.finish_last(self.step, state.get("linked", state["best"]).get("step"))
         self._load_selection(state, continuation.in_output_dir)
         changed = continuation.changed_stream_flag(self.cfg, data)
         if changed is None:
@@ -337,11 +344,6 @@ class Run:
         if self.checkpoints is not None:
             # With an evaluation to make up for, this step may turn out to be the best, and is saved again as such.
             self.checkpoints.start_from(-1 if self.evaluation_pending else self.step)
-        if self.step > self.batch_source.steps:
-            raise ValueError(
-                f"max_steps: the run has {self.batch_source.steps} steps, but {continuation.checkpoint} has done "
-                f"{self.step}"
-            )
 
     def _load_selection(self, state: dict[str, Any], in_output_dir: bool) -> None:
         """Keep the best evaluation before the stop, if it compares with those to come."""

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import engine
-from engine.checkpoint import check_manifest
+from engine.checkpoint import check_manifest, finish_save
 from engine.checkpoint import training as module
 from modelcenter.hub.run_folder import find_step
 
@@ -210,6 +210,22 @@ def test_keep_and_best_and_last(tmp_path):
     # Back to an earlier step: later ones are not this run's to remove.
     engine.save_checkpoint(tmp_path, run.model, step=3, keep=1)
     assert names(tmp_path) == ["best", "last", "step-00000002", "step-00000003", "step-00000004", "step-00000005"]
+
+
+def test_a_save_that_was_killed_before_it_named_its_checkpoint_is_finished(tmp_path, monkeypatch):
+    run = Run(3, 1)
+    with monkeypatch.context() as patch:
+        engine.save_checkpoint(tmp_path, run.model, step=1, best=True)
+        patch.setattr(module, "_clear_up", lambda *_: None)
+        for step in (2, 3):
+            engine.save_checkpoint(tmp_path, run.model, step=step, best=True)
+    (tmp_path / ".best.dead").symlink_to("step-00000003")
+    finish_save(tmp_path, 3, best=7)  # which is gone
+    assert names(tmp_path) == ["best", "last", "step-00000001", "step-00000002", "step-00000003"]
+    assert [os.readlink(tmp_path / name) for name in ("best", "last")] == ["step-00000001", "step-00000003"]
+    finish_save(tmp_path, 3, best=2, keep=1)
+    assert names(tmp_path) == ["best", "last", "step-00000002", "step-00000003"]
+    assert (tmp_path / "best").resolve().name == "step-00000002"
 
 
 def test_the_newest_valid_one_is_found_with_a_word_about_the_broken(tmp_path):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import save_checkpoint, wait_checkpoint
+from engine.checkpoint import finish_save, save_checkpoint, wait_checkpoint
 from engine.optim import OptimManager
 from modelcenter.models.base import Model
 from modelcenter.training.checkpoints.model_selection import ModelSelection
@@ -34,6 +34,15 @@ class CheckpointWriter:
     def start_from(self, step: int) -> None:
         """The run goes on from a checkpoint of this step."""
         self.newest, self._started_at = step, time.monotonic()
+
+    def finish_last(self, step: int, best: int | None) -> None:
+        """Finish the save of the newest checkpoint, which the run goes on from: it may have been killed before `last`
+        and `best` named their checkpoints. Collective.
+
+        Args:
+            best: the step of the one that `best` names.
+        """
+        finish_save(self._output / CHECKPOINTS, step, best=best, keep=self._keep)
 
     def write(
         self,

@@ -228,6 +228,22 @@ def test_the_best_that_is_there_counts_after_a_stop_where_a_better_one_was_not_w
     assert best_of(folder) == "step-00000001"
 
 
+def test_the_best_of_a_save_that_was_killed_before_it_was_named_counts(folder, monkeypatch):
+    """The checkpoints of steps 3 and 4 are complete, but `best` and `last` still name earlier ones."""
+    judged_as(monkeypatch, {1: 0.5, 2: 0.6, 3: 0.9, 4: 0.3, 5: 0.4})
+    judged = short_run_values(folder, "run", best_metric="accuracy", eval_every=1, save_every=1, max_steps=5)
+    clear_up = engine.checkpoint.training._clear_up
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.checkpoint.training, "_clear_up", lambda *a: clear_up(*a) if a[1] < 3 else None)
+        stop_at(monkeypatch, 3, judged)
+    assert best_of(folder) == "step-00000002"
+    main(command(judged))
+    assert best_of(folder) == "step-00000003"
+    assert sorted(p.name for p in (folder / "run" / "checkpoints").iterdir()) == [
+        "best", "last", "step-00000003", "step-00000004", "step-00000005"
+    ]  # fmt: skip
+
+
 def test_the_best_of_other_evaluation_data_does_not_count(folder, monkeypatch, caplog):
     """Nor do the evaluations that were worse."""
     judged_as(monkeypatch, {1: 0.9, 2: 0.8, 3: 0.2, 4: 0.3})
@@ -289,11 +305,12 @@ def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_going_on(folder, mon
     damage()
     with pytest.warns(UserWarning, match="checkpoint passed over: .*step-00000003"):
         stop_at(monkeypatch, 4, short_run_values(folder, "run", **judged))
-    assert "the best checkpoint is passed over: " in caplog.text
+    assert "does not count" not in caplog.text  # that of step 2, from which the run goes on, is the best again
     assert best_of(folder) == "step-00000003"  # again, of the step that was taken anew
     save = loop.save_final_model
     monkeypatch.setattr(loop, "save_final_model", lambda run, target: (damage(), save(run, target)))
     main(command(short_run_values(folder, "run", **judged)))
+    assert "the best checkpoint is passed over: " in caplog.text
     said = capsys.readouterr().out
     assert "the best model, of step 3, is not there; the last one takes its place" in said
     assert (folder / "run" / "model").is_dir() and "of step" not in said.splitlines()[-1]

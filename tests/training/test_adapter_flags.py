@@ -54,13 +54,19 @@ def test_a_lora_run_leaves_an_adapter_and_a_whole_model(folder, capsys):
         assert not torch.allclose(before, adapted, atol=1e-3)
 
 
+def parameters(folder, name):
+    return json.loads((folder / name / "summary.json").read_text())["parameters"]
+
+
 def test_a_lora_run_goes_on_and_does_not_depend_on_the_cut(folder, monkeypatch, capfd):
     main(command(values_of(folder, "whole", **LORA)))
     with monkeypatch.context() as patch:
         die_at(patch, 3, signal.SIGTERM)
         main(command(values_of(folder, "run", **LORA)))
+    stopped = parameters(folder, "run")
     main(command(values_of(folder, "run", **LORA)))
     assert went_on_after(capfd) == 4
+    assert stopped == parameters(folder, "run") == sum(t.numel() for t in weights(folder, "whole").values())
     assert curve(folder, "run") == curve(folder, "whole")
     cut = {"zero": 3, "batch_size": 2, "gradient_accumulation_steps": 2}
     on_ranks(lambda: main(command(values_of(folder, "two", **LORA, **cut))), 2, timeout=90)

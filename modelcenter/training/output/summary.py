@@ -1,5 +1,6 @@
 """summary.json: how a run ended, what it took, and on what machine."""
 
+import math
 import os
 import platform
 import resource
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import engine
 from modelcenter import __version__
+from modelcenter.models.base import Model
 
 if TYPE_CHECKING:
     from modelcenter.training.checkpoints.model_selection import ModelSelection
@@ -31,7 +33,7 @@ def summary_of(run: "Run", status: str, reason: str | None, skipped: int) -> dic
         **({} if reason is None else {"reason": reason}),
         "task": run.task.name,
         "model": run.cfg.model,
-        "parameters": run.model.num_parameters(),
+        "parameters": _parameters(run.model),
         "steps": run.step,
         "epochs": run.epoch(),
         "tokens": tokens,
@@ -45,6 +47,13 @@ def summary_of(run: "Run", status: str, reason: str | None, skipped: int) -> dic
         "command": shlex.join(sys.argv),
         **_versions_and_hardware(),
     }
+
+
+def _parameters(model: Model) -> int:
+    """Parameters of the model without an adapter, as they are in model/: the same before and after it is merged."""
+    if model.adapter is None:
+        return model.num_parameters()
+    return sum(math.prod(shape) for shape in model.adapter.layout.native_shapes.values())
 
 
 def _last_and_best(rows: list[dict[str, Any]], selection: "ModelSelection") -> dict[str, dict[str, Any]]:

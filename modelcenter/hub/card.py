@@ -255,19 +255,19 @@ def _data(fingerprint: Any) -> str:
     return ", ".join(said)
 
 
-def complete_card(run: str | Path) -> None:
+def complete_card(run: str | Path, summary: Mapping[str, Any]) -> None:
     """Add to the card of a finished run's model how it was trained, with the curve; a second call replaces the first.
 
     Args:
-        run: the folder, with summary.json, metrics.jsonl and model/; curves.png if it was drawn.
+        run: the folder, with metrics.jsonl and model/; curves.png if it was drawn. summary: what is to be in
+            summary.json.
 
     Raises:
-        ValueError: summary.json or the card cannot be read.
+        ValueError: the card cannot be read.
     """
     folder = Path(run)
     model = folder / "model"
     try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         text = (model / CARD_FILE).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: the model card cannot be completed: {error}") from None
@@ -276,7 +276,7 @@ def complete_card(run: str | Path) -> None:
         shutil.copyfile(folder / CURVES_FILE, model / CURVES_FILE)
         curve = CURVES_FILE
     if (padding := _padding(folder / "metrics.jsonl")) is not None:
-        summary["padding"] = padding
+        summary = {**summary, "padding": padding}
     head = text.partition(f"\n{_RUN}\n")[0].rstrip()
     work = model / f".{CARD_FILE}"
     work.write_text(f"{head}\n\n{describe_run(summary, curve)}\n", encoding="utf-8", errors="backslashreplace")

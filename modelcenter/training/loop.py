@@ -15,13 +15,14 @@ from engine.ops import dropout_key
 from modelcenter.adapters import trainable_parameters
 from modelcenter.command_line.errors import Stopped
 from modelcenter.data.batching.prefetch import Prefetch
+from modelcenter.hub.card import complete_card
 from modelcenter.hub.files.names import RUN_FILE
 from modelcenter.hub.save import write_texts
 from modelcenter.models.base import Model
 from modelcenter.training.accumulation import accumulate
 from modelcenter.training.batch_sources import GlobalBatch, make_batch_source
 from modelcenter.training.checkpoints import model_selection, resume
-from modelcenter.training.checkpoints.final_model import publish, save_final_model
+from modelcenter.training.checkpoints.final_model import push_final_model, save_final_model
 from modelcenter.training.checkpoints.model_selection import ModelSelection, check_best_metric, check_evaluation_flags
 from modelcenter.training.checkpoints.resume import Continuation
 from modelcenter.training.checkpoints.writer import CheckpointWriter
@@ -90,8 +91,8 @@ def train(
         raise
     finally:
         summary = run.close(status, reason)
-    if status == "finished" and output is not None and cfg.quantize is None:  # 4-bit weights leave no model
-        publish(run, output)
+    if status == "finished" and output is not None and cfg.push_to_hub is not None:
+        push_final_model(run, output, cfg.push_to_hub)
     if output is not None:
         run.record.report(end_message(run, output))  # rank 0 alone shows it, but all ranks look for the checkpoint
     engine.synchronize()  # a rank that left earlier could make its launcher end rank 0 while it writes
@@ -388,5 +389,11 @@ class Run:
         summary = summary_of(self, status, reason, skipped)
         # Where rank 0 alone fails, the others do not wait for it in what comes next.
         with together("writing summary.json") if status == "finished" else nullcontext():
-            self.record.close(summary)
+            self.record.close(summary, functools.partial(self._finish, summary) if status == "finished" else None)
         return summary
+
+    def _finish(self, summary: dict[str, Any]) -> None:
+        """Complete the model card with what the summary knows. On rank 0."""
+        assert self.output is not None
+        if self.cfg.quantize is None:  # 4-bit weights leave no model
+            complete_card(self.output, summary)

@@ -336,9 +336,9 @@ def test_a_run_s_card_is_whole(hub, home, tmp_path):
     rows = [{"step": 1, "padding": 0.5}, {"step": 2, "eval_loss": 1}, {"step": 3, "padding": 0.0}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "curves.png").write_bytes(b"\x89PNG")
-    complete_card(run)
+    complete_card(run, SUMMARY)
     once = (run / "model/README.md").read_text()
-    complete_card(run)
+    complete_card(run, SUMMARY)
     text = (run / "model/README.md").read_text()
     assert text == once, "a second time changes nothing"
     for fact in FACTS:
@@ -488,4 +488,4 @@ def test_a_card_that_is_no_utf8(tmp_path):
 
 def test_a_card_that_cannot_be_completed(tmp_path):
     with pytest.raises(ValueError, match="cannot be completed"):
-        complete_card(tmp_path)
+        complete_card(tmp_path, SUMMARY)

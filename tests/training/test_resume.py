@@ -334,6 +334,19 @@ def test_a_run_that_began_with_its_own_checkpoint_goes_on_as_often_as_it_is_star
     assert "going on after step 4" in capsys.readouterr().out
 
 
+def test_a_run_that_has_only_its_card_to_complete_has_not_finished(folder, monkeypatch):
+    def fail(output, summary):
+        assert (output / "curves.png").is_file() and not (output / "summary.json").exists()
+        raise OSError("no room")
+
+    monkeypatch.setattr("modelcenter.training.output.record.plot", lambda rows, path: path.write_bytes(b""))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
+        patch.setattr(loop, "complete_card", fail)
+        main(command(short_run_values(folder, "run", max_steps=1)))
+    main(command(short_run_values(folder, "run", max_steps=1)))
+    assert "## How it was made" in (folder / "run" / "model" / "README.md").read_text()
+
+
 def test_a_run_that_has_only_its_model_to_write_prepares_it_too(folder, monkeypatch):
     """The padding token of a decoder, without which transformers classifies no batch."""
     from text_toys import SIZES as DECODERS

@@ -1,4 +1,4 @@
-"""model/: the trained model as a Hugging Face directory, its card, and its way to the Hub."""
+"""model/: the trained model as a Hugging Face directory, and its way to the Hub."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import engine
 from engine.checkpoint import load_model, together
 from modelcenter.adapters import merge_lora, save_adapter
-from modelcenter.hub.card import complete_card
 from modelcenter.hub.remote.push import push_directory
 from modelcenter.training.checkpoints.model_selection import best_checkpoint
 from modelcenter.training.output.folder import CHECKPOINTS
@@ -46,14 +45,12 @@ def _load_best_model(run: "Run", checkpoints: Path) -> None:
         load_model(path, run.model)
 
 
-def publish(run: "Run", output: Path) -> None:
-    """Complete the model card with what the summary knows, and push the model if --push_to_hub says so. Collective.
+def push_final_model(run: "Run", output: Path, repo_id: str) -> None:
+    """Push the model as --push_to_hub says. Collective.
 
     Raises:
         ValueError: the Hub refuses, or cannot be reached; the model stays in output_dir.
     """
     with together(f"publishing {output / 'model'}"):
         if engine.rank() == 0:
-            complete_card(output)
-            if run.cfg.push_to_hub is not None:
-                run.record.report(f"pushed to {push_directory(output, run.cfg.push_to_hub).address}")
+            run.record.report(f"pushed to {push_directory(output, repo_id).address}")

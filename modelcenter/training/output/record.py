@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -73,11 +73,15 @@ class Record:
         if self.display is not None:
             self.display.print_line(text)
 
-    def close(self, summary: dict[str, Any]) -> None:
+    def close(self, summary: dict[str, Any], finish: Callable[[], None] | None = None) -> None:
         """Write summary.json (whole or not at all) and curves.png; then end the trackers.
 
+        Args:
+            finish: what a run that has finished does last, once the curves are drawn. Only then does summary.json say
+                that it has: a run that is killed before goes on, and does it again.
+
         Raises:
-            OSError: summary.json could not be written.
+            OSError: summary.json could not be written. And what `finish` raises.
         """
         if self.display is not None:
             self.display.close()
@@ -85,8 +89,12 @@ class Record:
             if self._file is not None and self.path is not None:
                 with self._reporting_failure("metrics.jsonl"):
                     self._file.close()
-                _write_summary(self.path / "summary.json", summary)
+                if finish is None:  # first, as little time may be left
+                    _write_summary(self.path / "summary.json", summary)
                 self._draw(self.path / "curves.png")
+                if finish is not None:
+                    finish()
+                    _write_summary(self.path / "summary.json", summary)
         finally:
             self._trackers.close()
 

@@ -56,7 +56,7 @@ def test_curves_that_cannot_be_drawn_cost_nothing_else(tmp_path, monkeypatch, ca
 
 @pytest.mark.full
 def test_a_summary_that_cannot_be_written_ends_all_ranks_alike(folder, monkeypatch):
-    def close(self, summary):
+    def close(self, summary, finish):
         if self.path is not None:
             raise OSError(28, "No space left on device", "summary.json")
 

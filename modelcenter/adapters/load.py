@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -273,7 +274,7 @@ def open_adapter(path: str | os.PathLike[str], kind: str = "LORA", options: HubO
         ValueError: it is not there, incomplete, malformed or of another kind; as hub.remote.download.
     """
     name = os.fspath(path)
-    directory = Path(name).expanduser()
+    directory = Path(expanduser(name))
     if is_hub_id(name):
         directory = from_hub_or_cache(name, partial(_download, name), options or HubOptions())
     config_path = directory / CONFIG_FILE

@@ -7,6 +7,7 @@ import glob
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,12 @@ def find(data: str | Sequence[str], config: str | None = None) -> Source:
     Raises ValueError if nothing is there.
     """
     specs = [data] if isinstance(data, str) else list(data)
-    if len(specs) == 1 and config is None and _is_saved_dataset(Path(specs[0]).expanduser()):
+    if len(specs) == 1 and config is None and _is_saved_dataset(Path(expanduser(specs[0]))):
         return _saved_source(specs[0])
     splits = _splits(specs, config)
     if splits is None:
         return _hub_source(specs[0], config)
-    unsplit = next((spec for spec in specs if not Path(spec).expanduser().is_dir()), None) if len(splits) > 1 else None
+    unsplit = next((spec for spec in specs if not Path(expanduser(spec)).is_dir()), None) if len(splits) > 1 else None
     return Source(" ".join(specs), tuple(splits), lambda split: read_files(splits[split]), unsplit)
 
 
@@ -114,13 +115,13 @@ def hold_out(table: Table, fraction: float, seed: int, groups: np.ndarray | None
 
 def is_hub_name(spec: str) -> bool:
     """Whether an entry of a data argument names a data set of the Hub: nothing local, and nothing that looks so."""
-    path = Path(spec).expanduser()
+    path = Path(expanduser(spec))
     local = path.exists() or glob.has_magic(spec) or spec[:1] in "./~" or suffix_of(path) in READERS or "\\" in spec
     return not local and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", spec) is not None
 
 
 def _local_splits(spec: str) -> dict[str, list[Path]]:
-    path = Path(spec).expanduser()
+    path = Path(expanduser(spec))
     if path.is_file():
         return {"train": [path]}
     if _is_saved_dataset(path):
@@ -213,7 +214,7 @@ def _saved_source(name: str) -> Source:
     except ImportError:
         raise ValueError(f"{name}: a folder of `save_to_disk`; reading it needs `pip install datasets`") from None
     try:
-        loaded: Any = datasets.load_from_disk(str(Path(name).expanduser()))
+        loaded: Any = datasets.load_from_disk(str(Path(expanduser(name))))
     except Exception as error:  # as many kinds as above
         raise ValueError(f"{name}: a folder of `save_to_disk` that cannot be read: {error}") from error
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def export_main(
     from modelcenter.hub.run_folder import find_step
 
     source = find_step(args.source, args.step)
-    path = Path(source).expanduser()
+    path = Path(expanduser(source))
     done = {"source": args.source, "target": args.target, "format": "adapter" if args.keep_adapter else "hf"}
     message = None
     if args.adapter is not None and merge_adapter is not None:
@@ -134,7 +135,7 @@ def export_main(
     elif export_adapter is not None and path.is_dir():
         options = {} if args.keep_adapter else {"dtype": args.dtype, "max_shard_size": args.max_shard_size}
         message = export_adapter(
-            path, Path(args.target).expanduser(), args.keep_adapter, _conversion_flags(parser, args), **options
+            path, Path(expanduser(args.target)), args.keep_adapter, _conversion_flags(parser, args), **options
         )
     if message is not None:
         print(json.dumps(done) if args.json else message)

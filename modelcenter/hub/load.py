@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ def _config_values(config: Any) -> tuple[Mapping[str, Any], str]:
         return config, "the config"
     name = name_of(config)
     if name.endswith(".json"):
-        return read_json(Path(name).expanduser()), name
+        return read_json(Path(expanduser(name))), name
     return resolve(name, weights=False).config, name
 
 

@@ -5,6 +5,7 @@ import glob
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def local_directory(name: str) -> Path | None:
     Raises:
         ValueError: it is a path, but not of a checkpoint directory.
     """
-    path = Path(name).expanduser()
+    path = Path(expanduser(name))
     if path.is_dir():
         if (path / CONFIG_FILE).is_file() or (path / MANIFEST_FILE).is_file():
             return path
@@ -142,7 +143,7 @@ def read_config(config: Any, options: HubOptions | None = None) -> dict[str, Any
     """The config that a caller gives for a bare file: a mapping, a JSON file, a directory, a name, or a Hub id."""
     if isinstance(config, Mapping):
         return dict(config)
-    path = Path(name_of(config)).expanduser()
+    path = Path(expanduser(name_of(config)))
     return read_model_config(path) if path.is_file() else resolve(config, options, weights=False).config
 
 
@@ -183,7 +184,7 @@ def resolve(
         ValueError: nothing of that name (the nearest names are offered), or files are missing.
     """
     name, options = name_of(name_or_path), options or HubOptions()
-    path = Path(name).expanduser()
+    path = Path(expanduser(name))
     if weights and path.is_file() and path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
         return resolve_file(path, config, options)
     if config is not None and path.is_dir():

@@ -1,5 +1,6 @@
 """The folder of a training run, where a checkpoint is expected."""
 
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ def find_step(path: Any, step: str | None) -> Any:
     Raises:
         ValueError: there is no such step.
     """
-    folder = Path(str(path)).expanduser()
+    folder = Path(expanduser(str(path)))
     if (other := checkpoint.named_checkpoint(folder)) != folder:
         path = folder = other
     steps = next((p for p in (folder / "checkpoints", folder) if _is_steps(p)), None)

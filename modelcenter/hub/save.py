@@ -7,6 +7,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def save_pretrained(
     if format == "distributed" and weight_dtype is not None:
         raise ValueError("dtype: a distributed checkpoint holds the parameters as they are; export with format='hf'")
     _check_adapter(model, format)
-    place, activity = Path(path).expanduser(), f"saving to {path}"
+    place, activity = Path(expanduser(path)), f"saving to {path}"
     export = _Export(model, weight_dtype, shard_bytes)
     # Outermost, for what can fail on rank 0 alone at the very end: giving the directory its name.
     with together(activity), ExitStack() as stack:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
     from transformers import AutoTokenizer
 
     name = name_of(name_or_path)
-    folder = Path(name).expanduser()
+    folder = Path(expanduser(name))
     if folder.is_file() and folder.name.endswith(WEIGHT_SUFFIXES):
         folder = folder.parent
         name = str(folder)

@@ -2,6 +2,7 @@
 
 import shlex
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class TrainedModel:
         Raises:
             ValueError: the folder is of a run that left no model, or only an adapter.
         """
-        folder = Path(name).expanduser()
+        folder = Path(expanduser(name))
         if not (folder / "config.yaml").is_file() or (folder / CONFIG_FILE).is_file():
             return cls(name)
         if not (folder / "model" / CONFIG_FILE).is_file():
@@ -65,7 +66,7 @@ class TrainedModel:
 
     def _config(self, options: HubOptions) -> dict[str, Any]:
         """config.json in Hugging Face's form; for a checkpoint of ModelCenter, inferred from its weights."""
-        found = resolve(self.source, options, weights=Path(self.source).expanduser().is_file())
+        found = resolve(self.source, options, weights=Path(expanduser(self.source)).is_file())
         if model_type_of(found.config) is not None:
             return found.config
         from modelcenter.hub.legacy import in_hf_form  # torch comes with it
@@ -113,7 +114,7 @@ def resolve_model_names(cfg: Any) -> None:
         given = getattr(cfg, name, None)
         if given is not None:
             source = TrainedModel.find(given).source
-            path = Path(source).expanduser()
+            path = Path(expanduser(source))
             local = (path / CONFIG_FILE).is_file() or (path.suffix and path.is_file())
             setattr(cfg, name, str(path.absolute()) if local else source)
 
@@ -135,7 +136,7 @@ def check_family(cfg: TrainConfig, head: str) -> dict[str, Any]:
     Raises:
         ValueError: there is no such model, or it is of a family without the head; those with it are named.
     """
-    path = Path(str(cfg.model)).expanduser()
+    path = Path(expanduser(str(cfg.model)))
     with flag_in_errors("model"):
         if path.is_file() and not cfg.from_scratch:
             values = resolve_file(path).config  # weights, whose configuration is in the same folder

@@ -93,6 +93,8 @@ def test_nothing_there(folder, tmp_path):
         sources.find(str(folder / "*.jsonl"))
     with pytest.raises(ValueError, match=r"no such file or directory \(.*nowhere does not exist\)"):
         sources.find(str(folder / "nowhere" / "a.tsv"))
+    with pytest.raises(ValueError, match="^~nobody-of-this-name.csv: no such file or directory"):
+        sources.find("~nobody-of-this-name.csv")
     (folder / "empty").mkdir()
     with pytest.raises(ValueError, match="the directory holds no .json"):
         sources.find(str(folder / "empty"))

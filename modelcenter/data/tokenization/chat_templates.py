@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,7 @@ def _is_silent(turn: dict[str, Any]) -> bool:
 
 
 def _read(path: str) -> str:
-    file = Path(path).expanduser()
+    file = Path(expanduser(path))
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

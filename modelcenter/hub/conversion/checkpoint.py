@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os.path import expanduser
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -146,7 +147,7 @@ def open_checkpoint(path: Any, request: Request | None = None) -> Checkpoint:
     """
     request = request or Request()
     place = str(find_step(path, None))
-    directory = Path(place).expanduser()
+    directory = Path(expanduser(place))
     if (directory / MANIFEST_FILE).is_file():
         return _open_distributed(directory, request)
     return _open_hf(place, request)

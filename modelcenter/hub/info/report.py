@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def model_info(name: str, options: HubOptions | None = None, gpus: int = 8) -> d
     options = options or HubOptions()
     if gpus < 1:
         raise ValueError(f"gpus: got {gpus}, expected at least 1")
-    folder = Path(name).expanduser()
+    folder = Path(expanduser(name))
     if (folder / "config.yaml").is_file() and (folder / "model" / CONFIG_FILE).is_file():
         name = str(folder / "model")  # a run
     location, config, weights = _locate(name, options)

@@ -6,6 +6,7 @@ Imports no torch.
 import re
 from collections.abc import Mapping
 from math import prod
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def cached_files(repo: str, options: HubOptions) -> list[dict[str, Any]]:
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    root = Path(options.cache_dir or constants.HF_HUB_CACHE).expanduser()
+    root = Path(expanduser(options.cache_dir or constants.HF_HUB_CACHE))
     home = root / repo_folder_name(repo_id=repo, repo_type="model")
     refs = home / "refs"
     names: dict[str, list[str]] = {}

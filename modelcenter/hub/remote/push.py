@@ -5,6 +5,7 @@ import glob
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 
 from engine.memory import readable
@@ -44,7 +45,7 @@ def model_directory(path: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: no such directory; a run that did not finish.
     """
-    folder = Path(path).expanduser()
+    folder = Path(expanduser(path))
     if not folder.is_dir():
         raise ValueError(f"{folder} is {'a file' if folder.exists() else 'not there'}; give a directory to push")
     if (folder / CONFIG_FILE).is_file() or not (folder / "config.yaml").is_file():

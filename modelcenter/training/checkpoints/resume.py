@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def find_continuation(cfg: TrainConfig) -> Continuation | None:
     newest = latest_checkpoint(home)
     if cfg.resume == "auto":
         return None if newest is None else _read(newest, cfg, forced=False, in_output_dir=True)
-    root = Path(cfg.resume).expanduser()
+    root = Path(expanduser(cfg.resume))
     if (root / CHECKPOINTS).is_dir():
         root = root / CHECKPOINTS
     path = latest_checkpoint(root)
@@ -169,13 +170,13 @@ def run_file_text(cfg: TrainConfig, step: int, data: Any, trained: list[str] | N
 
 def _start_of(resume: str) -> str | None:
     """The absolute path that --resume lets a run begin with; None where it names none."""
-    return None if resume in ("auto", "never") else str(Path(resume).expanduser().absolute())
+    return None if resume in ("auto", "never") else str(Path(expanduser(resume)).absolute())
 
 
 def _absolute_path(name: str, value: Any) -> Any:
     """The value of a flag, made absolute if it is a path."""
     is_path = name in PLACES and isinstance(value, str)
-    return str(Path(value).expanduser().absolute()) if is_path else value
+    return str(Path(expanduser(value)).absolute()) if is_path else value
 
 
 def load_state(checkpoint: Path, model: Model, manager: OptimManager) -> dict[str, Any]:

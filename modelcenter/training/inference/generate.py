@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def _read_prompts(cfg: GenerateConfig) -> list[str]:
     if cfg.prompt:
         return cfg.prompt
     if cfg.prompts_file:
-        path = Path(cfg.prompts_file).expanduser()
+        path = Path(expanduser(cfg.prompts_file))
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:

@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -77,7 +78,7 @@ def _whole_file(path: str, **how: Any) -> Iterator[Any]:
 
 def _target(path: str) -> Path:
     """The file that a path means: where it is a link, what that leads to, so that the link stays."""
-    given = Path(path).expanduser().absolute()
+    given = Path(expanduser(path)).absolute()
     return given if _is_stream(given) else Path(os.path.realpath(given))
 
 

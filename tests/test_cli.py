@@ -126,6 +126,23 @@ def test_names_that_are_not_utf8_are_shown(monkeypatch):
     assert shown.getvalue() == "caf\u00e9 ".encode() + b"\xff\n"
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", rb"\u00e9 \u4f60 \ud83d\ude00"), ("latin-1", b"\xe9 " + rb"\u4f60 \ud83d\ude00")]
+)
+def test_what_the_output_has_no_bytes_for_is_shown_as_json_has_it(encoding, shown, errors, monkeypatch):
+    """PYTHONIOENCODING=ascii, or a locale of Latin 1: a run that shows a text of its data goes on."""
+    from io import BytesIO, TextIOWrapper
+
+    out, text = BytesIO(), "\u00e9 \u4f60 \U0001f600"
+    monkeypatch.setattr(cli.sys, "stdout", TextIOWrapper(out, encoding, errors))
+    row = json.dumps({"text": f"\\{text}"}, ensure_ascii=False)
+    monkeypatch.setitem(cli.VERBS, "list", lambda argv: print(text, "\ud83d", row, sep="\n", flush=True))
+    cli.main(["list"])
+    first, half, line = out.getvalue().splitlines()
+    assert first == shown and half == rb"\ud83d" and json.loads(line.decode(encoding)) == json.loads(row)
+
+
 def test_a_reader_that_is_gone_ends_a_verb_without_a_word(monkeypatch, capsys):
     """As `| head -1` leaves it: what was printed, and what Python would write at its end."""
     read, write = os.pipe()

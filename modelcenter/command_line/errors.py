@@ -1,5 +1,7 @@
 """How a command reports an error that the user can correct: one line, exit code 2."""
 
+import codecs
+import json
 import os
 import re
 import select
@@ -20,6 +22,7 @@ class Stopped(Exception):
         super().__init__(f"stopped by {signal.Signals(signal_number).name}")
 
 
+_SHOW_ANYWAY = "modelcenter.show-anyway"  # how standard output encodes what its encoding lacks
 _HEAD_START = 10.0  # seconds for the rank with the most telling error to report it, until the launcher ends all ranks
 
 
@@ -35,8 +38,8 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
     """
     _reopen_closed_streams()
     usual, warnings.formatwarning = warnings.formatwarning, _format_warning
-    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="surrogateescape")  # names of files that are not UTF-8 are shown as they are
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors=_SHOW_ANYWAY)
     shown = traceback or os.environ.get("MODELCENTER_TRACEBACK", "") not in ("", "0")
     try:
         with _flushed_output():
@@ -80,6 +83,22 @@ def _format_warning(
     if category is UserWarning:
         return f"warning: {message}\n"
     return f"{filename}:{lineno}: {category.__name__}: {message}\n"
+
+
+def _encode_anyway(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Encode characters that an output has no bytes for (Chinese in a locale of Latin 1, half a surrogate pair).
+
+    Bytes of a file's name that are not UTF-8 are shown as they are; the rest by JSON's escapes, so that a line of JSON
+    means what it did.
+    """
+    assert isinstance(error, UnicodeEncodeError)
+    first = error.object[error.start]
+    if 0xDC80 <= ord(first) <= 0xDCFF:  # as os.fsdecode makes them
+        return bytes([ord(first) - 0xDC00]), error.start + 1
+    return json.dumps(first)[1:-1], error.start + 1
+
+
+codecs.register_error(_SHOW_ANYWAY, _encode_anyway)
 
 
 def _reopen_closed_streams() -> None:

@@ -154,8 +154,6 @@ class Pool:
         self._modules = frozenset(sys.modules)
         self._scratch = tempfile.TemporaryDirectory(prefix="engine-ranks-")
         context = multiprocessing.get_context("fork")
-        sys.stdout.flush()
-        sys.stderr.flush()
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
             environment = {
@@ -260,8 +258,8 @@ def _worker(
         except Exception:
             pipe.send_bytes(pickle.dumps((False, f"raised\n{traceback.format_exc()}")))
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by whoever started the program
+                stream.flush()
             os._exit(0)
 
 

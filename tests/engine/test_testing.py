@@ -66,6 +66,13 @@ def test_results_come_in_rank_order_and_closures_run():
     assert [r[:3] for r in run(lambda x: who(word + x), 3, "!")] == [(rank, 3, "hello!") for rank in range(3)]
 
 
+def test_a_program_without_an_output_has_ranks(monkeypatch):
+    """As Python starts where its standard streams are closed."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert run(lambda: engine.rank(), 2) == [0, 1]
+
+
 def test_a_pool_keeps_its_ranks_and_starts_them_anew_after_a_failure(two):
     first, again = two.run(who, 1), two.run(who, 2)
     assert [r[3] for r in first] == [r[3] for r in again]

@@ -298,6 +298,14 @@ def test_in_small_parts(kind, workers, held, tmp_path, monkeypatch):
     same_bits(dict(model.state_dict()), dict(plain.state_dict()))
 
 
+def test_a_program_without_an_output_converts(saved, tmp_path, monkeypatch):
+    """As Python starts where its standard streams are closed."""
+    source = saved("base")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert convert(source, tmp_path / "shards", "distributed", workers=2).workers == 2
+
+
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 700), (torch.bfloat16, 1024), (torch.float64, 512)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_transpose_into_a_part(dtype, width, turned, monkeypatch):

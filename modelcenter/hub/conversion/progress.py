@@ -13,7 +13,7 @@ class Progress:
     def __init__(self, what: str, total: int, shown: bool = True):
         self.what, self.total, self.done, self.shown = what, total, 0, shown
         self._began = self._last = time.monotonic()
-        self._terminal = sys.stderr.isatty()
+        self._terminal = shown and sys.stderr.isatty()
         self._printed = False
 
     def add(self, count: int) -> None:

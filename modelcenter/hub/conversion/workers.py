@@ -7,7 +7,6 @@ import multiprocessing.connection
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -103,8 +102,6 @@ def _forked(
     work: Work, items: Sequence[Any], workers: int, progress: Progress, peaks: list[int] | None
 ) -> Iterator[tuple[int, Any]]:
     context = multiprocessing.get_context("fork")
-    sys.stdout.flush()
-    sys.stderr.flush()
     running: dict[Any, Any] = {}
     waiting = list(reversed(range(len(items))))
     try:

@@ -64,7 +64,8 @@ def run(arguments: list[str], log: Path) -> str:
     """Run a command, print it and its output, and write the output to `log`. A failing command ends the demo."""
     print("$ " + " ".join(arguments), flush=True)
     output = []
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(arguments, **pipe, text=True, errors="backslashreplace") as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)
             output.append(line)

@@ -203,7 +203,7 @@ def _writable() -> Path:
 
 
 def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace")
     if done.returncode:
         said = (done.stderr or done.stdout).strip()
         raise BuildError(f"{Path(command[0]).name} failed with exit code {done.returncode}\n{said}")

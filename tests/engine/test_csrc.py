@@ -77,11 +77,12 @@ def test_a_list_of_architectures_without_a_number(monkeypatch):
 
 def test_a_compiler_that_fails(monkeypatch, tmp_path):
     bad = tmp_path / "cxx"
-    bad.write_text("#!/bin/sh\necho this compiler is broken >&2\nexit 3\n")
+    bad.write_text("#!/bin/sh\nprintf 'this compiler \\377 is broken' >&2\nexit 3\n")
     bad.chmod(0o755)
     monkeypatch.setenv("CXX", str(bad))
     monkeypatch.setenv("MODELCENTER_LIBRARY_DIR", str(tmp_path / "out"))
-    with pytest.raises(build.BuildError, match=r"(?s)cxx failed with exit code 3.*this compiler is broken"):
+    said = r"(?s)cxx failed with exit code 3.*this compiler \\xff is broken"
+    with pytest.raises(build.BuildError, match=said):
         build.build("cpu")
     assert not list((tmp_path / "out").iterdir())
 

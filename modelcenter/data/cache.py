@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,11 @@ def _remove_abandoned(entry: Path) -> None:
 def cache_dir() -> Path | None:
     """The folder of tokenised data: $MODELCENTER_CACHE, else modelcenter under the user's cache folder; None if not
     writable."""
-    root = os.environ.get("MODELCENTER_CACHE") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "modelcenter"
-    )
-    folder = Path(root).expanduser() / "tokens"
+    root = os.environ.get("MODELCENTER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "modelcenter")
+    folder = Path(expanduser(root)) / "tokens"
+    if folder.parts[0] == "~":  # a user without a home, as in some containers
+        log.warning("no token cache, for want of a home folder: tokenising without it; MODELCENTER_CACHE names one")
+        return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -127,6 +129,12 @@ def current_umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def publish_directory(path: Path) -> None:
+    """Give a folder of mkdtemp, which is private, the permissions of any other."""
+    with suppress(OSError):  # file systems without permissions, such as exFAT and some network shares
+        path.chmod(0o777 & ~current_umask())
 
 
 @contextmanager
@@ -195,7 +203,7 @@ def _save(entry: Path, arrays: dict[str, np.ndarray]) -> None:
             with (work / "about.json").open("w") as text:
                 json.dump({"arrays": {name: list(array.shape) for name, array in arrays.items()}}, text)
                 _sync(text)
-            work.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private, a cache may be of several users
+            publish_directory(work)  # a cache may be of several users
             work.rename(entry)
         finally:
             shutil.rmtree(work, ignore_errors=True)

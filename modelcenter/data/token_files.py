@@ -22,12 +22,13 @@ import os
 import shutil
 import struct
 import tempfile
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from modelcenter.data.cache import current_umask, tokenizer_state
+from modelcenter.data.cache import publish_directory, tokenizer_state
 
 FORMAT, VERSION = "modelcenter-tokens", 1
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -80,7 +81,7 @@ def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
     Raises:
         ValueError: there is neither, or sizes and header do not agree.
     """
-    path = Path(path).expanduser()
+    path = Path(expanduser(path))
     if (path / "about.json").is_file():
         return _open_folder(path)
     stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
@@ -101,7 +102,7 @@ def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
 
 def is_tokens(path: str | os.PathLike[str]) -> bool:
     """Whether a path is one for `open_tokens`, if only to say what is missing."""
-    path = Path(path).expanduser()
+    path = Path(expanduser(path))
     if path.suffix in (".bin", ".idx") and path.is_file():
         return True
     stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
@@ -206,7 +207,7 @@ class TokenWriter:
     def __init__(
         self, path: str | os.PathLike[str], vocab_size: int, eos: int | None = None, about: dict[str, Any] | None = None
     ):
-        self.path = Path(path).expanduser()
+        self.path = Path(expanduser(path))
         if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
             raise ValueError(f"{self.path}: is there already; remove it, or name another folder")
         self.dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
@@ -253,7 +254,7 @@ class TokenWriter:
                     json.dump(about, text, indent=2, ensure_ascii=False)
                     text.flush()
                     os.fsync(text.fileno())
-                self._work.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private
+                publish_directory(self._work)
                 self._work.rename(self.path)  # over an empty folder, too
         finally:
             shutil.rmtree(self._work, ignore_errors=True)

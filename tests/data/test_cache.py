@@ -1,11 +1,13 @@
 """The cache of arrays: what is part of a key, and what becomes of entries that are damaged."""
 
 import os
+import pwd
 import shutil
 import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,6 +86,25 @@ def test_entries_have_the_rights_that_the_user_gives(folder, mask, rights):
         os.umask(before)
     (entry,) = (p for p in folder.iterdir() if p.is_dir())
     assert stat.S_IMODE(entry.stat().st_mode) == rights
+
+
+def test_a_file_system_without_permissions_keeps_entries(monkeypatch):
+    def refuse(path, mode):
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    cached(["x"], arrays)
+    assert cached(["x"], lambda: {})["ids"].tolist() == list(range(10))
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch, tmp_path, caplog):
+    """As in containers that run under a number that no user has."""
+    for name in ("MODELCENTER_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.chdir(tmp_path)
+    assert cached(["x"], arrays)["ids"].tolist() == list(range(10))
+    assert "MODELCENTER_CACHE names one" in caplog.text and not list(tmp_path.iterdir())
 
 
 def test_an_entry_and_a_lock_that_may_not_be_read(folder, monkeypatch, caplog):

@@ -1,10 +1,13 @@
 """Saved on any mesh, loaded on any other, bit for bit; complete or absent; damage is named."""
 
 import copyreg
+import errno
+import functools
 import json
 import os
 import pickle
 import shutil
+import stat
 from pathlib import Path
 
 import engine_toys as toys
@@ -414,6 +417,23 @@ def test_replacing_is_one_step_where_the_system_has_it(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_exchange_names", lambda one, other: False)
     put(path, "third")
     assert (path / "a").read_text() == "third" and [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_file_system_that_cannot_bring_directories_to_the_disk(tmp_path, monkeypatch):
+    """As of shared folders of virtual machines. An error of the disk is one all the same."""
+    fsync = os.fsync
+
+    def refuse(handle, number=errno.EINVAL):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    put(tmp_path / "a", "text")
+    assert (tmp_path / "a" / "a").read_text() == "text"
+    monkeypatch.setattr(os, "fsync", functools.partial(refuse, number=errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        put(tmp_path / "b", "text")
 
 
 def test_what_a_killed_save_was_replacing_gets_its_name_back(tmp_path):

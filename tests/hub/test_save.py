@@ -318,6 +318,29 @@ def exchanges(request, tmp_path_factory, monkeypatch):
     return False
 
 
+def test_folders_where_only_owners_remove_files(tmp_path, monkeypatch):
+    """Such as /tmp, with the lock that another user's killed save left there."""
+    (tmp_path / ".out.saving").touch()
+
+    def refuse(path, **options):
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    write_config(tmp_path / "out", "new")
+    assert (tmp_path / "out/config.json").read_text() == "new"
+
+
+def test_a_file_system_without_permissions(tmp_path, monkeypatch):
+    write_config(tmp_path / "out", "old")
+
+    def refuse(path, mode, **options):
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    write_config(tmp_path / "out", "new")
+    assert tree(tmp_path) == {"out/config.json": b"new"}
+
+
 def test_killed_while_it_takes_the_place_of_the_old_one(tmp_path, exchanges):
     """Wherever it stops, what has the name is whole, and the next save brings back what was somebody's own."""
     target, before = tmp_path / "out", {"config.json": b"old", "notes.txt": b"mine", "runs/log": b"mine too"}

@@ -5,7 +5,8 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from os.path import expanduser
 from pathlib import Path
 
 from engine.checkpoint.files import exchange_names, sync_to_disk
@@ -55,7 +56,7 @@ def checked_target(target: Path) -> Path:
     Raises:
         ValueError: it is something that must not be replaced.
     """
-    target = target.expanduser()
+    target = Path(expanduser(target))
     target = target.resolve() if target.exists() else target.absolute()
     if target.exists() and not target.is_dir():
         raise ValueError(f"cannot save to {target}: it is a file, expected a directory or a new name")
@@ -78,7 +79,8 @@ def put_in_place(scratch: Path, target: Path) -> None:
     if not target.exists():
         scratch.rename(target)
         return
-    shutil.copymode(target, scratch)
+    with suppress(OSError):  # file systems without permissions
+        shutil.copymode(target, scratch)
     old = _exchange(scratch, target) or _rename_both(scratch, target)
     try:
         _carry_over(old, target)

@@ -4,7 +4,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -44,5 +44,6 @@ def locked(path: Path, message: str) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(PermissionError):  # another user's, in a folder where only its owner may remove a file
+            path.unlink(missing_ok=True)
         os.close(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -124,6 +125,22 @@ def special_tokens(tokenizer: Any) -> str:
     return json.dumps({name: str(token) for name, token in tokenizer.special_tokens_map.items()}, sort_keys=True)
 
 
+def mapped(open_: Callable[[Any], np.ndarray]) -> np.ndarray:
+    """The array that `open_` maps into memory, given numpy's mode for it; it is not to be written."""
+    try:
+        return open_("r")
+    except OSError as error:
+        if error.errno != errno.ENODEV:
+            raise
+    array = open_("c")  # where no memory is shared with the file system (FUSE's direct_io): pages of this process
+    array.flags.writeable = False
+    return array
+
+
+def _mapped_npy(path: Path) -> np.ndarray:
+    return mapped(lambda mode: np.load(path, mmap_mode=mode))
+
+
 def current_umask() -> int:
     """The permissions that new files of this process do not get."""
     mask = os.umask(0)
@@ -179,7 +196,7 @@ def _load(entry: Path) -> dict[str, np.ndarray] | None:
         return None
     try:
         about = json.loads((entry / "about.json").read_text())
-        arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in about["arrays"]}
+        arrays = {name: _mapped_npy(entry / f"{name}.npy") for name in about["arrays"]}
         if {name: list(array.shape) for name, array in arrays.items()} != about["arrays"]:
             raise ValueError("array sizes differ from about.json")
         return arrays

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from modelcenter.data.cache import publish_directory, tokenizer_state
+from modelcenter.data.cache import mapped, publish_directory, tokenizer_state
 
 FORMAT, VERSION = "modelcenter-tokens", 1
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -159,7 +159,7 @@ def _map(path: Path, dtype: Any, count: int) -> np.ndarray:
         raise ValueError(
             f"{path}: {actual}, expected {count * dtype.itemsize} bytes ({count} of {dtype}); it is cut off"
         )
-    return np.memmap(path, dtype, "r", shape=(count,)) if count else np.zeros(0, dtype)
+    return mapped(lambda mode: np.memmap(path, dtype, mode, shape=(count,))) if count else np.zeros(0, dtype)
 
 
 def _open_megatron(stem: Path, data: Path, index: Path) -> TokenFile:
@@ -174,7 +174,7 @@ def _open_megatron(stem: Path, data: Path, index: Path) -> TokenFile:
     needed = _HEADER.size + 12 * sequences + 8 * bounds
     if index.stat().st_size < needed:  # more is allowed: the modes of multimodal data come last
         raise ValueError(f"{index}: {index.stat().st_size} bytes, its header promises {needed}; it is cut off")
-    whole = np.memmap(index, np.uint8, "r")
+    whole = mapped(lambda mode: np.memmap(index, np.uint8, mode))
     at = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * bounds])
     lengths, pointers, documents = (whole[at[i] : at[i + 1]].view(kind) for i, kind in enumerate(("<i4", "<i8", "<i8")))
     # Sequences lie end to end in such files, so that a document is one run of tokens; the pointers must agree.

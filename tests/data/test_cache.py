@@ -1,5 +1,7 @@
 """The cache of arrays: what is part of a key, and what becomes of entries that are damaged."""
 
+import errno
+import mmap
 import os
 import pwd
 import shutil
@@ -95,6 +97,21 @@ def test_a_file_system_without_permissions_keeps_entries(monkeypatch):
     monkeypatch.setattr(Path, "chmod", refuse)
     cached(["x"], arrays)
     assert cached(["x"], lambda: {})["ids"].tolist() == list(range(10))
+
+
+def test_a_file_system_that_shares_no_memory(monkeypatch):
+    """As FUSE's with direct_io: it maps files privately alone."""
+    real = mmap.mmap
+
+    def private(handle, size, access, **options):
+        if access != mmap.ACCESS_COPY:
+            raise OSError(errno.ENODEV, "No such device")
+        return real(handle, size, access=access, **options)
+
+    monkeypatch.setattr(mmap, "mmap", private)
+    cached(["x"], arrays)
+    found = cached(["x"], lambda: {})["ids"]
+    assert found.tolist() == list(range(10)) and isinstance(found, np.memmap) and not found.flags.writeable
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch, tmp_path, caplog):

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from multiprocessing.synchronize import SemLock
 
 import pytest
 import torch
@@ -298,6 +299,17 @@ def test_in_small_parts(kind, workers, held, tmp_path, monkeypatch):
     plain = mc.from_config(f"tiny/{kind}", "causal-lm")
     engine.checkpoint.load_model(tmp_path / "shards", plain)  # as torch reads it
     same_bits(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_system_without_locks_for_workers(saved, tmp_path, monkeypatch):
+    """Containers whose /dev/shm cannot be written."""
+    source = saved("base")
+
+    def refuse(*args, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(SemLock, "__init__", refuse)
+    assert convert(source, tmp_path / "shards", "distributed", workers=2, verify=True).verified
 
 
 def test_a_program_without_an_output_has_workers(monkeypatch):

@@ -68,7 +68,13 @@ def preprocess(
     if workers:
         # Spawned, not forked: the threads of a tokenizer or of PyTorch do not survive a fork.
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(workers, context, _start_worker, (encode,))
+        try:
+            pool = ProcessPoolExecutor(workers, context, _start_worker, (encode,))
+        except OSError as error:
+            raise ValueError(
+                f"--workers: got {workers}, but this system gives processes no locks to share ({error.strerror}; on "
+                "Linux they are files in /dev/shm). Leave it out: the tokenizer has threads"
+            ) from error
     writer = TokenWriter(path, vocab_size, end, about)
     with writer, pool as executor:
         function = encode if executor is None else _in_worker

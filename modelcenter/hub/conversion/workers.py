@@ -61,7 +61,12 @@ def keep_memory() -> None:
 
 def make_lock() -> AbstractContextManager[Any]:
     """A lock among the forked workers. (Where two write one file, the kernel's own makes the waiting one spin.)"""
-    return multiprocessing.get_context("fork").Lock() if can_fork() else threading.Lock()
+    if not can_fork():
+        return threading.Lock()
+    try:
+        return multiprocessing.get_context("fork").Lock()
+    except OSError:  # containers without a /dev/shm that can be written: only the waiting costs more
+        return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

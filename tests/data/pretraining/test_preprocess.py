@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import signal
+from multiprocessing.synchronize import SemLock
 
 import numpy as np
 import pytest
@@ -102,6 +103,18 @@ def test_the_verb(data, tmp_path, capsys):
         cli.run(["preprocess", str(tmp_path / "nothing.txt"), *common, str(tmp_path / "q")])
     with pytest.raises(ValueError, match="--workers: got -1, expected at least 0"):
         cli.run(["preprocess", str(data), *common, str(tmp_path / "q"), "--workers", "-1"])
+
+
+def test_a_system_without_locks_for_workers(data, tmp_path, monkeypatch):
+    """Containers whose /dev/shm cannot be written."""
+
+    def refuse(*args, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(SemLock, "__init__", refuse)
+    with pytest.raises(ValueError, match="got 2, but .* no locks to share .Read-only file system.*Leave it out"):
+        preprocess(FileRows([data]), make_tokenizer(), tmp_path / "p", workers=2)
+    assert not (tmp_path / "p").exists()
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])

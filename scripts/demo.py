@@ -79,7 +79,9 @@ def run(arguments: list[str], log: Path) -> str:
 
 def finetune(start: Path, out: Path, ranks: int, epochs: int) -> dict[str, Any]:
     """Fine-tune with parameters, gradients and optimizer state sharded over `ranks` processes. Returns the summary."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    # By default torchrun looks up the name of the machine, which on some laptops and in some containers nobody knows.
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
+    launcher += ["--nproc_per_node", str(ranks)]
     flags: dict[str, Any] = {
         "model": start,
         "train_data": SAMPLES / "train.jsonl",

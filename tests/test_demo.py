@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.demo import MARKER, prepare
+from scripts.demo import MARKER, finetune, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = ROOT / "scripts" / "samples"
@@ -35,6 +35,18 @@ def test_samples_are_balanced_and_do_not_overlap():
         assert sum(bool(re.search("[\u4e00-\u9fff]", row["text"])) for row in split) == len(split) / 2
     texts = [row["text"] for row in train + dev]
     assert len(set(texts)) == len(texts)
+
+
+def test_the_ranks_meet_where_nobody_knows_the_machines_name(tmp_path: Path, monkeypatch):
+    from torch.distributed.run import parse_args
+
+    commands = []
+    monkeypatch.setattr("scripts.demo.run", lambda words, log: commands.append(words))
+    (tmp_path / "summary.json").write_text("{}")
+    finetune(tmp_path / "start", tmp_path, 2, 1)
+    (words,) = commands
+    parsed = parse_args(words[3:])
+    assert parsed.standalone and parsed.local_addr == "127.0.0.1" and parsed.nproc_per_node == "2"
 
 
 @pytest.mark.full

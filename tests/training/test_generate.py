@@ -20,7 +20,7 @@ from modelcenter.command_line.errors import user_errors
 from modelcenter.testing import randomize_
 from modelcenter.training.config import GenerateConfig
 from modelcenter.training.inference import text_generation
-from modelcenter.training.inference.generate import run_generate
+from modelcenter.training.inference.generate import _read_prompts, run_generate
 from modelcenter.training.inference.streaming import TerminalStreamer
 from modelcenter.training.inference.text_generation import _print_once, new_tokens
 
@@ -85,6 +85,16 @@ def test_a_pipe(folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(PROMPTS)))
     main(["generate", str(folder), "--max_new_tokens", "6"])
     assert capsys.readouterr().out.splitlines() == [expected(folder, p)[0] for p in PROMPTS]
+
+
+def test_prompts_in_a_locale_without_their_letters(monkeypatch):
+    """As Python gives them in the C locale, with its UTF-8 mode off; and bytes of another encoding, in any locale."""
+    garbled = "caf\u00e9 \u4f60".encode().decode("ascii", "surrogateescape")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{garbled}\nplain"))
+    assert _read_prompts(GenerateConfig(run="x")) == ["caf\u00e9 \u4f60", "plain"]
+    assert _read_prompts(GenerateConfig(run="x", prompt=[garbled, "\u4f60"])) == ["caf\u00e9 \u4f60", "\u4f60"]
+    with pytest.raises(ValueError, match=r"prompt: 'caf\\udce9' is not UTF-8; convert it"):
+        _read_prompts(GenerateConfig(run="x", prompt=[os.fsdecode(b"caf\xe9")]))
 
 
 def test_texts_end_with_the_positions_where_nobody_says_how_long(folder, capsys):

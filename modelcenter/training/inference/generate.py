@@ -137,7 +137,7 @@ class _Generator:
         """Answer a person: Ctrl-C ends an answer, and an error in a prompt does not end the session."""
         for number, line in enumerate(lines):
             try:
-                self.show(line, number)
+                self.show(_as_utf8(line), number)
             except KeyboardInterrupt:
                 print()
             except ValueError as error:
@@ -151,7 +151,7 @@ def _is_interactive(cfg: GenerateConfig) -> bool:
 
 def _read_prompts(cfg: GenerateConfig) -> list[str]:
     if cfg.prompt:
-        return cfg.prompt
+        return [_as_utf8(prompt) for prompt in cfg.prompt]
     if cfg.prompts_file:
         path = Path(expanduser(cfg.prompts_file))
         try:
@@ -161,12 +161,28 @@ def _read_prompts(cfg: GenerateConfig) -> list[str]:
     elif int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ValueError("prompt: none was given; with several processes give texts or --prompts_file")
     else:
-        text = sys.stdin.read()
+        text = _as_utf8(sys.stdin.read())
     # Not splitlines(), which also splits at U+2028 and its like.
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"prompt: none was given ({cfg.prompts_file or 'standard input'} has no line with text)")
     return lines
+
+
+def _as_utf8(text: str) -> str:
+    """A text from outside; where its bytes are none of the locale, which may be C's, they are UTF-8.
+
+    Raises:
+        ValueError: they are not.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # it has what Python puts in the place of bytes that it could not decode
+        try:
+            return os.fsencode(text).decode()
+        except UnicodeError:
+            raise ValueError(f"prompt: {text!r:.200} is not UTF-8; convert it, e.g. with iconv") from None
+    return text
 
 
 def _typed_lines() -> Iterator[str]:

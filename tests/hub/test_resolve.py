@@ -164,6 +164,20 @@ def test_a_dead_network_is_not_a_missing_file(monkeypatch):
     assert download.download_file("me/tiny", "model.safetensors", download.HubOptions()) is None
 
 
+def test_a_connection_that_breaks_off_is_no_hub_that_cannot_be_reached():
+    from huggingface_hub import errors
+
+    from modelcenter.hub.remote import download
+
+    class RemoteProtocolError(errors.HTTPError):
+        """As the one of httpx or httpx2, whichever huggingface_hub uses."""
+
+    told = r"downloading files of .*me/tiny broke off \(peer closed\).* run it again: what has arrived stays$"
+    with pytest.raises(download.UnreachableError, match=told):
+        with download.explain_errors("me/tiny", download.HubOptions()):
+            raise RemoteProtocolError("peer closed")
+
+
 def test_a_cache_that_cannot_be_written(monkeypatch):
     import huggingface_hub
 

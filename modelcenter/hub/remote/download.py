@@ -26,10 +26,12 @@ T = TypeVar("T")
 _COMMIT = re.compile("[0-9a-f]{40}")
 XET_ADVICE = "; HF_HUB_DISABLE_XET=1 transfers without hf_xet"
 _TRANSIENT_STATUSES = (408, 429, 500, 502, 503, 504)  # statuses after which hf_hub_download tries again
+# By name: huggingface_hub 1 raises those of httpx, 2 those of httpx2. Early versions of 1 do not go on by themselves.
+_BROKEN_OFF = ("ReadError", "RemoteProtocolError")
 
 
 class UnreachableError(ValueError):
-    """The Hub cannot be reached, and what is asked for is not in the cache."""
+    """The Hub cannot be reached, or the connection breaks off, and what is asked for is not in the cache."""
 
 
 class RefusedError(ValueError):
@@ -213,6 +215,11 @@ def explain_errors(repo: str, options: HubOptions, name: str = "files") -> Itera
         said = " ".join(str(error).split())
         raise ValueError(f"downloading {name} of {where} failed ({signed}): {said}") from error
     except hub.HTTPError as error:
+        if type(error).__name__ in _BROKEN_OFF:
+            raise UnreachableError(
+                f"downloading {name} of {where} broke off ({error}). Check the network and run it again: what has "
+                "arrived stays"
+            ) from error
         raise _unreachable(repo, name, constants.ENDPOINT, error) from error
     except RuntimeError as error:  # hf_xet's, whatever went wrong
         raise UnreachableError(

@@ -97,6 +97,14 @@ class KVCache:
         """Tokens of the longest sequence."""
         return max(self.lengths, default=0)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
+        """One with which the same texts can go on in another way. The layers are still the model's, not copies."""
+        other = KVCache(self._capacity, self._max_tokens)
+        other.lengths = list(self.lengths)
+        other._own = {memo.get(id(layer), layer): [x.clone() for x in kept] for layer, kept in self._own.items()}
+        other._memory = {memo.get(id(layer), layer): kept for layer, kept in self._memory.items()}
+        return other
+
     def next(self, rows: int, tokens: int, device: torch.device, mask: Tensor | None = None) -> Packed:
         """A batch (rows, tokens) that continues the sequences.
 
@@ -153,6 +161,8 @@ class KVCache:
     def _append(self, layer: nn.Module | None, added: tuple[Tensor, ...], kv_heads: int, step: _Step) -> None:
         """Add tensors (T, kv_heads * head_dim) of the current batch; `layer` None: its segments."""
         n, longest, kept = step.num_sequences, step.longest, self._own.get(layer)
+        if kept is None and layer is not None and any(step.past):
+            raise ValueError("past_key_values: holds the keys of another model; pass what this one returned")
         if kept is None or kept[0].shape[2] < longest:
             room = max(self._capacity, longest if kept is None else 2 * kept[0].shape[2], longest)
             room = room if self._max_tokens is None else max(longest, min(room, self._max_tokens))
@@ -161,6 +171,8 @@ class KVCache:
                 for whole, part in zip(larger, kept, strict=True):
                     whole[:, :, : part.shape[2]] = part
             self._own[layer] = kept = larger
+        elif torch.is_grad_enabled() and (kept[0].requires_grad or added[0].requires_grad):
+            self._own[layer] = kept = [x.clone() for x in kept]  # backward needs what earlier tokens attended to
         if step.even:
             for whole, x in zip(kept, added, strict=True):
                 whole[:, :, step.past[0] : longest] = x.view(n, step.new[0], kv_heads, -1).transpose(1, 2)

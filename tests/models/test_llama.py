@@ -1,5 +1,7 @@
 """Llama, Qwen2, Qwen3 and Mistral against transformers' models and their heads."""
 
+import copy
+
 import pytest
 import torch
 from harness import ArchitectureTests, assert_same
@@ -138,3 +140,34 @@ def test_a_mask_beside_a_cache_shows_all_new_tokens():
     for refused in (mask.flip(1), mask[:, :2], mask[:1]):
         with pytest.raises(ValueError, match=r"attention_mask: got shape .* and 3 new tokens a row, expected 1 at"):
             model(ids[:, 4:], refused, past_key_values=past)
+
+
+@torch.no_grad()
+def test_a_copy_of_a_cache_continues_the_text_in_another_way():
+    """And one is of no use to another model."""
+    model, other = (mc.from_config("tiny/llama", "causal-lm", seed=seed) for seed in (0, 1))
+    ids = torch.arange(5, 19).view(2, 7)
+    whole = model(ids).logits[:, 4:]
+    past = model(ids[:, :4], use_cache=True).past_key_values
+    copied, (with_it, theirs) = copy.deepcopy(past), copy.deepcopy((model, past))
+    model(ids[:, :3], past_key_values=past)
+    assert_same("logits", model(ids[:, 4:], past_key_values=copied).logits, whole, 1e-5)
+    assert_same("logits of both copied", with_it(ids[:, 4:], past_key_values=theirs).logits, whole, 1e-5)
+    with pytest.raises(ValueError, match="past_key_values: holds the keys of another model"):
+        other(ids[:, 4:], past_key_values=past)
+
+
+def test_gradients_through_a_cache():
+    """Of tokens that came one by one: those of the whole text."""
+    model, ids, grads = mc.from_config("tiny/llama", "causal-lm"), torch.arange(5, 19).view(2, 7), []
+    for cuts in ((7,), (4, 1, 1, 1)):
+        model.zero_grad()
+        past, logits = None, []
+        for part in ids.split(cuts, 1):
+            out = model(part, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            logits.append(out.logits)
+        torch.cat(logits, 1).logsumexp(-1).sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    for whole, found in zip(*grads, strict=True):
+        assert_same("gradient", found, whole, 1e-5)

@@ -78,6 +78,8 @@ class ModelConfig:
                 "(transformers refuses it, too); give 2 labels or more, or problem_type='regression' for one score"
             )
         self._check_values(vars(self))
+        for f in dataclasses.fields(self):
+            setattr(self, f.name, _plain_number(f.type, getattr(self, f.name)))
 
     def require(self, condition: bool, name: str, expected: str) -> None:
         """Raise one clear error about the field `name` unless `condition` holds."""
@@ -166,6 +168,16 @@ def _expected_value(name: str, kind: Any, value: Any) -> str | None:
     limits = f" of at least {low}" if name in _SIZES else ""
     limits += f" and at most {high}" if name in _LAYERS else ""
     return f"a whole number{limits}" + (" or several of them" if several else "")
+
+
+def _plain_number(kind: Any, value: Any) -> Any:
+    """A number as Python's of the field's kind: NumPy's do not go into JSON, and transformers takes no 1 for 1.0."""
+    kinds = kind.__args__ if isinstance(kind, UnionType) else (kind,)
+    if float in kinds and _is_number(value, Real):
+        return float(value)
+    if int in kinds and _is_number(value, Integral):
+        return int(value)
+    return [int(number) for number in value] if list[int] in kinds and isinstance(value, list) else value
 
 
 def _is_number(value: Any, kind: type) -> bool:

@@ -131,7 +131,7 @@ class ConfigMap:
                 unknown or has no effect here (ids of tokens and settings of generation are kept all the same); it names
                 the field and the nearest known ones.
         """
-        given, changes = self._without_dropped(values, config_class, overrides or {})
+        given, changes = self._without_dropped(values, config_class, _with_id2label(overrides or {}))
         model_type = given.pop("model_type", None) or config_class.model_type
         if model_type != config_class.model_type:
             raise ValueError(f"model_type: got {model_type!r}, expected {config_class.model_type!r}")
@@ -255,6 +255,25 @@ def _not_understood(key: str, value: Any, known: Iterable[str], has: str, of_fil
         f"{said}. If it changes nothing that matters to you, drop it: {key}=None in from_pretrained, --model_config "
         f"{key}=null in training; or take it out of config.json"
     )
+
+
+def _with_id2label(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The overrides, with the names that label2id gives to the labels.
+
+    Raises ValueError: it is no mapping to a number of each label's own, or id2label says otherwise.
+    """
+    if (numbers := overrides.get("label2id")) is None:
+        return overrides
+    try:
+        names = {int(number): str(name) for name, number in numbers.items()}
+    except (AttributeError, TypeError, ValueError):
+        names = {}
+    if not names or len(names) != len(numbers):
+        raise ValueError(f"label2id: got {numbers!r:.80}, expected the number of each label by its name")
+    given = overrides.get("id2label")
+    if given is not None and _as_labels(given) != names:
+        raise ValueError(f"label2id is {numbers!r:.80} but id2label {given!r:.80}; give either")
+    return {**overrides, "id2label": names}
 
 
 def _as_labels(names: Any) -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -172,6 +173,17 @@ def test_overrides_take_both_spellings():
         CONFIG.read(SIZES, BertConfig, {"tie_encoder_decoder": True})
 
 
+def test_numbers_are_written_as_transformers_takes_them(tmp_path):
+    """Its fields of fractions take no whole number, and JSON none of NumPy's."""
+    given = {"num_layers": np.int64(1), "dropout": np.float32(0.25), "initializer_range": 1}
+    written = CONFIG.write(CONFIG.read(SIZES, BertConfig, given), "BertModel", "float32")
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (theirs.num_hidden_layers, theirs.hidden_dropout_prob, theirs.initializer_range) == (1, 0.25, 1.0)
+    ends = mc.from_config("tiny/t5", eos_token_id=[np.int64(3), 4]).config.eos_token_id
+    assert ends == [3, 4] and json.dumps(ends) == "[3, 4]"
+
+
 def test_a_model_type_of_null_is_the_one_that_is_said():
     assert CONFIG.read(SIZES | {"model_type": None}, BertConfig) == CONFIG.read(SIZES, BertConfig)
     with pytest.raises(ValueError, match="model_type: got 'gpt2', expected 'bert'"):
@@ -246,6 +258,14 @@ def test_labels():
     assert CONFIG.read(named, BertConfig, {"num_labels": 3}).id2label == {0: "a", 1: "b", 2: "c"}
     assert CONFIG.read(named, BertConfig, {"num_labels": 4}).id2label is None
     assert CONFIG.read(named, BertConfig, {"id2label": ["x", "y"]}).label2id == {"x": 0, "y": 1}
+    assert CONFIG.read(named, BertConfig, {"label2id": {"x": 1, "y": 0}}).id2label == {0: "y", 1: "x"}
+    for numbers, says in (
+        ({"x": 0, "y": 1}, "label2id is .* but id2label .*; give either"),
+        ({"x": 0, "y": 0}, "label2id: got .*, expected the number of each label by its name"),
+        (["x", "y"], "label2id: got .*, expected the number of each label by its name"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            CONFIG.read(SIZES, BertConfig, {"label2id": numbers, "id2label": ["y", "x"]})
     assert CONFIG.read(named | {"num_labels": 9}, BertConfig).num_labels == 3  # as transformers: the names decide
     assert CONFIG.read(SIZES | {"num_labels": 9}, BertConfig).num_labels == 9
     with pytest.raises(ValueError, match="num_labels is 3 but id2label names 2"):

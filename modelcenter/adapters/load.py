@@ -109,6 +109,7 @@ class AdapterFile:
             plain = name.removeprefix(PREFIX)
             module, mark, part = plain.partition(".lora_")
             key = to_key(arch, f"{module}.weight" if mark else plain)
+            key = layout.aliases.get(key, key)
             if mark:
                 self._check_adapted(model, layout, layout.ties[key].to if key in layout.ties else key, module)
                 lora.setdefault(key, {})[part.removesuffix(".weight")] = tensor

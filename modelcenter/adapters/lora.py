@@ -16,6 +16,7 @@ from engine.shards import is_sharded
 from engine.tensors import local_tensor
 from modelcenter.adapters.load import AdapterFile, open_adapter, write_values
 from modelcenter.adapters.lora_layers import lora_layers, merged_weight, reset_magnitude
+from modelcenter.adapters.low_rank import check_dora
 from modelcenter.adapters.modules_to_save import choose_parameters
 from modelcenter.adapters.peft_format import ADAPTER_NAME, import_peft
 from modelcenter.adapters.quantize import check_quantize, quantized
@@ -102,6 +103,8 @@ class Lora:
         if self.saved is None:
             trained = choose_parameters(model, self.modules_to_save, fresh)
             ranks = dict.fromkeys(choose_layers(model, layout, self.targets, trained), self.rank)
+            if self.use_dora:
+                check_dora(layout, ranks)
             scales = dict.fromkeys(ranks, self._alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank))
         else:
             values = self.saved.lora_values(model, layout)

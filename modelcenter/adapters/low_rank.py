@@ -112,15 +112,25 @@ def to_hub(module: HubModule, updates: Mapping[str, LowRankUpdate]) -> LowRankUp
         ValueError: DoRA of a part of the module's rows.
     """
     parts = [(block, updates[block.native]) for block in module.blocks if block.native in updates]
-    covered = sum(len(block.rows[HUB]) for block, _ in parts)
-    narrow = any(len(block.cols[HUB]) != module.inputs for block, _ in parts)
-    if parts[0][1].magnitude is not None and (covered != module.outputs or narrow):
-        names = ", ".join(sorted({piece.native for piece in module.blocks}))
-        raise ValueError(
-            f"targets: DoRA of transformers' {module.name} normalises whole rows of it, so it takes all of {names}; "
-            "target all of them, or leave use_dora out"
-        )
+    if parts[0][1].magnitude is not None:
+        _require_whole_rows(module, [block for block, _ in parts], [block.native for block in module.blocks])
     return _join(parts, HUB, module.outputs, module.inputs)
+
+
+def check_dora(layout: Layout, linears: Collection[str]) -> None:
+    """Raise ValueError for linear layers of ours that are some of a hub module's rows, which DoRA normalises whole."""
+    for module in hub_modules(layout, linears):
+        _require_whole_rows(module, module.blocks, [name.removesuffix(WEIGHT) for name in layout.natives(module.key)])
+
+
+def _require_whole_rows(module: HubModule, blocks: Collection[Block], names: Collection[str]) -> None:
+    """Raise ValueError unless the blocks are all of the module, which is made of the layers `names`."""
+    covered = sum(len(block.rows[HUB]) for block in blocks)
+    if covered != module.outputs or any(len(block.cols[HUB]) != module.inputs for block in blocks):
+        raise ValueError(
+            f"targets: DoRA of transformers' {module.name} normalises whole rows of it, so it takes all of "
+            f"{', '.join(sorted(names))}; target all of them, or leave use_dora out"
+        )
 
 
 def to_native(modules: Iterable[HubModule], read: Callable[[HubModule], LowRankUpdate]) -> dict[str, LowRankUpdate]:

@@ -137,9 +137,10 @@ def test_an_adapter_may_lie_beside_its_model(tmp_path):
 
 
 def test_dora_of_a_part_of_a_fused_tensor_is_refused(tmp_path):
-    model = adapted(save_base(tmp_path / "base", "gpt2", "causal-lm"), "causal-lm", targets=["q"], use_dora=True)
-    with pytest.raises(ValueError, match=r"targets: DoRA of transformers' .*c_attn .*attn\.q"):
-        save_adapter(model, tmp_path / "adapter")
+    """When it is asked for, and not when what was trained is to be saved."""
+    model = mc.from_pretrained(save_base(tmp_path / "base", "gpt2", "causal-lm"))
+    with pytest.raises(ValueError, match=r"DoRA of transformers' .*c_attn .* all of .*attn\.k, .*attn\.q, .*attn\.v;"):
+        add_lora(model, targets=["q"], use_dora=True)
 
 
 @every_family

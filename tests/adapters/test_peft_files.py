@@ -16,7 +16,7 @@ from modelcenter.adapters import load_lora, merge_lora, save_adapter
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
-    return {family: save_base(folder / family, family, "causal-lm") for family in ("llama", "gpt2")}
+    return {family: save_base(folder / family, family, "causal-lm") for family in ("llama", "gpt2", "gpt_neox")}
 
 
 def trained(base, family, folder, rows=None, save=None, **options):
@@ -69,6 +69,7 @@ def test_a_table_that_grew_comes_with_the_adapter(family, options, bases, tmp_pa
         ("llama", {"target_modules": ["q_proj"], "init_lora_weights": "olora"}, "init_lora_weights is 'olora', so it"),
         ("llama", {"target_modules": ["q_proj", "embed_tokens"]}, "it updates model.embed_tokens, the embedding, by"),
         ("llama", {"target_modules": ["q_proj", "lm_head"]}, "it updates lm_head, a head, by low rank"),
+        ("gpt_neox", {"target_modules": ["dense", "lm_head"]}, "it updates lm_head, a head, by low rank"),
         ("llama", {"target_modules": ["q_proj"], "lora_bias": True}, "it uses lora_bias, .* merge it with peft"),
         (
             "gpt2",

@@ -122,7 +122,14 @@ class State:
 
     def _run(self, batch: dict[str, Any]) -> Tensor:
         logits = self._next_logits(batch)
-        return logits if self.banned is None else logits.masked_fill(self.banned, -torch.inf)
+        if self.banned is None:
+            return logits
+        if self.banned.shape != logits.shape or self.banned.dtype != torch.bool:
+            raise ValueError(
+                f"banned: got shape {tuple(self.banned.shape)} of {self.banned.dtype}, expected {tuple(logits.shape)} "
+                "(batch, vocabulary) of torch.bool: True at tokens that a row does not get"
+            )
+        return logits.masked_fill(self.banned, -torch.inf)
 
     def _next_logits(self, batch: dict[str, Any]) -> Tensor:
         batch = batch | self.other_inputs

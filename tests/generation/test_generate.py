@@ -310,6 +310,8 @@ def test_streaming(pair):
         ({"input_ids": {"input_ids": torch.ones(1, 2)}}, r"by name: generate\(\*\*batch\)"),
         ({"attention_mask": torch.zeros(4, 9, dtype=torch.long)}, "row 0 has no token"),
         ({"attention_mask": torch.ones(4, 8, dtype=torch.long)}, "attention_mask: got shape"),
+        ({"banned": torch.ones(1, VOCAB) > 0}, rf"banned: got shape \(1, {VOCAB}\) of .*, expected \(4, {VOCAB}"),
+        ({"banned": torch.zeros(4, VOCAB)}, "banned: got .* of torch.float32, expected .* of torch.bool"),
     ],
 )
 def test_bad_arguments(pair, more, message):

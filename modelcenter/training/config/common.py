@@ -363,7 +363,7 @@ class TrainConfig(Flags):
 
 def is_local(model: str | None) -> bool:
     """Whether a model is a file or folder here."""
-    return model is not None and Path(model).expanduser().exists()
+    return model is not None and Path(os.path.expanduser(model)).exists()
 
 
 def seconds_of(text: str) -> float:

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from modelcenter.layers.host_copies import host_copy
+
 
 class Rotary:
     """Angles of each position.
@@ -72,8 +74,15 @@ class Rotary:
         above, below = s.get("mscale"), s.get("mscale_all_dim")
         return mscale(s["factor"], above) / mscale(s["factor"], below) if above and below else mscale(s["factor"])
 
+    def length(self, position_ids: Tensor | None, longest: int) -> int:
+        """What decides on the frequencies of a batch: the end of the positions that the caller gave, as in
+        transformers, else its longest sequence. Read only where the frequencies may change: a GPU would wait."""
+        if self.limit == math.inf or position_ids is None or not position_ids.numel():
+            return longest
+        return int(host_copy(position_ids).max()) + 1
+
     def frequencies(self, device: torch.device, longest: int = 0) -> Tensor:
-        """(dim / 2,) fp32, radians per place, in a batch whose longest sequence has so many tokens."""
+        """(dim / 2,) fp32, radians per place. longest: of the batch, what `length` gives."""
         steps = torch.arange(0, self.dim, 2, dtype=torch.int64, device=device).float()
         long, theta = longest > self.limit, self.theta
         if self.kind == "dynamic" and long:

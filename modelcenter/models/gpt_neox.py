@@ -91,5 +91,6 @@ class GPTNeoX(Decoder):
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(batch)
         x = self.embed_dropout(self.embedded(batch, ctx, self.embed), ctx)
-        ctx.rotary = self.rotary(ctx.positions, x.dtype, ctx.longest)
+        length = self.rotary.length(batch.get("position_ids"), ctx.longest)
+        ctx.rotary = self.rotary(ctx.positions, x.dtype, length)
         return x, ctx

@@ -134,7 +134,8 @@ class LlamaBody(Decoder):
         if self.embedding_scale != 1.0 and batch.get("inputs_embeds") is None:
             x = x * self.embedding_scale
         self.check_length(ctx.longest)
-        ctx.rotary = self.rotary(ctx.positions, x.dtype, ctx.longest)
+        length = self.rotary.length(batch.get("position_ids"), ctx.longest)
+        ctx.rotary = self.rotary(ctx.positions, x.dtype, length)
         return x, ctx
 
 

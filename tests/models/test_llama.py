@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from harness import ArchitectureTests, assert_same
+import transformers
+from harness import ArchitectureTests, assert_same, randomize_
 
 import modelcenter as mc
 
@@ -171,3 +172,20 @@ def test_gradients_through_a_cache():
         grads.append([p.grad.clone() for p in model.parameters()])
     for whole, found in zip(*grads, strict=True):
         assert_same("gradient", found, whole, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@torch.no_grad()
+def test_given_positions_decide_on_the_frequencies(kind, tmp_path):
+    """As the length of a sequence does that begins at 0."""
+    sizes = LlamaTests.sizes | {"max_position_embeddings": 12, "num_hidden_layers": 1}
+    factors = {"short_factor": [1.0, 1.5, 1.2, 1.1], "long_factor": [3.0, 2.0, 4.0, 5.0]} if kind == "longrope" else {}
+    parameters = {"rope_type": kind, "rope_theta": 73.0, "factor": 3.0, **factors}
+    theirs = randomize_(
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, rope_parameters=parameters))
+    ).eval()
+    theirs.save_pretrained(tmp_path)
+    ours, ids = mc.from_pretrained(tmp_path), torch.arange(5, 17).view(2, 6)
+    for first in (6, 7, 20):
+        batch = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(first, first + 6)[None]}
+        assert_same(f"from {first}", ours(ids, **batch).logits, theirs(ids, **batch).logits, 1e-5)

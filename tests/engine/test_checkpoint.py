@@ -406,7 +406,7 @@ def test_replacing_is_one_step_where_the_system_has_it(tmp_path, monkeypatch):
     put(path, "first")
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
-    exchanges = files._exchange_names(tmp_path / "one", tmp_path / "other")
+    exchanges = files.exchange_names(tmp_path / "one", tmp_path / "other")
     for name in ("one", "other"):
         (tmp_path / name).rmdir()
     with monkeypatch.context() as patch:
@@ -414,7 +414,7 @@ def test_replacing_is_one_step_where_the_system_has_it(tmp_path, monkeypatch):
             patch.setattr(Path, "rename", None)
         put(path, "second")
     assert (path / "a").read_text() == "second" and [p.name for p in tmp_path.iterdir()] == [path.name]
-    monkeypatch.setattr(files, "_exchange_names", lambda one, other: False)
+    monkeypatch.setattr(files, "exchange_names", lambda one, other: False)
     put(path, "third")
     assert (path / "a").read_text() == "third" and [p.name for p in tmp_path.iterdir()] == [path.name]
 

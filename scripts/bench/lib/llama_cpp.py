@@ -61,9 +61,11 @@ def extract_converter(archive: Path, folder: Path) -> None:
             raise ValueError(f"{archive.name}: {len(roots)} files are named {SCRIPT}, expected one")
         for path, member in files:
             inside = path.relative_to(roots[0]) if path.is_relative_to(roots[0]) else PurePosixPath()
-            if inside.suffix in (".py", ".txt") and (len(inside.parts) == 1 or inside.parts[0] in PARTS):
-                member.name = str(inside)
-                held.extract(member, folder, filter="data")
+            taken = inside.suffix in (".py", ".txt") and ".." not in inside.parts
+            content = held.extractfile(member) if taken else None
+            if content is not None and (len(inside.parts) == 1 or inside.parts[0] in PARTS):
+                (folder / inside).parent.mkdir(parents=True, exist_ok=True)
+                (folder / inside).write_bytes(content.read())
     (folder / VERSION).write_text(archive.name.removesuffix(".tar.gz").rpartition("-")[2])
 
 

@@ -40,10 +40,14 @@ def flag(
 
 
 class Idle(NamedTuple):
-    """When a flag changes nothing, by the others, and what to do about it, in words."""
+    """When a flag changes nothing, by the others, and what to do about it, in words.
+
+    strict: it may not even be given its default, or what switches it off, as it says something else than what happens.
+    """
 
     when: Callable[[Any], bool]
     remedy: str
+    strict: bool = False
 
 
 @dataclass(kw_only=True)
@@ -51,30 +55,44 @@ class Flags:
     """Base of all configurations. Values are converted to the field's type and checked on construction."""
 
     idle: ClassVar[Mapping[str, Idle]] = {}  # flags that others can leave without effect
-    _given = frozenset[str]()  # flags of the command line. Files of flags may have more than a run uses, for other runs
+    # {flag: its value} of the command line, before `check` settled any. Files may have more flags than a run uses, for
+    # other runs.
+    _given = dict[str, Any]()
+    _idle = frozenset[str]()  # flags that change nothing, given or not
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             setattr(self, field.name, convert(field, type_of(type(self), field.name), getattr(self, field.name)))
         self.check()
+        self._check_idle()
 
     def check(self) -> None:
         """Raise ValueError where values do not fit together."""
 
     def _check_idle(self) -> None:
-        for name, (when, remedy) in self.idle.items():
-            self.refuse_idle(name, when(self), remedy)
+        for name, (when, remedy, strict) in self.idle.items():
+            self.refuse_idle(name, when(self), remedy, strict)
 
-    def refuse_idle(self, name: str, idle: bool, remedy: str) -> None:
+    def given(self, name: str) -> Any:
+        """The value that the command line gave a flag, or `--columns ROLE=NAME` the flag ROLE_column; None: none."""
+        value = self._given.get(name)
+        if value is None and name.endswith("_column"):
+            return self._given.get("columns", {}).get(name.removesuffix("_column"))
+        return value
+
+    def refuse_idle(self, name: str, idle: bool, remedy: str, strict: bool = False) -> None:
         """Raise ValueError for a flag of the command line that changes nothing: its user expects it to. What switches
         something off, or is so anyway, is welcome.
 
         Args:
-            idle: it changes nothing, by the other flags or by the data. remedy: what to do about it, in words.
+            idle: it changes nothing, by the other flags or by the data. remedy: what to do about it, in words. strict:
+                see Idle.
         """
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        value = getattr(self, name)
-        if idle and name in self._given and value not in (None, 0, "never", defaults[name]):
+        self._idle = self._idle | {name} if idle else self._idle - {name}
+        value = self.given(name)
+        if not idle or value is None:
+            return
+        if strict or value not in (0, "never", getattr(type(self)(), name)):
             raise ValueError(f"{name}: changes nothing {remedy}")
 
     def require(self, *names: str) -> None:
@@ -128,7 +146,8 @@ class Flags:
             names = ", ".join(f.name.upper() for f in missing)
             raise ValueError(f"the following arguments are required: {names}. {helps}")
         config = cls(**values)
-        config._given = frozenset(given)
+        fields = [field for field in dataclasses.fields(cls) if field.name in given]
+        config._given = {f.name: convert(f, type_of(cls, f.name), given[f.name]) for f in fields}
         config._check_idle()
         return config
 

@@ -23,7 +23,7 @@ from modelcenter.training.accumulation import accumulate
 from modelcenter.training.batch_sources import GlobalBatch, make_batch_source
 from modelcenter.training.checkpoints import model_selection, resume
 from modelcenter.training.checkpoints.final_model import push_final_model, save_final_model
-from modelcenter.training.checkpoints.model_selection import ModelSelection, check_best_metric, check_evaluation_flags
+from modelcenter.training.checkpoints.model_selection import ModelSelection, check_best_metric
 from modelcenter.training.checkpoints.resume import Continuation
 from modelcenter.training.checkpoints.writer import CheckpointWriter
 from modelcenter.training.config import TrainConfig
@@ -121,7 +121,6 @@ class Run:
         self.output = None if cfg.output_dir is None or cfg.dry_run else Path(cfg.output_dir)
         check_data(train_set, eval_set)  # before anything that all ranks work out together
         check_best_metric(cfg, task, eval_set)
-        check_evaluation_flags(cfg, eval_set)
         resolve_eval_batch_size(cfg, train_set, eval_set)
         task.precompute(model, train_set, eval_set)
         resolve_automatic_batch_size(cfg, task, model, train_set)

@@ -1,5 +1,6 @@
 """The flags of training and of the verbs that use a trained model: what they mean and what contradicts."""
 
+import contextlib
 import dataclasses
 import inspect
 
@@ -114,6 +115,7 @@ def test_flags_with_meaning_for_the_model(task, words):
         ("seq2seq", "--length_penalty 2"),
         ("seq2seq", "--metrics bleu --eval_generate false"),
         ("classification", "--epochs 2 --max_steps 9"),
+        ("classification", "--epochs 3 --max_steps 9"),
         ("classification", "--adam_beta1 0.8 --optimizer adafactor"),
         ("classification", "--adam_beta2 0.9 --optimizer adafactor"),
         ("classification", "--adam_epsilon 1e-6 --optimizer adafactor"),
@@ -181,6 +183,29 @@ def test_flags_that_the_data_leave_without_effect_are_told(task, row, words, say
         TASKS[task].load().from_flags(cfg)
 
 
+@pytest.mark.parametrize("task", ["classification", "mlm"])
+def test_flags_of_evaluations_are_refused_before_rows_are_read(task, tmp_path):
+    (tmp_path / "a.jsonl").write_text("broken")
+    cfg = TASKS[task].flags().from_args(["--train_data", str(tmp_path / "a.jsonl"), "--eval_every", "2"])
+    with pytest.raises(ValueError, match="eval_every: changes nothing without .*; give eval_data, or leave it out"):
+        TASKS[task].load().from_flags(cfg)
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "refused"),
+    [
+        ("seq2seq", "--eval_samples 2", True),
+        ("seq2seq", "--eval_samples 0 --eval_every never --eval_batch_size 2", False),
+        ("mlm", "--streaming --max_steps 10 --eval_every epoch", False),  # `check` makes it a number of steps
+        ("mlm", "--streaming --max_steps 10 --eval_every 1000", True),
+    ],
+)
+def test_flags_of_evaluations_without_rows(task, words, refused):
+    cfg = TASKS[task].flags().from_args(words.split())
+    with pytest.raises(ValueError, match="changes nothing without rows") if refused else contextlib.nullcontext():
+        cfg.refuse_evaluation_flags(evaluated=False)
+
+
 @pytest.mark.parametrize("words", ["--text_column body", "--document paragraph"])
 def test_flags_of_texts_change_nothing_with_tokens_alone(words, tmp_path):
     with TokenWriter(tmp_path / "tokens", vocab_size=9) as writer:
@@ -200,11 +225,12 @@ def test_flags_of_texts_change_nothing_with_tokens_alone(words, tmp_path):
         ("classification", "batch_size: 16", "--batch_tokens 4096"),
         ("classification", "epochs: 9", "--max_steps 8"),
         ("classification", "max_steps: 9", "--max_steps none --epochs 2"),
-        ("classification", "max_steps: 9", "--epochs 3"),
         ("classification", "optimizer: adafactor", "--adam_beta1 0.9 --adam_beta2 0.999 --adam_epsilon 1e-8"),
         ("classification", "optimizer: lion", "--adam_beta1 0.95 --adam_beta2 0.98"),
         ("classification", "optimizer: muon", "--adam_beta1 0.8 --adam_beta2 0.98 --adam_epsilon 1e-6"),
         ("classification", "pp: 2", "--pp_schedule interleaved"),
+        ("classification", "pp: 2", "--pp 1 --pp_schedule interleaved"),  # $PP in a script
+        ("seq2seq", "num_beams: 1", "--metrics rouge --eval_generate false"),
         ("classification", "model: owner/name", "--revision v1"),
     ],
 )

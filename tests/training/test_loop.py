@@ -17,8 +17,7 @@ from engine.checkpoint import training
 from engine.testing import run as on_ranks
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
-from modelcenter.training.checkpoints.model_selection import check_evaluation_flags
-from modelcenter.training.config import ClassificationConfig, DPOConfig, Seq2SeqConfig
+from modelcenter.training.config import ClassificationConfig
 from scripts.finetune_classification import main
 
 TRAIN = "data/train.jsonl"  # by itself, without rows to evaluate on
@@ -439,7 +438,6 @@ def test_dry_run_writes_nothing(folder, capsys):
         ({"model": "./nowhere"}, "^model: no such directory: nowhere"),
         ({"global_batch_size": 12}, "global_batch_size: got 12, expected a multiple of 8"),
         ({"train_data": TRAIN, "eval_every": 2}, "eval_every: changes nothing without rows to evaluate on; give eval"),
-        ({"train_data": TRAIN, "eval_batch_size": 2}, "eval_batch_size: changes nothing without rows to evaluate on"),
     ],
 )
 def test_mistakes(folder, changes, says, monkeypatch):
@@ -463,11 +461,6 @@ def test_a_run_without_rows_to_evaluate_on(folder):
     (folder / "flags.yaml").write_text("eval_every: 2\neval_batch_size: 3")
     rows = finetune(folder, config=str(folder / "flags.yaml"), train_data=str(folder / TRAIN), max_steps=1)
     assert [row["step"] for row in rows] == [1]
-    with pytest.raises(ValueError, match="eval_samples: changes nothing without rows to evaluate on"):
-        cfg = Seq2SeqConfig.from_args(["--eval_samples", "2"])
-        check_evaluation_flags(cfg, None)
-    check_evaluation_flags(Seq2SeqConfig.from_args(["--eval_samples", "0", "--eval_every", "never"]), None)
-    check_evaluation_flags(DPOConfig.from_args(["--eval_batch_size", "2"]), None)  # of the reference model, too
 
 
 def test_needed_flags(folder):

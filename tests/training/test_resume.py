@@ -1,5 +1,6 @@
 """A run that was killed, stopped or broken goes on to the same end; a checkpoint of another run is refused."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -215,6 +216,23 @@ def test_a_model_is_the_same_by_a_relative_path(tmp_path, monkeypatch):
     before = ClassificationConfig(model="bert").arithmetic()
     now = ClassificationConfig(model=str(tmp_path / "bert"))
     Continuation(Path("step-1"), 1, before, {"rows": 3}, forced=False).check(now, {"rows": 3})
+
+
+@pytest.mark.parametrize(
+    ("words", "had"),
+    [
+        ("--max_steps 100", {"epochs": 5.0}),
+        ("--optimizer adafactor", {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6}),
+        ("--model .", {"revision": "v1"}),
+    ],
+)
+def test_a_run_goes_on_without_flags_that_change_nothing(words, had):
+    """They were taken once, and a file of flags may have them."""
+    now = ClassificationConfig.from_args(words.split())
+    for values in (had, {"lr": 1.0}):
+        saved = now.to_dict() | values
+        with pytest.raises(ValueError, match="^lr: got") if "lr" in values else contextlib.nullcontext():
+            Continuation(Path("step-1"), 1, saved, None, forced=False).check(now, None)
 
 
 def test_free_flags_may_change(folder, whole, monkeypatch, capfd):

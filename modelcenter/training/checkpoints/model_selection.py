@@ -36,12 +36,6 @@ def check_best_metric(cfg: TrainConfig, task: Any, eval_set: Examples | None) ->
         raise ValueError(f"best_metric: got {name!r}, expected one of {', '.join(known)}{hint}")
 
 
-def check_evaluation_flags(cfg: TrainConfig, eval_set: Examples | None) -> None:
-    """Raise ValueError for a flag of evaluations where there are none."""
-    for name in cfg.evaluation_flags:
-        cfg.refuse_idle(name, eval_set is None, "without rows to evaluate on; give eval_data or eval_fraction")
-
-
 class ModelSelection:
     """The evaluations of a run, compared by one metric.
 

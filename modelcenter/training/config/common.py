@@ -21,7 +21,6 @@ RECOMPUTES = ("none", "full", "selective")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
 SCHEDULERS = ("linear", "cosine", "constant", "wsd")
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "muon")
-ADAM_BETA2 = 0.999
 # Flags of how a run is distributed, evaluated, logged or saved, not of what it computes: a run may go on with others.
 MAY_CHANGE = frozenset(
     "eval_generate eval_samples num_beams max_new_tokens length_penalty no_repeat_ngram_size metrics language "
@@ -68,23 +67,24 @@ class TrainConfig(Flags):
     task: ClassVar[str] = ""  # its name in training.tasks.TASKS; also a key of the YAML file
     mixes: ClassVar[bool] = False  # entries of train_data may be PATH@WEIGHT
     roles: ClassVar[tuple[str, ...]] = ()  # columns that the task reads, each with a flag ROLE_column
-    evaluation_flags: ClassVar[tuple[str, ...]] = ("eval_every", "eval_batch_size")  # idle where nothing is evaluated
+    evaluation_flags: ClassVar[tuple[str, ...]] = ("eval_every",)  # idle where nothing is evaluated
     idle: ClassVar[Mapping[str, Idle]] = {
         "batch_size": Idle(lambda c: c.batch_tokens is not None, "beside batch_tokens, which fills microbatches by "
             "tokens; give either (--batch_tokens none for that of a file)"),
         "early_stopping": Idle(lambda c: c.eval_every == "never", "with eval_every never, which evaluates once; give a "
             "number of steps or epoch"),
         "epochs": Idle(lambda c: c.max_steps is not None, "beside max_steps, which ends the run whatever the epochs; "
-            "give either (--max_steps none for that of a file)"),
+            "leave it out (a run that had both goes on), or give --max_steps none", strict=True),
         "revision": Idle(lambda c: c.from_scratch or is_local(c.model), "with from_scratch or a local model, as it is "
             "for weights of the Hub; leave it out"),
         "ignore_mismatched_sizes": Idle(lambda c: c.from_scratch, "with from_scratch, which reads no weights; leave "
             "one out"),
         "adam_beta1": _NO_BETAS,
-        "adam_beta2": Idle(lambda c: _NO_BETAS.when(c) and c.adam_beta2 != ADAM_BETA2, _NO_BETAS.remedy),
+        "adam_beta2": _NO_BETAS,
         "adam_epsilon": Idle(lambda c: c.optimizer in ("adafactor", "lion"), "with adafactor and lion, which have no "
             "such epsilon; leave it out"),
-        "pp_schedule": Idle(lambda c: c.pp == 1, "without a pipeline; give pp too"),
+        # A script may give both, with --pp $N: 1 is no mistake then.
+        "pp_schedule": Idle(lambda c: c.pp == 1 and c.given("pp") is None, "without a pipeline; give pp too"),
     }
 
     model: str | None = _model(None, "Hub name, local directory, run folder or preset; with --from_scratch, a preset "
@@ -152,7 +152,7 @@ class TrainConfig(Flags):
     eval_batch_size: int | None = _batches(None, "rows per rank in evaluation; if not given, twice batch_size, or with "
         "batch_tokens as many of the longest rows as fit in twice that many tokens", "per_device_eval_batch_size")
     epochs: float = _batches(3.0, "number of passes over the training rows", "num_train_epochs", "num_epochs")
-    max_steps: int | None = _batches(None, "stop after this many steps, regardless of epochs", "train_iters",
+    max_steps: int | None = _batches(None, "stop after this many steps, in place of epochs", "train_iters",
         "max_train_steps")
 
     lr: float = _optimisation(3e-5, "peak learning rate", "learning_rate")
@@ -225,7 +225,7 @@ class TrainConfig(Flags):
         if self.max_steps == -1:  # no limit, in the Hugging Face Trainer
             self.max_steps = None
         if self.adam_beta2 is None:
-            self.adam_beta2 = 0.99 if self.optimizer == "lion" else ADAM_BETA2
+            self.adam_beta2 = 0.99 if self.optimizer == "lion" else 0.999
         self._check_numbers()
         self._check_model_config()
         self._check_schedule()
@@ -334,7 +334,13 @@ class TrainConfig(Flags):
 
     def arithmetic(self) -> dict[str, Any]:
         """The flags that decide what a run computes: those that must be the same for it to go on."""
-        return {name: value for name, value in self.to_dict().items() if name not in MAY_CHANGE}
+        free = MAY_CHANGE | self._idle
+        return {name: value for name, value in self.to_dict().items() if name not in free}
+
+    def refuse_evaluation_flags(self, evaluated: bool) -> None:
+        """Raise ValueError for a flag of evaluations where there are none. evaluated: there are rows to evaluate on."""
+        for name in self.evaluation_flags:
+            self.refuse_idle(name, not evaluated, "without rows to evaluate on; give eval_data, or leave it out")
 
     def accumulation(self, ranks: int) -> int:
         """Microbatches per step of each of `ranks` ranks.

@@ -20,7 +20,6 @@ class DPOConfig(TrainConfig):
 
     task: ClassVar[str] = "dpo"
     roles: ClassVar[tuple[str, ...]] = ("prompt", "input", "chosen", "rejected", "system", "tools")
-    evaluation_flags: ClassVar[tuple[str, ...]] = ("eval_every",)  # the reference model reads by eval_batch_size, too
 
     prompt_column: str | None = _data(None, "column with the prompt; if not given, detected, or taken from the "
         "messages with which both chosen and rejected begin", "instruction_column")

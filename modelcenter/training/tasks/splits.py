@@ -18,6 +18,10 @@ def read_splits(cfg: TrainConfig) -> tuple[Table, Table | None]:
         return apply_form(source.read(split), cfg.form, cfg.task)
 
     found, weights = train_sources(cfg)
+    split = sources.SPLITS["dev"]
+    with_split = [source for source in found if split in source.splits and cfg.train_split != split]
+    named = (cfg.eval_data, cfg.eval_split, cfg.eval_fraction) != (None, None, None)
+    cfg.refuse_evaluation_flags(named or bool(with_split))  # before rows are read, or downloaded
     tables = [read(source, cfg.train_split) for source in found]
     train = tables[0] if weights is None else mixed(tables, weights)
     if cfg.eval_fraction is not None:
@@ -29,8 +33,7 @@ def read_splits(cfg: TrainConfig) -> tuple[Table, Table | None]:
         return train, dataclasses.replace(held, like=train.name)
     if cfg.eval_split is not None:
         return train, concatenate([read(source, cfg.eval_split) for source in found])
-    split = sources.SPLITS["dev"]
-    others = [read(source, split) for source in found if split in source.splits and cfg.train_split != split]
+    others = [read(source, split) for source in with_split]
     return train, concatenate(others) if others else None
 
 

@@ -3,8 +3,9 @@
 import copy
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -66,11 +67,14 @@ class Pretraining(Task):
             ValueError: also for weights of some parts only.
         """
         cfg.require("train_data")
+        read_eval_parts = _eval_parts_reader(cfg)
+        # Before rows are read, or downloaded.
+        cfg.refuse_evaluation_flags(read_eval_parts is not None or cfg.eval_fraction is not None)
         parts: list[Part] = []
         stream = _open_stream(cfg) if cfg.streaming else None
         if stream is None:
             parts = read_parts(cfg.train_data or [], cfg.data_config, cfg.document, lambda s: cfg.train_split)
-        eval_parts = _read_eval_parts(cfg)
+        eval_parts = [] if read_eval_parts is None else read_eval_parts()
         tables = _tables([*parts, *eval_parts])
         if stream is not None:
             tables.append(stream_head(stream))
@@ -191,21 +195,22 @@ def _open_stream(cfg: PretrainConfig) -> RowSource:
     return open_rows(data, cfg.data_config, cfg.train_split, cfg.document)
 
 
-def _read_eval_parts(cfg: PretrainConfig) -> list[Part]:
-    """The documents to evaluate on: those of eval_data, else of the validation split of train_data, if there is one."""
+def _eval_parts_reader(cfg: PretrainConfig) -> Callable[[], list[Part]] | None:
+    """What reads the documents to evaluate on: those of eval_data, else of the validation split of train_data; None:
+    there is none."""
     if cfg.eval_fraction is not None:
-        return []
+        return None
     if cfg.eval_data is not None:
         config = cfg.data_config if cfg.eval_data == cfg.train_data else None
-        return read_parts(cfg.eval_data, config, cfg.document, lambda s: cfg.eval_split or evaluation_split(s))
+        return partial(read_parts, cfg.eval_data, config, cfg.document, lambda s: cfg.eval_split or evaluation_split(s))
     texts = [spec for spec in (parse_weight(spec)[0] for spec in cfg.train_data or []) if not is_tokens(spec)]
     if not texts:
-        return []
+        return None
     source = sources.find(texts, cfg.data_config)
     split = cfg.eval_split or "validation"
     if cfg.eval_split is None and (split not in source.splits or cfg.train_split == split):
-        return []
-    return read_parts(texts, cfg.data_config, cfg.document, lambda s: split)
+        return None
+    return partial(read_parts, texts, cfg.data_config, cfg.document, lambda s: split)
 
 
 def _tables(parts: Sequence[Part]) -> list[Table]:

@@ -160,7 +160,8 @@ QUESTION = {"question": "who", "context": "it was I", "answers": {"text": ["I"],
         ("lm", {"text": "a b", "<ans>": "c"}, "--template FILE", "template: changes nothing with objects"),
         ("lm", {"text": "a b"}, "--template FILE --train_on all", None),  # the file is kept with the model
         ("lm", {"prompt": "a", "response": "b"}, "--template plain --train_on last", None),
-        ("lm", {"text": "a", "who": "b"}, "--system_column who", "system_column: goes with messages or a prompt, but"),
+        ("lm", {"text": "a", "who": "b"}, "--system_column who", "system_column: changes nothing with plain text"),
+        ("lm", {"text": "a", "<ans>": "b"}, "--columns tools=text", "tools_column: changes nothing with objects"),
         ("seq2seq", {"source": "a", "target": "b"}, LANGUAGES, "source_lang: changes nothing as column 'source' holds"),
         ("seq2seq", {"en": "a", "de": "b"}, LANGUAGES, None),
         ("seq2seq", {"translation": {"en": "a", "de": "b"}}, LANGUAGES, None),
@@ -181,6 +182,23 @@ def test_flags_that_the_data_leave_without_effect_are_told(task, row, words, say
         return
     with pytest.raises(ValueError, match=says):
         TASKS[task].load().from_flags(cfg)
+
+
+def test_columns_of_chats_in_a_file_of_flags_are_passed_over(tmp_path):
+    data = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "who": "b"}] * 2)
+    for template in ("plain", "auto"):
+        (tmp_path / "flags.yaml").write_text(f"train_data: {data}\nsystem_column: who\ntemplate: {template}")
+        cfg = TASKS["lm"].flags().from_args(["--config", str(tmp_path / "flags.yaml")])
+        TASKS["lm"].load().from_flags(cfg)
+        assert (cfg.text_column, cfg.system_column) == ("text", None)
+        assert not {"template", "train_on"} & set(cfg.arithmetic())  # a run goes on with others
+
+
+def test_columns_of_chats_are_no_columns_of_texts_to_continue(tmp_path):
+    data, task = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "who": "b"}]), TASKS["lm"].load()
+    cfg = PredictConfig.from_args(["run", str(data), "--system_column", "who"])
+    with pytest.raises(ValueError, match="system_column: changes nothing with plain text"):
+        task.for_inference(cfg, None, task.read_data(cfg, None, False), labelled=False)
 
 
 @pytest.mark.parametrize("task", ["classification", "mlm"])

@@ -83,7 +83,6 @@ def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered
     lower = {name.lower(): name for name in reversed(table.columns)}
     kind = kinds[0] if kinds else None
     if kind == "answers" or (kind is None and ANSWER in table.columns):
-        _check_no_chat(named, "objects")
         return ChatColumns(answers=named.get("answers", ANSWER))
     if kind == "messages" or kind is None:
         messages = named.get("messages") or next(
@@ -99,7 +98,6 @@ def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered
     if text is None and len(table.columns) == 1:
         (text,) = table.columns
     if text is not None:
-        _check_no_chat(named, "plain text")
         return ChatColumns(text=text)
     raise ValueError(
         f"columns: {table.name} has the columns {', '.join(map(repr, table.columns))}, none of which is known as "
@@ -109,13 +107,6 @@ def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered
 
 
 _KINDS = {"messages": {"messages"}, "pair": {"prompt", "response", "input"}, "text": {"text"}, "answers": {"answers"}}
-
-
-def _check_no_chat(named: Mapping[str, str], rows: str) -> None:
-    """Raise ValueError for columns of a chat that are given for rows of another kind."""
-    for role in ("system", "tools"):
-        if role in named:
-            raise ValueError(f"{role}_column: goes with messages or a prompt, but the rows are {rows}; leave it out")
 
 
 def _find_pair(table: Table, named: Mapping[str, str], lower: Mapping[str, str], answered: bool) -> ChatColumns | None:

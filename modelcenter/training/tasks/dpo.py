@@ -30,7 +30,14 @@ from modelcenter.training.metrics import Preference
 from modelcenter.training.tasks.answer_examples import AnswerExamples
 from modelcenter.training.tasks.base import Batches, TokenExamples, rank_batches, takes_tokens_for_context
 from modelcenter.training.tasks.column_roles import inference_columns
-from modelcenter.training.tasks.lm import LanguageModelling, choose_template, read_rows, take_rows, warn_left_out
+from modelcenter.training.tasks.lm import (
+    LanguageModelling,
+    choose_template,
+    read_rows,
+    refuse_chat_columns,
+    take_rows,
+    warn_left_out,
+)
 from modelcenter.training.tasks.splits import read_splits
 
 
@@ -248,7 +255,9 @@ class DPO(LanguageModelling):
             rows: Any = (preferences if labelled else questions)(table, columns)
         else:
             prompt = {role: given[role] for role in ("prompt", "input", "system", "tools")}
-            rows = read_rows(table, find_chat_columns(table, prompt, answered=False))
+            found = find_chat_columns(table, prompt, answered=False)
+            refuse_chat_columns(cfg, found)
+            rows = read_rows(table, found)
         loss_fn = PreferenceLoss.from_flags(run)
         return cls(cfg=run, loss_fn=loss_fn, table=table, rows=rows, pair_columns=columns, labelled=labelled)
 

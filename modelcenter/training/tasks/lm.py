@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import engine
+from modelcenter.command_line.flags import Flags
 from modelcenter.data.schemas.conversations import ChatColumns, conversations, find_chat_columns
 from modelcenter.data.table import Table
 from modelcenter.data.tokenization.answer_labels import IGNORED, LabelledTokens, label_conversations
@@ -182,6 +183,7 @@ class LanguageModelling(Task):
         if not labelled:
             given["response"] = None
         columns = find_chat_columns(table, given, answered=labelled)
+        refuse_chat_columns(cfg, columns)
         return cls(cfg=flags, table=table, rows=read_rows(table, columns), columns=columns, labelled=labelled)
 
     def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> Any:
@@ -236,11 +238,21 @@ def read_rows(table: Table, columns: ChatColumns) -> Sequence[Any]:
 
 def refuse_chat_flags(cfg: LMConfig, columns: ChatColumns) -> None:
     """Raise ValueError for flags of chats that are given for rows of another kind."""
+    refuse_chat_columns(cfg, columns)
     objects, plain = columns.answers is not None, columns.text is not None
-    remedy = f"with {'objects' if objects else 'plain text'}, which is no chat; leave it out"
-    cfg.refuse_idle("train_on", objects or plain, remedy)
+    cfg.refuse_idle("train_on", objects or plain, _no_chat(columns))
     # A file becomes the template of the tokenizer that is saved, whatever the rows are.
-    cfg.refuse_idle("template", objects or (plain and cfg.template in ("chat", *LAYOUTS)), remedy)
+    cfg.refuse_idle("template", objects or (plain and cfg.template in ("auto", "chat", *LAYOUTS)), _no_chat(columns))
+
+
+def refuse_chat_columns(cfg: Flags, columns: ChatColumns) -> None:
+    """Raise ValueError for columns of chats that are given for rows of another kind."""
+    for name in ("system_column", "tools_column"):
+        cfg.refuse_idle(name, columns.answers is not None or columns.text is not None, _no_chat(columns))
+
+
+def _no_chat(columns: ChatColumns) -> str:
+    return f"with {'plain text' if columns.answers is None else 'objects'}, which is no chat; leave it out"
 
 
 def take_rows(table: Table, rows: np.ndarray) -> Table:

@@ -22,7 +22,7 @@ _WORD_NAMES, _TAG_NAMES = ("word", "words", "token", "tokens"), ("tag", "tags", 
 def read_csv(path: Path, raw: bytes) -> ParsedFile:
     """Rows whose fields are separated by commas, semicolons or tabs, and quoted where they hold such or line ends."""
     text = decode_text(path, raw)
-    delimiter = find_delimiter(text.split("\n", 1)[0])
+    delimiter = find_delimiter(text.split("\r" if _ends_in_carriage_returns(text) else "\n", 1)[0])
     return _named_columns(path, *_quoted_rows(path, text, delimiter, has_space_before_quotes(text, delimiter)))
 
 
@@ -66,7 +66,8 @@ def _quoted_rows(path: Path, text: str, delimiter: str, skip_space: bool = False
     """(rows that are not empty, the line at which each begins)."""
     rows, numbers = [], []
     limit = csv.field_size_limit(MAX_FIELD_SIZE)
-    lines = io.StringIO(text, newline="\n")  # a carriage return by itself ends no line
+    # A carriage return by itself ends no line, but on old Macs, where all line feeds are in quotes.
+    lines = io.StringIO(text, newline="" if _ends_in_carriage_returns(text) else "\n")
     try:
         for row, start in csv_rows(path, lines, delimiter, skip_space):
             if any(row):
@@ -75,6 +76,11 @@ def _quoted_rows(path: Path, text: str, delimiter: str, skip_space: bool = False
     finally:
         csv.field_size_limit(limit)
     return rows, numbers
+
+
+def _ends_in_carriage_returns(text: str) -> bool:
+    """Whether csv has carriage returns by themselves, and line feeds in quotes only."""
+    return re.search(r"\r(?!\n)", text) is not None and not any("\n" in part for part in text.split('"')[::2])
 
 
 def csv_rows(path: Path, lines: Iterable[str], delimiter: str, skip_space: bool) -> Iterator[tuple[list[str], int]]:

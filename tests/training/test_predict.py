@@ -202,6 +202,16 @@ def test_the_ending_of_a_file_names_its_format(tmp_path, ending):
 def test_files_of_no_rows_and_of_unknown_formats(tmp_path, folder):
     write_rows(str(tmp_path / "none.json"), [])
     assert json.loads((tmp_path / "none.json").read_text()) == []
+    for name in ("none.csv", "none.tsv"):
+        write_rows(str(tmp_path / name), iter([]))
+        assert (tmp_path / name).read_bytes() == b""
+        (tmp_path / name).unlink()
+    for name in ("preds.out", "run.v2", "results.2024-01-05"):
+        check_output(str(tmp_path / name))
+        check_output(str(tmp_path / name), (".json", ".jsonl", ".ndjson"))
+        write_rows(str(tmp_path / name), PREDICTIONS)
+        assert read(tmp_path / name) == [finite(row) for row in PREDICTIONS]
+        (tmp_path / name).unlink()
     for name in ("out.jsonl.gz", "out.xlsx"):
         with pytest.raises(
             ValueError, match=rf"output: .*{name} ends in \.\w+, expected \.jsonl, .*\.parquet, which name"
@@ -210,6 +220,20 @@ def test_files_of_no_rows_and_of_unknown_formats(tmp_path, folder):
     with pytest.raises(ValueError, match=r"scores.csv ends in .csv, expected .json, .jsonl, .ndjson, which name"):
         cli(["evaluate", str(folder / "run"), str(folder / "data"), "--output", str(tmp_path / "scores.csv")])
     assert os.listdir(tmp_path) == ["none.json"]
+
+
+@pytest.mark.parametrize(
+    ("values", "columns"),
+    [
+        ([{}, {"a": 1}, None], {"p.a": ["", "1", ""]}),
+        ([{"a": 1}, {"a": [2]}, {"b": None}], {"p": ['{"a": 1}', '{"a": [2]}', '{"b": null}']}),
+        ([{"a": 1}, "b", 2], {"p": ['{"a": 1}', "b", "2"]}),
+        ([{}, None, {}], {"p": ["{}", "", "{}"]}),
+    ],
+)
+def test_a_field_is_one_column_or_several_in_all_rows(tmp_path, values, columns):
+    write_rows(str(tmp_path / "out.csv"), [{"id": i, "p": value} for i, value in enumerate(values)])
+    assert read_file(tmp_path / "out.csv").columns == {"id": ["0", "1", "2"], **columns}
 
 
 def test_predictions_in_a_table(folder, tmp_path):

@@ -1,7 +1,7 @@
 """The formats of files of rows that verbs write, by their endings."""
 
 import csv
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -9,18 +9,20 @@ from modelcenter.training.output.json_text import finite, json_text
 
 LINES = ".jsonl"
 ENDINGS = (LINES, ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+# Of known formats that are not written; after any other ending there are JSON lines.
+_OTHERS = frozenset(".gz .bz2 .xz .zst .zip .xlsx .xls .arrow .feather .pkl .xml .html .yaml .yml".split())
 
 Row = Mapping[str, Any]
 
 
 def format_of(path: str, endings: Sequence[str] = ENDINGS) -> str:
-    """The ending that names the format of a file: JSON lines for one without an ending, or of text.
+    """The ending that names the format of a file: JSON lines where it names none (none, .txt, .out, a date).
 
     Raises:
-        ValueError: none of these; parquet without pyarrow.
+        ValueError: it names a format, but none of `endings`; parquet without pyarrow.
     """
     ending = Path(path).suffix.lower()
-    if ending in ("", ".txt"):
+    if ending not in _OTHERS.union(ENDINGS):
         return LINES
     if ending not in endings:
         raise ValueError(f"output: {path} ends in {ending}, expected {', '.join(endings)}, which name the format")
@@ -59,22 +61,39 @@ class _Echo:
 
 
 def _delimited_lines(rows: Sequence[Row], delimiter: str) -> Iterator[str]:
-    """A header and a line for each row (several where a field holds the ends of lines)."""
-    flat = [_flattened(row) for row in rows]
+    """A header and a line for each row (several where a field holds the ends of lines); nothing for no rows."""
+    if not rows:
+        return
+    wide = _fields_of_columns(rows)
+    flat = [_flattened(row, wide) for row in rows]
     names = dict.fromkeys(name for row in flat for name in row)
     writer: Any = csv.writer(_Echo(), delimiter=delimiter)  # its own line ends put quotes around those in fields
     for values in (names, *([row.get(name, "") for name in names] for row in flat)):
         yield writer.writerow(values).removesuffix("\r\n").encode("utf-8", "backslashreplace").decode()
 
 
-def _flattened(row: Row) -> dict[str, str]:
-    """The fields of a row: an object of single values has a column for each, "probabilities.good"; other objects and
-    lists are JSON."""
+def _fields_of_columns(rows: Sequence[Row]) -> set[str]:
+    """The fields that have a column for each of their values: objects of single values in all rows that have one."""
+    filled: set[str] = set()
+    whole: set[str] = set()
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, dict) and not any(isinstance(v, (dict, list, tuple)) for v in value.values()):
+                filled |= {name} if value else set()
+            elif value is not None:
+                whole.add(name)
+    return filled - whole
+
+
+def _flattened(row: Row, wide: Collection[str]) -> dict[str, str]:
+    """The fields of a row: those of `wide` have a column for each value, "probabilities.good"; other objects and lists
+    are JSON."""
     fields: dict[str, str] = {}
     for name, value in row.items():
-        inner = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {}
-        single = inner and not any(isinstance(v, (dict, list, tuple)) for v in inner.values())
-        fields |= {key: _field(v) for key, v in (inner if single else {name: value}).items()}
+        if name in wide:
+            fields |= {f"{name}.{key}": _field(v) for key, v in (value or {}).items()}
+        else:
+            fields[name] = _field(value)
     return fields
 
 

@@ -28,6 +28,7 @@ from modelcenter.training import loop
 from modelcenter.training.checkpoints import resume
 from modelcenter.training.checkpoints.resume import Continuation
 from modelcenter.training.config import ClassificationConfig
+from modelcenter.training.tasks.classification import Classification
 from scripts.finetune_classification import main
 
 
@@ -209,6 +210,26 @@ def test_nodes_may_go_on_with_a_model_at_places_of_their_own():
     """What is another run or other data for one rank is so for all: none waits for one that is gone."""
     assert on_ranks(_compare, 2, False) == [None, None]
     assert all("train_data: the rows are not those that step-1" in said for said in on_ranks(_compare, 2, True))
+
+
+def test_what_is_found_in_the_data_may_be_given_later(tmp_path):
+    """So that a run from before whole numbers that hardly recur were asked about goes on, with an answer."""
+    data = str(write_jsonl(tmp_path / "a.jsonl", [{"text": f"t{i}", "label": i % 20} for i in range(21)]))
+    guess = {"problem_type": "single_label_classification"}
+
+    def go_on(before, **flags):
+        cfg = ClassificationConfig(train_data=[data], **flags)
+        Classification.from_flags(cfg)
+        saved = ClassificationConfig(train_data=[data], text_column="text", label_column="label", **before)
+        Continuation(Path("step-1"), 1, saved.arithmetic(), {"rows": 3}, forced=False).check(cfg, {"rows": 3})
+
+    go_on({}, **guess)
+    go_on({}, num_labels=20)
+    go_on(guess, num_labels=20, **guess)
+    go_on({"num_labels": 20}, **guess)
+    for flags in ({"problem_type": "regression"}, {"num_labels": 21}):
+        with pytest.raises(ValueError, match=f"{next(iter(flags))}: got .* is of a run with None"):
+            go_on({}, **flags)
 
 
 def test_a_model_is_the_same_by_a_relative_path(tmp_path, monkeypatch):

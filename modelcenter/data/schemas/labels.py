@@ -90,12 +90,13 @@ def find_labels(
     problem_type: str | None = None,
     num_labels: int | None = None,
     names: Sequence[str] | None = None,
+    column: str = "it",
 ) -> Labels:
     """Find from the training labels what kind of problem it is and which classes there are.
 
     Lists are multi-label, numbers with a fraction regression, anything else single label. Integer labels 0..k-1 keep
     their ids; other integers and strings are numbered in sorted order. names: class names that the source (or a
-    fine-tuned model) gives, by id.
+    fine-tuned model) gives, by id. column: its name, for messages.
     Raises ValueError for rows without a label, where the labels found do not fit num_labels or problem_type, and,
     without these, for whole numbers that hardly recur.
     """
@@ -108,7 +109,7 @@ def find_labels(
         if problem_type == "single_label_classification" and names is None:
             _check_single(values, where)
             if num_labels is None:
-                _check_recurring_numbers(values, where)
+                _check_recurring_numbers(values, where, column)
     if problem_type == "regression":
         width = num_labels or (len(values[0]) if isinstance(values[0], list) else 1)
         _floats(values, where, width)  # raises for other values
@@ -134,6 +135,30 @@ def find_labels(
             raise ValueError(f"{where(0)}: the label lists {width} zeros and ones, but num_labels is {num_labels}")
         return Labels(problem_type, tuple(map(str, range(width))), by_id=True, multi_hot=True)
     return _classes_of(lists, where, problem_type, num_labels)
+
+
+def unsaid(
+    values: Sequence[Any],
+    where: Where,
+    labels: Labels,
+    *,
+    problem_type: str | None,
+    num_labels: int | None,
+    names: Sequence[str] | None,
+) -> dict[str, Any]:
+    """What problem_type and num_labels would have been found to be had they not been given, of the labels that
+    `find_labels` made of the same arguments. num_labels: none where there are such classes only with it."""
+    found: dict[str, Any] = {"problem_type": labels.problem_type, "num_labels": len(labels.names)}
+    if problem_type is not None:
+        found["problem_type"] = _guess_type([_normalise(value) for value in parse_lists(values)])
+    if num_labels is not None:
+        try:
+            kept = find_labels(values, where, problem_type=labels.problem_type, names=names)
+        except ValueError:
+            del found["num_labels"]
+        else:
+            found["num_labels"] = len(kept.names)
+    return found
 
 
 def _classes_of(lists: list[list[Any]], where: Where, problem_type: str, num_labels: int | None) -> Labels:
@@ -231,15 +256,16 @@ def _check_single(values: Sequence[Any], where: Where) -> None:
             )
 
 
-def _check_recurring_numbers(values: Sequence[Any], where: Where) -> None:
+def _check_recurring_numbers(values: Sequence[Any], where: Where, column: str) -> None:
     """Raise ValueError for whole numbers of which few recur: numbers of rows, or values to predict."""
     numbers = {_as_id(value) for value in values}
     few = len(numbers) == len(values) if len(numbers) <= _MANY_LABELS else 2 * len(numbers) > len(values)
     if None not in numbers and len(numbers) > _A_FEW_LABELS and few:
         raise ValueError(
-            f"label_column: got {len(numbers)} different whole numbers in {len(values)} rows, such as {values[0]!r} "
-            f"({where(0)}), expected labels that recur; name the column of the labels, or give problem_type: "
-            "regression predicts the numbers, single_label_classification takes each for a class"
+            f"label_column: {column} has {len(numbers)} different whole numbers in {len(values)} rows, such as "
+            f"{values[0]!r} ({where(0)}), expected labels that recur; name the column of the labels, or give "
+            "problem_type: regression predicts the numbers, single_label_classification takes each for a class; so "
+            "does num_labels, of numbers from 0"
         )
 
 

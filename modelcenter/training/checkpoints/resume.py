@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os.path import expanduser
 from pathlib import Path
@@ -44,17 +45,24 @@ class Continuation:
         Collective: rank 0 wrote down the paths of its own node, so it alone compares those."""
         with together(f"comparing the run with {self.checkpoint}"):
             now = json.loads(json.dumps(cfg.arithmetic(), default=str))
-            changed = self._changed_flags(now)
+            changed = self._changed_flags(now, cfg.unsaid)
             if not self.forced:
                 self._check_same(now, changed, data)
             self._check_state_fits(now, changed)
             if engine.rank() == 0:
                 self._warn_of_changes(now, changed, data)
 
-    def _changed_flags(self, now: dict[str, Any]) -> dict[str, Any]:
-        """{flag: the value that the checkpoint's run had} of those that have another now."""
+    def _changed_flags(self, now: dict[str, Any], unsaid: Mapping[str, Any]) -> dict[str, Any]:
+        """{flag: the value that the checkpoint's run had} of those that have another now.
+
+        unsaid: what None stands for, of the flags where that is known.
+        """
         known = [name for name in self.flags if name in now and (engine.rank() == 0 or name not in PLACES)]
-        return {n: self.flags[n] for n in known if _absolute_path(n, now[n]) != _absolute_path(n, self.flags[n])}
+
+        def meant(name: str, value: Any) -> Any:
+            return unsaid.get(name) if value is None else _absolute_path(name, value)
+
+        return {n: self.flags[n] for n in known if meant(n, now[n]) != meant(n, self.flags[n])}
 
     def _check_same(self, now: dict[str, Any], changed: dict[str, Any], data: Any) -> None:
         remedy = f"--resume never starts anew, --resume {self.checkpoint} goes on all the same"

@@ -87,6 +87,8 @@ class TrainConfig(Flags):
         "pp_schedule": Idle(lambda c: c.pp == 1 and c.given("pp") is None, "without a pipeline; give pp too"),
     }
 
+    unsaid = dict[str, Any]()  # by flag, what None stands for by the data: who gives that has the same run
+
     model: str | None = _model(None, "Hub name, local directory, run folder or preset; with --from_scratch, a preset "
         "or a config.json", "model_name_or_path", "model_name")
     revision: str | None = _model(None, "branch, tag or commit of the Hub model", "model_revision")

@@ -14,7 +14,7 @@ import engine
 from modelcenter.data.batching.collate import pack
 from modelcenter.data.schemas.class_names import renumbering, reordered_ids_to_names
 from modelcenter.data.schemas.columns import Columns, check_columns, find_columns, join_labels
-from modelcenter.data.schemas.labels import Labels, find_labels
+from modelcenter.data.schemas.labels import Labels, find_labels, unsaid
 from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, tokenize
 from modelcenter.models.base import Model
@@ -78,7 +78,8 @@ class Classification(Task):
         values = table.columns[columns.label]
         names = table.classes.get(columns.label)
         options: dict[str, Any] = {"problem_type": cfg.problem_type, "num_labels": cfg.num_labels, "names": names}
-        labels = find_labels(values, table.where, **options)
+        labels = find_labels(values, table.where, **options, column=f"column {columns.label!r}")
+        cfg.unsaid = unsaid(values, table.where, labels, **options)
         targets = labels.encode(values, table.where)
         for flag in ("group_column", "class_weights"):
             if getattr(cfg, flag) and labels.problem_type != "single_label_classification":

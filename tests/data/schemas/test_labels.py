@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from modelcenter.data.schemas.labels import Labels, find_labels
+from modelcenter.data.schemas.labels import Labels, find_labels, unsaid
 
 
 def where(row: int) -> str:
@@ -161,7 +161,7 @@ def test_numbers_of_rows_are_no_labels(values, fits):
     if fits:
         assert len(find_labels(values, where).names) == len(set(values))
         return
-    says = r"label_column: got \d+ different whole numbers in \d+ rows, such as \S+ \(a.csv, line 1\), expected labels"
+    says = r"label_column: it has \d+ different whole numbers in \d+ rows, such as \S+ \(a.csv, line 1\), .* num_labels"
     with pytest.raises(ValueError, match="label_column: got 12 labels in 12 rows" if fits is None else says):
         find_labels(values, where)
     if fits is False:  # who says what they are is taken at their word
@@ -169,6 +169,27 @@ def test_numbers_of_rows_are_no_labels(values, fits):
             assert find_labels(values, where, **given).problem_type == given["problem_type"]
     if values[0] == 0 and fits is False:
         assert len(find_labels(values, where, num_labels=101).names) == 101
+
+
+@pytest.mark.parametrize(
+    ("values", "given", "found"),
+    [
+        ([0, 1, 1], {}, ("single_label_classification", 2)),
+        (range(20), {"problem_type": "single_label_classification"}, ("single_label_classification", 20)),
+        (range(20), {"num_labels": 20}, ("single_label_classification", 20)),
+        (range(20), {"num_labels": 30}, ("single_label_classification", 20)),
+        (range(20), {"problem_type": "regression"}, ("single_label_classification", 1)),
+        (["a|b", "a", "b"] * 2, {"problem_type": "multi_label_classification"}, ("single_label_classification", 2)),
+        ([[1], [0, 1]], {"problem_type": "multi_label_classification"}, ("multi_label_classification", 2)),
+        (["1.5", "2"], {"problem_type": "regression", "num_labels": 1}, ("regression", 1)),
+        ([0, 0], {"num_labels": 2}, ("single_label_classification", None)),
+    ],
+)
+def test_what_would_have_been_found_without_flags(values, given, found):
+    flags = {"problem_type": None, "num_labels": None, "names": None, **given}
+    labels = find_labels(list(values), where, **flags)
+    without = unsaid(list(values), where, labels, **flags)
+    assert (without["problem_type"], without.get("num_labels")) == found
 
 
 def test_one_label_or_several_is_asked():

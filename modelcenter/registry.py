@@ -218,6 +218,15 @@ def preset(name: str) -> dict[str, Any]:
     raise KeyError(name)
 
 
+def own_preset(name: str) -> dict[str, Any] | None:
+    """The preset of a name of ours (not of a Hub id with its owner), if it is one."""
+    try:
+        entry = preset(name)
+    except KeyError:
+        return None
+    return None if entry.get("hub") == name else entry
+
+
 def list_models(tiny: bool = False) -> list[ModelInfo]:
     """Models that can be named in `from_pretrained`, sorted by family and size. `tiny` adds the test-sized presets."""
     infos = []

@@ -22,7 +22,7 @@ from modelcenter.hub.remote.download import (
     download_weights,
     from_hub_or_cache,
 )
-from modelcenter.registry import model_type_of, preset
+from modelcenter.registry import model_type_of, own_preset, preset
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
@@ -90,15 +90,6 @@ def repo_of(name: str) -> tuple[str, str | None]:
     return entry["hub"], entry.get("revision")
 
 
-def _named(name: str) -> dict[str, Any] | None:
-    """The preset of a name of ours (not of a Hub id with its owner), if it is one."""
-    try:
-        entry = preset(name)
-    except KeyError:
-        return None
-    return None if entry.get("hub") == name else entry
-
-
 def is_hub_id(name: str) -> bool:
     """Whether a name may be a Hub id: there is no such file here, and it is not written as a path."""
     return not Path(name).exists() and not name.startswith((".", "/", "~")) and name.count("/") <= 1
@@ -114,14 +105,14 @@ def local_directory(name: str) -> Path | None:
     if path.is_dir():
         if (path / CONFIG_FILE).is_file() or (path / MANIFEST_FILE).is_file():
             return path
-        if _named(name) is not None:
+        if own_preset(name) is not None:
             return None
         if (path / ADAPTER_CONFIG_FILE).is_file():
             raise ValueError(f"{path} is {describe_adapter(path / ADAPTER_CONFIG_FILE)}")
         inner = next((p.parent for p in sorted(path.glob("*/" + CONFIG_FILE))), None)
         hint = f" Did you mean {str(inner)!r}?" if inner is not None else ""
         raise ValueError(f"{path} is a directory without {CONFIG_FILE}, so not a checkpoint.{hint}")
-    if path.is_file() and _named(name) is None:
+    if path.is_file() and own_preset(name) is None:
         raise ValueError(
             f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights, or a weight file "
             f"({', '.join(WEIGHT_SUFFIXES)})"
@@ -202,7 +193,7 @@ def resolve(
         return ModelFiles(
             name, read_model_config(directory / CONFIG_FILE), directory, weights=weight_file, distributed=distributed
         )
-    if not weights and (entry := _named(name)) is not None:
+    if not weights and (entry := own_preset(name)) is not None:
         return ModelFiles(name, entry["config"], repo=entry.get("hub"))
     repo, pinned = repo_of(name)
     options = replace(options, revision=options.revision or pinned)

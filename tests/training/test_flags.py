@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from modelcenter.training.config import (
     GenerateConfig,
     PredictConfig,
 )
-from modelcenter.training.config.common import NOT_MODEL_FIELDS
+from modelcenter.training.config.common import NOT_MODEL_FIELDS, OPTIMIZERS
 from modelcenter.training.config.inference import ColumnFlags
 from modelcenter.training.inference.predict import search_flags
 from modelcenter.training.tasks import TASKS
@@ -123,6 +124,7 @@ def test_flags_with_meaning_for_the_model(task, words):
         ("classification", "--pp_schedule interleaved"),
         ("classification", "--revision v1 --model tiny/bert --from_scratch"),
         ("classification", "--revision v1 --model ."),
+        ("classification", "--revision v1 --model pyproject.toml"),
         ("classification", "--ignore_mismatched_sizes true --from_scratch"),
     ],
 )
@@ -255,6 +257,33 @@ def test_flags_of_texts_change_nothing_with_tokens_alone(words, tmp_path):
 def test_flags_that_switch_something_off_are_welcome(task, file, words, tmp_path):
     (tmp_path / "flags.yaml").write_text(file)
     TASKS[task].flags().from_args(["--config", str(tmp_path / "flags.yaml"), *words.split()])
+
+
+def test_a_model_of_the_hub_whose_name_a_file_or_folder_has_is_no_local_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--model", "gpt2", "--revision", "main"]
+    for make, holds in ((Path("gpt2").touch, None), (Path("gpt2").mkdir, "config.json"), (str, "config.yaml")):
+        make()
+        ClassificationConfig.from_args(words)
+        PredictConfig.from_args(["gpt2", "data", *words[2:]])
+        if holds is not None:
+            Path("gpt2", holds).touch()
+            with pytest.raises(ValueError, match="revision: changes nothing with from_scratch or a local model"):
+                ClassificationConfig.from_args(words)
+            Path("gpt2", holds).unlink()
+        else:
+            Path("gpt2").unlink()
+
+
+@pytest.mark.parametrize("precision", ["bf16-params", "bf16-sr"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers_of_fp32_weights_alone_say_so_at_once(optimizer, precision):
+    flags = {"optimizer": optimizer, "precision": precision}
+    if optimizer not in ("adafactor", "muon"):
+        assert ClassificationConfig(**flags).precision == precision
+        return
+    with pytest.raises(ValueError, match=f"optimizer: {optimizer} needs fp32 weights, and precision {precision} keeps"):
+        ClassificationConfig(**flags)
 
 
 def test_flags_of_other_programs_in_a_file_are_answered(tmp_path):

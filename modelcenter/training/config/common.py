@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 from modelcenter.command_line.flags import Flags, Idle, flag
 from modelcenter.data.schemas.forms import FORMS
-from modelcenter.registry import nearest
+from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
+from modelcenter.registry import nearest, own_preset
 from modelcenter.training.config.checks import check_fraction, check_not_negative, check_positive
 
 RECOMPUTES = ("none", "full", "selective")
@@ -235,6 +236,11 @@ class TrainConfig(Flags):
             raise ValueError(
                 f"offload: optimizer keeps AdamW's state on the host, but the optimizer is {self.optimizer}"
             )
+        if self.optimizer in ("adafactor", "muon") and self.precision in ("bf16-params", "bf16-sr"):
+            raise ValueError(
+                f"optimizer: {self.optimizer} needs fp32 weights, and precision {self.precision} keeps them in bf16; "
+                "give precision bf16, or optimizer adamw, adamw8bit or lion"
+            )
         self._check_batches()
         if self.form is not None and self.task not in FORMS[self.form].tasks:
             usable = " and ".join(FORMS[self.form].tasks)
@@ -370,8 +376,13 @@ class TrainConfig(Flags):
 
 
 def is_local(model: str | None) -> bool:
-    """Whether a model is a file or folder here."""
-    return model is not None and Path(os.path.expanduser(model)).exists()
+    """Whether a model is a file or folder here, and not one of the Hub whose short name another file or folder has, as
+    hub.resolve.local_directory has it."""
+    if model is None:
+        return False
+    path = Path(os.path.expanduser(model))
+    holds_model = any((path / name).is_file() for name in (CONFIG_FILE, MANIFEST_FILE, "config.yaml"))
+    return holds_model or (path.exists() and own_preset(model) is None)
 
 
 def seconds_of(text: str) -> float:

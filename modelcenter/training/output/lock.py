@@ -30,6 +30,7 @@ def lock_folder(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
     """
     path, node, deadline = folder / _FILE, platform.node(), time.monotonic() + patience
     while True:
+        folder.mkdir(parents=True, exist_ok=True)  # who had the lock may have failed, and removed the empty folder
         file = path.open("a+b", buffering=0)
         locked = _lock(file)
         if locked and is_same_file(path, file.fileno()):

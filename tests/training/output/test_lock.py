@@ -4,11 +4,14 @@ import multiprocessing
 import os
 import platform
 import re
+import shutil
 
 import pytest
 from toydata import command, write_folder
 from toyruns import short_run_values
 
+from modelcenter.training.output import lock
+from modelcenter.training.output.folder import remove_if_empty
 from modelcenter.training.output.lock import lock_folder
 from scripts.finetune_classification import main
 
@@ -42,6 +45,20 @@ def test_two_runs_do_not_share_a_folder(folder, monkeypatch):
     monkeypatch.setattr("fcntl.lockf", _no_locks)
     with lock_folder(out):
         pass
+
+
+def test_a_folder_that_its_run_removed_meanwhile_is_made_again(tmp_path, monkeypatch):
+    """The lock is of another node, and its run fails while this one waits."""
+    out = tmp_path / "runs" / "a"
+    with remove_if_empty(out):
+        out.mkdir(parents=True)
+        (out / ".lock").write_text("process 1 on another")
+        answers = iter((False, True))
+        monkeypatch.setattr(lock, "_lock", lambda file: next(answers))
+        monkeypatch.setattr("time.sleep", lambda seconds: shutil.rmtree(out.parent))
+        with lock_folder(out):
+            assert os.listdir(out) == [".lock"]
+    assert os.listdir(tmp_path) == []
 
 
 def _no_locks(*_):

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+import warnings
 
 from engine.ops import build
 
@@ -49,6 +50,7 @@ def _report() -> int:
 
     from engine.ops import gemm, library, onednn_linear
 
+    warnings.filterwarnings("ignore", "the fused .* operators are not in use")  # the lines say so, and why
     lines = []
     for device in ("cpu", "cuda"):
         name = f"fused operators, {device.upper()}"

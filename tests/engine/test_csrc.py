@@ -42,7 +42,8 @@ def test_a_reader_that_has_seen_enough_costs_no_traceback(compiled):
 
 @pytest.mark.full
 def test_without_a_library_one_line_says_so_and_all_works(tmp_path):
-    assert "not loaded: not built; python -m engine.ops --build" in ops(MODELCENTER_LIBRARY_DIR=tmp_path).stdout
+    said = ops(MODELCENTER_LIBRARY_DIR=tmp_path)
+    assert "not loaded: not built; python -m engine.ops --build" in said.stdout and not said.stderr
     assert "not loaded: MODELCENTER_FUSED=0" in ops(MODELCENTER_FUSED=0).stdout
     code = (
         "import torch, engine\np = torch.nn.Parameter(torch.ones(3))\no = engine.optim.AdamOptimizer([p], lr=0.1)\n"

@@ -282,7 +282,7 @@ out["texts"] = [pathlib.Path(name, "vocab.txt").is_file() for name in ("saved", 
     run(hub, home, fill, "tiny", "pickled", "adapter")
     out = run(hub, home, load, HF_ENDPOINT="http://127.0.0.1:9")
     assert out["tiny"] == out["pickled"] == digest(mc.from_pretrained(tmp_path / "tiny"))
-    assert "its model.safetensors is not in the cache, and http://127.0.0.1:9 cannot be reached" in out["partial"]
+    assert "the cache lacks its model.safetensors, and http://127.0.0.1:9 cannot be reached" in out["partial"]
     assert "'me/nothing' is no local directory, and" not in out["nothing"] and "cannot be reached" in out["nothing"]
     assert out["adapter"] == 2 and out["words"] == [[2, 5, 6, 3]] * 2 and out["texts"] == [True, True]
 

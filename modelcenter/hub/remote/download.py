@@ -250,7 +250,7 @@ def _unreachable(repo: str, name: str, endpoint: str, error: BaseException) -> U
     known = any(repo == info.hub for info in list_models())  # then nothing is misspelt
     hint = "" if known else nearest(repo, preset_names())
     return UnreachableError(
-        f"{repo!r} is no local directory, its {name} is not in the cache, and {endpoint} cannot be reached ({error}). "
+        f"{repo!r} is no local directory, the cache lacks its {name}, and {endpoint} cannot be reached ({error}). "
         "Check the network, HF_ENDPOINT and proxies, give a directory, or run `modelcenter download` where there is a "
         f"network.{hint}"
     )

@@ -64,7 +64,9 @@ def _post_backward_with_zeros(group: Any, uses: Uses, *_: Any) -> None:
         added_up = any(p.unsharded_accumulated_grad is not None for p in gathered)
         for p in gathered:
             whole = p.unsharded_param
-            if p.unsharded_accumulated_grad is not None or not whole.requires_grad:
+            # Frozen since the unit last ran: only the shard says so until then.
+            trained = whole.requires_grad and p.sharded_param.requires_grad
+            if p.unsharded_accumulated_grad is not None or not trained:
                 continue
             if whole.grad is None and reached:
                 whole.grad = torch.zeros_like(whole)

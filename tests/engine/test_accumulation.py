@@ -218,6 +218,32 @@ def test_so_it_has_none_with_copies_of_shards(four, level):
     check_choices(four, level, "fp32", [[[4, 0], [0, 0], [4, 4], [0, 4]], [[0, 1, 1], [2], [], []]], dp_replicate=2)
 
 
+class Tasks(nn.Module):
+    """Has a head for each task, which is a unit; a microbatch is the numbers of the heads that it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(2, 2), nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, numbers: list[int]) -> torch.Tensor:
+        x = self.body(torch.ones(1, 2))
+        return sum(self.heads[number](x).sum() for number in numbers)
+
+
+def frozen_between_steps():
+    """The gradients of a head that was used, then frozen, and is called no more."""
+    model = engine.shard(Tasks())
+    for numbers in ([0, 1], [1]):
+        model.zero_grad()
+        engine.accumulate(model, [numbers], lambda batch, totals: model(batch), lambda batch: {"n": 1})
+        model.heads[0].requires_grad_(False)
+    return [p.grad is None for p in model.parameters()]
+
+
+def test_a_unit_that_is_frozen_and_left_out_has_no_gradient(two):
+    assert two.run(frozen_between_steps) == [[False, False, True, True, False, False]] * 2
+
+
 class Reader(nn.Module):
     """Looks up one row; each element of the gradients is the batch's number."""
 

@@ -113,7 +113,8 @@ def accumulate(
         batches = list(_padded(microbatches, needed, empty))
         pipeline.check_same(batches)
         held = pipeline.take_shared_gradients(model)
-    with accumulate_in_fp32(model), _reduce_lazily(roots) as set_last, uses.watch(roots), left_to_caller():
+    averaged_here = left_to_caller(model.parameters())
+    with accumulate_in_fp32(model), _reduce_lazily(roots) as set_last, uses.watch(roots), averaged_here:
         if pipeline is not None:
             total = pipeline.train(model, batches, loss_of, run_backward, before_backward)
         else:

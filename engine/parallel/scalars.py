@@ -6,7 +6,9 @@ averaged at the end of each backward, as FSDP averages those of shards; in ``eng
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,14 +19,14 @@ from engine import runtime
 from engine.optim.checks import mark_gradients_averaged
 from engine.torch_compat import running_backward, when_backward_ends
 
-_left_to_caller = False
+_left_to_caller: frozenset[torch.Tensor] = frozenset()
 
 
 @contextmanager
-def left_to_caller() -> Iterator[None]:
-    """No backward inside averages gradients of single numbers: the caller does."""
+def left_to_caller(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """No backward inside averages the gradients of these, if they are single numbers: the caller does."""
     global _left_to_caller
-    before, _left_to_caller = _left_to_caller, True
+    before, _left_to_caller = _left_to_caller, _left_to_caller.union(p for p in parameters if p.ndim == 0)
     try:
         yield
     finally:
@@ -35,30 +37,44 @@ class Scalars:
     """The single numbers of one model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = [p for p in model.parameters() if p.ndim == 0]
+        # Where they are, and not they: load_state_dict(assign=True) puts others in their places.
+        self._places = [
+            (weakref.ref(module), name)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.ndim == 0
+        ]
         self._backward = -1  # the last one that was told to average
-        mark_gradients_averaged(self._parameters)
 
     def average_later(self) -> None:
         """Called in a backward: at its end the gradients are averaged, of all numbers that any rank has used."""
-        if _left_to_caller or runtime.world_size() == 1 or not any(p.requires_grad for p in self._parameters):
+        if not self._places or runtime.world_size() == 1 or self._backward == (running := running_backward()):
             return
-        if self._backward != (running := running_backward()):
-            self._backward = running
-            when_backward_ends(self._average)
+        self._backward = running
+        numbers = [p for p in self._parameters() if p not in _left_to_caller]
+        if any(p.requires_grad for p in numbers):
+            mark_gradients_averaged(numbers)
+            when_backward_ends(functools.partial(_average, numbers))
 
-    @torch.no_grad()
-    def _average(self) -> None:
-        given = [p.grad for p in self._parameters]  # with what was there before, which is the same on all ranks
-        gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(self._parameters, given, strict=True)]
-        numbers = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
-        used = torch.tensor([float(g is not None) for g in given], dtype=torch.float64, device=numbers[0].device)
-        together = torch.cat([*(n.flatten().double() for n in numbers), used])
-        dist.all_reduce(together)
-        *sums, used = together.split([*(n.numel() for n in numbers), len(used)])
-        for number, total in zip(numbers, sums, strict=True):
-            number.copy_(total.view_as(number) / runtime.world_size())
-        if any(g is None for g in given):  # else no GPU is waited for
-            for parameter, gradient, ranks in zip(self._parameters, gradients, used.tolist(), strict=True):
-                if ranks:
-                    parameter.grad = gradient
+    def _parameters(self) -> list[nn.Parameter]:
+        """Each once, as the model has them now."""
+        there = [(module, name) for place, name in self._places if (module := place()) is not None]
+        return [p for p in dict.fromkeys(module._parameters.get(name) for module, name in there) if p is not None]
+
+
+@torch.no_grad()
+def _average(parameters: list[nn.Parameter]) -> None:
+    """Average the gradients of all that any rank has used."""
+    given = [p.grad for p in parameters]  # with what was there before, which is the same on all ranks
+    gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, given, strict=True)]
+    numbers = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
+    used = torch.tensor([float(g is not None) for g in given], dtype=torch.float64, device=numbers[0].device)
+    together = torch.cat([*(n.flatten().double() for n in numbers), used])
+    dist.all_reduce(together)
+    *sums, used = together.split([*(n.numel() for n in numbers), len(used)])
+    for number, total in zip(numbers, sums, strict=True):
+        number.copy_(total.view_as(number) / runtime.world_size())
+    if any(g is None for g in given):  # else no GPU is waited for
+        for parameter, gradient, ranks in zip(parameters, gradients, used.tolist(), strict=True):
+            if ranks:
+                parameter.grad = gradient

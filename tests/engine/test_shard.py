@@ -75,6 +75,35 @@ def test_gradients_of_single_numbers_are_averaged_in_any_backward(two, level):
             torch.testing.assert_close(found[name], parameter.grad, msg=text)
 
 
+class Gate(nn.Linear):
+    """Its gradients are the inputs."""
+
+    def __init__(self):
+        super().__init__(1, 1, bias=False)
+        self.number = nn.Parameter(torch.tensor(1.0))
+        nn.init.ones_(self.weight)
+
+    def forward(self, x):
+        return super().forward(x) * self.number
+
+
+def in_the_loss_of_another_model(assign):
+    """Gradients of two models whose sum is the loss, after ``engine.accumulate`` of the first."""
+    models = [engine.shard(Gate()) for _ in range(2)]
+    batches = [torch.tensor([engine.rank() + 1.0]), torch.tensor([10.0])]
+    for model in models:
+        model(batches[0])
+        if assign:
+            model.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
+    engine.accumulate(models[0], batches, lambda x, _: sum(m(x).sum() for m in models), lambda x: {"n": len(x)})
+    return [toys.whole(p.grad).item() for model in models for p in model.parameters()]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_gradients_of_single_numbers_of_another_model_are_averaged(two, assign):
+    assert two.run(in_the_loss_of_another_model, assign) == [[23.0] * 4] * 2
+
+
 @pytest.mark.parametrize("units", ["root", "inner"])
 def test_units_may_be_given(two, units):
     for found in two.run(trained, 3, TWO, 1, units):

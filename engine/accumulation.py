@@ -86,7 +86,7 @@ def accumulate(
             f"microbatches, there are {steps}: pass empty= so that they can be filled up"
         )
     roots = sharded_roots(model)
-    uses = _Uses(model, notes=fewest < needed or unsure)
+    uses = _Uses(model, agrees=fewest < needed or unsure)
 
     def loss_of(microbatch: Any, step: int) -> torch.Tensor:
         loss = forward(microbatch, totals)
@@ -108,7 +108,6 @@ def accumulate(
             uses.modules = set(modules)
         set_last(step == needed - 1, modules)
 
-    summed = None
     if pipeline is not None:
         batches = list(_padded(microbatches, needed, empty))
         pipeline.check_same(batches)
@@ -124,22 +123,28 @@ def accumulate(
                 loss = loss_of(microbatch, step)
                 part = loss.detach().to(torch.float32, copy=True)
                 total = total + part if step else part  # to copy the zero to a GPU would be to wait for it
-                if step == needed - 1:
-                    summed = _begin_sum(total)  # which is there when backward is over
                 run_backward(loss)
     if pipeline is not None:
         pipeline.sum_shared_gradients(model, held)
-    used = uses.agreed()
     if runtime.world_size() > 1:
-        _average_plain_gradients(model, used)
-        (summed or _begin_sum(total)).wait()
+        total, left = _sum(total, uses.left)
+        _average_plain_gradients(model, uses.agreed(left))
         total /= runtime.model_ranks()  # which all have the loss of their one batch
     return total
 
 
-def _begin_sum(total: torch.Tensor) -> Any:
-    """Start to sum ``total`` over the ranks; returns the work to wait for, None in one process."""
-    return dist.all_reduce(total, async_op=True) if runtime.world_size() > 1 else None
+def _sum(total: torch.Tensor, flag: bool) -> tuple[torch.Tensor, bool]:
+    """``total`` summed over the ranks, and whether any has the flag set. A GPU is waited for only where hosts cannot
+    send each other numbers."""
+    flags = torch.tensor([float(flag)], device=runtime.message_device())
+    if total.device == flags.device:  # with one collective
+        together = torch.cat([total.view(1), flags])
+        dist.all_reduce(together)
+        total, flags = together[0], together[1:]
+    else:
+        dist.all_reduce(total)
+        dist.all_reduce(flags)
+    return total, bool(flags.item())
 
 
 def _padded(microbatches: Sequence[Any], needed: int, empty: Callable[[], Any] | None) -> Iterator[Any]:
@@ -242,30 +247,31 @@ class _Uses:
     Ranks need not use the same ones: experts are for some tokens, and a rank without a further microbatch runs an empty
     one, which may skip a part of the model, or use one that no other does. All ranks must reduce the same, so what one
     does not use it reduces as zeros. But what none uses is to have no gradient, as in one process: weight decay and the
-    count of steps depend on that. To agree on it takes a collective, which is left out until a rank has had a parameter
-    that it did not use (in the step where that is new, what none uses has a gradient of zero).
+    count of steps depend on that. To agree on it takes a collective, which is left out where no rank has had a
+    parameter that it did not use.
 
     Attributes:
-        notes: whether to agree, at the end of this step.
+        notes: whether FSDP's parameters are to be noted.
         counted: whether what is used now is, and not by an empty microbatch.
         modules: of FSDP, that take zeros, for the backward under way reaches them; None: all.
+        left: whether this rank has reduced zeros.
     """
 
-    def __init__(self, model: nn.Module, notes: bool) -> None:
-        self._model, self.notes, self.counted = model, notes, True
-        self.modules: set[nn.Module] | None = None if runtime.world_size() > 1 else set()
-        self._noted, self._uses_all = set[torch.Tensor](), True
-        self._named: list[tuple[str, nn.Parameter]] = []
-        if notes:
+    def __init__(self, model: nn.Module, agrees: bool) -> None:
+        self._model, self._agrees, self.counted, self.left = model, agrees, True, False
+        self.notes = runtime.world_size() > 1
+        self.modules: set[nn.Module] | None = None if self.notes else set()
+        self._noted, self._sharded = set[torch.Tensor](), set[torch.Tensor]()
+        if self.notes:
             reshard(model)  # the shards get the gradients, whatever a forward without a backward has left shown
-            self._named = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
-        self._without = [p for _, p in self._named if p.grad is None]
+        self._without = {p for p in model.parameters() if p.grad is None} if self.notes else set()
 
     @contextmanager
     def watch(self, roots: list[Any]) -> Iterator[None]:
         """Notes uses inside, and reduces what is not used."""
-        with reducing_unused(roots, self) as shards:
-            others = [p for _, p in self._named if p not in shards]
+        with reducing_unused(roots, self) as self._sharded:
+            # Where no microbatch is empty, what is not sharded needs no notes: it has a gradient if it was used.
+            others = [p for p in self._model.parameters() if self._is_plain(p)] if self._agrees else []
             handles = [p.register_post_accumulate_grad_hook(self.note) for p in others]
             try:
                 yield
@@ -273,26 +279,37 @@ class _Uses:
                 for handle in handles:
                     handle.remove()
 
-    def agreed(self) -> set[torch.Tensor] | None:
-        """The parameters that some rank has used; the others lose the gradients of this step. Collective, if they are
-        to agree, else None."""
-        LEAVES_UNUSED.set(self._model, bool(LEAVES_UNUSED.get(self._model)) or not self._uses_all)
-        if not self.notes:
+    def agreed(self, left: bool) -> set[torch.Tensor] | None:
+        """The parameters that some rank has used; the others lose the gradients of this step. Collective, if the ranks
+        are to agree, else None.
+
+        Args:
+            left: whether any rank has reduced zeros.
+        """
+        LEAVES_UNUSED.set(self._model, bool(LEAVES_UNUSED.get(self._model)) or left)
+        if not (self._agrees or left):
             return None
+        reshard(self._model)
+        named = [(clean_name(name), p) for name, p in self._model.named_parameters() if p.requires_grad]
+        if not self._agrees:
+            self._noted.update(p for _, p in named if self._is_plain(p) and p.grad is not None)
         stages = stages_of(self._model)  # which have different ones
-        names = [name for name, _ in self._named] if stages is None else stages.parameters
-        noted = {name for name, p in self._named if p in self._noted}
+        names = [name for name, _ in named] if stages is None else stages.parameters
+        noted = {name for name, p in named if p in self._noted}
         unused = set(compress(names, map(operator.not_, _of_any_rank([name in noted for name in names]))))
-        for parameter in {p for name, p in self._named if name in unused}.intersection(self._without):
+        for parameter in {p for name, p in named if name in unused}.intersection(self._without):
             parameter.grad = None
-        return {p for name, p in self._named if name not in unused}
+        return {p for name, p in named if name not in unused}
+
+    def _is_plain(self, parameter: torch.Tensor) -> bool:
+        return parameter.requires_grad and parameter not in self._sharded
 
     def note(self, parameter: torch.Tensor) -> None:
         if self.counted:
             self._noted.add(parameter)
 
     def note_unused(self) -> None:
-        self._uses_all = False
+        self.left = True
 
 
 def _of_any_rank(flags: list[bool]) -> list[bool]:

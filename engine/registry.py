@@ -77,7 +77,7 @@ def round_at_random(parameter: torch.Tensor, name: str) -> None:
 
 #: A module whose parameters are on another stage of the pipeline.
 ABSENT: Note[bool] = Note("_engine_absent", False)
-#: Whether a step of ``engine.accumulate`` has left a parameter of a model unused on this rank; None: none was made yet.
+#: Whether a step of ``engine.accumulate`` has left a parameter of a model unused on a rank; None: none was made yet.
 LEAVES_UNUSED: Note[bool | None] = Note("_engine_leaves_unused", None)
 #: A unit that level 3 leaves gathered after forward, because backward needs it first.
 STAYS_GATHERED: Note[bool] = Note("_engine_stays_gathered", False)

@@ -212,6 +212,13 @@ def test_so_it_has_none_in_one_process():
     assert {n for n, g in found.items() if g is None} == {n for n, g in expected.items() if g is None}
 
 
+@pytest.mark.parametrize("level", [None, 1, pytest.param(3, marks=pytest.mark.full)])
+def test_so_it_has_none_in_the_step_in_which_that_is_new(two, level):
+    expected = choices(None, None, [[[0], [3]]])
+    for found in two.run(choices, level, "fp32", [[[6], [6]], [[0], [3]]], 1, True):
+        assert {n for n, g in found.items() if g is None} == {n for n, g in expected.items() if g is None}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("level", range(4))
 def test_so_it_has_none_with_copies_of_shards(four, level):

@@ -49,6 +49,10 @@ def accumulate(
     order of 1F1B; what ``forward`` does after its call of the model, and ``backward``, then happen on the last stage
     alone.
 
+    Microbatches may use different parameters (experts, heads). But all ranks together gather a unit (``units`` of
+    ``engine.shard``) and reduce its gradients, so their microbatches call the same units in the same order: what only
+    some call is left out of ``units``.
+
     Args:
         model: the module whose parameters get the gradients.
         microbatches: this rank's; ranks may have different numbers of them, also none.

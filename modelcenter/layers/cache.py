@@ -171,8 +171,8 @@ class KVCache:
                 for whole, part in zip(larger, kept, strict=True):
                     whole[:, :, : part.shape[2]] = part
             self._own[layer] = kept = larger
-        elif torch.is_grad_enabled() and (kept[0].requires_grad or added[0].requires_grad):
-            self._own[layer] = kept = [x.clone() for x in kept]  # backward needs what earlier tokens attended to
+        elif torch.is_grad_enabled():
+            self._own[layer] = kept = [x.clone() for x in kept]  # backward may need what earlier tokens attended to
         if step.even:
             for whole, x in zip(kept, added, strict=True):
                 whole[:, :, step.past[0] : longest] = x.view(n, step.new[0], kv_heads, -1).transpose(1, 2)

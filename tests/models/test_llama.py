@@ -1,6 +1,7 @@
 """Llama, Qwen2, Qwen3 and Mistral against transformers' models and their heads."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import transformers
 from harness import ArchitectureTests, assert_same, randomize_
 
 import modelcenter as mc
+from modelcenter.layers.cache import KVCache
 
 
 def _see_the_future(model):
@@ -158,9 +160,12 @@ def test_a_copy_of_a_cache_continues_the_text_in_another_way():
         other(ids[:, 4:], past_key_values=past)
 
 
-def test_gradients_through_a_cache():
-    """Of tokens that came one by one: those of the whole text."""
+@pytest.mark.parametrize("trained", ["", r"attn\.[qv]"], ids=["all", "queries and values"])
+def test_gradients_through_a_cache(trained):
+    """Of tokens that came one by one: those of the whole text. Also where the keys of the first layer need none."""
     model, ids, grads = mc.from_config("tiny/llama", "causal-lm"), torch.arange(5, 19).view(2, 7), []
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.search(trained, name) is not None)
     for cuts in ((7,), (4, 1, 1, 1)):
         model.zero_grad()
         past, logits = None, []
@@ -169,9 +174,21 @@ def test_gradients_through_a_cache():
             past = out.past_key_values
             logits.append(out.logits)
         torch.cat(logits, 1).logsumexp(-1).sum().backward()
-        grads.append([p.grad.clone() for p in model.parameters()])
+        grads.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+        assert grads[-1]
     for whole, found in zip(*grads, strict=True):
         assert_same("gradient", found, whole, 1e-5)
+
+
+def test_a_cache_grows_in_place_without_gradients():
+    """Each new token of a generation is written into the room there is, and copies nothing of the past."""
+    model, ids = mc.from_config("tiny/llama", "causal-lm"), torch.arange(5, 19).view(2, 7)
+    past, kept = KVCache(capacity=7), []
+    with torch.no_grad():
+        for part in ids.split((4, 1, 1, 1), 1):
+            model(part, past_key_values=past)
+            kept.append([x.data_ptr() for layer in past._own.values() for x in layer])
+    assert kept[0] and kept == kept[:1] * 4
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -44,6 +44,8 @@ def locked(path: Path, message: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(PermissionError):  # another user's, in a folder where only its owner may remove a file
-            path.unlink(missing_ok=True)
-        os.close(handle)
+        try:
+            with suppress(PermissionError):  # another user's, in a folder where only its owner may remove a file
+                path.unlink(missing_ok=True)
+        finally:  # an interruption must not leave this process with the lock
+            os.close(handle)

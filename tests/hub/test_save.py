@@ -345,7 +345,7 @@ def test_killed_while_it_takes_the_place_of_the_old_one(tmp_path, exchanges):
     """Wherever it stops, what has the name is whole, and the next save brings back what was somebody's own."""
     target, before = tmp_path / "out", {"config.json": b"old", "notes.txt": b"mine", "runs/log": b"mine too"}
     wanted = {"config.json": b"newer", "notes.txt": b"mine", "runs/log": b"mine too"}
-    for turn in range(20):
+    for turn in range(30):
         shutil.rmtree(target, ignore_errors=True)
         (target / "runs").mkdir(parents=True)
         for name, data in before.items():
@@ -373,21 +373,99 @@ def test_interrupted_while_it_takes_the_place_of_the_old_one(behind, tmp_path, m
             raise KeyboardInterrupt
         return rename(path, target)
 
-    def stop(one, other):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         if exchanges and behind == "out":
-            patch.setattr(atomic_directory, "exchange_names", stop)
+            patch.setattr(atomic_directory, "exchange_names", lambda one, other: interrupt())
         patch.setattr(Path, "rename", interrupted)
         with pytest.raises(KeyboardInterrupt):
             write_config(tmp_path / "out", "new")
     assert tree(tmp_path) == {"out/config.json": b"old"}
 
 
-def write_config(target, text):
+def test_interrupted_anywhere(tmp_path, monkeypatch, exchanges):
+    """Before or behind each step: what has the name is whole, and the next save brings back what was somebody's own."""
+    target, points = tmp_path / "out", 0
+    for behind in (False, True):
+        for turn in range(30):
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir()
+            (target / "config.json").write_text("old")
+            (target / "notes.txt").write_text("mine")
+            with monkeypatch.context() as patch:
+                count_steps(patch.setattr, turn, interrupt, behind)
+                try:
+                    write_config(target, "new", "extra.txt")
+                except KeyboardInterrupt:
+                    points += 1
+                else:
+                    break
+            new = (target / "config.json").read_bytes() == b"new"
+            assert new == (target / "extra.txt").exists() and (new or (target / "notes.txt").exists()), (behind, turn)
+            write_config(target, "newer", "extra.txt")
+            wanted = {"config.json": b"newer", "extra.txt": b"newer", "notes.txt": b"mine"}
+            assert tree(target) == wanted and os.listdir(tmp_path) == ["out"], (behind, turn)
+        else:
+            raise AssertionError("it never came to its end")
+    assert points > 8
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_killed_again_while_what_a_kill_left_is_put_right(exchanged, tmp_path, monkeypatch):
+    """Of a new directory that is half removed nothing is taken for somebody's own."""
+    target, more = tmp_path / "out", "12345"
+
+    def die(one, other):
+        os._exit(9 if not exchanged or exchange_names(one, other) else 0)
+
+    for turn in range(30):
+        shutil.rmtree(target, ignore_errors=True)
+        write_config(target, "old")
+        (target / "notes.txt").write_text("mine")
+        with monkeypatch.context() as patch:
+            patch.setattr(atomic_directory, "exchange_names", die)
+            if in_a_process_that_dies(lambda: write_config(target, "new", *more), 99):
+                pytest.skip("this system does not exchange names")
+        assert exchanged == (target / "1").exists()
+        finished = in_a_process_that_dies(lambda: write_config(target, "newer"), turn)
+        write_config(target, "newest")
+        wanted = {"config.json": b"newest", "notes.txt": b"mine"} | (dict.fromkeys(more, b"new") if exchanged else {})
+        assert tree(target) == wanted and os.listdir(tmp_path) == ["out"], turn
+        if finished:
+            return
+    raise AssertionError("it never came to its end")
+
+
+def refuse_to_exchange(one, other):
+    """As where a container filters system calls."""
+    raise PermissionError(1, "Operation not permitted", str(other))
+
+
+@pytest.mark.parametrize("exchange", [exchange_names, lambda one, other: False, refuse_to_exchange])
+def test_a_file_system_that_numbers_what_is_renamed_anew(exchange, tmp_path, monkeypatch):
+    """As some of FUSE: whether two have exchanged their names, their numbers do not tell."""
+    write_config(tmp_path / "out", "old")
+    (tmp_path / "out/notes.txt").write_text("mine")
+    numbers = []
+
+    def rename(path, target):
+        if not path.is_dir():
+            return os.rename(path, target)
+        numbers.append(path.stat().st_ino)
+        shutil.copytree(path, target)
+        shutil.rmtree(path)
+        assert target.stat().st_ino != numbers[-1]
+
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(atomic_directory, "exchange_names", exchange)
+    write_config(tmp_path / "out", "new")
+    assert numbers and tree(tmp_path / "out") == {"config.json": b"new", "notes.txt": b"mine"}
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def write_config(target, text, *more):
     with new_directory(target) as scratch:
-        (scratch / "config.json").write_text(text)
+        for name in ("config.json", *more):
+            (scratch / name).write_text(text)
 
 
 def in_a_process_that_dies(work, after):
@@ -395,19 +473,35 @@ def in_a_process_that_dies(work, after):
     if child := os.fork():
         return os.waitpid(child, 0)[1] == 0
 
+    count_steps(setattr, after, lambda: os._exit(9))
+    work()
+    os._exit(0)
+
+
+def count_steps(setattr, after, stop, behind=False):
+    """From now on the step that comes after `after` others calls `stop`, before or `behind` it."""
+
     def counted(function):
         def call(*args, **kwargs):
             nonlocal after
             after -= 1
-            return os._exit(9) if after < 0 else function(*args, **kwargs)
+            last = after == -1
+            if last and not behind:
+                stop()
+            result = function(*args, **kwargs)
+            if last and behind:
+                stop()
+            return result
 
         return call
 
     steps = [(os, "rename"), (os, "unlink"), (os, "rmdir"), (Path, "rename"), (atomic_directory, "exchange_names")]
     for where, name in steps:
         setattr(where, name, counted(getattr(where, name)))
-    work()
-    os._exit(0)
+
+
+def interrupt():
+    raise KeyboardInterrupt
 
 
 def test_wrong_arguments(model, tmp_path):

@@ -75,13 +75,16 @@ def put_in_place(scratch: Path, target: Path) -> None:
     Raises:
         OSError: nothing was changed. ValueError: it has its name, but a file of the old one could not be moved to it.
     """
-    sync_to_disk(scratch)
     if not target.exists():
+        sync_to_disk(scratch)
         scratch.rename(target)
         return
+    place = target.parent / f".{target.name}.exchanged-{secrets.token_hex(4)}"
+    _mark(place, scratch).touch()
+    sync_to_disk(scratch)
     with suppress(OSError):  # file systems without permissions
         shutil.copymode(target, scratch)
-    old = _exchange(scratch, target) or _rename_both(scratch, target)
+    old = place if _exchange(scratch, target, place) else _rename_both(scratch, target)
     try:
         _carry_over(old, target)
     except OSError as error:
@@ -91,19 +94,34 @@ def put_in_place(scratch: Path, target: Path) -> None:
         ) from error
 
 
-def _exchange(scratch: Path, target: Path) -> Path | None:
-    """Let the two exchange their names at once, so that readers always find one of them. Returns where the old one is;
-    None, with nothing changed, if the system has no such step."""
-    # Its number tells, after a kill, which of the two has this name.
-    number = scratch.stat().st_ino
-    place = target.parent / f".{target.name}.exchanged-{number}"
+def _mark(place: Path, directory: Path) -> Path:
+    """A file of the new one of two directories that exchange their names by way of `place`.
+
+    After a kill it tells which of them has this name: the numbers of directories do not, as some file systems number
+    anew what is renamed. It begins with a period, so that no upload takes it along.
+    """
+    return directory / place.name
+
+
+def _exchange(scratch: Path, target: Path, place: Path) -> bool:
+    """Let the two exchange their names at once, so that readers always find one of them; the old one is at `place`.
+
+    False, with nothing changed but the mark gone, if the system has no such step, or does not allow it.
+    """
+    exchanged = None
     try:
         scratch.rename(place)
-        exchange_names(place, target)
+        exchanged = exchange_names(place, target)
+    except OSError:
+        pass  # the renames may be allowed, or say what is wrong
     finally:
-        if place.exists() and place.stat().st_ino == number:
+        if exchanged is None:  # an interruption, for one, may also come when they are exchanged
+            exchanged = place.exists() and not _mark(place, place).exists()
+        if not exchanged and place.exists():
             place.rename(scratch)
-    return place if place.exists() else None
+    if not exchanged:
+        _mark(place, scratch).unlink()
+    return exchanged
 
 
 def _rename_both(scratch: Path, target: Path) -> Path:
@@ -129,8 +147,8 @@ def finish_replacing(target: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
     replaced = [*target.parent.glob(f".{glob.escape(target.name)}.replaced-*")]
     for place in target.parent.glob(f".{glob.escape(target.name)}.exchanged-*"):
-        if place.name.endswith(f"-{place.stat().st_ino}"):  # the new one: they were not exchanged
-            shutil.rmtree(place, ignore_errors=True)
+        if _mark(place, place).exists():  # the new one: they were not exchanged
+            _discard(place, target)
         else:
             replaced.append(place)
     for old in replaced:
@@ -142,13 +160,18 @@ def finish_replacing(target: Path) -> None:
 
 def _carry_over(old: Path, target: Path) -> None:
     """Move to `target` the files of the directory that it replaced, but those of its checkpoint; remove the rest."""
+    _mark(old, target).unlink(missing_ok=True)
     new = {path.name for path in target.iterdir()}
     # The folders go with the manifest, and both stay beside an adapter.
     parts = _TENSOR_FOLDERS if (old / MANIFEST_FILE).is_file() and is_replaced(MANIFEST_FILE, new) else ()
     for path in old.iterdir():
         if path.name not in new and path.name not in parts and not is_replaced(path.name, new):
             path.rename(target / path.name)
-    # Under a name that says so: of a directory half removed nothing would tell what was of its checkpoint.
-    discarded = old.with_name(f".{target.name}.discarded-{secrets.token_hex(4)}")
-    old.rename(discarded)
+    _discard(old, target)
+
+
+def _discard(path: Path, target: Path) -> None:
+    """Remove a directory beside `target`, under a name that says so: half removed, nothing would tell what it was."""
+    discarded = path.with_name(f".{target.name}.discarded-{secrets.token_hex(4)}")
+    path.rename(discarded)
     shutil.rmtree(discarded, ignore_errors=True)

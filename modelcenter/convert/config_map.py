@@ -5,6 +5,7 @@ name. Required and ignored fields are kept in `config.extra` and written back. A
 is not None, False or empty) is an error that names the field; an override of None drops it.
 """
 
+import operator
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -260,16 +261,18 @@ def _not_understood(key: str, value: Any, known: Iterable[str], has: str, of_fil
 def _with_id2label(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     """The overrides, with the names that label2id gives to the labels.
 
-    Raises ValueError: it is no mapping to a number of each label's own, or id2label says otherwise.
+    Raises ValueError: it does not number the labels from 0 on, each once, or id2label says otherwise.
     """
     if (numbers := overrides.get("label2id")) is None:
         return overrides
     try:
-        names = {int(number): str(name) for name, number in numbers.items()}
-    except (AttributeError, TypeError, ValueError):
+        names = {operator.index(number): str(name) for name, number in numbers.items()}
+    except (AttributeError, TypeError):
         names = {}
-    if not names or len(names) != len(numbers):
-        raise ValueError(f"label2id: got {numbers!r:.80}, expected the number of each label by its name")
+    if not names or sorted(names) != list(range(len(numbers))):
+        raise ValueError(
+            f"label2id: got {numbers!r:.80}, expected the number of each label by its name: 0, 1 and so on, each once"
+        )
     given = overrides.get("id2label")
     if given is not None and _as_labels(given) != names:
         raise ValueError(f"label2id is {numbers!r:.80} but id2label {given!r:.80}; give either")

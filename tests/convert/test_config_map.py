@@ -261,8 +261,10 @@ def test_labels():
     assert CONFIG.read(named, BertConfig, {"label2id": {"x": 1, "y": 0}}).id2label == {0: "y", 1: "x"}
     for numbers, says in (
         ({"x": 0, "y": 1}, "label2id is .* but id2label .*; give either"),
-        ({"x": 0, "y": 0}, "label2id: got .*, expected the number of each label by its name"),
-        (["x", "y"], "label2id: got .*, expected the number of each label by its name"),
+        *(
+            (wrong, "label2id: got .*, expected the number of each label by its name: 0, 1 and so on, each once")
+            for wrong in ({"x": 0, "y": 0}, {"x": 1, "y": 2}, {"x": 0.7, "y": 1.2}, {"x": "0", "y": None}, ["x", "y"])
+        ),
     ):
         with pytest.raises(ValueError, match=says):
             CONFIG.read(SIZES, BertConfig, {"label2id": numbers, "id2label": ["y", "x"]})

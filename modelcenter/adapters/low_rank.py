@@ -106,31 +106,27 @@ def hub_modules(layout: Layout, linears: Collection[str]) -> list[HubModule]:
 
 
 def to_hub(module: HubModule, updates: Mapping[str, LowRankUpdate]) -> LowRankUpdate:
-    """The update of a hub module from those of our layers, in their order.
-
-    Raises:
-        ValueError: DoRA of a part of the module's rows.
-    """
+    """The update of a hub module from those of our layers, in their order; of DoRA all of them (check_dora)."""
     parts = [(block, updates[block.native]) for block in module.blocks if block.native in updates]
-    if parts[0][1].magnitude is not None:
-        _require_whole_rows(module, [block for block, _ in parts], [block.native for block in module.blocks])
+    assert parts[0][1].magnitude is None or _has_whole_rows(module, [block for block, _ in parts])
     return _join(parts, HUB, module.outputs, module.inputs)
 
 
 def check_dora(layout: Layout, linears: Collection[str]) -> None:
     """Raise ValueError for linear layers of ours that are some of a hub module's rows, which DoRA normalises whole."""
     for module in hub_modules(layout, linears):
-        _require_whole_rows(module, module.blocks, [name.removesuffix(WEIGHT) for name in layout.natives(module.key)])
+        if not _has_whole_rows(module, module.blocks):
+            names = sorted(name.removesuffix(WEIGHT) for name in layout.natives(module.key))
+            raise ValueError(
+                f"targets: DoRA of transformers' {module.name} normalises whole rows of it, so it takes all of "
+                f"{', '.join(names)}; target all of them, or leave use_dora out"
+            )
 
 
-def _require_whole_rows(module: HubModule, blocks: Collection[Block], names: Collection[str]) -> None:
-    """Raise ValueError unless the blocks are all of the module, which is made of the layers `names`."""
+def _has_whole_rows(module: HubModule, blocks: Collection[Block]) -> bool:
+    """Whether the blocks are all of the module."""
     covered = sum(len(block.rows[HUB]) for block in blocks)
-    if covered != module.outputs or any(len(block.cols[HUB]) != module.inputs for block in blocks):
-        raise ValueError(
-            f"targets: DoRA of transformers' {module.name} normalises whole rows of it, so it takes all of "
-            f"{', '.join(sorted(names))}; target all of them, or leave use_dora out"
-        )
+    return covered == module.outputs and all(len(block.cols[HUB]) == module.inputs for block in blocks)
 
 
 def to_native(modules: Iterable[HubModule], read: Callable[[HubModule], LowRankUpdate]) -> dict[str, LowRankUpdate]:
@@ -139,7 +135,7 @@ def to_native(modules: Iterable[HubModule], read: Callable[[HubModule], LowRankU
     parts_of: dict[str, list[tuple[Block, LowRankUpdate]]] = {}
     for module in modules:
         update = read(module)
-        columns = _columns(module, update.b)
+        columns = _columns(module, update)
         for block, own in zip(module.blocks, columns, strict=True):
             if len(own):
                 part = LowRankUpdate(update.a[own], update.b[:, own], update.scale, update.magnitude)
@@ -155,13 +151,16 @@ def to_native(modules: Iterable[HubModule], read: Callable[[HubModule], LowRankU
     }
 
 
-def _columns(module: HubModule, b: Tensor) -> list[Tensor]:
-    """Which columns of B each block takes: all of them, or its own where B is block-diagonal."""
+def _columns(module: HubModule, update: LowRankUpdate) -> list[Tensor]:
+    """Which columns of B each block takes: all of them, or its own where B is block-diagonal; of DoRA each takes some,
+    as a magnitude changes a block without an update, too."""
+    b = update.b
     all_columns = torch.arange(b.shape[1])
     shared = [all_columns] * len(module.blocks)
     nonzero = [(b[block.rows[HUB]] != 0).any(0).nonzero().flatten() for block in module.blocks]
     used = sum(len(columns) > 0 for columns in nonzero)
-    if len(module.blocks) == 1 or not used or b.shape[1] % used:
+    idle = len(nonzero) - used
+    if len(module.blocks) == 1 or not used or b.shape[1] % used or (idle and update.magnitude is not None):
         return shared
     # Blocks of one size each, in order; a column that is zero everywhere may belong to any.
     size, start, columns = b.shape[1] // used, 0, []

@@ -143,6 +143,20 @@ def test_dora_of_a_part_of_a_fused_tensor_is_refused(tmp_path):
         add_lora(model, targets=["q"], use_dora=True)
 
 
+def test_dora_keeps_the_magnitudes_of_layers_without_an_update(tmp_path):
+    """Of a fused tensor, one layer of which has learnt a magnitude alone."""
+    base = save_base(tmp_path / "base", "gpt2", "causal-lm")
+    model = add_lora(mc.from_pretrained(base), 4, targets=["q", "k", "v"], use_dora=True).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_magnitude" in name or ("lora_B" in name and ".k." not in name):
+            parameter.data += 0.5
+    save_adapter(model, tmp_path / "adapter")
+    again = load_lora(tmp_path / "adapter", mc.from_pretrained(base)).eval()
+    same(logits(again, "causal-lm", "gpt2"), logits(model, "causal-lm", "gpt2"), 1e-6)
+    save_adapter(again, tmp_path / "again")
+    assert len(again.adapter.ranks) == len(model.adapter.ranks)
+
+
 @every_family
 def test_only_the_adapter_and_the_new_head_are_trained(family, task, tmp_path):
     base = save_base(tmp_path / "base", family, task)

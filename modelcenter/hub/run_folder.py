@@ -1,5 +1,6 @@
 """The folder of a training run, where a checkpoint is expected."""
 
+import os
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ def find_step(path: Any, step: str | None) -> Any:
     Raises:
         ValueError: there is no such step.
     """
+    if isinstance(path, os.PathLike):
+        path = os.fspath(path)
     folder = Path(expanduser(str(path)))
     if (other := checkpoint.named_checkpoint(folder)) != folder:
         path = folder = other

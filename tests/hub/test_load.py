@@ -16,6 +16,7 @@ import modelcenter as mc
 from modelcenter.adapters import Lora, load_lora, load_prompt, merge_lora, save_adapter
 from modelcenter.convert.bert import ARCH
 from modelcenter.convert.stream import run_in_threads
+from modelcenter.hub.conversion import convert, export
 from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.load import build_model
 from modelcenter.hub.resolve import ModelFiles
@@ -228,6 +229,9 @@ def test_any_path_is_taken(saved, tmp_path):
     merge_lora(model).save_pretrained(Place(tmp_path / "model"), tokenizer=toydata.make_tokenizer())
     assert len(mc.AutoTokenizer.from_pretrained(Place(tmp_path / "model"))) == len(toydata.make_tokenizer())
     assert mc.from_config(Place(tmp_path / "model" / "config.json"), "base").config.hidden_size == 48
+    convert(Place(tmp_path / "model"), Place(tmp_path / "converted"), "distributed", workers=1)
+    export(Place(tmp_path / "converted"), Place(tmp_path / "exported"), workers=1)
+    assert mc.from_pretrained(tmp_path / "exported").config.hidden_size == 48
     for entry in (mc.from_pretrained, mc.AutoTokenizer.from_pretrained, mc.from_config):
         with pytest.raises(ValueError, match="got None, expected a name or the path of a model"):
             entry(None)

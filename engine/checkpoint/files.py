@@ -173,13 +173,15 @@ def _replace(path: Path, target: Path) -> None:
 
 
 def exchange_names(one: Path, other: Path) -> bool:
-    """Let two directories exchange their names in one step; False if the system or the file system has no such step."""
+    """Let two directories exchange their names in one step; False if there is no such step, or it is not allowed: then
+    to rename each is, or says what is wrong."""
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "renameat2"):  # Linux has it
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     failed = library.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange)
-    if failed and (number := ctypes.get_errno()) not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+    # EPERM is what sandboxes answer to calls that they do not know.
+    if failed and (number := ctypes.get_errno()) not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM):
         raise OSError(number, os.strerror(number), str(other))
     return not failed
 

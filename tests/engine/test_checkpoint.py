@@ -1,6 +1,7 @@
 """Saved on any mesh, loaded on any other, bit for bit; complete or absent; damage is named."""
 
 import copyreg
+import ctypes
 import errno
 import functools
 import json
@@ -417,6 +418,19 @@ def test_replacing_is_one_step_where_the_system_has_it(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "exchange_names", lambda one, other: False)
     put(path, "third")
     assert (path / "a").read_text() == "third" and [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_sandbox_that_does_not_know_how_to_exchange_names(tmp_path, monkeypatch):
+    class Library:
+        @staticmethod
+        def renameat2(*_):
+            ctypes.set_errno(errno.EPERM)
+            return -1
+
+    put(tmp_path / "run", "first")
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library)
+    put(tmp_path / "run", "second")
+    assert (tmp_path / "run" / "a").read_text() == "second" and os.listdir(tmp_path) == ["run"]
 
 
 def test_a_file_system_that_cannot_bring_directories_to_the_disk(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from engine.names import clean_name
 from engine.optim.checks import mark_gradients_averaged
 from engine.parallel.fp32_accumulation import accumulate_in_fp32
 from engine.parallel.fsdp import drop_pass, reducing_unused, reshard
-from engine.parallel.pipeline.execution import pipeline_of
+from engine.parallel.pipeline.execution import Reached, pipeline_of
 from engine.parallel.scalars import left_to_caller
 from engine.parallel.shard import sharded_roots
 from engine.registry import LEAVES_UNUSED, stages_of, zero_level
@@ -106,11 +106,17 @@ def accumulate(
         # Reduction averages over the data; the loss is a part of a global mean already.
         (backward or torch.Tensor.backward)(loss * size if size > 1 else loss)
 
-    def before_backward(step: int, modules: list[Any] | None = None) -> None:
-        uses.counted = step < len(microbatches)
-        if modules is not None:
-            uses.modules = set(modules)
-        set_last(step == needed - 1, modules)
+    def before_backward(step: int, reached: Reached | None = None) -> None:
+        uses.counted, last = step < len(microbatches), step == needed - 1
+        if reached is None:
+            set_last(last)
+            return
+        # Parts of a stage share the root. At the levels that reduce in each backward, those that do not use it leave it
+        # alone; at the others it is reduced in the last backward of all.
+        each = zero_level(model) >= 2
+        uses.modules = set[Any](reached.units + (reached.root if reached.uses_root or not each else []))
+        set_last(last, reached.units)
+        set_last(last and (each or reached.ends_step), reached.root)
 
     if pipeline is not None:
         batches = list(_padded(microbatches, needed, empty))
@@ -228,7 +234,7 @@ def _reduce_lazily(roots: list[Any]) -> Iterator[Callable[..., None]]:
     def set_last(last: bool, modules: list[Any] | None = None) -> None:
         for root, own in zip(roots, inside, strict=True):
             level = zero_level(root)
-            for module in modules or own:
+            for module in own if modules is None else modules:
                 module.set_requires_gradient_sync(last or level >= 2, recurse=False)
                 # of the copies' shards, in hybrid sharding
                 module.set_requires_all_reduce(last, recurse=False)

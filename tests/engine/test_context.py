@@ -46,6 +46,21 @@ def test_with_sharded_parameters(four, task, heads, level):
     check(four, task, bert.FOUR_PLAN, {"cp_size": 2, "zero_level": level}, heads)
 
 
+def gated(sizes):
+    if sizes:
+        engine.init_distributed(**sizes)
+    model = bert.build("masked-lm")
+    model.gate = torch.nn.Parameter(torch.tensor(1.5))
+    model.units[0].register_forward_hook(lambda unit, args, output: output * model.gate)
+    return bert.train(engine.shard(model), bert.TWO_PLAN)
+
+
+def test_a_single_number(two):
+    expected = gated({})
+    for found in two.run(gated, {"cp_size": 2}):
+        bert.same(found, expected)
+
+
 SPLIT = ("question-answering", True)
 
 

@@ -12,6 +12,7 @@ import torch
 import engine
 import modelcenter as mc
 from engine.parallel.pipeline import p2p, schedule
+from engine.registry import LEAVES_UNUSED
 from engine.testing import Pool, run
 from modelcenter.models.gpt2 import GPT2, GPT2Config
 from modelcenter.training import evaluation, metrics
@@ -156,6 +157,53 @@ def test_gradients_of_several_calls_add_up(two, sizes):
         assert result[0] == pytest.approx(losses, rel=1e-5)
     for name, grad in expected.items():
         torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def with_some_labels_of_the_second_head(sizes):
+    """Gradients of two steps. Of the first, one microbatch has such labels, of the second none."""
+    if sizes:
+        engine.init_distributed(**sizes)
+    model, steps = engine.shard(bert.build("pretraining", **FIELDS)), []
+    for plan in ([[0], [1, 2]], [[3], [4, 5]]):
+        model.zero_grad()
+        own = plan[engine.data_rank()] if engine.data_size() > 1 else [*itertools.chain(*plan)]
+        batches = [bert.batch("pretraining", i, model.config) for i in own]
+        for index, batch in zip(own, batches, strict=True):
+            if index != 1:
+                del batch["next_sentence_label"]
+        mc.training.accumulate(model, batches)
+        steps.append({n: None if p.grad is None else toys.whole(p.grad) for n, p in model.named_parameters()})
+    return steps
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{**INTERLEAVED, "zero_level": 3}, pytest.param({**PP, "zero_level": 1}, marks=pytest.mark.full)],
+    ids=["interleaved", "1f1b"],
+)
+def test_microbatches_that_use_different_parameters(four, sizes):
+    expected = with_some_labels_of_the_second_head({})
+    assert [sum(g is None for g in step.values()) for step in expected] == [0, 4]
+    for step, parts in zip(
+        expected, zip(*four.run(with_some_labels_of_the_second_head, sizes), strict=True), strict=True
+    ):
+        grads = {}
+        for name, grad in itertools.chain.from_iterable(part.items() for part in parts):
+            grads[name] = grad
+            torch.testing.assert_close(grad, step[name], rtol=1e-4, atol=1e-5, msg=f"{name}: {grad} and {step[name]}")
+        assert grads.keys() == step.keys()
+
+
+def leaves_unused(level):
+    engine.init_distributed(**INTERLEAVED, zero_level=level)
+    model = engine.shard(bert.build("pretraining", **FIELDS))
+    bert.train(model, TWO_PARTS, steps=2)
+    return LEAVES_UNUSED.get(model)
+
+
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.full), 3])
+def test_parts_that_use_nothing_outside_the_units_reduce_nothing_of_it(four, level):
+    assert four.run(leaves_unused, level) == [False] * 4
 
 
 def decoder_step(sizes):

@@ -55,6 +55,22 @@ class _PartialForward:
     output: list[Tensor] = field(default_factory=list)
 
 
+@dataclass
+class Reached:
+    """What the backward of one part of the model reaches.
+
+    Attributes:
+        units: FSDP's modules in the units of the part. root: the model itself, if FSDP has what is outside its units.
+        uses_root: whether parameters outside the units take part in this part of the model.
+        ends_step: whether no backward of another part comes after this part's last one.
+    """
+
+    units: list[FSDPModule]
+    root: list[FSDPModule]
+    uses_root: bool
+    ends_step: bool
+
+
 class Pipeline(Stages):
     """This rank's part of a model that follows the protocol, and its links to the neighbouring stages.
 
@@ -72,6 +88,7 @@ class Pipeline(Stages):
         said = model.stage_homes()  # type: ignore[operator]
         #: The stages that have each module outside the units.
         self.homes = {name: sorted({stage[unit] for unit in at}) for name, at in said.items()}
+        self._with_others = {unit for at in said.values() for unit in at}
         # But for what all units read; a tied table is none of that, though of two units both are its homes.
         self._begin = [name for name, at in said.items() if 0 in at and at != range(units)]
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
@@ -197,7 +214,7 @@ class Pipeline(Stages):
         batches: Sequence[Any],
         forward: Callable[[Any, int], Tensor],
         backward: Callable[[Tensor], None],
-        before_backward: Callable[[int, list[FSDPModule]], None],
+        before_backward: Callable[[int, Reached], None],
     ) -> Tensor:
         """Forward and backward of all microbatches; the sum of their losses, 0 except on the last stage.
 
@@ -206,13 +223,13 @@ class Pipeline(Stages):
         Args:
             forward: makes the loss of (microbatch, its number), by a call of ``model``.
             backward: of the loss, on the last stage.
-            before_backward: told before each backward the number of its microbatch, and the modules that it reaches.
+            before_backward: told before each backward the number of its microbatch, and what it reaches.
 
         Raises RuntimeError, as ``forward`` does, where an exception ended an earlier step in the middle.
         """
         total = torch.zeros((), dtype=torch.float32, device=runtime.device())
         flight: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
-        modules = [self._modules(model, chunk) for chunk in range(self.chunks)]
+        reached = [self._reached(model, chunk) for chunk in range(self.chunks)]
         with self._neighbours.step():
             for is_forward, chunk, number in stage_actions(self.rank, self.size, self.chunks, len(batches)):
                 if is_forward:
@@ -222,7 +239,7 @@ class Pipeline(Stages):
                     flight[chunk, number] = turn.given, turn.output if loss is None else [loss]
                     continue
                 given, output = flight.pop((chunk, number))
-                before_backward(number, modules[chunk])
+                before_backward(number, reached[chunk])
                 if self._is_end(chunk):
                     backward(output[0])
                 else:
@@ -276,10 +293,15 @@ class Pipeline(Stages):
     def _is_end(self, chunk: int) -> bool:
         return chunk == self.chunks - 1 and self.rank == self.size - 1
 
-    def _modules(self, model: nn.Module, chunk: int) -> list[FSDPModule]:
-        units = [list(model.units)[i] for i in self._parts[chunk * self.size + self.rank]]  # type: ignore[arg-type]
-        inside = [m for unit in units for m in unit.modules() if isinstance(m, FSDPModule)]
-        return [model, *inside] if isinstance(model, FSDPModule) else inside
+    def _reached(self, model: nn.Module, chunk: int) -> Reached:
+        part = self._parts[chunk * self.size + self.rank]
+        units = [list(model.units)[i] for i in part]  # type: ignore[arg-type]
+        return Reached(
+            units=[m for unit in units for m in unit.modules() if isinstance(m, FSDPModule)],
+            root=[model] if isinstance(model, FSDPModule) else [],
+            uses_root=not self._with_others.isdisjoint(part),
+            ends_step=chunk == 0,  # whose last backward is the last of all
+        )
 
     # -- shared parameters ---------------------------------------------------------------------------------------------
 

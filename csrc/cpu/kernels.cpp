@@ -116,28 +116,12 @@ MC_INLINE float* values(const Slab& slab, const Types& types, int64_t i, float* 
   return room;
 }
 
-// bf16 numbers for memory that is only written: a store past the caches saves reading the line first, which is 2 of the
-// 30 bytes that a step moves for a parameter. Takes whole blocks at the start of a line; false for others.
-MC_INLINE bool stream_out(const float* __restrict w, uint16_t* __restrict p, int64_t n) {
-#if defined(__AVX2__)
-  if (n != kBlock || ((uintptr_t)p & 63)) return false;
-  alignas(64) uint16_t room[kBlock];
-  each(n, [&](int64_t k) { room[k] = to_bf16(w[k]); });
-  for (int64_t k = 0; k < kBlock; k += 16)
-    _mm256_stream_si256((__m256i*)(p + k), _mm256_load_si256((const __m256i*)(room + k)));
-  return true;
-#else
-  return false;
-#endif
-}
-
 // Writes to the parameters what their values have become.
 MC_INLINE void keep_values(const Slab& slab, const Types& types, int64_t i, const float* __restrict w, uint32_t salt,
                            int64_t n) {
   uint16_t* __restrict p = (uint16_t*)slab.p + i;
   int16_t* __restrict low = (int16_t*)slab.aux + i;
-  if (types.mode == kMaster && !(types.stream && types.p == kBfloat16 && stream_out(w, p, n)))
-    from_floats(w, place(slab.p, types.p, i), types.p, n);
+  if (types.mode == kMaster) from_floats(w, place(slab.p, types.p, i), types.p, n);
   if (types.mode == kRemainder) each(n, [=](int64_t k) { split(w[k], p[k], low[k]); });
   if (types.mode == kRandom)
     for_runs(slab.place, i, n, [=](int64_t offset, int64_t length, uint32_t low_place, uint32_t high_place) {
@@ -153,8 +137,9 @@ MC_INLINE float load(uint16_t x) { return from_bf16(x); }
 MC_INLINE void store(float& to, float x) { to = x; }
 MC_INLINE void store(uint16_t& to, float x) { to = to_bf16(x); }
 
-// n elements from i on, without the rooms: for bf16 parameters whose fp32 values are not in memory. Their steps move so
-// few bytes that what passes between rooms takes more time.
+// Steps in one pass over memory, without the rooms, through which numbers pass more slowly than through memory.
+
+// n elements from i on of parameters in bf16 whose fp32 values are not in memory.
 template <class Formula, class Moment, bool kRandomly>
 MC_INLINE void one_pass(const Slab& slab, const Scalars s, float scale, int64_t i, int64_t n, uint32_t salt,
                         uint32_t low_place, uint32_t high_place) {
@@ -177,23 +162,76 @@ MC_INLINE void one_pass(const Slab& slab, const Scalars s, float scale, int64_t 
   }
 }
 
+// n elements from i on of masters, whose bf16 parameters are written to p.
+template <class Formula, class Gradient, class Moment>
+MC_INLINE void masters(const Slab& slab, const Scalars s, float scale, int64_t i, int64_t n, uint16_t* __restrict p) {
+  const Gradient* __restrict g = (const Gradient*)slab.g + i;
+  float* __restrict w = (float*)slab.aux + i;
+  Moment* __restrict m = (Moment*)slab.m + i;
+  Moment* __restrict v = (Moment*)slab.v + i;
+  for (int64_t k = 0; k < n; k++) {
+    float value = w[k], first = load(m[k]), second = 0.0f;
+    if (Formula::kMoments == 2) second = load(v[k]);
+    Formula::update(s, load(g[k]) * scale, value, first, second);
+    store(m[k], first);
+    if (Formula::kMoments == 2) store(v[k], second);
+    w[k] = value;
+    p[k] = to_bf16(value);
+  }
+}
+
+constexpr int64_t kRun = 256;
+
+// Parameters beside masters are only written: a store past the caches saves reading the line first, which is 2 of the 30
+// bytes that a step moves for a parameter. Lines are written whole.
+template <class Formula, class Gradient, class Moment>
+MC_INLINE void all_masters(const Slab& slab, const Scalars s, float scale, int64_t begin, int64_t end, bool stream) {
+  uint16_t* p = (uint16_t*)slab.p;
+  int64_t i = begin;
+#if defined(__AVX2__)
+  if (stream && end - begin >= 2 * kRun) {
+    alignas(64) uint16_t room[kRun];
+    const int64_t before = (int64_t)(-(uintptr_t)(p + begin) & 63) / 2;
+    masters<Formula, Gradient, Moment>(slab, s, scale, i, before, p + i);
+    for (i += before; i + kRun <= end; i += kRun) {
+      masters<Formula, Gradient, Moment>(slab, s, scale, i, kRun, room);
+      for (int64_t k = 0; k < kRun; k += 16)
+        _mm256_stream_si256((__m256i*)(p + i + k), _mm256_load_si256((const __m256i*)(room + k)));
+    }
+    _mm_sfence();
+  }
+#endif
+  masters<Formula, Gradient, Moment>(slab, s, scale, i, end - i, p + i);
+}
+
 template <class Formula, class Moment>
-MC_INLINE void in_one_pass(const Slab& slab, const Types& types, const Scalars& s, float scale, uint32_t salt,
+MC_INLINE bool in_one_pass(const Slab& slab, const Types& types, const Scalars& s, float scale, uint32_t salt,
                            int64_t begin, int64_t end) {
-  if (types.mode == kRemainder) return one_pass<Formula, Moment, false>(slab, s, scale, begin, end - begin, 0, 0, 0);
-  for_runs(slab.place, begin, end - begin, [&](int64_t offset, int64_t n, uint32_t low_place, uint32_t high_place) {
-    one_pass<Formula, Moment, true>(slab, s, scale, begin + offset, n, salt, low_place, high_place);
-  });
+  if (types.p != kBfloat16 || types.g == kHalf) return false;
+  if (types.mode == kMaster && types.g == kFloat) {
+    all_masters<Formula, float, Moment>(slab, s, scale, begin, end, types.stream);
+  } else if (types.g == kFloat) {
+    return false;
+  } else if (types.mode == kMaster) {
+    all_masters<Formula, uint16_t, Moment>(slab, s, scale, begin, end, types.stream);
+  } else if (types.mode == kRemainder) {
+    one_pass<Formula, Moment, false>(slab, s, scale, begin, end - begin, 0, 0, 0);
+  } else if (types.mode == kRandom && slab.place.inner >= kBlock) {  // short runs would be no vectors
+    for_runs(slab.place, begin, end - begin, [&](int64_t offset, int64_t n, uint32_t low_place, uint32_t high_place) {
+      one_pass<Formula, Moment, true>(slab, s, scale, begin + offset, n, salt, low_place, high_place);
+    });
+  } else {
+    return false;
+  }
+  return true;
 }
 
 template <class Formula>
 void update(const Slab& slab, const Types& types, const Scalars& s, float scale, uint32_t salt, int64_t begin,
             int64_t end) {
-  const bool long_runs = types.mode == kRandom && slab.place.inner >= kBlock;  // short ones would be no vectors
-  if ((types.mode == kRemainder || long_runs) && types.g == kBfloat16) {
-    if (types.m == kFloat) return in_one_pass<Formula, float>(slab, types, s, scale, salt, begin, end);
-    return in_one_pass<Formula, uint16_t>(slab, types, s, scale, salt, begin, end);
-  }
+  if (types.m == kFloat ? in_one_pass<Formula, float>(slab, types, s, scale, salt, begin, end)
+                        : in_one_pass<Formula, uint16_t>(slab, types, s, scale, salt, begin, end))
+    return;
   alignas(64) float room_g[kBlock], room_w[kBlock], room_m[kBlock], room_v[kBlock];
   const bool second = Formula::kMoments == 2;
   for (int64_t i = begin; i < end; i += kBlock) {
@@ -212,9 +250,6 @@ void update(const Slab& slab, const Types& types, const Scalars& s, float scale,
     }
     keep_values(slab, types, i, w, salt, n);
   }
-#if defined(__AVX2__)
-  if (types.stream) _mm_sfence();
-#endif
 }
 
 void update8(const Slab& slab, const Types& types, const Scalars& s, float scale, uint32_t salt, int64_t begin,

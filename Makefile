@@ -20,8 +20,8 @@ READY_DEV :=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(VENV)/bin/python
-READY := $(VENV)/.ready
-READY_DEV := $(VENV)/.ready-dev
+READY := $(VENV)/.ready $(VENV)/.ready-operators
+READY_DEV := $(READY) $(VENV)/.ready-dev
 endif
 PIP := $(PY) -m pip install --disable-pip-version-check
 
@@ -91,6 +91,9 @@ $(VENV)/.ready: pyproject.toml setup.py | $(VENV)/bin/python
 	@$(PY) $(FIND_TORCH) >/dev/null || { echo "installing $(TORCH)"; $(PIP) $(TORCH); }
 	@echo "installing modelcenter and what its tests need into $(VENV)"
 	@$(PIP) --quiet --editable ".[test]"
+	@touch $@
+
+$(VENV)/.ready-operators: $(wildcard csrc/*/*) engine/ops/build.py | $(VENV)/.ready
 	@$(PY) -m engine.ops --build || true
 	@touch $@
 

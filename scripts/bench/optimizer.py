@@ -101,6 +101,8 @@ def rows_of(
         against(step("fp32"), "torch, fused", large["fp32"], large["torch_fp32"], "ms", 1.05, why=bandwidth),
         against(step("bf16 with masters"), "torch, composed", large["bf16_master"], large["bf16_composed_torch"], "ms",
                 2, why=bandwidth),
+        against(step("fp32, with clipping, unscaling and skipping"), "the bare step", large["fp32_clip_unscale_skip"],
+                large["fp32"], "ms", 1 / 1.2, why="the norm reads the gradients once more, and reading is the limit"),
         against(step("400 small matrices"), "torch, fused", small["plain"], small["torch"], "ms"),
         against(step("400 small matrices, sharded"), "the same, plain", small["sharded"], small["plain"], "ms", 1 / 1.1,
                 why=python),

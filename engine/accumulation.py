@@ -51,7 +51,7 @@ def accumulate(
 
     Microbatches may use different parameters (experts, heads). But all ranks together gather a unit (``units`` of
     ``engine.shard``) and reduce its gradients, so their microbatches call the same units in the same order: what only
-    some call is left out of ``units``.
+    some call, or on which only some of their losses depend, is left out of ``units``.
 
     Args:
         model: the module whose parameters get the gradients.
@@ -111,12 +111,10 @@ def accumulate(
         if reached is None:
             set_last(last)
             return
-        # Parts of a stage share the root. At the levels that reduce in each backward, those that do not use it leave it
-        # alone; at the others it is reduced in the last backward of all.
-        each = zero_level(model) >= 2
-        uses.modules = set[Any](reached.units + (reached.root if reached.uses_root or not each else []))
+        uses.modules = set[Any](reached.units + (reached.root if reached.uses_root else []))
         set_last(last, reached.units)
-        set_last(last and (each or reached.ends_step), reached.root)
+        # Parts of a stage share the root, and those that do not use it leave it alone.
+        set_last(last, reached.root, reduces=last and reached.uses_root)
 
     if pipeline is not None:
         batches = list(_padded(microbatches, needed, empty))
@@ -137,24 +135,35 @@ def accumulate(
     if pipeline is not None:
         pipeline.sum_shared_gradients(model, held)
     if runtime.world_size() > 1:
-        total, left = _sum(total, uses.left)
+        total, left = _sum(total, uses.left, uses.order if pipeline is None else 0)
         _average_plain_gradients(model, uses.agreed(left))
         total /= runtime.model_ranks()  # which all have the loss of their one batch
     return total
 
 
-def _sum(total: torch.Tensor, flag: bool) -> tuple[torch.Tensor, bool]:
+def _sum(total: torch.Tensor, flag: bool, order: int) -> tuple[torch.Tensor, bool]:
     """``total`` summed over the ranks, and whether any has the flag set. A GPU is waited for only where hosts cannot
-    send each other numbers."""
-    flags = torch.tensor([float(flag)], device=runtime.message_device())
-    if total.device == flags.device:  # with one collective
-        together = torch.cat([total.view(1), flags])
+    send each other numbers.
+
+    Raises RuntimeError if ``order``, a number of 16 bits, is not the same on all ranks.
+    """
+    # The number of ranks too, as on ranks that do not exist (a dry run) sums are what this one has.
+    numbers = torch.tensor([1, flag, order, order * order], dtype=torch.float64, device=runtime.message_device())
+    if total.device == numbers.device:  # with one collective
+        together = torch.cat([total.double().view(1), numbers])
         dist.all_reduce(together)
-        total, flags = together[0], together[1:]
+        total, numbers = together[0].float(), together[1:]
     else:
         dist.all_reduce(total)
-        dist.all_reduce(flags)
-    return total, bool(flags.item())
+        dist.all_reduce(numbers)
+    ranks, flags, orders, squares = map(int, numbers.tolist())
+    if ranks * squares != orders * orders:
+        raise RuntimeError(
+            "the gradients of this step are wrong: ranks reached the model's units in different orders in backward, so "
+            "gradients of one unit were added to those of another. Leave modules on whose outputs only some losses "
+            "depend out of units= of engine.shard"
+        )
+    return total, flags > 0
 
 
 def _padded(microbatches: Sequence[Any], needed: int, empty: Callable[[], Any] | None) -> Iterator[Any]:
@@ -225,19 +234,21 @@ def _agree_on_counts(
 
 @contextmanager
 def _reduce_lazily(roots: list[Any]) -> Iterator[Callable[..., None]]:
-    """Yields a function to call before each backward with whether it is the last, of all or of some modules of the one
-    root; leaves the usual state behind, and after an exception no gradients that were not reduced."""
+    """Yields a function to call before each backward with whether it is the last, and reduces what was put off, of all
+    or of some modules of the one root; leaves the usual state behind, and after an exception no gradients that were not
+    reduced."""
 
     # Found once, for a walk through a model's modules takes as long as a small collective.
     inside = [[m for m in root.modules() if isinstance(m, FSDPModule)] for root in roots]
 
-    def set_last(last: bool, modules: list[Any] | None = None) -> None:
+    def set_last(last: bool, modules: list[Any] | None = None, reduces: bool | None = None) -> None:
+        reduces = last if reduces is None else reduces
         for root, own in zip(roots, inside, strict=True):
             level = zero_level(root)
             for module in own if modules is None else modules:
-                module.set_requires_gradient_sync(last or level >= 2, recurse=False)
+                module.set_requires_gradient_sync(reduces or level >= 2, recurse=False)
                 # of the copies' shards, in hybrid sharding
-                module.set_requires_all_reduce(last, recurse=False)
+                module.set_requires_all_reduce(reduces, recurse=False)
                 # gathered parameters stay over microbatches
                 module.set_reshard_after_backward(last or level == 3, recurse=False)
 
@@ -265,10 +276,11 @@ class _Uses:
         counted: whether what is used now is, and not by an empty microbatch.
         modules: of FSDP, that take zeros, for the backward under way reaches them; None: all.
         left: whether this rank has reduced zeros.
+        order: 16 bits of the order in which it has reduced the gradients of units.
     """
 
     def __init__(self, model: nn.Module, agrees: bool) -> None:
-        self._model, self._agrees, self.counted, self.left = model, agrees, True, False
+        self._model, self._agrees, self.counted, self.left, self._order = model, agrees, True, False, 0
         self.notes = runtime.world_size() > 1
         self.modules: set[nn.Module] | None = None if self.notes else set()
         self._noted, self._sharded = set[torch.Tensor](), set[torch.Tensor]()
@@ -320,6 +332,13 @@ class _Uses:
 
     def note_unused(self) -> None:
         self.left = True
+
+    def note_reduced(self, number: int) -> None:
+        self._order = zlib.crc32(number.to_bytes(4, "little"), self._order)
+
+    @property
+    def order(self) -> int:
+        return self._order & 0xFFFF
 
 
 def _of_any_rank(flags: list[bool]) -> list[bool]:

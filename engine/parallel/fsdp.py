@@ -33,6 +33,9 @@ class Uses(Protocol):
     def note_unused(self) -> None:
         """A parameter got none, and zeros were reduced for it."""
 
+    def note_reduced(self, number: int) -> None:
+        """The gradients of the group of this number were reduced."""
+
 
 @contextmanager
 def reducing_unused(roots: Iterable[FSDPModule], uses: Uses) -> Iterator[set[torch.Tensor]]:
@@ -43,8 +46,8 @@ def reducing_unused(roots: Iterable[FSDPModule], uses: Uses) -> Iterator[set[tor
     """
     units = [unit for root in roots for unit in root.modules() if isinstance(unit, FSDPModule)]  # type: ignore[attr-defined]
     groups = [group for unit in units for group in _groups(unit)]
-    for group in groups:
-        vars(group)["post_backward"] = functools.partial(_post_backward_with_zeros, group, uses)
+    for number, group in enumerate(groups):
+        vars(group)["post_backward"] = functools.partial(_post_backward_with_zeros, group, number, {}, uses)
     try:
         yield {p.sharded_param for group in groups for p in group.fsdp_params}
     finally:
@@ -52,12 +55,15 @@ def reducing_unused(roots: Iterable[FSDPModule], uses: Uses) -> Iterator[set[tor
             vars(group).pop("post_backward", None)
 
 
-def _post_backward_with_zeros(group: Any, uses: Uses, *_: Any) -> None:
-    """FSDP's own ``post_backward``, with zeros; torch 2.13 can put these in itself, but tells nobody where."""
+def _post_backward_with_zeros(group: Any, number: int, before: dict[Any, Any], uses: Uses, *_: Any) -> None:
+    """FSDP's own ``post_backward``, with zeros; torch 2.13 can put these in itself, but tells nobody where.
+
+    before: the gradients that earlier backwards have left, by parameter, as they were then.
+    """
     gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
     if uses.notes:
         for p in gathered:
-            if p.unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None:
+            if (gradient := p.unsharded_param.grad) is not None and before.get(p) != _state(gradient):
                 uses.note(p.sharded_param)
     if group.reduce_grads:
         reached = uses.modules is None or not uses.modules.isdisjoint(group.modules)
@@ -73,7 +79,16 @@ def _post_backward_with_zeros(group: Any, uses: Uses, *_: Any) -> None:
                 uses.note_unused()
             if added_up:
                 p.to_accumulated_grad_if_needed()  # FSDP reduces one dtype, and sums have that of the reduction
+        if any(p.unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None for p in gathered):
+            uses.note_reduced(number)
     type(group).post_backward(group)
+    if uses.notes:
+        before.update((p, _state(p.unsharded_param.grad)) for p in gathered)
+
+
+def _state(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    """What changes when a backward adds to it."""
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

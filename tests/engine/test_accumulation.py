@@ -206,6 +206,31 @@ def test_what_ranks_use_may_differ_from_one_step_to_the_next(two):
             torch.testing.assert_close(found[name], gradient, msg=f"{name}: {found[name]} for {gradient}")
 
 
+class CallsAllHeads(nn.Module):
+    """All heads, each a unit; of one, which depends on the microbatch, there is a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = nn.Linear(2, 2), nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, number):
+        x = self.body(torch.ones(1, 2))
+        return [head(x) for head in self.heads][number].sum()
+
+
+def losses_of_other_units(numbers, units):
+    model = CallsAllHeads()
+    engine.shard(model, units=[model.body] if units == "body" else None)
+    engine.accumulate(model, [numbers[engine.rank()]], lambda number, _: model(number), lambda _: {})
+
+
+def test_losses_that_depend_on_other_units_are_an_error(two):
+    two.run(losses_of_other_units, (0, 0), None)
+    two.run(losses_of_other_units, (0, 1), "body")
+    with pytest.raises(RuntimeError, match="the gradients of this step are wrong: ranks reached .* out of units="):
+        two.run(losses_of_other_units, (0, 1), None)
+
+
 def test_so_it_has_none_in_one_process():
     expected = choices(None, None, [[[0, 3]]])
     found = run(choices, 1, 1, "bf16", [[[6]], [[0, 3]]], 1, True)[0]

@@ -194,6 +194,26 @@ def test_microbatches_that_use_different_parameters(four, sizes):
         assert grads.keys() == step.keys()
 
 
+def filled_up(level):
+    """Names of parameters without a gradient: a fourth microbatch, which is empty, alone has labels of one head."""
+    if level is not None:
+        engine.init_distributed(**INTERLEAVED, zero_level=level)
+    model = engine.shard(bert.build("pretraining", **FIELDS))
+    for _ in range(2):
+        model.zero_grad()
+        batches = [bert.batch("pretraining", i, model.config) for i in range(3)]
+        for batch in batches:
+            del batch["next_sentence_label"]
+        mc.training.accumulate(model, batches)
+    return {name for name, parameter in model.named_parameters() if parameter.grad is None}
+
+
+@pytest.mark.parametrize("level", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_what_only_an_empty_microbatch_uses_has_no_gradient(two, level):
+    expected = filled_up(None)
+    assert len(expected) == 4 and set.union(*two.run(filled_up, level)) == expected
+
+
 def leaves_unused(level):
     engine.init_distributed(**INTERLEAVED, zero_level=level)
     model = engine.shard(bert.build("pretraining", **FIELDS))
@@ -570,6 +590,8 @@ def refused(what):
         model = bert.build("masked-lm", num_layers=1 if what == "units" else 2)
         if what == "lists":
             model.decoder = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+        if what == "gate":
+            model.gate = torch.nn.Parameter(torch.ones(1))
         if what == "begin":
             begin = model.begin
 
@@ -604,6 +626,7 @@ def refused(what):
             "begin",
             "its begin computes more than the first hidden states from its parameters (embed, position, token_type",
         ),
+        ("gate", "Bert cannot be split into stages: gate is in no unit, and in no module that stage_homes names"),
         ("interleaved", "Bert has 2 units, which are fewer than the 4 parts"),
         ("unsplit", "this Bert is not split into stages: call engine.shard"),
         ("call", "no rank can call it alone: use engine.accumulate"),

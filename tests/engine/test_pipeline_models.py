@@ -40,9 +40,14 @@ def batches(model):
     return found
 
 
-def trained(name, task, sizes, fields):
+def trained(name, task, sizes, fields, frozen=()):
     """Of two global batches: losses, gradients (of the second added to those of the first), norm."""
-    model = built(name, task, sizes, {**fields, "dropout": 0.0}).train()
+    model = built(name, task, {}, {**fields, "dropout": 0.0}).train()
+    for parameter in (p for n, p in model.named_parameters() if n.startswith(frozen)):
+        parameter.requires_grad_(False)
+    if sizes:
+        engine.init_distributed(**sizes)
+        engine.shard(model)
     own = batches(model)
     losses = [mc.training.accumulate(model, part).item() for part in (own, own[1:])]
     norm = engine.optim.clip_grad_norm_(model.parameters(), 1e9).item()
@@ -130,6 +135,16 @@ def test_two_stages_train_as_one_process(two, name, task, sizes, fields):
 )
 def test_four_ranks_train_as_one_process(four, name, task, sizes, fields):
     same(four.run(trained, name, task, sizes, fields), trained(name, task, {}, fields))
+
+
+@pytest.mark.parametrize("level", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_a_stage_whose_first_part_is_frozen(two, level):
+    """No backward reaches it; the second part trains a norm outside the units."""
+    fields = {"num_layers": 6, "num_decoder_layers": 2}
+    frozen = ("embed.", "encoder.position", "encoder.layers.0.", "encoder.layers.1.", "decoder.position")
+    expected = trained("tiny/t5", "seq2seq-lm", {}, fields, frozen)
+    assert "encoder.final_norm.weight" in expected[2]
+    same(two.run(trained, "tiny/t5", "seq2seq-lm", {**INTERLEAVED, "zero_level": level}, fields, frozen), expected)
 
 
 def held(sizes, fields):

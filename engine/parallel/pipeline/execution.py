@@ -62,13 +62,11 @@ class Reached:
     Attributes:
         units: FSDP's modules in the units of the part. root: the model itself, if FSDP has what is outside its units.
         uses_root: whether parameters outside the units take part in this part of the model.
-        ends_step: whether no backward of another part comes after this part's last one.
     """
 
     units: list[FSDPModule]
     root: list[FSDPModule]
     uses_root: bool
-    ends_step: bool
 
 
 class Pipeline(Stages):
@@ -86,6 +84,7 @@ class Pipeline(Stages):
         self._parts = split_units(units, self.size * chunks)
         stage = {unit: part % self.size for part, mine in enumerate(self._parts) for unit in mine}
         said = model.stage_homes()  # type: ignore[operator]
+        _check_homes(model, said)
         #: The stages that have each module outside the units.
         self.homes = {name: sorted({stage[unit] for unit in at}) for name, at in said.items()}
         self._with_others = {unit for at in said.values() for unit in at}
@@ -300,7 +299,6 @@ class Pipeline(Stages):
             units=[m for unit in units for m in unit.modules() if isinstance(m, FSDPModule)],
             root=[model] if isinstance(model, FSDPModule) else [],
             uses_root=not self._with_others.isdisjoint(part),
-            ends_step=chunk == 0,  # whose last backward is the last of all
         )
 
     # -- shared parameters ---------------------------------------------------------------------------------------------
@@ -344,6 +342,18 @@ class _Blank(nn.Module):
             return x
         self._zeros.append(x.new_zeros(*x.shape, 1, dtype=torch.float32).requires_grad_())
         return self._zeros[-1]
+
+
+def _check_homes(model: nn.Module, said: Iterable[str]) -> None:
+    units: Any = model.units
+    kept = {p for module in (*units, *map(model.get_submodule, said)) for p in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter not in kept:
+            raise ValueError(
+                f"{type(model).__name__} cannot be split into stages: {clean_name(name)} is in no unit, and in no "
+                "module that stage_homes names, so each stage would train one of its own; put it into a module, or use "
+                "pp_size=1"
+            )
 
 
 def _depends(x: Tensor, leaves: Iterable[Tensor]) -> bool:

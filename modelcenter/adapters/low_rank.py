@@ -158,17 +158,17 @@ def _columns(module: HubModule, update: LowRankUpdate) -> list[Tensor]:
     all_columns = torch.arange(b.shape[1])
     shared = [all_columns] * len(module.blocks)
     nonzero = [(b[block.rows[HUB]] != 0).any(0).nonzero().flatten() for block in module.blocks]
-    used = sum(len(columns) > 0 for columns in nonzero)
-    idle = len(nonzero) - used
-    if len(module.blocks) == 1 or not used or b.shape[1] % used or (idle and update.magnitude is not None):
+    updated = [len(own) > 0 for own in nonzero]
+    there = [changes or update.magnitude is not None for changes in updated]
+    if len(module.blocks) == 1 or not any(updated) or b.shape[1] % sum(there):
         return shared
     # Blocks of one size each, in order; a column that is zero everywhere may belong to any.
-    size, start, columns = b.shape[1] // used, 0, []
-    for own in nonzero:
-        if not len(own):
+    size, start, columns = b.shape[1] // sum(there), 0, []
+    for own, is_there in zip(nonzero, there, strict=True):
+        if not is_there:
             columns.append(all_columns[:0])
             continue
-        if int(own[0]) < start or int(own[-1]) >= start + size:
+        if len(own) and (int(own[0]) < start or int(own[-1]) >= start + size):
             return shared
         columns.append(all_columns[start : start + size])
         start += size

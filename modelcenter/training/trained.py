@@ -11,7 +11,7 @@ from modelcenter.command_line.errors import flag_in_errors
 from modelcenter.hub.files.names import CONFIG_FILE
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import read_config, resolve, resolve_file
-from modelcenter.registry import model_type_of
+from modelcenter.registry import model_type_of, own_preset
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.tasks import TASKS, TaskInfo, task_of_head, tasks_of
 
@@ -36,6 +36,8 @@ class TrainedModel:
             return cls(name)
         if not (folder / "model" / CONFIG_FILE).is_file():
             _check_adapter(folder)
+            if own_preset(name) is not None:  # whose name the run's folder has
+                return cls(name)
             last = folder / "checkpoints" / "last"
             instead = f"; its newest checkpoint is {last}" if last.exists() else ""
             raise ValueError(

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from modelcenter.training.config.common import NOT_MODEL_FIELDS, OPTIMIZERS
 from modelcenter.training.config.inference import ColumnFlags
 from modelcenter.training.inference.predict import search_flags
 from modelcenter.training.tasks import TASKS
+from modelcenter.training.trained import TrainedModel
 
 
 def read(*words: str) -> ClassificationConfig:
@@ -262,8 +265,12 @@ def test_flags_that_switch_something_off_are_welcome(task, file, words, tmp_path
 def test_a_model_of_the_hub_whose_name_a_file_or_folder_has_is_no_local_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["--model", "gpt2", "--revision", "main"]
-    for make, holds in ((Path("gpt2").touch, None), (Path("gpt2").mkdir, "config.json"), (str, "config.yaml")):
+    run = functools.partial(shutil.copytree, "a run", "gpt2", dirs_exist_ok=True)
+    Path("a run/model").mkdir(parents=True)
+    Path("a run/config.yaml").touch()
+    for make, holds in ((Path("gpt2").touch, None), (Path("gpt2").mkdir, "config.json"), (run, "model/config.json")):
         make()
+        assert TrainedModel.find("gpt2").source == "gpt2"  # also where a run in the folder has not finished
         ClassificationConfig.from_args(words)
         PredictConfig.from_args(["gpt2", "data", *words[2:]])
         if holds is not None:

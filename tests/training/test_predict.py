@@ -212,7 +212,7 @@ def test_files_of_no_rows_and_of_unknown_formats(tmp_path, folder):
         write_rows(str(tmp_path / name), PREDICTIONS)
         assert read(tmp_path / name) == [finite(row) for row in PREDICTIONS]
         (tmp_path / name).unlink()
-    for name in ("out.jsonl.gz", "out.xlsx"):
+    for name in ("out.jsonl.gz", "out.xlsx", "out.pq"):
         with pytest.raises(
             ValueError, match=rf"output: .*{name} ends in \.\w+, expected \.jsonl, .*\.parquet, which name"
         ):

@@ -227,8 +227,8 @@ def test_what_is_found_in_the_data_may_be_given_later(tmp_path):
     go_on({}, num_labels=20)
     go_on(guess, num_labels=20, **guess)
     go_on({"num_labels": 20}, **guess)
-    for flags in ({"problem_type": "regression"}, {"num_labels": 21}):
-        with pytest.raises(ValueError, match=f"{next(iter(flags))}: got .* is of a run with None"):
+    for flags, had in (({"problem_type": "regression"}, "'single_label_classification'"), ({"num_labels": 21}, "20")):
+        with pytest.raises(ValueError, match=f"{next(iter(flags))}: got .* is of a run with {had}"):
             go_on({}, **flags)
 
 

@@ -80,7 +80,8 @@ def _quoted_rows(path: Path, text: str, delimiter: str, skip_space: bool = False
 
 def _ends_in_carriage_returns(text: str) -> bool:
     """Whether csv has carriage returns by themselves, and line feeds in quotes only."""
-    return re.search(r"\r(?!\n)", text) is not None and not any("\n" in part for part in text.split('"')[::2])
+    lines = text.rstrip("\r\n")
+    return re.search(r"\r(?!\n)", lines) is not None and not any("\n" in part for part in lines.split('"')[::2])
 
 
 def csv_rows(path: Path, lines: Iterable[str], delimiter: str, skip_space: bool) -> Iterator[tuple[list[str], int]]:

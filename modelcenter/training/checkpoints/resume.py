@@ -60,9 +60,10 @@ class Continuation:
         known = [name for name in self.flags if name in now and (engine.rank() == 0 or name not in PLACES)]
 
         def meant(name: str, value: Any) -> Any:
-            return unsaid.get(name) if value is None else _absolute_path(name, value)
+            return unsaid.get(name) if value is None else value
 
-        return {n: self.flags[n] for n in known if meant(n, now[n]) != meant(n, self.flags[n])}
+        before = {name: meant(name, self.flags[name]) for name in known}
+        return {n: x for n, x in before.items() if _absolute_path(n, x) != _absolute_path(n, meant(n, now[n]))}
 
     def _check_same(self, now: dict[str, Any], changed: dict[str, Any], data: Any) -> None:
         remedy = f"--resume never starts anew, --resume {self.checkpoint} goes on all the same"

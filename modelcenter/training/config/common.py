@@ -71,7 +71,7 @@ class TrainConfig(Flags):
     evaluation_flags: ClassVar[tuple[str, ...]] = ("eval_every",)  # idle where nothing is evaluated
     idle: ClassVar[Mapping[str, Idle]] = {
         "batch_size": Idle(lambda c: c.batch_tokens is not None, "beside batch_tokens, which fills microbatches by "
-            "tokens; give either (--batch_tokens none for that of a file)"),
+            "tokens; give either (--batch_tokens none --global_batch_tokens none for those of a file)"),
         "early_stopping": Idle(lambda c: c.eval_every == "never", "with eval_every never, which evaluates once; give a "
             "number of steps or epoch"),
         "epochs": Idle(lambda c: c.max_steps is not None, "beside max_steps, which ends the run whatever the epochs; "
@@ -236,7 +236,9 @@ class TrainConfig(Flags):
             raise ValueError(
                 f"offload: optimizer keeps AdamW's state on the host, but the optimizer is {self.optimizer}"
             )
-        if self.optimizer in ("adafactor", "muon") and self.precision in ("bf16-params", "bf16-sr"):
+        # Of muon the engine says so where there are matrices to train: with freeze there may be none.
+        fp32_only = self.optimizer == "adafactor" or (self.optimizer == "muon" and not self.freeze)
+        if fp32_only and self.precision in ("bf16-params", "bf16-sr"):
             raise ValueError(
                 f"optimizer: {self.optimizer} needs fp32 weights, and precision {self.precision} keeps them in bf16; "
                 "give precision bf16, or optimizer adamw, adamw8bit or lion"
@@ -292,7 +294,10 @@ class TrainConfig(Flags):
         if self.batch_tokens is not None and self.batch_size == self.AUTO:
             raise ValueError("batch_size: auto counts rows, but batch_tokens fills microbatches by tokens; give either")
         if self.global_batch_tokens is not None and self.batch_tokens is None:
-            raise ValueError("global_batch_tokens: it needs batch_tokens, the tokens of a microbatch")
+            raise ValueError(
+                "global_batch_tokens: it needs batch_tokens, the tokens of a microbatch; give that, or "
+                "--global_batch_tokens none"
+            )
 
     def _check_adapters(self) -> None:
         if self.lora_rank is not None:
@@ -381,7 +386,8 @@ def is_local(model: str | None) -> bool:
     if model is None:
         return False
     path = Path(os.path.expanduser(model))
-    holds_model = any((path / name).is_file() for name in (CONFIG_FILE, MANIFEST_FILE, "config.yaml"))
+    models = (CONFIG_FILE,), (MANIFEST_FILE,), ("config.yaml", f"model/{CONFIG_FILE}")  # the last one: of a run
+    holds_model = any(all((path / name).is_file() for name in names) for names in models)
     return holds_model or (path.exists() and own_preset(model) is None)
 
 

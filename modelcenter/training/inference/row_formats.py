@@ -10,7 +10,10 @@ from modelcenter.training.output.json_text import finite, json_text
 LINES = ".jsonl"
 ENDINGS = (LINES, ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 # Of known formats that are not written; after any other ending there are JSON lines.
-_OTHERS = frozenset(".gz .bz2 .xz .zst .zip .xlsx .xls .arrow .feather .pkl .xml .html .yaml .yml".split())
+_OTHERS = frozenset(
+    ".gz .tgz .bz2 .xz .zst .lz4 .zip .7z .tar .xlsx .xlsm .xls .ods .tab .pq .parq .arrow .feather .avro .orc .pkl "
+    ".xml .html .yaml .yml".split()
+)
 
 Row = Mapping[str, Any]
 

@@ -120,7 +120,7 @@ class SequenceToSequence(Task):
         cfg.set_role_columns({"source": columns.source, "target": columns.target})
         one_language = columns.source_lang is columns.target_lang is None and columns.source != cfg.source_lang
         for name in ("source_lang", "target_lang"):
-            cfg.refuse_idle(name, one_language, f"as column {columns.source!r} holds texts alone; leave it out")
+            cfg.refuse_idle(name, one_language, f"as column {columns.source!r} holds texts alone; leave both out")
         table = rows_with_both_texts(table, columns)
         if eval_table is not None:
             find_pair_columns(eval_table, *dataclasses.astuple(columns))

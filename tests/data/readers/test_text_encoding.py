@@ -10,6 +10,7 @@ def test_lines_that_end_as_on_old_macs(tmp_path):
     assert read(tmp_path, "a.csv", "text,label\ra b,1\r".encode("utf-16")).columns["text"] == ["a b"]
     table = read(tmp_path, "a.csv", 'text;label\r"a, ""b""\nc\n";1\rc;0\r')
     assert table.columns == {"text": ['a, "b"\nc\n', "c"], "label": ["1", "0"]}
+    assert read(tmp_path, "a.csv", "text,label\ra,1\rb,0\n").columns["text"] == ["a", "b"]  # an editor ended the file
     assert read(tmp_path, "a.txt", "one\rtwo\r").columns == {"text": ["one", "two"]}
 
 

@@ -75,10 +75,8 @@ MC_INLINE uint32_t random_of(uint32_t salt, uint32_t place_low, uint32_t place_h
 // Rounding at random: up with the probability that makes the expectation exact.
 MC_INLINE uint16_t to_bf16_at_random(float x, uint32_t salt, uint32_t place_low, uint32_t place_high) {
   const uint32_t u = bits_of(x);
-  const uint32_t random = random_of(salt, place_low, place_high) & 0xFFFFu;
-  const bool finite = (u & 0x7F800000u) != 0x7F800000u;
-  const uint16_t rounded = (uint16_t)((u + random) >> 16);
-  return finite ? rounded : to_bf16(x);
+  const uint32_t rounded = (u + (random_of(salt, place_low, place_high) & 0xFFFFu)) >> 16;  // an infinity stays one
+  return (uint16_t)((u & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
 }
 
 }  // namespace

@@ -90,6 +90,8 @@ class KVCache:
         self._capacity, self._max_tokens = capacity, max_tokens
         # k, v: (n, kv_heads, capacity, head_dim); under None the tokens' segments, (n, 1, capacity, k)
         self._own: dict[nn.Module | None, list[Tensor]] = {}
+        # the layers that have attended to theirs since their last copy, where gradients were enabled
+        self._needed: set[nn.Module | None] = set()
         self._memory: dict[nn.Module, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._step: _Step | None = None
 
@@ -171,8 +173,11 @@ class KVCache:
                 for whole, part in zip(larger, kept, strict=True):
                     whole[:, :, : part.shape[2]] = part
             self._own[layer] = kept = larger
-        elif torch.is_grad_enabled():
-            self._own[layer] = kept = [x.clone() for x in kept]  # backward may need what earlier tokens attended to
+        elif self._as_they_are(layer):
+            self._own[layer] = kept = [x.clone() for x in kept]
+        self._needed.discard(layer)
+        if torch.is_grad_enabled():
+            self._needed.add(layer)
         if step.even:
             for whole, x in zip(kept, added, strict=True):
                 whole[:, :, step.past[0] : longest] = x.view(n, step.new[0], kv_heads, -1).transpose(1, 2)
@@ -180,6 +185,11 @@ class KVCache:
         row, column = step.places(added[0].shape[0], added[0].device)
         for whole, x in zip(kept, added, strict=True):
             whole[row, :, column] = x.view(x.shape[0], kv_heads, -1)
+
+    def _as_they_are(self, layer: nn.Module | None) -> bool:
+        """Whether a layer's tensors must stay as they are: a backward may need them, or torch lets nobody write."""
+        inference = self._own[layer][0].is_inference() and not torch.is_inference_mode_enabled()
+        return layer in self._needed or inference
 
     def remember(self, layer: nn.Module, k: Tensor, v: Tensor, kv_heads: int, memory: Sequences) -> None:
         """Keep the keys and values (T, kv_heads * head_dim) of the encoder's tokens."""
@@ -244,10 +254,11 @@ class KVCache:
         filled, rows = len(self), len(self.lengths)
         self.lengths = [self.lengths[i] for i in numbers]
         for layer, kept in self._own.items():
-            if len(numbers) != rows:
+            if len(numbers) != rows or self._as_they_are(layer):
                 self._own[layer] = [x.new_zeros(len(numbers), *x.shape[1:]) for x in kept]
             for whole, x in zip(self._own[layer], kept, strict=True):  # not the room for what is yet to come
                 whole[:, :, :filled] = x[:, :, :filled].index_select(0, index)
+        self._needed.clear()
 
     def _segments(self, new: Segments, step: _Step) -> tuple[Segments, Segments]:
         """Of the new tokens (n, m) and of all (n, keys)."""

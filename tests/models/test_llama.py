@@ -180,6 +180,31 @@ def test_gradients_through_a_cache(trained):
         assert_same("gradient", found, whole, 1e-5)
 
 
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("meanwhile", ["a token", "another order", "fewer"])
+def test_a_cache_used_without_gradients_between_those_with(meanwhile, without):
+    """What a backward needs stays as it was, and a later forward goes on from what the cache holds by then."""
+    model, ids, found = mc.from_config("tiny/llama", "causal-lm"), torch.arange(5, 19).view(2, 7), []
+    rows = {"a token": [0, 1], "another order": [1, 0], "fewer": [1]}[meanwhile]
+    for disturbed in (False, True):
+        model.zero_grad()
+        past = KVCache(capacity=7)
+        with without():
+            model(ids[:, :2], past_key_values=past)
+        loss = model(ids[:, 2:4], past_key_values=past).logits.logsumexp(-1).sum()
+        loss = loss + model(ids[:, 4:5], past_key_values=past).logits.logsumexp(-1).sum()
+        if disturbed:
+            with without():
+                past.reorder(torch.tensor(rows))
+                model(ids[rows, 5:6], past_key_values=past)
+            late = model(ids[rows, 6:], past_key_values=past).logits
+            assert_same("logits", late, model(ids[rows]).logits[:, -1:], 1e-5)
+        loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    for expected, gradient in zip(*found, strict=True):
+        assert_same("gradient", gradient, expected, 0)
+
+
 def test_a_cache_grows_in_place_without_gradients():
     """Each new token of a generation is written into the room there is, and copies nothing of the past."""
     model, ids = mc.from_config("tiny/llama", "causal-lm"), torch.arange(5, 19).view(2, 7)

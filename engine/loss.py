@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine import runtime
 from engine.ops import cross_entropy_, linear, matmul, matmul_nt
+from engine.ops.autocast import as_factors
 from engine.ops.autograd import once_differentiable
 from engine.ops.cross_entropy import losses_
 from engine.parallel import functional
@@ -66,6 +67,7 @@ def linear_cross_entropy(
         if labelled.numel() != targets.numel():
             hidden, targets = hidden.index_select(0, labelled), targets.index_select(0, labelled)
     weight, bias, shard = _local_vocabulary(weight, bias)
+    hidden, weight, bias = as_factors(hidden, weight, bias)
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, _at_least_one(count), label_smoothing, shard)
 
 
@@ -82,6 +84,7 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, target
         (n,) fp32.
     """
     weight, bias, shard = _local_vocabulary(weight, bias)
+    hidden, weight, bias = as_factors(hidden, weight, bias)
     return _LinearLogProbs.apply(hidden, weight, bias, targets, shard)
 
 

@@ -27,7 +27,8 @@ class Freeze:
 
 
 def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
-    """Stop training the parameters that match; before the model is sharded. Returns their names.
+    """Stop training the parameters that match; before the model is sharded, and before `Lora`, which then gives layers
+    whose weights match no updates. Returns their names.
 
     Args:
         patterns: names of parameters or of modules, ours or Hugging Face's, with * for any characters: "embed",
@@ -59,6 +60,7 @@ def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
         raise ValueError(f"freeze: {', '.join(patterns)} leave nothing to train")
     for name in frozen:
         held[name].requires_grad_(False)
+    model.frozen |= frozen.keys()
     return list(frozen)
 
 

@@ -16,11 +16,21 @@ ALL_LINEAR = "all-linear"
 def choose_layers(
     model: Model, layout: Layout, targets: str | Sequence[str] | None, trained: Collection[str] = ()
 ) -> list[str]:
-    """Names of the linear layers to adapt, in the model's order; not those of the parameters `trained` whole.
+    """Names of the linear layers to adapt, in the model's order; not those of the parameters `trained` whole, nor those
+    frozen by name.
 
     Raises:
-        ValueError: a target that no linear layer has, or one that is trained whole.
+        ValueError: a target that no linear layer has, or one that is trained whole; nothing is left to adapt.
     """
+    chosen = [name for name in _layers_of(model, layout, targets, trained) if f"{name}.weight" not in model.frozen]
+    if not chosen and model.frozen:
+        raise ValueError("freeze: leaves no linear layer to adapt; freeze fewer, or leave lora_rank out")
+    return chosen
+
+
+def _layers_of(
+    model: Model, layout: Layout, targets: str | Sequence[str] | None, trained: Collection[str]
+) -> list[str]:
     linears = [
         clean_name(n) for n, m in model.named_modules() if isinstance(m, nn.Linear) and not model.is_head(f"{n}.")
     ]

@@ -1,10 +1,12 @@
 """What `generate` is asked for, checked."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -136,6 +138,12 @@ class Settings:
         self._check_whole("no_repeat_ngram_size", 0)
         known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         self._check("early_stopping", known, "True, False or 'never'")
+        limit = math.log(torch.finfo(torch.float32).max) / math.log(self.max_new_tokens + 1)
+        self._check(
+            "length_penalty",
+            abs(self.length_penalty) < limit,  # not NaN either
+            f"a number between -{limit:.3g} and {limit:.3g}: scores are divided by a length ** length_penalty",
+        )
         for name in numbers:
             setattr(self, name, float(getattr(self, name)))
 

@@ -43,7 +43,9 @@ class RelativeBias(nn.Module):
         """(heads, 2 * n - 1) as layers.mask.Mask has it, n at least `longest`."""
         device = self.weight.device
         n = max(-(-longest // _LENGTH_STEP), 1) * _LENGTH_STEP
-        if self._bucket_cache is None or self._bucket_cache[0] != n or self._bucket_cache[1].device != device:
-            self._bucket_cache = n, self.buckets(torch.arange(1 - n, n, device=device))
+        held = self._bucket_cache  # read once: other threads may replace it
+        if held is None or held[0] != n or held[1].device != device:
+            with torch.inference_mode(False):  # a later forward may be of training
+                held = self._bucket_cache = n, self.buckets(torch.arange(1 - n, n, device=device))
         # The gradients of a bucket are added up in fp32.
-        return self.weight.float().t().index_select(1, self._bucket_cache[1]).to(self.weight.dtype)
+        return self.weight.float().t().index_select(1, held[1]).to(self.weight.dtype)

@@ -62,7 +62,7 @@ class Segments:
     def add_pairs_(self, sums: Tensor, x: Tensor) -> None:
         """Add x (n, heads, m, m) to `sums` (heads, kinds, ...) at the pairs of these tokens."""
         pairs = self.pairs(self, sums.shape[1]).flatten()
-        sums.view(sums.shape[0], -1).index_add_(1, pairs, x.transpose(0, 1).flatten(1))
+        sums.view(sums.shape[0], -1).index_add_(1, pairs, x.transpose(0, 1).flatten(1).to(sums.dtype))
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ class Model(ModelInputs):
     head: Any
     # What modelcenter.adapters put in (adapters.state.AdapterState).
     adapter: Any = None
+    # The parameters that modelcenter.adapters.freeze froze: Lora leaves their layers as they are.
+    frozen: frozenset[str] = frozenset()
     # Set by engine.shard where this rank is a stage of a pipeline (engine.parallel.pipeline).
     pipeline: Any = None
 

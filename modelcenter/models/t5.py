@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.ops import Embedding, rms_norm
+from engine.ops.autocast import product_dtype
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import CrossAttention, SelfAttention
 from modelcenter.layers.block import PreNormBlock
@@ -78,10 +79,7 @@ class T5Config(ModelConfig):
 
 def carried_scale(x: Tensor, fp16_scale: float) -> float:
     """What the hidden states x are carried times: fp16_scale where they or, by autocast, products are in float16."""
-    device = x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-    return fp16_scale if dtype == torch.float16 else 1.0
+    return fp16_scale if product_dtype(x) == torch.float16 else 1.0
 
 
 class T5Norm(RMSNorm):

@@ -70,6 +70,21 @@ def test_freeze_errors():
     assert trainable_parameters(model) == f"trainable parameters: {share:,} of {share:,}, 100 %"
 
 
+@pytest.mark.parametrize("targets", [None, ["q", "attention.output.dense"]])
+def test_lora_leaves_frozen_layers_as_they_are(targets):
+    model = mc.from_config("tiny/bert", "sequence-classification")
+    freeze(model, ["layers.0", "*.bias"])
+    add_lora(model, targets=targets)
+    adapted = {name.split(".lora_")[0] for name in trained(model) if ".lora_" in name}
+    layers = {".".join(name.split(".")[:2]) for name in adapted}
+    assert layers == {f"layers.{i}" for i in range(1, len(model.layers))}
+    assert len(adapted) == len(layers) * (6 if targets is None else 2)
+    other = mc.from_config("tiny/bert", "sequence-classification")
+    freeze(other, ["layers"])
+    with pytest.raises(ValueError, match="freeze: leaves no linear layer to adapt"):
+        add_lora(other, targets=targets)
+
+
 def frozen_on_ranks(base: str) -> tuple:
     engine.init_distributed(zero_level=3)
     model = mc.from_pretrained(base, adapter=[Freeze(["embed", "layers.0"])])

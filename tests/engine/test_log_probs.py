@@ -55,6 +55,18 @@ def test_what_is_frozen_costs_nothing(frozen, monkeypatch):
             torch.testing.assert_close(x.grad.double(), gradient, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_has_low_precision_products_in_backward_too(dtype):
+    *inputs, targets, upstream = make(13)
+    with torch.autocast("cpu", dtype):
+        value = losses.linear_log_probs(*inputs, targets)
+    value.mul(upstream).sum().backward()
+    found, wanted = [value.detach(), *(x.grad for x in inputs)], reference(*inputs, targets, upstream)
+    assert all(x.dtype == torch.float32 for x in found)
+    for one, other in zip(found, wanted, strict=True):
+        assert 0 < (one - other).norm() / other.norm() < 0.01
+
+
 def test_bf16_is_summed_in_fp32():
     hidden, weight, b, targets, upstream = make(9, dtype=torch.bfloat16)
     value = losses.linear_log_probs(hidden, weight, b, targets)

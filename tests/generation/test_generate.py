@@ -1,6 +1,7 @@
 """Generation against transformers' `generate`: the same tokens."""
 
 import io
+import math
 import sys
 import types
 
@@ -298,6 +299,8 @@ def test_streaming(pair):
         ({"temperature": None}, "temperature: got None, expected a number"),
         ({"repetition_penalty": "1.2"}, "repetition_penalty: got '1.2', expected a number"),
         ({"seed": 1.5}, "seed: got 1.5, expected a whole number"),
+        ({"length_penalty": 1000.0}, r"length_penalty: got 1000.0, expected a number between -55\.1 and 55\.1"),
+        ({"length_penalty": math.nan}, "length_penalty: got nan, expected a number between"),
         ({"do_sample": "false"}, "do_sample: got 'false', expected True or False"),
         ({"early_stopping": "no"}, "early_stopping: got 'no', expected True, False or 'never'"),
         ({"max_length": 20}, "max_length: neither an argument of generate nor .* max_new_tokens says how many"),

@@ -154,8 +154,9 @@ def test_an_export_finds_the_head_of_a_task_with_several(folder):
     assert "datasets:" not in (folder / "run" / "model" / "README.md").read_text()
 
 
-def test_frozen_parameters_stay(folder):
-    main(command(values_of(folder, "run", freeze=["*embed*", "layers.*.attn.*"])))
+@pytest.mark.parametrize("lora", [{}, LORA], ids=["alone", "with LoRA"])
+def test_frozen_parameters_stay(folder, lora):
+    main(command(values_of(folder, "run", freeze=["*embed*", "layers.*.attn.*"], **lora)))
     start, end = load_file(folder / "base" / "model.safetensors"), weights(folder, "run")
     moved = {name for name in start if not torch.equal(start[name], end[name])}
     assert moved and not [name for name in moved if "embeddings" in name or "attention.self" in name]

@@ -298,6 +298,7 @@ def test_rows_that_are_left_out_are_counted(folder, caplog):
         ({"template": "chat"}, "template: this tokenizer has no chat template"),
         ({"eval_samples": 2, "cp": 2}, "eval_samples: a model that is split by --cp generates nothing"),
         ({"label_smoothing": 1}, "label_smoothing: got 1.0, expected 0 or more and less than 1"),
+        ({"adam_epsilon": 0}, "adam_epsilon: got 0.0, expected a number above 0"),
         (
             {"model": "tiny/bert", "model_config": {"num_layers": 1}},
             "model: tiny/bert is an encoder, .* --model_config is_decoder=true",

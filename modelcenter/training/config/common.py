@@ -262,8 +262,8 @@ class TrainConfig(Flags):
         check_positive(self, "early_stopping", "save_minutes")
         if self.batch_size != self.AUTO:
             check_positive(self, "batch_size")
-        check_positive(self, "dp_replicate", "tp", "cp", "pp", "peak_flops")
-        check_not_negative(self, "lr", "weight_decay", "max_grad_norm", "warmup", "adam_epsilon", "seed", "prefetch")
+        check_positive(self, "dp_replicate", "tp", "cp", "pp", "peak_flops", "adam_epsilon")  # 0 / 0 of rare words
+        check_not_negative(self, "lr", "weight_decay", "max_grad_norm", "warmup", "seed", "prefetch")
         for name in ("adam_beta1", "adam_beta2", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected 0 or more and less than 1")

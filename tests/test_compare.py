@@ -54,3 +54,47 @@ def test_a_class_that_transformers_lacks(tmp_path):
     with pytest.raises(ValueError, match="transformers has no MiniCPMForCausalLM.*Compare with another checkpoint"):
         compare_checkpoints(str(tmp_path))
     assert compare_checkpoints(str(tmp_path), str(tmp_path)).equal
+
+
+def test_cpmant(tmp_path):
+    """transformers' CPM-Ant counts padding from the left, by token 0, and leaves shifting labels to its caller."""
+    for task in ("base", "causal-lm"):
+        model = mc.from_config("tiny/cpmant", task, seed=2)
+        model.save_pretrained(tmp_path / task, tokenizer=make_decoder_tokenizer())
+        found = compare_checkpoints(str(tmp_path / task))
+        assert found.equal and found.rows == 6 and ("loss" in found.values) == (task == "causal-lm"), str(found)
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in ["a . <eos> a", "a .", "a a a a"]])
+    found = compare_checkpoints(str(tmp_path / "causal-lm"), data=str(tmp_path / "rows.jsonl"))
+    assert found.equal and found.tokens == 10, str(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "options"),
+    [
+        ("bert", "masked-lm", {}),
+        ("bert", "pretraining", {}),
+        ("bert", "causal-lm", {"is_decoder": True}),
+        ("roberta", "masked-lm", {}),
+    ],
+)
+def test_heads_with_matrices_of_their_own(kind, task, options, tmp_path):
+    """transformers has a second bias there, which it never uses."""
+    model = mc.from_config(f"tiny/{kind}", task, seed=2, tie_embeddings=False, **options)
+    model.save_pretrained(tmp_path)
+    found = compare_checkpoints(str(tmp_path))
+    assert found.equal and "gradients" in found.values, str(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "other", "words"),
+    [
+        ("gpt2", "causal-lm", {"num_layers": 2}, "(3 and 2 layers)"),
+        ("t5", "seq2seq-lm", {"num_layers": 3}, "first that differs: 2 (2 and 3 encoder layers)"),
+    ],
+)
+def test_other_numbers_of_layers(kind, task, other, words, tmp_path):
+    for name, options in (("a", {}), ("b", other)):
+        mc.from_config(f"tiny/{kind}", task, seed=2, **options).save_pretrained(tmp_path / name)
+    found = compare_checkpoints(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert not found.equal and words in str(found), str(found)
+    assert compare_checkpoints(str(tmp_path / "b"), str(tmp_path / "b")).equal

@@ -44,12 +44,14 @@ def compare_checkpoints(
     pad = theirs.config.pad_token_id if reads_pad else None
     if ours.task == "question-answering" or (reads_pad and pad is None):  # QA: padding takes part in its softmax
         rows = rows[:1]
-    batch = _make_batch(ours, rows)
+    batch, their_labels = _make_batch(ours, rows), {}
+    if second is None and ours.config.model_type == "cpmant":  # which finds padding by token 0 there
+        pad, their_labels = 0, _shifted_labels(batch)
     if pad is not None:
         ids, mask = batch["input_ids"], batch["attention_mask"].bool()
         batch["input_ids"] = ids.masked_fill(ids == pad, 0 if pad else 1).masked_fill(~mask, pad)
     names = (str(first), "transformers" if second is None else str(second))
-    return compare_models(ours, theirs, batch, names=names, tolerance=tolerance)
+    return compare_models(ours, theirs, batch, their_batch=batch | their_labels, names=names, tolerance=tolerance)
 
 
 def _row_task(task: str) -> str:
@@ -90,7 +92,8 @@ def _check_rows(task: str, rows: Sequence[Row], data: str | None) -> None:
 def _make_batch(ours: Model, rows: Sequence[Row]) -> dict[str, Tensor]:
     """A padded batch, with labels of the kind that the model's config asks for."""
     config = ours.config
-    batch = pad_rows(_row_task(ours.task), rows)
+    side = "left" if config.model_type == "cpmant" else "right"  # transformers' takes padding on the left alone
+    batch = pad_rows(_row_task(ours.task), rows, side)
     if ours.task == "double-heads":
         batch |= _double_heads_labels(batch)
     if config.problem_type not in (None, "single_label_classification") and "labels" in batch:
@@ -101,6 +104,14 @@ def _make_batch(ours: Model, rows: Sequence[Row]) -> dict[str, Tensor]:
     if config.model_type == "encoder-decoder":  # where transformers hides what is left out of the labels, else
         batch["decoder_attention_mask"] = output_mask(ours, batch).long()
     return batch
+
+
+def _shifted_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Labels, if any, each at the token before its own, for a model that leaves shifting them to its caller."""
+    if "labels" not in batch:
+        return {}
+    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
+    return {"labels": labels.where(batch["attention_mask"].bool(), IGNORE)}
 
 
 def _double_heads_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

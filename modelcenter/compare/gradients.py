@@ -40,7 +40,11 @@ def hub_gradients(model: Model, grads: Mapping[str, Tensor] | None = None) -> di
 
 
 def parameters_by_file_name(theirs: nn.Module, ours: Model) -> dict[str, nn.Parameter]:
-    """The parameters of a transformers model under the names of its checkpoint, which its modules may not have."""
+    """The parameters of a transformers model under the names of its checkpoint, which its modules may not have.
+
+    Call it after a backward pass: a parameter without a gradient is left out where files only repeat another under its
+    name (`cls.predictions.bias` of BERT's untied head, which nothing there uses).
+    """
     layout, arch = layout_of(ours), registry.get(ours.config.model_type).arch_map()
     parameters = {}
     for name, p in theirs.named_parameters():
@@ -48,5 +52,7 @@ def parameters_by_file_name(theirs: nn.Module, ours: Model) -> dict[str, nn.Para
         key = layout.aliases.get(key, key)
         if key in layout.ties and not layout.ties[key].write:
             key = layout.ties[key].to
+        elif key in layout.ties and p.grad is None:
+            continue
         parameters[layout.written.get(key, name)] = p
     return parameters

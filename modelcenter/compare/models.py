@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,12 @@ from torch import Tensor, nn
 from modelcenter.compare.gradients import gradients_of, hub_gradients, parameters_by_file_name
 from modelcenter.compare.rows import IGNORE
 from modelcenter.models.base import Model
+
+STACKS = {
+    "hidden_states": "layers",
+    "encoder_hidden_states": "encoder layers",
+    "decoder_hidden_states": "decoder layers",
+}
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
@@ -29,7 +36,9 @@ class Comparison:
     Attributes:
         values: what was compared -> difference: "loss", each output, "gradients", "layers".
         worst_gradient: the parameter whose gradient differs most.
-        first_layer: number of the first layer whose output differs beyond the tolerance (0: the embedding), or None.
+        first_layer: number of the first layer whose output differs beyond the tolerance or that one model lacks
+            (0: the embedding), or None.
+        depths: "layers", or "encoder layers" and "decoder layers" -> how many of them each model has.
     """
 
     names: tuple[str, str]
@@ -40,6 +49,7 @@ class Comparison:
     values: dict[str, float] = field(default_factory=dict)
     worst_gradient: str = ""
     first_layer: int | None = None
+    depths: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
@@ -53,6 +63,8 @@ class Comparison:
                 note = f"  worst: {self.worst_gradient}"
             elif what == "layers" and self.first_layer is not None:
                 note = f"  first that differs: {self.first_layer or 'the embedding'}"
+                uneven = [f"{a} and {b} {stack}" for stack, (a, b) in self.depths.items() if a != b]
+                note += f" ({', '.join(uneven)})" if uneven else ""
             lines.append(f"  {what:<24} {value:.2e}{note}")
         verdict = "equal" if self.equal else "DIFFERENT"
         return "\n".join([*lines, f"{verdict} (largest difference allowed: {self.tolerance:.0e})"])
@@ -63,6 +75,7 @@ def compare_models(
     theirs: nn.Module,
     batch: Mapping[str, Tensor],
     *,
+    their_batch: Mapping[str, Tensor] | None = None,
     names: tuple[str, str] = ("ours", "theirs"),
     tolerance: float = 1e-5,
 ) -> Comparison:
@@ -71,17 +84,21 @@ def compare_models(
     Args:
         ours: a modelcenter model. theirs: a transformers model, or one of ours. Both in eval mode.
         batch: see pad_rows; labels are optional.
+        their_batch: the same for `theirs`, where it takes labels in another form; None: batch.
     """
     mask = batch["attention_mask"].bool()
     result = Comparison(names, ours.task, len(batch["input_ids"]), int(mask.sum()), tolerance)
     for model in (ours, theirs):
         model.zero_grad()
     our_out = ours(**batch, output_hidden_states=True)
-    their_out = theirs(**batch, output_hidden_states=True)
+    their_out = theirs(**(batch if their_batch is None else their_batch), output_hidden_states=True)
     decoder_mask = output_mask(ours, batch)
     result.values |= _output_differences(our_out, their_out, mask, decoder_mask)
     layers = list(_layer_differences(our_out, their_out, mask, decoder_mask))
     result.values["layers"] = max(layers)
+    result.depths = {
+        stack: (len(our_out[name]) - 1, len(their_out[name]) - 1) for name, stack in STACKS.items() if name in our_out
+    }
     result.first_layer = next((i for i, gap in enumerate(layers) if gap > tolerance), None)
     if our_out.get("loss") is not None and their_out.get("loss") is not None:
         for out in (our_out, their_out):
@@ -117,13 +134,17 @@ def _output_differences(ours: Any, theirs: Any, mask: Tensor, decoder_mask: Tens
 
 
 def _layer_differences(ours: Any, theirs: Any, mask: Tensor, decoder_mask: Tensor) -> Iterator[float]:
-    """The difference after each layer, at real tokens; an encoder's layers before its decoder's."""
+    """The difference after each layer, at real tokens; an encoder's layers before its decoder's.
+
+    It is infinite for a layer that only one of them has.
+    """
     flat = mask.flatten(0, -2) if mask.dim() == 3 else mask
-    for name in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
+    for name in STACKS:
         real = decoder_mask if name.startswith("decoder_") else flat
         if name in ours or name in theirs:
-            for pair in zip(ours[name], theirs[name], strict=True):
-                yield difference(*(x.detach().reshape(*real.shape, -1)[real] for x in pair))
+            for pair in zip_longest(ours[name], theirs[name]):
+                both = [x.detach().reshape(*real.shape, -1)[real] for x in pair if x is not None]
+                yield difference(*both) if len(both) == 2 else float("inf")
 
 
 def _gradient_differences(ours: Model, theirs: nn.Module) -> dict[str, float]:

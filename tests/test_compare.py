@@ -98,3 +98,11 @@ def test_other_numbers_of_layers(kind, task, other, words, tmp_path):
     found = compare_checkpoints(str(tmp_path / "a"), str(tmp_path / "b"))
     assert not found.equal and words in str(found), str(found)
     assert compare_checkpoints(str(tmp_path / "b"), str(tmp_path / "b")).equal
+
+
+@pytest.mark.parametrize("order", [("bert", "t5"), ("t5", "bert")])
+def test_models_of_other_inputs(order, tmp_path):
+    for kind in order:
+        mc.from_config(f"tiny/{kind}", "base").save_pretrained(tmp_path / kind)
+    with pytest.raises(ValueError, match=f"{order[0]} is {order[0]}, .*{order[1]} is {order[1]}: expected two encoder"):
+        compare_checkpoints(*(str(tmp_path / kind) for kind in order), task="base")

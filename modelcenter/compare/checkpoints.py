@@ -25,7 +25,7 @@ def compare_checkpoints(
         task: the head; None: the one that the first checkpoint names.
 
     Raises:
-        ValueError: a checkpoint does not load, or the data is empty.
+        ValueError: a checkpoint does not load, the data is empty, or the two do not take the same inputs.
     """
     from modelcenter.auto import from_pretrained
 
@@ -35,6 +35,11 @@ def compare_checkpoints(
     theirs: Any
     if second is not None:
         theirs = from_pretrained(second, ours.task, dtype="float32", policy=False)
+        if theirs.is_encoder_decoder != ours.is_encoder_decoder:
+            kinds = (f"{name} is {model.config.model_type}" for name, model in ((first, ours), (second, theirs)))
+            raise ValueError(
+                f"{', '.join(kinds)}: expected two encoder-decoders or none, as only these read decoder_input_ids"
+            )
     else:
         with TemporaryDirectory() as folder:
             ours.save_pretrained(folder)  # so that any kind of checkpoint can be compared, and the export is what runs

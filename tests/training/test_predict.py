@@ -335,15 +335,19 @@ def turned(folder, tmp_path):
     return other
 
 
-def test_numbers_of_a_source_mean_what_it_calls_them(folder, tmp_path, capsys):
+@pytest.mark.parametrize("names", [["Good", "Bad"], ["bad", "good"]])
+def test_numbers_of_a_source_mean_what_it_calls_them(folder, tmp_path, names, capsys):
     """Not what the model calls the class of that number."""
     import pyarrow
     import pyarrow.parquet
 
     rows = make_rows(24, seed=1)
     plain = write_jsonl(tmp_path / "a.jsonl", rows)
-    columns = {"text": [row["text"] for row in rows], "label": [["good", "bad"].index(row["label"]) for row in rows]}
-    about = {"info": {"features": {"label": {"names": ["Good", "Bad"], "_type": "ClassLabel"}}}}
+    columns = {
+        "text": [row["text"] for row in rows],
+        "label": [[n.lower() for n in names].index(r["label"]) for r in rows],
+    }
+    about = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
     table = pyarrow.table(columns).replace_schema_metadata({"huggingface": json.dumps(about)})
     pyarrow.parquet.write_table(table, str(tmp_path / "a.parquet"))
     scores = []
@@ -351,6 +355,9 @@ def test_numbers_of_a_source_mean_what_it_calls_them(folder, tmp_path, capsys):
         cli(["evaluate", str(folder / "run"), str(data), "--json"])
         scores.append(json.loads(capsys.readouterr().out))
     assert scores[0] == scores[1] and scores[0]["accuracy"] != 0.5
+    given = ClassificationConfig(train_data=[str(plain)], eval_data=[str(tmp_path / "a.parquet")])
+    task = Classification.from_flags(given)
+    assert task.eval_targets.tolist() == task.targets.tolist()
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,11 @@ def renumbering(names: Sequence[str], reference: Sequence[str] | None) -> tuple[
     return order, np.array([order.index(name) for name in names])
 
 
+def renumbered(targets: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Targets of classes, (rows,) ids or (rows, classes), for the new id of each: `numbers` (classes,)."""
+    return targets[:, np.argsort(numbers)] if targets.ndim == 2 else numbers[targets]
+
+
 def reordered_ids_to_names(values: Sequence[Any], classes: Sequence[str] | None, names: Sequence[str]) -> Sequence[Any]:
     """The values of a source whose ids mean `classes`: names in place of ids if it numbers the same classes differently
     from `names`, else the values as they are."""

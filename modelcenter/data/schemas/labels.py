@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from modelcenter.data.readers.literals import parse_list, parse_lists
+from modelcenter.data.schemas.class_names import match_order, renumbered
 
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 Where = Callable[[int], str]
@@ -33,15 +34,25 @@ class Labels:
     by_id: bool = False
     multi_hot: bool = False
 
-    def encode(self, values: Sequence[Any], where: Where, known_from: str = "the training data") -> np.ndarray:
+    def encode(
+        self,
+        values: Sequence[Any],
+        where: Where,
+        known_from: str = "the training data",
+        classes: Sequence[str] | None = None,
+    ) -> np.ndarray:
         """Targets of the rows: int64 (n,) single label; float32 (n, classes) multi-label; float32 (n,) or (n, k)
         regression.
 
-        where: the place of a row, for messages. Raises ValueError for a row without a label or with one outside the
-        classes.
+        where: the place of a row, for messages. classes: what the source of the rows calls its classes, by id; its ids
+        mean these where they are the same classes, however they are numbered here. Raises ValueError for a row without
+        a label or with one outside the classes.
         """
-        values = [_normalise(value) for value in values]
-        _check_present(values, where, self.by_id and _only_ids(self.problem_type, self.names))
+        order = match_order(self.names, classes)
+        if order is not None and any(type(v) is int for value in values for v in _members(value)):
+            targets = replace(self, names=order, by_id=True).encode(values, where, known_from)
+            return renumbered(targets, np.array([self._ids[name] for name in order]))
+        values = _read(values, where, self.problem_type, self.names, self.by_id)
         if self.problem_type == "regression":
             return _floats(values, where, len(self.names))
         if self.problem_type == "single_label_classification":
@@ -53,7 +64,8 @@ class Labels:
                 targets[row] = ids[value]
             return targets
         lists = [_as_list(value) for value in values]
-        if len(lists[0]) == len(self.names) and (_zeros_and_ones(lists) if self.multi_hot else _is_multi_hot(lists)):
+        # A number beside names is no label: it says whether the row has the class of its place.
+        if (self.multi_hot or not self.by_id) and _zeros_and_ones(lists, len(self.names)):
             return np.array([[float(v) for v in row] for row in lists], dtype=np.float32)
         targets = np.zeros((len(values), len(self.names)), dtype=np.float32)
         for row, members in enumerate(lists):
@@ -94,46 +106,41 @@ def find_labels(
 ) -> Labels:
     """Find from the training labels what kind of problem it is and which classes there are.
 
-    Lists are multi-label, numbers with a fraction regression, anything else single label. Integer labels 0..k-1 keep
-    their ids; other integers and strings are numbered in sorted order. names: class names that the source (or a
-    fine-tuned model) gives, by id. column: its name, for messages.
+    Numbers with a fraction, or lists of such numbers, are regression, other lists multi-label, anything else single
+    label. Integer labels 0..k-1 keep their ids; other integers and strings are numbered in sorted order. names: class
+    names that the source (or a fine-tuned model) gives, by id. column: its name, for messages.
     Raises ValueError for rows without a label, where the labels found do not fit num_labels or problem_type, and,
     without these, for whole numbers that hardly recur.
     """
-    if problem_type in (None, "multi_label_classification"):
-        values = parse_lists(values)
-    values = [_normalise(value) for value in values]
-    _check_present(values, where, names is not None and _only_ids(problem_type, names))
-    if problem_type is None:
-        problem_type = _guess_type(values)
-        if problem_type == "single_label_classification" and names is None:
-            _check_single(values, where)
-            if num_labels is None:
-                _check_recurring_numbers(values, where, column)
+    given, problem_type = problem_type, problem_type or _guess_type(values)
+    values = _read(values, where, problem_type, names or (), names is not None)
+    if given is None and problem_type == "single_label_classification" and names is None:
+        _check_single(values, where)
+        if num_labels is None:
+            _check_recurring_numbers(values, where, column)
     if problem_type == "regression":
         width = num_labels or (len(values[0]) if isinstance(values[0], list) else 1)
         _floats(values, where, width)  # raises for other values
         return Labels(problem_type, ("score",) if width == 1 else tuple(f"score_{i}" for i in range(width)))
     multi = problem_type == "multi_label_classification"
-    if not multi:
-        row = next((i for i, v in enumerate(values) if isinstance(v, list)), None)
-        if row is not None:
-            raise ValueError(
-                f"{where(row)}: the label is a list ({values[row]!r:.60}), but problem_type is {problem_type}"
-            )
     lists = [_as_list(value) for value in values] if multi else [[value] for value in values]
     if names is not None:
         numbers = all(_as_id(v) is not None for members in lists for v in members)
         if num_labels not in (None, len(names)):
             raise ValueError(f"num_labels is {num_labels}, but the labels have {len(names)} names: {', '.join(names)}")
-        return Labels(
-            problem_type, tuple(names), by_id=numbers and not {str(v) for m in lists for v in m} <= set(names)
-        )
+        by_id = numbers and not {str(v) for m in lists for v in m} <= set(names)
+        # How the rows that trained a model were written is not known; a rule for each row depends on no other.
+        return Labels(problem_type, tuple(names), by_id=by_id, multi_hot=multi and _zeros_and_ones(lists, len(names)))
     if multi and _is_multi_hot(lists):
         width = len(lists[0])
         if num_labels not in (None, width):
             raise ValueError(f"{where(0)}: the label lists {width} zeros and ones, but num_labels is {num_labels}")
         return Labels(problem_type, tuple(map(str, range(width))), by_id=True, multi_hot=True)
+    if num_labels is None and not any(lists):
+        raise ValueError(
+            f"label_column: all lists of labels in {column} are empty (first at {where(0)}), expected some labels; is "
+            "it the right column?"
+        )
     return _classes_of(lists, where, problem_type, num_labels)
 
 
@@ -150,7 +157,7 @@ def unsaid(
     `find_labels` made of the same arguments. num_labels: none where there are such classes only with it."""
     found: dict[str, Any] = {"problem_type": labels.problem_type, "num_labels": len(labels.names)}
     if problem_type is not None:
-        found["problem_type"] = _guess_type([_normalise(value) for value in parse_lists(values)])
+        found["problem_type"] = _guess_type(values)
     if num_labels is not None:
         try:
             kept = find_labels(values, where, problem_type=labels.problem_type, names=names)
@@ -216,27 +223,62 @@ def _normalise(value: Any) -> Any:
     return [_normalise(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def _check_present(values: Sequence[Any], where: Where, by_id: bool) -> None:
-    """Raise ValueError for a row without a label, or with an object, bytes or a list of lists for one.
+def _read(values: Sequence[Any], where: Where, problem_type: str, names: Sequence[str], by_id: bool) -> list[Any]:
+    """The labels of the rows: a text, a number or a list of these, also of one that is written as a text.
 
     by_id: -1 is no label, which is how the Hub marks such rows where labels are ids of named classes.
+    Raises ValueError for a row without a label, with an empty one in its list, or with anything else for one.
     """
-    for i, value in enumerate(values):
-        if any(isinstance(v, (dict, list, bytes)) for v in (value if isinstance(value, list) else [value])):
-            raise ValueError(f"{where(i)}: the label is {value!r:.60}, expected a text, a number, or a list of these")
-    missing = [
-        i
-        for i, v in enumerate(values)
-        if v is None or v == "" or (by_id and v == -1) or (isinstance(v, float) and math.isnan(v))
-    ]
+    single = problem_type == "single_label_classification"
+    values = [_normalise(value if single else _unspelled(value)) for value in values]
+    for row, value in enumerate(values):
+        if any(isinstance(v, (dict, list, bytes)) for v in _members(value)):
+            raise ValueError(f"{where(row)}: the label is {value!r:.60}, expected a text, a number, or a list of these")
+        if single and isinstance(value, list):
+            raise ValueError(f"{where(row)}: the label is a list ({value!r:.60}), but problem_type is {problem_type}")
+    absent = _absent(values, names, by_id and _only_ids(problem_type, names))
+    missing = [row for row, value in enumerate(values) if any(map(absent, _members(value)))]
     if missing:
+        row, value = missing[0], values[missing[0]]
         others = f" ({len(missing)} of {len(values)} rows have none)" if len(missing) > 1 else ""
-        raise ValueError(f"{where(missing[0])}: the row has no label{others}; label these rows or remove them")
+        place = f" at a place of its list {value!r:.60}" if isinstance(value, list) else ""
+        raise ValueError(f"{where(row)}: the row has no label{place}{others}; label these rows or remove them")
+    return values
+
+
+def _absent(values: Sequence[Any], names: Sequence[str], by_id: bool) -> Callable[[Any], bool]:
+    """Whether a label is none. So is a text "nan" where all others are numbers: programs write it for a missing one."""
+
+    def absent(v: Any) -> bool:
+        return v is None or v == "" or (by_id and v == -1) or (isinstance(v, float) and math.isnan(v))
+
+    def is_nan(v: Any) -> bool:
+        return isinstance(v, str) and v.lower() == "nan"
+
+    members = {v for value in values for v in _members(value)}
+    nans = {v for v in members if is_nan(v)} - set(names)
+    others = [v for v in members - nans if not absent(v)]
+    if not nans or not others or any(_as_float(v) is None for v in others):
+        return absent
+    return lambda v: absent(v) or is_nan(v)
+
+
+def _members(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _unspelled(value: Any) -> Any:
+    """The list that a text spells; anything else as it is."""
+    members = parse_list(value) if isinstance(value, str) else None
+    return value if members is None else members
 
 
 def _guess_type(values: Sequence[Any]) -> str:
+    values = [_normalise(value) for value in parse_lists(values)]
     if any(isinstance(value, list) for value in values):
-        return "multi_label_classification"
+        members = [v for value in values for v in _members(value)]
+        fraction = all(isinstance(v, (int, float)) for v in members) and any(isinstance(v, float) for v in members)
+        return "regression" if fraction else "multi_label_classification"
     numbers = [_as_float(value) for value in values]
     if all(number is not None for number in numbers) and any(not float(number or 0).is_integer() for number in numbers):
         return "regression"
@@ -292,8 +334,7 @@ def _as_float(value: Any) -> float | None:
 def _floats(values: Sequence[Any], where: Where, width: int) -> np.ndarray:
     out = np.empty((len(values), width), dtype=np.float32)
     for row, value in enumerate(values):
-        members = value if isinstance(value, list) else [value]
-        numbers = [_as_float(v) for v in members]
+        numbers = [_as_float(v) for v in _members(value)]
         if len(numbers) != width or any(number is None for number in numbers):
             expected = "a number" if width == 1 else f"a list of {width} numbers"
             raise ValueError(f"{where(row)}: label {value!r:.60} is not {expected}, as regression needs")
@@ -302,24 +343,21 @@ def _floats(values: Sequence[Any], where: Where, width: int) -> np.ndarray:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """The labels of a multi-label row: of a list, of one written as a text, or of names separated by | or commas."""
+    """The labels of a multi-label row: of a list, or of names separated by | or commas."""
     if isinstance(value, str):
-        members = parse_list(value)
-        if members is not None:
-            return [_normalise(v) for v in members]
         return [part.strip() for part in re.split(r"[|,]", value) if part.strip()]
     return value if isinstance(value, list) else [value]
 
 
-def _zeros_and_ones(lists: Sequence[list[Any]]) -> bool:
-    """Whether these are rows of zeros and ones of equal length."""
-    return len(lists[0]) > 1 and all(
-        len(row) == len(lists[0]) and all(v in (0, 1) and not isinstance(v, str) for v in row) for row in lists
+def _zeros_and_ones(lists: Sequence[list[Any]], width: int) -> bool:
+    """Whether these are rows of so many zeros and ones."""
+    return width > 1 and all(
+        len(row) == width and all(v in (0, 1) and not isinstance(v, str) for v in row) for row in lists
     )
 
 
 def _is_multi_hot(lists: Sequence[list[Any]]) -> bool:
     """Whether rows of zeros and ones cannot be ids: ids do not repeat, and do not come in two orders."""
-    return _zeros_and_ones(lists) and (
+    return _zeros_and_ones(lists, len(lists[0])) and (
         any(len(set(row)) < len(row) for row in lists) or any(row != lists[0] for row in lists)
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import engine
 from modelcenter.data.batching.collate import pack
-from modelcenter.data.schemas.class_names import renumbering, reordered_ids_to_names
+from modelcenter.data.schemas.class_names import renumbered, renumbering
 from modelcenter.data.schemas.columns import Columns, check_columns, find_columns, join_labels
 from modelcenter.data.schemas.labels import Labels, find_labels, unsaid
 from modelcenter.data.table import Table
@@ -80,7 +80,7 @@ class Classification(Task):
         options: dict[str, Any] = {"problem_type": cfg.problem_type, "num_labels": cfg.num_labels, "names": names}
         labels = find_labels(values, table.where, **options, column=f"column {columns.label!r}")
         cfg.unsaid = unsaid(values, table.where, labels, **options)
-        targets = labels.encode(values, table.where)
+        targets = labels.encode(values, table.where, classes=names)
         for flag in ("group_column", "class_weights"):
             if getattr(cfg, flag) and labels.problem_type != "single_label_classification":
                 raise ValueError(f"{flag}: for rows with one label each, not for {labels.problem_type}")
@@ -88,7 +88,8 @@ class Classification(Task):
         if eval_table is not None:
             find_columns(eval_table, columns.text, columns.text_pair, columns.label)
             check_columns(eval_table, {"group": group})
-            eval_targets = labels.encode(named_values(eval_table, columns.label, labels.names), eval_table.where)
+            classes = eval_table.classes.get(columns.label)
+            eval_targets = labels.encode(eval_table.columns[columns.label], eval_table.where, classes=classes)
         return cls(
             table=table,
             columns=columns,
@@ -106,15 +107,10 @@ class Classification(Task):
         if found is None or self.labels.problem_type == "regression":
             return
         order, numbers = found
-        multi = self.labels.problem_type == "multi_label_classification"
-
-        def renumbered(targets: np.ndarray | None) -> np.ndarray | None:
-            if targets is None:
-                return None
-            return targets[:, np.argsort(numbers)] if multi else numbers[targets]
-
         self.labels = Labels(self.labels.problem_type, order)
-        self.targets, self.eval_targets = renumbered(self.targets), renumbered(self.eval_targets)
+        self.targets, self.eval_targets = (
+            None if targets is None else renumbered(targets, numbers) for targets in (self.targets, self.eval_targets)
+        )
 
     def model_options(self) -> dict[str, Any]:
         names = dict(enumerate(self.labels.names))
@@ -202,10 +198,11 @@ class Classification(Task):
         if self.columns.label is None:
             self.labels, targets = Labels(kind or "single_label_classification", tuple(names)), None
         else:
-            values, where = named_values(self.table, self.columns.label, names), self.table.where
+            values, where = self.table.columns[self.columns.label], self.table.where
+            classes = self.table.classes.get(self.columns.label)
             self.labels = find_labels(values, where, problem_type=kind, num_labels=len(names), names=names)
             try:
-                targets = self.labels.encode(values, where, known_from="the model")
+                targets = self.labels.encode(values, where, "the model", classes)
             except ValueError as error:  # perhaps of a column that was found, where the rows lack that of the run
                 raise ValueError(f"{error}; read from column {self.columns.label!r} (--label_column)") from None
         return self._examples(self.table, targets, tokenizer, max_length)
@@ -234,11 +231,6 @@ def predictions(logits: Tensor, labels: Labels) -> Iterator[dict[str, Any]]:
         else:
             best = names[max(range(len(values)), key=values.__getitem__)]
             yield {"label": best, "score": probabilities[best], "probabilities": probabilities}
-
-
-def named_values(table: Table, column: str, names: Sequence[str]) -> Sequence[Any]:
-    """The labels of a table, by name where it numbers the classes otherwise than the model does."""
-    return reordered_ids_to_names(table.columns[column], table.classes.get(column), names)
 
 
 def check_texts(table: Table, columns: Columns) -> None:

@@ -72,6 +72,58 @@ def test_rows_without_a_label(missing):
         find_labels(["a", "b"], where).encode([missing], where)
 
 
+@pytest.mark.parametrize("missing", [None, "", float("nan"), "  "])
+def test_lists_with_a_label_missing(missing):
+    says = r"line 2: the row has no label at a place of its list \[.*\]; label these rows"
+    for row in (["a", missing], [missing]):
+        with pytest.raises(ValueError, match=says):
+            find_labels([["b"], row], where)
+        with pytest.raises(ValueError, match=says):
+            find_labels([["a"], ["b"]], where).encode([["b"], row], where)
+    for text in ("['a', None]", '["a", NaN]', '["a", ""]'):
+        with pytest.raises(ValueError, match=says):
+            find_labels(["b|a", text], where, problem_type="multi_label_classification")
+
+
+def test_nan_among_numbers_is_no_label():
+    """A file of texts alone, such as csv, has NaN as one; among words it is a word."""
+    says = r"line 3: the row has no label \(2 of 4 rows have none\)"
+    for values in (["0.0", "1.0", "nan", "NaN"], [0, "1", "NAN", ""], ["0.5", "1.5", "nan", "nan"]):
+        with pytest.raises(ValueError, match=says):
+            find_labels(values, where)
+    with pytest.raises(ValueError, match="line 2: the row has no label;"):
+        find_labels(["0", "1"], where).encode(["1", "nan"], where)
+    assert both(["nan", "naan", "nan"])[0].names == ("naan", "nan")
+    assert find_labels(["nan", "1", "a"] * 2, where).encode(["1", "nan"], where).tolist() == [0, 2]
+
+
+def test_lists_and_objects_where_rows_have_one_label():
+    labels = find_labels(["a", "b"], where)
+    with pytest.raises(ValueError, match=r"line 2: the label is a list \(\['a'\]\), but problem_type is single_label"):
+        labels.encode(["b", ["a"]], where)
+    with pytest.raises(ValueError, match="line 1: the label is {'a': 1}, expected a text"):
+        labels.encode([{"a": 1}], where)
+
+
+def test_ids_mean_the_classes_of_their_source():
+    named = find_labels(["bad", "good"], where)
+    assert named.encode([1, 0, 1], where, classes=["bad", "good"]).tolist() == [1, 0, 1]
+    assert named.encode([1, 0, 1], where, classes=["Good", "Bad"]).tolist() == [0, 1, 0]
+    assert named.encode(["good", "bad"], where, classes=["good", "bad"]).tolist() == [1, 0]
+    with pytest.raises(ValueError, match="line 2: the row has no label;"):
+        named.encode([1, -1], where, classes=["bad", "good"])
+    with pytest.raises(ValueError, match="line 1: label 2 is outside num_labels 2"):
+        named.encode([2], where, classes=["bad", "good"])
+    by_id = find_labels([1, 0], where, names=["bad", "good"])
+    assert by_id.encode(["good", "bad"], where).tolist() == [1, 0]
+    assert by_id.encode([1, 0], where, classes=["good", "bad"]).tolist() == [0, 1]
+    lists = find_labels([["a", "b"], ["c"]], where)
+    assert lists.encode([[2], [0, 1]], where, classes=["a", "b", "c"]).tolist() == [[0, 0, 1], [1, 1, 0]]
+    assert lists.encode([[2], [0, 1]], where, classes=["c", "a", "b"]).tolist() == [[0, 1, 0], [1, 0, 1]]
+    numbers = find_labels([0, 1], where, names=["1", "0"])
+    assert numbers.encode([0, 1], where, classes=["1", "0"]).tolist() == [0, 1]
+
+
 def test_a_label_that_is_none():
     for values in ([{"a": 1}] * 4, [["x"], [["y"]]], [["x"], [{"y": 1}]]):
         with pytest.raises(ValueError, match=r"row \d: the label is .*, expected a text, a number, or a list of these"):
@@ -100,11 +152,26 @@ def test_two_classes_as_zeros_and_ones():
     assert both([[0], [1], [0, 1]])[1] == [[1, 0], [0, 1], [1, 1]]
 
 
+def test_how_two_classes_are_written_does_not_depend_on_the_rows_evaluated():
+    ids, names = find_labels([[0], [1], [], [0, 1]], where), find_labels([["a"], ["b"], ["a", "b"]], where)
+    again = {"problem_type": "multi_label_classification", "names": ["0", "1"]}
+    for values in ([[0, 1], [0, 1]], [[0, 1], [1, 0]]):
+        assert ids.encode(values, where).tolist() == [[1, 1], [1, 1]]
+        assert names.encode(values, where).tolist() == values
+        assert find_labels(values, where, **again).encode(values, where).tolist() == values
+
+
 def test_regression():
     labels, values = both([0.5, "2", 3.25, 1])
     assert (labels.problem_type, labels.names, values) == ("regression", ("score",), [0.5, 2.0, 3.25, 1.0])
     assert both([1, 2], problem_type="regression")[1] == [1.0, 2.0]
     assert both([[1, 2.5], [0, 1]], problem_type="regression")[1] == [[1.0, 2.5], [0.0, 1.0]]
+    for lists in ([[1, 2.5], [0, 1]], ["[1.0, 2.5]", "[0, 1]"]):
+        labels, values = both(lists)
+        assert (labels.problem_type, values) == ("regression", [[1.0, 2.5], [0.0, 1.0]])
+    with pytest.raises(ValueError, match="line 2: label .* is not a list of 2 numbers"):
+        find_labels([[1, 2.5], [1]], where)
+    assert find_labels([["1.5"], ["2"]], where).names == ("1.5", "2")
     with pytest.raises(ValueError, match="line 2: label 'high' is not a number"):
         find_labels([1.5, "high"], where, problem_type="regression")
     with pytest.raises(ValueError, match="line 2: label .* is not a list of 2 numbers"):
@@ -203,6 +270,8 @@ def test_one_label_or_several_is_asked():
 def test_kind_that_does_not_fit():
     with pytest.raises(ValueError, match="line 2: the label is a list .* but problem_type is single_label"):
         find_labels(["a", ["b"]], where, problem_type="single_label_classification")
+    with pytest.raises(ValueError, match=r"label_column: all lists .* in it are empty \(first at a.csv, line 1\)"):
+        find_labels([[], []], where)
     with pytest.raises(ValueError, match="all rows have one label, 'a'"):
         find_labels(["a", "a"], where)
     with pytest.raises(ValueError, match="label_column: got 5 labels in 5 rows .* is it the right column"):

@@ -209,6 +209,9 @@ def test_other_families(folder, model):
 
 
 def test_numbers_and_their_names(folder):
+    def from_flags(**changes) -> TokenClassification:
+        return TokenClassification.from_flags(TokenClassificationConfig.from_args(command(flags(folder, **changes))))
+
     rows = [{**row, "ner_tags": [TAGS.index(t) for t in row["ner_tags"]]} for row in make_tagged(27, seed=1)]
     data = str(write_jsonl(folder / "numbers.jsonl", rows))
     with pytest.raises(
@@ -220,7 +223,11 @@ def test_numbers_and_their_names(folder):
     assert numbers[0]["loss"] == names[0]["loss"]
     saved = modelcenter.from_pretrained(str(folder / "run" / "model"), None)
     assert saved.config.id2label == dict(enumerate(TAGS))
-    task = TokenClassification.from_flags(TokenClassificationConfig.from_args(command(flags(folder))))
+    # Names that training rows have are in no order that numbers of other rows could be of.
+    with pytest.raises(ValueError, match="tag_names: .*numbers.jsonl has the tag [0-6] in column 'ner_tags', a number"):
+        from_flags(eval_data=data)
+    assert from_flags(eval_data=data, tag_names=TAGS).eval_targets.tolist() == sum((r["ner_tags"] for r in rows), [])
+    task = from_flags()
     meant = [[task.tag_names[tag] for tag in targets] for targets in (task.targets, task.eval_targets)]
     task.adopt_label_order([name.lower() for name in TAGS[::-1]])  # as a checkpoint that training starts from has them
     assert task.tag_names == tuple(TAGS[::-1])
@@ -240,6 +247,7 @@ def test_lists_that_a_table_of_texts_holds():
     numbered = Table({"tags": [[1, 0], [0]]}, made.origins, {"tags": ["b-x", "o"]})
     # As the source calls them.
     assert word_tags.tags_of(numbered, "tags", rows, ("O", "B-X")) == [["O", "B-X"], ["B-X"]]
+    assert word_tags.named_tags(numbered, "tags", [[1, 0], [0]]) == [["o", "b-x"], ["b-x"]]
     plain = Table({"words": ["[ 1 ]", "[x] b c"]}, made.origins)
     assert word_tags.words_of(plain, "words", tagged=True) == [["[", "1", "]"], ["[x]", "b", "c"]]
 
@@ -307,6 +315,7 @@ def test_mistakes(folder):
         finetune(folder)
     for row, says in (
         ({"tokens": ["a", "b"], "ner_tags": ["O"]}, "line 2: got 1 tags in column 'ner_tags' for 2 words"),
+        ({"tokens": ["a"], "ner_tags": [None]}, r"line 2, word 1 \('a'\): the tag None is not one of the tags of"),
         ({"tokens": ["a"], "ner_tags": None}, "line 2: got None in column 'ner_tags' for 1 words"),
         ({"tokens": None, "ner_tags": []}, "line 2: got None in column 'tokens', expected a list of words"),
         ({"tokens": ["a", ""], "ner_tags": ["O", "O"]}, r"line 2: got \['a', ''\] in column 'tokens', expected a list"),

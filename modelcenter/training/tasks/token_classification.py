@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.loss import IGNORE_INDEX
 from modelcenter.data.batching.collate import pack_tokens
-from modelcenter.data.schemas.class_names import renumbering
+from modelcenter.data.schemas.class_names import match_order, renumbering
 from modelcenter.data.table import Table
 from modelcenter.data.tokenization.words import TokenizedWords, space_before_words, tokenize_words
 from modelcenter.models.base import Model
@@ -29,6 +29,7 @@ from modelcenter.training.tasks.word_tags import (
     find_word_columns,
     inside_tags,
     joined,
+    named_tags,
     names_of_tags,
     tags_of,
     words_of,
@@ -129,6 +130,10 @@ class TokenClassification(WindowTask):
             find_word_columns(eval_table, *columns)
             eval_words = words_of(eval_table, columns[0], tagged=True)
             eval_tags = tags_of(eval_table, columns[1], eval_words, tag_names)
+            # Numbers are no places in a list that was made of the names in the training rows.
+            numbered = cfg.tag_names or columns[1] in table.classes
+            if not numbered and match_order(tag_names, eval_table.classes.get(columns[1] or "")) is None:
+                eval_tags = named_tags(eval_table, columns[1], eval_tags)
             eval_targets = encode_tags(eval_table, eval_words, eval_tags, tag_names)
         return cls(
             table=table,

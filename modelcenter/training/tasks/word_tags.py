@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from modelcenter.data.readers.literals import parse_lists
-from modelcenter.data.schemas.class_names import reordered_ids_to_names
+from modelcenter.data.schemas.class_names import ids_to_names, reordered_ids_to_names
 from modelcenter.data.schemas.entity_spans import has_entity_spans, spans_to_tags
 from modelcenter.data.table import Table
 from modelcenter.training.metrics.qa import is_han
@@ -90,16 +90,23 @@ def names_of_tags(table: Table, column: str | None, tags: list[list[Any]], given
         ValueError: tags that are numbers without names.
     """
     names = given or table.classes.get(column or "")
-    if names:
-        return tuple(names)
-    distinct = {tag for row in tags for tag in row}
-    if not all(isinstance(tag, str) for tag in distinct):
-        odd = next(tag for tag in distinct if not isinstance(tag, str))
+    return tuple(names or sorted({tag for row in named_tags(table, column, tags) for tag in row} - {None}))
+
+
+def named_tags(table: Table, column: str | None, tags: list[list[Any]]) -> list[list[Any]]:
+    """Tags by name: numbers are those of the names that the data bring.
+
+    Raises:
+        ValueError: they are numbers without names.
+    """
+    tags = ids_to_names(tags, table.classes.get(column or "", ()))
+    odd = [tag for row in tags for tag in row if tag is not None and not isinstance(tag, str)]
+    if odd:
         raise ValueError(
-            f"tag_names: {table.name} has the tag {odd!r} in column {column!r}, a number without a name; give their "
+            f"tag_names: {table.name} has the tag {odd[0]!r} in column {column!r}, a number without a name; give their "
             "names in order, such as tag_names O B-PER I-PER"
         )
-    return tuple(sorted(distinct))
+    return tags
 
 
 def encode_tags(

@@ -13,7 +13,7 @@ import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.data.sampling import EpochBatches
-from modelcenter.training.config import MultipleChoiceConfig
+from modelcenter.training.config import EvaluateConfig, MultipleChoiceConfig
 from modelcenter.training.tasks.multiple_choice import MultipleChoice
 from scripts.finetune_multiple_choice import main
 
@@ -159,6 +159,20 @@ def test_one_of_several_right_entities(folder):
     labels = [examples.batch(np.arange(9), epoch)["labels"].tolist() for epoch in range(3)]
     index = [[r["entities"].index(r["answers"][turn]) for r in rows] for turn in (0, 1, 0)]
     assert labels == index and labels[0] != labels[1]
+
+
+def test_labels_are_read_alike_in_every_file(folder):
+    rows = [{"context": "a", "choices": list("1234"), "label": i % 4} for i in range(8)]
+    few = write_jsonl(folder / "few.jsonl", [row for row in rows if row["label"]])
+    data = {"train_data": str(write_jsonl(folder / "all.jsonl", rows)), "eval_data": str(few)}
+    cfg = MultipleChoiceConfig.from_args(command(flags(folder, **data)))
+    task = MultipleChoice.from_flags(cfg)
+    assert task.eval_targets.tolist() == [1, 2, 3] * 2 and cfg.label_kind == "number"
+    asked = EvaluateConfig(run="m", data=[str(few)])
+    again = MultipleChoice.for_inference(asked, cfg, task.eval_table, labelled=True)
+    assert again.targets.tolist() == [1, 2, 3] * 2
+    with pytest.raises(ValueError, match="label_kind: changes nothing as labels are of the kind number"):
+        MultipleChoice.from_flags(MultipleChoiceConfig.from_args(command(flags(folder, **data, label_kind="letter"))))
 
 
 def test_mistakes_and_the_plan(folder, capsys):

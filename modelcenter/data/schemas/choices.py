@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from modelcenter.data.readers.literals import parse_list, parse_object
-from modelcenter.data.schemas.columns import check_columns, find_usual_name, quoted_names
+from modelcenter.data.schemas.columns import check_columns, find_usual_name, is_missing, quoted_names
 from modelcenter.data.table import Table
 
 CONTEXTS = ("context", "article", "passage", "premise", "sent1", "ctx_a", "paragraph", "ctx", "sentence", "text")
 QUESTIONS = ("question", "sent2", "ctx_b", "question_stem", "query", "goal")
 CHOICES = ("choices", "options", "endings", "choice", "candidates")
+LABEL_KINDS = ("name", "text", "letter", "number")
 LABELS = ("label", "labels", "answer", "answerkey", "correct", "gold", "target")
 _NUMBERED = re.compile(r"(choice|option|ending|answer|sol|op)_?(\d+|[a-h])", re.IGNORECASE)
 _BLANK = re.compile(r"(?<![A-Za-z0-9])_+(?![A-Za-z0-9])")
@@ -194,46 +195,74 @@ def _is_text(value: Any) -> bool:
 
 
 def _texts(table: Table, column: str | None) -> list[str]:
-    """The texts of a column, "" where a row has none; lines of a list become one text."""
+    """The texts of a column, "" where a row has none; lines of a list become one text.
+
+    Raises:
+        ValueError: a value that is no text, such as an object.
+    """
     if column is None:
         return [""] * len(table)
-    return [
-        "\n".join(map(str, value)) if isinstance(value, (list, tuple)) else "" if value is None else str(value).strip()
-        for value in table.columns[column]
-    ]
+    texts = []
+    for i, value in enumerate(table.columns[column]):
+        lines = value if isinstance(value, (list, tuple)) else [] if is_missing(value) else [value]
+        if not all(isinstance(line, (str, int, float)) for line in lines):
+            raise ValueError(f"{table.where(i)}: the row has {value!r:.60}, expected a text, in column {column!r}")
+        text = "\n".join(map(str, lines))
+        texts.append(text if lines is value else text.strip())
+    return texts
 
 
-def correct_choices(table: Table, column: str, choices: Choices, first: int | None = None) -> tuple[np.ndarray, int]:
-    """(int64 (rows,): the correct choice of each row, counted from 0; the number of the first choice in the data).
+def correct_choices(
+    table: Table, column: str, choices: Choices, first: int | None = None, kind: str | None = None
+) -> tuple[np.ndarray, int, str]:
+    """(int64 (rows,): the correct choice of each row, counted from 0; the number of the first choice in the data; the
+    kind of the labels).
 
-    All rows name it in the same way: by their own name for the choice, by its text, by a letter, or by its number.
+    All labels are of one kind, of LABEL_KINDS: the row's own name for the choice, its text, a letter, or its number.
 
     Args:
         first: the number of the first choice, 0 or 1; None: 1 if no row has 0 and some row has as many as its choices.
+        kind: of labels that may be of several, as the numbers of choices that are numbers themselves; without effect
+            where no label is of it. None: the kind that fits the most rows, the first of such.
 
     Raises:
         ValueError: a row without a label, or with a label that is none of its choices.
     """
-    values = ["" if value is None else str(value).strip() for value in table.columns[column]]
-    missing = next((i for i, value in enumerate(values) if value in ("", "-1")), None)
+    values = ["" if is_missing(value) else str(value).strip() for value in table.columns[column]]
+    missing = next((i for i, value in enumerate(values) if value in ("", "-1", "-1.0")), None)
     if missing is not None:
         raise ValueError(f"{table.where(missing)}: the row has no label in column {column!r}; label it or remove it")
-    ways = [choices.names or [[]] * len(values), choices.offered, [_LETTERS[:n] for n in choices.counts]]
-    for way in ways:
-        if all(value in known for value, known in zip(values, way, strict=True)):
-            chosen = [known.index(value) for value, known in zip(values, way, strict=True)]
-            return np.array(chosen, np.int64), first or 0
-    numbers = [int(value) if re.fullmatch(r"\d+", value) else -1 for value in values]
-    if first is None:
-        one = 0 not in numbers and any(n == count for n, count in zip(numbers, choices.counts.tolist(), strict=True))
-        first = int(one)
-    for i, (number, count) in enumerate(zip(numbers, choices.counts.tolist(), strict=True)):
-        if not first <= number < count + first:
-            raise ValueError(
-                f"{table.where(i)}: label {values[i]!r} in column {column!r} is none of the {count} choices; expected "
-                f"{first} to {count + first - 1}, a letter from A, or the text of the choice"
-            )
-    return np.array(numbers, np.int64) - first, first
+    counts = choices.counts.tolist()
+    numbers = [_number(value, count) for value, count in zip(table.columns[column], counts, strict=True)]
+    one = 0 not in numbers and any(n == count for n, count in zip(numbers, counts, strict=True))
+    start = int(one) if first is None else first
+    known: dict[str, Sequence[Sequence[Any]]] = {
+        "name": choices.names or [[]] * len(values),
+        "text": choices.offered,
+        "letter": [_LETTERS[:count] for count in counts],
+        "number": [range(start, start + count) for count in counts],
+    }
+    labels: dict[str, Sequence[Any]] = {of: numbers if of == "number" else values for of in LABEL_KINDS}
+    fits = {of: [label in row for label, row in zip(labels[of], known[of], strict=True)] for of in LABEL_KINDS}
+    if kind is None or not any(fits[kind]):
+        kind = max(fits, key=lambda of: sum(fits[of]))
+    if not all(fits[kind]):
+        i = fits[kind].index(False)
+        others = f"; other rows are read as label_kind {kind}" if any(fits[kind]) else ""
+        raise ValueError(
+            f"{table.where(i)}: label {values[i]!r} in column {column!r} is none of the {counts[i]} choices; expected "
+            f"{start} to {counts[i] + start - 1}, a letter from A, or the text of the choice{others}"
+        )
+    chosen = [row.index(label) for label, row in zip(labels[kind], known[kind], strict=True)]
+    return np.array(chosen, np.int64), start if kind == "number" else first or 0, kind
+
+
+def _number(label: Any, count: int) -> int:
+    """The number that a label is, also one that pandas made a float, and true or false of two choices; else -1."""
+    if isinstance(label, bool):
+        return int(label) if count == 2 else -1
+    number = re.fullmatch(r"(\d+)(\.0)?", str(label).strip())
+    return int(number[1]) if number else -1
 
 
 _LETTERS = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")

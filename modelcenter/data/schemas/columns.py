@@ -89,6 +89,11 @@ def check_columns(table: Table, given: Mapping[str, str | None], *, shared: bool
         raise ValueError(f"columns: {twice!r} has two roles ({', '.join(r for r, n in named.items() if n == twice)})")
 
 
+def is_missing(value: Any) -> bool:
+    """Whether a row has no value: None, NaN or an empty text."""
+    return value is None or value != value or (isinstance(value, str) and not value.strip())
+
+
 def quoted_names(table: Table) -> str:
     """The names of the columns, for messages."""
     return ", ".join(map(repr, table.columns))

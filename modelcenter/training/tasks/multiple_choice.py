@@ -105,14 +105,18 @@ class MultipleChoice(Task):
         cfg.set_role_columns({**dataclasses.asdict(columns), "choices": ",".join(columns.choices)})
         assert columns.label is not None
         choices = read_choices(table, columns)
-        targets, cfg.first_choice = correct_choices(table, columns.label, choices, cfg.first_choice)
+        targets, cfg.first_choice, kind = correct_choices(
+            table, columns.label, choices, cfg.first_choice, cfg.label_kind
+        )
+        cfg.refuse_idle("label_kind", cfg.label_kind not in (None, kind), f"as labels are of the kind {kind}")
+        cfg.label_kind = kind
         eval_choices, eval_targets = None, None
         if eval_table is not None:
             find_choice_columns(
                 eval_table, cfg.context_column, cfg.question_column, cfg.choices_column, cfg.label_column
             )
             eval_choices = read_choices(eval_table, columns)
-            eval_targets, _ = correct_choices(eval_table, columns.label, eval_choices, cfg.first_choice)
+            eval_targets, *_ = correct_choices(eval_table, columns.label, eval_choices, cfg.first_choice, kind)
         if cfg.label_smoothing and len(set(choices.counts.tolist())) > 1:
             raise ValueError("label_smoothing: for rows with equally many choices, these differ; leave it out")
         return cls(
@@ -178,7 +182,8 @@ class MultipleChoice(Task):
         choices, targets = read_choices(table, columns), None
         if labelled:
             assert columns.label is not None
-            targets, _ = correct_choices(table, columns.label, choices, getattr(run, "first_choice", None))
+            read_as = getattr(run, "first_choice", None), getattr(run, "label_kind", None)
+            targets, *_ = correct_choices(table, columns.label, choices, *read_as)
         return cls(table=table, columns=columns, choices=choices, targets=targets, several_answers=several)
 
     def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> ChoiceExamples:

@@ -60,10 +60,40 @@ def test_choices_in_the_cells_of_a_csv_file():
 def test_numbers_from_one_are_told_by_the_rows_or_given():
     rows = table(question=["q"] * 3, option1=["x"] * 3, option2=["y"] * 3, answer=[1, 2, 1])
     choices = read_choices(rows, find_choice_columns(rows))
-    targets, first = correct_choices(rows, "answer", choices)
-    assert targets.tolist() == [0, 1, 0] and first == 1
+    targets, first, kind = correct_choices(rows, "answer", choices)
+    assert targets.tolist() == [0, 1, 0] and (first, kind) == (1, "number")
     with pytest.raises(ValueError, match=r"line 2: label '2' in column 'answer' is none of the 2 choices; .* 0 to 1"):
         correct_choices(rows, "answer", choices, first=0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "right"),
+    [([0.0, 1.0], [0, 1]), (["1.0", "2.0"], [0, 1]), ([False, True], [0, 1]), ([2.0, None], "line 2: the row has no")],
+)
+def test_whole_floats_and_truth_values_are_numbers(labels, right):
+    rows = table(question=["q"] * 2, option1=["x"] * 2, option2=["y"] * 2, label=labels)
+    choices = read_choices(rows, find_choice_columns(rows))
+    if isinstance(right, list):
+        assert correct_choices(rows, "label", choices)[0].tolist() == right
+    else:
+        with pytest.raises(ValueError, match=right):
+            correct_choices(rows, "label", choices)
+
+
+def test_labels_of_other_rows_are_of_the_same_kind():
+    """The number of a choice that is a number, which rows without a 0 could also name by its text."""
+
+    def read(labels, *known):
+        rows = table(question=["q"] * len(labels), choices=[list("1234")] * len(labels), label=labels)
+        targets, *found = correct_choices(rows, "label", read_choices(rows, find_choice_columns(rows)), *known)
+        return targets.tolist(), *found
+
+    assert read([0, 1, 2, 3]) == ([0, 1, 2, 3], 0, "number")
+    assert read([1, 2, 3], 0, "number") == ([1, 2, 3], 0, "number")
+    assert read([1, 2, 3]) == ([0, 1, 2], 0, "text")
+    assert read(["B", "A"], 0, "number") == ([1, 0], 0, "letter")  # of another data set: none is a number
+    with pytest.raises(ValueError, match="line 2: label '4' .* expected 0 to 3, .*; other rows are .* label_kind num"):
+        read([1, 4], 0, "number")
 
 
 GOOD = {"question": ["q", "r"], "choice1": ["x", "y"], "choice2": ["u", "v"], "label": [0, 1]}
@@ -80,6 +110,9 @@ GOOD = {"question": ["q", "r"], "choice1": ["x", "y"], "choice2": ["u", "v"], "l
         ({}, {"question": "choice1", "choices": "choice1,choice2"}, "'choice1' has two roles"),
         ({"choice2": ["u", " "]}, {}, r"line 2: got \['y', ' '\] in column 'choice1', 'choice2', expected two or more"),
         ({"question": ["q", None]}, {}, "line 2: the row has no text in column 'question'"),
+        ({"question": ["q", {"a": 1}]}, {}, r"line 2: the row has \{'a': 1\}, expected a text, in column 'question'"),
+        ({"question": ["q", ["r", {"a": 1}]]}, {}, "line 2: the row has .*, expected a text, in column 'question'"),
+        ({"label": [0, float("nan")]}, {}, "line 2: the row has no label in column 'label'"),
         ({"label": [0, None]}, {}, "line 2: the row has no label in column 'label'"),
         ({"label": [0, "third"]}, {}, "line 2: label 'third' .* is none of the 2 choices"),
     ],

@@ -277,6 +277,9 @@ def test_entities_by_characters(folder, capsys):
         cli(["evaluate", str(folder / run), path, "--json"])
     first, second = capsys.readouterr().out.splitlines()
     assert first == second
+    none = write_jsonl(folder / "none.jsonl", [{"text": "anna met bernd", "label": []}])
+    cli(["evaluate", str(folder / "run1"), str(none), "--json"])
+    assert json.loads(capsys.readouterr().out)["rows"] == 1
 
 
 def test_forms_and_mistakes_of_entities_by_characters():
@@ -290,6 +293,7 @@ def test_forms_and_mistakes_of_entities_by_characters():
     tool = {"start_offset": 19, "end_offset": 21, "labels": ["LOC"]}
     forms = [[4, 16, "PER"], [19, 21, "LOC"]], [tool, {"start": 4, "end": 16, "label": "PER"}]
     assert made(*forms, [], None) == [(words, tags)] * 2 + [(words, ["O"] * 8)] * 2
+    assert made([], None) == [(words, ["O"] * 8)] * 2  # no row has an entity
     assert made([[0, 2, "X"]], text="Berlin")[0] == (["Be", "rlin"], ["B-X", "O"])
     for wrong, says in (
         ([[4, 16, "PER"], [10, 20, "X"]], "row 1: the entity 'X' at characters 10 to 20 .* overlaps the one before"),

@@ -12,9 +12,12 @@ _TYPE = ("label", "type", "tag", "entity", "labels")
 _Entity = tuple[int, int, str]  # its first character, the one after its last, and its type
 
 
-def has_entity_spans(values: Sequence[Any]) -> bool:
-    """Whether a column holds such entities: lists of [start, end, type] or of {"start", "end", "label"}."""
+def has_entity_spans(values: Sequence[Any], texts: Sequence[Any]) -> bool:
+    """Whether a column holds such entities: lists of [start, end, type] or of {"start", "end", "label"}; or of nothing
+    beside texts, where a tag for each word would be missing."""
     first = next((value for value in values if value), None)
+    if first is None and [] in values:
+        return isinstance(next((text for text in texts if text), None), str)
     if not isinstance(first, (list, tuple)):
         return False
     if isinstance(first[0], Mapping):

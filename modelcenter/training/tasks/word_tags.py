@@ -25,7 +25,7 @@ def find_word_columns(table: Table, words: str | None, tags: str | None, tagged:
     roles = {"words": (words, WORDS), "tags": (tags, TAGS)}
     found = find_named(table, roles if tagged or tags is not None else {"words": roles["words"]})
     tags_column = found.get("tags")
-    if tags_column is not None and has_entity_spans(table.columns[tags_column]):
+    if tags_column is not None and has_entity_spans(table.columns[tags_column], table.columns[found["words"]]):
         words_and_tags = spans_to_tags(table, found["words"], tags_column, split_text)
         table.columns[found["words"]], table.columns[tags_column] = words_and_tags
     return found["words"], tags_column

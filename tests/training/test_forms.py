@@ -12,8 +12,11 @@ from toydata import WORDS, command, flags, make_tokenizer, write_jsonl
 
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
-from modelcenter.training.config import ClassificationConfig, Seq2SeqConfig
+from modelcenter.data.sources import find
+from modelcenter.data.table import Origin, Table
+from modelcenter.training.config import ClassificationConfig, EvaluateConfig, PredictConfig, Seq2SeqConfig
 from modelcenter.training.metrics import Generation
+from modelcenter.training.tasks.column_roles import groups_of
 from modelcenter.training.tasks.seq2seq import SequenceToSequence
 from modelcenter.training.tasks.splits import read_splits
 from scripts.finetune_classification import main as classify
@@ -54,6 +57,24 @@ def test_answers_of_a_question_are_held_out_together(folder):
     sides = [[str(value) for value in table.columns["group"]] for table in read_splits(cfg)]
     assert not set(sides[0]) & set(sides[1]) and len(set(sides[0])) == 7 and len(set(sides[1])) == 5
     assert len(sides[0]) + len(sides[1]) > 12
+
+
+@pytest.mark.parametrize("none", [None, "", float("nan")])
+def test_rows_without_a_group_are_not_one(folder, none):
+    says = "dev.jsonl, (row|line) 2: the row has no group in column 'q'; give it one or remove it"
+    columns = {"source": ["a"] * 3, "target": ["b"] * 3, "q": ["x", none, none]}
+    with pytest.raises(ValueError, match=says):
+        groups_of(Table(columns, [Origin("dev.jsonl", 3, "")]), "q")
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    data = {name: str(write_jsonl(folder / f"{name}.jsonl", rows)) for name in ("train", "dev")}
+    given = {"group_column": "q", "metrics": ["accuracy"]}
+    cfg = Seq2SeqConfig(train_data=[data["train"]], eval_data=[data["dev"]], model="m", **given)
+    with pytest.raises(ValueError, match=says):
+        SequenceToSequence.from_flags(cfg)
+    table = find([data["dev"]]).read("train")
+    with pytest.raises(ValueError, match=says):
+        SequenceToSequence.for_inference(EvaluateConfig(run="m", data=[data["dev"]]), cfg, table, labelled=True)
+    assert SequenceToSequence.for_inference(PredictConfig(run="m", data=["d"]), cfg, table, labelled=False)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])

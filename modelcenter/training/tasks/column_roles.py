@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from modelcenter.data.schemas.columns import check_columns
+from modelcenter.data.schemas.columns import check_columns, is_missing
 from modelcenter.data.table import Table
 from modelcenter.training.config import TrainConfig
 
@@ -77,9 +77,16 @@ def group_column(table: Table, given: str | None, form: str | None) -> str | Non
 
 
 def groups_of(table: Table, column: str | None) -> np.ndarray | None:
-    """The number of each row's group, int64, from 0; None: there is no such column."""
+    """The number of each row's group, int64, from 0; None: there is no such column.
+
+    Raises:
+        ValueError: a row without a group.
+    """
     if column is None:
         return None
+    missing = next((i for i, value in enumerate(table.columns[column]) if is_missing(value)), None)
+    if missing is not None:
+        raise ValueError(f"{table.where(missing)}: the row has no group in column {column!r}; give it one or remove it")
     numbers: dict[str, int] = {}
     return np.array([numbers.setdefault(str(value), len(numbers)) for value in table.columns[column]], np.int64)
 

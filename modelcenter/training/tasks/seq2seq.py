@@ -23,6 +23,7 @@ from modelcenter.training.metrics import Generation, LossOnly, Score
 from modelcenter.training.tasks.base import Batches, Task, TokenExamples, decoder_token, rank_batches
 from modelcenter.training.tasks.column_roles import (
     group_column,
+    groups_of,
     has_several_answers,
     inference_columns,
     inference_form,
@@ -126,6 +127,7 @@ class SequenceToSequence(Task):
             find_pair_columns(eval_table, *dataclasses.astuple(columns))
             check_columns(eval_table, {"group": group})
             eval_table = rows_with_both_texts(eval_table, columns)
+            groups_of(eval_table, group)  # which an evaluation reads: better refused before the first epoch
         search = {name: getattr(cfg, name) for name in _SEARCH_FLAGS}
         return cls(cfg=cfg, table=table, columns=columns, search=search, group=group, eval_table=eval_table)
 
@@ -188,8 +190,9 @@ class SequenceToSequence(Task):
         metrics: Any = self.metrics()
         # All ranks have all texts: each adds some of them to its metrics.
         share = slice(engine.rank(), None, engine.world_size())
-        groups = None if self.group is None else [str(value) for value in examples.table.columns[self.group][share]]
-        metrics.update(self.generated[share], examples.references()[share], groups)
+        groups = groups_of(examples.table, self.group)
+        of_share = None if groups is None else groups[share].tolist()
+        metrics.update(self.generated[share], examples.references()[share], of_share)
         return {**loss, **metrics.result()}
 
     def generate_texts(
@@ -231,6 +234,7 @@ class SequenceToSequence(Task):
         columns = find_pair_columns(table, **roles, **langs, labelled=labelled)
         if labelled:
             table = rows_with_both_texts(table, columns)
+            groups_of(table, group)
             _metrics(flags)
         search = {**cfg.search(run), "num_return_sequences": 1}
         return cls(cfg=flags, table=table, columns=columns, search=search, group=group)

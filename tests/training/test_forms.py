@@ -77,6 +77,19 @@ def test_rows_without_a_group_are_not_one(folder, none):
     assert SequenceToSequence.for_inference(PredictConfig(run="m", data=["d"]), cfg, table, labelled=False)
 
 
+def test_groups_are_needed_of_rows_that_are_judged(folder):
+    rows = [{"text": word, "label": kind, "q": kind} for kind in ("good", "bad") for word in WORDS[kind][:3]]
+    judged = write_jsonl(folder / "data" / "judged.jsonl", rows)
+    alone = write_jsonl(folder / "data" / "alone.jsonl", [{**row, "q": None} for row in rows])
+    given = {"train_data": str(alone), "eval_data": str(judged), "group_column": "q", "max_steps": 2}
+    classify(command(flags(folder, **given)))
+    assert any("eval_exact_match" in row for row in read(folder / "run" / "metrics.jsonl"))
+    cli(["predict", str(folder / "run"), str(alone), "--output", str(folder / "out.jsonl")])
+    assert len(read(folder / "out.jsonl")) == len(rows)
+    with pytest.raises(ValueError, match="line 1: the row has no group in column 'q'"):
+        cli(["evaluate", str(folder / "run"), str(alone)])
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_questions_with_all_answers_right(folder, ranks):
     from transformers import BertForSequenceClassification

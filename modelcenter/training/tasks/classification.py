@@ -126,11 +126,19 @@ class Classification(Task):
         train_set = self._examples(self.table, self.targets, tokenizer, max_length)
         if self.eval_table is None:
             return train_set, None
-        return train_set, self._examples(self.eval_table, self.eval_targets, tokenizer, max_length)
+        groups = groups_of(self.eval_table, self.group)
+        return train_set, self._examples(self.eval_table, self.eval_targets, tokenizer, max_length, groups)
 
-    def _examples(self, table: Table, targets: np.ndarray | None, tokenizer: Any, max_length: int) -> LabelledExamples:
+    def _examples(
+        self,
+        table: Table,
+        targets: np.ndarray | None,
+        tokenizer: Any,
+        max_length: int,
+        groups: np.ndarray | None = None,
+    ) -> LabelledExamples:
         tokens = tokenize_texts(tokenizer, table, self.columns, max_length)
-        return LabelledExamples(table, tokens, self.labels, targets, groups_of(table, self.group))
+        return LabelledExamples(table, tokens, self.labels, targets, groups)
 
     def on_train_begin(self, model: Model, tokenizer: Any) -> None:
         """Name a padding token where none is named: transformers finds the end of each row of a batch by it, for
@@ -205,7 +213,8 @@ class Classification(Task):
                 targets = self.labels.encode(values, where, "the model", classes)
             except ValueError as error:  # perhaps of a column that was found, where the rows lack that of the run
                 raise ValueError(f"{error}; read from column {self.columns.label!r} (--label_column)") from None
-        return self._examples(self.table, targets, tokenizer, max_length)
+        groups = None if targets is None else groups_of(self.table, self.group)
+        return self._examples(self.table, targets, tokenizer, max_length, groups)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """label, score and probabilities of each row (several labels: labels; regression: score)."""

@@ -1,7 +1,5 @@
 """The cache of arrays: what is part of a key, and what becomes of entries that are damaged."""
 
-import errno
-import mmap
 import os
 import pwd
 import shutil
@@ -99,16 +97,7 @@ def test_a_file_system_without_permissions_keeps_entries(monkeypatch):
     assert cached(["x"], lambda: {})["ids"].tolist() == list(range(10))
 
 
-def test_a_file_system_that_shares_no_memory(monkeypatch):
-    """As FUSE's with direct_io: it maps files privately alone."""
-    real = mmap.mmap
-
-    def private(handle, size, access, **options):
-        if access != mmap.ACCESS_COPY:
-            raise OSError(errno.ENODEV, "No such device")
-        return real(handle, size, access=access, **options)
-
-    monkeypatch.setattr(mmap, "mmap", private)
+def test_a_file_system_that_shares_no_memory(only_private_maps):
     cached(["x"], arrays)
     found = cached(["x"], lambda: {})["ids"]
     assert found.tolist() == list(range(10)) and isinstance(found, np.memmap) and not found.flags.writeable

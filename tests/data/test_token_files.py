@@ -1,8 +1,6 @@
 """Token files: what is written is read, complete or absent; Megatron's pairs, written here byte by byte."""
 
-import errno
 import json
-import mmap
 import struct
 
 import numpy as np
@@ -36,16 +34,7 @@ def test_many_documents_at_once_are_those_one_by_one(tmp_path):
     assert write_tokens(tmp_path / "c", DOCUMENTS[:-1]).fingerprint() != one.fingerprint()
 
 
-def test_a_file_system_that_shares_no_memory(tmp_path, monkeypatch):
-    """As FUSE's with direct_io: it maps files privately alone."""
-    real = mmap.mmap
-
-    def private(handle, size, access, **options):
-        if access != mmap.ACCESS_COPY:
-            raise OSError(errno.ENODEV, "No such device")
-        return real(handle, size, access=access, **options)
-
-    monkeypatch.setattr(mmap, "mmap", private)
+def test_a_file_system_that_shares_no_memory(tmp_path, only_private_maps):
     file = write_tokens(tmp_path / "a", DOCUMENTS)
     assert [file.document(i).tolist() for i in range(len(file))] == DOCUMENTS and not file.tokens.flags.writeable
 

@@ -20,7 +20,6 @@ from modelcenter.data.table import Table
 CONTEXTS = ("context", "article", "passage", "premise", "sent1", "ctx_a", "paragraph", "ctx", "sentence", "text")
 QUESTIONS = ("question", "sent2", "ctx_b", "question_stem", "query", "goal")
 CHOICES = ("choices", "options", "endings", "choice", "candidates")
-LABEL_KINDS = ("name", "text", "letter", "number")
 LABELS = ("label", "labels", "answer", "answerkey", "correct", "gold", "target")
 _NUMBERED = re.compile(r"(choice|option|ending|answer|sol|op)_?(\d+|[a-h])", re.IGNORECASE)
 _BLANK = re.compile(r"(?<![A-Za-z0-9])_+(?![A-Za-z0-9])")
@@ -218,7 +217,7 @@ def correct_choices(
     """(int64 (rows,): the correct choice of each row, counted from 0; the number of the first choice in the data; the
     kind of the labels).
 
-    All labels are of one kind, of LABEL_KINDS: the row's own name for the choice, its text, a letter, or its number.
+    All labels are of one kind: "name" (the row's own for the choice), "text" (the choice's), "letter" or "number".
 
     Args:
         first: the number of the first choice, 0 or 1; None: 1 if no row has 0 and some row has as many as its choices.
@@ -236,14 +235,14 @@ def correct_choices(
     numbers = [_number(value, count) for value, count in zip(table.columns[column], counts, strict=True)]
     one = 0 not in numbers and any(n == count for n, count in zip(numbers, counts, strict=True))
     start = int(one) if first is None else first
-    known: dict[str, Sequence[Sequence[Any]]] = {
-        "name": choices.names or [[]] * len(values),
-        "text": choices.offered,
-        "letter": [_LETTERS[:count] for count in counts],
-        "number": [range(start, start + count) for count in counts],
+    # Of each kind, what every row's label is, and what it may be.
+    read_as: dict[str, tuple[Sequence[Any], Sequence[Sequence[Any]]]] = {
+        "name": (values, choices.names or [[]] * len(values)),
+        "text": (values, choices.offered),
+        "letter": (values, [_LETTERS[:count] for count in counts]),
+        "number": (numbers, [range(start, start + count) for count in counts]),
     }
-    labels: dict[str, Sequence[Any]] = {of: numbers if of == "number" else values for of in LABEL_KINDS}
-    fits = {of: [label in row for label, row in zip(labels[of], known[of], strict=True)] for of in LABEL_KINDS}
+    fits = {of: [label in row for label, row in zip(*pair, strict=True)] for of, pair in read_as.items()}
     if kind is None or not any(fits[kind]):
         kind = max(fits, key=lambda of: sum(fits[of]))
     if not all(fits[kind]):
@@ -253,7 +252,7 @@ def correct_choices(
             f"{table.where(i)}: label {values[i]!r} in column {column!r} is none of the {counts[i]} choices; expected "
             f"{start} to {counts[i] + start - 1}, a letter from A, or the text of the choice{others}"
         )
-    chosen = [row.index(label) for label, row in zip(labels[kind], known[kind], strict=True)]
+    chosen = [row.index(label) for label, row in zip(*read_as[kind], strict=True)]
     return np.array(chosen, np.int64), start if kind == "number" else first or 0, kind
 
 

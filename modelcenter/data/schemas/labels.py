@@ -13,8 +13,8 @@ import numpy as np
 
 from modelcenter.data.readers.literals import parse_list, parse_lists
 from modelcenter.data.schemas.class_names import match_order, renumbered
+from modelcenter.data.schemas.columns import is_missing
 
-PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 Where = Callable[[int], str]
 # Each row may have a whole number of its own as its label up to so many rows; of more than _MANY_LABELS numbers, there
 # must be two rows for each on average.
@@ -250,7 +250,7 @@ def _absent(values: Sequence[Any], names: Sequence[str], by_id: bool) -> Callabl
     """Whether a label is none. So is a text "nan" where all others are numbers: programs write it for a missing one."""
 
     def absent(v: Any) -> bool:
-        return v is None or v == "" or (by_id and v == -1) or (isinstance(v, float) and math.isnan(v))
+        return is_missing(v) or (by_id and v == -1)
 
     def is_nan(v: Any) -> bool:
         return isinstance(v, str) and v.lower() == "nan"

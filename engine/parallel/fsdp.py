@@ -75,15 +75,20 @@ def _post_backward_with_zeros(group: Any, number: int, before: dict[Any, Any], u
             if p.unsharded_accumulated_grad is not None or not trained:
                 continue
             if whole.grad is None and reached:
-                whole.grad = torch.zeros_like(whole)
+                whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)  # torch 2.15 wants sums in another there
                 uses.note_unused()
-            if added_up:
+            if added_up and _sums_are_apart(p):
                 p.to_accumulated_grad_if_needed()  # FSDP reduces one dtype, and sums have that of the reduction
         if any(p.unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None for p in gathered):
             uses.note_reduced(number)
     type(group).post_backward(group)
     if uses.notes:
         before.update((p, _state(p.unsharded_param.grad)) for p in gathered)
+
+
+def _sums_are_apart(record: Any) -> bool:
+    """Whether FSDP adds gradients up beside the gathered parameter; since torch 2.15 its ``.grad`` is their sum."""
+    return "unsharded_accumulated_grad" in vars(record)
 
 
 def _state(gradient: torch.Tensor | None) -> tuple[int, int] | None:
@@ -142,13 +147,18 @@ def backward_was_left(root: FSDPModule) -> bool:
 def drop_pass(root: FSDPModule) -> None:
     """Make FSDP forget the forward or backward that an exception ended, and all gradients it has not reduced yet."""
     state = root._get_fsdp_state()
+    records = list(_records(root))  # type: ignore[arg-type]
     if state._is_root:  # else no forward has begun, or the root is further out, and recovers at its own next forward
         if hasattr(root, "reset_iter_state"):  # torch 2.13
+            reduced = [record.sharded_param.grad for record in records]
             root.reset_iter_state()
+            for record, gradient in zip(records, reduced, strict=True):
+                record.sharded_param.grad = gradient  # torch 2.15 drops these too
         else:
             _reset_iter_state(root)
-    for record in _records(root):  # type: ignore[arg-type]
-        record.unsharded_accumulated_grad = None
+    for record in records:
+        if _sums_are_apart(record):
+            record.unsharded_accumulated_grad = None
         if hasattr(record, "_unsharded_param"):
             record._unsharded_param.grad = None
 

@@ -377,6 +377,24 @@ def test_a_step_after_one_that_raised_has_its_own_gradients(two, case):
     check_after_a_failure(two, 2, where, level, 1, by_hand)
 
 
+def gradients_before_a_failure():
+    """Those of a step, before and after another that was to add to them raised."""
+    engine.init_distributed(zero_level=3)
+    model = engine.shard(toys.build())
+    forward, batch = toys.loss_of(model), toys.microbatch(engine.rank())
+    engine.accumulate(model, [batch], forward, toys.counts)
+    before = {n: toys.whole(p.grad).clone() for n, p in model.named_parameters()}
+    with pytest.raises(KeyError, match="tokens"):
+        engine.accumulate(model, [batch], lambda batch, totals: forward(batch, {}), toys.counts)
+    return before, {n: None if p.grad is None else toys.whole(p.grad) for n, p in model.named_parameters()}
+
+
+def test_a_step_that_raises_leaves_the_gradients_that_were_there(two):
+    for before, after in two.run(gradients_before_a_failure):
+        for name, gradient in before.items():
+            assert after[name] is not None and torch.equal(after[name], gradient), name
+
+
 def a_part_fails():
     model = engine.shard(toys.build())
     ids, _ = toys.microbatch(0)

@@ -24,7 +24,8 @@ class RopeFields:
         """The same fields in version 4's form: `rope_scaling` is None for an embedding that is not scaled.
 
         Raises:
-            ValueError: a field is there under both names, and they differ, or scales what no model here scales.
+            ValueError: a field is there under both names, or in both forms, and they differ, or it scales what no model
+                here scales.
         """
         values = dict(values)
         for name, flat_name in self.names.items():
@@ -32,12 +33,21 @@ class RopeFields:
                 value = values.pop(name)
                 if values.setdefault(flat_name, value) != value:
                     raise ValueError(f"config field {name!r} is given twice, as {value!r} and as {values[flat_name]!r}")
-        parameters = values.pop("rope_parameters", None) or values.get("rope_scaling")
-        if not parameters:
+        given = [values.pop("rope_parameters", None), values.get("rope_scaling")]
+        found = [parameters for parameters in given if parameters]
+        if not found:
             return values
-        if not isinstance(parameters, Mapping):
-            raise ValueError(f"rope_scaling: got {parameters!r:.80}, expected an object with a rope_type, or none")
+        for parameters in found:
+            if not isinstance(parameters, Mapping):
+                raise ValueError(f"rope_scaling: got {parameters!r:.80}, expected an object with a rope_type, or none")
+        parameters = found[0]
         scaling = _one_spelling({key: value for key, value in parameters.items() if key not in self.names})
+        # files for both versions have both; someone who adds a rope_scaling to a file of version 5 has two that differ
+        if not _one_spelling(found[-1]).items() <= _one_spelling(parameters).items():
+            raise ValueError(
+                f"config fields 'rope_parameters' and 'rope_scaling' differ: {found[0]!r:.80} and {found[-1]!r:.80}. "
+                "Write the scaling into 'rope_parameters' and remove 'rope_scaling'"
+            )
         values |= {self.names[key]: value for key, value in parameters.items() if key in self.names}
         factor = scaling.pop("partial_rotary_factor", None)
         if factor not in (None, 1) and scaling["rope_type"] != "default":  # which, in transformers too, turns all

@@ -247,6 +247,11 @@ def test_rotary_refuses_what_it_does_not_do():
         ("llama", {"head_dim": 7}, "head_dim is 7, expected an even"),
         ("llama", {"hidden_act": "gegelu"}, "hidden_act is 'gegelu'"),
         ("llama", {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1.0}}, "rope_type is 'ntk'"),
+        (  # a scaling that was added to a file of transformers 5, which has the field already
+            "llama",
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "'rope_parameters' and 'rope_scaling' differ",
+        ),
         ("qwen2", {"head_dim": 16}, "head_dim is 16, expected hidden_size / num_heads"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0"),

@@ -80,12 +80,32 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         for path in held:
             if path.suffix == ".json":
                 read_json(path)  # a file that was cut off says so itself
+        if message := _lacks_packages(directory, source, kwargs):
+            raise ValueError(f"no tokenizer could be loaded from {source}: {message}") from error
         why = " ".join(str(error).split())
         raise ValueError(
             f"no tokenizer could be loaded from {source}: {why}{'' if why.endswith('.') else '.'} A vocabulary alone "
             "does not say whose it is: tokenizer_config.json names the class, and some have none in transformers. A "
             "file of newer versions needs newer versions here: pip install -U tokenizers transformers"
         ) from error
+
+
+def _lacks_packages(directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> str | None:
+    """What a tokenizer that is only a SentencePiece model lacks here; None if it is another or all is installed.
+    transformers takes such a file for one of tiktoken then, and asks for that. Arguments: as of _cpm_class."""
+    from transformers.utils import is_protobuf_available, is_sentencepiece_available
+
+    available = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
+    missing = [package for package, installed in available.items() if not installed]
+    kwargs = {**kwargs, "local_files_only": True}  # transformers has downloaded what there is
+    held = [name for name in TOKENIZER_FILES if _find_file(name, directory, source, kwargs) is not None]
+    models = [name for name in held if name.endswith(".model")]
+    if not missing or not models or "tokenizer.json" in held:
+        return None
+    return (
+        f"{models[0]} is read by the packages sentencepiece and protobuf, of which {' and '.join(missing)} "
+        f"{'is' if len(missing) == 1 else 'are'} not installed: pip install 'modelcenter[sentencepiece]'"
+    )
 
 
 def _with_eos(tokenizer: Any, directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Any:

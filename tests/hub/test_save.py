@@ -552,6 +552,20 @@ def test_a_tokenizer_of_a_newer_library(tokenizer, tmp_path):
         mc.AutoTokenizer.from_pretrained(tmp_path / "new")
 
 
+def test_a_sentencepiece_tokenizer_without_its_packages(tmp_path, monkeypatch):
+    """mT5 and T5 v1.1 come with nothing else; transformers asks for tiktoken, which does not read it."""
+    write_json(tmp_path / "config.json", {"model_type": "mt5"})
+    (tmp_path / "spiece.model").write_bytes(b"which needs both packages to be read")
+    monkeypatch.setattr("transformers.utils.is_protobuf_available", lambda: False)
+    monkeypatch.setattr("transformers.utils.is_sentencepiece_available", lambda: True)
+    with pytest.raises(ValueError) as error:
+        mc.AutoTokenizer.from_pretrained(tmp_path)
+    assert str(error.value) == (
+        f"no tokenizer could be loaded from {tmp_path}: spiece.model is read by the packages sentencepiece and "
+        "protobuf, of which protobuf is not installed: pip install 'modelcenter[sentencepiece]'"
+    )
+
+
 def test_card(model, tmp_path):
     details = {
         "base_model": "google-bert/bert-base-uncased",

@@ -194,6 +194,19 @@ def test_a_checkpoint_of_another_run_is_not_continued(folder, monkeypatch):
     main(command(run_values(folder, "run", batch_size=4)))  # nothing was lost
 
 
+def test_files_in_another_order_are_other_data(folder, monkeypatch):
+    """The rows that are left would not be those that the run has not seen yet, and weights would be of other files."""
+    paths = [str(write_jsonl(folder / f"{name}.jsonl", make_rows(9, seed=i))) for i, name in enumerate("xy")]
+    stop_at(monkeypatch, 3, short_run_values(folder, "run", train_data=paths))
+    with pytest.raises(ValueError, match=r"train_data: the rows are not those .*; the files are in another order\)"):
+        main(command(short_run_values(folder, "run", train_data=paths[::-1])))
+    for path in paths:  # the order of a folder is that of the names, which may change as long as it does not
+        (folder / "moved").mkdir(exist_ok=True)
+        shutil.move(path, folder / "moved")
+    main(command(short_run_values(folder, "run", train_data=str(folder / "moved"))))
+    assert curve(folder, "run")[-1]["step"] == 4
+
+
 def _compare(other_rows):
     engine.init_distributed()
     places = [{"model": f"/node{n}/bert", "tokenizer": f"/node{n}/words"} for n in (0, engine.rank())]

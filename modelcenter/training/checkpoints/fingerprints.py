@@ -6,11 +6,12 @@ _HASHES = ("sha256", "source")  # fields of fingerprints that are keyed by the p
 
 
 def identity(data: Any) -> Any:
-    """The part of a fingerprint that does not change when files are moved."""
+    """The part of a fingerprint that does not change when files are moved. Their order is part of it: rows are numbered
+    and weights given in this order."""
     if not isinstance(data, dict):
         return [identity(part) for part in data] if isinstance(data, list) else data
     return {
-        name: sorted(value.values(), key=str) if name in _HASHES and isinstance(value, dict) else identity(value)
+        name: list(value.values()) if name in _HASHES and isinstance(value, dict) else identity(value)
         for name, value in data.items()
     }
 
@@ -24,6 +25,8 @@ def differences(before: Any, now: Any) -> str:
     files = [f"{path} has changed" for path in old if path in new and old[path] != new[path]]
     files += [f"{path} is gone" for path in old if path not in new]
     files += [f"{path} is new" for path in new if path not in old]
+    if old == new and list(old) != list(new):
+        files.append("the files are in another order")
     parts += files[:5]
     return f" ({'; '.join(parts)})" if parts else ""
 
@@ -39,5 +42,6 @@ def _files(data: Any) -> dict[str, Any]:
 
 
 def _amount(data: dict[str, Any]) -> str:
-    weights = f" with weights {', '.join(f'{w:g}' for w in data['weights'])}" if "weights" in data else ""
-    return f"{data['rows']:,} rows{weights}"
+    named = (("weights", "with weights"), ("shares", "in shares of"))
+    parts = [f" {words} {', '.join(f'{part:.4g}' for part in data[name])}" for name, words in named if name in data]
+    return f"{data['rows']:,} rows{''.join(parts)}"

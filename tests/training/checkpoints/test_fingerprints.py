@@ -13,3 +13,19 @@ def test_the_files_of_streams_and_mixtures_that_changed_are_named():
     assert differences({"a": 1}, {"a": 1}) == ""
     before, now = ({"rows": 9, "parts": [{"sha256": {"a": n}}, {"sha256": "one"}]} for n in (1, 2))
     assert fingerprints.differences(before, now) == " (9 rows now, 9 rows then; a has changed)"
+
+
+def test_data_are_the_same_in_other_places_but_not_in_another_order():
+    def data(*paths, **more):
+        return {"rows": 4, "sha256": {path: path[-1] for path in paths}, **more}
+
+    assert fingerprints.identity(data("x/a", "x/b")) == fingerprints.identity(data("y/a", "y/b"))
+    before, now = data("x/a", "x/b", weights=[3, 1]), data("x/b", "x/a", weights=[3, 1])
+    assert fingerprints.identity(before) != fingerprints.identity(now)
+    same = "4 rows with weights 3, 1"
+    assert fingerprints.differences(before, now) == f" ({same} now, {same} then; the files are in another order)"
+    before, now = ({"rows": 4, "shares": shares, "parts": []} for shares in ([0.75, 0.25], [0.25, 0.75]))
+    assert (
+        fingerprints.differences(before, now)
+        == " (4 rows in shares of 0.25, 0.75 now, 4 rows in shares of 0.75, 0.25 then)"
+    )

@@ -37,7 +37,7 @@ def _lines(path: Path, at: Cursor, keep_ends: bool = False) -> Iterator[tuple[st
         for raw in file:
             if number == 0:
                 if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
-                    raise ValueError(f"{path}: is UTF-16; streaming reads UTF-8: `iconv -f UTF-16 -t UTF-8`")
+                    raise ValueError(f"{path}: is UTF-16; streams are read as UTF-8: `iconv -f UTF-16 -t UTF-8`")
                 if b"\r" in raw and b"\n" not in raw:
                     raise ValueError(f"{path}: lines end as on old Macs; streaming needs line feeds: `tr '\\r' '\\n'`")
             byte, number = byte + len(raw), number + 1
@@ -94,7 +94,8 @@ def _json_rows(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None,
                 f"{path}, line {after.row}: not valid JSON ({error.msg}, column {error.colno}){array}"
             ) from None
         if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {after.row}: got {text[:60]}, expected one JSON object a line")
+            array = "; a JSON array cannot be streamed" if isinstance(row, list) else ""
+            raise ValueError(f"{path}, line {after.row}: got {text[:60]}, expected one JSON object a line{array}")
         yield row, after
 
 

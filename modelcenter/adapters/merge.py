@@ -18,6 +18,7 @@ from modelcenter.hub.legacy import in_hf_form
 from modelcenter.hub.load import load_model
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import is_hub_id, resolve
+from modelcenter.hub.run_folder import refuse_run_at
 from modelcenter.hub.sidecar import SidecarFiles
 from modelcenter.hub.tokenizer import load_tokenizer
 from modelcenter.hub.weights import blueprint_of
@@ -61,6 +62,7 @@ def merge_adapter(
     """
     options, place = options or HubOptions(), checked_target(Path(str(target)))
     refuse_adapter_at(place)
+    refuse_run_at(place)
     lora = load_lora(adapter, **_hub(replace(options, revision=None)))
     file: AdapterFile = lora.saved
     if options.revision is None and file.config.get("base_model_name_or_path") == base and is_hub_id(str(base)):

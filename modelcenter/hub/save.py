@@ -28,6 +28,7 @@ from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE,
 from modelcenter.hub.files.safetensors import Entry, SafetensorsWriter, parse_size, plan_files, write_index
 from modelcenter.hub.files.sharded_writer import ShardedWriter
 from modelcenter.hub.remote.push import upload
+from modelcenter.hub.run_folder import refuse_run_at
 from modelcenter.registry import ARCHITECTURES, shipped_file
 
 log = logging.getLogger("modelcenter")
@@ -59,7 +60,8 @@ def save_pretrained(
         card: the README.md, or details for it (hub.card.make_card); None: a short one, unless one is there.
 
     Raises:
-        ValueError: an unknown format, dtype or size; the place cannot be written, or holds an adapter. On every rank.
+        ValueError: an unknown format, dtype or size; the place cannot be written, or is an adapter's or a
+            run's. On every rank.
     """
     if format not in FORMATS:
         raise ValueError(f"format: got {format!r}, expected {' or '.join(FORMATS)}")
@@ -75,6 +77,7 @@ def save_pretrained(
         with together(activity):
             if engine.rank() == 0:
                 refuse_adapter_at(place)
+                refuse_run_at(place)
                 directory = stack.enter_context(new_directory(place))
                 if card is None and (place / CARD_FILE).is_file():
                     card = read_card(place / CARD_FILE)

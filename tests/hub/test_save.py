@@ -202,6 +202,21 @@ def test_a_model_is_not_saved_where_an_adapter_lies(model, saved, tmp_path):
     assert tree(tmp_path / "out") == before
 
 
+def test_a_model_is_not_saved_into_the_folder_of_a_run(model, saved, tmp_path):
+    """Verbs that are given the run would take it for the run's, whose is in model/."""
+    run = tmp_path / "run"
+    model.save_pretrained(run / "model")
+    (run / "config.yaml").write_text("task: masked-lm")
+    before = tree(run)
+    for work in (lambda: model.save_pretrained(run), lambda: convert(saved("base"), run, "hf")):
+        with pytest.raises(
+            ValueError, match=r"run: it is the folder of a run .*name another directory, or .*run/model"
+        ):
+            work()
+    assert tree(run) == before
+    convert(saved("base"), run / "model", "hf")
+
+
 def test_a_folder_called_model_is_no_checkpoint_of_ours(model, tmp_path):
     (tmp_path / "out/model").mkdir(parents=True)
     (tmp_path / "out/model/mine").write_text("x")

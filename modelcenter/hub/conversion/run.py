@@ -38,7 +38,7 @@ from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE
 from modelcenter.hub.files.safetensors import FilePlan, parse_size
 from modelcenter.hub.files.weight_files import open_weight_files
 from modelcenter.hub.files.weight_index import find_weights
-from modelcenter.hub.run_folder import find_step
+from modelcenter.hub.run_folder import find_step, refuse_run_at
 
 FORMATS = {name: side for side, name in SIDES.items()}
 
@@ -121,6 +121,7 @@ def convert(
     target_dtype, shard_bytes = parse_dtype(dtype), parse_size(max_shard_size)
     place = checked_target(Path(target))
     refuse_adapter_at(place)
+    refuse_run_at(place)
     with open_checkpoint(source, request) as checkpoint:
         directory = checkpoint.files.directory
         if directory is not None and directory.resolve() == place:

@@ -86,8 +86,9 @@ def _local_part(gradients: list[torch.Tensor], p: float, device: torch.device) -
     if gradients and p == 2.0 and _fit(gradients):
         fused.grad_norm_sq(gradients, part)
     elif gradients := [g.abs() if g.is_complex() else g for g in gradients if g.numel()]:
-        norms = torch.stack(torch._foreach_norm(gradients, p, dtype=torch.float32))
-        part = norms.max() if p == float("inf") else norms.to(part.dtype).pow(p).sum()
+        dtype = torch.float64 if torch.float64 in map(_dtype, gradients) else torch.float32
+        norms = torch.stack(torch._foreach_norm(gradients, p, dtype=dtype))
+        part = (norms.max() if p == float("inf") else norms.to(part.dtype).pow(p).sum()).to(part.dtype)
     return part
 
 

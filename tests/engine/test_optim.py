@@ -122,6 +122,18 @@ def test_the_norm_of_complex_gradients():
     torch.testing.assert_close(parameters[0].grad, torch.tensor([1.5 + 2j, 0]))
 
 
+@pytest.mark.parametrize("norm_type", [2.0, 3.5, float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_the_norm_of_gradients_in_fp64(dtype, norm_type):
+    ours, theirs = ([nn.Parameter(torch.zeros(3, dtype=dtype)), nn.Parameter(torch.zeros(1))] for _ in range(2))
+    for wide, narrow in (ours, theirs):
+        wide.grad, narrow.grad = torch.tensor([3, -4, 1 / 3], dtype=dtype), torch.tensor([12.0])
+    norm = clip_grad_norm_(ours, 6.5, norm_type)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm.double(), nn.utils.clip_grad_norm_(theirs, 6.5, norm_type))
+    torch.testing.assert_close([p.grad for p in ours], [p.grad for p in theirs], rtol=1e-6, atol=0)
+
+
 def norms_on(level, norm_type):
     """Sharded and plain parameters, and two meshes, in one norm; and how many collectives it takes."""
     engine.init_distributed(zero_level=level)

@@ -29,6 +29,7 @@ from modelcenter.convert.layout import Layout
 from modelcenter.hub.files.atomic_directory import new_directory
 from modelcenter.hub.files.json_files import write_json
 from modelcenter.hub.files.safetensors import Entry, SafetensorsWriter
+from modelcenter.hub.tokenizer import save_tokenizer
 from modelcenter.models.base import Model
 
 
@@ -66,7 +67,7 @@ def save_adapter(model: Model, path: str | os.PathLike[str], tokenizer: Any = No
                         writer.write(tensor)
                 write_json(directory / CONFIG_FILE, config)
                 if tokenizer is not None:
-                    tokenizer.save_pretrained(directory)
+                    save_tokenizer(tokenizer, directory)
 
 
 def _lora_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -29,6 +29,7 @@ from modelcenter.hub.files.safetensors import Entry, SafetensorsWriter, parse_si
 from modelcenter.hub.files.sharded_writer import ShardedWriter
 from modelcenter.hub.remote.push import upload
 from modelcenter.hub.run_folder import refuse_run_at
+from modelcenter.hub.tokenizer import save_tokenizer
 from modelcenter.registry import ARCHITECTURES, shipped_file
 
 log = logging.getLogger("modelcenter")
@@ -249,7 +250,7 @@ def write_texts(
     text = without_tokens(card) if isinstance(card, str) else make_card(model, hf_class, card)
     (directory / CARD_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
     if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
+        save_tokenizer(tokenizer, directory)
     elif not has_tokenizer and (report := getattr(model, "load_report", None)) is not None:
         report.sidecar.copy_tokenizer(directory)
 

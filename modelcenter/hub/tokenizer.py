@@ -1,6 +1,7 @@
 """Tokenizers are transformers' own, but for CPM's (tokenization_cpm); names are resolved here."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os.path import expanduser
@@ -88,6 +89,20 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
             "does not say whose it is: tokenizer_config.json names the class, and some have none in transformers. A "
             "file of newer versions needs newer versions here: pip install -U tokenizers transformers"
         ) from error
+
+
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """tokenizer.save_pretrained, with an OSError where a file cannot be written.
+
+    The tokenizers library, which writes tokenizer.json, raises an Exception that only its text tells from others.
+    """
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:
+        written = re.fullmatch(r"(.*) \(os error (\d+)\)", str(error))
+        if type(error) is not Exception or written is None:
+            raise
+        raise OSError(int(written[2]), written[1], str(directory)) from error
 
 
 def _lacks_packages(directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import struct
 from pathlib import Path
@@ -547,6 +548,18 @@ def test_tokenizer_files(format, saved, tokenizer, tmp_path):
         loaded = mc.AutoTokenizer.from_pretrained(tmp_path / name)
         assert loaded("good bad")["input_ids"] == tokenizer("good bad")["input_ids"]
     assert (tmp_path / "b/tokenizer.json").read_bytes() == (tmp_path / "a/tokenizer.json").read_bytes()
+
+
+def test_a_disk_that_is_full_before_the_tokenizer_is_an_error_as_any_other(model, tokenizer, tmp_path):
+    tokenizer.add_tokens([f"word{i}" for i in range(99)])  # more bytes than files may have, which the texts do not
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
+    try:
+        with pytest.raises(ValueError, match="saving to .*out failed: File too large; nothing was changed there"):
+            model.save_pretrained(tmp_path / "out", tokenizer=tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_is_found_beside_a_weight_file(saved, tokenizer):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -336,12 +337,25 @@ def test_more_steps_and_other_rates_are_those_of_the_flags(folder, monkeypatch):
     assert rates == pytest.approx({step: 1e-3 * (11 - step) / 10 for step in range(5, 11)})
 
 
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize(("name", "now"), [("freeze", ["embed"]), ("lora_rank", 4)])
+def test_other_trained_parameters_are_an_error_with_what_to_do(name, now, forced, tmp_path):
+    found = resume.Continuation(tmp_path / "step-00000004", 4, {name: None}, None, forced)
+    said = (
+        f"{name}: got {re.escape(str(now))}, but .*step-00000004 is of a run with None, .*: --model .*step-00000004 and"
+    )
+    with pytest.raises(ValueError, match=said):
+        found.check(ClassificationConfig(**{name: now}), None)
+    found.check(ClassificationConfig(), None)
+
+
+@pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize(
     ("name", "before", "now"),
     [("optimizer", "adamw", "lion"), ("precision", "fp16", "bf16"), ("precision", "fp32", "fp16")],
 )
-def test_a_state_that_is_of_no_use_is_said_with_what_to_do(name, before, now, tmp_path):
-    found = resume.Continuation(tmp_path / "step-00000004", 4, {name: before}, None, forced=True)
+def test_a_state_that_is_of_no_use_is_said_with_what_to_do(name, before, now, forced, tmp_path):
+    found = resume.Continuation(tmp_path / "step-00000004", 4, {name: before}, None, forced)
     said = (
         f"{name}: got '{now}', which has no use for .*step-00000004 keeps for '{before}'.*: --model .*step-00000004 and"
     )

@@ -19,6 +19,8 @@ from modelcenter.training.config.common import PLACES
 from modelcenter.training.output.folder import CHECKPOINTS
 from modelcenter.training.output.json_text import json_text
 
+# Flags that decide which parameters there are and which of them the optimizer has.
+_PARAMETER_FLAGS = ("freeze", "lora_rank", "lora_targets", "use_dora", "quantize")
 # Flags that decide which rows a stream has, and in which order.
 _STREAM_FLAGS = ("seed", "shuffle_window", "max_length", "document", "noise_density", "mean_span")
 
@@ -46,9 +48,9 @@ class Continuation:
         with together(f"comparing the run with {self.checkpoint}"):
             now = json.loads(json.dumps(cfg.arithmetic(), default=str))
             changed = self._changed_flags(now, cfg.unsaid)
+            self._check_state_fits(now, changed)
             if not self.forced:
                 self._check_same(now, changed, data)
-            self._check_state_fits(now, changed)
             if engine.rank() == 0:
                 self._warn_of_changes(now, changed, data)
 
@@ -81,12 +83,20 @@ class Continuation:
 
     def _check_state_fits(self, now: dict[str, Any], changed: dict[str, Any]) -> None:
         """Raise ValueError where the state in the checkpoint is of no use, even if --resume named it."""
-        for name in ("optimizer", "precision"):
-            if name in changed and (name == "optimizer" or "fp16" in (now[name], changed[name])):  # it scales the loss
+        remedy = (
+            f"Give the same; or begin anew with its weights: --model {self.checkpoint} and another --output_dir, "
+            "without --resume"
+        )
+        for name, before in changed.items():
+            if name in _PARAMETER_FLAGS:
+                raise ValueError(
+                    f"{name}: got {now[name]!r}, but {self.checkpoint} is of a run with {before!r}, which trains other "
+                    f"parameters. {remedy}"
+                )
+            if name == "optimizer" or (name == "precision" and "fp16" in (now[name], before)):  # it scales the loss
                 raise ValueError(
                     f"{name}: got {now[name]!r}, which has no use for the state that {self.checkpoint} keeps for "
-                    f"{changed[name]!r}. Give the same; or begin anew with its weights: --model {self.checkpoint} and "
-                    "another --output_dir, without --resume"
+                    f"{before!r}. {remedy}"
                 )
 
     def _warn_of_changes(self, now: dict[str, Any], changed: dict[str, Any], data: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -80,12 +80,25 @@ class _Unpickler(MetadataUnpickler):
         return _Properties if found is TensorProperties else found
 
 
+class _Unreadable:
+    """Raises what kept metadata from being read once it is used: torch 2.11 drops what ``read_metadata`` raises."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error
+
+
 class _Reader(dcp.FileSystemReader):
     """Reads the metadata as data: torch unpickles it, and a pickle from the Hub could run anything."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata: Metadata = _Unpickler(file).load()
+        try:
+            with open(Path(self.path) / ".metadata", "rb") as file:
+                metadata: Metadata = _Unpickler(file).load()
+        except Exception as error:
+            return cast(Metadata, _Unreadable(error))
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata

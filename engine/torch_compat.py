@@ -1,5 +1,5 @@
 """What differs between the torch versions that the engine supports, found by looking, not by number: those from
-2.11 on. The fast tests were run with 2.11, 2.13 and 2.15, those of the engine and the models with 2.12, some with 2.14.
+2.11 on. CONTRIBUTING.md says what was tested with which.
 
 Private torch names that the engine needs are used here, in ``engine.tensors`` (DTensor's) and in
 ``engine.parallel.fsdp`` (FSDP's) and nowhere else, so that a new torch breaks these files. This one imports neither of

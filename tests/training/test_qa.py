@@ -259,6 +259,19 @@ def test_answers_are_looked_for_near_where_they_should_be(text, start, expected)
     assert questions.find_answer("the red car red", text, start) == expected
 
 
+def test_the_first_answer_that_the_context_holds_is_learnt():
+    rows = [
+        {"text": ["blue", "red", "car"], "answer_start": [0, 4, 8]},
+        {"text": ["blue", "red"], "answer_start": [0, 5]},
+        {"text": ["blue", "green"], "answer_start": [0, 4]},
+    ]
+    columns = {"question": ["which?"] * 3, "context": ["the red car"] * 3, "answers": rows}
+    found = questions.read_questions(Table(columns, [Origin("a.jsonl", 3, "1")]), "question", "context", "answers")
+    assert found.starts == (4, 4, questions.UNKNOWN) and found.ends[:2] == (7, 7)
+    assert found.wrong == (2,) and found.moved == 1
+    assert found.answers[0] == ["blue", "red", "car"]  # all are right in an evaluation
+
+
 def test_wrong_answers(folder, capsys):
     rows = make_asked(9, seed=1)
     rows[2]["answers"] = {"text": ["nowhere to be seen"], "answer_start": [3]}

@@ -20,8 +20,8 @@ class Questions:
     """Questions with their true answers.
 
     answers: texts of each question; an empty list: it has no answer. None: the answers are not known. starts, ends: the
-    characters of the first answer; start NO_ANSWER or UNKNOWN: there is none, or none was found. wrong: questions whose
-    answer was not found. moved: how many answers were found elsewhere than the data say.
+    characters of the first answer that the context holds; start NO_ANSWER or UNKNOWN: there is none, or none was found.
+    wrong: questions whose answers were not found. moved: how many answers were found elsewhere than the data say.
     """
 
     questions: list[str]
@@ -63,13 +63,17 @@ def read_questions(table: Table, question: str, context: str, answers: str | Non
     for i, value in enumerate(table.columns[answers]):
         texts, places = _parse_answers(table, i, answers, value)
         true_answers.append(texts)
-        start = find_answer(contexts[i], texts[0], places[0]) if texts else NO_ANSWER
+        start, end = NO_ANSWER, -1
+        for text, place in zip(texts, places, strict=True):
+            start = find_answer(contexts[i], text, place)
+            end = start + len(text.strip())
+            if start != UNKNOWN:
+                moved += contexts[i][place : place + len(text)].strip() != text.strip()
+                break
         if start == UNKNOWN:
             wrong.append(i)
-        elif texts and contexts[i][places[0] : places[0] + len(texts[0])].strip() != texts[0].strip():
-            moved += 1
         starts.append(start)
-        ends.append(start + len(texts[0].strip()) if texts else -1)
+        ends.append(end)
     return Questions(questions, contexts, true_answers, tuple(starts), tuple(ends), tuple(wrong), moved)
 
 

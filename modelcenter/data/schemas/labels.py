@@ -212,10 +212,13 @@ def _only_ids(problem_type: str | None, names: Sequence[str]) -> bool:
     return problem_type != "regression" and "-1" not in names
 
 
-def _normalise(value: Any) -> Any:
-    """Booleans and whole floats as integers, so that 1, 1.0 and True are one label; texts without spaces around."""
+def _normalise(value: Any, names: Sequence[str] = ()) -> Any:
+    """Booleans and whole floats as integers, so that 1, 1.0 and True are one label; texts without spaces around.
+
+    names: of the classes; a boolean is the one that is called so ("True", "false"), whatever its id.
+    """
     if isinstance(value, bool):
-        return int(value)
+        return next((name for name in names if name.lower() == str(value).lower()), int(value))
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str):
@@ -230,7 +233,7 @@ def _read(values: Sequence[Any], where: Where, problem_type: str, names: Sequenc
     Raises ValueError for a row without a label, with an empty one in its list, or with anything else for one.
     """
     single = problem_type == "single_label_classification"
-    values = [_normalise(value if single else _unspelled(value)) for value in values]
+    values = [_normalise(value if single else _unspelled(value), names) for value in values]
     for row, value in enumerate(values):
         if any(isinstance(v, (dict, list, bytes)) for v in _members(value)):
             raise ValueError(f"{where(row)}: the label is {value!r:.60}, expected a text, a number, or a list of these")

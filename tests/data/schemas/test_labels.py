@@ -124,6 +124,14 @@ def test_ids_mean_the_classes_of_their_source():
     assert numbers.encode([0, 1], where, classes=["1", "0"]).tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("names", [("True", "False"), ("false", "true"), ("no", "yes")])
+def test_booleans_are_the_classes_that_are_called_so(names):
+    labels = find_labels([True, False, True], str, names=names)
+    expected = [1, 0, 1] if names != ("True", "False") else [0, 1, 0]
+    assert labels.encode([True, False, True], str).tolist() == expected
+    assert Labels("single_label_classification", names, by_id=True).encode([True], str).tolist() == expected[:1]
+
+
 def test_a_label_that_is_none():
     for values in ([{"a": 1}] * 4, [["x"], [["y"]]], [["x"], [{"y": 1}]]):
         with pytest.raises(ValueError, match=r"row \d: the label is .*, expected a text, a number, or a list of these"):

@@ -11,14 +11,13 @@ from modelcenter.adapters.peft_format import PREFIX, TASK_TYPES
 from modelcenter.adapters.state import materialize_adapter
 from modelcenter.convert.match import to_key
 from modelcenter.hub.architecture import Blueprint
-from modelcenter.hub.files.adapter_files import refuse_adapter_at
 from modelcenter.hub.files.atomic_directory import checked_target
 from modelcenter.hub.files.names import TOKENIZER_CONFIG_FILE
+from modelcenter.hub.files.occupied import refuse_occupied
 from modelcenter.hub.legacy import in_hf_form
 from modelcenter.hub.load import load_model
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import is_hub_id, resolve
-from modelcenter.hub.run_folder import refuse_run_at
 from modelcenter.hub.sidecar import SidecarFiles
 from modelcenter.hub.tokenizer import load_tokenizer
 from modelcenter.hub.weights import blueprint_of
@@ -61,8 +60,7 @@ def merge_adapter(
         ValueError: the adapter is not there, cannot be merged or does not fit the base; the target cannot be written.
     """
     options, place = options or HubOptions(), checked_target(Path(str(target)))
-    refuse_adapter_at(place)
-    refuse_run_at(place)
+    refuse_occupied(place)
     lora = load_lora(adapter, **_hub(replace(options, revision=None)))
     file: AdapterFile = lora.saved
     if options.revision is None and file.config.get("base_model_name_or_path") == base and is_hub_id(str(base)):

@@ -46,15 +46,5 @@ def find_step(path: Any, step: str | None) -> Any:
     return found.resolve()
 
 
-def refuse_run_at(target: Path) -> None:
-    """Raise ValueError for a run's folder: predict, push and the like would take a model that is saved there for the
-    run's, also after more training."""
-    if (target / "config.yaml").is_file() and any((target / name).is_dir() for name in ("checkpoints", "model")):
-        raise ValueError(
-            f"cannot save a model to {target}: it is the folder of a run (config.yaml), which keeps its model in "
-            f"model/; name another directory, or {target / 'model'} to replace that"
-        )
-
-
 def _is_steps(folder: Path) -> bool:
     return folder.is_dir() and any(p.is_dir() for p in folder.glob("step-*"))

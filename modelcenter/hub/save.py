@@ -21,14 +21,13 @@ from modelcenter.convert.rules import ArchMap
 from modelcenter.convert.stream import export_tensor
 from modelcenter.hub.card import make_card, read_card, without_tokens
 from modelcenter.hub.dtypes import parse_dtype
-from modelcenter.hub.files.adapter_files import refuse_adapter_at
 from modelcenter.hub.files.atomic_directory import new_directory
 from modelcenter.hub.files.json_files import write_json
 from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATES_FOLDER, TOKENIZER_FILES
+from modelcenter.hub.files.occupied import refuse_occupied
 from modelcenter.hub.files.safetensors import Entry, SafetensorsWriter, parse_size, plan_files, write_index
 from modelcenter.hub.files.sharded_writer import ShardedWriter
 from modelcenter.hub.remote.push import upload
-from modelcenter.hub.run_folder import refuse_run_at
 from modelcenter.hub.tokenizer import save_tokenizer
 from modelcenter.registry import ARCHITECTURES, shipped_file
 
@@ -61,8 +60,8 @@ def save_pretrained(
         card: the README.md, or details for it (hub.card.make_card); None: a short one, unless one is there.
 
     Raises:
-        ValueError: an unknown format, dtype or size; the place cannot be written, or is an adapter's or a
-            run's. On every rank.
+        ValueError: an unknown format, dtype or size; the place cannot be written, or is an adapter's or a run's. On
+            every rank.
     """
     if format not in FORMATS:
         raise ValueError(f"format: got {format!r}, expected {' or '.join(FORMATS)}")
@@ -77,8 +76,7 @@ def save_pretrained(
         directory, has_tokenizer = Path(), False
         with together(activity):
             if engine.rank() == 0:
-                refuse_adapter_at(place)
-                refuse_run_at(place)
+                refuse_occupied(place)
                 directory = stack.enter_context(new_directory(place))
                 if card is None and (place / CARD_FILE).is_file():
                     card = read_card(place / CARD_FILE)

@@ -30,15 +30,15 @@ from modelcenter.hub.conversion.plan import Job, plan_distributed, plan_hub, wri
 from modelcenter.hub.conversion.progress import Progress, Report
 from modelcenter.hub.conversion.workers import can_fork, flushing, imap_unordered, make_lock
 from modelcenter.hub.dtypes import parse_dtype
-from modelcenter.hub.files.adapter_files import refuse_adapter_at
 from modelcenter.hub.files.atomic_directory import checked_target, finish_replacing, put_in_place
 from modelcenter.hub.files.dcp import DCPSource
 from modelcenter.hub.files.locks import locked
 from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE
+from modelcenter.hub.files.occupied import refuse_occupied
 from modelcenter.hub.files.safetensors import FilePlan, parse_size
 from modelcenter.hub.files.weight_files import open_weight_files
 from modelcenter.hub.files.weight_index import find_weights
-from modelcenter.hub.run_folder import find_step, refuse_run_at
+from modelcenter.hub.run_folder import find_step
 
 FORMATS = {name: side for side, name in SIDES.items()}
 
@@ -120,8 +120,7 @@ def convert(
         raise ValueError(f"--workers: got {workers}, expected at least 1")
     target_dtype, shard_bytes = parse_dtype(dtype), parse_size(max_shard_size)
     place = checked_target(Path(target))
-    refuse_adapter_at(place)
-    refuse_run_at(place)
+    refuse_occupied(place)
     with open_checkpoint(source, request) as checkpoint:
         directory = checkpoint.files.directory
         if directory is not None and directory.resolve() == place:

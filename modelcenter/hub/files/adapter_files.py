@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from modelcenter.hub.files.json_files import read_json
-from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, RUN_FILE
+from modelcenter.hub.files.names import CONFIG_FILE, RUN_FILE
 
 
 def describe_adapter(config: Path) -> str:
@@ -22,15 +22,6 @@ def describe_adapter(config: Path) -> str:
         f"an adapter for {base}, no model by itself. `{command}` makes a model of both; in Python, "
         "modelcenter.adapters.load_lora puts it into its base"
     )
-
-
-def refuse_adapter_at(target: Path) -> None:
-    """Raise ValueError for a place where an adapter lies, which transformers would add to a model saved there."""
-    if (target / ADAPTER_CONFIG_FILE).is_file():
-        raise ValueError(
-            f"cannot save a model to {target}: an adapter lies there ({ADAPTER_CONFIG_FILE}), and transformers would "
-            "add it to the model, into which it may be merged already; name another directory or move the adapter away"
-        )
 
 
 def refuse_adapter_tensors(names: Iterable[str], directory: Path) -> None:

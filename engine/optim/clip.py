@@ -87,8 +87,8 @@ def _local_part(gradients: list[torch.Tensor], p: float, device: torch.device) -
         fused.grad_norm_sq(gradients, part)
     elif gradients := [g.abs() if g.is_complex() else g for g in gradients if g.numel()]:
         dtype = torch.float64 if torch.float64 in map(_dtype, gradients) else torch.float32
-        norms = torch.stack(torch._foreach_norm(gradients, p, dtype=dtype))
-        part = (norms.max() if p == float("inf") else norms.to(part.dtype).pow(p).sum()).to(part.dtype)
+        norms = torch.stack(torch._foreach_norm(gradients, p, dtype=dtype)).to(part.dtype)
+        part = norms.max() if p == float("inf") else norms.pow(p).sum()
     return part
 
 

@@ -33,19 +33,18 @@ class RopeFields:
                 value = values.pop(name)
                 if values.setdefault(flat_name, value) != value:
                     raise ValueError(f"config field {name!r} is given twice, as {value!r} and as {values[flat_name]!r}")
-        given = [values.pop("rope_parameters", None), values.get("rope_scaling")]
-        found = [parameters for parameters in given if parameters]
-        if not found:
+        forms = [form for form in (values.pop("rope_parameters", None), values.get("rope_scaling")) if form]
+        if not forms:
             return values
-        for parameters in found:
-            if not isinstance(parameters, Mapping):
-                raise ValueError(f"rope_scaling: got {parameters!r:.80}, expected an object with a rope_type, or none")
-        parameters = found[0]
+        for form in forms:
+            if not isinstance(form, Mapping):
+                raise ValueError(f"rope_scaling: got {form!r:.80}, expected an object with a rope_type, or none")
+        parameters, other = forms[0], forms[-1]
         scaling = _one_spelling({key: value for key, value in parameters.items() if key not in self.names})
         # files for both versions have both; someone who adds a rope_scaling to a file of version 5 has two that differ
-        if not _one_spelling(found[-1]).items() <= _one_spelling(parameters).items():
+        if not _one_spelling(other).items() <= _one_spelling(parameters).items():
             raise ValueError(
-                f"config fields 'rope_parameters' and 'rope_scaling' differ: {found[0]!r:.80} and {found[-1]!r:.80}. "
+                f"config fields 'rope_parameters' and 'rope_scaling' differ: {parameters!r:.80} and {other!r:.80}. "
                 "Write the scaling into 'rope_parameters' and remove 'rope_scaling'"
             )
         values |= {self.names[key]: value for key, value in parameters.items() if key in self.names}

@@ -112,10 +112,12 @@ def _lacks_packages(directory: Path | None, source: str, kwargs: Mapping[str, An
 
     available = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
     missing = [package for package, installed in available.items() if not installed]
+    if not missing:
+        return None
     kwargs = {**kwargs, "local_files_only": True}  # transformers has downloaded what there is
     held = [name for name in TOKENIZER_FILES if _find_file(name, directory, source, kwargs) is not None]
     models = [name for name in held if name.endswith(".model")]
-    if not missing or not models or "tokenizer.json" in held:
+    if not models or "tokenizer.json" in held:
         return None
     return (
         f"{models[0]} is read by the packages sentencepiece and protobuf, of which {' and '.join(missing)} "

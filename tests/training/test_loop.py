@@ -344,6 +344,17 @@ def test_output_dir_is_never_overwritten_unasked(folder):
         with pytest.raises(ValueError, match="holds files of something else"):
             finetune(folder, output_dir=str(folder / "home"), overwrite_output_dir=overwrite)
     assert (folder / "home" / "thesis.tex").exists()
+    for name in ("config.yaml", "model/model.safetensors", "checkpoints/mine.pt"):  # as a run names them
+        own = folder / "own" / name
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text("batch_size: 4 # fits")
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match=f"own holds files of something else \\({name.split('/')[0]}, "):
+                finetune(folder, output_dir=str(folder / "own"), overwrite_output_dir=overwrite)
+        assert own.read_text() == "batch_size: 4 # fits"
+        own.unlink()
+        assert finetune(folder, output_dir=str(folder / "own"), max_steps=1)[-1]["step"] == 1  # an empty folder is fine
+        shutil.rmtree(folder / "own")
     with pytest.raises(ValueError, match="output_dir: .*thesis.tex is a file, expected a folder or a new name"):
         finetune(folder, output_dir=str(folder / "home" / "thesis.tex"))
 

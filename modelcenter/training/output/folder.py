@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from modelcenter.hub.files.names import RUN_FILE
+
 CHECKPOINTS = "checkpoints"
 _FILES = (
     "config.yaml",
@@ -43,11 +45,9 @@ def prepare_output(path: Path, overwrite: bool) -> None:
         OSError: it cannot be written.
     """
     if path.is_dir():
-        foreign = [
-            p.name for p in path.iterdir() if p.name not in _FILES and not p.name.startswith(".") and not _is_log(p)
-        ]
         summary = path / "summary.json"
-        if foreign and not summary.exists() and not (path / "config.yaml").exists():
+        foreign = [] if _is_run(path) else [entry.name for entry in path.iterdir() if not _may_be_there_before(entry)]
+        if foreign:
             raise ValueError(f"output_dir: {path} holds files of something else ({foreign[0]}, ...); give a new folder")
         if not overwrite and _status(summary) == "finished":
             raise ValueError(
@@ -65,6 +65,21 @@ def prepare_output(path: Path, overwrite: bool) -> None:
             pass
     except OSError as error:
         raise OSError(f"output_dir: cannot write to {path}: {error.strerror}") from None
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a run wrote it. A config.yaml or a model/ does not tell: people have their own under these names, which
+    must not be cleared."""
+    if any((path / CHECKPOINTS).glob(f"step-*/{RUN_FILE}")):  # people bring these alone from another disk
+        return True
+    return (path / "metrics.jsonl").is_file() or (path / "summary.json").is_file()
+
+
+def _may_be_there_before(entry: Path) -> bool:
+    """Whether an entry may be in a folder that no run has written to."""
+    if entry.name in _FILES and entry.is_dir() and (entry.is_symlink() or not any(entry.iterdir())):
+        return True  # where people want it: another disk
+    return entry.name.startswith(".") or _is_log(entry)
 
 
 def _is_log(path: Path) -> bool:

@@ -165,6 +165,53 @@ def test_run_sh_passes_a_signal_on(folder):
     assert "stopped by SIGTERM" in (folder / "run" / "summary.json").read_text()
 
 
+TORCHRUN = """#!/usr/bin/env bash
+end() {
+  if [ -n "$AFTER" ]; then echo "{\\"status\\": \\"$AFTER\\"}" >"$OUTPUT_DIR/summary.json"; fi
+  echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds"
+  exit "$CODE"
+}
+trap end TERM
+touch "$OUTPUT_DIR/started"
+[ -n "$SIGNAL" ] || end
+while :; do sleep 0.02; done
+"""
+
+
+@pytest.mark.parametrize(
+    "signalled, before, after, code, expected",
+    [
+        (True, "stopped", "stopped", 1, 75),
+        (True, "stopped", "", 1, 75),  # killed before it had saved, or the signal came while the model was loaded
+        (True, "failed", "", 1, 75),
+        (True, "", "finished", 1, 0),  # while model/ was written
+        (True, "finished", "finished", 1, 1),  # refused, as the folder holds a finished run
+        (True, "", "failed", 1, 1),
+        (False, "stopped", "finished", 0, 0),
+        (False, "", "finished", 1, 1),  # the model could not be pushed
+        (False, "stopped", "", 1, 1),
+        (False, "", "", 0, 1),
+    ],
+)
+def test_run_sh_tells_signals_from_failures(tmp_path, signalled, before, after, code, expected):
+    """With a program in place of torchrun."""
+    for name in ("bin", "run"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "bin" / "torchrun").write_text(TORCHRUN)
+    (tmp_path / "bin" / "torchrun").chmod(0o755)
+    if before:
+        (tmp_path / "run" / "summary.json").write_text(f'{{"status": "{before}"}}')
+    env = {"OUTPUT_DIR": str(tmp_path / "run"), "NPROC": "1", "AFTER": after, "CODE": str(code)}
+    process = start(tmp_path, [str(LAUNCH / "run.sh"), "finetune"], SIGNAL="TERM" if signalled else "", **env)
+    ends = time.monotonic() + 30
+    while not (tmp_path / "run" / "started").exists() and time.monotonic() < ends:
+        time.sleep(0.02)
+    if signalled:
+        process.send_signal(signal.SIGTERM)
+    found, out = end(process, timeout=30)
+    assert (found, out) == (expected, "110 seconds\n")
+
+
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 for node in 0 1; do
@@ -224,10 +271,17 @@ def test_what_the_launch_files_say_exists():
     verb, task, *flags_ = box["args"]
     assert (verb, task) == ("finetune", "classification")
     ClassificationConfig.from_args([*(str(ROOT / w) if "/" in w else w for w in flags_), "--output_dir", "x"], None, "")
-    assert pod["terminationGracePeriodSeconds"] > 60  # a run that is stopped saves first
+    given = re.compile(r"SHUTDOWN_TIMEOUT:-(\d+)")  # for a run that is stopped to save, before it is killed
+    assert 60 < int(given.findall(run)[0]) < pod["terminationGracePeriodSeconds"]
 
     batch = (LAUNCH / "slurm.sbatch").read_text(encoding="utf-8")
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", batch, re.M))
     known = "job-name nodes ntasks-per-node gpus-per-node cpus-per-task time signal requeue open-mode"  # of sbatch(1)
     assert set(asked) == set(known.split())
-    assert asked["ntasks-per-node"] == "1" and asked["signal"].startswith("TERM@")  # one torchrun; not the shell alone
+    assert asked["ntasks-per-node"] == "1"  # a torchrun
+    reaches, seconds = asked["signal"].split("@")
+    assert reaches == "TERM"  # not the shell alone
+    assert int(given.findall(batch)[0]) < int(seconds)
+    recipe = ROOT / re.findall(r"--config (\S+)", batch)[0]
+    ranks = int(asked["nodes"]) * int(asked["gpus-per-node"])
+    assert ClassificationConfig.from_yaml(recipe).accumulation(ranks) >= 1

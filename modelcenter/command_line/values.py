@@ -51,25 +51,24 @@ def convert(field: Any, kind: FieldType, value: Any) -> Any:
     Raises:
         ValueError: naming the field, for a value that its type or its choices do not allow.
     """
-    name, choices = field.name, field.metadata["choices"]
+    name, choices, means = field.name, field.metadata["choices"], field.metadata["means"]
     word = value[0] if isinstance(value, list) and len(value) == 1 and kind.container is list else value
+    says_none = isinstance(word, str) and word.lower() in {"none", "null"} - set(means)
     # A positional value, such as a prompt, is meant as it stands.
-    positional = field.metadata["positional"]
-    if value is None or (
-        not positional and kind.optional and isinstance(word, str) and word.lower() in ("none", "null")
-    ):
+    if value is None or (says_none and kind.optional and not field.metadata["positional"]):
         if kind.optional:
             return None
         raise ValueError(f"{name}: got nothing, expected a value")
     if kind.container is list:
-        return [_text(name, v) for v in (value if isinstance(value, (list, tuple)) else [value])]
+        words = [_text(name, v) for v in (value if isinstance(value, (list, tuple)) else [value])]
+        return [means.get(word.lower(), word) for word in words]
     if kind.container is dict:
         return _mapping(name, value, kind.scalar)
     if isinstance(value, (str, bool)) and not choices:
-        value = field.metadata["means"].get(str(value).lower(), value)
+        value = means.get(str(value).lower(), value)
     converted = _SCALARS[kind.scalar](name, value)
     if choices:
-        converted = field.metadata["means"].get(converted, converted)
+        converted = means.get(converted, converted)
         if converted not in choices:
             shown = ", ".join(map(str, choices))
             raise ValueError(

@@ -174,7 +174,7 @@ class Run:
         self.model.train()
         self.clock.start()
         with self._batches(first) as batches:
-            self._steps(batches, first)
+            self._steps(batches)
         self.clock.pause()
         if self.manager.skipped == self.step and self.stopping.reason is None:
             self._check_progress()
@@ -203,14 +203,14 @@ class Run:
         with Prefetch(batches, self.cfg.prefetch) as prefetched:
             yield prefetched
 
-    def _steps(self, batches: Iterable[GlobalBatch], first: int) -> None:
+    def _steps(self, batches: Iterable[GlobalBatch]) -> None:
         for batch in batches:
             last = batch.step + 1 == self.batch_source.steps
             loss, norm, lr = self.train_step(batch)
             self.step, self.source_state = batch.step + 1, batch.state
             if self.record.display is not None:
                 self.record.display.step(self.step)
-            if self.step % self.cfg.log_every == 0 or last or batch.step == first:
+            if self.step % self.cfg.log_every == 0 or last or batch.step == 0:
                 self._log(loss, norm, lr)
             if self._evaluate_and_save(last):
                 break

@@ -400,6 +400,33 @@ def test_a_run_that_began_with_its_own_checkpoint_goes_on_as_often_as_it_is_star
     assert "going on after step 4" in capsys.readouterr().out
 
 
+def test_rows_are_those_of_a_whole_run_where_few_steps_have_one(folder, monkeypatch, capsys):
+    rare = {"log_every": 4, "max_steps": 7}
+    main(command(short_run_values(folder, "whole", **rare)))
+    assert [row["step"] for row in curve(folder, "whole") if "loss" in row] == [1, 4, 7]
+    stop_at(monkeypatch, 1, short_run_values(folder, "run", **rare))
+    main(command(short_run_values(folder, "run", **rare)))
+    assert "going on after step 2" in capsys.readouterr().out
+    assert_same_end(folder, "run")
+
+
+def test_the_flags_of_a_run_start_another_that_goes_on(folder, monkeypatch, capsys):
+    """config.yaml tells of no start anew, which would clear what its user has trained since."""
+    for anew in ({"overwrite_output_dir": True}, {"resume": "never"}):
+        main(command(short_run_values(folder, "run", **anew, max_steps=1)))
+        shutil.rmtree(folder / "next", ignore_errors=True)
+        again = ["--config", str(folder / "run" / "config.yaml"), "--output_dir", str(folder / "next")]
+        again += ["--max_steps", "4", "--save_every", "2"]
+        with monkeypatch.context() as patch:
+            die_at(patch, 2, signal.SIGTERM)
+            main(again)
+        main(again)
+        assert "going on after step 3" in capsys.readouterr().out
+        with pytest.raises(ValueError, match="holds a finished run"):
+            main(again)
+        (folder / "run" / "summary.json").unlink()
+
+
 def test_a_run_that_has_only_its_card_to_complete_has_not_finished(folder, monkeypatch):
     def fail(output, summary):
         assert (output / "curves.png").is_file() and not (output / "summary.json").exists()

@@ -4,6 +4,7 @@ A flag's further names are how the Hugging Face Trainer, its example scripts, BM
 no torch.
 """
 
+import copy
 import os
 import re
 from collections.abc import Mapping
@@ -139,7 +140,7 @@ class TrainConfig(Flags):
         "started, such as 90m, 8h or 1-12:00:00")
     trackers: list[str] | None = _output(None, "where to send curves besides metrics.jsonl: tensorboard, wandb, "
         "mlflow, trackio, ...; 'no': nowhere; if not given, tensorboard if it and accelerate are installed",
-        "report_to", "log_with")
+        "report_to", "log_with", means={"none": "no"})
     push_to_hub: str | None = _output(None, "Hub repository (owner/name) to push the final model to", "hub_model_id")
     dry_run: bool = _output(False, "print the plan, run one step and write nothing")
 
@@ -159,8 +160,9 @@ class TrainConfig(Flags):
         "max_train_steps")
 
     lr: float = _optimisation(3e-5, "peak learning rate", "learning_rate")
-    lr_scheduler: str = _optimisation("linear", "schedule of the learning rate after the warmup", "lr_scheduler_type",
-        "lr_decay_style", choices=SCHEDULERS, means={"constant_with_warmup": "constant"})
+    lr_scheduler: str = _optimisation("linear", "schedule of the learning rate after the warmup; constant, too, comes "
+        "after one, unless --warmup is 0", "lr_scheduler_type", "lr_decay_style", choices=SCHEDULERS,
+        means={"constant_with_warmup": "constant"})
     warmup: float = _optimisation(0.06, "number of steps over which the learning rate rises to its peak; a value below "
         "1 is a fraction of all steps", "warmup_steps", "warmup_ratio", "warmup_iters", "num_warmup_steps")
     weight_decay: float = _optimisation(0.01, "decoupled weight decay, applied to matrices only (not to biases and "
@@ -344,6 +346,14 @@ class TrainConfig(Flags):
     def max_seconds(self) -> float | None:
         """max_time, in seconds."""
         return None if self.max_time is None else seconds_of(self.max_time)
+
+    def save(self, path: Path) -> None:
+        """Write the flags for runs to come: without those that let this one start anew, which would clear that run
+        each time its command is given again."""
+        lasting = copy.copy(self)
+        lasting.overwrite_output_dir = False
+        lasting.resume = "auto" if self.resume == "never" else self.resume
+        super(TrainConfig, lasting).save(path)
 
     def arithmetic(self) -> dict[str, Any]:
         """The flags that decide what a run computes: those that must be the same for it to go on."""

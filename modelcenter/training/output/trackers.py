@@ -31,7 +31,7 @@ def selected_trackers(requested: list[str] | None) -> list[str]:
     """
     if requested is None:
         return ["tensorboard"] if find_spec("tensorboard") is not None and find_spec("accelerate") is not None else []
-    names = [name.lower() for name in requested if name.lower() not in ("no", "none")]
+    names = [name.lower() for name in requested if name.lower() != "no"]
     for name in names:
         if name not in TRACKERS:
             known = ", ".join(TRACKERS)

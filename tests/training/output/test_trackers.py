@@ -22,7 +22,18 @@ from modelcenter.training.setup.launch import claim_output
 def test_trackers_that_are_not_there(names, says):
     with pytest.raises(ValueError, match=says), claim_output(ClassificationConfig(trackers=names)):
         pass
-    assert selected_trackers(["no"]) == []
+
+
+@pytest.mark.parametrize("words", [["--trackers", "no"], ["--report_to", "none"], ["--log_with", "No", "None"]])
+def test_no_trackers(words, tmp_path):
+    """As the Hugging Face Trainer says it, too, here and in the file of flags."""
+    cfg = ClassificationConfig.from_args(words)
+    cfg.save(tmp_path / "config.yaml")
+    for flags in (cfg, ClassificationConfig.from_yaml(tmp_path / "config.yaml")):
+        assert flags.trackers is not None and selected_trackers(flags.trackers) == []
+    (tmp_path / "theirs.yaml").write_text("report_to: none")
+    assert ClassificationConfig.from_yaml(tmp_path / "theirs.yaml").trackers == ["no"]
+    assert ClassificationConfig.from_args([]).trackers is None
 
 
 def test_trackers_get_the_numbers(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 import fnmatch
 import json
 import os
+import re
+import shlex
 import socket
 import types
 from pathlib import Path
@@ -13,6 +15,7 @@ import warm
 from hub_stub import READ, WRITE, HubStub
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from toydata import command, flags, write_folder
 
 import modelcenter as mc
 from modelcenter.hub.card import check_card, complete_card, make_card, without_tokens
@@ -117,7 +120,7 @@ def test_a_broken_upload_goes_on(hub, home, tmp_path):
     shards = {p.name for p in path.glob("model-*")}
     hub.refused = 2
     _, told = verb(hub, home, "push", path, "me/tiny", token=WRITE, ok=False)
-    assert "the same command goes on from there" in told and "the storage is full" in told
+    assert "another push goes on from there" in told and "the storage is full" in told
     assert not shards & set(hub.files("me/tiny")), "nothing that looks whole"
     already = len(hub.large)
     assert already == 2 < len(shards)
@@ -304,6 +307,25 @@ def test_runs(tmp_path):
         model_directory(run)
     small(run / "model")
     assert model_directory(run) == run / "model"
+
+
+def test_a_run_pushes_its_model(hub, home, tmp_path):
+    """What would keep it from that is said at once; after a failure the error names the command that goes on."""
+    words = ["finetune", "classification", *command(flags(write_folder(tmp_path), max_steps=1))]
+    for token, repo, env, says in [
+        (None, "me/run", {}, "pushing to me/run needs a token that may write there: HF_TOKEN or `hf auth login`"),
+        (WRITE, "me/run", {"HF_HUB_OFFLINE": "1"}, "pushing to me/run needs the Hub, but HF_HUB_OFFLINE is set"),
+        (WRITE, "me/a/run", {}, "pushing to me/a/run would fail: .* Give it as owner/name"),
+    ]:
+        told = verb(hub, home, *words, "--push_to_hub", repo, token=token, ok=False, **env)[1]
+        assert re.search(says, told) and not (tmp_path / "run").exists()
+    told = verb(hub, home, *words, "--push_to_hub", "me/run", token=READ, ok=False)[1]
+    assert "write access" in told and not hub.repos
+    (remedy,) = re.findall(r"`(modelcenter push [^`]*)` pushes it", told)
+    verb(hub, home, *shlex.split(remedy)[1:], token=WRITE)
+    assert hub.files("me/run")["model.safetensors"] == (tmp_path / "run/model/model.safetensors").read_bytes()
+    out = verb(hub, home, *words, "--overwrite_output_dir", "--push_to_hub", "me/another", token=WRITE)[0]
+    assert f"pushed to {hub.url}/me/another/commit/" in out and "model.safetensors" in hub.files("me/another")
 
 
 # -- the card --------------------------------------------------------------------------------------------------------

@@ -203,8 +203,7 @@ def upload(
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
-    if constants.is_offline_mode():
-        raise ValueError(f"pushing to {repo_id} needs the Hub, but HF_HUB_OFFLINE is set: unset it")
+    _refuse_offline(repo_id)
     api = HfApi(token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -237,6 +236,32 @@ def upload(
     return {"repo": repo_id, "commit": str(commit.oid), "address": str(commit.commit_url)}
 
 
+def check_push(repo_id: str) -> None:
+    """Find what would keep a push from starting, without asking the Hub: hours before there is a model to push.
+
+    Raises:
+        ValueError: huggingface_hub is offline, the name cannot be one, or there is no token.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    _refuse_offline(repo_id)
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"pushing to {repo_id} would fail: {_advice(error)}") from None
+    if huggingface_hub.get_token() is None:
+        raise ValueError(f"pushing to {repo_id} needs a token that may write there: HF_TOKEN or `hf auth login`")
+
+
+def _refuse_offline(repo_id: str) -> None:
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        raise ValueError(f"pushing to {repo_id} needs the Hub, but HF_HUB_OFFLINE is set: unset it")
+
+
 def _advice(error: BaseException) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -247,6 +272,6 @@ def _advice(error: BaseException) -> str:
     if isinstance(error, HfHubHTTPError) and response is not None:
         if response.status_code in (401, 403, 404):
             return f"{said}. A token that may write there is needed (token=, HF_TOKEN or `hf auth login`)"
-        return f"{said}. What was uploaded stays: the same command goes on from there"
+        return f"{said}. What was uploaded stays: another push goes on from there"
     xet = XET_ADVICE if isinstance(error, RuntimeError) else ""
-    return f"{said}. Check the network, HF_ENDPOINT and proxies; the same command goes on from there{xet}"
+    return f"{said}. Check the network, HF_ENDPOINT and proxies; another push goes on from there{xet}"

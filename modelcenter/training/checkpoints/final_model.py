@@ -1,5 +1,6 @@
 """model/: the trained model as a Hugging Face directory, and its way to the Hub."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,4 +54,9 @@ def push_final_model(run: "Run", output: Path, repo_id: str) -> None:
     """
     with together(f"publishing {output / 'model'}"):
         if engine.rank() == 0:
-            run.record.report(f"pushed to {push_directory(output, repo_id).address}")
+            try:
+                pushed = push_directory(output, repo_id)
+            except ValueError as error:  # for the command of this run, all is done
+                remedy = shlex.join(["modelcenter", "push", str(output), repo_id])
+                raise ValueError(f"{error}. The model is in {output / 'model'}; `{remedy}` pushes it") from None
+            run.record.report(f"pushed to {pushed.address}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import engine
 from engine.checkpoint import from_rank_0, together, wait_checkpoint
+from modelcenter.hub.remote.push import check_push
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.output.folder import prepare_output, remove_if_empty
 from modelcenter.training.output.lock import lock_folder
@@ -20,7 +21,8 @@ from modelcenter.training.setup.rank_checks import check_flags
 
 @contextmanager
 def claim_output(cfg: TrainConfig) -> Iterator[None]:
-    """Check, on rank 0, that the run can write its output: see output.folder.prepare_output. Needs no other rank.
+    """Check, on rank 0, that the run can write its output (see output.folder.prepare_output) and may push it. Needs no
+    other rank.
 
     Inside, other runs are kept out of the folder. Afterwards a new folder in which nothing was written is removed.
     """
@@ -28,6 +30,8 @@ def claim_output(cfg: TrainConfig) -> Iterator[None]:
     if cfg.output_dir is None or cfg.dry_run or int(os.environ.get("RANK") or 0) != 0:
         yield
         return
+    if cfg.push_to_hub is not None:
+        check_push(cfg.push_to_hub)
     path = Path(cfg.output_dir)
     with remove_if_empty(path):
         prepare_output(path, cfg.overwrite_output_dir)

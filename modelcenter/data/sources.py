@@ -180,13 +180,20 @@ def hub_error(name: str, error: Exception) -> ValueError:
     return ValueError(message + nearest_beside(Path(name)))
 
 
-def _hub_source(name: str, config: str | None) -> Source:
+def hub_library(name: str) -> Any:
+    """The `datasets` library, for a data set of the Hub. Raises ValueError where it is not installed."""
     try:
         import datasets
     except ImportError:
         raise ValueError(
-            f"{name}: no such file or directory; reading it from the Hub needs `pip install datasets`"
+            f"{name}: no such file or directory; reading it from the Hub needs `pip install datasets`."
+            + nearest_beside(Path(name))
         ) from None
+    return datasets
+
+
+def _hub_source(name: str, config: str | None) -> Source:
+    datasets = hub_library(name)
     try:
         splits = tuple(datasets.get_dataset_split_names(name, config))
     except Exception as error:  # the library raises some twenty kinds of error here, of several packages

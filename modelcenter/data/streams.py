@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from modelcenter.data.readers.compression import suffix_of
 from modelcenter.data.readers.row_streams import ROW_READERS, START, Cursor, Row, Unit
-from modelcenter.data.sources import find_paths, hub_error
+from modelcenter.data.sources import find_paths, hub_error, hub_library
 
 
 class RowSource(Protocol):
@@ -82,12 +82,8 @@ class HubRows:
         self._arguments, self._load = (name, config, split), load
 
     def _rows(self) -> Any:
-        load = self._load
-        if load is None:
-            import datasets
-
-            load = datasets.load_dataset
         name, config, split = self._arguments
+        load = self._load or hub_library(name).load_dataset
         try:
             return load(name, config, split=split, streaming=True)
         except Exception as error:  # see sources: some twenty kinds

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import sys
 
 import pytest
 
@@ -155,6 +156,15 @@ def test_a_data_set_that_is_not_there():
         ValueError, match="nofile: neither a file or directory here nor a .* the Hub gives: Couldn't rea"
     ):
         list(HubRows("nofile", load=load).read())
+
+
+def test_a_misspelt_folder_without_the_library_of_hub_data_sets(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (folder / "corpus").mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    says = r"corpsu: no such file or directory; .* `pip install datasets`\. Did you mean 'corpus'\?"
+    with pytest.raises(ValueError, match=says):
+        next(open_rows(["corpsu"], None, "train").read())
 
 
 def test_hub_rows_of_the_library_itself(folder):

@@ -1,8 +1,10 @@
-"""Paths: where the shipped data lives (inside the wheel under `modelcenter/`, beside the package in a checkout), and
-what a mistyped one may mean."""
+"""Paths: where the shipped data lives (inside the wheel under `modelcenter/`, beside the package in a checkout), what a
+mistyped one may mean, and which one did not fit on its disk."""
 
 import difflib
-from contextlib import suppress
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -30,3 +32,14 @@ def nearest_beside(path: Path) -> str:
         names = [other.name for other in path.parent.iterdir()]
     close = difflib.get_close_matches(path.name, names, 1, 0.7)
     return f" Did you mean {str(path.with_name(close[0]))!r}?" if close else ""
+
+
+@contextmanager
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """Let the error of a disk or quota that is full, which names no file, name the one that is written inside."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error

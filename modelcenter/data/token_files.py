@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from modelcenter._paths import naming_full_disk
 from modelcenter.data.cache import mapped, publish_directory, tokenizer_state
 
 FORMAT, VERSION = "modelcenter-tokens", 1
@@ -240,28 +241,34 @@ class TokenWriter:
 
     def __exit__(self, kind: Any, *_: object) -> None:
         try:
-            for file in self._files.values():
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
+            with naming_full_disk(self.path):
+                for file in self._files.values():
+                    file.flush()
+                    os.fsync(file.fileno())
+                    file.close()
+                if kind is None:
+                    self._write_about()
             if kind is None:
-                about = {
-                    "format": FORMAT, "version": VERSION, "dtype": self.dtype.str, "documents": self.documents,
-                    "tokens": self.tokens, "eos": self.eos,
-                    "sha256": {name: h.hexdigest() for name, h in self._hashes.items()}, **self._extra,
-                }  # fmt: skip
-                with (self._work / "about.json").open("w", encoding="utf-8", errors="backslashreplace") as text:
-                    json.dump(about, text, indent=2, ensure_ascii=False)
-                    text.flush()
-                    os.fsync(text.fileno())
                 publish_directory(self._work)
                 self._work.rename(self.path)  # over an empty folder, too
         finally:
             shutil.rmtree(self._work, ignore_errors=True)
 
+    def _write_about(self) -> None:
+        about = {
+            "format": FORMAT, "version": VERSION, "dtype": self.dtype.str, "documents": self.documents,
+            "tokens": self.tokens, "eos": self.eos,
+            "sha256": {name: h.hexdigest() for name, h in self._hashes.items()}, **self._extra,
+        }  # fmt: skip
+        with (self._work / "about.json").open("w", encoding="utf-8", errors="backslashreplace") as text:
+            json.dump(about, text, indent=2, ensure_ascii=False)
+            text.flush()
+            os.fsync(text.fileno())
+
     def _put(self, name: str, array: np.ndarray) -> None:
         raw = np.ascontiguousarray(array).view(np.uint8).data if array.size else b""
-        self._files[name].write(raw)
+        with naming_full_disk(self.path):
+            self._files[name].write(raw)
         self._hashes[name].update(raw)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.memory import readable
 from modelcenter import registry
+from modelcenter._paths import naming_full_disk
 from modelcenter.hub.files.names import CARD_FILE, CURVES_FILE
 
 PIPELINES = {
@@ -279,7 +280,8 @@ def complete_card(run: str | Path, summary: Mapping[str, Any]) -> None:
         summary = {**summary, "padding": padding}
     head = text.partition(f"\n{_RUN}\n")[0].rstrip()
     work = model / f".{CARD_FILE}"
-    work.write_text(f"{head}\n\n{describe_run(summary, curve)}\n", encoding="utf-8", errors="backslashreplace")
+    with naming_full_disk(model / CARD_FILE):
+        work.write_text(f"{head}\n\n{describe_run(summary, curve)}\n", encoding="utf-8", errors="backslashreplace")
     os.replace(work, model / CARD_FILE)
 
 

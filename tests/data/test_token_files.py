@@ -2,6 +2,7 @@
 
 import json
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,6 +52,16 @@ def test_an_error_leaves_nothing(tmp_path):
     write_tokens(tmp_path / "a", DOCUMENTS)
     with pytest.raises(ValueError, match="is there already"):
         write_tokens(tmp_path / "a", DOCUMENTS)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no file that is always full")
+@pytest.mark.parametrize("count", [3, 100_000])  # found out at the end, or as soon as the buffer is full
+def test_a_full_disk_is_said_with_the_folder(tmp_path, count):
+    with pytest.raises(OSError, match="No space left on device: '.*/words'"), TokenWriter(tmp_path / "words", 10) as to:
+        to._files["tokens.bin"].close()
+        to._files["tokens.bin"] = open("/dev/full", "wb")  # noqa: SIM115
+        to.add(np.zeros(count, np.int64), np.array([count]))
+    assert not list(tmp_path.iterdir())
 
 
 def test_damage_is_named(tmp_path):

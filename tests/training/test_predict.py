@@ -199,6 +199,15 @@ def test_the_ending_of_a_file_names_its_format(tmp_path, ending):
         assert read(path) == nested
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no file that is always full")
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
+def test_a_full_disk_is_said_with_the_file(tmp_path, name):
+    (tmp_path / f".{name}.writing").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device: '.*/{name}'"):
+        write_rows(str(tmp_path / name), PREDICTIONS)
+    assert not list(tmp_path.iterdir())
+
+
 def test_files_of_no_rows_and_of_unknown_formats(tmp_path, folder):
     write_rows(str(tmp_path / "none.json"), [])
     assert json.loads((tmp_path / "none.json").read_text()) == []

@@ -10,6 +10,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any, TextIO
 
+from modelcenter._paths import naming_full_disk
 from modelcenter.training.inference.row_formats import ENDINGS, LINES, Row, format_of, text_lines, write_parquet
 from modelcenter.training.output.json_text import json_text
 
@@ -64,12 +65,12 @@ def _whole_file(path: str, **how: Any) -> Iterator[Any]:
     """A file to write to, which is at its place when it is whole. how: of open."""
     target = _target(path)
     if _is_stream(target):
-        with target.open(**how) as file:
+        with naming_full_disk(target), target.open(**how) as file:
             yield file
         return
     work = target.with_name(f".{target.name}.writing")
     try:
-        with work.open(**how) as file:
+        with naming_full_disk(target), work.open(**how) as file:
             yield file
         work.rename(target)
     finally:

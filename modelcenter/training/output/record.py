@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from modelcenter._paths import naming_full_disk
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.output.curves import plot
 from modelcenter.training.output.display import Display
@@ -119,10 +120,8 @@ class Record:
 
 def _write_summary(path: Path, summary: dict[str, Any]) -> None:
     work = path.with_name(f".{path.name}")
-    try:
+    with naming_full_disk(path):
         work.write_text(json_text(summary, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:  # that of a full disk names no file
-        raise OSError(error.errno, error.strerror, str(path)) from error
     work.rename(path)
 
 
@@ -140,6 +139,7 @@ def truncate_rows(path: Path, step: int) -> list[dict[str, Any]]:
         if isinstance(row, dict) and row.get("step", math.inf) <= step:
             rows.append(row)
     work = path.with_name(f".{path.name}")
-    work.write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
+    with naming_full_disk(path):
+        work.write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
     work.replace(path)
     return rows

@@ -30,9 +30,9 @@ STEP = re.compile(r"step-(\d+)")  # the name of one checkpoint of many
 def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup | None = None) -> Iterator[Path]:
     """Yields a directory to write into, the same on all ranks; at the end it gets a manifest and becomes ``directory``.
 
-    Collective over ``group``, which holds all ranks (None: the default one). If the body raises on any rank, everything
-    written is removed and every rank raises; a rank that fails must do so before, or inside ``together`` around, what
-    the others wait for.
+    A link stays, and what it names is made or replaced. Collective over ``group``, which holds all ranks (None: the
+    default one). If the body raises on any rank, everything written is removed and every rank raises; a rank that fails
+    must do so before, or inside ``together`` around, what the others wait for.
 
     Raises:
         ValueError: ``directory`` is something that is no checkpoint.
@@ -41,7 +41,7 @@ def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup
     place = ""
     with together(f"creating {target}", group):
         if runtime.rank() == 0:
-            check_place(target)
+            target = checked_place(target)
             target.parent.mkdir(parents=True, exist_ok=True)
             _clean_up_after_killed_saves(target)
             place = str(target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
@@ -127,9 +127,17 @@ def _clean_up_after_killed_saves(target: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
     for old in target.parent.glob(f".{name}.old-*"):
         if target.exists() or not _is_complete(old):
-            shutil.rmtree(old, ignore_errors=True)
+            remove_directory(old)
         else:
             old.rename(target)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory as far as that is possible; of a link to one, the link, which rmtree leaves alone."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_complete(path: Path) -> bool:
@@ -140,15 +148,19 @@ def _is_complete(path: Path) -> bool:
     return True
 
 
-def check_place(target: Path) -> None:
-    """Raises ValueError if a checkpoint at ``target`` would replace something that is no checkpoint. Not collective."""
+def checked_place(directory: Path) -> Path:
+    """What a checkpoint at ``directory`` makes or replaces: links are followed, also one to what is not there yet.
+
+    Raises ValueError if it is something that is no checkpoint. Not collective.
+    """
+    target = Path(os.path.realpath(directory))
     if not target.exists():
-        return
+        return target
     if not target.is_dir():
         raise ValueError(f"{target} is a file, expected a directory or a new name for a checkpoint")
     inside = sorted(entry.name for entry in target.iterdir())
     if not inside or MANIFEST in inside or STEP.fullmatch(target.name):
-        return
+        return target
     many = [name for name in inside if STEP.fullmatch(name)]
     advice = ", or one of many by step=" if many else ""
     raise ValueError(
@@ -195,7 +207,8 @@ def check_manifest(directory: str | os.PathLike[str], hashes: bool = False) -> d
     """
     path = Path(directory)
     if not (path / MANIFEST).is_file():
-        replaced = [] if path.exists() else [*path.parent.glob(f".{glob.escape(path.name)}.old-*/{MANIFEST}")]
+        place = Path(os.path.realpath(path))
+        replaced = [] if place.exists() else [*place.parent.glob(f".{glob.escape(place.name)}.old-*/{MANIFEST}")]
         hint = f"; what a save that was killed was replacing is {replaced[0].parent}: rename it" if replaced else ""
         raise ValueError(f"{path} is not a complete checkpoint: it has no {MANIFEST}{hint}")
     try:

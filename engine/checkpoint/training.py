@@ -12,7 +12,6 @@ import datetime
 import functools
 import logging
 import os
-import shutil
 import threading
 import traceback
 import uuid
@@ -27,7 +26,15 @@ import torch.distributed as dist
 from torch import nn
 
 from engine import runtime
-from engine.checkpoint.files import MANIFEST, STEP, atomic_directory, check_manifest, check_place, named_checkpoint
+from engine.checkpoint.files import (
+    MANIFEST,
+    STEP,
+    atomic_directory,
+    check_manifest,
+    checked_place,
+    named_checkpoint,
+    remove_directory,
+)
 from engine.checkpoint.model import MODEL, filled_tensors, load_model, write_tensors
 from engine.checkpoint.optimizer import OPTIM, collect_states, load_states, merge_stages
 from engine.checkpoint.random_state import generator_states, reseed_generators, restore_generators
@@ -138,7 +145,7 @@ def save_checkpoint(
 
     Args:
         directory: the checkpoint, which replaces one that is there, and nothing else; with ``step`` the directory of
-            many. On a file system that all ranks share.
+            many. On a file system that all ranks share. Links are followed.
         state: the user's own: numbers, strings, tensors, lists, tuples and dicts of them. Rank 0's is saved.
         step: write to ``directory``/step-00000100.
         keep: with ``step``, remove the oldest of this step and earlier ones until so many are left; the best stays.
@@ -318,7 +325,7 @@ def _collect(
     optim: dict[str, Any] | None = None
     with together(doing):
         if runtime.rank() == 0:
-            check_place(path)
+            checked_place(path)
         tensors = {MODEL: filled_tensors(model)}
         if not isinstance(state, Mapping | None):
             raise ValueError(f"state is a {type(state).__name__}, expected a dict")
@@ -405,7 +412,7 @@ def _name(link: Path, target: Path) -> None:
 
 def _purge(root: Path, step: int, keep: int | None) -> None:
     for left in [*root.glob(".step-*.partial-*"), *root.glob(".step-*.old-*")]:  # of a run that was killed
-        shutil.rmtree(left, ignore_errors=True)
+        remove_directory(left)
     for left in [*root.glob(".last.*"), *root.glob(".best.*")]:  # see _name
         left.unlink(missing_ok=True)
     best = named_checkpoint(root / "best").resolve()
@@ -414,7 +421,7 @@ def _purge(root: Path, step: int, keep: int | None) -> None:
         if path.resolve() != best:
             gone = path.with_name(f".{path.name}.old-{uuid.uuid4().hex[:8]}")
             path.rename(gone)  # so that half of it never looks like a checkpoint
-            shutil.rmtree(gone, ignore_errors=True)
+            remove_directory(gone)
 
 
 def _path_of(root: Path, step: int) -> Path:

@@ -368,6 +368,44 @@ def test_what_is_no_checkpoint_is_not_replaced(two, tmp_path):
     assert engine.latest_checkpoint(tmp_path / "run").name == "step-00000003"
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_followed(tmp_path, there):
+    """Also by a folder of its path, and to where nothing is yet: what it names is often a larger disk."""
+    real, link = tmp_path / "disk" / "run", tmp_path / "link"
+    if there:
+        real.mkdir(parents=True)
+    link.symlink_to(real)
+    model, other = toys.build(), toys.build()
+    for step in range(2):
+        assert engine.save_checkpoint(link, model, state={"n": step}) == link
+        assert engine.load_checkpoint(real, other) == {"n": step}
+    engine.checkpoint.save_model(link, model)
+    assert engine.load_checkpoint(link, other) == {}
+    assert link.is_symlink() and names(tmp_path) == ["disk", "link"] and names(real.parent) == ["run"]
+    (tmp_path / "runs").symlink_to(tmp_path / "disk" / "of" / "runs")
+    for step in (1, 2):
+        engine.save_checkpoint(tmp_path / "runs", model, step=step, keep=1)
+    assert names(tmp_path / "disk" / "of" / "runs") == ["last", "step-00000002"]
+
+
+def test_what_a_killed_save_was_replacing_is_named_where_a_link_leads(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "run")
+    engine.checkpoint.save_model(tmp_path / "link", toys.build())
+    (tmp_path / "disk" / "run").rename(tmp_path / "disk" / ".run.old-dead")
+    with pytest.raises(ValueError, match=r"no manifest.json; what a save .*/disk/\.run\.old-dead: rename it$"):
+        check_manifest(tmp_path / "link")
+
+
+def test_of_an_old_checkpoint_that_is_a_link_only_the_link_is_removed(tmp_path):
+    model = toys.build()
+    engine.save_checkpoint(tmp_path / "run", model, step=1)
+    (tmp_path / "run" / "step-00000001").rename(tmp_path / "moved")
+    (tmp_path / "run" / "step-00000001").symlink_to(tmp_path / "moved")
+    engine.save_checkpoint(tmp_path / "run", model, step=2, keep=1)
+    assert names(tmp_path / "run") == ["last", "step-00000002"]
+    check_manifest(tmp_path / "moved")
+
+
 def test_a_writer_that_lost_its_group_says_what_to_call(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_write", mock.Mock(side_effect=ValueError("Group is not registered")))
     writer = module._Writer(mock.Mock(path=tmp_path / "c", contents=mock.Mock(ready=())), group=mock.Mock())

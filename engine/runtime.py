@@ -137,6 +137,11 @@ def set_seed(seed: int) -> None:
         raise ValueError(f"seed is {seed!r}, expected a whole number of at least 0")
     settings = current()
     settings.seed, settings.draws = seed, 0
+    seed_generators(seed)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed them as ``set_seed`` does, and leave the settings as they are."""
     stream = stage() * data_size() + data_rank()
     own = (seed + stream * 0x9E3779B97F4A7C15) % 2**63  # 2^64 / golden ratio: far apart for nearby ranks
     random.seed(own)

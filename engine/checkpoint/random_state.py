@@ -35,7 +35,5 @@ def restore_generators(states: dict[str, Any]) -> None:
 
 def reseed_generators(states: dict[str, Any]) -> None:
     """Seed the generators from the states of one rank, on a mesh other than theirs: each rank gets its own stream."""
-    seed = runtime.current().seed
     digest = hashlib.sha256(states["torch"].numpy().tobytes()).digest()
-    runtime.set_seed(int.from_bytes(digest[:8], "little") % 2**63)
-    runtime.current().seed = seed
+    runtime.seed_generators(int.from_bytes(digest[:8], "little") % 2**63)

@@ -23,6 +23,7 @@ from engine.ops.cross_entropy import losses_
 from engine.parallel import functional
 from engine.parallel.mesh import device_mesh
 from engine.tensors import local_box
+from engine.torch_compat import assert_on_device
 
 IGNORE_INDEX = -100
 # Bytes of one chunk of logits. Larger gains nothing on a CPU once the matrix product is efficient.
@@ -67,6 +68,8 @@ def linear_cross_entropy(
         if labelled.numel() != targets.numel():
             hidden, targets = hidden.index_select(0, labelled), targets.index_select(0, labelled)
     weight, bias, shard = _local_vocabulary(weight, bias)
+    if shard is not None:
+        shard.check(targets)
     hidden, weight, bias = as_factors(hidden, weight, bias)
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, _at_least_one(count), label_smoothing, shard)
 
@@ -84,6 +87,8 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, target
         (n,) fp32.
     """
     weight, bias, shard = _local_vocabulary(weight, bias)
+    if shard is not None:
+        shard.check(targets)
     hidden, weight, bias = as_factors(hidden, weight, bias)
     return _LinearLogProbs.apply(hidden, weight, bias, targets, shard)
 
@@ -105,6 +110,17 @@ class _VocabularyShard:
     group: Any
     vocab: int
     first: int
+
+    def check(self, targets: Tensor) -> None:
+        """Raises IndexError as cross_entropy does: without it, a target that no rank has would have the logit 0."""
+        if targets.device.type != "cpu":
+            within = ((targets >= 0) & (targets < self.vocab)).all()
+            assert_on_device(within, "target out of range of a vocabulary that tp_size splits")
+        elif targets.numel():
+            low, high = int(targets.min()), int(targets.max())
+            if low < 0 or high >= self.vocab:
+                wrong, last = low if low < 0 else high, self.vocab - 1
+                raise IndexError(f"target is {wrong}, expected 0 to {last}: the classes that the ranks together have")
 
     def sum(self, x: Tensor) -> Tensor:
         if x.numel():
@@ -387,12 +403,14 @@ class FusedCrossEntropy(torch.nn.Module):
         weight = None if self.weight is None else self.weight.to(input.device, torch.float32)
         target = target.long()
         labelled = target != self.ignore_index
+        classes = torch.where(labelled, target, 0)
         if self.parallel and (shard := _equal_shard(input.shape[1])) is not None:
+            shard.check(classes)
             loss = _ParallelCrossEntropy.apply(input, target, self.label_smoothing, shard) * labelled
             if weight is not None:
                 if weight.shape[0] != shard.vocab:
                     raise ValueError(f"weight has {weight.shape[0]} classes, the ranks together have {shard.vocab}")
-                loss = loss * weight[torch.where(labelled, target, 0)]
+                loss = loss * weight[classes]
             loss = loss if self.reduction == "none" else loss.sum()
         else:
             loss = F.cross_entropy(
@@ -407,5 +425,5 @@ class FusedCrossEntropy(torch.nn.Module):
             return loss
         if weight is None:
             return loss / labelled.sum().clamp(min=1)
-        count = torch.where(labelled, weight[torch.where(labelled, target, 0)], 0.0).sum()
+        count = torch.where(labelled, weight[classes], 0.0).sum()
         return loss / torch.where(count > 0, count, 1.0)

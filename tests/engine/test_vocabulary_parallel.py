@@ -72,3 +72,30 @@ def test_vocabulary_parallel_gradients_are_scaled_before_they_are_fp16(four):
     for found in four.run(vocabulary_gradients_in_fp16, 2**22, 2.0**16):
         for mine, parameter in zip(found, (hidden, weight), strict=True):
             assert (mine.double() / 2**16 - parameter.grad).norm() < 0.01 * parameter.grad.norm()
+
+
+def losses_outside_of_the_vocabulary(wrong):
+    engine.init_distributed(tp_size=engine.world_size())
+    hidden, weight, bias, _ = vocabulary_problem(11, 3)
+    table = nn.Linear(6, 11)
+    tensor.parallelize(table, engine.parallel.mesh.device_mesh()["tp"], {"weight": "vocab", "bias": "vocab"})
+    targets, own = torch.tensor([1, 2, wrong]), torch.randn(3, 4)  # of 8 or 16 classes in all
+    parallel = engine.loss.FusedCrossEntropy(parallel=True)
+    messages = []
+    for loss in (
+        lambda: linear_cross_entropy(hidden, table.weight, table.bias, targets, 3),
+        lambda: engine.loss.linear_log_probs(hidden, table.weight, table.bias, targets),
+        lambda: parallel(own, targets),
+    ):
+        with pytest.raises(IndexError) as told:
+            loss()
+        messages.append(str(told.value))
+    return messages
+
+
+@pytest.mark.parametrize("wrong", [-1, 16])
+def test_targets_outside_of_the_vocabulary_are_refused(two, wrong):
+    """As by cross_entropy; what no rank has must not count as a logit of 0."""
+    for messages in two.run(losses_outside_of_the_vocabulary, wrong):
+        for message, last in zip(messages, (10, 10, 7), strict=True):
+            assert message.startswith(f"target is {wrong}, expected 0 to {last}: ")

@@ -35,7 +35,7 @@ def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup
     must do so before, or inside ``together`` around, what the others wait for.
 
     Raises:
-        ValueError: ``directory`` is something that is no checkpoint.
+        ValueError: ``directory`` is something that is no checkpoint, or that nothing can replace.
     """
     target = Path(directory).absolute()
     place = ""
@@ -151,13 +151,18 @@ def _is_complete(path: Path) -> bool:
 def checked_place(directory: Path) -> Path:
     """What a checkpoint at ``directory`` makes or replaces: links are followed, also one to what is not there yet.
 
-    Raises ValueError if it is something that is no checkpoint. Not collective.
+    Raises ValueError if it is something that is no checkpoint, or that nothing can replace. Not collective.
     """
     target = Path(os.path.realpath(directory))
     if not target.exists():
         return target
     if not target.is_dir():
         raise ValueError(f"{target} is a file, expected a directory or a new name for a checkpoint")
+    if is_irreplaceable(target):
+        raise ValueError(
+            f"{target} is the current directory, one above it, or a mount point, which no checkpoint can replace: name "
+            "a directory inside"
+        )
     inside = sorted(entry.name for entry in target.iterdir())
     if not inside or MANIFEST in inside or STEP.fullmatch(target.name):
         return target
@@ -167,6 +172,16 @@ def checked_place(directory: Path) -> Path:
         f"{target} is no checkpoint and has other files, such as {(many or inside)[0]}, which one saved there would "
         f"replace: name a new directory{advice}"
     )
+
+
+def is_irreplaceable(directory: Path) -> bool:
+    """Whether no other can take the place of a directory, given by its real path: a mount point, the current directory
+    or one above it."""
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return directory.is_mount()
+    return directory in (here, *here.parents) or directory.is_mount()
 
 
 def _replace(path: Path, target: Path) -> None:

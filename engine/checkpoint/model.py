@@ -30,6 +30,7 @@ def save_model(
         extra: called on rank 0 with the directory under construction, to add files.
 
     Raises:
+        ValueError: ``directory`` has other files or nothing can replace it, or a parameter is on meta.
         RuntimeError or OSError: writing failed on a rank; raised on every rank, and ``directory`` is as it was.
     """
     with atomic_directory(directory) as path:

@@ -162,8 +162,9 @@ def save_checkpoint(
         The checkpoint's path.
 
     Raises:
-        ValueError: an argument is wrong, ``directory`` has other files, ``state`` holds something else, an optimizer
-            holds parameters that are not the model's, or a parameter is on meta.
+        ValueError: an argument is wrong, ``directory`` has other files or nothing can replace it (the current one, a
+            mount point), ``state`` holds something else, an optimizer holds parameters that are not the model's, or a
+            parameter is on meta.
         RuntimeError or OSError: writing failed on a rank; raised on every rank, and what was there before is as it was.
     """
     wait_checkpoint()

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -406,6 +407,31 @@ def test_of_an_old_checkpoint_that_is_a_link_only_the_link_is_removed(tmp_path):
     engine.save_checkpoint(tmp_path / "run", model, step=2, keep=1)
     assert names(tmp_path / "run") == ["last", "step-00000002"]
     check_manifest(tmp_path / "moved")
+
+
+def test_what_nothing_can_replace_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    model, mounted = toys.build(), Path.is_mount
+    for name in ("here", "volume"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "volume" or mounted(path))
+    for save in (engine.save_checkpoint, engine.checkpoint.save_model):
+        for place in (".", "..", tmp_path / "volume"):
+            with pytest.raises(ValueError, match=r"current directory, one above it, or a mount point, which no check"):
+                save(place, model)
+    assert names(tmp_path) == ["here", "volume"] and not any(names(path) for path in tmp_path.iterdir())
+    engine.save_checkpoint(".", model, step=1)
+    engine.save_checkpoint("../volume/run", model)
+    assert names(tmp_path / "volume") == ["run"] and names(tmp_path / "here") == ["last", "step-00000001"]
+
+
+def test_a_run_whose_current_directory_was_removed_is_saved(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for _ in range(2):
+        engine.save_checkpoint(tmp_path / "run", toys.build())
+    assert names(tmp_path) == ["run"]
 
 
 def test_a_writer_that_lost_its_group_says_what_to_call(monkeypatch, tmp_path):

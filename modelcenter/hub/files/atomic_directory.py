@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from os.path import expanduser
 from pathlib import Path
 
-from engine.checkpoint.files import exchange_names, sync_to_disk
+from engine.checkpoint.files import exchange_names, is_irreplaceable, sync_to_disk
 from modelcenter.hub.files.locks import locked
 from modelcenter.hub.files.names import MANIFEST_FILE, is_replaced
 
@@ -62,7 +62,7 @@ def checked_target(target: Path) -> Path:
         raise ValueError(f"cannot save to {target}: it is a file, expected a directory or a new name")
     if target.exists() and not os.access(target, os.W_OK | os.X_OK):
         raise ValueError(f"cannot save to {target}: it is read-only; change its mode or name another directory")
-    if target in (Path.cwd(), *Path.cwd().parents) or target.is_mount():
+    if is_irreplaceable(target):
         raise ValueError(
             f"cannot save to {target}: it is the current directory, one above it, or a mount point; name one inside"
         )
